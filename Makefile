@@ -1,0 +1,40 @@
+# The commands of the project; each prepares the environment it needs first (see tools/setup_env.py).
+#   PYTHON=/path/to/python   use this Python, or the environment it belongs to
+#   ARGS="..."               further arguments of the command, as in: make test ARGS="-k tokenizer -x"
+
+BOOTSTRAP := $(if $(PYTHON),$(PYTHON),$(shell command -v python3 || command -v python || echo python3))
+RUN := $(BOOTSTRAP) tools/setup_env.py
+PYTEST := -m pytest --durations=15
+ARGS ?=
+export PYTHON
+
+.PHONY: help quickstart test test-faults lint format bench-train clean clean-all
+.DEFAULT_GOAL := help
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+quickstart:  ## train a small GPT on four processes of this machine, end to end; again: resume
+	@$(RUN) -- -m tools.quickstart.run $(ARGS)
+
+test:  ## run the tests
+	@OMP_NUM_THREADS=1 $(RUN) --extras test,lint --oracle -- $(PYTEST) $(ARGS)
+
+test-faults:  ## run the long fault-injection tests: processes killed at many random moments
+	@OMP_NUM_THREADS=1 $(RUN) --extras test,lint -- $(PYTEST) --faults -m faults $(ARGS)
+
+lint:  ## check style, types and import layers
+	@$(RUN) --extras test,lint -- tools/lint.py
+
+format:  ## rewrite the sources in the project's style
+	@$(RUN) --extras test,lint -- tools/lint.py --fix
+
+bench-train:  ## measure training speed beside Hugging Face's GPT-2
+	@$(RUN) --extras test,lint -- tools/bench_train.py $(ARGS)
+
+clean:  ## remove caches, builds and the quickstart's output
+	rm -rf build dist *.egg-info quickstart_out bench_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find megatron tools tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-all: clean  ## the same, and remove .venv
+	rm -rf .venv

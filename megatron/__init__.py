@@ -1,0 +1,1 @@
+"""Megatron-CC: GPT pretraining with pluggable compression at every communication point."""

@@ -1,0 +1,83 @@
+"""Small collectives by which ranks fail together instead of waiting for one that has gone.
+
+Everything works without a process group: ``group=None`` means that this process is alone. Groups are gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron.config.errors import UserError
+from megatron.topology.errors import CommunicationError
+
+T = TypeVar("T")
+
+
+def rank_of(group: dist.ProcessGroup | None) -> int:
+    """This process's rank in the group."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def size_of(group: dist.ProcessGroup | None) -> int:
+    """The number of ranks in the group."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def communicating(what: str, call: Callable[[], T]) -> T:
+    """Runs a call that communicates.
+
+    Raises:
+        CommunicationError: when a peer is gone or too slow.
+    """
+    try:
+        return call()
+    except RuntimeError as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CommunicationError(f"{what} failed, a rank is gone or too slow: {reason}") from error
+
+
+def any_rank(group: dist.ProcessGroup | None, flag: bool) -> bool:
+    """True on every rank when ``flag`` is true on one."""
+    if group is None:
+        return flag
+    value = torch.tensor([int(flag)])
+    communicating("checkpoint agreement", lambda: dist.all_reduce(value, dist.ReduceOp.MAX, group=group))
+    return bool(value.item())
+
+
+def gather_texts(group: dist.ProcessGroup | None, text: str) -> list[str]:
+    """Every rank's text, by rank. Lengths may differ."""
+    if group is None:
+        return [text]
+    data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
+    length = torch.tensor([len(text.encode())])
+    lengths = [torch.zeros_like(length) for _ in range(size_of(group))]
+    communicating("checkpoint agreement", lambda: dist.all_gather(lengths, length, group=group))
+    longest = max(1, *(int(n) for n in lengths))
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: data.numel()] = data[:longest]
+    rows = [torch.zeros_like(padded) for _ in lengths]
+    communicating("checkpoint agreement", lambda: dist.all_gather(rows, padded, group=group))
+    return [bytes(row[: int(n)].numpy()).decode() for row, n in zip(rows, lengths, strict=True)]
+
+
+def first_problem(group: dist.ProcessGroup | None, problem: str | None) -> str | None:
+    """The problem of the lowest rank that has one, the same on every rank; None when there is none."""
+    if not any_rank(group, problem is not None):
+        return None
+    return next(text for text in gather_texts(group, problem or "") if text)
+
+
+def raise_together(group: dist.ProcessGroup | None, problem: str | None) -> None:
+    """Returns when no rank has a problem.
+
+    Raises:
+        UserError: on every rank, with the same text, when one has.
+    """
+    agreed = first_problem(group, problem)
+    if agreed is not None:
+        raise UserError(agreed)

@@ -1,0 +1,139 @@
+"""The folders and small files of a checkpoint root, changed so that a kill at any instant loses nothing.
+
+A checkpoint is written into ``.tmp_<name>`` and renamed. One that is being replaced steps aside as
+``.old_<name>`` and counts as the checkpoint for as long as its successor has not taken its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Literal
+
+TRACKER = "latest_checkpointed_iteration.txt"
+TEMPORARY, REPLACED = ".tmp_", ".old_"
+REMOVED = TEMPORARY + "removed_"
+CHECKPOINT = r"iter_\d{7,}|release"
+
+Iteration = int | Literal["release"]
+
+
+def folder_name(iteration: Iteration) -> str:
+    """``iter_0000100`` or ``release``."""
+    return iteration if isinstance(iteration, str) else f"iter_{iteration:07d}"
+
+
+def checkpoint_folder(root: Path, iteration: Iteration) -> Path:
+    """Where a checkpoint is, or would be."""
+    final = root / folder_name(iteration)
+    replaced = root / (REPLACED + final.name)
+    return replaced if not final.exists() and replaced.exists() else final
+
+
+def temporary_folder(root: Path, iteration: Iteration) -> Path:
+    """Where a checkpoint is written before it is complete."""
+    return root / (TEMPORARY + folder_name(iteration))
+
+
+def saved_iterations(root: Path) -> list[int]:
+    """Iterations that have a folder, newest first."""
+    if not root.is_dir():
+        return []
+    pattern = re.compile(rf"(?:{re.escape(REPLACED)})?iter_(\d{{7,}})")
+    names = (pattern.fullmatch(name) for name in os.listdir(root))
+    return sorted({int(match[1]) for match in names if match}, reverse=True)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Makes renames and new names in a folder durable."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot, and need not
+            raise
+    finally:
+        os.close(fd)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Writes a file and waits until it is on the disk."""
+    with path.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def remove_leftovers(root: Path) -> None:
+    """Clears what an interrupted save left; a checkpoint that had stepped aside takes its place again."""
+    for name in os.listdir(root):
+        path = root / name
+        if re.fullmatch(rf"{re.escape(REPLACED)}({CHECKPOINT})", name):
+            final = root / name.removeprefix(REPLACED)
+            if final.exists():
+                _remove_folder(path)
+            else:
+                os.rename(path, final)
+        elif name.startswith(REMOVED) or re.fullmatch(rf"{re.escape(TEMPORARY)}({CHECKPOINT})", name):
+            shutil.rmtree(path)
+        elif name == TEMPORARY + TRACKER:
+            path.unlink()
+
+
+def publish(root: Path, iteration: Iteration) -> None:
+    """Turns the complete temporary folder into the checkpoint that the tracker names.
+
+    The tracker's new text is on the disk before anything is renamed, so that a full disk stops this with
+    everything as it was.
+    """
+    final, replaced = root / folder_name(iteration), root / (REPLACED + folder_name(iteration))
+    tracker = root / (TEMPORARY + TRACKER)
+    write_synced(tracker, f"{iteration}\n".encode())
+    replaces = final.exists()
+    if replaces:
+        os.rename(final, replaced)
+    try:
+        os.rename(temporary_folder(root, iteration), final)
+    except OSError:
+        if replaces:
+            os.rename(replaced, final)
+        raise
+    fsync_folder(root)
+    os.rename(tracker, root / TRACKER)
+    fsync_folder(root)
+    if replaces:
+        with contextlib.suppress(OSError):  # the next save tries again
+            _remove_folder(replaced)
+
+
+def prune(root: Path, newest: int, keep_last: int) -> list[int]:
+    """Removes all but the last ``keep_last`` checkpoints up to ``newest``, which the tracker names.
+
+    Later iterations, left by a run that went further before, are not this run's to remove.
+
+    Returns:
+        The iterations removed.
+    """
+    own = [iteration for iteration in saved_iterations(root) if iteration <= newest]
+    removed = own[max(1, keep_last) :]
+    for iteration in removed:
+        _remove_folder(checkpoint_folder(root, iteration))
+    return removed
+
+
+def discard(root: Path, iteration: Iteration) -> None:
+    """Removes what a failed save has written; never fails."""
+    shutil.rmtree(temporary_folder(root, iteration), ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (root / (TEMPORARY + TRACKER)).unlink()
+
+
+def _remove_folder(folder: Path) -> None:
+    """Removes a checkpoint; half removed it no longer looks like one."""
+    doomed = folder.with_name(REMOVED + folder.name)
+    os.rename(folder, doomed)
+    shutil.rmtree(doomed)

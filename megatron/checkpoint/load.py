@@ -1,0 +1,308 @@
+"""Finds and loads checkpoints. Nothing in memory changes before everything to be read has been checked."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+
+from megatron.checkpoint.agree import first_problem, gather_texts, raise_together, rank_of, size_of
+from megatron.checkpoint.files import TRACKER, Iteration, checkpoint_folder, saved_iterations
+from megatron.checkpoint.logical import LogicalShard
+from megatron.checkpoint.manifest import Manifest, StoredItem, read_manifest
+from megatron.checkpoint.plain import decode_plain, dtype_from_name
+from megatron.checkpoint.planner import ShardLoadPlanner
+from megatron.checkpoint.save import (
+    COMMON,
+    CONFIG,
+    Log,
+    ignore_single_process_warning,
+    per_rank_name,
+    silent,
+)
+from megatron.checkpoint.storage import ShardReader, check_file_sizes, check_items, read_item
+from megatron.config.errors import UserError
+
+SHOWN_DIFFERENCES = 4
+
+
+def read_tracker(root: str | Path) -> Iteration | None:
+    """The checkpoint that a run goes on from.
+
+    Returns:
+        An iteration, "release", or None when there is no tracker (nothing has been saved).
+
+    Raises:
+        UserError: when the tracker is unreadable or names a checkpoint that is not there.
+    """
+    path = Path(root) / TRACKER
+    try:
+        with path.open("rb") as stream:
+            text = stream.read(100).decode(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    if not re.fullmatch(r"[0-9]{1,18}|release", text, re.ASCII):
+        raise UserError(
+            f"{path} holds {text[:30]!r} instead of an iteration or 'release'{_fallback(path.parent, None)}"
+        )
+    iteration: Iteration = "release" if text == "release" else int(text)
+    if not checkpoint_folder(path.parent, iteration).is_dir():
+        raise UserError(
+            f"{path} names iteration {iteration}, which is not there{_fallback(path.parent, iteration)}"
+        )
+    return iteration
+
+
+def complete_iterations(root: str | Path) -> list[int]:
+    """Iterations whose table of contents is intact and whose files have their sizes, newest first."""
+    return [iteration for iteration in saved_iterations(Path(root)) if _looks_complete(Path(root), iteration)]
+
+
+def _looks_complete(root: Path, iteration: int) -> bool:
+    folder = checkpoint_folder(root, iteration)
+    try:
+        return check_file_sizes(folder, read_manifest(folder).files) is None
+    except UserError:
+        return False
+
+
+def _fallback(root: Path, broken: Iteration | None) -> str:
+    """Which checkpoint could be loaded instead, as the end of a message; older ones come first."""
+    saved = [iteration for iteration in saved_iterations(root) if iteration != broken]
+    if isinstance(broken, int):
+        saved.sort(key=lambda iteration: (iteration > broken, -iteration))
+    for iteration in saved:
+        if _looks_complete(root, iteration):
+            return f"; iteration {iteration} is complete: to load it, write {iteration} into {root / TRACKER}"
+    return f"; {root} has no other complete checkpoint"
+
+
+def _open(root: Path, iteration: Iteration) -> tuple[Path, Manifest]:
+    folder = checkpoint_folder(root, iteration)
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not there{_fallback(root, iteration)}")
+    try:
+        return folder, read_manifest(folder)
+    except UserError as error:
+        raise UserError(f"{error}{_fallback(root, iteration)}") from error
+
+
+def _read_checked(root: Path, iteration: Iteration, pick: Callable[[Manifest], StoredItem]) -> bytes:
+    folder, manifest = _open(root, iteration)
+    item = pick(manifest)
+    data = read_item(folder, item)
+    if data is None:
+        raise UserError(
+            f"{folder / item.file} is missing, truncated or damaged: {item.length} bytes from {item.offset} "
+            f"do not have their checksum{_fallback(root, iteration)}"
+        )
+    return data
+
+
+def load_common(root: str | Path, iteration: Iteration) -> dict[str, Any]:
+    """The ``common`` values of a checkpoint.
+
+    Raises:
+        UserError: when the checkpoint is missing or damaged.
+    """
+    value = decode_plain(_read_checked(Path(root), iteration, lambda m: m.documents[COMMON]))
+    assert isinstance(value, dict)
+    return value
+
+
+def load_config_yaml(root: str | Path, iteration: Iteration) -> str:
+    """The configuration saved in a checkpoint.
+
+    Raises:
+        UserError: when the checkpoint is missing or damaged.
+    """
+    return _read_checked(Path(root), iteration, lambda m: m.documents[CONFIG]).decode()
+
+
+def load_per_rank(root: str | Path, iteration: Iteration, rank: int) -> dict[str, Any] | None:
+    """What ``rank`` saved for itself; None when no such rank took part or it saved nothing.
+
+    Raises:
+        UserError: when the checkpoint is missing or damaged.
+    """
+    name = per_rank_name(rank)
+    _, manifest = _open(Path(root), iteration)
+    if name not in manifest.blobs:
+        return None
+    value = decode_plain(_read_checked(Path(root), iteration, lambda m: m.blobs[name]))
+    assert isinstance(value, dict)
+    return value
+
+
+def saved_world_size(root: str | Path, iteration: Iteration) -> int:
+    """The number of ranks that wrote a checkpoint.
+
+    Raises:
+        UserError: when the checkpoint is missing or damaged.
+    """
+    return _open(Path(root), iteration)[1].world_size
+
+
+def load_tensors(
+    root: str | Path,
+    iteration: Iteration,
+    tensors: Mapping[str, LogicalShard],
+    group: dist.ProcessGroup | None = None,
+    strict: bool = True,
+    *,
+    allow_unexpected: bool | Callable[[str], bool] = False,
+    log: Log = silent,
+) -> list[str]:
+    """Loads tensors into the memory that ``tensors`` describes. Every rank of the group calls this.
+
+    Types may differ (fp32 into bf16); values are converted then, and a log line says so.
+
+    Args:
+        root: the folder of all checkpoints.
+        iteration: which one.
+        tensors: this rank's memory, by global name.
+        group: gloo ranks; None: this process alone.
+        strict: every name must be in the checkpoint, and every name there must be wanted by some rank.
+            Otherwise only what both have is loaded.
+        allow_unexpected: which names of the checkpoint may be left out all the same: all, or those for which
+            the function is true.
+        log: takes progress lines, on rank 0.
+
+    Returns:
+        Names wanted by some rank that the checkpoint does not have (empty when ``strict``).
+
+    Raises:
+        UserError: on every rank, before any memory has changed, when a file is missing, truncated or
+            damaged, or when the checkpoint is of another model.
+        CommunicationError: when a peer is gone.
+    """
+    root = Path(root)
+    folder, manifest = _open_together(root, iteration, group)
+    wanted = _wanted_by_all(tensors, group)
+    if strict:
+        _check_model(folder, manifest, wanted, allow_unexpected)
+    else:
+        shared = {name: kinds for name, kinds in wanted.items() if name in manifest.tensors}
+        _check_model(folder, manifest, shared, True)
+    present = {name for name in wanted if name in manifest.tensors}
+    items = _share(manifest.items_of(present), rank_of(group), size_of(group))
+    _raise_damage(root, iteration, group, check_items(folder, items))
+    if rank_of(group) == 0:
+        for line in _conversions(manifest, wanted):
+            log(line)
+    state = {name: shard for name, shard in tensors.items() if name in present}
+    _raise_damage(root, iteration, group, _read_into(folder, manifest, state))
+    return sorted(name for name in wanted if name not in present)
+
+
+def _open_together(
+    root: Path, iteration: Iteration, group: dist.ProcessGroup | None
+) -> tuple[Path, Manifest]:
+    """Reads the table of contents and checks the sizes of all files, each on one of the ranks."""
+    problem, opened = None, None
+    try:
+        opened = _open(root, iteration)
+    except UserError as error:
+        problem = str(error)
+    raise_together(group, problem)
+    assert opened is not None
+    folder, manifest = opened
+    names = sorted(manifest.files)[rank_of(group) :: size_of(group)]
+    _raise_damage(
+        root, iteration, group, check_file_sizes(folder, {name: manifest.files[name] for name in names})
+    )
+    return opened
+
+
+def _raise_damage(
+    root: Path, iteration: Iteration, group: dist.ProcessGroup | None, problem: str | None
+) -> None:
+    agreed = first_problem(group, problem)
+    if agreed is not None:
+        raise UserError(f"{agreed}{_fallback(root, iteration)}")
+
+
+def _wanted_by_all(
+    tensors: Mapping[str, LogicalShard], group: dist.ProcessGroup | None
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of every tensor that some rank wants."""
+    own = {
+        name: [list(shard.global_shape), str(shard.dtype).removeprefix("torch.")]
+        for name, shard in tensors.items()
+        if all(shard.global_shape)
+    }
+    wanted = {}
+    for text in sorted(set(gather_texts(group, json.dumps(own)))):
+        for name, (shape, dtype) in json.loads(text).items():
+            wanted[name] = (tuple(shape), dtype_from_name(dtype))
+    return wanted
+
+
+def _check_model(
+    folder: Path,
+    manifest: Manifest,
+    wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    allow_unexpected: bool | Callable[[str], bool],
+) -> None:
+    """Compares names, shapes and kinds of types; the same on every rank."""
+    differences = []
+    for name, (shape, dtype) in sorted(wanted.items()):
+        saved = manifest.tensors.get(name)
+        if saved is None:
+            differences.append(f"{name} is not in it")
+        elif tuple(saved.size) != shape:
+            differences.append(f"{name} has shape {tuple(saved.size)} instead of {shape}")
+        elif saved.properties.dtype.is_floating_point != dtype.is_floating_point:
+            differences.append(f"{name} is {saved.properties.dtype} instead of {dtype}")
+    if allow_unexpected is not True:
+        extra = sorted(set(manifest.tensors) - set(wanted))
+        if callable(allow_unexpected):
+            extra = [name for name in extra if not allow_unexpected(name)]
+        differences += [f"{name} is in it, but not in this model" for name in extra]
+    if differences:
+        shown = ", ".join(differences[:SHOWN_DIFFERENCES])
+        rest = len(differences) - SHOWN_DIFFERENCES
+        raise UserError(
+            f"{folder} is a checkpoint of another model: {shown}{f' and {rest} more' if rest > 0 else ''}; "
+            "compare --num-layers, --hidden-size, --ffn-hidden-size, --num-attention-heads and the "
+            f"vocabulary with its {CONFIG}, or pass --use-checkpoint-args"
+        )
+
+
+def _share(items: Sequence[StoredItem], rank: int, size: int) -> list[StoredItem]:
+    """This rank's part of the items: consecutive ones, about the same number of bytes for each rank."""
+    total = max(1, sum(item.length for item in items))
+    own, before = [], 0
+    for item in items:
+        middle = before + item.length // 2
+        if min(size - 1, middle * size // total) == rank:
+            own.append(item)
+        before += item.length
+    return own
+
+
+def _conversions(manifest: Manifest, wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> list[str]:
+    counts: dict[tuple[torch.dtype, torch.dtype], int] = {}
+    for name, (_, dtype) in wanted.items():
+        saved = manifest.tensors.get(name)
+        if saved is not None and saved.properties.dtype != dtype:
+            pair = saved.properties.dtype, dtype
+            counts[pair] = counts.get(pair, 0) + 1
+    return [f"converting {n} tensors of the checkpoint from {a} to {b}" for (a, b), n in counts.items()]
+
+
+def _read_into(folder: Path, manifest: Manifest, state: dict[str, Any]) -> str | None:
+    """Reads what this rank wants, on its own; says what went wrong."""
+    reader = ShardReader(folder, manifest)
+    ignore_single_process_warning()
+    with torch.no_grad():
+        dcp.load(state, storage_reader=reader, planner=ShardLoadPlanner(), no_dist=True)
+    return reader.problem

@@ -1,0 +1,185 @@
+"""What a rank holds of a global tensor: boxes of it, as views of live memory.
+
+``LogicalShard`` implements the duck-typed interface through which torch.distributed.checkpoint saves and
+loads objects that are not tensors (``__create_write_items__``, ``__create_chunk_list__``,
+``__get_tensor_shard__``). It writes whatever boxes it has and reads whatever boxes it has: that is all there
+is to resharding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from megatron.checkpoint.boxes import clip, flat_range_to_boxes
+
+__all__ = ["LogicalShard", "Piece", "flat_range_to_boxes", "shard_of_flat_range", "shard_of_local"]
+
+
+@dataclass(eq=False)
+class Piece:
+    """A box of a global tensor.
+
+    Args:
+        offsets: where the box begins in the global tensor.
+        tensor: the box: a view of live memory, any strides, any device.
+    """
+
+    offsets: tuple[int, ...]
+    tensor: Tensor
+
+
+@dataclass(eq=False)
+class LogicalShard:
+    """The boxes of one global tensor that this rank holds.
+
+    Args:
+        global_shape: the whole tensor's shape, without padding.
+        dtype: its type in memory.
+        pieces: this rank's boxes; empty ones are dropped.
+
+    Raises:
+        ValueError: when a piece has another type or number of dimensions, or does not lie in the global
+            tensor.
+    """
+
+    global_shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: list[Piece]
+
+    def __post_init__(self) -> None:
+        self.global_shape = tuple(self.global_shape)
+        self.pieces = [piece for piece in self.pieces if piece.tensor.numel()]
+        for piece in self.pieces:
+            shape = tuple(piece.tensor.shape)
+            if piece.tensor.dtype != self.dtype:
+                raise ValueError(f"a piece is {piece.tensor.dtype}, its tensor {self.dtype}")
+            if not len(shape) == len(piece.offsets) == len(self.global_shape) or any(
+                o < 0 or o + s > g for o, s, g in zip(piece.offsets, shape, self.global_shape, strict=True)
+            ):
+                raise ValueError(
+                    f"a piece of shape {shape} at {piece.offsets} does not lie in a tensor of shape "
+                    f"{self.global_shape}"
+                )
+
+    def view(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """The memory of a box that lies inside one of the pieces, as a view.
+
+        Raises:
+            KeyError: when no piece contains the box.
+        """
+        for piece in self.pieces:
+            starts = [o - p for o, p in zip(offsets, piece.offsets, strict=True)]
+            if all(
+                start >= 0 and start + size <= held
+                for start, size, held in zip(starts, sizes, piece.tensor.shape, strict=True)
+            ):
+                view = piece.tensor.detach()
+                for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+                    view = view.narrow(dim, start, size)
+                return view
+        raise KeyError(f"no piece holds the box of sizes {tuple(sizes)} at {tuple(offsets)}")
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        """One item per piece."""
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties(dtype=self.dtype),
+                    size=torch.Size(self.global_shape),
+                ),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """The pieces' boxes, in their order."""
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(piece.offsets), sizes=piece.tensor.shape)
+            for piece in self.pieces
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """The piece that a read item means: by its number, else by its offsets."""
+        assert index.offset is not None
+        offsets = tuple(index.offset)
+        numbered = self.pieces[index.index : index.index + 1] if index.index is not None else []
+        for piece in [*numbered, *self.pieces]:
+            if tuple(piece.offsets) == offsets:
+                return piece.tensor.detach()
+        raise KeyError(f"{index.fqn}: this rank holds no piece at {offsets}")
+
+
+def shard_of_local(local: Tensor, local_offsets: Sequence[int], global_shape: Sequence[int]) -> LogicalShard:
+    """Describes a rank's block of a global tensor.
+
+    Args:
+        local: the block; rows and columns beyond ``global_shape`` are padding and are left out.
+        local_offsets: where the block begins in the global tensor.
+        global_shape: the whole tensor's shape, without padding.
+    """
+    extent = [g - o for g, o in zip(global_shape, local_offsets, strict=True)]
+    clipped = clip(((0,) * local.dim(), tuple(local.shape)), extent)
+    pieces = [] if clipped is None else [Piece(tuple(local_offsets), _corner(local.detach(), clipped[1]))]
+    return LogicalShard(tuple(global_shape), local.dtype, pieces)
+
+
+def shard_of_flat_range(
+    local_shape: Sequence[int],
+    local_offsets: Sequence[int],
+    global_shape: Sequence[int],
+    flat_tensor: Tensor,
+    start: int,
+    stop: int,
+    valid: Sequence[int] | None = None,
+) -> list[Piece]:
+    """Describes a slice of a rank's flattened block, as the distributed optimizer holds it.
+
+    A block that goes to several places of the global tensor (fused gate and up projections) takes one call
+    per place, each with the part of the slice that belongs there.
+
+    Args:
+        local_shape: shape of this rank's block of the global tensor, padding included.
+        local_offsets: where the block begins in the global tensor.
+        global_shape: the whole tensor's shape, without padding.
+        flat_tensor: 1-D, ``stop - start`` elements: the slice's memory.
+        start: first position of the slice in the flattened block.
+        stop: one beyond its last.
+        valid: the block's extent without padding; None: what lies inside ``global_shape``.
+
+    Returns:
+        Pieces whose tensors are views of ``flat_tensor``; padding belongs to none.
+
+    Raises:
+        ValueError: when the slice does not lie in the block or ``flat_tensor`` has another size.
+    """
+    if flat_tensor.numel() != stop - start:
+        raise ValueError(f"the memory has {flat_tensor.numel()} elements for the range {start}:{stop}")
+    if valid is None:
+        valid = [g - o for g, o in zip(global_shape, local_offsets, strict=True)]
+    memory = flat_tensor.detach()
+    pieces = []
+    for offsets, sizes, flat_start in flat_range_to_boxes(local_shape, start, stop):
+        clipped = clip((offsets, sizes), valid)
+        if clipped is None:
+            continue
+        box = memory[flat_start - start : flat_start - start + math.prod(sizes)].view(sizes)
+        place = tuple(o + p for o, p in zip(local_offsets, offsets, strict=True))
+        pieces.append(Piece(place, _corner(box, clipped[1])))
+    return pieces
+
+
+def _corner(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The first ``sizes`` elements along each dimension, as a view."""
+    for dim, size in enumerate(sizes):
+        x = x.narrow(dim, 0, size)
+    return x

@@ -1,0 +1,179 @@
+"""``metadata.json``: what a checkpoint holds, where each piece lies, and how to tell that it is unharmed.
+
+The file is JSON that protects itself: a checksum, then the content in one canonical spelling, so that any
+changed byte is noticed. It becomes torch.distributed.checkpoint's ``Metadata`` without unpickling anything.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron.checkpoint.boxes import Box, clip
+from megatron.checkpoint.plain import dtype_from_name
+from megatron.config.errors import UserError
+
+MANIFEST = "metadata.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class StoredItem:
+    """Bytes in a file: ``length`` of them from ``offset``, with their CRC-32."""
+
+    file: str
+    offset: int
+    length: int
+    crc32: int
+
+
+@dataclass
+class Manifest:
+    """A checkpoint's table of contents.
+
+    Args:
+        iteration: the training iteration; "release" for a checkpoint outside a run.
+        world_size: ranks that wrote it.
+        files: every other file's size in bytes.
+        documents: the small files that are read whole (common.json, config.yaml), as items.
+        tensors: a global tensor's shape, type and stored boxes, by name.
+        blobs: opaque bytes, by name.
+        items: where the stored boxes lie, by name and offsets.
+    """
+
+    iteration: int | str
+    world_size: int
+    files: dict[str, int]
+    documents: dict[str, StoredItem]
+    tensors: dict[str, TensorStorageMetadata]
+    blobs: dict[str, StoredItem]
+    items: dict[tuple[str, tuple[int, ...]], StoredItem]
+
+    def metadata(self) -> Metadata:
+        """The same as torch.distributed.checkpoint's object."""
+        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = dict(self.tensors)
+        entries.update(dict.fromkeys(self.blobs, BytesStorageMetadata()))
+        storage = {MetadataIndex(name, offsets): item for (name, offsets), item in self.items.items()}
+        return Metadata(entries, storage_data=storage)
+
+    def items_of(self, names: Iterable[str]) -> list[StoredItem]:
+        """The stored items of some tensors, in the order of the files."""
+        wanted = set(names)
+        found = [item for (name, _), item in self.items.items() if name in wanted]
+        return sorted(found, key=lambda item: (item.file, item.offset))
+
+    def render(self) -> bytes:
+        """The file's content."""
+        tensors = {
+            name: {
+                "dtype": str(tensor.properties.dtype).removeprefix("torch."),
+                "shape": list(tensor.size),
+                "chunks": [
+                    [list(c.offsets), list(c.sizes), *_row(self.items[name, tuple(c.offsets)])]
+                    for c in tensor.chunks
+                ],
+            }
+            for name, tensor in self.tensors.items()
+        }
+        content = {
+            "format": FORMAT,
+            "byteorder": sys.byteorder,
+            "iteration": self.iteration,
+            "world_size": self.world_size,
+            "files": self.files,
+            "documents": {name: _row(item) for name, item in self.documents.items()},
+            "blobs": {name: _row(item) for name, item in self.blobs.items()},
+            "tensors": tensors,
+        }
+        return _seal(content)
+
+
+def _row(item: StoredItem) -> list[str | int]:
+    return [item.file, item.offset, item.length, item.crc32]
+
+
+def _seal(content: dict[str, Any]) -> bytes:
+    body = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return f'{{"crc32":{zlib.crc32(body.encode())},"content":{body}}}\n'.encode()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads and checks ``metadata.json``.
+
+    Raises:
+        UserError: when it is missing, damaged, or of a later format; the message has the file's name.
+    """
+    path = folder / MANIFEST
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    try:
+        content = json.loads(data)["content"]
+        intact = _seal(content) == data
+    except (ValueError, KeyError, TypeError, RecursionError):
+        intact = False
+    if not intact:
+        raise UserError(f"{path} is damaged: its checksum does not match")
+    if content.get("format") != FORMAT or content.get("byteorder") != sys.byteorder:
+        raise UserError(
+            f"{path} has format {content.get('format')} and byte order {content.get('byteorder')}; this "
+            f"version reads format {FORMAT} and {sys.byteorder}"
+        )
+    try:
+        return _from_content(content)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise UserError(f"{path} is not a checkpoint's table of contents: {error}") from error
+
+
+def _from_content(content: dict[str, Any]) -> Manifest:
+    files = {name: int(size) for name, size in content["files"].items()}
+    if any(Path(name).name != name for name in files):
+        raise ValueError("a file lies outside the checkpoint's folder")
+    manifest = Manifest(
+        iteration=content["iteration"],
+        world_size=int(content["world_size"]),
+        files=files,
+        documents={name: _item(row, files) for name, row in content["documents"].items()},
+        tensors={},
+        blobs={name: _item(row, files) for name, row in content["blobs"].items()},
+        items={},
+    )
+    for name, entry in content["tensors"].items():
+        dtype, shape = dtype_from_name(entry["dtype"]), tuple(entry["shape"])
+        chunks = []
+        for offsets, sizes, *row in entry["chunks"]:
+            item = _item(row, files)
+            box: Box = (tuple(offsets), tuple(sizes))
+            if clip(box, shape) != box or item.length != math.prod(sizes) * dtype.itemsize:
+                raise ValueError(f"{name} has a chunk that does not fit")
+            manifest.items[name, box[0]] = item
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+        if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
+            raise ValueError(f"{name} is incomplete")
+        properties = TensorProperties(dtype=dtype)
+        manifest.tensors[name] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
+    return manifest
+
+
+def _item(row: list[Any], files: dict[str, int]) -> StoredItem:
+    file, offset, length, crc32 = row
+    if not (0 <= offset <= offset + length <= files[file]):
+        raise ValueError(f"an item lies beyond the end of {file}")
+    return StoredItem(file, offset, length, crc32)

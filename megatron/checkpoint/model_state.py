@@ -1,0 +1,73 @@
+"""A rank's parameters and optimizer state as logical tensors, which no layout shows in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megatron.checkpoint.logical import LogicalShard, shard_of_flat_range, shard_of_local
+from megatron.optimizer.inner import state_names
+from megatron.optimizer.optimizer import Optimizer
+from megatron.optimizer.pieces import Piece
+from megatron.parallel.tensor.shards import collect_specs
+
+MODEL = "model."
+OPTIMIZER = "optimizer."
+MAIN = OPTIMIZER + "main."
+"""The optimizer's fp32 values, where the model's are of lower precision."""
+
+
+def model_tensors(stages: Sequence[nn.Module]) -> dict[str, LogicalShard]:
+    """This rank's slices of the model's parameters, by logical name."""
+    tensors = {}
+    for stage in stages:
+        specs = collect_specs(stage)
+        for name, param in stage.named_parameters():
+            logical_name, spec = specs[name]
+            tensors[MODEL + logical_name] = shard_of_local(param.data, spec.offsets(), spec.logical_shape)
+    return tensors
+
+
+def optimizer_tensors(optimizer: Optimizer) -> dict[str, LogicalShard]:
+    """This rank's slices of the optimizer's state, by logical name."""
+    tensors = {}
+    for piece in optimizer.pieces:
+        for kind in state_names(optimizer.config):
+            state = optimizer.inner.state[piece.main][kind]
+            tensors[f"{OPTIMIZER}{kind}.{piece.slot.logical_name}"] = _shard(piece, state)
+    return tensors | (main_tensors(optimizer) if optimizer.separate_main else {})
+
+
+def main_tensors(optimizer: Optimizer) -> dict[str, LogicalShard]:
+    """This rank's slices of the values that the optimizer updates."""
+    return {MAIN + piece.slot.logical_name: _shard(piece, piece.main) for piece in optimizer.pieces}
+
+
+def _shard(piece: Piece, flat: Tensor) -> LogicalShard:
+    spec = piece.slot.spec
+    pieces = shard_of_flat_range(
+        tuple(piece.slot.param.shape), spec.offsets(), spec.logical_shape, flat, piece.start, piece.stop
+    )
+    return LogicalShard(spec.logical_shape, flat.dtype, pieces)
+
+
+def optimizer_step_count(optimizer: Optimizer) -> int:
+    """Updates taken so far, which bias correction depends on."""
+    for piece in optimizer.pieces:
+        step = optimizer.inner.state[piece.main].get("step")
+        if step is not None:
+            return int(step)
+    return int(optimizer.inner.param_groups[0].get("step", 0))
+
+
+def set_optimizer_step_count(optimizer: Optimizer, count: int) -> None:
+    """Restores the number of updates taken."""
+    for group in optimizer.inner.param_groups:
+        if "step" in group:  # apex keeps it with the group
+            group["step"] = count
+    for piece in optimizer.pieces:
+        state = optimizer.inner.state[piece.main]
+        if "step" in state:
+            state["step"] = torch.full_like(state["step"], float(count))

@@ -1,0 +1,95 @@
+"""Plain Python values as JSON text and back, exactly.
+
+JSON has no tuples, bytes, tensors, or keys other than text; those are written as an object with a single key
+that begins with "$". Nothing here can run code, whatever the text says.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TUPLE, BYTES, TENSOR, DICT = "$tuple", "$bytes", "$tensor", "$dict"
+
+
+def encode_plain(value: Any) -> bytes:
+    """JSON for None, bool, int, float, str, bytes, tensors, and lists, tuples and dicts of those.
+
+    Raises:
+        TypeError: for anything else; the message says where it is.
+    """
+    return (json.dumps(_to_json(value, "state"), indent=1) + "\n").encode()
+
+
+def decode_plain(data: bytes) -> Any:
+    """The value that ``encode_plain`` wrote.
+
+    Raises:
+        ValueError: when the text is not what ``encode_plain`` writes.
+    """
+    try:
+        return _from_json(json.loads(data.decode()))
+    except (AttributeError, KeyError, TypeError, RuntimeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _to_json(value: Any, where: str) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        items = [_to_json(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {TUPLE: items}
+    if isinstance(value, dict):
+        plain_keys = all(type(key) is str and not key.startswith("$") for key in value)
+        if plain_keys:
+            return {key: _to_json(item, f"{where}[{key!r}]") for key, item in value.items()}
+        pairs = [[_to_json(k, f"{where} key"), _to_json(v, f"{where}[{k!r}]")] for k, v in value.items()]
+        return {DICT: pairs}
+    if isinstance(value, bytes | bytearray):
+        return {BYTES: base64.b64encode(value).decode()}
+    if isinstance(value, Tensor):
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        data = base64.b64encode(raw.numpy().tobytes()).decode()
+        return {TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape), data]}
+    raise TypeError(f"{where} is a {type(value).__name__}; a checkpoint holds plain types and tensors only")
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        ((key, content),) = value.items()
+        if key == TUPLE:
+            return tuple(_from_json(item) for item in content)
+        if key == DICT:
+            return {_from_json(k): _from_json(v) for k, v in content}
+        if key == BYTES:
+            return base64.b64decode(content, validate=True)
+        if key == TENSOR:
+            return _tensor_from_json(*content)
+    return {key: _from_json(item) for key, item in value.items()}
+
+
+def _tensor_from_json(dtype_name: str, shape: list[int], data: str) -> Tensor:
+    raw = bytearray(base64.b64decode(data, validate=True))
+    dtype = dtype_from_name(dtype_name)
+    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape)
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """The torch dtype called ``name``, as in "float32".
+
+    Raises:
+        ValueError: when there is none.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no tensor type")
+    return dtype

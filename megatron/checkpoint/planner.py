@@ -1,0 +1,157 @@
+"""Who writes which box, and where a box that was read goes: planners for ``LogicalShard``.
+
+They derive from torch.distributed.checkpoint's default planners and replace what assumes tensors. Problems
+are kept in ``problem`` rather than raised, because a rank that raises between two collectives leaves the
+others waiting.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from megatron.checkpoint.boxes import Box, disjoint_parts
+from megatron.checkpoint.logical import LogicalShard
+
+
+@dataclass
+class _Task:
+    """A box to be written by one of the ranks that hold it."""
+
+    item: WriteItem
+    owners: list[int]
+    num_bytes: int
+
+
+class ShardSavePlanner(DefaultSavePlanner):
+    """Plans a save of ``LogicalShard`` and ``bytes`` values.
+
+    Boxes held by several ranks are written by one; boxes that overlap in part are cut. Each rank gets about
+    the same number of bytes, as far as it holds them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.problem: str | None = None
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Divides the boxes among the ranks (on the coordinator)."""
+        try:
+            plans = divide_plans(all_plans)
+        except ValueError as error:
+            self.problem = str(error)
+            plans = [dataclasses.replace(plan, items=[]) for plan in all_plans]
+        self.global_plan, self.metadata = create_default_global_save_plan(plans)
+        return self.global_plan, self.metadata
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """The memory of an item."""
+        value = self.state_dict[write_item.index.fqn]
+        if isinstance(value, LogicalShard):
+            assert write_item.tensor_data is not None
+            chunk = write_item.tensor_data.chunk
+            return value.view(chunk.offsets, chunk.sizes)
+        return io.BytesIO(value)
+
+
+class ShardLoadPlanner(DefaultLoadPlanner):
+    """Plans a load into ``LogicalShard`` values; each rank plans for itself."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Keeps the arguments; the base class would replace values that are no tensors."""
+        self.state_dict = self.original_state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """The piece that an item is read into."""
+        shard: LogicalShard = self.state_dict[index.fqn]
+        return shard.__get_tensor_shard__(index)
+
+
+def divide_plans(plans: list[SavePlan]) -> list[SavePlan]:
+    """Gives each box to one rank.
+
+    Args:
+        plans: what each rank holds, by rank.
+
+    Raises:
+        ValueError: when ranks disagree on a tensor's shape or type, or together do not hold all of it.
+    """
+    holders: dict[str, dict[Box, list[tuple[int, WriteItem]]]] = defaultdict(lambda: defaultdict(list))
+    kept: list[list[WriteItem]] = [[] for _ in plans]
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            if item.tensor_data is None:
+                kept[rank].append(item)
+            else:
+                chunk = item.tensor_data.chunk
+                box = (tuple(chunk.offsets), tuple(chunk.sizes))
+                holders[item.index.fqn][box].append((rank, item))
+    tasks = [task for name, by_box in holders.items() for task in _tasks_of(name, by_box)]
+    _assign(tasks, kept)
+    return [
+        dataclasses.replace(plan, items=sorted(items, key=_file_order))
+        for plan, items in zip(plans, kept, strict=True)
+    ]
+
+
+def _tasks_of(name: str, by_box: dict[Box, list[tuple[int, WriteItem]]]) -> list[_Task]:
+    data = [item.tensor_data for held in by_box.values() for _, item in held if item.tensor_data is not None]
+    kinds = {(tuple(d.size), d.properties.dtype) for d in data}
+    if len(kinds) > 1:
+        raise ValueError(f"cannot save {name}: ranks describe it differently, as {sorted(map(str, kinds))}")
+    ((shape, dtype),) = kinds
+    boxes = list(by_box)
+    parts = disjoint_parts(boxes)
+    held_volume = sum(math.prod(sizes) for _, (_, sizes) in parts)
+    if held_volume != math.prod(shape):
+        raise ValueError(
+            f"cannot save {name}: the ranks hold {held_volume} of its {math.prod(shape)} elements "
+            f"(shape {shape})"
+        )
+    tasks = []
+    for index, (offsets, sizes) in parts:
+        holders = by_box[boxes[index]]
+        tensor_data = dataclasses.replace(
+            data[0], chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        )
+        item = WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=tensor_data)
+        owners = sorted({rank for rank, _ in holders})
+        tasks.append(_Task(item, owners, math.prod(sizes) * dtype.itemsize))
+    return tasks
+
+
+def _assign(tasks: list[_Task], items: list[list[WriteItem]]) -> None:
+    """Adds each task's item to the list of the owner that has least to write so far.
+
+    Boxes that only one rank holds come first, then the others from large to small.
+    """
+    load = [0] * len(items)
+    for task in sorted(tasks, key=lambda task: (len(task.owners) > 1, -task.num_bytes)):
+        rank = min(task.owners, key=lambda r: load[r])
+        load[rank] += task.num_bytes
+        items[rank].append(task.item)
+
+
+def _file_order(item: WriteItem) -> tuple[str, tuple[int, ...]]:
+    return item.index.fqn, tuple(item.index.offset or ())

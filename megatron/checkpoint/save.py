@@ -1,0 +1,225 @@
+"""Saves a checkpoint: complete or not at all.
+
+Every rank writes into a temporary folder, all agree that all is well, and rank 0 renames the folder and then
+lets the tracker name it. Whatever stops this, the checkpoint that the tracker named before can still be
+loaded.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
+
+from megatron.checkpoint import files
+from megatron.checkpoint.agree import communicating, first_problem, rank_of, size_of
+from megatron.checkpoint.logical import LogicalShard, Piece
+from megatron.checkpoint.plain import encode_plain
+from megatron.checkpoint.planner import ShardSavePlanner
+from megatron.checkpoint.storage import ShardWriter, describe
+from megatron.config.errors import UserError
+
+COMMON, CONFIG = "common.json", "config.yaml"
+Log = Callable[[str], None]
+
+
+def silent(line: str) -> None:
+    """Logs nothing."""
+
+
+def per_rank_name(rank: int) -> str:
+    """The name under which a rank's own state is stored."""
+    return f"per_rank/{rank:05d}"
+
+
+def ignore_single_process_warning() -> None:
+    """torch warns when it saves or loads without a process group; here that is deliberate."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+
+
+class SaveHandle:
+    """A save under way in a background thread."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._error: BaseException | None = None
+        self._run = run
+        # A daemon: a process that has to end does not wait for peers. Ending in the middle costs nothing but
+        # the checkpoint being written.
+        self._thread = threading.Thread(target=self._main, name="checkpoint-save", daemon=True)
+        self._thread.start()
+
+    def _main(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:
+            self._error = error
+
+    def done(self) -> bool:
+        """True when ``wait`` would not block."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Returns when the checkpoint is complete.
+
+        Raises:
+            UserError: when it could not be saved.
+            CommunicationError: when a peer is gone.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+@dataclass
+class _Job:
+    """One save, with everything it needs."""
+
+    root: Path
+    iteration: int
+    state: dict[str, LogicalShard | bytes]
+    documents: dict[str, bytes]
+    problem: str | None
+    group: dist.ProcessGroup | None
+    keep_last: int | None
+    log: Log
+
+    @property
+    def folder(self) -> Path:
+        return files.temporary_folder(self.root, self.iteration)
+
+    def run(self) -> None:
+        first = rank_of(self.group) == 0
+        if first:
+            self.log(f"saving checkpoint at iteration {self.iteration:7d} to {self.root}")
+        self._all_or_nothing(self.problem or (_prepare(self) if first else None))
+        self._all_or_nothing(_write(self))
+        self._all_or_nothing(_publish(self) if first else None)
+        if first:
+            self.log(f"successfully saved checkpoint at iteration {self.iteration:7d} to {self.root}")
+            self._prune()
+
+    def _all_or_nothing(self, problem: str | None) -> None:
+        """Raises on every rank, after clearing up, when one has a problem."""
+        agreed = first_problem(self.group, problem)
+        if agreed is not None:
+            files.discard(self.root, self.iteration)
+            raise UserError(
+                f"the checkpoint of iteration {self.iteration} was not saved, earlier ones are untouched: "
+                f"{agreed}"
+            )
+
+    def _prune(self) -> None:
+        if self.keep_last is None:
+            return
+        try:
+            removed = files.prune(self.root, self.iteration, self.keep_last)
+        except OSError as error:
+            self.log(f"could not remove old checkpoints: {describe(error, self.root)}")
+            return
+        for iteration in removed:
+            self.log(f"removed checkpoint of iteration {iteration} from {self.root}")
+
+
+def save_checkpoint(
+    root: str | Path,
+    iteration: int,
+    tensors: Mapping[str, LogicalShard],
+    common: Mapping[str, Any],
+    per_rank: Mapping[str, Any] | None,
+    config_yaml: str,
+    group: dist.ProcessGroup | None = None,
+    async_: bool = False,
+    *,
+    keep_last: int | None = None,
+    log: Log = silent,
+) -> SaveHandle | None:
+    """Saves ``root/iter_<iteration>`` and lets the tracker name it. Every rank of the group calls this.
+
+    Args:
+        root: the folder of all checkpoints of a run, on a file system that all ranks share.
+        iteration: the training iteration.
+        tensors: what this rank holds, by global name. Together the ranks hold every element of each tensor;
+            what several hold is written once.
+        common: plain types and small tensors, the same on every rank; rank 0's are kept.
+        per_rank: plain types and small tensors of this rank alone; None: nothing.
+        config_yaml: the resolved configuration, kept beside the tensors.
+        group: gloo ranks; None: this process alone. With ``async_`` nothing else may use it until the save
+            is done.
+        async_: copy the tensors, return, and write in the background.
+        keep_last: remove all but so many checkpoints afterwards; None: keep all.
+        log: takes progress lines, on rank 0.
+
+    Returns:
+        None, or with ``async_`` the save under way.
+
+    Raises:
+        UserError: on every rank when one could not write; nothing of this checkpoint remains then.
+        CommunicationError: when a peer is gone.
+    """
+    problem = None
+    documents: dict[str, bytes] = {}
+    state: dict[str, LogicalShard | bytes] = dict(tensors)
+    try:
+        documents = {COMMON: encode_plain(dict(common)), CONFIG: config_yaml.encode()}
+        if per_rank is not None:
+            state[per_rank_name(rank_of(group))] = encode_plain(dict(per_rank))
+    except TypeError as error:
+        problem = str(error)  # raised with the others, who are about to communicate
+    if async_:
+        state = {name: _staged(value) for name, value in state.items()}
+    job = _Job(Path(root), iteration, state, documents, problem, group, keep_last, log)
+    if async_:
+        return SaveHandle(job.run)
+    job.run()
+    return None
+
+
+def _staged(value: LogicalShard | bytes) -> LogicalShard | bytes:
+    """A copy that training cannot change."""
+    if isinstance(value, bytes):
+        return value
+    pieces = [Piece(piece.offsets, piece.tensor.detach().to("cpu", copy=True)) for piece in value.pieces]
+    return LogicalShard(value.global_shape, value.dtype, pieces)
+
+
+def _prepare(job: _Job) -> str | None:
+    """Makes an empty temporary folder; says what went wrong."""
+    try:
+        job.root.mkdir(parents=True, exist_ok=True)
+        files.remove_leftovers(job.root)
+        job.folder.mkdir()
+    except OSError as error:
+        return describe(error, Path(error.filename or job.root))
+    return None
+
+
+def _write(job: _Job) -> str | None:
+    """Writes everything into the temporary folder; says what went wrong on this rank."""
+    planner = ShardSavePlanner()
+    writer = ShardWriter(job.folder, job.iteration, size_of(job.group), job.documents)
+    alone = job.group is None
+    if alone:
+        ignore_single_process_warning()
+    communicating(
+        "saving a checkpoint",
+        lambda: dcp.save(
+            job.state, storage_writer=writer, planner=planner, process_group=job.group, no_dist=alone
+        ),
+    )
+    problem = planner.problem or writer.problem
+    return problem and f"{problem} (rank {rank_of(job.group)})"
+
+
+def _publish(job: _Job) -> str | None:
+    """Gives the complete folder its name; says what went wrong."""
+    try:
+        files.publish(job.root, job.iteration)
+    except OSError as error:
+        return describe(error, Path(error.filename or job.root))
+    return None

@@ -1,0 +1,96 @@
+"""The saves of a run: where they go, one at a time, in the background when asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.checkpoint.agree import any_rank
+from megatron.checkpoint.logical import LogicalShard
+from megatron.checkpoint.save import Log, SaveHandle, save_checkpoint, silent
+
+WRITE_TIMEOUT = timedelta(hours=1)
+"""How long ranks wait for one that is still writing."""
+
+
+class CheckpointSaver:
+    """Saves the checkpoints of a run.
+
+    Constructing one with ``async_`` and a group makes a process group, which every process of the world
+    takes part in. All methods are called by every rank of the group, in the same order.
+
+    Args:
+        root: the folder of all checkpoints.
+        group: gloo ranks; None: this process alone.
+        async_: write in the background.
+        keep_last: checkpoints to keep; None: all.
+        log: takes progress lines, on rank 0.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        group: dist.ProcessGroup | None = None,
+        *,
+        async_: bool = False,
+        keep_last: int | None = None,
+        log: Log = silent,
+    ) -> None:
+        self.root = Path(root)
+        self.keep_last = keep_last
+        self.log = log
+        self.async_ = async_
+        self._group = group
+        self._write_group = group
+        if async_ and group is not None:
+            # Its own: the training thread's collectives must not meet the background thread's.
+            ranks = dist.get_process_group_ranks(group)
+            self._write_group = dist.new_group(ranks, timeout=WRITE_TIMEOUT, backend="gloo")
+        self._pending: SaveHandle | None = None
+
+    def save(
+        self,
+        iteration: int,
+        tensors: Mapping[str, LogicalShard],
+        common: Mapping[str, Any],
+        per_rank: Mapping[str, Any] | None,
+        config_yaml: str,
+    ) -> None:
+        """Saves, or begins to once the save before is done. See ``save_checkpoint``."""
+        self.wait()
+        self._pending = save_checkpoint(
+            self.root,
+            iteration,
+            tensors,
+            common,
+            per_rank,
+            config_yaml,
+            self._write_group,
+            self.async_,
+            keep_last=self.keep_last,
+            log=self.log,
+        )
+
+    def poll(self) -> None:
+        """Raises a failure of the background save as soon as every rank's is over; called once per step.
+
+        Ranks agree on whether it is over, so that all raise at the same step. Costs nothing when no save is
+        under way.
+        """
+        if self._pending is not None and not any_rank(self._group, not self._pending.done()):
+            self.wait()
+
+    def wait(self) -> None:
+        """Returns when no save is under way.
+
+        Raises:
+            UserError: when the one under way could not be completed.
+            CommunicationError: when a peer is gone.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()

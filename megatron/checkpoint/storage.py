@@ -1,0 +1,316 @@
+"""Storage for torch.distributed.checkpoint: raw bytes in one file per rank, and ``metadata.json``.
+
+The writer and the reader keep a failure in ``problem`` instead of raising it: torch would pass the exception
+through its collectives as a pickled object, and the caller agrees on it over the ranks anyway.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import io
+import math
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from megatron.checkpoint.files import fsync_folder, write_synced
+from megatron.checkpoint.manifest import MANIFEST, Manifest, StoredItem
+
+READ_BYTES = 1 << 24
+
+
+def write_all(stream: io.FileIO, data: memoryview) -> None:
+    """Writes all of ``data``; one system call moves 2 GiB at most."""
+    while data:
+        data = data[stream.write(data) :]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's bytes in row-major order, without a copy when it lies so in CPU memory."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def describe(error: Exception, path: Path) -> str:
+    """One line for a failure with a file."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{path}: {error.strerror}: free some, or choose another --save"
+    reason = error.strerror if isinstance(error, OSError) else None
+    return f"{path}: {reason or (str(error).splitlines() or [type(error).__name__])[0]}"
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+class ShardWriter(StorageWriter):
+    """Writes each rank's items into ``shard_<rank>.bin`` and, on the coordinator, everything else.
+
+    Args:
+        folder: an existing folder for this checkpoint alone.
+        iteration: for the table of contents.
+        world_size: ranks that write.
+        documents: small files that the coordinator writes, by name.
+    """
+
+    def __init__(
+        self, folder: Path, iteration: int | str, world_size: int, documents: Mapping[str, bytes]
+    ) -> None:
+        self.folder = folder
+        self.iteration = iteration
+        self.world_size = world_size
+        self.documents = documents
+        self.problem: str | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Does nothing: a writer serves one save."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Does nothing."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan itself."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Tells each rank its file's name."""
+        return [
+            dataclasses.replace(plan, storage_data=f"shard_{rank:05d}.bin") for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes the plan's items one after the other and waits until they are on the disk."""
+        results: list[WriteResult] = []
+        path = self.folder / plan.storage_data
+        try:
+            if plan.items:
+                results = self._write_file(path, plan.items, planner)
+        except Exception as error:
+            self.problem = describe(error, path)
+            results = [WriteResult(MetadataIndex("failed"), 0, None)]
+        return _done(results)
+
+    def _write_file(self, path: Path, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        results = []
+        offset = 0
+        with path.open("wb", buffering=0) as stream:
+            for item in items:
+                value = planner.resolve_data(item)
+                data = bytes_of(value) if isinstance(value, Tensor) else value.getbuffer()
+                write_all(stream, data)
+                stored = StoredItem(path.name, offset, len(data), zlib.crc32(data))
+                results.append(WriteResult(item.index, len(data), stored))
+                offset += len(data)
+            os.fsync(stream.fileno())
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Writes the documents and the table of contents, on the coordinator; not when a rank has failed."""
+        stored = {result.index: result.storage_data for rank in results for result in rank}
+        if None in stored.values():
+            return
+        try:
+            self._finish(metadata, stored)
+        except Exception as error:
+            path = Path(error.filename) if isinstance(error, OSError) and error.filename else self.folder
+            self.problem = describe(error, path)
+
+    def _finish(self, metadata: Metadata, stored: dict[MetadataIndex, StoredItem]) -> None:
+        documents = {
+            name: StoredItem(name, 0, len(data), zlib.crc32(data)) for name, data in self.documents.items()
+        }
+        for name, data in self.documents.items():
+            write_synced(self.folder / name, data)
+        entries = metadata.state_dict_metadata
+        manifest = Manifest(
+            self.iteration,
+            self.world_size,
+            files={},
+            documents=documents,
+            tensors={n: entry for n, entry in entries.items() if isinstance(entry, TensorStorageMetadata)},
+            blobs={i.fqn: s for i, s in stored.items() if isinstance(entries[i.fqn], BytesStorageMetadata)},
+            items={(i.fqn, tuple(i.offset)): s for i, s in stored.items() if i.offset is not None},
+        )
+        for item in [*documents.values(), *stored.values()]:
+            manifest.files[item.file] = max(manifest.files.get(item.file, 0), item.offset + item.length)
+        problem = check_file_sizes(self.folder, manifest.files)
+        if problem is not None:
+            raise RuntimeError(f"{problem} (do all ranks share this file system?)")
+        write_synced(self.folder / MANIFEST, manifest.render())
+        fsync_folder(self.folder)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Local paths only."""
+        return "://" not in str(checkpoint_id)
+
+
+class ShardReader(StorageReader):
+    """Reads boxes out of stored boxes. Checks nothing: see ``check_file_sizes`` and ``check_items``.
+
+    Args:
+        folder: the checkpoint.
+        manifest: its table of contents.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.sizes = {
+            (name, tuple(chunk.offsets)): tuple(chunk.sizes)
+            for name, tensor in manifest.tensors.items()
+            for chunk in tensor.chunks
+        }
+        self.problem: str | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Does nothing: a reader serves one checkpoint."""
+
+    def read_metadata(self) -> Metadata:
+        """The table of contents in torch's terms."""
+        return self.manifest.metadata()
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """Does nothing."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan itself."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans themselves."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copies every item of the plan into its place, file by file."""
+        by_file: dict[str, list[tuple[StoredItem, ReadItem]]] = {}
+        for read in plan.items:
+            item = self._item(read)
+            by_file.setdefault(item.file, []).append((item, read))
+        for name, reads in by_file.items():
+            try:
+                with (self.folder / name).open("rb", buffering=0) as stream:
+                    for item, read in sorted(reads, key=lambda pair: pair[0].offset):
+                        target = planner.resolve_tensor(read).detach()
+                        target.copy_(self._read_box(stream, item, read))
+                        planner.commit_tensor(read, target)
+            except Exception as error:
+                self.problem = self.problem or describe(error, self.folder / name)
+        return _done(None)
+
+    def _item(self, read: ReadItem) -> StoredItem:
+        assert read.storage_index.offset is not None
+        return self.manifest.items[read.storage_index.fqn, tuple(read.storage_index.offset)]
+
+    def _read_box(self, stream: io.FileIO, item: StoredItem, read: ReadItem) -> Tensor:
+        """Reads the rows of a stored box that ``read`` touches, then narrows them."""
+        entry = self.manifest.tensors[read.storage_index.fqn]
+        shape = self.sizes[read.storage_index.fqn, tuple(read.storage_index.offset or ())]
+        starts = list(read.storage_offsets)
+        begin, length = item.offset, item.length
+        if shape:
+            row_bytes = math.prod(shape[1:]) * entry.properties.dtype.itemsize
+            begin += starts[0] * row_bytes
+            length = read.lengths[0] * row_bytes
+            shape = (read.lengths[0], *shape[1:])
+            starts[0] = 0
+        raw = torch.empty(length, dtype=torch.uint8)
+        stream.seek(begin)
+        _read_exactly(stream, raw.numpy().data)
+        box = raw.view(entry.properties.dtype).view(shape)
+        return narrow_tensor_by_index(box, starts, read.lengths)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Local paths only."""
+        return "://" not in str(checkpoint_id)
+
+
+def _read_exactly(stream: io.FileIO, target: memoryview) -> None:
+    while target:
+        count = stream.readinto(target)
+        if not count:
+            raise EOFError("the file ends too early")
+        target = target[count:]
+
+
+def check_file_sizes(folder: Path, files: Mapping[str, int]) -> str | None:
+    """The first of the files that is missing or has another size, in words; None when all are right."""
+    for name, size in files.items():
+        path = folder / name
+        try:
+            actual = path.stat().st_size
+        except OSError as error:
+            return f"{path} is missing" if isinstance(error, FileNotFoundError) else describe(error, path)
+        if actual != size:
+            return (
+                f"{path} is {'truncated' if actual < size else 'damaged'}: {actual} bytes instead of {size}"
+            )
+    return None
+
+
+def check_items(folder: Path, items: Iterable[StoredItem]) -> str | None:
+    """The first item whose bytes do not have their checksum, in words; None when all are right."""
+    by_file: dict[str, list[StoredItem]] = {}
+    for item in items:
+        by_file.setdefault(item.file, []).append(item)
+    buffer = memoryview(bytearray(READ_BYTES))
+    for name, stored in by_file.items():
+        path = folder / name
+        try:
+            with path.open("rb", buffering=0) as stream:
+                for item in stored:
+                    if _checksum(stream, item, buffer) != item.crc32:
+                        where = f"bytes {item.offset} to {item.offset + item.length}"
+                        return f"{path} is damaged: {where} do not have their checksum"
+        except (OSError, EOFError) as error:
+            return describe(error, path)
+    return None
+
+
+def _checksum(stream: io.FileIO, item: StoredItem, buffer: memoryview) -> int:
+    stream.seek(item.offset)
+    crc32, left = 0, item.length
+    while left:
+        part = buffer[: min(left, len(buffer))]
+        _read_exactly(stream, part)
+        crc32 = zlib.crc32(part, crc32)
+        left -= len(part)
+    return crc32
+
+
+def read_item(folder: Path, item: StoredItem) -> bytes | None:
+    """The bytes of an item; None when they do not have their checksum or cannot be read."""
+    try:
+        with (folder / item.file).open("rb", buffering=0) as stream:
+            stream.seek(item.offset)
+            data = bytearray(item.length)
+            _read_exactly(stream, memoryview(data))
+    except (OSError, EOFError):
+        return None
+    return bytes(data) if zlib.crc32(data) == item.crc32 else None

@@ -1,0 +1,1 @@
+"""The communication points: what the engines call and the compressors serve."""

@@ -1,0 +1,60 @@
+"""All-gather through a codec, for parameters and sequence-parallel activations."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from megatron.comm.ledger import Ledger
+from megatron.comm.points import Point
+from megatron.compression.api import Codec, Payload
+from megatron.compression.state import CompressorState
+from megatron.topology.group import Group, Pending, num_bytes
+
+
+class GatherInFlight:
+    """An all-gather along dimension 0 under way."""
+
+    def __init__(
+        self,
+        codec: Codec,
+        x: Tensor,
+        state: CompressorState,
+        key: Hashable,
+        group: Group,
+        ledger: Ledger,
+        point: Point,
+        out: Tensor | None = None,
+    ) -> None:
+        """Starts it. ``out``, shaped (n * x.shape[0], ...), receives the result where it is given."""
+        self.codec = codec
+        self.shape, self.dtype = x.shape, x.dtype
+        self.state, self.key, self.group, self.ledger, self.point = state, key, group, ledger, point
+        wire = codec.encode(x, state, key).wire
+        self.out = out
+        exact = out is not None and wire.dtype == x.dtype and wire.shape == x.shape
+        self.wires = (
+            out
+            if exact and out is not None
+            else torch.empty(
+                (group.size * wire.shape[0], *wire.shape[1:]), dtype=wire.dtype, device=wire.device
+            )
+        )
+        self._alive = wire
+        self.pending: Pending = group.all_gather(self.wires, wire)
+        if self.pending.sent_bytes:
+            ledger.sent(point, self.pending.sent_bytes, (group.size - 1) * num_bytes(x))
+
+    def wait(self) -> Tensor:
+        """Finishes it and returns the gathered tensor."""
+        with self.ledger.waiting(self.point):
+            self.pending.wait()
+        result = self.codec.decode_gathered(
+            Payload(self.wires), self.group.size, self.shape, self.dtype, self.state, self.key
+        )
+        if self.out is not None and result.data_ptr() != self.out.data_ptr():
+            self.out.copy_(result)
+            return self.out
+        return result

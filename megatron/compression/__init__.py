@@ -1,0 +1,1 @@
+"""Compression algorithms: torch only, never ``torch.distributed``."""

@@ -1,0 +1,122 @@
+"""The two contracts that a compressor author needs.
+
+``Codec`` serves point-to-point and gather traffic: one tensor in, one message out, and back.
+``RoundCompressor`` serves sums over a group: a generator that yields what it wants communicated. Neither ever
+sees a process group; the communication points in ``megatron.comm`` do the sending and the counting.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.compression.state import CompressorState
+
+
+class Op(enum.Enum):
+    """What a round asks of the group."""
+
+    REDUCE = "reduce"
+    """Sum the tensor over the group, in place."""
+    GATHER = "gather"
+    """Concatenate the tensors of all ranks along a new first dimension."""
+    BROADCAST = "broadcast"
+    """Overwrite the tensor by the first rank's."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One round's communication.
+
+    Args:
+        tensor: contiguous tensor to communicate; REDUCE and BROADCAST work in place.
+        op: what to do with it.
+        shard_only: this rank will read only its own equal share of the sum (the sharded optimizer's case), so
+            a reduce-scatter may serve a REDUCE. Elements outside the share are then undefined.
+    """
+
+    tensor: Tensor
+    op: Op = Op.REDUCE
+    shard_only: bool = False
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """What a ``RoundCompressor`` returns.
+
+    Args:
+        total: the (approximate) sum over the group, with the input's shape and dtype.
+        local: what this rank contributed to that sum; error feedback keeps ``input - local``.
+    """
+
+    total: Tensor
+    local: Tensor
+
+
+class RoundCompressor(ABC):
+    """Approximates the sum of one tensor over a group in one or more rounds."""
+
+    def __init__(self, config: Any = None) -> None:
+        """``config`` is an instance of the registered options class."""
+        self.config = config
+
+    @abstractmethod
+    def rounds(self, x: Tensor, state: CompressorState) -> Generator[Request, Tensor, Aggregate]:
+        """Yields requests, receives their results, and returns the aggregate.
+
+        ``x`` (any shape, contiguous) may be overwritten. Every rank of the group must yield the same sequence of
+        operations and shapes; that is a property of the algorithm, the caller cannot check it.
+        """
+
+
+@dataclass(frozen=True)
+class Payload:
+    """One message: ``wire`` is contiguous and its layout is fixed by the input's shape and dtype."""
+
+    wire: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire."""
+        return self.wire.numel() * self.wire.element_size()
+
+
+class Codec(ABC):
+    """Encodes a tensor into one message and back; both ends evolve equal state from equal bytes."""
+
+    def __init__(self, config: Any = None) -> None:
+        """``config`` is an instance of the registered options class."""
+        self.config = config
+
+    @abstractmethod
+    def empty_payload(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Payload:
+        """A receive buffer for the message of a tensor of this shape and dtype."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
+        """Turns ``x`` into a message. ``key`` names the content (sample ids), for codecs with a memory."""
+
+    @abstractmethod
+    def decode(
+        self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
+    ) -> Tensor:
+        """Turns a message back into a tensor of the given shape and dtype."""
+
+    def decode_gathered(
+        self,
+        payloads: Payload,
+        size: int,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        state: CompressorState,
+        key: Hashable,
+    ) -> Tensor:
+        """Decodes ``size`` messages that lie one behind the other along dimension 0, and concatenates them."""
+        wires = payloads.wire.view(size, -1, *payloads.wire.shape[1:])
+        return torch.cat([self.decode(Payload(wire), shape, dtype, state, key) for wire in wires])

@@ -1,0 +1,51 @@
+"""The identity: what every communication point runs until a compressor is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.compression.api import Aggregate, Codec, Op, Payload, Request, RoundCompressor
+from megatron.compression.state import CompressorState
+
+
+@dataclass(frozen=True)
+class IdentityConfig:
+    """The identity has no options."""
+
+
+class IdentityRounds(RoundCompressor):
+    """An exact sum in one round."""
+
+    def rounds(self, x: Tensor, state: CompressorState) -> Generator[Request, Tensor, Aggregate]:
+        total = yield Request(x, Op.REDUCE, shard_only=True)
+        return Aggregate(total=total, local=x)
+
+
+class IdentityCodec(Codec):
+    """Sends the tensor as it is."""
+
+    def empty_payload(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Payload:
+        return Payload(torch.empty(shape, dtype=dtype, device=device))
+
+    def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
+        return Payload(x.contiguous())
+
+    def decode(
+        self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
+    ) -> Tensor:
+        return payload.wire
+
+    def decode_gathered(
+        self,
+        payloads: Payload,
+        size: int,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        state: CompressorState,
+        key: Hashable,
+    ) -> Tensor:
+        return payloads.wire

@@ -1,0 +1,147 @@
+"""Checks of data, tokenizer, checkpoint, logging and compression settings."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+
+from megatron.config.errors import UserError
+from megatron.config.run import RunConfig
+
+# The files that each tokenizer cannot do without.
+_TOKENIZER_NEEDS: dict[str, tuple[str, ...]] = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
+    "HFTokenizer": ("tokenizer_model",),
+    "NullTokenizer": ("vocab_size",),
+}
+
+
+def parse_split(split: str) -> tuple[float, float, float]:
+    """The shares of training, validation and test, summing to 1, from text such as "969,30,1".
+
+    Fewer than three numbers leave the rest at 0. Raises UserError for anything else.
+    """
+    words = re.split(r"[,/]", split.strip())
+    try:
+        shares = [float(word) for word in words]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or any(not math.isfinite(share) or share < 0 for share in shares):
+        raise UserError(
+            f"--split {split}: expected up to three shares such as 969,30,1, none of them negative"
+        )
+    total = sum(shares)
+    if total <= 0:
+        raise UserError(f"--split {split}: the shares sum to 0; give at least one that is positive")
+    shares += [0.0] * (3 - len(shares))
+    return shares[0] / total, shares[1] / total, shares[2] / total
+
+
+def parse_blend(words: Sequence[str], flag: str) -> list[tuple[float, str]]:
+    """Pairs (weight, path) from "PATH" or "W1 P1 W2 P2 ...". Raises UserError naming the flag."""
+    if len(words) == 1:
+        return [(1.0, words[0])]
+    if len(words) % 2 != 0:
+        raise UserError(f"{flag}: {len(words)} words are not pairs; write WEIGHT PATH WEIGHT PATH ...")
+    pairs = []
+    for weight_word, path in zip(words[0::2], words[1::2], strict=True):
+        try:
+            weight = float(weight_word)
+        except ValueError:
+            raise UserError(
+                f"{flag}: {weight_word!r} is not a weight; write WEIGHT PATH WEIGHT PATH ..."
+            ) from None
+        if not math.isfinite(weight) or weight < 0:
+            raise UserError(f"{flag}: the weight {weight_word} of {path} must be a number of at least 0")
+        pairs.append((weight, path))
+    if pairs and sum(weight for weight, _ in pairs) <= 0:
+        raise UserError(f"{flag}: the weights sum to 0; give at least one that is positive")
+    return pairs
+
+
+def check_data(config: RunConfig) -> None:
+    """Raise UserError for dataset paths, a split or tokenizer files that do not fit together."""
+    data, tokenizer = config.data, config.tokenizer
+    parse_split(data.split)
+    parts = (
+        (data.train_data_path, "--train-data-path"),
+        (data.valid_data_path, "--valid-data-path"),
+        (data.test_data_path, "--test-data-path"),
+    )
+    for words, flag in ((data.data_path, "--data-path"), *parts):
+        parse_blend(words, flag)
+    for words, flag in parts:
+        if words and data.data_path:
+            raise UserError(f"--data-path and {flag} exclude each other; leave one of them out")
+    given = [flag for words, flag in parts if words]
+    if given and not data.train_data_path and not config.validation.skip_train:
+        raise UserError(
+            f"{given[0]} without --train-data-path leaves nothing to train on; add --train-data-path"
+        )
+    kind = tokenizer.tokenizer_type
+    if kind is not None:
+        needed = _TOKENIZER_NEEDS[kind]
+        missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(tokenizer, name) is None]
+        if missing:
+            raise UserError(f"--tokenizer-type {kind} needs {' and '.join(missing)}; add what is missing")
+
+
+def check_data_given(config: RunConfig) -> None:
+    """Raise UserError when no dataset is given. For programs that read one; `resolve` does not ask."""
+    data = config.data
+    if not (data.data_path or data.train_data_path or data.valid_data_path or data.test_data_path):
+        raise UserError("no dataset: give its prefix (without .bin or .idx) with --data-path")
+
+
+def check_outputs(config: RunConfig) -> None:
+    """Raise UserError for checkpoint settings that need another flag."""
+    checkpoint = config.checkpoint
+    needs = (
+        (checkpoint.save_interval is not None, "--save-interval", checkpoint.save, "--save"),
+        (checkpoint.async_save, "--async-save", checkpoint.save, "--save"),
+        (checkpoint.keep_last is not None, "--keep-last", checkpoint.save, "--save"),
+        (checkpoint.no_save_optim, "--no-save-optim", checkpoint.save, "--save"),
+        (checkpoint.no_save_rng, "--no-save-rng", checkpoint.save, "--save"),
+        (checkpoint.finetune, "--finetune", checkpoint.load, "--load"),
+        (checkpoint.use_checkpoint_args, "--use-checkpoint-args", checkpoint.load, "--load"),
+        (checkpoint.exit_on_missing_checkpoint, "--exit-on-missing-checkpoint", checkpoint.load, "--load"),
+    )
+    for given, flag, folder, needed in needs:
+        if given and folder is None:
+            raise UserError(f"{flag} needs {needed} FOLDER; add it or leave {flag} out")
+
+
+def notes_on_outputs(config: RunConfig, note: Callable[[str], None]) -> None:
+    """Tell of TensorBoard switches that have nothing to write to."""
+    logging = config.logging
+    if logging.tensorboard_dir is not None:
+        return
+    idle = [
+        flag
+        for on, flag in (
+            (logging.log_timers_to_tensorboard, "--log-timers-to-tensorboard"),
+            (logging.log_batch_size_to_tensorboard, "--log-batch-size-to-tensorboard"),
+            (logging.log_validation_ppl_to_tensorboard, "--log-validation-ppl-to-tensorboard"),
+            (logging.log_memory_to_tensorboard, "--log-memory-to-tensorboard"),
+            (logging.log_world_size_to_tensorboard, "--log-world-size-to-tensorboard"),
+        )
+        if on
+    ]
+    if idle:
+        note(f"{', '.join(idle)}: no effect without --tensorboard-dir")
+
+
+def check_compression(config: RunConfig) -> None:
+    """Raise UserError naming a compressor that is not available yet."""
+    for spec in config.compression.compress:
+        name = spec.partition("=")[2] or spec
+        compressor = name.partition(",")[0].strip()
+        if compressor.lower() not in ("none", "identity"):
+            raise UserError(
+                f"--compress {spec}: the compressor {compressor!r} is not available yet; use none, or leave "
+                "it out"
+            )

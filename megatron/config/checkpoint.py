@@ -1,0 +1,40 @@
+"""Saving and loading."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.option import derived, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """A checkpoint folder holds iter_NNNNNNN folders and the name of the last complete one."""
+
+    save: str | None = derived("nothing is saved", "Folder to save into.", metavar="FOLDER")
+    save_interval: int | None = derived(
+        "only at the end", "Save at every iteration that this number divides.", unit="iterations", minimum=1
+    )
+    load: str | None = derived("start afresh", "Folder to resume from.", metavar="FOLDER")
+    finetune: bool = option(
+        False, "Load the weights only: counters, optimizer, random state and schedules start anew."
+    )
+    no_save_optim: bool = option(False, "Do not save the optimizer.")
+    no_save_rng: bool = option(False, "Do not save the random state.")
+    no_load_optim: bool = option(False, "Do not load the optimizer.")
+    no_load_rng: bool = option(False, "Do not load the random state.")
+    use_checkpoint_args: bool = option(
+        False, "Take the model's shape from the checkpoint instead of from the flags."
+    )
+    exit_on_missing_checkpoint: bool = option(
+        False, "Stop when --load holds no checkpoint, instead of starting afresh."
+    )
+    async_save: bool = option(False, "Write checkpoints while training goes on.")
+    universal_checkpoint: bool = option(
+        False,
+        "Load at another layout.",
+        no_effect="every checkpoint loads at any layout",
+    )
+    keep_last: int | None = derived(
+        "all", "Keep only this many of the newest checkpoints.", unit="checkpoints", minimum=1
+    )

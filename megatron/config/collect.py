@@ -1,0 +1,169 @@
+"""Collecting what flags and YAML files say, spelling by spelling, into values of fields."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.config.convert import from_plain, from_text, nearest, spell
+from megatron.config.errors import UserError
+from megatron.config.known import SWITCH, KnownFlag
+from megatron.config.option import FieldOption, field_options
+from megatron.config.shortcuts import VALUE, Shortcut
+
+Target = FieldOption | Shortcut | KnownFlag
+
+
+class FlagTable:
+    """All spellings that are understood, and what each of them means.
+
+    sections maps section names to dataclasses made of `option` fields. Two spellings that clash are a
+    programming error and raise ValueError.
+    """
+
+    def __init__(
+        self, sections: dict[str, type], shortcuts: Sequence[Shortcut] = (), known: Sequence[KnownFlag] = ()
+    ) -> None:
+        self.sections = sections
+        self.shortcuts = tuple(shortcuts)
+        self.known = tuple(known)
+        self.fields: dict[str, FieldOption] = {}
+        self._by_flag: dict[str, Target] = {}
+        self._by_field_name: dict[str, FieldOption] = {}
+        for section, cls in sections.items():
+            for described in field_options(section, cls):
+                self.fields[described.path] = described
+                if self._by_field_name.setdefault(spell(described.name), described) is not described:
+                    raise ValueError(f"two sections have a field {described.name}")
+                for flag in described.flags:
+                    self._add(flag, described)
+        for shortcut in self.shortcuts:
+            self._add(shortcut.name, shortcut)
+        for known_flag in self.known:
+            self._add(known_flag.name, known_flag)
+
+    def _add(self, flag: str, target: Target) -> None:
+        if self._by_flag.setdefault(spell(flag), target) is not target:
+            raise ValueError(f"two meanings for --{flag}")
+
+    def by_flag(self, flag: str) -> Target | None:
+        """The meaning of a flag, however it is spelt."""
+        return self._by_flag.get(spell(flag))
+
+    def by_field_name(self, name: str) -> FieldOption | None:
+        """The field of this name, however it is spelt."""
+        return self._by_field_name.get(spell(name))
+
+    def all_flags(self) -> list[str]:
+        """Every spelling, normalised, without dashes, sorted."""
+        return sorted(self._by_flag)
+
+    def nearest_flag(self, flag: str) -> str:
+        """Words that name the nearest flag to an unknown one; flags that work come first."""
+        working = [name for name, target in self._by_flag.items() if not isinstance(target, KnownFlag)]
+        return nearest(flag, [*working, "config", "help"], "--") or nearest(flag, list(self._by_flag), "--")
+
+    def nearest_key(self, key: str) -> str:
+        """Words that name the nearest field to an unknown YAML key."""
+        return nearest(key, [described.name for described in self.fields.values()]) or self.nearest_flag(key)
+
+
+@dataclass
+class Given:
+    """What one source (the command line, or one YAML file) says."""
+
+    table: FlagTable
+    values: dict[str, Any] = field(default_factory=dict)
+    spelled: dict[str, str] = field(default_factory=dict)
+    shortcuts: list[Shortcut] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def flag(self, target: Target, spelling: str, texts: Sequence[str]) -> None:
+        """Take a flag with the words that follow it. `spelling` is how messages call it."""
+        if isinstance(target, FieldOption):
+            self._set(target, from_text(target, texts, spelling), spelling)
+        elif isinstance(target, Shortcut):
+            self._shortcut(target, spelling, texts)
+        else:
+            message = target.message(texts)
+            if message and target.refused:
+                raise UserError(message)
+            self._note(message)
+
+    def plain(self, target: FieldOption, value: Any, spelling: str) -> None:
+        """Take a value that a YAML file gives under a field's own name. None leaves the default."""
+        if value is not None:
+            self._set(target, from_plain(target, value, spelling), spelling)
+
+    def _shortcut(self, shortcut: Shortcut, spelling: str, texts: Sequence[str]) -> None:
+        if not shortcut.takes_value and list(map(str.lower, texts)) == ["false"]:
+            return
+        for path, text in shortcut.sets.items():
+            target = self.table.fields[path]
+            word = texts[0] if text == VALUE else text
+            self._set(target, from_text(target, [word], spelling), spelling)
+        self.shortcuts.append(shortcut)
+        self._note(shortcut.note.replace("{value}", " ".join(texts)))
+
+    def _set(self, target: FieldOption, value: Any, spelling: str) -> None:
+        path = target.path
+        if target.option.repeatable and self.spelled.get(path) == spelling:
+            self.values[path] = [*self.values[path], *value]
+            return
+        before = self.spelled.get(path)
+        if before is not None and before != spelling and self.values[path] != value:
+            raise UserError(f"{before} and {spelling} contradict each other; give only one of them")
+        self.values[path] = value
+        self.spelled[path] = spelling
+        given = value != target.default
+        if target.option.no_effect and given:
+            self._note(f"{spelling} is known but has no effect here: {target.option.no_effect}")
+
+    def _note(self, line: str) -> None:
+        if line and line not in self.notes:
+            self.notes.append(line)
+
+
+def collect_yaml(table: FlagTable, content: dict[str, Any], path: str) -> Given:
+    """What a YAML mapping says: section -> names, or names directly; field names and flags alike.
+
+    Raises UserError naming the file and the key.
+    """
+    given = Given(table)
+    for key, value in content.items():
+        if isinstance(value, dict):
+            section = next((name for name in table.sections if spell(name) == spell(str(key))), None)
+            if section is None:
+                hint = nearest(str(key), list(table.sections))
+                raise UserError(f"{path}: unknown section {key}{hint}")
+            for name, inner in value.items():
+                _take_key(given, str(name), inner, path, f"{section}.{name}", section)
+        else:
+            _take_key(given, str(key), value, path, str(key), None)
+    return given
+
+
+def _take_key(given: Given, name: str, value: Any, path: str, shown: str, section: str | None) -> None:
+    described = given.table.by_field_name(name)
+    target = described or given.table.by_flag(name)
+    if target is None or (isinstance(target, FieldOption) and section not in (None, target.section)):
+        raise UserError(f"{path}: unknown key {shown}{given.table.nearest_key(name)}")
+    spelling = f"{path}: {shown}"
+    if described is not None or (isinstance(target, FieldOption) and not target.option.off_switch):
+        given.plain(target, value, spelling)  # type: ignore[arg-type]
+        return
+    if value is None or (value is False and _is_switch(target)):
+        return
+    items = value if isinstance(value, list) else [value]
+    if isinstance(target, KnownFlag):
+        spelling = f"--{target.name}"
+    given.flag(
+        target, spelling, [str(item).lower() if isinstance(item, bool) else str(item) for item in items]
+    )
+
+
+def _is_switch(target: Target) -> bool:
+    if isinstance(target, KnownFlag):
+        return target.arity == SWITCH
+    return isinstance(target, Shortcut) and not target.takes_value

@@ -1,0 +1,50 @@
+"""Where samples come from and in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.config.option import derived, option
+
+_BLEND = "PATH, or WEIGHT PATH WEIGHT PATH ..."
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """A path is the prefix of a .bin/.idx pair."""
+
+    data_path: list[str] = option(  # noqa: RUF009
+        [], "Dataset prefix, or a blend of several; divided by --split.", metavar=_BLEND
+    )
+    train_data_path: list[str] = option(  # noqa: RUF009
+        [], "Datasets for training only.", metavar=_BLEND
+    )
+    valid_data_path: list[str] = option(  # noqa: RUF009
+        [], "Datasets for validation only.", metavar=_BLEND
+    )
+    test_data_path: list[str] = option(  # noqa: RUF009
+        [], "Datasets for the final test only.", metavar=_BLEND
+    )
+    split: str = option(
+        "969,30,1", "Shares of documents for training, validation and test under --data-path."
+    )
+    data_cache_path: str | None = derived(
+        "nothing is cached", "Folder for cached sample indices.", metavar="FOLDER"
+    )
+    data_impl: Literal["infer", "mmap", "lazy", "cached"] = option(
+        "infer",
+        "Format of the dataset files.",
+    )
+    num_workers: int = option(2, "Data-loading processes of each rank.", unit="processes", minimum=0)
+    dataloader_type: Literal["single", "cyclic"] | None = derived(
+        "single",
+        "Samples in order (single) or reshuffled each epoch (cyclic).",
+    )
+    reset_position_ids: bool = option(False, "Restart positions after each end of document.")
+    reset_attention_mask: bool = option(False, "Attend only inside the own document.")
+    eod_mask_loss: bool = option(False, "No loss where the input is an end of document.")
+    sample_order: Literal["lazy", "megatron"] = option(
+        "lazy",
+        "Order of samples: lazily computed, or Megatron's eager order for reproducing its runs.",
+    )

@@ -1,0 +1,325 @@
+"""The command line: an argparse parser generated from sections, and the parser of training runs."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from megatron.config.collect import FlagTable, Given, Target, collect_yaml
+from megatron.config.convert import check_fields, check_required, spell
+from megatron.config.errors import UserError
+from megatron.config.known import KNOWN_FLAGS, SWITCH, VALUE, KnownFlag
+from megatron.config.option import FieldOption
+from megatron.config.run import RunConfig, run_sections
+from megatron.config.shortcuts import SHORTCUTS, Shortcut
+from megatron.config.yaml_file import read_yaml
+
+_EPILOG = (
+    "Hyphens and underscores are alike in flag names, integers may contain underscores, and a switch may be "
+    "given a value (--swiglu false). Flags win over --config, which wins over defaults. Flags of Megatron "
+    "that are accepted without effect, or refused, are listed in docs/flags.md."
+)
+
+
+@dataclass(kw_only=True)
+class ParsedSections:
+    """What a command line says.
+
+    sections: section name -> dataclass instance.
+    notes: lines to show the user once (flags without effect, old names).
+    explicit: dotted names (`section.field`) of the fields that flags or the YAML file gave.
+    """
+
+    sections: dict[str, Any]
+    notes: list[str]
+    explicit: set[str]
+
+
+@dataclass(kw_only=True)
+class ParsedRun:
+    """A training run's command line: its unresolved configuration, notes and extra sections."""
+
+    config: RunConfig
+    notes: list[str]
+    explicit: set[str]
+    extras: dict[str, Any] = field(default_factory=dict)
+
+    def resolve(self, world_size: int, *, cuda_available: bool = False) -> RunConfig:
+        """The resolved configuration; what was decided for the user is added to `notes`."""
+        return self.config.resolve(world_size, cuda_available=cuda_available, notes=self.notes)
+
+
+class FlagParser:
+    """Parses flags and `--config` files into instances of the given sections."""
+
+    def __init__(self, table: FlagTable, prog: str, description: str) -> None:
+        self.table = table
+        self._argparse = _build_argparse(table, prog, description)
+
+    def parse(self, argv: Sequence[str], *, check: bool = True) -> ParsedSections:
+        """Parse a command line without the program's name.
+
+        With `check`, required fields must be there and each field must be within its bounds. Raises
+        UserError in one line for anything that is not understood; prints and exits for --help.
+        """
+        namespace = self._argparse.parse_args(self._normalise(argv), namespace=argparse.Namespace(events=[]))
+        flags = Given(self.table)
+        for target, spelling, texts in namespace.events:
+            flags.flag(target, spelling, texts)
+        sources = [flags]
+        if len(namespace.config) > 1:
+            raise UserError(f"--config is given {len(namespace.config)} times; put everything in one file")
+        for path in namespace.config:
+            sources.insert(0, collect_yaml(self.table, read_yaml(path), path))
+        parsed = self._merge(sources)
+        if check:
+            for name, values in parsed.sections.items():
+                check_required(name, values)
+                check_fields(name, values)
+        return parsed
+
+    def format_help(self) -> str:
+        """The text of --help."""
+        return self._argparse.format_help()
+
+    def _normalise(self, argv: Sequence[str]) -> list[str]:
+        """Rewrite every flag to the spelling that argparse knows; raise UserError for unknown ones."""
+        words = []
+        for word in argv:
+            if not word.startswith("--"):
+                words.append(word)
+                continue
+            name, equals, value = word.partition("=")
+            if spell(name) not in ("config", "help") and self.table.by_flag(name) is None:
+                raise UserError(f"unknown flag {name}{self.table.nearest_flag(name)}; --help lists all flags")
+            words.append(f"--{spell(name)}{equals}{value}")
+        return words
+
+    def _merge(self, sources: list[Given]) -> ParsedSections:
+        explicit: dict[str, Any] = {}
+        notes: list[str] = []
+        for source in sources:
+            explicit.update(source.values)
+            notes += [note for note in source.notes if note not in notes]
+        for shortcut in (shortcut for source in sources for shortcut in source.shortcuts):
+            if shortcut.when is not None:
+                shortcut.when(explicit)
+        sections = {
+            section: cls(
+                **{path.partition(".")[2]: explicit[path] for path in explicit if _in(path, section)}
+            )
+            for section, cls in self.table.sections.items()
+        }
+        return ParsedSections(sections=sections, notes=notes, explicit=set(explicit))
+
+
+def _in(path: str, section: str) -> bool:
+    return path.partition(".")[0] == section
+
+
+def build_parser(
+    sections: dict[str, type],
+    prog: str,
+    description: str,
+    *,
+    shortcuts: Sequence[Shortcut] = (),
+    known: Sequence[KnownFlag] = (),
+) -> FlagParser:
+    """A parser for any program: one group of flags a section (name -> dataclass of `option` fields)."""
+    return FlagParser(FlagTable(sections, shortcuts, known), prog, description)
+
+
+def build_run_parser(
+    extra_sections: dict[str, type] | None = None,
+    prog: str = "pretrain_gpt.py",
+    description: str = "Pretrain a GPT with tensor, pipeline and data parallelism.",
+) -> FlagParser:
+    """The parser of training runs, with further sections for programs that take its flags and their own."""
+    sections = {**run_sections(), **(extra_sections or {})}
+    return build_parser(sections, prog, description, shortcuts=SHORTCUTS, known=KNOWN_FLAGS)
+
+
+def parse_args(
+    argv: Sequence[str], *, extra_sections: dict[str, type] | None = None, prog: str = "pretrain_gpt.py"
+) -> ParsedRun:
+    """Parse a training run's command line (without the program's name); see `RunConfig.resolve` for the rest.
+
+    Raises UserError in one line; prints and exits for --help. Values of the run are not checked yet, so that
+    those of a checkpoint can be merged first.
+    """
+    parsed = build_run_parser(extra_sections, prog).parse(argv, check=False)
+    extras = {name: parsed.sections[name] for name in extra_sections or {}}
+    for name, values in extras.items():
+        check_required(name, values)
+        check_fields(name, values)
+    config = RunConfig(**{name: parsed.sections[name] for name in run_sections()})
+    return ParsedRun(config=config, notes=parsed.notes, explicit=parsed.explicit, extras=extras)
+
+
+def _build_argparse(table: FlagTable, prog: str, description: str) -> argparse.ArgumentParser:
+    parser = _OneLineErrors(
+        prog=prog,
+        usage=f"{prog} [--config FILE.yaml] [flags]",
+        description=description,
+        epilog=_EPILOG,
+        formatter_class=_HelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    general = parser.add_argument_group("general")
+    general.add_argument("--help", "-h", action="help", help="Show this text and exit.")
+    general.add_argument(
+        "--config",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="YAML file with the same names; flags win over it.",
+    )
+    for section, cls in table.sections.items():
+        group = parser.add_argument_group(section, _first_line(cls))
+        for described in table.fields.values():
+            if described.section == section:
+                _add_field(group, described)
+    if table.shortcuts:
+        group = parser.add_argument_group("shorthand and old names")
+        for shortcut in table.shortcuts:
+            nargs = None if shortcut.takes_value else "?"
+            _add(group, (shortcut.name,), shortcut, nargs, "VALUE", shortcut.help)
+    for known in table.known:
+        nargs = {SWITCH: "?", VALUE: None}.get(known.arity, "*")
+        _add(parser, (known.name,), known, nargs, "VALUE", argparse.SUPPRESS)
+    return parser
+
+
+def _add_field(group: argparse._ArgumentGroup, described: FieldOption) -> None:
+    nargs: int | str | None = None
+    if described.is_switch:
+        nargs = "?"
+    elif described.is_list and not described.option.repeatable:
+        nargs = described.option.count or "+"
+    text = f"{described.option.help} {help_details(described)}".strip()
+    _add(group, described.flags, described, nargs, metavar_of(described), text)
+
+
+def _add(
+    container: argparse._ActionsContainer,
+    flags: Sequence[str],
+    target: Target,
+    nargs: int | str | None,
+    metavar: str,
+    help: str,
+) -> None:
+    spellings = [f"--{flags[0]}", *(f"--{spell(flag)}" for flag in flags)]
+    container.add_argument(
+        *dict.fromkeys(spellings),
+        action=_Record,
+        dest="events",
+        default=argparse.SUPPRESS,
+        target=target,
+        nargs=nargs,
+        metavar=metavar,
+        help=help.replace("%", "%%"),
+    )
+
+
+class _Record(argparse.Action):
+    """Notes (target, spelling, words) in the namespace's list of events."""
+
+    def __init__(self, *args: Any, target: Target, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.target = target
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        texts = [] if values is None else [values] if isinstance(values, str) else list(values)
+        namespace.events.append((self.target, option_string, texts))
+
+
+class _OneLineErrors(argparse.ArgumentParser):
+    """An argument parser that raises UserError instead of printing its usage and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        match = re.fullmatch(r"argument (--[^/:\s]+)[^:]*: (.*)", message, flags=re.DOTALL)
+        raise UserError(f"{match[1]}: {match[2]}" if match else f"{message}; --help lists all flags")
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Shows the canonical spelling of a flag only, and no value for switches."""
+
+    def __init__(self, prog: str) -> None:
+        width = max(60, min(shutil.get_terminal_size().columns, 110))
+        super().__init__(prog, max_help_position=34, width=width)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        # Flags are not to be broken at their hyphens.
+        return textwrap.wrap(text, width, break_on_hyphens=False)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or not isinstance(action, _Record):
+            return super()._format_action_invocation(action)
+        if action.nargs == "?":
+            return action.option_strings[0]
+        return f"{action.option_strings[0]} {action.metavar}"
+
+
+def metavar_of(described: FieldOption) -> str:
+    """How the value of a flag is called in the help text; empty for a switch."""
+    if described.is_switch:
+        return ""
+    if described.option.metavar:
+        return described.option.metavar
+    if described.choices and len("|".join(described.choices)) <= 45:
+        return "|".join(described.choices)
+    return {int: "N", float: "X"}.get(described.element, "TEXT")
+
+
+def help_details(described: FieldOption) -> str:
+    """The bracket behind a flag's help: choices, unit, default, other spellings."""
+    details = []
+    option = described.option
+    if described.choices and len("|".join(described.choices)) > 45:
+        details.append(f"one of {', '.join(described.choices)}")
+    if option.unit:
+        details.append(option.unit)
+    default = default_text(described)
+    if default:
+        details.append(default if default == "required" else f"default: {default}")
+    if option.aliases:
+        details.append("also " + ", ".join(f"--{alias}" for alias in option.aliases))
+    return f"({'; '.join(details)})" if details else ""
+
+
+def default_text(described: FieldOption) -> str:
+    """The default in words; empty for a switch, which is off."""
+    if described.is_switch:
+        return ""
+    if described.option.required:
+        return "required"
+    if described.option.when_unset:
+        return described.option.when_unset
+    if described.is_list:
+        return " ".join(map(str, described.default)) or "none"
+    return number_text(described.default)
+
+
+def number_text(value: Any) -> str:
+    """A default value as a person writes it: 2**32, 1e-05, 0.1, text as it is."""
+    if isinstance(value, float) and value >= 2**16 and value.is_integer():
+        whole = int(value)
+        if whole & (whole - 1) == 0:
+            return f"2**{whole.bit_length() - 1}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _first_line(cls: type) -> str:
+    return (cls.__doc__ or "").strip().splitlines()[0]

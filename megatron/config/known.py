@@ -1,0 +1,282 @@
+"""Flags of Megatron-LM and Megatron-DeepSpeed that are not fields here.
+
+Two kinds. Ignoring some is harmless: they are accepted, and reported once with the reason. Ignoring others
+would change what is trained: they are refused by name with what to do, unless the value given is the one
+that asks for nothing. Names are written without dashes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SWITCH, VALUE, VALUES = "switch", "value", "values"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownFlag:
+    """A flag that is recognised but sets nothing.
+
+    arity: SWITCH (no value), VALUE (one) or VALUES (any number).
+    refused: whether giving it is an error.
+    neutral: for a refused flag, the value that asks for nothing and is accepted; "" when there is none.
+    reason: why it has no effect, or what to do instead.
+    """
+
+    name: str
+    arity: str
+    refused: bool
+    reason: str
+    neutral: str = ""
+
+    def message(self, texts: Sequence[str]) -> str:
+        """The line for this flag given with these words; empty when the words are the neutral value."""
+        if not self.refused:
+            return f"--{self.name} is known but has no effect here: {self.reason}"
+        if self._asks_for_nothing(texts):
+            return ""
+        return f"{' '.join((f'--{self.name}', *texts))}: {self.reason}"
+
+    def _asks_for_nothing(self, texts: Sequence[str]) -> bool:
+        if self.arity == SWITCH:
+            return list(map(str.lower, texts)) == ["false"]
+        return bool(self.neutral) and all(_same(text, self.neutral) for text in texts)
+
+
+def _same(text: str, neutral: str) -> bool:
+    try:
+        return float(text) == float(neutral)
+    except ValueError:
+        return text.lower() == neutral.lower()
+
+
+def _harmless(reason: str, *, switches: str = "", values: str = "", lists: str = "") -> list[KnownFlag]:
+    return [
+        KnownFlag(name=name, arity=arity, refused=False, reason=reason)
+        for arity, names in ((SWITCH, switches), (VALUE, values), (VALUES, lists))
+        for name in names.split()
+    ]
+
+
+def _refused(reason: str, *, switches: str = "", values: str = "", lists: str = "") -> list[KnownFlag]:
+    """In `values` and `lists` a name may be followed by =NEUTRAL."""
+    flags = [KnownFlag(name=name, arity=SWITCH, refused=True, reason=reason) for name in switches.split()]
+    for arity, names in ((VALUE, values), (VALUES, lists)):
+        for word in names.split():
+            name, _, neutral = word.partition("=")
+            flags.append(KnownFlag(name=name, arity=arity, refused=True, reason=reason, neutral=neutral))
+    return flags
+
+
+_HARMLESS = [
+    # Precision and kernels
+    _harmless(
+        "only FP8 training reads it, and there is none here",
+        switches="no-fp8-wgrad",
+        values="fp8-margin fp8-interval fp8-amax-history-len fp8-amax-compute-algo",
+    ),
+    _harmless(
+        "there is one implementation of the layers, in plain PyTorch",
+        switches="use-mcore-models",
+        values="transformer-impl onnx-safe attention-backend",
+    ),
+    _harmless(
+        "there is no such fused kernel to turn on or off; the numbers are the same",
+        switches="no-masked-softmax-fusion no-bias-dropout-fusion no-bias-swiglu-fusion no-rope-fusion "
+        "no-persist-layer-norm disable-mem-efficient-ln scaled-upper-triang-masked-softmax-fusion "
+        "scaled-masked-softmax-fusion tp-comm-overlap",
+    ),
+    _harmless(
+        "attention scores are never scaled by the layer's number, which would change rounding only",
+        switches="no-query-key-layer-scaling apply-query-key-layer-scaling",
+    ),
+    _harmless(
+        "scaled_dot_product_attention accumulates the softmax in fp32 by itself",
+        switches="attention-softmax-in-fp32",
+    ),
+    # Parallelism
+    _harmless(
+        "gradient and parameter buffers are contiguous, and are reduced as soon as they are ready",
+        switches="no-contiguous-buffers-in-local-ddp no-delay-grad-reduce delay-grad-reduce "
+        "overlap-param-gather delay-param-gather align-grad-reduce",
+    ),
+    _harmless(
+        "pipeline sends and receives are asynchronous and overlap compute",
+        switches="overlap-p2p-communication no-overlap-p2p-communication use-ring-exchange-p2p "
+        "no-scatter-gather-tensors-in-pipeline",
+    ),
+    _harmless(
+        "the schedule is --pipeline-schedule; the numbers are the same",
+        switches="enable-zbh1-pipeline enable-zbh1-exact-semantics",
+    ),
+    _harmless(
+        "saved activations stay where they were computed; it would change memory only",
+        switches="distribute-saved-activations distribute-checkpointed-activations partition-activations "
+        "contigious-checkpointing checkpoint-in-cpu synchronize-each-layer profile-backward "
+        "deepspeed-activation-checkpointing no-clone-scatter-output-in-embedding",
+    ),
+    _harmless(
+        "initial weights do not depend on the device and are always drawn before a checkpoint replaces them",
+        switches="use-cpu-initialization no-initialization",
+        values="lazy-mpu-init",
+    ),
+    # DeepSpeed
+    _harmless(
+        "DeepSpeed is not used; the flags here say everything",
+        switches="deepspeed ds-inference inference cpu-optimizer cpu-torch-adam ds-fused-adam "
+        "force-ds-sequence-parallel ds-sequence-parallel-fpdt-offloading scattered-embeddings "
+        "split-transformers memory-centric-tiled-linear use-pin-memory",
+        values="ds-sequence-parallel-fpdt-chunk-size tile-factor remote-device",
+    ),
+    _harmless(
+        "state is sharded by --use-distributed-optimizer, in buckets of --ddp-bucket-size",
+        switches="zero-reduce-scatter zero-contigious-gradients",
+        values="zero-reduce-bucket-size zero-allgather-bucket-size",
+    ),
+    # Logs and tools
+    _harmless("timers add no barriers", switches="no-barrier-with-level-1-timing barrier-with-l1-time"),
+    _harmless("optimizer states are not written", switches="log-optimizer-states-to-tensorboard"),
+    _harmless("throughput is always logged", switches="log-throughput"),
+    _harmless(
+        "Weights & Biases is not used; see --tensorboard-dir and --log-json-file",
+        values="wandb-project wandb-exp-name wandb-save-dir",
+    ),
+    _harmless(
+        "see --timing-log-level for where time goes",
+        values="profile profile-steps profile-step-start profile-step-end",
+        lists="profile-ranks",
+    ),
+    _harmless(
+        "see --exit-signal-handler and --exit-duration-in-mins",
+        switches="adlr-autoresume",
+        values="adlr-autoresume-interval",
+    ),
+    _harmless(
+        "losses and gradients are always checked for NaN",
+        switches="check-for-nan-in-loss-and-grad no-check-for-nan-in-loss-and-grad",
+    ),
+    # Data
+    _harmless("files are memory-mapped and read on demand", switches="mmap-warmup"),
+    _harmless("no remote code is ever run", switches="trust-remote-code"),
+    _harmless("batches always carry the identity of their samples", switches="return-data-index"),
+    _harmless("samples go on into the next epoch by themselves", switches="repeated-dataloader"),
+    _harmless("the attention mask is never materialised", switches="no-create-attention-mask-in-dataloader"),
+    _harmless("checkpoints have one format", values="ckpt-format dist-ckpt-format"),
+    # Other models and programs
+    _harmless(
+        "only text generation reads it",
+        values="inference-batch-times-seqlen-threshold max-tokens-to-oom",
+    ),
+    _harmless(
+        "only BERT reads it",
+        switches="output-bert-embeddings bert-no-binary-head",
+        values="bert-embedder-type mask-prob short-seq-prob",
+    ),
+    _harmless(
+        "only retrieval models read it",
+        switches="biencoder-shared-query-context-model use-one-sent-docs retriever-score-scaling",
+        values="retriever-seq-length ict-head-size biencoder-projection-dim ict-load bert-load "
+        "titles-data-path query-in-block-prob "
+        "evidence-data-path block-data-path embedding-path indexer-batch-size "
+        "indexer-log-interval",
+        lists="retriever-report-topk-accuracies",
+    ),
+    _harmless(
+        "only vision models read it",
+        switches="no-data-sharding vision-pretraining dino-norm-last-layer",
+        values="num-classes img-h img-w num-channels patch-dim classes-fraction data-per-class-fraction "
+        "head-lr-mult vision-pretraining-type vision-backbone-type swin-backbone-type mask-type mask-factor "
+        "iter-per-epoch dino-local-img-size dino-local-crops-number dino-head-hidden-size "
+        "dino-bottleneck-size dino-freeze-last-layer dino-warmup-teacher-temp dino-teacher-temp "
+        "dino-warmup-teacher-temp-epochs",
+    ),
+    _harmless(
+        "only distillation (--kd) reads it",
+        values=(
+            "num-layers-teacher hidden-size-teacher num-attention-heads-teacher kd-alpha-ce kd-beta-ce "
+            "kd-temp"
+        ),
+        lists="num-experts-teacher",
+    ),
+]
+
+_REFUSED = [
+    _refused(
+        "mixture of experts is not available yet; leave it out",
+        switches="disable-moe-token-dropping create-moe-param-group disable-moe-top2-2nd-expert-sampling "
+        "use-tutel enable-expert-tensor-parallelism expert-parallel",
+        values="mlp-type=standard topk=1 expert-interval=2 moe-train-capacity-factor=1 "
+        "moe-eval-capacity-factor=1 moe-min-capacity=4 moe-loss-coeff=0.1 moe-expert-parallel-size=1 "
+        "ep-world-size=1 num-experts-switch",
+        lists="num-experts=1",
+    ),
+    _refused(
+        "FP8 training is not available; use --bf16", switches="fp8-e4m3 fp8-hybrid", values="fp8-format"
+    ),
+    _refused(
+        "this form of the layer is not available; leave it out",
+        switches="apply-layernorm-1p apply-residual-connection-post-layernorm",
+    ),
+    _refused(
+        "mixed formats inside the model are not available; use fp32 or bf16 throughout",
+        switches="fp32-residual-connection embedding-weights-in-fp32",
+    ),
+    _refused("the loss is always computed in fp32; leave it out", switches="fp16-lm-cross-entropy"),
+    _refused(
+        "scaled rotary positions are not available; leave it out",
+        values="rotary-seq-len-interpolation-factor=1",
+    ),
+    _refused(
+        "only decoder-only GPT models are trained; leave it out",
+        values="decoder-num-layers decoder-seq-length pipeline-model-parallel-split-rank",
+    ),
+    _refused(
+        "retrieval-enhanced models are not available; leave it out",
+        switches="retro-add-retriever retro-return-doc-ids",
+        values="retro-workdir retro-cyclic-train-iters retro-encoder-layers=2 "
+        "retro-encoder-hidden-dropout=0.1 retro-encoder-attention-dropout=0.1 "
+        "retro-num-neighbors=2 retro-num-retrieved-chunks=2",
+    ),
+    _refused(
+        "the embedding shares the first stage with layers; leave it out",
+        switches="standalone-embedding-stage",
+    ),
+    _refused("initial weights are equal on all replicas; leave it out", switches="data-parallel-random-init"),
+    _refused(
+        "DeepSpeed's sequence parallelism is not available; use --sequence-parallel with "
+        "--tensor-model-parallel-size of at least 2",
+        switches="ds-sequence-parallel-fpdt",
+        values="ds-sequence-parallel-size=1",
+    ),
+    _refused("ZeRO is not used; use --use-distributed-optimizer (its stage 1)", values="zero-stage=0"),
+    _refused(
+        "DeepSpeed is not used; give its settings as flags and leave the file out",
+        values="deepspeed-config",
+    ),
+    _refused(
+        "random layer-token dropping is not available; leave it out",
+        switches="random-ltd",
+    ),
+    _refused(
+        "curriculum learning is not available yet; leave it out",
+        switches="data-efficiency-curriculum-learning",
+        values="train-data-exact-num-epochs train-idx-path train-desc-path train-doc-idx-path "
+        "train-sample-idx-path train-shuffle-idx-path",
+    ),
+    _refused(
+        "knowledge distillation is not available; leave it out", switches="kd mos", values="load-teacher"
+    ),
+    _refused("use --finetune, which starts from iteration 0", switches="reset-iteration"),
+    _refused(
+        "checkpoints are chosen by the folder's latest_checkpointed_iteration.txt; write the iteration there",
+        values="load-tag",
+    ),
+    _refused("use --override-opt-param-scheduler", switches="no-load-lr-state"),
+    _refused("give the local folder to --data-path", values="aml-data-download-path"),
+    _refused("every sample is used; leave it out", values="sample-rate=1"),
+    _refused(
+        "give --train-samples or --train-iters; the model is always built", values="use-dataset-only=false"
+    ),
+]
+
+KNOWN_FLAGS: tuple[KnownFlag, ...] = tuple(flag for group in (*_HARMLESS, *_REFUSED) for flag in group)

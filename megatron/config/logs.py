@@ -1,0 +1,62 @@
+"""What is printed and recorded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.config.option import derived, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """The log line, timers, TensorBoard and files."""
+
+    log_interval: int = option(100, "Iterations between log lines.", unit="iterations", minimum=1)
+    log_params_norm: bool = option(False, "Log the norm of the parameters.")
+    log_num_zeros_in_grad: bool = option(False, "Log the number of zeros in the gradients.")
+    timing_log_level: int = option(
+        0,
+        "Timers: the iteration only (0), coarse operations too (1), or everything (2).",
+        minimum=0,
+        maximum=2,
+    )
+    timing_log_option: Literal["max", "minmax", "all"] = option(
+        "minmax",
+        "Report timers as the maximum over ranks, the minimum and maximum, or each rank's.",
+    )
+    tensorboard_dir: str | None = derived(
+        "no TensorBoard", "Folder for TensorBoard events.", metavar="FOLDER"
+    )
+    tensorboard_log_interval: int = option(
+        1, "Iterations between TensorBoard records.", unit="iterations", minimum=1
+    )
+    tensorboard_queue_size: int = option(
+        1000, "Records that TensorBoard's writer holds before it writes.", unit="records", minimum=1
+    )
+    log_timers_to_tensorboard: bool = option(False, "Write timers to TensorBoard.")
+    log_batch_size_to_tensorboard: bool = option(False, "Write the batch size to TensorBoard.")
+    log_learning_rate_to_tensorboard: bool = option(
+        True,
+        "Do not write the learning rate to TensorBoard.",
+        flag="no-log-learning-rate-to-tensorboard",
+        aliases=("no-log-learnig-rate-to-tensorboard",),
+        off_switch=True,
+    )
+    log_loss_scale_to_tensorboard: bool = option(
+        True,
+        "Do not write the loss scale to TensorBoard.",
+        flag="no-log-loss-scale-to-tensorboard",
+        off_switch=True,
+    )
+    log_validation_ppl_to_tensorboard: bool = option(False, "Write the validation perplexity to TensorBoard.")
+    log_memory_to_tensorboard: bool = option(False, "Write memory use to TensorBoard.")
+    log_world_size_to_tensorboard: bool = option(False, "Write the number of processes to TensorBoard.")
+    log_txt_file: str | None = derived("none", "Append the log lines to this text file.", metavar="FILE")
+    log_json_file: str | None = derived(
+        "none", "Append one JSON object a log line to this file.", metavar="FILE"
+    )
+    progress_bar: Literal["auto", "on", "off"] = option(
+        "auto",
+        "A progress bar: only on a terminal (auto), always or never.",
+    )

@@ -1,0 +1,128 @@
+"""The model's shape and its initialisation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.config.option import derived, option, required
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Network size and form. Sizes are global: they do not depend on the layout."""
+
+    num_layers: int = required(
+        "Number of transformer layers.",
+        unit="layers",
+        minimum=1,
+        aliases=("encoder-num-layers",),
+        checkpoint="shape",
+    )
+    hidden_size: int = required("Width of the residual stream.", minimum=1, checkpoint="shape")
+    ffn_hidden_size: int = derived(
+        "4 * hidden size; with --swiglu, 8/3 * hidden size rounded down to a multiple of 64",
+        "Inner width of the MLP.",
+        minimum=1,
+        checkpoint="shape",
+    )
+    num_attention_heads: int = required("Number of query heads.", minimum=1, checkpoint="shape")
+    num_query_groups: int = derived(
+        "one per attention head",
+        "Number of key/value heads (grouped-query attention). It must divide --num-attention-heads.",
+        minimum=1,
+        aliases=("num-key-value-heads",),
+        checkpoint="shape",
+    )
+    kv_channels: int = derived(
+        "hidden size / attention heads", "Width of one attention head.", minimum=1, checkpoint="shape"
+    )
+    seq_length: int = required(
+        "Sequence length of the training samples.",
+        unit="tokens",
+        minimum=1,
+        aliases=("encoder-seq-length",),
+        checkpoint="default",
+    )
+    max_position_embeddings: int = derived(
+        "--seq-length",
+        "Number of positions that learned position embeddings can name.",
+        unit="tokens",
+        minimum=1,
+        checkpoint="shape",
+    )
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = option(
+        "learned_absolute",
+        "How positions enter the model.",
+        checkpoint="shape",
+    )
+    rotary_base: float = option(
+        10000.0,
+        "Base of the rotary frequencies.",
+        above=0,
+        aliases=("rotary-position-embeddings-theta",),
+        checkpoint="shape",
+    )
+    rotary_percent: float = option(
+        1.0, "Share of each head's channels that is rotated.", above=0, maximum=1, checkpoint="shape"
+    )
+    normalization: Literal["LayerNorm", "RMSNorm"] = option(
+        "LayerNorm", "Normalisation layer.", checkpoint="shape"
+    )
+    norm_epsilon: float = option(
+        1e-5,
+        "Added to the variance before its root.",
+        above=0,
+        aliases=("layernorm-epsilon",),
+        checkpoint="shape",
+    )
+    swiglu: bool = option(False, "Gated MLP: SiLU(gate) * up instead of GELU.", checkpoint="shape")
+    openai_gelu: bool = option(False, "GELU in its tanh form.", checkpoint="shape")
+    squared_relu: bool = option(False, "Squared ReLU instead of GELU.", checkpoint="shape")
+    bias_gelu_fusion: bool = option(
+        True,
+        "GELU in its exact (erf) form. Without this flag GELU has its tanh form, as in Megatron, wherever "
+        "the MLP has a bias.",
+        flag="no-bias-gelu-fusion",
+        off_switch=True,
+        checkpoint="shape",
+    )
+    untie_embeddings_and_output_weights: bool = option(
+        False, "Give the output layer weights of its own.", checkpoint="shape"
+    )
+    add_bias_linear: bool = option(
+        True,
+        "No biases in the linear layers.",
+        flag="disable-bias-linear",
+        off_switch=True,
+        checkpoint="shape",
+    )
+    attention_dropout: float = option(
+        0.1, "Dropout probability of the attention weights.", minimum=0, below=1
+    )
+    hidden_dropout: float = option(
+        0.1, "Dropout probability of embeddings and residual branches.", minimum=0, below=1
+    )
+    init_method_std: float = option(0.02, "Standard deviation of the initial weights.", minimum=0)
+    init_method_xavier_uniform: bool = option(False, "Draw the initial weights from Xavier's uniform law.")
+    make_vocab_size_divisible_by: int = option(
+        128,
+        "The vocabulary is padded to a multiple of this times the tensor-parallel size.",
+        unit="entries",
+        minimum=1,
+        checkpoint="default",
+    )
+
+    @property
+    def activation(self) -> str:
+        """The MLP's activation: "swiglu", "squared_relu", "gelu_tanh" or "gelu" (exact).
+
+        The tanh form is what Megatron's fused bias and GELU computes; without biases there is no such fusion.
+        """
+        if self.swiglu:
+            return "swiglu"
+        if self.squared_relu:
+            return "squared_relu"
+        if self.openai_gelu or (self.bias_gelu_fusion and self.add_bias_linear):
+            return "gelu_tanh"
+        return "gelu"

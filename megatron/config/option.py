@@ -1,0 +1,146 @@
+"""How a dataclass field describes itself: its flag, its unit, its bounds and its help text.
+
+A section of the configuration is a frozen dataclass whose fields are made by `option`, `required` or
+`derived`. Everything else (the argument parser, the YAML reader, `--help`, `docs/flags.md`, the range
+checks) is generated from what they record. The annotation of a field is the type it has in a *resolved*
+configuration: a required or derived field is None until then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, Literal
+
+_METADATA_KEY = "option"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Option:
+    """What a field says about itself. Names are written without the leading dashes.
+
+    flag: the canonical flag; None takes the field's name with hyphens. For a switch that is on by default it
+    is
+        the flag that turns it off (`off_switch` is True then).
+    aliases: other spellings with the same meaning.
+    count: the exact number of values of a list, None for any number.
+    repeatable: the flag may be given several times, one value each.
+    unit: what a number counts.
+    minimum, maximum: inclusive bounds; above, below: exclusive ones.
+    when_unset: for a derived field, what takes its place.
+    no_effect: why giving the flag changes nothing here; reported once when it is given.
+    checkpoint: "shape" when a checkpoint decides the value under --use-checkpoint-args, "default" when it
+        only provides it if the flag is not given.
+    """
+
+    help: str
+    flag: str | None = None
+    aliases: tuple[str, ...] = ()
+    off_switch: bool = False
+    count: int | None = None
+    repeatable: bool = False
+    unit: str = ""
+    metavar: str = ""
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    below: float | None = None
+    required: bool = False
+    when_unset: str = ""
+    no_effect: str = ""
+    checkpoint: str = ""
+
+
+def option(default: Any, help: str, **details: Any) -> Any:
+    """A field with a default. `details` are the attributes of Option."""
+    metadata = {_METADATA_KEY: Option(help=help, **details)}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def required(help: str, **details: Any) -> Any:
+    """A field that must be given. It is None until then."""
+    return option(None, help, required=True, **details)
+
+
+def derived(when_unset: str, help: str, **details: Any) -> Any:
+    """A field that resolving fills from others when it is not given. It is None until then."""
+    return option(None, help, when_unset=when_unset, **details)
+
+
+@dataclasses.dataclass(frozen=True)
+class FieldOption:
+    """One field of one section, with its option and its resolved type.
+
+    element is the type of the value, or of one element when `is_list`. choices are the allowed values of a
+    field annotated with a Literal; they are compared without regard to case, hyphens and underscores.
+    """
+
+    section: str
+    name: str
+    option: Option
+    element: type
+    is_list: bool
+    default: Any
+    choices: tuple[str, ...]
+
+    @property
+    def path(self) -> str:
+        """The dotted name `section.field`, which is how fields are named everywhere inside this package."""
+        return f"{self.section}.{self.name}"
+
+    @property
+    def flag(self) -> str:
+        """The canonical flag, without dashes."""
+        return self.option.flag or self.name.replace("_", "-")
+
+    @property
+    def is_switch(self) -> bool:
+        """True for a boolean: its flag needs no value."""
+        return self.element is bool and not self.is_list
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """All spellings, the canonical one first, without dashes."""
+        return (self.flag, *self.option.aliases)
+
+
+def is_unset(value: object) -> bool:
+    """True for a required or derived field that nothing was given for."""
+    return value is None
+
+
+def field_options(section: str, cls: type) -> Iterator[FieldOption]:
+    """The described fields of the dataclass `cls`, in order."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        described = field.metadata.get(_METADATA_KEY)
+        if described is None:
+            raise TypeError(
+                f"{cls.__name__}.{field.name} has no option(): every field of a section needs one"
+            )
+        element, is_list = _element_type(hints[field.name])
+        choices: tuple[str, ...] = ()
+        if typing.get_origin(element) is Literal:
+            element, choices = str, typing.get_args(element)
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        else:
+            default = field.default
+        if element is bool and not is_list and default is True and not described.off_switch:
+            raise TypeError(
+                f"{cls.__name__}.{field.name} is on by default and needs a flag that turns it off"
+            )
+        yield FieldOption(section, field.name, described, element, is_list, default, choices)
+
+
+def _element_type(hint: Any) -> tuple[type, bool]:
+    """(type of one element, is it a list) of an annotation such as `int | None`, `list[str]` or a Literal."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        (hint,) = (member for member in typing.get_args(hint) if member is not type(None))
+    if typing.get_origin(hint) is list:
+        return typing.get_args(hint)[0], True
+    return hint, False

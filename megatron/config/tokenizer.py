@@ -1,0 +1,54 @@
+"""The tokenizer and its files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.config.option import derived, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """Which files are needed depends on the type."""
+
+    tokenizer_type: (
+        Literal[
+            "GPT2BPETokenizer",
+            "SentencePieceTokenizer",
+            "BertWordPieceLowerCase",
+            "BertWordPieceCase",
+            "HFTokenizer",
+            "NullTokenizer",
+        ]
+        | None
+    ) = derived(
+        "none: give --vocab-size",
+        "Tokenizer.",
+        checkpoint="default",
+    )
+    vocab_file: str | None = derived(
+        "none",
+        "Vocabulary (vocab.json, or a WordPiece vocab.txt).",
+        metavar="FILE",
+        aliases=("vocab",),
+        checkpoint="default",
+    )
+    merge_file: str | None = derived("none", "BPE merges (merges.txt).", metavar="FILE", checkpoint="default")
+    tokenizer_model: str | None = derived(
+        "none", "SentencePiece model, or a local Hugging Face folder.", metavar="PATH", checkpoint="default"
+    )
+    vocab_size: int | None = derived(
+        "the tokenizer's",
+        "Size of the vocabulary before padding.",
+        unit="entries",
+        minimum=1,
+        checkpoint="default",
+    )
+    vocab_extra_ids: int = option(
+        0,
+        "Extra sentinel tokens at the end of the vocabulary.",
+        unit="entries",
+        minimum=0,
+        checkpoint="default",
+    )

@@ -1,0 +1,69 @@
+"""Batch sizes, the length of the run, and how it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.option import derived, option, required
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """The run's length is counted in iterations or in samples, never in both."""
+
+    micro_batch_size: int = required(
+        "Samples in one forward pass of one data-parallel replica.", unit="samples", minimum=1
+    )
+    global_batch_size: int = derived(
+        "micro batch size * data-parallel size", "Samples in one optimizer step.", unit="samples", minimum=1
+    )
+    rampup_batch_size: list[int] | None = derived(  # noqa: RUF009
+        "no ramp-up",
+        "Grow the global batch: START, INCREMENT, and the number of SAMPLES over which it grows. Needs "
+        "--train-samples.",
+        count=3,
+        metavar="START INCREMENT SAMPLES",
+        minimum=0,
+    )
+    train_iters: int | None = derived(
+        "--train-samples decides", "Length of the run.", unit="iterations", minimum=1
+    )
+    train_samples: int | None = derived(
+        "--train-iters decides", "Length of the run.", unit="samples", minimum=1
+    )
+    train_tokens: int | None = derived(
+        "no limit",
+        "Length of the run; counted as whole sequences of --seq-length. With --train-samples the shorter one "
+        "ends the run.",
+        unit="tokens",
+        minimum=1,
+    )
+    exit_interval: int | None = derived(
+        "never", "Save and exit at every iteration that this number divides.", unit="iterations", minimum=1
+    )
+    exit_duration_in_mins: float | None = derived(
+        "never", "Save and exit after this long.", unit="minutes", above=0
+    )
+    exit_signal_handler: bool = option(False, "Save and exit on SIGTERM or SIGUSR1.")
+    kill_switch_file: str | None = derived("none", "Exit as soon as this file exists.", metavar="FILE")
+    seed: int = option(1234, "Seed of initialisation, dropout and data order.", minimum=0)
+    use_flash_attn: bool = option(
+        False,
+        "Flash attention.",
+        aliases=(
+            "use-flash-attn-v1",
+            "use-flash-attn-v2",
+            "use-flash-attn-triton",
+            "use-flash-attn-builder",
+        ),
+        no_effect=(
+            "attention always goes through scaled_dot_product_attention, which uses flash kernels where it "
+            "can"
+        ),
+    )
+    empty_unused_memory_level: int = option(
+        0,
+        "Return cached GPU memory to the device each iteration: not (0), once (1), or twice (2).",
+        minimum=0,
+        maximum=2,
+    )

@@ -1,0 +1,20 @@
+"""Evaluation during and after training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.option import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationConfig:
+    """When the model is evaluated and on how much."""
+
+    eval_iters: int = option(
+        100, "Batches of each evaluation; 0 turns evaluation off.", unit="iterations", minimum=0
+    )
+    eval_interval: int = option(
+        1000, "Evaluate at every iteration that this number divides.", unit="iterations", minimum=1
+    )
+    skip_train: bool = option(False, "Evaluate only.")

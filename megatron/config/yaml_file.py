@@ -1,0 +1,73 @@
+"""Reading and writing plain YAML: no tags, no duplicate keys, errors in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron.config.errors import UserError
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """The safe loader, refusing a key that is given twice in one mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            key = str(getattr(key_node, "value", ""))
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} is given twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+class _BlockDumper(yaml.SafeDumper):
+    """The safe dumper without anchors: equal lists are written out, not referred to."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping that the file holds, empty for an empty file. Raises UserError naming the file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: is not UTF-8 text; give a YAML file") from None
+    return parse_yaml(text, str(path))
+
+
+def parse_yaml(text: str, where: str) -> dict[str, Any]:
+    """The mapping that the text holds, empty for an empty text. Raises UserError starting with `where`."""
+    try:
+        content = yaml.load(text, Loader=_PlainLoader)
+    except yaml.YAMLError as error:
+        raise UserError(f"{where}: is not valid YAML ({_one_line(error)}); correct the file") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UserError(f"{where}: expected names and values, not a {type(content).__name__}")
+    return content
+
+
+def dump_yaml(content: dict[str, Any]) -> str:
+    """YAML text of plain values, one block a section, keys in the given order."""
+    blocks = [
+        yaml.dump({name: section}, Dumper=_BlockDumper, sort_keys=False, allow_unicode=True, width=2**31)
+        for name, section in content.items()
+    ]
+    return "\n".join(blocks)
+
+
+def _one_line(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark
+        place = f"line {mark.line + 1}: " if mark is not None else ""
+        return f"{place}{error.problem or error.context or 'syntax error'}"
+    return " ".join(str(error).split())

@@ -1,0 +1,1 @@
+"""Token datasets on disk, the order in which a run reads them, and batches."""

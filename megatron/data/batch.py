@@ -1,0 +1,97 @@
+"""What one micro-batch is, and how samples become one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class CollateOptions:
+    """How documents inside a sequence are treated.
+
+    Args:
+        eod_token: id of the end-of-document token.
+        reset_position_ids: positions start again at 0 after each end of document.
+        reset_attention_mask: number the documents inside a sequence, so that attention stays inside each.
+        eod_mask_loss: no loss where the input token is the end of a document.
+    """
+
+    eod_token: int
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch. The token tensors are None for a stage that asked for none; the ids are always there.
+
+    Args:
+        tokens_bs, labels_bs: int64; labels are the tokens one place on.
+        loss_mask_bs: float32, 1 where the loss counts.
+        position_ids_bs: int64.
+        segment_ids_bs: int32 number of the document inside the sequence, from 0; None without
+            reset_attention_mask. A token may attend to earlier tokens of equal number.
+        sample_ids_b: int64 identity of each sample's content in its dataset: the same content, the same id.
+        draw_ids_b: int64 place of each sample in the run's stream of samples.
+    """
+
+    sample_ids_b: torch.Tensor
+    draw_ids_b: torch.Tensor
+    tokens_bs: torch.Tensor | None = None
+    labels_bs: torch.Tensor | None = None
+    loss_mask_bs: torch.Tensor | None = None
+    position_ids_bs: torch.Tensor | None = None
+    segment_ids_bs: torch.Tensor | None = None
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The batch with its token tensors on `device`; the ids stay on the host, where they are read."""
+        moved = {
+            name: tensor.to(device, non_blocking=non_blocking)
+            for name in ("tokens_bs", "labels_bs", "loss_mask_bs", "position_ids_bs", "segment_ids_bs")
+            if (tensor := getattr(self, name)) is not None
+        }
+        return replace(self, **moved)
+
+
+def collate(
+    samples_bt: NDArray[Any],
+    sample_ids_b: NDArray[np.int64],
+    draw_ids_b: NDArray[np.int64],
+    options: CollateOptions,
+) -> Batch:
+    """Make a batch of samples of seq_length + 1 tokens.
+
+    Args:
+        samples_bt: integers [b, s + 1].
+        sample_ids_b, draw_ids_b: int64 [b].
+    """
+    tokens_bs = np.ascontiguousarray(samples_bt[:, :-1], dtype=np.int64)
+    labels_bs = np.ascontiguousarray(samples_bt[:, 1:], dtype=np.int64)
+    is_end_bs = tokens_bs == options.eod_token
+    loss_mask_bs = np.ones(tokens_bs.shape, dtype=np.float32)
+    if options.eod_mask_loss:
+        loss_mask_bs[is_end_bs] = 0.0
+    # True at the first token of each later document: the token after an end of document.
+    is_start_bs = np.zeros_like(is_end_bs)
+    is_start_bs[:, 1:] = is_end_bs[:, :-1]
+    positions_bs = np.tile(np.arange(tokens_bs.shape[1], dtype=np.int64), (len(tokens_bs), 1))
+    if options.reset_position_ids:
+        positions_bs -= np.maximum.accumulate(np.where(is_start_bs, positions_bs, 0), axis=1)
+    segment_ids_bs = None
+    if options.reset_attention_mask:
+        segment_ids_bs = torch.from_numpy(np.cumsum(is_start_bs, axis=1, dtype=np.int32))
+    return Batch(
+        sample_ids_b=torch.from_numpy(sample_ids_b),
+        draw_ids_b=torch.from_numpy(draw_ids_b),
+        tokens_bs=torch.from_numpy(tokens_bs),
+        labels_bs=torch.from_numpy(labels_bs),
+        loss_mask_bs=torch.from_numpy(loss_mask_bs),
+        position_ids_bs=torch.from_numpy(positions_bs),
+        segment_ids_bs=segment_ids_bs,
+    )

@@ -1,0 +1,246 @@
+"""Which dataset, and which of its samples, serves draw number k of a weighted blend.
+
+`MegatronBlend` is megatron-core's greedy choice: the dataset that lags most behind its share, drawn into two
+arrays. `LazyBlend` keeps shares at least as well without any array.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.config.errors import UserError
+from megatron.data.cache import Arrays, cached_arrays
+
+# Above this many draws the greedy choice runs over many stretches at once; both give the same arrays.
+_SEQUENTIAL_DRAWS = 100_000
+_STRETCHES = 2048
+_WARM_UP = 512
+
+
+class Blend(Protocol):
+    """What a blended dataset needs."""
+
+    def __len__(self) -> int:
+        """Draws."""
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        """(dataset, number of the draw among those of that dataset)."""
+
+
+def parse_blend(values: list[str], flag: str) -> tuple[list[float] | None, list[str]]:
+    """Read `[path]`, `[path path ...]` or `[weight path weight path ...]`.
+
+    Returns:
+        (weights, paths); the weights are None when none are given.
+
+    Raises:
+        UserError: mixed forms, or a weight that is not a positive number. Names the flag.
+    """
+    if not values:
+        raise UserError(f"--{flag} needs a path, or pairs of a weight and a path")
+    numbers = [_number(value) for value in values]
+    if not any(number is not None for number in numbers[::2]):
+        return None, list(values)
+    if len(values) % 2 or any(number is None for number in numbers[::2]):
+        raise UserError(
+            f"--{flag} {' '.join(values)}: give one path, several, or a weight before each (0.3 A 0.7 B)"
+        )
+    weights = [number for number in numbers[::2] if number is not None]
+    for weight in weights:
+        if not 0 < weight < float("inf"):
+            raise UserError(
+                f"--{flag}: the weight {weight:g} must be a positive number; leave a path out to drop it"
+            )
+    return weights, list(values[1::2])
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+class LazyBlend:
+    """Draws spread over the datasets by a fixed rule of O(log D) integer steps for each draw.
+
+    The datasets are the leaves of a balanced binary tree. Of the first m draws that reach a node, its left
+    side receives round(m * share) (halves up), the right side the rest. Both counts never fall as m grows, so
+    every draw goes to exactly one leaf, with the leaf's count as its number. Each level adds at most 1/2 to
+    the distance from the exact share and the levels below scale it down, so after any prefix of k draws every
+    dataset has been drawn w * k times give or take at most ceil(log2 D) / 2: less than Megatron's greedy rule
+    guarantees. Shares are exact fractions, so nothing drifts however long the run.
+
+    Args:
+        weights: positive, of any sum.
+        num_samples: draws.
+    """
+
+    def __init__(self, weights: list[float], num_samples: int) -> None:
+        self._weights = [Fraction(weight) for weight in weights]
+        self._num_samples = num_samples
+        prefix = [Fraction(0)]
+        for weight in self._weights:
+            prefix.append(prefix[-1] + weight)
+        self._shares = {
+            (low, high): (prefix[(low + high) // 2] - prefix[low]) / (prefix[high] - prefix[low])
+            for low, high in _nodes(0, len(weights))
+        }
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < self._num_samples:
+            raise IndexError(f"draw {index} of {self._num_samples}")
+        low, high = 0, len(self._weights)
+        while high - low > 1:
+            middle = (low + high) // 2
+            share = self._shares[low, high]
+            left = _rounded(index, share)
+            if _rounded(index + 1, share) > left:
+                high, index = middle, left
+            else:
+                low, index = middle, index - left
+        return low, index
+
+    def counts(self) -> list[int]:
+        """Draws from each dataset in the whole blend: how many samples it must have."""
+        result = [0] * len(self._weights)
+        pending = [(0, len(self._weights), self._num_samples)]
+        while pending:
+            low, high, draws = pending.pop()
+            if high - low == 1:
+                result[low] = draws
+                continue
+            left = _rounded(draws, self._shares[low, high])
+            pending += [(low, (low + high) // 2, left), ((low + high) // 2, high, draws - left)]
+        return result
+
+
+def _nodes(low: int, high: int) -> list[tuple[int, int]]:
+    if high - low < 2:
+        return []
+    middle = (low + high) // 2
+    return [(low, high), *_nodes(low, middle), *_nodes(middle, high)]
+
+
+def _rounded(draws: int, share: Fraction) -> int:
+    """round(draws * share), halves up, in integers."""
+    return (2 * draws * share.numerator + share.denominator) // (2 * share.denominator)
+
+
+class MegatronBlend:
+    """megatron-core's blend: equal draw by draw.
+
+    Args:
+        weights: normalised to a sum of 1 here, as there.
+        num_samples: draws.
+        cache_path: folder that keeps the arrays, or None.
+    """
+
+    def __init__(self, weights: list[float], num_samples: int, cache_path: str | Path | None = None) -> None:
+        if len(weights) > np.iinfo(np.int16).max:
+            raise UserError(
+                f"a blend of {len(weights)} datasets: --sample-order megatron takes at most 32,767"
+            )
+        shares = normalize(weights)
+        identity: dict[str, Any] = {"weights": shares, "num_samples": num_samples}
+        arrays = cached_arrays(cache_path, "gpt-blend", identity, lambda: greedy_blend(shares, num_samples))
+        self.dataset_index = arrays["dataset_index"]
+        self.dataset_sample_index = arrays["dataset_sample_index"]
+
+    def __len__(self) -> int:
+        return len(self.dataset_index)
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"draw {index} of {len(self)}")
+        return int(self.dataset_index[index]), int(self.dataset_sample_index[index])
+
+
+def normalize(weights: list[float]) -> list[float]:
+    """Weights over their sum, in the float64 arithmetic that megatron-core uses."""
+    array = np.array(weights, dtype=np.float64)
+    shares: list[float] = (array / np.sum(array)).tolist()
+    return shares
+
+
+def greedy_blend(shares: list[float], num_samples: int, stretch_count: int = _STRETCHES) -> Arrays:
+    """The greedy choice: draw k goes to the first dataset with the largest share * max(k, 1) - draws so far.
+
+    Long blends are cut into stretches that run side by side. Each starts from a guess some steps before its
+    place; the counts it reaches there are compared with those that the stretch before it really ends with,
+    and a stretch that started wrong is run again. So the result is exact whatever the guesses were.
+
+    Returns:
+        dataset_index: int16 [num_samples]; dataset_sample_index: int64 [num_samples].
+    """
+    choice = np.zeros(num_samples, dtype=np.int16)
+    if num_samples <= _SEQUENTIAL_DRAWS and stretch_count == _STRETCHES:
+        _greedy_stretch(shares, [0] * len(shares), choice, 0)
+    else:
+        _greedy_side_by_side(shares, choice, stretch_count)
+    number = np.zeros(num_samples, dtype=np.int64)
+    for dataset in range(len(shares)):
+        mine = choice == dataset
+        number[mine] = np.arange(int(np.count_nonzero(mine)))
+    return {"dataset_index": choice, "dataset_sample_index": number}
+
+
+def _greedy_stretch(shares: list[float], counts: list[int], choice: NDArray[np.int16], start: int) -> None:
+    """Fill `choice` for the draws from `start` on; `counts` are the draws before it and are updated."""
+    datasets = range(len(shares))
+    for draw in range(start, start + len(choice)):
+        place = float(max(draw, 1))
+        best, best_error = 0, shares[0] * place - counts[0]
+        for dataset in datasets:
+            error = shares[dataset] * place - counts[dataset]
+            if error > best_error:
+                best, best_error = dataset, error
+        choice[draw - start] = best
+        counts[best] += 1
+
+
+def _greedy_side_by_side(shares: list[float], choice: NDArray[np.int16], stretch_count: int) -> None:
+    shares_d = np.array(shares)
+    length = max(1, -(-len(choice) // stretch_count))
+    starts = np.arange(0, len(choice), length)
+    warm_up = min(_WARM_UP, length)
+    begin = np.maximum(starts - warm_up, 0)
+    exact_sd = begin[:, None] * shares_d
+    counts_sd = np.floor(exact_sd).astype(np.int64)
+    # The draws still missing go to the largest remainders, about what the greedy choice arrives at.
+    rank_sd = np.argsort(np.argsort(counts_sd - exact_sd, axis=1, kind="stable"), axis=1)
+    missing_s = begin - counts_sd.sum(axis=1)
+    counts_sd += rank_sd < missing_s[:, None]
+    rows = np.arange(len(starts))
+    padded_sl = np.zeros((len(starts), length), dtype=np.int16)
+    guessed_sd = counts_sd.copy()
+    for step in range(-warm_up, length):
+        if step == 0:
+            guessed_sd = counts_sd.copy()
+        draws_s = starts + step
+        active = draws_s >= 0
+        errors_sd = shares_d * np.maximum(draws_s, 1).astype(np.float64)[:, None] - counts_sd.astype(
+            np.float64
+        )
+        best_s = np.argmax(errors_sd, axis=1)
+        counts_sd[rows[active], best_s[active]] += 1
+        if step >= 0:
+            padded_sl[:, step] = best_s
+    choice[:] = padded_sl.reshape(-1)[: len(choice)]
+    true_counts = [0] * len(shares)
+    for row, start in enumerate(starts.tolist()):
+        part = choice[start : start + length]
+        if true_counts == guessed_sd[row].tolist():
+            true_counts = [
+                int(a + b) for a, b in zip(true_counts, np.bincount(part, minlength=len(shares)), strict=True)
+            ]
+        else:
+            _greedy_stretch(shares, true_counts, part, start)

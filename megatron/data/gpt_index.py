@@ -1,0 +1,279 @@
+"""Which tokens make sample number i: two orders with the same meaning.
+
+Both see the documents of one split as an endless stream of tokens: an epoch holds every document once, in a
+shuffled order, and epochs follow each other. Sample k covers the seq_length + 1 tokens from position
+k * seq_length of that stream on, so neighbours share one token. A run draws the samples in a shuffled order;
+k, the number before that shuffle, is the sample's identity (`sample_id`).
+
+`MegatronOrder` builds Megatron's arrays: equal to megatron-core's, sample by sample, and as large.
+`LazyOrder` computes what it is asked for. It starts at once whatever the number of samples.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.config.errors import UserError
+from megatron.data.cache import Arrays, cached_arrays
+from megatron.data.permute import Permutation, mix
+
+# One piece of a sample: (sequence number in the file, first token in it, tokens).
+Span = tuple[int, int, int]
+
+
+class SampleOrder(Protocol):
+    """What a dataset needs of an order."""
+
+    def __len__(self) -> int:
+        """Samples that can be drawn."""
+
+    def sample_id(self, index: int) -> int:
+        """Number before the shuffle of the sample drawn as number `index`."""
+
+    def spans(self, sample_id: int) -> Iterator[Span]:
+        """The pieces of a sample, in order, seq_length + 1 tokens in all."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The sequences [first, first + len(lengths)) of a file that one split may draw from.
+
+    Args:
+        lengths: int32 [n], tokens of each.
+        first: number of the first one in its file.
+        name: for messages.
+    """
+
+    lengths: NDArray[np.int32]
+    first: int
+    name: str
+
+    def tokens_per_epoch(self) -> int:
+        """Tokens of all documents.
+
+        Raises:
+            UserError: when there are none.
+        """
+        total = int(np.sum(self.lengths, dtype=np.int64))
+        if total == 0:
+            raise UserError(f"{self.name}: has no tokens. Give it more documents, or change --split")
+        return total
+
+
+class LazyOrder:
+    """The default order, in constant time and memory for each sample whatever their number.
+
+    Documents: epoch e takes them in a permutation drawn from (seed, e). The permutation and the running sum
+    of its lengths are made when a sample of that epoch is first asked for, 12 bytes for each document, and
+    the last few epochs are kept. Position to document is a binary search.
+
+    Samples: those that end in epoch e are shuffled among themselves, by a bijection that is computed, not
+    stored. So every document is read e times before any is read e + 1 times, however long the run. Megatron's
+    rule for the last epoch (shuffle it separately when less than 80 % of it is used) serves the same end:
+    here it holds for every epoch, without a threshold. The order does not depend on `num_samples`: a longer
+    run begins with the samples of a shorter one.
+
+    Args:
+        documents: what to draw from.
+        seq_length: tokens of a sample, without the extra one.
+        seed: of both shuffles.
+        num_samples: how many may be drawn; None is one epoch.
+    """
+
+    _EPOCHS_KEPT = 4
+
+    def __init__(self, documents: Documents, seq_length: int, seed: int, num_samples: int | None) -> None:
+        self._documents = documents
+        self._seq_length = seq_length
+        self._seed = seed
+        self._epoch_tokens = documents.tokens_per_epoch()
+        self._num_samples = self._epoch_start(1) if num_samples is None else num_samples
+        self._epochs: OrderedDict[int, tuple[NDArray[Any], NDArray[np.int64]]] = OrderedDict()
+        self._shuffles: OrderedDict[int, Permutation] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def sample_id(self, index: int) -> int:
+        """See `SampleOrder`. Raises IndexError outside the order."""
+        if not 0 <= index < self._num_samples:
+            raise IndexError(f"sample {index} of {self._num_samples}")
+        epoch = (index + 1) * self._seq_length // self._epoch_tokens
+        start = self._epoch_start(epoch)
+        with self._lock:
+            shuffle = self._shuffles.get(epoch)
+            if shuffle is None:
+                shuffle = Permutation(self._epoch_start(epoch + 1) - start, mix(self._seed, epoch, 1))
+                self._shuffles[epoch] = shuffle
+                if len(self._shuffles) > self._EPOCHS_KEPT:
+                    self._shuffles.popitem(last=False)
+        return start + shuffle(index - start)
+
+    def spans(self, sample_id: int) -> Iterator[Span]:
+        """See `SampleOrder`."""
+        position, wanted = sample_id * self._seq_length, self._seq_length + 1
+        while wanted:
+            epoch, inside = divmod(position, self._epoch_tokens)
+            order, ends = self._epoch(epoch)
+            place = int(np.searchsorted(ends, inside, side="right"))
+            while wanted and place < len(order):
+                end = int(ends[place])
+                document = int(order[place])
+                length = int(self._documents.lengths[document])
+                taken = min(wanted, end - inside)
+                if taken:
+                    yield self._documents.first + document, inside - (end - length), taken
+                inside += taken
+                position += taken
+                wanted -= taken
+                place += 1
+
+    def _epoch_start(self, epoch: int) -> int:
+        """Samples that end, with their extra token, before epoch `epoch`."""
+        return max(0, (epoch * self._epoch_tokens - 1) // self._seq_length)
+
+    def _epoch(self, epoch: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """(document at each place of the epoch, tokens up to the end of that place)."""
+        with self._lock:
+            found = self._epochs.get(epoch)
+            if found is not None:
+                self._epochs.move_to_end(epoch)
+                return found
+            lengths = self._documents.lengths
+            order = np.arange(len(lengths), dtype=np.int32 if len(lengths) < 2**31 else np.int64)
+            # The legacy generator: numpy promises that its stream never changes, so a run can be resumed
+            # years later.
+            key = mix(self._seed, epoch, 0)
+            np.random.RandomState([key & 0xFFFFFFFF, key >> 32]).shuffle(order)
+            found = order, np.cumsum(lengths[order], dtype=np.int64)
+            self._epochs[epoch] = found
+            if len(self._epochs) > self._EPOCHS_KEPT:
+                self._epochs.popitem(last=False)
+            return found
+
+
+class MegatronOrder:
+    """megatron-core's eager order: three arrays built at the start, or loaded from the cache folder.
+
+    The document index holds every epoch's documents, shuffled together; the sample index says in which entry
+    of it, and at which token, each sample starts; the shuffle index is the order of the samples. When less
+    than 80 % of the last epoch is used, that epoch is kept apart in both shuffles. Built with numpy alone,
+    checked against megatron-core 0.16.1.
+
+    Args:
+        documents, seq_length, seed: as for `LazyOrder`; the seed is used as it is.
+        num_samples: the least that can be drawn; None is one epoch. All samples of the last epoch can be
+            drawn.
+        cache_path: folder that keeps the arrays.
+        cache_identity: what names the documents' file and its state, for the cache.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        seq_length: int,
+        seed: int,
+        num_samples: int | None,
+        cache_path: str | Path | None = None,
+        cache_identity: dict[str, Any] | None = None,
+    ) -> None:
+        self._documents = documents
+        self._seq_length = seq_length
+        identity = {
+            **(cache_identity or {}),
+            "documents": [documents.first, len(documents.lengths)],
+            "seq_length": seq_length,
+            "seed": seed,
+            "num_samples": num_samples,
+        }
+        cache = cache_path if cache_identity is not None else None
+        arrays = cached_arrays(
+            cache,
+            "gpt-order",
+            identity,
+            lambda: build_megatron_arrays(documents, seq_length, seed, num_samples),
+        )
+        self.document_index = arrays["document_index"]
+        self.sample_index = arrays["sample_index"]
+        self.shuffle_index = arrays["shuffle_index"]
+
+    def __len__(self) -> int:
+        return len(self.shuffle_index)
+
+    def sample_id(self, index: int) -> int:
+        """See `SampleOrder`. Raises IndexError outside the order."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return int(self.shuffle_index[index])
+
+    def spans(self, sample_id: int) -> Iterator[Span]:
+        """See `SampleOrder`."""
+        place, offset = (int(value) for value in self.sample_index[sample_id])
+        wanted = self._seq_length + 1
+        while wanted:
+            document = int(self.document_index[place])
+            taken = min(wanted, int(self._documents.lengths[document - self._documents.first]) - offset)
+            if taken:
+                yield document, offset, taken
+            wanted -= taken
+            place, offset = place + 1, 0
+
+
+def build_megatron_arrays(
+    documents: Documents, seq_length: int, seed: int, num_samples: int | None
+) -> Arrays:
+    """Megatron's index arrays.
+
+    Returns:
+        document_index: int32 [epochs * documents], sequence numbers in the file.
+        sample_index: int32 or int64 [samples + 1, 2], entry of the document index and token in it.
+        shuffle_index: uint32 or int64 [samples].
+    """
+    epoch_tokens = documents.tokens_per_epoch()
+    wanted_tokens = 1 if num_samples is None else num_samples * seq_length + 1
+    epochs = max(1, -(-wanted_tokens // epoch_tokens))
+    total = (epochs * epoch_tokens - 1) // seq_length
+    before_last = total
+    if epochs > 1 and num_samples is not None:
+        before = ((epochs - 1) * epoch_tokens - 1) // seq_length
+        if num_samples - before < int(0.80 * ((epoch_tokens - 1) // seq_length)):
+            before_last = before
+    random = np.random.RandomState(seed)
+    count = len(documents.lengths)
+    document_index = np.tile(np.arange(documents.first, documents.first + count, dtype=np.int32), epochs)
+    split = (epochs - 1) * count if before_last != total else epochs * count
+    random.shuffle(document_index[:split])
+    if split != epochs * count:
+        random.shuffle(document_index[split:])
+    sample_index = _sample_index(documents, document_index, seq_length, total)
+    shuffle_index = np.arange(total, dtype=np.uint32 if total < np.iinfo(np.uint32).max - 1 else np.int64)
+    random.shuffle(shuffle_index[:before_last])
+    if before_last != total:
+        random.shuffle(shuffle_index[before_last:])
+    return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": shuffle_index}
+
+
+def _sample_index(
+    documents: Documents, document_index: NDArray[np.int32], seq_length: int, total: int
+) -> NDArray[Any]:
+    """Where the samples 0..total start: a binary search of their positions in the running sum of lengths."""
+    ends = np.cumsum(documents.lengths[document_index - documents.first], dtype=np.int64)
+    largest = max(len(document_index), int(documents.lengths.max()))
+    dtype = np.int32 if largest <= np.iinfo(np.int32).max else np.int64
+    sample_index = np.zeros((total + 1, 2), dtype=dtype)
+    positions = np.arange(1, total + 1, dtype=np.int64) * seq_length
+    places = np.searchsorted(ends, positions, side="right")
+    sample_index[1:, 0] = places
+    # The first token of an entry is the sum of the lengths before it.
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), ends])[places]
+    sample_index[1:, 1] = positions - starts
+    return sample_index

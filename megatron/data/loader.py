@@ -1,0 +1,171 @@
+"""The stream of micro-batches of one data-parallel rank.
+
+Draw number t of a run is the same sample on every layout. Micro-batch m of rank d takes the draws
+consumed + m * b * D + [d * b, (d + 1) * b), with b samples in a micro-batch and D ranks: so a global batch is
+the same set of samples however it is split, and a resumed run goes on at `consumed_samples`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from megatron.config.errors import UserError
+from megatron.data.batch import Batch, collate
+from megatron.data.gpt_dataset import SampleSource
+from megatron.data.permute import Permutation, mix
+
+# Micro-batches that each thread may be ahead.
+_AHEAD = 2
+
+
+class MicroBatches(Iterator[Batch]):
+    """Iterates over the micro-batches of a rank; made by `build_loader`.
+
+    Threads prepare the next ones. An error in a thread is raised by `next` in its turn. Call `close`, or use
+    it as a context manager, to let the threads go; the end of the stream does so as well.
+    """
+
+    def __init__(
+        self,
+        dataset: SampleSource,
+        consumed_samples: int,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        num_workers: int,
+        needs_tokens: bool,
+        cyclic: bool,
+    ) -> None:
+        self._dataset = dataset
+        self._first = consumed_samples + dp_rank * micro_batch_size
+        self._micro_batch_size = micro_batch_size
+        self._stride = micro_batch_size * dp_size
+        self._needs_tokens = needs_tokens
+        self._cyclic = cyclic
+        # Whole rounds only: every rank stops after the same micro-batch.
+        self._count = None if cyclic else max(0, len(dataset) - consumed_samples) // self._stride
+        self._next_number = 0
+        self._pool = ThreadPoolExecutor(num_workers, "data") if num_workers and needs_tokens else None
+        self._pending: deque[Future[Batch]] = deque()
+        self._ahead = _AHEAD * num_workers
+        self._closed = False
+
+    def __iter__(self) -> MicroBatches:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._closed:
+            raise StopIteration
+        if self._pool is None:
+            if not self._has_more():
+                self.close()
+                raise StopIteration
+            self._next_number += 1
+            return self._make(self._next_number - 1)
+        while len(self._pending) < self._ahead and self._has_more():
+            self._pending.append(self._pool.submit(self._make, self._next_number))
+            self._next_number += 1
+        if not self._pending:
+            self.close()
+            raise StopIteration
+        try:
+            return self._pending.popleft().result()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Stop the threads. Calling it again does nothing; `next` then ends the iteration."""
+        self._closed = True
+        for future in self._pending:
+            future.cancel()
+        self._pending.clear()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool = None
+
+    def __enter__(self) -> MicroBatches:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_pool", None) is not None:
+            self.close()
+
+    def _has_more(self) -> bool:
+        return self._count is None or self._next_number < self._count
+
+    def _make(self, number: int) -> Batch:
+        start = self._first + number * self._stride
+        draws_b = np.arange(start, start + self._micro_batch_size, dtype=np.int64)
+        indices = [self._index(draw) for draw in draws_b.tolist()]
+        ids_b = np.array([self._dataset.sample_id(index) for index in indices], dtype=np.int64)
+        if not self._needs_tokens:
+            return Batch(sample_ids_b=torch.from_numpy(ids_b), draw_ids_b=torch.from_numpy(draws_b))
+        samples_bt = np.empty((len(indices), self._dataset.seq_length + 1), dtype=np.int64)
+        for row, index in zip(samples_bt, indices, strict=True):
+            self._dataset.read(index, row)
+        return collate(samples_bt, ids_b, draws_b, self._dataset.collate_options)
+
+    def _index(self, draw: int) -> int:
+        if not self._cyclic:
+            return draw
+        epoch, place = divmod(draw, len(self._dataset))
+        return Permutation(len(self._dataset), mix(self._dataset.seed, epoch, 2))(place)
+
+
+def build_loader(
+    dataset: SampleSource,
+    *,
+    consumed_samples: int,
+    micro_batch_size: int,
+    dp_rank: int,
+    dp_size: int,
+    num_workers: int = 2,
+    needs_tokens: bool = True,
+    dataloader_type: str | None = "single",
+) -> MicroBatches:
+    """The micro-batches of data-parallel rank `dp_rank`, from draw `consumed_samples` on.
+
+    Args:
+        dataset: from `build_datasets`.
+        consumed_samples: draws that the run has used, over all ranks.
+        micro_batch_size: samples of a micro-batch.
+        dp_rank, dp_size: place in, and number of, the data-parallel ranks.
+        num_workers: threads that prepare micro-batches; 0 makes each one when it is asked for.
+        needs_tokens: False leaves the token tensors out, for a pipeline stage that only needs the ids.
+        dataloader_type: "single" (or None) takes the dataset's draws in order and ends when less than one
+            micro-batch for each rank is left. "cyclic" never ends: each pass over the dataset is shuffled
+            afresh. Megatron's cyclic order depends on the number of ranks; this one does not.
+
+    Raises:
+        UserError: nothing left to read, or an unknown type.
+    """
+    if dataloader_type not in (None, "single", "cyclic"):
+        raise UserError(f"--dataloader-type {dataloader_type} is not known: choose single or cyclic")
+    if micro_batch_size < 1 or not 0 <= dp_rank < dp_size or num_workers < 0 or consumed_samples < 0:
+        raise ValueError(
+            f"micro_batch_size {micro_batch_size}, dp_rank {dp_rank} of {dp_size}, "
+            f"num_workers {num_workers}, consumed_samples {consumed_samples}: out of range"
+        )
+    if len(dataset) == 0:
+        raise UserError("the dataset has no sample: give it more text, or a shorter --seq-length")
+    cyclic = dataloader_type == "cyclic"
+    if not cyclic and consumed_samples + micro_batch_size * dp_size > len(dataset):
+        raise UserError(
+            f"no micro-batch is left: {consumed_samples} of {len(dataset)} samples are consumed. "
+            f"Raise --train-iters or --train-samples, or start afresh without --load"
+        )
+    return MicroBatches(
+        dataset, consumed_samples, micro_batch_size, dp_rank, dp_size, num_workers, needs_tokens, cyclic
+    )

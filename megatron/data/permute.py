@@ -1,0 +1,53 @@
+"""Seeded permutations of [0, n) that take no memory."""
+
+from __future__ import annotations
+
+_MASK64 = (1 << 64) - 1
+_ROUNDS = 6
+
+
+def mix(*values: int) -> int:
+    """64 well-stirred bits from integers: SplitMix64's finaliser, chained (Steele et al., OOPSLA 2014)."""
+    state = 0x9E3779B97F4A7C15
+    for value in values:
+        state = (state + (value & _MASK64)) & _MASK64
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
+        state = (state ^ (state >> 31)) + 0x9E3779B97F4A7C15
+    return state & _MASK64
+
+
+class Permutation:
+    """A bijection of [0, n), chosen by `key`, computed for each index in constant time and memory.
+
+    A balanced Feistel network over the smallest even number of bits that holds n, with cycle walking: an
+    output outside [0, n) is put in again, less than four times on average (Black and Rogaway, CT-RSA 2002).
+    """
+
+    def __init__(self, n: int, key: int) -> None:
+        self.n = n
+        self._half = max(1, ((max(n, 2) - 1).bit_length() + 1) // 2)
+        self._mask = (1 << self._half) - 1
+        self._keys = [mix(key, n, round_number) for round_number in range(_ROUNDS)]
+
+    def __call__(self, index: int) -> int:
+        """Where `index` goes.
+
+        Raises:
+            IndexError: outside [0, n).
+        """
+        if not 0 <= index < self.n:
+            raise IndexError(f"{index} is outside [0, {self.n})")
+        while True:
+            left, right = index >> self._half, index & self._mask
+            for key in self._keys:
+                left, right = right, left ^ (_round(right, key) & self._mask)
+            index = (left << self._half) | right
+            if index < self.n:
+                return index
+
+
+def _round(value: int, key: int) -> int:
+    value = ((value ^ key) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 32)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 29)

@@ -1,0 +1,1 @@
+"""Native operations under the hot paths."""

@@ -1,0 +1,1 @@
+"""The GPT model, readable as a single-device model."""

@@ -1,0 +1,134 @@
+"""Causal self-attention with heads (and key-value groups) split over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megatron.comm.tensor import TensorComm
+from megatron.config.model import ModelConfig
+from megatron.model.context import ForwardContext
+from megatron.model.rotary import apply_rotary
+from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.tensor.random import keyed_seed
+from megatron.parallel.tensor.shards import ShardedModule
+
+
+class SelfAttention(ShardedModule):
+    """(s, b, h) -> (s, b, h) and the bias still to be added.
+
+    The rows of the fused projection are ordered [group, (queries of the group, key, value), head channel], so a
+    slice by groups is contiguous and does not depend on the number of ranks.
+
+    Args:
+        config: the model.
+        layer: global number of the layer, which keys its dropout masks.
+        recompute_core: keep no attention probabilities for backward, but compute them again.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        comm: TensorComm,
+        device: torch.device,
+        dtype: torch.dtype,
+        recompute_core: bool,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.comm = comm
+        self.head_dim = config.kv_channels
+        self.groups = config.num_query_groups // comm.size
+        self.queries_per_group = config.num_attention_heads // config.num_query_groups
+        self.dropout = config.attention_dropout
+        self.recompute_core = recompute_core
+        rows = config.num_query_groups * (self.queries_per_group + 2) * self.head_dim
+        width = config.num_attention_heads * self.head_dim
+        self.query_key_value = ColumnParallelLinear(
+            (rows, config.hidden_size), config.add_bias_linear, comm, device, dtype
+        )
+        self.dense = RowParallelLinear(width, config.hidden_size, config.add_bias_linear, comm, device, dtype)
+
+    def forward(
+        self, x_sbh: Tensor, context: ForwardContext, rotary: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor | None]:
+        mixed = self.query_key_value(x_sbh)
+        s, b, _ = mixed.shape
+        mixed = mixed.view(s, b, self.groups, self.queries_per_group + 2, self.head_dim)
+        query, key, value = mixed.split((self.queries_per_group, 1, 1), dim=3)
+        query, key, value = (x.flatten(2, 3) for x in (query, key, value))
+        if rotary is not None:
+            query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if self.recompute_core and torch.is_grad_enabled():
+            out_bnsd = checkpoint(
+                self._core, query, key, value, context, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            out_bnsd = self._core(query, key, value, context)
+        return self.dense(out_bnsd.permute(2, 0, 1, 3).reshape(s, b, -1))
+
+    def _core(self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Tensor:
+        """Attention of (b, heads, s, d) queries over (b, groups, s, d) keys and values."""
+        dropping = self.dropout > 0.0 and context.dropout is not None
+        if dropping and not query.is_cuda:
+            return self._core_with_keyed_dropout(query, key, value, context)
+        if dropping:
+            self._seed_fused_dropout(context)
+        mask = None
+        if context.segment_ids_bs is not None:
+            mask = _causal_within_segments(context.segment_ids_bs)
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=self.dropout if dropping else 0.0,
+            is_causal=mask is None,
+            enable_gqa=self.queries_per_group > 1,
+        )
+
+    def _seed_fused_dropout(self, context: ForwardContext) -> None:
+        """Keys the generator that the fused CUDA kernel draws from.
+
+        The kernel draws one stream for all its heads and samples, so these masks (alone) depend on the
+        tensor-parallel size and the micro-batch size.
+        """
+        assert context.dropout is not None
+        parts = (context.dropout.seed, context.dropout.draws, self.layer, self.comm.rank)
+        torch.cuda.manual_seed(keyed_seed(repr(parts)))
+
+    def _core_with_keyed_dropout(
+        self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext
+    ) -> Tensor:
+        """Attention written out, with a mask keyed by sample, layer and global head."""
+        assert context.dropout is not None
+        key = key.repeat_interleave(self.queries_per_group, dim=1)
+        value = value.repeat_interleave(self.queries_per_group, dim=1)
+        s = query.shape[2]
+        if context.segment_ids_bs is not None:
+            allowed = _causal_within_segments(context.segment_ids_bs)
+        else:
+            allowed = torch.ones((s, s), dtype=torch.bool, device=query.device).tril()
+        scores = (query @ key.transpose(-1, -2)).div(math.sqrt(self.head_dim))
+        probs = scores.masked_fill(~allowed, -torch.inf).softmax(dim=-1)
+        heads = query.shape[1]
+        masks = [
+            context.dropout.keep_mask(
+                (s, s), self.dropout, (self.layer, "attention", self.comm.rank * heads + head), probs
+            )
+            for head in range(heads)
+        ]
+        result: Tensor = (probs * torch.stack(masks, dim=1)) @ value
+        return result
+
+
+def _causal_within_segments(segment_ids_bs: Tensor) -> Tensor:
+    """True where position i may look at j: j <= i and in the same document; (b, 1, s, s)."""
+    same = segment_ids_bs.unsqueeze(2) == segment_ids_bs.unsqueeze(1)
+    return same.tril().unsqueeze(1)

@@ -1,0 +1,62 @@
+"""One transformer layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron.comm.tensor import TensorComm
+from megatron.config.model import ModelConfig
+from megatron.model.attention import SelfAttention
+from megatron.model.context import ForwardContext
+from megatron.model.mlp import MLP
+from megatron.model.norm import Norm
+from megatron.parallel.tensor.random import DropoutKeys
+
+
+def hidden_dropout(
+    x_sbh: Tensor, p: float, keys: DropoutKeys | None, site: tuple[int | str, ...], comm: TensorComm
+) -> Tensor:
+    """Dropout of activations that are equal on all tensor-parallel ranks, or split along the sequence."""
+    if p == 0.0 or keys is None:
+        return x_sbh
+    parts = comm.size if comm.sequence_parallel else 1
+    mask_sbh = keys.keep_mask((x_sbh.shape[0] * parts, x_sbh.shape[2]), p, site, x_sbh).transpose(0, 1)
+    return x_sbh * (comm.own_part(mask_sbh) if parts > 1 else mask_sbh)
+
+
+class TransformerLayer(nn.Module):
+    """Pre-norm attention and MLP, each with dropout and a residual: (s, b, h) -> (s, b, h)."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        comm: TensorComm,
+        device: torch.device,
+        dtype: torch.dtype,
+        recompute_core: bool,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.comm = comm
+        self.dropout = config.hidden_dropout
+        self.input_layernorm = Norm(config, comm, device, dtype)
+        self.self_attention = SelfAttention(config, layer, comm, device, dtype, recompute_core)
+        self.post_attention_layernorm = Norm(config, comm, device, dtype)
+        self.mlp = MLP(config, comm, device, dtype)
+
+    def _add(
+        self, branch: tuple[Tensor, Tensor | None], residual_sbh: Tensor, context: ForwardContext, site: str
+    ) -> Tensor:
+        out_sbh, bias = branch
+        if bias is not None:
+            out_sbh = out_sbh + bias
+        return residual_sbh + hidden_dropout(
+            out_sbh, self.dropout, context.dropout, (self.layer, site), self.comm
+        )
+
+    def forward(self, x_sbh: Tensor, context: ForwardContext, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        attended = self.self_attention(self.input_layernorm(x_sbh), context, rotary)
+        x_sbh = self._add(attended, x_sbh, context, "attention-output")
+        return self._add(self.mlp(self.post_attention_layernorm(x_sbh)), x_sbh, context, "mlp-output")

@@ -1,0 +1,52 @@
+"""The feed-forward part of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.comm.tensor import TensorComm
+from megatron.config.model import ModelConfig
+from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.tensor.shards import ShardedModule
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    gate, value = x.chunk(2, dim=-1)
+    return F.silu(gate) * value
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "squared_relu": lambda x: F.relu(x).square(),
+    "swiglu": _swiglu,
+}
+
+
+class MLP(ShardedModule):
+    """(s, b, h) -> (s, b, h) and the bias still to be added.
+
+    SwiGLU's gate and value are two stacked projections, each split over the ranks, so that its logical weight
+    (2, ffn, h) does not depend on their number.
+    """
+
+    def __init__(
+        self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        shape: tuple[int, ...] = (config.ffn_hidden_size, config.hidden_size)
+        if config.swiglu:
+            shape = (2, *shape)
+        self.activation = _ACTIVATIONS[config.activation]
+        self.dense_h_to_4h = ColumnParallelLinear(shape, config.add_bias_linear, comm, device, dtype)
+        self.dense_4h_to_h = RowParallelLinear(
+            config.ffn_hidden_size, config.hidden_size, config.add_bias_linear, comm, device, dtype
+        )
+
+    def forward(self, x_sbh: Tensor) -> tuple[Tensor, Tensor | None]:
+        result: tuple[Tensor, Tensor | None] = self.dense_4h_to_h(self.activation(self.dense_h_to_4h(x_sbh)))
+        return result

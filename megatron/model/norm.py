@@ -1,0 +1,38 @@
+"""LayerNorm and RMSNorm."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.comm.tensor import TensorComm
+from megatron.config.model import ModelConfig
+from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
+
+
+class Norm(ShardedModule):
+    """Normalises over the hidden dimension: (s, b, h) -> (s, b, h).
+
+    Under sequence parallelism each rank sees a part of the sequence, so the gradients of its parameters are
+    partial sums.
+    """
+
+    def __init__(
+        self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.eps = config.norm_epsilon
+        self.centred = config.normalization == "LayerNorm"
+        self.shape = (hidden,)
+        self.weight = nn.Parameter(torch.ones(hidden, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(hidden, device=device, dtype=dtype)) if self.centred else None
+        spec = ParamSpec(self.shape)
+        for name in ("weight", "bias") if self.centred else ("weight",):
+            self.specs[name] = with_partial_grad(spec) if comm.sequence_parallel else spec
+
+    def forward(self, x_sbh: Tensor) -> Tensor:
+        if self.centred:
+            return F.layer_norm(x_sbh, self.shape, self.weight, self.bias, self.eps)
+        return F.rms_norm(x_sbh, self.shape, self.weight, self.eps)

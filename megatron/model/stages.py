@@ -1,0 +1,78 @@
+"""Splits the model over pipeline ranks and builds, initialises and names each rank's part."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megatron.comm.tensor import TensorComm
+from megatron.config.model import ModelConfig
+from megatron.config.recompute import RecomputeConfig
+from megatron.model.gpt import GPTStage, StagePart
+from megatron.parallel.tensor.embedding import VocabShard
+from megatron.parallel.tensor.random import Draw, fill_keyed, normal, uniform
+from megatron.parallel.tensor.shards import ParamSpec, collect_specs
+from megatron.topology.layout import Layout
+
+
+def stage_part(config: ModelConfig, layout: Layout, pp: int, chunk: int) -> StagePart:
+    """The part of chunk ``chunk`` on pipeline rank ``pp``; layers divide by the number of virtual stages."""
+    per_stage = config.num_layers // layout.num_virtual_stages
+    stage = layout.virtual_stage(pp, chunk)
+    return StagePart(
+        layers=range(stage * per_stage, (stage + 1) * per_stage),
+        first=stage == 0,
+        last=stage == layout.num_virtual_stages - 1,
+    )
+
+
+def padded_vocab_size(vocab_size: int, multiple: int, tp: int) -> int:
+    """The vocabulary rounded up to ``multiple`` x ``tp`` entries."""
+    step = multiple * tp
+    return -(-vocab_size // step) * step
+
+
+def build_stages(
+    config: ModelConfig,
+    recompute: RecomputeConfig,
+    layout: Layout,
+    pp: int,
+    vocab_size: int,
+    comm: TensorComm,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+) -> list[GPTStage]:
+    """This pipeline rank's chunks, first chunk first, with their initial weights."""
+    shard = VocabShard(
+        vocab_size, padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by, comm.size), comm
+    )
+    stages = []
+    for chunk in range(layout.chunks):
+        part = stage_part(config, layout, pp, chunk)
+        stage = GPTStage(config, part, shard, comm, device, dtype, recompute)
+        initialise(stage, config, seed)
+        stages.append(stage)
+    return stages
+
+
+def initialise(stage: GPTStage, config: ModelConfig, seed: int) -> None:
+    """Megatron's initialisation: normal(0, std), layer outputs scaled by 1 / sqrt(2 num_layers).
+
+    Norms start at one and biases at zero, as constructed.
+    """
+    specs = collect_specs(stage)
+    for name, param in stage.named_parameters():
+        logical_name, spec = specs[name]
+        if logical_name.endswith(".weight") and param.dim() > 1:
+            fill_keyed(param, spec, logical_name, seed, _draw(logical_name, spec, param, config))
+
+
+def _draw(name: str, spec: ParamSpec, param: Tensor, config: ModelConfig) -> Draw:
+    if config.init_method_xavier_uniform and "embedding" not in name and "output_layer" not in name:
+        fan_out, fan_in = spec.logical_shape[-2:]
+        return uniform(math.sqrt(6.0 / (fan_in + fan_out)))
+    scaled = name.endswith(("self_attention.dense.weight", "mlp.dense_4h_to_h.weight"))
+    return normal(config.init_method_std / (math.sqrt(2.0 * config.num_layers) if scaled else 1.0))

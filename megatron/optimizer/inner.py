@@ -1,0 +1,98 @@
+"""The update rule: torch's fused optimizers, or apex's where asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron.config.errors import UserError
+from megatron.config.optimizer import OptimizerConfig
+from megatron.optimizer.pieces import Piece
+
+
+def make_inner(pieces: Sequence[Piece], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Builds the optimizer over the pieces' main values, its state allocated.
+
+    Raises:
+        UserError: for an unknown name, or apex where it is not installed.
+    """
+    groups: list[dict[str, Any]] = [
+        {"params": [p.main for p in pieces if p.decays], "decays": True},
+        {"params": [p.main for p in pieces if not p.decays], "decays": False, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    betas = (config.adam_beta1, config.adam_beta2)
+    if config.optimizer == "adam" and config.use_apex:
+        inner = _apex_adam(groups, config.lr, betas, config.adam_eps)
+    elif config.optimizer == "adam":
+        inner = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
+    elif config.optimizer == "sgd":
+        inner = torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum, fused=True)
+    else:
+        raise UserError(f"--optimizer {config.optimizer} is not known; the choices are adam and sgd")
+    for piece in pieces:
+        inner.state[piece.main].update(_initial_state(piece, config))
+    return inner
+
+
+def state_names(config: OptimizerConfig) -> tuple[str, ...]:
+    """Names of the tensors that the optimizer keeps for each parameter, shaped like it."""
+    if config.optimizer == "adam":
+        return ("exp_avg", "exp_avg_sq")
+    return ("momentum_buffer",) if config.sgd_momentum else ()
+
+
+def _initial_state(piece: Piece, config: OptimizerConfig) -> dict[str, torch.Tensor]:
+    state = {name: torch.zeros_like(piece.main) for name in state_names(config)}
+    if config.optimizer == "adam":
+        state["step"] = torch.zeros((), dtype=torch.float32, device=piece.main.device)
+    return state
+
+
+def _apex_adam(
+    groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float
+) -> torch.optim.Optimizer:
+    try:
+        from apex.optimizers import FusedAdam
+    except ImportError as error:
+        raise UserError(
+            "--use-apex needs the apex package, which does not import; leave the flag out"
+        ) from error
+    inner: torch.optim.Optimizer = FusedAdam(groups, lr=lr, betas=betas, eps=eps, adam_w_mode=True)
+    return inner
+
+
+def set_hyperparameters(inner: torch.optim.Optimizer, lr: float, weight_decay: float) -> None:
+    """Sets this step's learning rate and weight decay."""
+    for group in inner.param_groups:
+        group["lr"] = lr
+        if group["decays"]:
+            group["weight_decay"] = weight_decay
+
+
+def step_inner(inner: torch.optim.Optimizer, pieces: Sequence[Piece], divisor: float) -> None:
+    """Updates the main values by gradients divided by ``divisor`` (loss scale and clipping in one).
+
+    torch's fused optimizers divide as they go, without another pass over the gradients.
+    """
+    for piece in pieces:
+        piece.main.grad = (
+            piece.grad if piece.grad.dtype == piece.main.dtype else piece.grad.to(piece.main.dtype)
+        )
+    fused: Any = inner
+    exact = pieces[0].main.dtype == torch.float64  # the fused division is by an fp32 number
+    if divisor == 1.0:
+        inner.step()
+    elif getattr(inner, "_step_supports_amp_scaling", False) and not exact:
+        device, dtype = pieces[0].main.device, torch.float32
+        fused.grad_scale = torch.full((), divisor, dtype=dtype, device=device)
+        fused.found_inf = torch.zeros((), dtype=dtype, device=device)
+        inner.step()
+        del fused.grad_scale, fused.found_inf
+    else:
+        torch._foreach_div_([piece.main.grad for piece in pieces], divisor)
+        inner.step()
+    for piece in pieces:
+        piece.main.grad = None

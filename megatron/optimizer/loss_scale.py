@@ -1,0 +1,129 @@
+"""Loss scaling: the factor that keeps fp16 gradients from underflowing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from megatron.config.errors import UserError
+
+
+class LossScale(Protocol):
+    """What the optimizer needs of a loss scale."""
+
+    @property
+    def scale(self) -> float:
+        """Multiplies the loss; gradients are divided by it before clipping."""
+
+    def update(self, found_inf: bool) -> None:
+        """Call once per step, skipped or not, with the verdict on which all ranks agreed."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class ConstantLossScale:
+    """A scale that never moves (1 for bf16 and fp32). The command line's value wins over a checkpoint's."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        if scale <= 0:
+            raise UserError(f"--loss-scale {scale:g} must be positive")
+        self.scale = float(scale)
+
+    def update(self, found_inf: bool) -> None:
+        """A constant scale has nothing to learn from an overflow."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to restore: the scale is a setting, not a state."""
+
+
+class DynamicLossScale:
+    """Halves after overflows, doubles after a window of clean steps, and never falls below the minimum.
+
+    `hysteresis` is a budget of overflows: only the one that exhausts it, and each one after that, halves the
+    scale. The budget is refilled when a window completes and the scale grows, so lone overflows inside a
+    window are forgiven once and a series of them is answered at once.
+
+    Raises UserError for values that cannot work.
+    """
+
+    growth_factor = 2.0
+    backoff_factor = 0.5
+
+    def __init__(
+        self, initial: float = 2.0**32, *, minimum: float = 1.0, window: int = 1000, hysteresis: int = 2
+    ) -> None:
+        if minimum <= 0:
+            raise UserError(f"--min-loss-scale {minimum:g} must be positive")
+        if initial < minimum:
+            raise UserError(
+                f"--initial-loss-scale {initial:g} is below --min-loss-scale {minimum:g}: raise it"
+            )
+        if window < 1:
+            raise UserError(f"--loss-scale-window {window} must be at least 1")
+        if hysteresis < 1:
+            raise UserError(f"--hysteresis {hysteresis} must be at least 1")
+        self.scale = float(initial)
+        self.minimum = float(minimum)
+        self.window = window
+        self.hysteresis = hysteresis
+        self.clean_steps = 0
+        self.overflows_left = hysteresis
+
+    def update(self, found_inf: bool) -> None:
+        """Learn whether the gradients of the last step held an inf or a nan."""
+        if found_inf:
+            self.clean_steps = 0
+            self.overflows_left -= 1
+            if self.overflows_left <= 0:
+                self.scale = max(self.scale * self.backoff_factor, self.minimum)
+            return
+        self.clean_steps += 1
+        if self.clean_steps == self.window:
+            self.clean_steps = 0
+            self.overflows_left = self.hysteresis
+            self.scale *= self.growth_factor
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "clean_steps": self.clean_steps, "overflows_left": self.overflows_left}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint. One that was written with a constant scale starts the counting afresh.
+
+        Raises UserError when the scale is not a positive number.
+        """
+        try:
+            scale = float(state["scale"])
+            clean_steps = int(state.get("clean_steps", 0))
+            overflows_left = int(state.get("overflows_left", self.hysteresis))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"the checkpoint's loss scale cannot be read ({error!r}): use --no-load-optim"
+            ) from error
+        if not 0 < scale < float("inf"):
+            raise UserError(f"the checkpoint's loss scale is {scale}: use --no-load-optim")
+        # The command line may have tightened the limits since.
+        self.scale = max(scale, self.minimum)
+        self.clean_steps = min(max(clean_steps, 0), self.window - 1)
+        self.overflows_left = min(overflows_left, self.hysteresis)
+
+
+def build_loss_scale(
+    *,
+    fp16: bool,
+    loss_scale: float | None = None,
+    initial: float = 2.0**32,
+    minimum: float = 1.0,
+    window: int = 1000,
+    hysteresis: int = 2,
+) -> LossScale:
+    """A constant scale when `--loss-scale` gives one; else a dynamic one for fp16 and 1 for the others."""
+    if loss_scale is not None:
+        return ConstantLossScale(loss_scale)
+    if fp16:
+        return DynamicLossScale(initial, minimum=minimum, window=window, hysteresis=hysteresis)
+    return ConstantLossScale(1.0)

@@ -1,0 +1,207 @@
+"""One optimizer for every precision and layout: unscale, check, clip, update, gather."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.comm.gather import GatherInFlight
+from megatron.comm.ledger import Ledger
+from megatron.comm.points import Point
+from megatron.comm.policy import CompressionPlan
+from megatron.compression.state import CompressorState
+from megatron.config.optimizer import OptimizerConfig
+from megatron.optimizer.inner import make_inner, set_hyperparameters, step_inner
+from megatron.optimizer.loss_scale import LossScale
+from megatron.optimizer.pieces import Piece, own_pieces
+from megatron.parallel.data.buffer import FlatBuffer
+from megatron.parallel.data.gradients import own_share
+from megatron.topology.topology import Topology
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Sums over the whole world that one training step needs; equal on every rank.
+
+    Args:
+        loss_sum: sum of the tokens' losses in nats, over tokens that count.
+        tokens: number of tokens that count.
+        grad_sq: sum of squares of the scaled gradients of the whole model.
+        params_sq: sum of squares of the parameters, where asked for.
+        zeros: number of gradient elements that are exactly zero, where asked for.
+        votes: sum of what ``Optimizer.step`` was given.
+    """
+
+    loss_sum: float
+    tokens: float
+    grad_sq: float
+    params_sq: float
+    zeros: float
+    votes: float
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step did.
+
+    Args:
+        loss: mean over the tokens that count, nats.
+        grad_norm: global L2 norm of the unscaled gradients before clipping; None when not finite.
+        skipped: the update was skipped because a gradient was not finite.
+        params_norm, num_zeros: where asked for.
+        loss_scale: the scale that was used.
+        votes: sum over the ranks of what ``Optimizer.step`` was given.
+    """
+
+    loss: float
+    grad_norm: float | None
+    skipped: bool
+    loss_scale: float
+    votes: float
+    params_norm: float | None = None
+    num_zeros: float | None = None
+
+
+class Optimizer:
+    """Updates the parameters of this rank's chunks.
+
+    Args:
+        buffers: one per chunk.
+        topology: the mesh.
+        config: algorithm and hyper-parameters.
+        loss_scale: constant, or dynamic for fp16.
+        plan, ledger: for the gathering of parameters.
+        sharded: every data-parallel rank updates only its share (``--use-distributed-optimizer``).
+        log_params_norm, log_num_zeros: also compute these.
+    """
+
+    def __init__(
+        self,
+        buffers: Sequence[FlatBuffer],
+        topology: Topology,
+        config: OptimizerConfig,
+        loss_scale: LossScale,
+        plan: CompressionPlan,
+        ledger: Ledger,
+        *,
+        sharded: bool,
+        log_params_norm: bool = False,
+        log_num_zeros: bool = False,
+    ) -> None:
+        self.buffers = buffers
+        self.topology = topology
+        self.config = config
+        self.loss_scale = loss_scale
+        self.ledger = ledger
+        self.sharded = sharded and topology.dp.size > 1
+        self.log_params_norm = log_params_norm
+        self.log_num_zeros = log_num_zeros
+        self.pieces = own_pieces(buffers, topology.dp, self.sharded)
+        self.separate_main = any(piece.main.dtype != piece.model.dtype for piece in self.pieces)
+        self.inner = make_inner(self.pieces, config)
+        self.gather_codec = plan.codec(Point.PARAM_GATHER)
+
+    def step(
+        self,
+        loss_sum: float,
+        tokens: float,
+        expected_tokens: int,
+        lr: float,
+        weight_decay: float,
+        vote: float = 0.0,
+    ) -> StepOutcome:
+        """Takes one step on final gradients.
+
+        Args:
+            loss_sum, tokens: this rank's contribution to ``StepTotals`` (zero where another rank reports them).
+            expected_tokens: tokens of the global batch; gradients are means over these, and are corrected here
+                when a loss mask excluded some.
+            lr, weight_decay: of this step.
+            vote: a number that the caller wants summed over the ranks; it travels with the rest.
+        """
+        totals = self._world_totals(loss_sum, tokens, vote)
+        loss = totals.loss_sum / totals.tokens if totals.tokens else 0.0
+        scale = self.loss_scale.scale
+        params_norm = math.sqrt(totals.params_sq) if self.log_params_norm else None
+        num_zeros = totals.zeros if self.log_num_zeros else None
+        finite = math.isfinite(totals.grad_sq)
+        self.loss_scale.update(found_inf=not finite)
+        if not finite or not totals.tokens:
+            return StepOutcome(loss, None, True, scale, totals.votes, params_norm, num_zeros)
+        divisor = scale * totals.tokens / expected_tokens
+        norm = math.sqrt(totals.grad_sq) / divisor
+        if self.config.clip_grad > 0 and norm > 0:
+            divisor /= min(1.0, self.config.clip_grad / (norm + 1e-6))
+        set_hyperparameters(self.inner, lr, weight_decay)
+        step_inner(self.inner, self.pieces, divisor)
+        self._publish()
+        return StepOutcome(loss, norm, False, scale, totals.votes, params_norm, num_zeros)
+
+    def _world_totals(self, loss_sum: float, tokens: float, vote: float) -> StepTotals:
+        """One small all-reduce over the world makes every decision of the step the same everywhere."""
+        counted = self._counted()
+        grad_sq = _sum_of_squares([piece.grad for piece in counted])
+        params_sq = _sum_of_squares([piece.main for piece in counted]) if self.log_params_norm else 0.0
+        zeros = float(sum((piece.grad == 0).sum().item() for piece in counted)) if self.log_num_zeros else 0.0
+        device = self.topology.device
+        values = [loss_sum, tokens, grad_sq, params_sq, zeros, vote]
+        vector = torch.tensor(values, dtype=torch.float64, device=device)
+        pending = self.topology.world.all_reduce(vector)
+        self.ledger.sent(Point.CONTROL, pending.sent_bytes)
+        with self.ledger.waiting(Point.CONTROL):
+            pending.wait()
+        return StepTotals(*vector.tolist())
+
+    def _counted(self) -> list[Piece]:
+        """The pieces that this rank counts; replicas leave that to the first of them."""
+        if not self.sharded and self.topology.dp.rank != 0:
+            return []
+        return [piece for piece in self.pieces if piece.counts_in_norm(self.topology.tp.rank)]
+
+    def _publish(self) -> None:
+        """Copies updated values into the model and, when sharded, gathers the others' shares."""
+        if self.separate_main:
+            torch._foreach_copy_([piece.model for piece in self.pieces], [piece.main for piece in self.pieces])
+        if self.sharded:
+            self.gather_params()
+
+    def gather_params(self) -> None:
+        """Fills every bucket of the model's parameters from the ranks that own its shares."""
+        group = self.topology.dp
+        gathers = []
+        for buffer in self.buffers:
+            for bucket in buffer.buckets:
+                params = buffer.params_of(bucket)
+                own = params[own_share(bucket, group, True)]
+                gathers.append(
+                    GatherInFlight(
+                        self.gather_codec,
+                        own,
+                        CompressorState(),
+                        None,
+                        group,
+                        self.ledger,
+                        Point.PARAM_GATHER,
+                        out=params,
+                    )
+                )
+        for gather in gathers:
+            gather.wait()
+
+    def reload_main(self) -> None:
+        """Takes the model's parameters as the new main values, after the model alone was loaded."""
+        if self.separate_main:
+            for piece in self.pieces:
+                piece.main.copy_(piece.model)
+
+
+def _sum_of_squares(tensors: list[Tensor]) -> float:
+    """Sum of squares of all elements, accumulated over tensors in fp64; inf or nan when any element is."""
+    if not tensors:
+        return 0.0
+    norms = torch._foreach_norm(tensors)
+    return float(torch.stack(norms).double().square().sum())

@@ -1,0 +1,64 @@
+"""The parameters that one rank updates: everything it holds, or its shares when the optimizer is sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.parallel.data.buffer import FlatBuffer, ParamSlot
+from megatron.parallel.data.gradients import overlap_slots, own_share
+from megatron.topology.group import Group
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A contiguous range of one (row-major flattened) local parameter that this rank updates.
+
+    Args:
+        slot: the parameter.
+        start, stop: the range within the flattened parameter.
+        main: what the optimizer updates, fp32 (or fp64): the model's own memory where the dtypes agree.
+        model: the same range of the model's parameter, flat.
+        grad: the same range of the gradient buffer, flat.
+    """
+
+    slot: ParamSlot
+    start: int
+    stop: int
+    main: Tensor
+    model: Tensor
+    grad: Tensor
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies: not to biases and other vectors."""
+        return len(self.slot.spec.logical_shape) > 1 and not self.slot.logical_name.endswith(".bias")
+
+    def counts_in_norm(self, tp_rank: int) -> bool:
+        """Whether this rank is the one that counts these elements in norms over the whole model."""
+        spec = self.slot.spec
+        return not spec.tied_copy and (spec.dim is not None or tp_rank == 0)
+
+
+def own_pieces(buffers: Sequence[FlatBuffer], group: Group, sharded: bool) -> list[Piece]:
+    """The pieces of this rank, over all chunks.
+
+    Args:
+        buffers: one per chunk.
+        group: the data-parallel ranks that share the work when ``sharded``.
+        sharded: own only an equal share of each bucket.
+    """
+    pieces = []
+    for buffer in buffers:
+        main_dtype = torch.float64 if buffer.params_flat.dtype == torch.float64 else torch.float32
+        for bucket in buffer.buckets:
+            for index, start, stop in overlap_slots(bucket, own_share(bucket, group, sharded)):
+                slot = bucket.slots[index]
+                place = slice(slot.start + start, slot.start + stop)
+                model = buffer.params_flat[place]
+                main = model if model.dtype == main_dtype else model.to(main_dtype)
+                pieces.append(Piece(slot, start, stop, main, model, buffer.grads_flat[place]))
+    return pieces

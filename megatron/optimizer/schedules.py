@@ -1,0 +1,256 @@
+"""Learning-rate and weight-decay schedules: pure functions of the samples consumed.
+
+A length given in iterations is multiplied by the global batch size and one given in tokens is divided by the
+sequence length (whole sequences), so that every schedule counts in samples and its whole state is one
+integer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from megatron.config.errors import UserError
+from megatron.config.optimizer import OptimizerConfig
+
+DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
+WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
+
+OnMismatch = Literal["refuse", "command-line", "checkpoint"]
+
+
+@dataclass(frozen=True)
+class ScheduleValues:
+    """Everything that defines the two schedules. Lengths are in samples (fractions of one are allowed)."""
+
+    max_lr: float
+    min_lr: float
+    warmup_samples: float
+    decay_samples: float
+    decay_style: str
+    start_weight_decay: float
+    end_weight_decay: float
+    weight_decay_samples: float
+    weight_decay_style: str
+
+    def __post_init__(self) -> None:
+        _one_of("--lr-decay-style", self.decay_style, DECAY_STYLES)
+        _one_of("--weight-decay-incr-style", self.weight_decay_style, WEIGHT_DECAY_STYLES)
+        if not 0 <= self.min_lr <= self.max_lr:
+            raise UserError(f"--min-lr {self.min_lr:g} must lie between 0 and --lr {self.max_lr:g}")
+        if self.decay_samples <= 0:
+            raise UserError(
+                f"the decay length is {self.decay_samples:g} samples: give a positive --lr-decay-*"
+            )
+        if not 0 <= self.warmup_samples < self.decay_samples:
+            raise UserError(
+                f"the warm-up ({self.warmup_samples:g} samples) must be shorter than the decay length "
+                f"({self.decay_samples:g} samples): lower --lr-warmup-* or raise --lr-decay-*"
+            )
+        if not 0 <= self.start_weight_decay <= self.end_weight_decay:
+            raise UserError(
+                f"--start-weight-decay {self.start_weight_decay:g} must lie between 0 and "
+                f"--end-weight-decay {self.end_weight_decay:g}"
+            )
+        if self.weight_decay_style == "constant" and self.start_weight_decay != self.end_weight_decay:
+            raise UserError(
+                "--start-weight-decay and --end-weight-decay differ: add --weight-decay-incr-style linear"
+            )
+
+    def lr_at(self, samples: int) -> float:
+        """Learning rate after `samples` consumed samples: linear warm-up, then the decay style."""
+        if self.warmup_samples > 0 and samples <= self.warmup_samples:
+            return self.max_lr * samples / self.warmup_samples
+        if self.decay_style == "constant":
+            return self.max_lr
+        if samples > self.decay_samples:
+            return self.min_lr
+        if self.decay_style == "inverse-square-root":
+            return max(self.min_lr, self.max_lr * math.sqrt(max(self.warmup_samples, 1) / max(samples, 1)))
+        ratio = (samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples)
+        return self.min_lr + (1.0 - _ramp(self.decay_style, ratio)) * (self.max_lr - self.min_lr)
+
+    def weight_decay_at(self, samples: int) -> float:
+        """Weight decay after `samples` consumed samples: from the start value to the end value."""
+        if self.weight_decay_style == "constant" or samples > self.weight_decay_samples:
+            return self.end_weight_decay
+        ratio = samples / self.weight_decay_samples
+        gap = self.end_weight_decay - self.start_weight_decay
+        return self.start_weight_decay + _ramp(self.weight_decay_style, ratio) * gap
+
+
+def _ramp(style: str, ratio: float) -> float:
+    """From 0 to 1 as `ratio` goes from 0 to 1."""
+    return ratio if style == "linear" else 0.5 * (1.0 - math.cos(math.pi * ratio))
+
+
+def _one_of(flag: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UserError(f"{flag} {value!r} is unknown: choose one of {', '.join(choices)}")
+
+
+def schedule_values(
+    options: OptimizerConfig,
+    *,
+    global_batch_size: int,
+    seq_length: int,
+    train_iters: int | None = None,
+    train_samples: int | None = None,
+    train_tokens: int | None = None,
+) -> ScheduleValues:
+    """Translate a resolved configuration to samples.
+
+    Args: options: the optimizer's section. global_batch_size: samples of one step; the final one of a
+        ramp-up. seq_length: tokens of a sample. train_iters, train_samples, train_tokens: length of the run,
+        the default of the decay's. A run that has `train_samples` or only `train_tokens` is counted in
+        samples, and the lengths in iterations are not looked at; and the other way round. A length in tokens
+        goes before both.
+
+    Raises UserError when no length is given, or when the lengths do not fit each other.
+    """
+    if train_samples is None and train_iters is None and train_tokens is not None:
+        train_samples = train_tokens // seq_length
+    if train_samples is not None:
+        total = train_samples
+        decay = total if options.lr_decay_samples is None else options.lr_decay_samples
+        warmup = options.lr_warmup_samples
+    elif train_iters is not None:
+        total = train_iters * global_batch_size
+        decay = total if options.lr_decay_iters is None else options.lr_decay_iters * global_batch_size
+        warmup = options.lr_warmup_iters * global_batch_size
+    else:
+        raise UserError("the length of the run is missing: give --train-iters or --train-samples")
+    if options.lr_decay_tokens is not None:
+        decay = options.lr_decay_tokens // seq_length
+    if options.lr_warmup_tokens is not None:
+        warmup = options.lr_warmup_tokens // seq_length
+    fraction = options.lr_warmup_fraction
+    return ScheduleValues(
+        max_lr=options.lr,
+        min_lr=options.min_lr,
+        warmup_samples=float(warmup if fraction is None else fraction * decay),
+        decay_samples=float(decay),
+        decay_style=options.lr_decay_style,
+        start_weight_decay=options.start_weight_decay,
+        end_weight_decay=options.end_weight_decay,
+        weight_decay_samples=float(total),
+        weight_decay_style=options.weight_decay_incr_style,
+    )
+
+
+_FLAG_OF_FIELD = {
+    "max_lr": "--lr",
+    "min_lr": "--min-lr",
+    "warmup_samples": "--lr-warmup-*",
+    "decay_samples": "--lr-decay-* or the length of the run",
+    "decay_style": "--lr-decay-style",
+    "start_weight_decay": "--start-weight-decay or --weight-decay",
+    "end_weight_decay": "--end-weight-decay or --weight-decay",
+    "weight_decay_samples": "the length of the run, over which weight decay grows",
+    "weight_decay_style": "--weight-decay-incr-style",
+}
+_FIELD_TYPES: dict[str, type] = {name: str if name.endswith("_style") else float for name in _FLAG_OF_FIELD}
+_REMEDY = (
+    "add --override-opt_param-scheduler to take the command line's, "
+    "or --use-checkpoint-opt_param-scheduler to take the checkpoint's"
+)
+
+
+class LRSchedule:
+    """The schedules at a position: the samples consumed by optimizer steps that were not skipped.
+
+    `on_mismatch` says what happens when a checkpoint was written under other values: refuse (as Megatron
+    does), take the command line's (`--override-opt_param-scheduler`) or the checkpoint's
+    (`--use-checkpoint-opt_param-scheduler`).
+    """
+
+    def __init__(self, values: ScheduleValues, on_mismatch: OnMismatch = "refuse") -> None:
+        self.values = values
+        self.on_mismatch = on_mismatch
+        self.consumed_samples = 0
+
+    @classmethod
+    def from_options(
+        cls,
+        options: OptimizerConfig,
+        *,
+        global_batch_size: int,
+        seq_length: int,
+        train_iters: int | None = None,
+        train_samples: int | None = None,
+        train_tokens: int | None = None,
+    ) -> LRSchedule:
+        """Build from the optimizer configuration; arguments and errors as `schedule_values`."""
+        if options.override_opt_param_scheduler and options.use_checkpoint_opt_param_scheduler:
+            raise UserError(
+                "--override-opt_param-scheduler contradicts --use-checkpoint-opt_param-scheduler: give one"
+            )
+        on_mismatch: OnMismatch = "refuse"
+        if options.override_opt_param_scheduler:
+            on_mismatch = "command-line"
+        elif options.use_checkpoint_opt_param_scheduler:
+            on_mismatch = "checkpoint"
+        values = schedule_values(
+            options,
+            global_batch_size=global_batch_size,
+            seq_length=seq_length,
+            train_iters=train_iters,
+            train_samples=train_samples,
+            train_tokens=train_tokens,
+        )
+        return cls(values, on_mismatch)
+
+    @property
+    def lr(self) -> float:
+        return self.values.lr_at(self.consumed_samples)
+
+    @property
+    def weight_decay(self) -> float:
+        return self.values.weight_decay_at(self.consumed_samples)
+
+    def step(self, samples: int) -> None:
+        """Advance by the samples of one optimizer step. Do not call it for a skipped step."""
+        self.consumed_samples += samples
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position and the values, as plain numbers and strings."""
+        values = {field.name: getattr(self.values, field.name) for field in fields(self.values)}
+        return {"consumed_samples": self.consumed_samples, **values}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the position, and settle values that differ by `on_mismatch`.
+
+        Raises UserError naming the flag when they differ and no flag settles it, or when the state is
+        incomplete.
+        """
+        try:
+            position = int(state["consumed_samples"])
+            saved = ScheduleValues(**{name: kind(state[name]) for name, kind in _FIELD_TYPES.items()})
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"the checkpoint's learning-rate schedule cannot be read ({error}): use --finetune"
+            ) from error
+        if self.on_mismatch == "checkpoint":
+            self.values = saved
+        elif self.on_mismatch == "refuse":
+            for name in self._relevant_fields():
+                ours, theirs = getattr(self.values, name), getattr(saved, name)
+                if ours != theirs:
+                    raise UserError(
+                        f"{_FLAG_OF_FIELD[name]}: {name} is {ours} on the command line "
+                        f"and {theirs} in the checkpoint; {_REMEDY}"
+                    )
+        self.consumed_samples = position
+
+    def _relevant_fields(self) -> list[str]:
+        """Fields that matter: a constant schedule has no length, so such a run can be prolonged freely."""
+        idle: set[str] = set()
+        if self.values.decay_style == "constant":
+            idle |= {"decay_samples", "min_lr"}
+        if self.values.weight_decay_style == "constant":
+            idle |= {"weight_decay_samples"}
+        # Styles come first: when they differ, that is the message to read.
+        names = sorted(_FIELD_TYPES, key=lambda name: not name.endswith("_style"))
+        return [name for name in names if name not in idle]

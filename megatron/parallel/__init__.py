@@ -1,0 +1,1 @@
+"""The engines of tensor, pipeline and data parallelism."""

@@ -1,0 +1,1 @@
+"""Data parallelism: contiguous buckets and their reduction."""

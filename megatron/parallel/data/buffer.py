@@ -1,0 +1,154 @@
+"""Contiguous parameters and gradients of one model chunk, cut into buckets.
+
+Parameters and gradients of a chunk lie in two flat tensors of the same order, so that one collective serves many
+parameters and the sharded optimizer can own any equal part of a bucket.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megatron.parallel.tensor.shards import ParamSpec
+
+
+class BucketKind(enum.Enum):
+    """Why a bucket is apart from the others."""
+
+    PLAIN = "plain"
+    """Reduced as soon as backward has filled it."""
+    PARTIAL = "partial"
+    """Parameters whose gradients must first be summed over tensor-parallel ranks (sequence parallelism)."""
+    TIED = "tied"
+    """The tied embedding: alone, so that both of its holders cut it into the same shares."""
+
+
+@dataclass(frozen=True)
+class ParamSlot:
+    """One parameter's place in the flat tensors."""
+
+    name: str
+    logical_name: str
+    spec: ParamSpec
+    param: nn.Parameter
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A range of the flat tensors that is reduced in one piece; its length divides by the number of shares."""
+
+    kind: BucketKind
+    start: int
+    stop: int
+    slots: tuple[ParamSlot, ...]
+
+
+class FlatBuffer:
+    """Owns a chunk's parameters and gradients.
+
+    Args:
+        params: (local name, logical name, spec, parameter) in the order of the forward pass.
+        grad_dtype: in which gradients accumulate.
+        shares: number of equal parts that every bucket must divide into.
+        bucket_elements: buckets are closed at this size; None puts everything in one.
+
+    After construction the parameters are views into ``params_flat``; where the dtypes agree their ``grad`` is a view
+    into ``grads_flat`` that autograd accumulates into, else a hook adds each gradient there.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[tuple[str, str, ParamSpec, nn.Parameter]],
+        grad_dtype: torch.dtype,
+        shares: int,
+        bucket_elements: int | None,
+    ) -> None:
+        self.buckets = _plan_buckets(params, shares, bucket_elements)
+        first = params[0][3]
+        size = self.buckets[-1].stop
+        self.params_flat = torch.zeros(size, dtype=first.dtype, device=first.device)
+        self.grads_flat = torch.zeros(size, dtype=grad_dtype, device=first.device)
+        self.direct = grad_dtype == first.dtype
+        self._on_bucket_full: Callable[[int], None] | None = None
+        self._missing: list[int] = []
+        for index, bucket in enumerate(self.buckets):
+            for slot in bucket.slots:
+                self._adopt(slot, index)
+
+    def _adopt(self, slot: ParamSlot, bucket: int) -> None:
+        """Moves a parameter into the flat tensors and hooks its gradient."""
+        view = self.params_flat[slot.start : slot.stop].view(slot.param.shape)
+        view.copy_(slot.param.data)
+        slot.param.data = view
+        main_grad = self.grads_flat[slot.start : slot.stop].view(slot.param.shape)
+        if self.direct:
+            slot.param.grad = main_grad
+
+        def accumulated(param: Tensor) -> None:
+            if not self.direct and param.grad is not None:
+                main_grad.add_(param.grad)
+                param.grad = None
+            if self._on_bucket_full is not None:
+                self._missing[bucket] -= 1
+                if self._missing[bucket] == 0:
+                    self._on_bucket_full(bucket)
+
+        slot.param.register_post_accumulate_grad_hook(accumulated)
+
+    def zero_grads(self) -> None:
+        """Clears all gradients; also drops a pending notification of a step that was abandoned."""
+        self.grads_flat.zero_()
+        self._on_bucket_full = None
+
+    def notify_when_full(self, on_bucket_full: Callable[[int], None]) -> None:
+        """The coming backward is the last of the step: call back with each bucket that it completes."""
+        self._on_bucket_full = on_bucket_full
+        self._missing = [len(bucket.slots) for bucket in self.buckets]
+
+    def params_of(self, bucket: Bucket) -> Tensor:
+        """Flat parameters of a bucket, padding included."""
+        return self.params_flat[bucket.start : bucket.stop]
+
+    def grads_of(self, bucket: Bucket) -> Tensor:
+        """Flat gradients of a bucket, padding included."""
+        return self.grads_flat[bucket.start : bucket.stop]
+
+
+def _kind(spec: ParamSpec) -> BucketKind:
+    if spec.tied:
+        return BucketKind.TIED
+    return BucketKind.PARTIAL if spec.partial_grad else BucketKind.PLAIN
+
+
+def _plan_buckets(
+    params: Sequence[tuple[str, str, ParamSpec, nn.Parameter]], shares: int, bucket_elements: int | None
+) -> list[Bucket]:
+    """Buckets in the order in which backward fills them: plain ones from the model's end, then the others."""
+    buckets: list[Bucket] = []
+    position = 0
+    for kind in BucketKind:
+        slots: list[ParamSlot] = []
+        start = position
+        members = [p for p in reversed(params) if _kind(p[2]) is kind]
+        for i, (name, logical, spec, param) in enumerate(members):
+            slots.append(ParamSlot(name, logical, spec, param, position, position + param.numel()))
+            position += param.numel()
+            full = bucket_elements is not None and position - start >= bucket_elements
+            if full or i == len(members) - 1:
+                position = start + -(-(position - start) // shares) * shares
+                buckets.append(Bucket(kind, start, position, tuple(slots)))
+                slots, start = [], position
+    return buckets
+
+
+def named_params(
+    specs: Mapping[str, tuple[str, ParamSpec]], model: nn.Module
+) -> list[tuple[str, str, ParamSpec, nn.Parameter]]:
+    """A model's parameters as ``FlatBuffer`` takes them."""
+    return [(name, *specs[name], param) for name, param in model.named_parameters()]

@@ -1,0 +1,49 @@
+"""Data parallelism by torch's DistributedDataParallel, its sums counted at our communication point."""
+
+# No postponed annotations here: torch checks the hook's, and wants to see the types themselves.
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron.comm.ledger import Ledger
+from megatron.comm.points import Point
+from megatron.topology.group import Group, num_bytes
+
+
+class TorchReplicas:
+    """Wraps a model that is not split over a pipeline.
+
+    Gradients arrive already divided by the number of replicas, so torch is told to sum.
+
+    Args:
+        model: the replica of this rank.
+        group: the data-parallel ranks.
+        ledger: where the bytes are counted.
+    """
+
+    def __init__(self, model: nn.Module, group: Group, ledger: Ledger) -> None:
+        self.group = group
+        self.ledger = ledger
+        device = next(model.parameters()).device
+        self.wrapped = DistributedDataParallel(
+            model,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            process_group=group.pg,
+            init_sync=False,
+        )
+        self.wrapped.register_comm_hook(None, self._sum)
+
+    def _sum(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        grads = bucket.buffer()
+        self.ledger.sent(Point.DP_GRAD, 2 * (self.group.size - 1) * num_bytes(grads) // self.group.size)
+        work = dist.all_reduce(grads, group=self.group.pg, async_op=True)
+        assert work is not None
+        return work.get_future().then(lambda future: future.value()[0])
+
+    def sum_in_backward(self, last: bool) -> None:
+        """Call before a micro-batch's forward: torch sums the gradients in the backward of the step's last."""
+        self.wrapped.require_backward_grad_sync = last

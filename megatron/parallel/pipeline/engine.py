@@ -1,0 +1,148 @@
+"""Runs a list of pipeline operations on one rank: receives, computes, sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.comm.channel import PipelineChannel
+from megatron.comm.policy import Position
+from megatron.parallel.pipeline.schedule import PipelineOp
+from megatron.topology.layout import Layout
+
+
+class StageProgram(Protocol):
+    """What one chunk computes."""
+
+    def forward(self, micro_batch: int, x_sbh: Tensor | None) -> Tensor:
+        """Activation of the chunk, (s, b, h), or on the last virtual stage the scalar to be differentiated.
+
+        ``x_sbh`` is None on the first virtual stage.
+        """
+
+    def key(self, micro_batch: int) -> Hashable:
+        """Names the samples of a micro-batch, for codecs that remember them."""
+
+
+class PipelineEngine:
+    """Executes schedules; with one stage it is a plain loop over micro-batches.
+
+    Args:
+        layout: the mesh.
+        stage: this rank's pipeline coordinate.
+        channel: messages to the neighbours; None with a single stage.
+        before_last_backward: called with a chunk before the backward of its last micro-batch, after which its
+            gradients are final.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        stage: int,
+        channel: PipelineChannel | None,
+        before_last_backward: Callable[[int], None],
+    ) -> None:
+        self.layout = layout
+        self.stage = stage
+        self.channel = channel
+        self.before_last_backward = before_last_backward
+
+    def run(
+        self,
+        ops: Sequence[PipelineOp],
+        programs: Sequence[StageProgram],
+        iteration: int,
+        num_micro_batches: int,
+        loss_grad: Tensor | None,
+    ) -> None:
+        """Runs one step.
+
+        Args:
+            ops: this rank's operations in order.
+            programs: one per chunk.
+            iteration: training iteration; -1 in evaluation.
+            num_micro_batches: micro-batches of the step.
+            loss_grad: gradient of each micro-batch's scalar; None when nothing is differentiated.
+        """
+        held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        backwards_left = [
+            sum(not op.forward and op.chunk == c for op in ops) for c in range(self.layout.chunks)
+        ]
+        run = _Run(self, iteration, num_micro_batches, programs)
+        for op, following in zip(ops, [*ops[1:], None], strict=True):
+            run.post(op)
+            if following is not None:
+                run.post(following)
+            slot = (op.chunk, op.micro_batch)
+            if op.forward:
+                x_sbh = run.receive(op)
+                if x_sbh is not None and loss_grad is not None:
+                    x_sbh.requires_grad_()
+                out = programs[op.chunk].forward(op.micro_batch, x_sbh)
+                run.send(op, out)
+                if loss_grad is not None:
+                    held[slot] = (x_sbh, out)
+                continue
+            backwards_left[op.chunk] -= 1
+            if backwards_left[op.chunk] == 0:
+                self.before_last_backward(op.chunk)
+            x_sbh, out = held.pop(slot)
+            grad = run.receive(op)
+            torch.autograd.backward(out, loss_grad if grad is None else grad)
+            if x_sbh is not None:
+                assert x_sbh.grad is not None
+                run.send(op, x_sbh.grad)
+        if self.channel is not None:
+            self.channel.flush()
+
+
+class _Run:
+    """Addresses of one step's messages."""
+
+    def __init__(
+        self,
+        engine: PipelineEngine,
+        iteration: int,
+        num_micro_batches: int,
+        programs: Sequence[StageProgram],
+    ) -> None:
+        self.channel = engine.channel
+        self.layout = engine.layout
+        self.stage = engine.stage
+        self.iteration = iteration
+        self.num_micro_batches = num_micro_batches
+        self.programs = programs
+
+    def _boundary(self, op: PipelineOp, incoming: bool) -> int | None:
+        """The boundary over which an operation's input comes or its output goes; None at the model's ends."""
+        stage = self.layout.virtual_stage(self.stage, op.chunk)
+        before = op.forward == incoming
+        boundary = stage - 1 if before else stage
+        return boundary if 0 <= boundary < self.layout.num_virtual_stages - 1 else None
+
+    def _position(self, op: PipelineOp, boundary: int) -> Position:
+        return Position(self.iteration, boundary, op.micro_batch, self.num_micro_batches)
+
+    def post(self, op: PipelineOp) -> None:
+        boundary = self._boundary(op, incoming=True)
+        if self.channel is not None and boundary is not None:
+            way = self.channel.forward if op.forward else self.channel.backward
+            self.channel.post(way, self._position(op, boundary))
+
+    def receive(self, op: PipelineOp) -> Tensor | None:
+        boundary = self._boundary(op, incoming=True)
+        if self.channel is None or boundary is None:
+            return None
+        way = self.channel.forward if op.forward else self.channel.backward
+        key = self.programs[op.chunk].key(op.micro_batch)
+        return self.channel.recv(way, self._position(op, boundary), key)
+
+    def send(self, op: PipelineOp, x: Tensor) -> None:
+        boundary = self._boundary(op, incoming=False)
+        if self.channel is not None and boundary is not None:
+            way = self.channel.forward if op.forward else self.channel.backward
+            key = self.programs[op.chunk].key(op.micro_batch)
+            self.channel.send(way, x, self._position(op, boundary), key)

@@ -1,0 +1,93 @@
+"""Pipeline schedules as pure data: the list of forwards and backwards that each rank runs, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PipelineOp:
+    """One forward or backward of one micro-batch through one chunk."""
+
+    forward: bool
+    chunk: int
+    micro_batch: int
+
+
+def forward_only(chunks: int, pp: int, num_micro_batches: int) -> list[PipelineOp]:
+    """Evaluation: every micro-batch forward through every chunk, in the interleaved order where it applies."""
+    if chunks > 1 and num_micro_batches % pp == 0:
+        return [_interleaved_op(k, pp, chunks, forward=True) for k in range(num_micro_batches * chunks)]
+    return [PipelineOp(True, c, m) for c in range(chunks) for m in range(num_micro_batches)]
+
+
+def gpipe(num_micro_batches: int) -> list[PipelineOp]:
+    """All forwards, then all backwards (Huang et al. 2019)."""
+    order = range(num_micro_batches)
+    return [PipelineOp(True, 0, m) for m in order] + [PipelineOp(False, 0, m) for m in order]
+
+
+def one_f_one_b(pp: int, stage: int, num_micro_batches: int) -> list[PipelineOp]:
+    """Warm-up forwards, then one forward and one backward in turn, then the rest of the backwards.
+
+    Narayanan et al. 2021, section 2.2.1 (PipeDream-Flush): at most pp - stage activations are held.
+    """
+    return _alternate(
+        warm_up=min(num_micro_batches, pp - stage - 1),
+        forwards=[PipelineOp(True, 0, m) for m in range(num_micro_batches)],
+        backwards=[PipelineOp(False, 0, m) for m in range(num_micro_batches)],
+    )
+
+
+def interleaved(pp: int, stage: int, chunks: int, num_micro_batches: int) -> list[PipelineOp]:
+    """1F1B over several chunks a rank (Narayanan et al. 2021, section 2.2.2).
+
+    Micro-batches go in groups of ``pp`` through one chunk after the other; ``num_micro_batches`` divides by ``pp``.
+    """
+    total = num_micro_batches * chunks
+    return _alternate(
+        warm_up=min(total, (pp - stage - 1) * 2 + (chunks - 1) * pp),
+        forwards=[_interleaved_op(k, pp, chunks, forward=True) for k in range(total)],
+        backwards=[_interleaved_op(k, pp, chunks, forward=False) for k in range(total)],
+    )
+
+
+def _interleaved_op(k: int, pp: int, chunks: int, *, forward: bool) -> PipelineOp:
+    group, place = divmod(k, pp * chunks)
+    chunk = place // pp
+    return PipelineOp(forward, chunk if forward else chunks - 1 - chunk, group * pp + place % pp)
+
+
+def _alternate(warm_up: int, forwards: list[PipelineOp], backwards: list[PipelineOp]) -> list[PipelineOp]:
+    ops = forwards[:warm_up]
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        ops += [forward, backward]
+    return ops + backwards[len(forwards) - warm_up :]
+
+
+def training_schedule(
+    kind: str, pp: int, stage: int, chunks: int, num_micro_batches: int
+) -> list[PipelineOp]:
+    """The schedule of one rank.
+
+    Args:
+        kind: "1f1b" or "gpipe"; several chunks mean the interleaved form of 1f1b.
+        pp, stage: number of pipeline ranks, and this one's.
+        chunks: virtual stages on each rank.
+        num_micro_batches: micro-batches of the step.
+
+    Raises:
+        ValueError: for a combination that has no schedule.
+    """
+    if chunks > 1:
+        if kind != "1f1b" or num_micro_batches % pp:
+            raise ValueError(
+                f"virtual stages need the 1f1b schedule and micro-batches in multiples of {pp}, "
+                f"not {kind} and {num_micro_batches}"
+            )
+        return interleaved(pp, stage, chunks, num_micro_batches)
+    if kind == "gpipe":
+        return gpipe(num_micro_batches)
+    if kind != "1f1b":
+        raise ValueError(f"no pipeline schedule is named {kind!r}; the choices are 1f1b and gpipe")
+    return one_f_one_b(pp, stage, num_micro_batches)

@@ -1,0 +1,1 @@
+"""Tensor parallelism: sharded layers, keyed randomness, parameter shards."""

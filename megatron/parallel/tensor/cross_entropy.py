@@ -1,0 +1,184 @@
+"""Output projection and cross-entropy over a split vocabulary, in one function.
+
+Works through the tokens in chunks that fit the cache, so the logits of all tokens and their fp32 copies never make
+the round trip through memory that separate operations would. On one rank the gradients are computed along with the
+loss and no logits are kept. On several ranks each keeps its own logits until the log-sum-exp over the whole
+vocabulary is known; one small gather exchanges it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.comm.points import Point
+from megatron.comm.tensor import TensorComm
+from megatron.parallel.tensor.embedding import VocabShard
+
+_CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}
+_MIN_CHUNK = 64
+
+
+def _chunks(num_tokens: int, vocab: int, device: torch.device) -> list[slice]:
+    size = max(_MIN_CHUNK, _CHUNK_ELEMENTS.get(device.type, 1 << 22) // max(vocab, 1))
+    return [slice(first, min(first + size, num_tokens)) for first in range(0, num_tokens, size)]
+
+
+def _upcast(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Returns per-token losses and their weighted sum; only the sum is differentiable."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_sbh: Tensor,
+        weight: Tensor,
+        labels_sb: Tensor,
+        weights_sb: Tensor,
+        comm: TensorComm,
+        shard: VocabShard,
+        with_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        full = comm.gather(x_sbh, Point.TP_FWD) if comm.sequence_parallel else x_sbh
+        x_th = full.reshape(-1, full.shape[-1])
+        labels_t = labels_sb.reshape(-1)
+        weights_t = weights_sb.reshape(-1)
+        valid = weight[: shard.valid_rows]
+        ctx.comm, ctx.shape, ctx.weight_shape = comm, full.shape, weight.shape
+        if comm.size == 1:
+            losses_t, grads = _fused_forward(x_th, valid, labels_t, weights_t, with_grad)
+            if with_grad:
+                ctx.save_for_backward(*grads)
+        else:
+            losses_t, saved = _split_forward(x_th, valid, labels_t, comm, shard)
+            if with_grad:
+                # The input is gathered again in backward under sequence parallelism, to keep only the own part.
+                ctx.save_for_backward(x_sbh, weight, weights_t, *saved)
+        total = torch.dot(losses_t, weights_t.to(losses_t.dtype))
+        losses_sb = losses_t.view(labels_sb.shape)
+        ctx.mark_non_differentiable(losses_sb)
+        return total, losses_sb
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        comm: TensorComm = ctx.comm
+        if comm.size == 1:
+            grad_x, grad_weight = ctx.saved_tensors
+            scaled = grad_x.mul_(grad), _pad_rows(grad_weight.mul_(grad), ctx.weight_shape)
+            return scaled[0].view(ctx.shape), scaled[1], None, None, None, None, None
+        x_sbh, weight, weights_t, logits, lse_t, labels_t = ctx.saved_tensors
+        full = comm.gather(x_sbh, Point.TP_BWD) if comm.sequence_parallel else x_sbh
+        x_th = full.reshape(-1, full.shape[-1])
+        grad_x, grad_weight = _split_backward(x_th, weight, logits, lse_t, labels_t, weights_t * grad)
+        grad_x = grad_x.view(ctx.shape)
+        summing = comm.start_sum(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)
+        return summing.wait(), _pad_rows(grad_weight, ctx.weight_shape), None, None, None, None, None
+
+
+def _pad_rows(grad: Tensor, shape: torch.Size) -> Tensor:
+    """Appends zero rows for the vocabulary's padding."""
+    if grad.shape == shape:
+        return grad
+    padded = grad.new_zeros(shape)
+    padded[: grad.shape[0]] = grad
+    return padded
+
+
+def _fused_forward(
+    x_th: Tensor, weight_vh: Tensor, labels_t: Tensor, weights_t: Tensor, with_grad: bool
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Losses of all tokens and, if wanted, the gradients of their weighted sum, on one rank."""
+    accumulate = torch.float64 if x_th.dtype == torch.float64 else torch.float32
+    losses_t = torch.empty(x_th.shape[0], dtype=accumulate, device=x_th.device)
+    grad_x = torch.empty_like(x_th) if with_grad else x_th
+    grad_w = torch.zeros(weight_vh.shape, dtype=accumulate, device=x_th.device) if with_grad else weight_vh
+    for part in _chunks(x_th.shape[0], weight_vh.shape[0], x_th.device):
+        logits = x_th[part] @ weight_vh.t()
+        log_p = torch.log_softmax(logits, dim=-1, dtype=accumulate)
+        label = labels_t[part].unsqueeze(1)
+        losses_t[part] = -log_p.gather(1, label).squeeze(1)
+        if not with_grad:
+            continue
+        grad_logits = log_p.exp_()
+        grad_logits.scatter_add_(1, label, grad_logits.new_full(label.shape, -1.0))
+        grad_logits = grad_logits.mul_(weights_t[part].unsqueeze(1)).to(x_th.dtype)
+        torch.mm(grad_logits, weight_vh, out=grad_x[part])
+        if accumulate == x_th.dtype:
+            grad_w.addmm_(grad_logits.t(), x_th[part])
+        else:
+            grad_w.add_(grad_logits.t() @ x_th[part])
+    return losses_t, (grad_x, grad_w.to(weight_vh.dtype))
+
+
+def _split_forward(
+    x_th: Tensor, weight_vh: Tensor, labels_t: Tensor, comm: TensorComm, shard: VocabShard
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Losses of all tokens from this rank's logits, and what backward needs: logits, lse, local labels."""
+    accumulate = torch.float64 if x_th.dtype == torch.float64 else torch.float32
+    tokens, rows = x_th.shape[0], weight_vh.shape[0]
+    logits = torch.empty((tokens, rows), dtype=x_th.dtype, device=x_th.device)
+    local_t = labels_t - shard.start
+    here_t = (local_t >= 0) & (local_t < rows)
+    local_t = torch.where(here_t, local_t, -1)
+    stats = torch.zeros((2, tokens), dtype=accumulate, device=x_th.device)
+    if rows == 0:
+        stats[0] = -torch.inf
+    else:
+        for part in _chunks(tokens, rows, x_th.device):
+            torch.mm(x_th[part], weight_vh.t(), out=logits[part])
+            chunk = logits[part].to(accumulate)
+            stats[0, part] = torch.logsumexp(chunk, dim=-1)
+            target = chunk.gather(1, local_t[part].clamp(min=0).unsqueeze(1)).squeeze(1)
+            stats[1, part] = target.masked_fill(~here_t[part], 0.0)
+    everyones = comm.gather_exact(stats)
+    lse_t = torch.logsumexp(everyones[:, 0], dim=0)
+    return lse_t - everyones[:, 1].sum(dim=0), (logits, lse_t, local_t)
+
+
+def _split_backward(
+    x_th: Tensor, weight: Tensor, logits: Tensor, lse_t: Tensor, local_t: Tensor, scale_t: Tensor
+) -> tuple[Tensor, Tensor]:
+    """This rank's contributions to the input's gradient, and the gradient of its rows."""
+    rows = logits.shape[1]
+    weight_vh = weight[:rows]
+    grad_x = torch.zeros_like(x_th)
+    grad_w = torch.zeros((rows, x_th.shape[1]), dtype=lse_t.dtype, device=x_th.device)
+    for part in _chunks(x_th.shape[0], rows, x_th.device) if rows else []:
+        grad_logits = logits[part].to(lse_t.dtype).sub_(lse_t[part].unsqueeze(1)).exp_()
+        here = (local_t[part] >= 0).to(lse_t.dtype).unsqueeze(1)
+        grad_logits.scatter_add_(1, local_t[part].clamp(min=0).unsqueeze(1), -here)
+        grad_logits = grad_logits.mul_(scale_t[part].unsqueeze(1)).to(x_th.dtype)
+        torch.mm(grad_logits, weight_vh, out=grad_x[part])
+        grad_w.add_(grad_logits.t() @ x_th[part])
+    return grad_x, grad_w.to(weight.dtype)
+
+
+def head_loss(
+    x_sbh: Tensor,
+    weight: Tensor,
+    labels_sb: Tensor,
+    weights_sb: Tensor,
+    comm: TensorComm,
+    shard: VocabShard,
+) -> tuple[Tensor, Tensor]:
+    """Weighted cross-entropy of the next token.
+
+    Args:
+        x_sbh: final hidden states, (s, b, h), or this rank's part of s under sequence parallelism.
+        weight: local rows of the output projection, (rows, h); rows beyond the vocabulary are ignored.
+        labels_sb: int64 targets, (s, b).
+        weights_sb: weight of each token in the sum, (s, b).
+
+    Returns:
+        The weighted sum (scalar, fp32 or fp64, equal on all tensor-parallel ranks) and the losses of the tokens in
+        nats, (s, b), detached.
+    """
+    total, losses_sb = _HeadLoss.apply(
+        x_sbh, weight, labels_sb, weights_sb, comm, shard, torch.is_grad_enabled()
+    )
+    return total, losses_sb

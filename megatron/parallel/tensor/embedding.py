@@ -1,0 +1,66 @@
+"""Word embedding split over the vocabulary."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.comm.tensor import TensorComm, leave_parallel_region
+from megatron.parallel.tensor.shards import ParamSpec, ShardedModule
+
+
+class VocabShard:
+    """The rows of the padded vocabulary that one rank holds.
+
+    Args:
+        vocab_size: real entries.
+        padded_size: entries with padding; divides by the number of ranks.
+        comm: the tensor-parallel points.
+    """
+
+    def __init__(self, vocab_size: int, padded_size: int, comm: TensorComm) -> None:
+        self.vocab_size = vocab_size
+        self.rows = padded_size // comm.size
+        self.start = self.rows * comm.rank
+
+    @property
+    def valid_rows(self) -> int:
+        """Rows that are no padding."""
+        return max(0, min(self.rows, self.vocab_size - self.start))
+
+    def weight(self, hidden: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
+        """An uninitialised local slice, (rows, hidden)."""
+        return nn.Parameter(torch.empty((self.rows, hidden), device=device, dtype=dtype))
+
+    def spec(self, hidden: int, *, tied: bool, tied_copy: bool) -> ParamSpec:
+        """The slice's place in the logical (vocab_size, hidden) parameter."""
+        return ParamSpec((self.vocab_size, hidden), 0, self.start, tied=tied, tied_copy=tied_copy)
+
+
+class VocabParallelEmbedding(ShardedModule):
+    """Looks tokens up in the local rows and sums over the ranks: (b, s) -> (s, b, h), or the own part of s."""
+
+    def __init__(
+        self,
+        shard: VocabShard,
+        hidden: int,
+        tied: bool,
+        comm: TensorComm,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.shard = shard
+        self.comm = comm
+        self.weight = shard.weight(hidden, device, dtype)
+        self.specs["weight"] = shard.spec(hidden, tied=tied, tied_copy=False)
+
+    def forward(self, tokens_bs: Tensor) -> Tensor:
+        tokens_sb = tokens_bs.t()
+        if self.comm.size == 1:
+            return F.embedding(tokens_sb, self.weight)
+        local_sb = tokens_sb - self.shard.start
+        elsewhere_sb = (local_sb < 0) | (local_sb >= self.shard.rows)
+        x_sbh = F.embedding(local_sb.masked_fill(elsewhere_sb, 0), self.weight)
+        return leave_parallel_region(x_sbh.masked_fill(elsewhere_sb.unsqueeze(-1), 0.0), self.comm)

@@ -1,0 +1,97 @@
+"""Randomness keyed by what it is for, so that no layout changes it.
+
+Initial weights depend on (seed, logical name, row), dropout masks on (seed, draw of the sample, layer, site).
+A mask is the same on any split and in recomputation, without saving or restoring generator states.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.parallel.tensor.shards import ParamSpec
+
+_INIT_ROWS = 256
+"""Rows drawn from one generator: a rank skips the blocks that it does not hold."""
+
+
+def keyed_seed(*parts: int | str) -> int:
+    """A 63-bit seed from what the numbers are for."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
+"""Draws fp32 values of a shape on the CPU."""
+
+
+def normal(std: float) -> Draw:
+    """Normal with mean 0."""
+    return lambda shape, generator: torch.randn(shape, generator=generator).mul_(std)
+
+
+def uniform(bound: float) -> Draw:
+    """Uniform between -bound and bound."""
+    return lambda shape, generator: torch.rand(shape, generator=generator).mul_(2 * bound).sub_(bound)
+
+
+def fill_keyed(param: Tensor, spec: ParamSpec, name: str, seed: int, draw: Draw) -> None:
+    """Fills a local slice from the logical parameter's values; padding becomes zero.
+
+    The values are drawn on the CPU in fp32, so they are the same for every device, dtype and layout.
+    """
+    logical = spec.logical_shape
+    with torch.no_grad():
+        param.zero_()
+        row_start = spec.start if spec.dim == 0 else 0
+        row_stop = min(row_start + param.shape[0], logical[0])
+        generator = torch.Generator()
+        for block in range(row_start // _INIT_ROWS, -(-row_stop // _INIT_ROWS)):
+            first = block * _INIT_ROWS
+            rows = min(_INIT_ROWS, logical[0] - first)
+            generator.manual_seed(keyed_seed(seed, name, block))
+            values = draw((rows, *logical[1:]), generator)
+            low, high = max(first, row_start), min(first + rows, row_stop)
+            values = values[low - first : high - first]
+            if spec.dim is not None and spec.dim > 0:
+                stop = min(spec.start + param.shape[spec.dim], logical[spec.dim])
+                values = values.narrow(spec.dim, spec.start, stop - spec.start)
+            target = param[low - row_start : high - row_start]
+            for dim in range(1, values.dim()):
+                target = target.narrow(dim, 0, values.shape[dim])
+            target.copy_(values)
+
+
+@dataclass(frozen=True)
+class DropoutKeys:
+    """The key of one micro-batch's dropout masks.
+
+    Args:
+        seed: the run's.
+        draws: place of each sample in the run's sample stream.
+    """
+
+    seed: int
+    draws: tuple[int, ...]
+
+    def keep_mask(
+        self, shape: tuple[int, ...], p: float, site: tuple[int | str, ...], like: Tensor
+    ) -> Tensor:
+        """One mask per sample, stacked along dimension 0: 0 where dropped, else 1 / (1 - p).
+
+        Args:
+            shape: of one sample's mask.
+            p: probability of dropping.
+            site: names the place in the model, such as (layer, "mlp").
+            like: gives dtype and device. The CPU and CUDA draw different masks.
+        """
+        generator = torch.Generator(device=like.device)
+        mask = torch.empty((len(self.draws), *shape), dtype=like.dtype, device=like.device)
+        for row, draw in zip(mask, self.draws, strict=True):
+            generator.manual_seed(keyed_seed(self.seed, draw, *site))
+            row.bernoulli_(1.0 - p, generator=generator)
+        return mask.div_(1.0 - p)

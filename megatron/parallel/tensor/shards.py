@@ -1,0 +1,60 @@
+"""What part of which logical parameter a local tensor is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """Describes a local parameter as a slice of a logical one.
+
+    Args:
+        logical_shape: the whole parameter's shape, without padding.
+        dim: the dimension that is split over tensor-parallel ranks; None when every rank holds all of it.
+        start: index along ``dim`` at which the local slice begins.
+        partial_grad: each tensor-parallel rank computes only its sequence part's share of the gradient, so the
+            shares must be summed (replicated parameters under sequence parallelism).
+        tied_copy: a second holder of a logical parameter whose first holder is another stage.
+        tied: the tied embedding, on either stage.
+    """
+
+    logical_shape: tuple[int, ...]
+    dim: int | None = None
+    start: int = 0
+    partial_grad: bool = False
+    tied_copy: bool = False
+    tied: bool = False
+
+    def offsets(self) -> tuple[int, ...]:
+        """Where the local tensor begins in the logical one."""
+        return tuple(self.start if d == self.dim else 0 for d in range(len(self.logical_shape)))
+
+
+class ShardedModule(nn.Module):
+    """A module that knows the specs of its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.specs: dict[str, ParamSpec] = {}
+        self.logical_names: dict[str, str] = {}
+
+
+def collect_specs(model: nn.Module) -> dict[str, tuple[str, ParamSpec]]:
+    """Local parameter name -> (logical name, spec). A parameter without a spec is held whole by every rank."""
+    specs: dict[str, tuple[str, ParamSpec]] = {}
+    for prefix, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        for name, param in own.items():
+            full = f"{prefix}.{name}" if prefix else name
+            spec = module.specs.get(name) if isinstance(module, ShardedModule) else None
+            logical = module.logical_names.get(name) if isinstance(module, ShardedModule) else None
+            specs[full] = (logical or full, spec or ParamSpec(tuple(param.shape)))
+    return specs
+
+
+def with_partial_grad(spec: ParamSpec) -> ParamSpec:
+    """The same spec for a parameter whose gradient is summed over tensor-parallel ranks."""
+    return replace(spec, partial_grad=True)

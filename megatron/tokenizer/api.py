@@ -1,0 +1,81 @@
+"""What every tokenizer can do, and what it is built from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from megatron.config.errors import UserError
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Text to ids and back. No method adds or strips special tokens, truncates or pads."""
+
+    @property
+    def name(self) -> str:
+        """The type, as --tokenizer-type spells it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below it. Padding for tensor parallelism is the model's affair."""
+
+    @property
+    def eod(self) -> int:
+        """Id of the end-of-document token."""
+
+    @property
+    def bos(self) -> int | None:
+        """Id of the begin-of-sequence token, where the vocabulary has one."""
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of a text."""
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of several texts: the same as one by one, and faster."""
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+
+
+class TokenizerFlags(Protocol):
+    """The fields of the tokenizer section."""
+
+    @property
+    def tokenizer_type(self) -> str | None:
+        """Name of the type."""
+
+    @property
+    def vocab_file(self) -> str | None:
+        """vocab.json, or a WordPiece vocab.txt."""
+
+    @property
+    def merge_file(self) -> str | None:
+        """BPE merges.txt."""
+
+    @property
+    def tokenizer_model(self) -> str | None:
+        """SentencePiece model, or a Hugging Face folder."""
+
+    @property
+    def vocab_size(self) -> int | None:
+        """For the NullTokenizer."""
+
+    @property
+    def vocab_extra_ids(self) -> int:
+        """Extra ids at the end of the vocabulary."""
+
+
+def required_path(value: str | None, flag: str, tokenizer: str, *, folder: bool = False) -> Path:
+    """The path of a flag, checked.
+
+    Raises:
+        UserError: not given, or no such file (folder).
+    """
+    if not value:
+        raise UserError(f"--tokenizer-type {tokenizer} needs --{flag}")
+    path = Path(value)
+    if not (path.is_dir() if folder else path.is_file()):
+        raise UserError(f"--{flag} {value}: no such {'folder' if folder else 'file'}. Check the path")
+    return path

@@ -1,0 +1,139 @@
+"""Byte-level BPE as GPT-2 does it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from megatron.config.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+
+# GPT-2 cuts a text into words before merging bytes: contractions, letters, digits and other signs, each with
+# one space before it, and white space. These are its rules for ASCII, where the classes of Python's `re` and
+# of the `tokenizers` library cannot differ by their Unicode versions.
+_SPACE = r" \t\n\r\x0b\x0c"
+_WORD = re.compile(
+    rf"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+| ?[0-9]+| ?[^{_SPACE}A-Za-z0-9]+"
+    rf"|[{_SPACE}]+(?![^{_SPACE}])|[{_SPACE}]+"
+)
+_NON_ASCII = re.compile(r"[^\x00-\x7f]+")
+# White space after an ASCII sign always starts a new word, so a text may be cut there.
+_CUT = re.compile(rf"(?<=[!-~])(?=[{_SPACE}])")
+_SPACES = frozenset(" \t\n\r\x0b\x0c")
+# How GPT-2's vocabulary spells the ASCII bytes that do not print, space included; the others stand for
+# themselves.
+_BYTE_SIGNS = {**{byte: chr(256 + byte) for byte in range(33)}, 127: chr(256 + 33)}
+# Above this share of stretches that are not ASCII the library alone is faster.
+_MANY_STRETCHES = 0.02
+# Words kept with their ids; English text has some 10^5 that repeat.
+_CACHE_WORDS = 1 << 20
+
+
+class _WordIds(dict[str, tuple[int, ...]]):
+    """Ids of the words seen so far; an unknown word is asked for and kept."""
+
+    def __init__(self, encoder: Any) -> None:
+        super().__init__()
+        self._encoder = encoder
+        self._model = encoder.model
+
+    def __missing__(self, word: str) -> tuple[int, ...]:
+        if word.isascii():
+            ids = tuple([token.id for token in self._model.tokenize(word.translate(_BYTE_SIGNS))])
+        else:
+            ids = tuple(self._encoder.encode(word, add_special_tokens=False).ids)
+        if len(self) >= _CACHE_WORDS:
+            self.clear()
+        self[word] = ids
+        return ids
+
+
+class GPT2BPETokenizer:
+    """GPT-2's vocabulary files, through the `tokenizers` library.
+
+    The ids are those of Hugging Face's GPT2TokenizerFast, but for one deliberate difference, which is
+    Megatron's: "<|endoftext|>" inside a text is text, so a document cannot end itself.
+
+    Words repeat, so the ids of each are kept: the library is asked once for every new word, and for the
+    stretches of a text that are not ASCII. Texts with many of those go to the library as they are.
+
+    Args:
+        vocab_file: vocab.json.
+        merge_file: merges.txt.
+
+    Raises:
+        UserError: files that the library cannot read, or a vocabulary without "<|endoftext|>".
+    """
+
+    name = "GPT2BPETokenizer"
+    bos: int | None = None
+
+    def __init__(self, vocab_file: Path, merge_file: Path) -> None:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+        try:
+            model = models.BPE.from_file(str(vocab_file), str(merge_file))
+        except Exception as error:  # the library raises plain Exception
+            raise UserError(
+                f"--vocab-file {vocab_file}, --merge-file {merge_file}: "
+                f"not GPT-2's vocab.json and merges.txt ({error})"
+            ) from None
+        self._encoder = Tokenizer(model)
+        self._encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._encoder.decoder = decoders.ByteLevel()
+        eod = self._encoder.token_to_id(END_OF_TEXT)
+        if eod is None:
+            raise UserError(
+                f"--vocab-file {vocab_file}: has no {END_OF_TEXT} entry, the end of a document. Add it"
+            )
+        self.eod: int = eod
+        self.vocab_size: int = max(self._encoder.get_vocab().values()) + 1
+        self._word_ids = _WordIds(self._encoder)
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of a text."""
+        return self.tokenize_batch([text])[0]
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of several texts."""
+        return [self._ascii(text) if text.isascii() else self._mixed(text) for text in texts]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of ids; bytes that are no UTF-8 become replacement characters."""
+        return str(self._encoder.decode(list(ids), skip_special_tokens=False))
+
+    def _ascii(self, text: str) -> list[int]:
+        return list(chain.from_iterable(map(self._word_ids.__getitem__, _WORD.findall(text))))
+
+    def _mixed(self, text: str) -> list[int]:
+        stretches = _NON_ASCII.findall(text)
+        if len(stretches) > _MANY_STRETCHES * len(text):
+            return list(self._encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        ids: list[int] = []
+        done = 0
+        for found in _NON_ASCII.finditer(text):
+            if found.start() < done:
+                continue
+            start, end = _last_cut(text, found.start(), done), _next_cut(text, found.end())
+            ids += self._ascii(text[done:start])
+            ids += self._word_ids[text[start:end]]
+            done = end
+        return ids + self._ascii(text[done:])
+
+
+def _last_cut(text: str, place: int, low: int) -> int:
+    """The last place in [low, place] where the text may be cut; `low` when there is none."""
+    while place > low:
+        if text[place] in _SPACES and "!" <= text[place - 1] <= "~":
+            return place
+        place -= 1
+    return low
+
+
+def _next_cut(text: str, place: int) -> int:
+    found = _CUT.search(text, place)
+    return len(text) if found is None else found.start()

@@ -1,0 +1,43 @@
+"""A tokenizer for text that already is numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.config.errors import UserError
+
+
+class NullTokenizer:
+    """Ids written as decimal numbers with spaces between them. The end of a document is one more id.
+
+    Args:
+        vocab_size: ids in the text are below it; the vocabulary has one more, the end of a document.
+    """
+
+    name = "NullTokenizer"
+    bos: int | None = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.eod = vocab_size
+        self.vocab_size = vocab_size + 1
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of a text. Raises UserError for anything that is no id."""
+        try:
+            ids = [int(word) for word in text.split()]
+        except ValueError:
+            raise UserError("NullTokenizer: the text must be numbers with spaces between them") from None
+        for number in ids:
+            if not 0 <= number <= self.eod:
+                raise UserError(
+                    f"NullTokenizer: the id {number} is outside the vocabulary of {self.vocab_size}"
+                )
+        return ids
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of several texts."""
+        return [self.tokenize(text) for text in texts]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The ids as numbers."""
+        return " ".join(str(int(number)) for number in ids)

@@ -1,0 +1,61 @@
+"""SentencePiece models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.config.errors import UserError
+
+_END_NAMES = ("<EOD>", "<eod>", "<|endoftext|>")
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model, without begin or end tokens around a text.
+
+    The end of a document is the piece <EOD> (or <eod>, <|endoftext|>) where the model has one, else its
+    end-of-sequence piece; a model with neither gets one more id at the end of the vocabulary, and then come
+    `extra_ids` more.
+
+    Args:
+        model_file: the .model file.
+        extra_ids: sentinel ids at the end.
+
+    Raises:
+        UserError: a file that is no SentencePiece model.
+    """
+
+    name = "SentencePieceTokenizer"
+
+    def __init__(self, model_file: Path, extra_ids: int = 0) -> None:
+        import sentencepiece
+
+        try:
+            self._model: Any = sentencepiece.SentencePieceProcessor(model_file=str(model_file))
+        except (OSError, RuntimeError, ValueError, TypeError):
+            raise UserError(f"--tokenizer-model {model_file}: is no SentencePiece model") from None
+        self._pieces: int = self._model.get_piece_size()
+        self.bos: int | None = self._model.bos_id() if self._model.bos_id() >= 0 else None
+        named = [self._model.piece_to_id(piece) for piece in _END_NAMES]
+        known = [number for number in named if number != self._model.unk_id() and number >= 0]
+        added = 0
+        if known:
+            self.eod: int = known[0]
+        elif self._model.eos_id() >= 0:
+            self.eod = self._model.eos_id()
+        else:
+            self.eod, added = self._pieces, 1
+        self.vocab_size: int = self._pieces + added + extra_ids
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of a text."""
+        return list(self._model.encode(text, out_type=int))
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of several texts."""
+        return [list(ids) for ids in self._model.encode(list(texts), out_type=int, num_threads=1)]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of ids; ids beyond the model's pieces have no text."""
+        return str(self._model.decode([int(number) for number in ids if number < self._pieces]))

@@ -1,0 +1,73 @@
+"""BERT's WordPiece, cased and lower-cased."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.config.errors import UserError
+
+_LONGEST_WORD = 200
+
+
+class BertWordPieceTokenizer:
+    """BERT's vocab.txt, through the `tokenizers` library.
+
+    [BOS] and [EOS] take two more ids at the end of the vocabulary where it does not have them, as in
+    Megatron; then come `extra_ids` more. [EOS] is the end of a document. Special names inside a text are
+    text.
+
+    Args:
+        vocab_file: one token in each line.
+        lower_case: lower the text and drop its accents first.
+        extra_ids: sentinel ids at the end.
+
+    Raises:
+        UserError: a file that cannot be read, or lacks a token that BERT needs.
+    """
+
+    def __init__(self, vocab_file: Path, lower_case: bool, extra_ids: int = 0) -> None:
+        from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+        try:
+            lines = vocab_file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError):
+            raise UserError(
+                f"--vocab-file {vocab_file}: is no WordPiece vocab.txt, one token in each line"
+            ) from None
+        vocab = {line.rstrip("\n"): number for number, line in enumerate(lines)}
+        for token in ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"):
+            if token not in vocab:
+                raise UserError(f"--vocab-file {vocab_file}: has no {token}, so it is no BERT vocab.txt")
+        self.name = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
+        self._encoder = Tokenizer(
+            models.WordPiece(dict(vocab), unk_token="[UNK]", max_input_chars_per_word=_LONGEST_WORD)
+        )
+        self._encoder.normalizer = normalizers.BertNormalizer(
+            clean_text=True, handle_chinese_chars=True, strip_accents=lower_case, lowercase=lower_case
+        )
+        self._encoder.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        self._encoder.decoder = decoders.WordPiece()
+        self.cls, self.sep, self.pad, self.mask = (
+            vocab[name] for name in ("[CLS]", "[SEP]", "[PAD]", "[MASK]")
+        )
+        for token in ("[BOS]", "[EOS]"):
+            vocab.setdefault(token, len(lines) + sum(vocab[name] >= len(lines) for name in vocab))
+        self.bos: int | None = vocab["[BOS]"]
+        self.eod: int = vocab["[EOS]"]
+        self.vocab_size: int = max(vocab.values()) + 1 + extra_ids
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of a text."""
+        return list(self._encoder.encode(text, add_special_tokens=False).ids)
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of several texts."""
+        return [
+            list(encoding.ids)
+            for encoding in self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of ids, with single spaces between words."""
+        return str(self._encoder.decode([int(number) for number in ids], skip_special_tokens=False))

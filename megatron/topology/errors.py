@@ -1,0 +1,7 @@
+"""Failures of the network or of a peer."""
+
+from __future__ import annotations
+
+
+class CommunicationError(RuntimeError):
+    """A collective or a message failed. The message is one line naming the operation and the ranks in it."""

@@ -1,0 +1,183 @@
+"""A process group with counted collectives.
+
+Every call returns a ``Pending`` that knows the bytes which this rank puts on the wire, so that the ledger can
+never disagree with what was sent. A group of one rank communicates nothing and needs no process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.topology.errors import CommunicationError
+
+# torch 2.13 renamed these two and warns at the old names.
+_ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+@dataclass
+class Pending:
+    """A communication under way.
+
+    Args:
+        work: torch's handle; None when there is nothing to wait for.
+        sent_bytes: bytes that this rank sends for it.
+        what: the operation and its group, for error messages.
+        finish: local work that completes the operation, run by ``wait``.
+    """
+
+    work: dist.Work | None
+    sent_bytes: int
+    what: str
+    finish: Callable[[], None] | None = None
+
+    def wait(self) -> None:
+        """Returns when the result may be used.
+
+        Raises:
+            CommunicationError: when a peer is gone or too slow.
+        """
+        if self.work is not None:
+            try:
+                self.work.wait()
+            except RuntimeError as error:
+                raise CommunicationError(f"{self.what} failed: {first_line(error)}") from error
+            self.work = None
+        if self.finish is not None:
+            finish, self.finish = self.finish, None
+            finish()
+
+    def done(self) -> bool:
+        """True when ``wait`` would not block."""
+        return self.work is None or self.work.is_completed()
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def num_bytes(x: Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    return x.numel() * x.element_size()
+
+
+class Group:
+    """Ranks that communicate.
+
+    Args:
+        pg: torch's process group; None for a single rank.
+        ranks: global ranks in group order.
+        rank: this process's position in ``ranks``.
+        name: for messages and the ledger.
+        backend: "gloo", "nccl" or "none".
+    """
+
+    def __init__(
+        self, pg: dist.ProcessGroup | None, ranks: tuple[int, ...], rank: int, name: str, backend: str
+    ) -> None:
+        self.pg = pg
+        self.ranks = ranks
+        self.rank = rank
+        self.name = name
+        self.backend = backend
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def _start(self, what: str, sent: int, call: Callable[[], dist.Work | None]) -> Pending:
+        label = f"{what} over {self.name} (ranks {', '.join(map(str, self.ranks))})"
+        try:
+            return Pending(call(), sent, label)
+        except RuntimeError as error:
+            raise CommunicationError(f"{label} failed: {first_line(error)}") from error
+
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+        """Reduces ``x`` over the group, in place. A ring sends 2 (n-1)/n of the bytes."""
+        if self.size == 1:
+            return Pending(None, 0, "nothing")
+        sent = 2 * (self.size - 1) * num_bytes(x) // self.size
+        return self._start(
+            "all-reduce", sent, lambda: dist.all_reduce(x, op=op, group=self.pg, async_op=True)
+        )
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Pending:
+        """Concatenates the ranks' ``x`` along dimension 0 into ``out``; both contiguous. Sends (n-1) of ``x``."""
+        if self.size == 1:
+            if out.data_ptr() != x.data_ptr():
+                out.copy_(x)
+            return Pending(None, 0, "nothing")
+        sent = (self.size - 1) * num_bytes(x)
+        return self._start("all-gather", sent, lambda: _ALL_GATHER(out, x, group=self.pg, async_op=True))
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
+        """Sums ``x`` over the group; rank r gets the r-th equal part of dimension 0 in ``out``.
+
+        gloo's own reduce-scatter moves an all-reduce's bytes; there an all-to-all and a local sum, which really
+        sends (n-1)/n of the bytes, takes its place. ``out`` may alias this rank's part of ``x``.
+        """
+        if self.size == 1:
+            if out.data_ptr() != x.data_ptr():
+                out.copy_(x)
+            return Pending(None, 0, "nothing")
+        sent = (self.size - 1) * num_bytes(x) // self.size
+        if self.backend != "gloo":
+            return self._start(
+                "reduce-scatter",
+                sent,
+                lambda: dist.reduce_scatter_tensor(out, x, group=self.pg, async_op=True),
+            )
+        parts = torch.empty_like(x)
+        pending = self._start(
+            "reduce-scatter", sent, lambda: dist.all_to_all_single(parts, x, group=self.pg, async_op=True)
+        )
+        rows = parts.view(self.size, *out.shape)
+        pending.finish = lambda: _sum_into(out, rows)
+        return pending
+
+    def broadcast(self, x: Tensor, src: int = 0) -> Pending:
+        """Overwrites ``x`` by group rank ``src``'s."""
+        if self.size == 1:
+            return Pending(None, 0, "nothing")
+        sent = num_bytes(x) if self.rank == src else 0
+        return self._start(
+            "broadcast", sent, lambda: dist.broadcast(x, src=self.ranks[src], group=self.pg, async_op=True)
+        )
+
+    def send(self, x: Tensor, dst: int, tag: int = 0) -> Pending:
+        """Sends ``x`` to group rank ``dst``. ``x`` must live until the send is done."""
+        return self._start(
+            f"send to rank {self.ranks[dst]}",
+            num_bytes(x),
+            lambda: dist.isend(x, dst=self.ranks[dst], group=self.pg, tag=tag),
+        )
+
+    def recv(self, x: Tensor, src: int, tag: int = 0) -> Pending:
+        """Receives into ``x`` from group rank ``src``."""
+        return self._start(
+            f"receive from rank {self.ranks[src]}",
+            0,
+            lambda: dist.irecv(x, src=self.ranks[src], group=self.pg, tag=tag),
+        )
+
+    def barrier(self) -> None:
+        """Returns when every rank of the group has arrived."""
+        if self.size == 1:
+            return
+        device = "cuda" if self.backend == "nccl" else "cpu"
+        self.all_reduce(torch.zeros(1, device=device)).wait()
+
+
+def _sum_into(out: Tensor, rows: Tensor) -> None:
+    """Sums over dimension 0. Half precision is summed in fp32."""
+    if out.dtype in (torch.bfloat16, torch.float16):
+        out.copy_(rows.sum(dim=0, dtype=torch.float32))
+    else:
+        torch.sum(rows, dim=0, out=out)

@@ -1,0 +1,73 @@
+"""From the launcher's environment to a process group, and back."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron.topology.errors import CommunicationError
+from megatron.topology.group import first_line
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """What the launcher (torchrun, srun, or none) told this process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    @staticmethod
+    def read(local_rank: int | None = None) -> LaunchEnvironment:
+        """Reads RANK, WORLD_SIZE and LOCAL_RANK, else Slurm's variables, else a single process.
+
+        Args:
+            local_rank: the launcher's ``--local-rank``, used where LOCAL_RANK is not set.
+        """
+        env = os.environ
+        rank = int(env.get("RANK", env.get("SLURM_PROCID", "0")) if "WORLD_SIZE" in env else "0")
+        world_size = int(env.get("WORLD_SIZE", "1"))
+        local = env.get("LOCAL_RANK", env.get("SLURM_LOCALID"))
+        return LaunchEnvironment(rank, world_size, int(local) if local is not None else local_rank or 0)
+
+
+def pick_device(backend: str, local_rank: int) -> torch.device:
+    """The CUDA device of the local rank for nccl, else the CPU."""
+    if backend != "nccl":
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def init_process_group(env: LaunchEnvironment, backend: str, timeout_minutes: float) -> None:
+    """Joins torch's default process group.
+
+    Raises:
+        CommunicationError: when the rendezvous fails.
+    """
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", "6000")
+    try:
+        dist.init_process_group(
+            backend,
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=timedelta(minutes=timeout_minutes),
+        )
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise CommunicationError(
+            f"rank {env.rank} of {env.world_size} cannot join the process group at {where} "
+            f"(MASTER_ADDR, MASTER_PORT): {first_line(error)}"
+        ) from error
+
+
+def shutdown() -> None:
+    """Leaves the process group, if any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,139 @@
+"""One rank's view of the mesh: its coordinates, its device and the groups it is a member of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from megatron.topology.group import Group
+from megatron.topology.layout import Coordinates, Layout
+
+
+@dataclass(frozen=True)
+class Topology:
+    """What every engine is given.
+
+    Args:
+        layout: the sizes of the mesh.
+        rank: this process's global rank.
+        device: where its tensors live.
+        mesh: torch's DeviceMesh with dimensions pp, dp, tp; None on a single process.
+        world: all ranks.
+        control: all ranks over gloo on the CPU, for small decisions and checkpoints.
+        tp, dp, pp: this rank's groups along each dimension.
+        embedding: first and last stage of this rank's pipeline, where it is one of them and they differ.
+        forward_link, backward_link: point-to-point groups of activations and of their gradients.
+    """
+
+    layout: Layout
+    rank: int
+    device: torch.device
+    mesh: DeviceMesh | None
+    world: Group
+    control: Group
+    tp: Group
+    dp: Group
+    pp: Group
+    embedding: Group | None
+    forward_link: Group
+    backward_link: Group
+
+    @property
+    def coordinates(self) -> Coordinates:
+        return self.layout.coordinates(self.rank)
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.coordinates.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.coordinates.pp == self.layout.pp - 1
+
+    @property
+    def is_last_rank(self) -> bool:
+        """The rank that logs: it is on the last stage, where the loss is."""
+        return self.rank == self.layout.world_size - 1
+
+
+def single_process(device: torch.device | str = "cpu") -> Topology:
+    """The topology of one process without a process group."""
+
+    def alone(name: str) -> Group:
+        return Group(None, (0,), 0, name, "none")
+
+    return Topology(
+        layout=Layout(),
+        rank=0,
+        device=torch.device(device),
+        mesh=None,
+        world=alone("world"),
+        control=alone("control"),
+        tp=alone("tensor-parallel"),
+        dp=alone("data-parallel"),
+        pp=alone("pipeline"),
+        embedding=None,
+        forward_link=alone("pipeline-forward"),
+        backward_link=alone("pipeline-backward"),
+    )
+
+
+def build_topology(layout: Layout, device: torch.device) -> Topology:
+    """Builds the mesh and its groups; torch's default process group exists already.
+
+    Pipeline messages of each direction have a group of their own: on NCCL a pair of ranks runs its messages in
+    the order issued, so an activation waiting for its receiver must not hold up a gradient that goes the other
+    way.
+
+    Raises:
+        ValueError: when the layout does not cover the world.
+    """
+    if dist.get_world_size() != layout.world_size:
+        raise ValueError(
+            f"layout {layout} needs {layout.world_size} ranks, the world has {dist.get_world_size()}"
+        )
+    rank = dist.get_rank()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    shape = (layout.pp, layout.dp, layout.tp)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
+
+    def along(dim: str, ranks_of_groups: Iterable[tuple[int, ...]], name: str) -> Group:
+        ranks = next(r for r in ranks_of_groups if rank in r)
+        return Group(mesh.get_group(dim), ranks, ranks.index(rank), name, backend)
+
+    def extra(ranks_of_groups: Iterable[tuple[int, ...]], name: str, used_backend: str) -> Group | None:
+        mine = None
+        for ranks in ranks_of_groups:  # every rank takes part in making every group, in the same order
+            pg = dist.new_group(list(ranks), backend=used_backend)
+            if rank in ranks:
+                mine = Group(pg, ranks, ranks.index(rank), name, used_backend)
+        return mine
+
+    everyone = tuple(range(layout.world_size))
+    world = Group(dist.group.WORLD, everyone, rank, "world", backend)
+    control = extra([everyone], "control", "gloo")
+    assert control is not None
+    forward_link = backward_link = along("pp", layout.pp_groups(), "pipeline")
+    embedding = None
+    if layout.pp > 1:
+        forward_link = extra(layout.pp_groups(), "pipeline-forward", backend) or forward_link
+        backward_link = extra(layout.pp_groups(), "pipeline-backward", backend) or backward_link
+        embedding = extra(layout.embedding_groups(), "embedding", backend)
+    return Topology(
+        layout=layout,
+        rank=rank,
+        device=device,
+        mesh=mesh,
+        world=world,
+        control=control,
+        tp=along("tp", layout.tp_groups(), "tensor-parallel"),
+        dp=along("dp", layout.dp_groups(), "data-parallel"),
+        pp=along("pp", layout.pp_groups(), "pipeline"),
+        embedding=embedding,
+        forward_link=forward_link,
+        backward_link=backward_link,
+    )

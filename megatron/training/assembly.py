@@ -1,0 +1,157 @@
+"""Builds one rank's engines from the configuration: model chunks, buckets, pipeline, optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron.comm.channel import PipelineChannel
+from megatron.comm.ledger import Ledger
+from megatron.comm.points import Point
+from megatron.comm.policy import CompressionPlan
+from megatron.comm.tensor import TensorComm
+from megatron.compression.registry import BUILTIN, Registry
+from megatron.config.run import RunConfig
+from megatron.model.gpt import GPTStage
+from megatron.model.stages import build_stages, padded_vocab_size
+from megatron.optimizer.loss_scale import build_loss_scale
+from megatron.optimizer.optimizer import Optimizer
+from megatron.parallel.data.buffer import FlatBuffer, named_params
+from megatron.parallel.data.gradients import GradientSync, bucket_elements, main_grad_dtype
+from megatron.parallel.data.torch_ddp import TorchReplicas
+from megatron.parallel.pipeline.engine import PipelineEngine
+from megatron.parallel.tensor.shards import collect_specs
+from megatron.topology.layout import Layout
+from megatron.topology.topology import Topology
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Everything that one rank computes and communicates with.
+
+    Args:
+        config: the resolved configuration.
+        topology: this rank's place in the mesh.
+        ledger: bytes of every communication point.
+        vocab_size, padded_vocab_size: entries of the vocabulary without and with padding.
+        stages: this rank's model chunks.
+        buffers: their flat parameters and gradients.
+        sync: makes gradients final.
+        pipeline: runs schedules.
+        optimizer: None when nothing is trained.
+        replicas: torch's DistributedDataParallel around the chunk, with ``--DDP-impl torch``.
+    """
+
+    config: RunConfig
+    topology: Topology
+    ledger: Ledger
+    vocab_size: int
+    padded_vocab_size: int
+    stages: list[GPTStage]
+    buffers: list[FlatBuffer]
+    sync: GradientSync
+    pipeline: PipelineEngine
+    optimizer: Optimizer
+    replicas: TorchReplicas | None
+
+    @property
+    def holds_loss(self) -> bool:
+        """Whether this rank's last chunk computes the loss."""
+        return self.stages[-1].part.last
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether this rank reads tokens: for the embedding, for the loss, or for positions and documents."""
+        restarts = self.config.data.reset_position_ids or self.config.data.reset_attention_mask
+        return restarts or any(stage.part.first or stage.part.last for stage in self.stages)
+
+
+def layout_of(config: RunConfig, world_size: int) -> Layout:
+    """The mesh that a configuration describes."""
+    parallel = config.parallel
+    return Layout(
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        dp=config.data_parallel_size(world_size),
+        chunks=parallel.virtual_pipeline_model_parallel_size or 1,
+    )
+
+
+def build_engines(config: RunConfig, topology: Topology, vocab_size: int) -> Engines:
+    """Builds the engines of this rank with freshly initialised weights."""
+    layout, device, precision = topology.layout, topology.device, config.precision
+    dtype = precision.params_dtype
+    ledger = Ledger()
+    plan = CompressionPlan({}, Registry(BUILTIN))
+    comm = TensorComm(
+        topology.tp,
+        ledger,
+        plan.rounds(Point.TP_FWD),
+        plan.codec(Point.TP_FWD),
+        sequence_parallel=config.parallel.sequence_parallel,
+        asynchronous=config.parallel.async_tensor_model_parallel_allreduce,
+    )
+    stages = build_stages(
+        config.model,
+        config.recompute,
+        layout,
+        topology.coordinates.pp,
+        vocab_size,
+        comm,
+        device,
+        dtype,
+        config.training.seed,
+    )
+    torch_ddp = config.parallel.ddp_impl == "torch" and layout.dp > 1
+    sharded = config.parallel.use_distributed_optimizer and layout.dp > 1
+    overlap = config.parallel.overlap_grad_reduce
+    buffers = [
+        FlatBuffer(
+            named_params(collect_specs(stage), stage),
+            main_grad_dtype(dtype, config.parallel.accumulate_allreduce_grads_in_fp32),
+            layout.dp if sharded else 1,
+            bucket_elements(config.parallel.ddp_bucket_size, overlap, layout.dp),
+        )
+        for stage in stages
+    ]
+    sync = GradientSync(buffers, topology, plan, ledger, sharded, overlap, reduce=not torch_ddp)
+    optimizer = Optimizer(
+        buffers,
+        topology,
+        config.optimizer,
+        build_loss_scale(
+            fp16=precision.fp16,
+            loss_scale=precision.loss_scale,
+            initial=precision.initial_loss_scale,
+            minimum=precision.min_loss_scale,
+            window=precision.loss_scale_window,
+            hysteresis=precision.hysteresis,
+        ),
+        plan,
+        ledger,
+        sharded=sharded,
+        log_params_norm=config.logging.log_params_norm,
+        log_num_zeros=config.logging.log_num_zeros_in_grad,
+    )
+    channel = None
+    if layout.pp > 1:
+        length = config.model.seq_length // (comm.size if comm.sequence_parallel else 1)
+        shape = torch.Size((length, config.training.micro_batch_size, config.model.hidden_size))
+        channel = PipelineChannel(
+            topology.forward_link, topology.backward_link, plan, ledger, shape, dtype, device
+        )
+    replicas = TorchReplicas(stages[0], topology.dp, ledger) if torch_ddp else None
+    return Engines(
+        config=config,
+        topology=topology,
+        ledger=ledger,
+        vocab_size=vocab_size,
+        padded_vocab_size=padded_vocab_size(vocab_size, config.model.make_vocab_size_divisible_by, layout.tp),
+        stages=stages,
+        buffers=buffers,
+        sync=sync,
+        pipeline=PipelineEngine(layout, topology.coordinates.pp, channel, sync.before_last_backward),
+        optimizer=optimizer,
+        replicas=replicas,
+    )

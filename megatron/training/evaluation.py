@@ -1,0 +1,30 @@
+"""The mean loss over some samples."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.comm.points import Point
+from megatron.data.loader import MicroBatches
+from megatron.training.assembly import Engines
+from megatron.training.step import evaluation_step, take_batches
+
+
+def evaluate(engines: Engines, batches: MicroBatches, rounds: int, micro_batches: int) -> float:
+    """Mean loss in nats per token over ``rounds`` global batches; the same on every rank.
+
+    Args:
+        engines: this rank's.
+        batches: its micro-batches.
+        rounds: global batches.
+        micro_batches: of this rank, in each of them.
+    """
+    totals = torch.zeros(2, dtype=torch.float64)
+    for _ in range(rounds):
+        taken = take_batches(batches, micro_batches, engines.topology.device)
+        totals += torch.tensor(evaluation_step(engines, taken), dtype=torch.float64)
+    pending = engines.topology.control.all_reduce(totals)
+    engines.ledger.sent(Point.CONTROL, pending.sent_bytes)
+    pending.wait()
+    loss_sum, tokens = totals.tolist()
+    return loss_sum / tokens if tokens else 0.0

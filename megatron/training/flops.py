@@ -1,0 +1,88 @@
+"""Floating-point operations of training: the benchmark's formula, and an honest count.
+
+The benchmark's figure is kept because published tables use it. It counts a fourth forward pass for every kind
+of recomputation (too much for the selective one), three quarters of the logits when there is none, attention
+over the masked half, a key and value per head even with grouped queries, and a feed-forward width of 4h
+whatever the real one is. `model_flops_per_sample` counts what the model needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes that decide how many operations a decoder-only transformer takes."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    seq_length: int
+    padded_vocab_size: int
+    swiglu: bool = False
+
+
+def benchmark_tflops(
+    shape: ModelShape, *, global_batch_size: int, seconds: float, world_size: int, recompute: bool
+) -> float:
+    """TFLOP/s per device as the JUPITER benchmark defines them.
+
+    C*F*B*s*L*h^2 * (1 + s/(6h) + V/(16Lh)) / (t * world * 1e12), with C = 32 for SwiGLU and 24 otherwise, F =
+    4 under any kind of recomputation and 3 otherwise, V the padded vocabulary and t the seconds of one
+    iteration.
+    """
+    s, layers, h, vocab = shape.seq_length, shape.num_layers, shape.hidden_size, shape.padded_vocab_size
+    per_layer = 32 if shape.swiglu else 24
+    passes = 4 if recompute else 3
+    flops = (
+        per_layer
+        * passes
+        * global_batch_size
+        * s
+        * layers
+        * h
+        * h
+        * (1 + s / (6 * h) + vocab / (16 * layers * h))
+    )
+    return flops / (seconds * world_size * 1e12)
+
+
+def model_flops_per_sample(shape: ModelShape, *, causal: bool = True) -> int:
+    """Operations of one training sample (forward and backward of `seq_length` tokens) that the model itself
+    needs.
+
+    A multiply-add counts as two. Counted are the matrix products: query, key and value (of the query groups
+    only), attention scores and context, the attention's output, the feed-forward network at its real width
+    (three matrices for SwiGLU), and the logits over the padded vocabulary. The backward pass costs two
+    forward passes. Not counted: recomputation, embedding lookup, normalisation, softmax, the optimizer.
+
+    Attention counts the s(s+1)/2 pairs that the causal mask lets through; `causal=False` counts all s*s
+    pairs, which is what many published figures do.
+    """
+    s, h = shape.seq_length, shape.hidden_size
+    q_width = shape.num_attention_heads * shape.kv_channels
+    kv_width = shape.num_query_groups * shape.kv_channels
+    projections = h * (q_width + 2 * kv_width) + q_width * h
+    feed_forward = (3 if shape.swiglu else 2) * h * shape.ffn_hidden_size
+    pairs = s * (s + 1) // 2 if causal else s * s
+    layer = s * (projections + feed_forward) + 2 * pairs * q_width
+    multiply_adds = shape.num_layers * layer + s * h * shape.padded_vocab_size
+    return 3 * 2 * multiply_adds
+
+
+def model_tflops(
+    shape: ModelShape, *, global_batch_size: int, seconds: float, world_size: int, causal: bool = True
+) -> float:
+    """Honest TFLOP/s per device: what the model needs, over the seconds of one iteration."""
+    return model_flops_per_sample(shape, causal=causal) * global_batch_size / (seconds * world_size * 1e12)
+
+
+def model_flops_utilisation(tflops: float, peak_tflops: float) -> float:
+    """MFU: honest TFLOP/s per device over the device's peak at the precision used, from 0 to 1."""
+    if peak_tflops <= 0:
+        raise ValueError(f"the peak rate must be positive, got {peak_tflops}")
+    return tflops / peak_tflops

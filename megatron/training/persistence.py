@@ -1,0 +1,146 @@
+"""Saving and loading a run: engines, schedules and counters together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron.checkpoint.files import Iteration
+from megatron.checkpoint.load import load_common, load_tensors, read_tracker
+from megatron.checkpoint.model_state import (
+    MAIN,
+    MODEL,
+    OPTIMIZER,
+    main_tensors,
+    model_tensors,
+    optimizer_step_count,
+    optimizer_tensors,
+    set_optimizer_step_count,
+)
+from megatron.checkpoint.saver import CheckpointSaver
+from megatron.config.errors import UserError
+from megatron.config.run import RunConfig
+from megatron.optimizer.schedules import LRSchedule
+from megatron.training.assembly import Engines
+from megatron.training.progress_state import Progress
+
+
+class RunCheckpoints:
+    """The checkpoints of one run.
+
+    Args:
+        config: the resolved configuration.
+        engines, schedule, progress: what is saved and restored, in place.
+        log: takes lines for the user, on rank 0.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engines: Engines,
+        schedule: LRSchedule,
+        progress: Progress,
+        log: Callable[[str], None],
+    ) -> None:
+        self.config = config.checkpoint
+        self.config_yaml = config.to_yaml()
+        self.engines = engines
+        self.schedule = schedule
+        self.progress = progress
+        self.log = log
+        self.group = engines.topology.control.pg
+        self.saver: CheckpointSaver | None = None
+        self.saved_iteration: int | None = None
+        if self.config.save:
+            self.saver = CheckpointSaver(
+                self.config.save,
+                self.group,
+                async_=self.config.async_save,
+                keep_last=self.config.keep_last,
+                log=log,
+            )
+
+    def save(self) -> None:
+        """Saves the state after ``progress.iteration`` steps, unless that was done already."""
+        iteration = self.progress.iteration
+        if self.saver is None or self.saved_iteration == iteration:
+            return
+        tensors = model_tensors(self.engines.stages)
+        if not self.config.no_save_optim:
+            tensors |= optimizer_tensors(self.engines.optimizer)
+        common = {
+            "progress": self.progress.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "loss_scale": self.engines.optimizer.loss_scale.state_dict(),
+            "optimizer_steps": optimizer_step_count(self.engines.optimizer),
+            "separate_main": self.engines.optimizer.separate_main,
+        }
+        self.saver.save(iteration, tensors, common, None, self.config_yaml)
+        self.saved_iteration = iteration
+
+    def poll(self) -> None:
+        """Raises the failure of a background save; called once per step."""
+        if self.saver is not None:
+            self.saver.poll()
+
+    def close(self) -> None:
+        """Waits for a background save."""
+        if self.saver is not None:
+            self.saver.wait()
+
+    def load(self) -> bool:
+        """Restores the newest checkpoint of ``--load``.
+
+        Returns:
+            False when there is none and the run starts afresh.
+
+        Raises:
+            UserError: on every rank, before anything has changed, when the checkpoint cannot be used.
+        """
+        root = self.config.load
+        if root is None:
+            return False
+        iteration = read_tracker(root)
+        if iteration is None:
+            if self.config.exit_on_missing_checkpoint or self.config.finetune:
+                raise UserError(f"--load {root} holds no checkpoint; name the folder that --save wrote to")
+            return False
+        common = load_common(root, iteration)
+        try:
+            self._restore(root, iteration, common)
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{root}: the checkpoint of iteration {iteration} lacks a value: {error!r}") from error
+        self.log(f"loaded the checkpoint of iteration {iteration} from {root}")
+        return True
+
+    def _restore(self, root: str, iteration: Iteration, common: Mapping[str, Any]) -> None:
+        optimizer = self.engines.optimizer
+        weights_only = self.config.finetune or self.config.no_load_optim
+        saved_main = bool(common["separate_main"]) and not weights_only
+        tensors = model_tensors(self.engines.stages)
+        if not weights_only:
+            tensors |= optimizer_tensors(optimizer)
+        if saved_main and not optimizer.separate_main:
+            # The checkpoint's fp32 values are better than its model's of lower precision.
+            tensors = {name: shard for name, shard in tensors.items() if not name.startswith(MODEL)}
+            tensors |= main_tensors(optimizer)
+        elif optimizer.separate_main and not saved_main:
+            tensors = {name: shard for name, shard in tensors.items() if not name.startswith(MAIN)}
+        unused = (OPTIMIZER,) if weights_only else (MODEL,) if saved_main else ()
+        load_tensors(
+            root, iteration, tensors, self.group, allow_unexpected=lambda n: n.startswith(unused), log=self.log
+        )
+        if optimizer.separate_main and not saved_main:
+            optimizer.reload_main()
+        elif saved_main and optimizer.sharded and not optimizer.separate_main:
+            optimizer.gather_params()
+        if not weights_only:
+            set_optimizer_step_count(optimizer, int(common["optimizer_steps"]))
+            optimizer.loss_scale.load_state_dict(common["loss_scale"])
+        if not self.config.finetune:
+            self.schedule.load_state_dict(common["schedule"])
+            for name, value in common["progress"].items():
+                setattr(self.progress, name, int(value))
+            self.saved_iteration = self.progress.iteration if self.config.load == self.config.save else None

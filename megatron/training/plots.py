@@ -1,0 +1,125 @@
+"""Pictures of a run, drawn from its JSON-lines file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.config.errors import UserError
+from megatron.training.sinks import read_events
+
+_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
+
+
+def plot_loss_curve(
+    jsonl_paths: Sequence[str | Path],
+    out_png: str | Path,
+    *,
+    reference_lines: Mapping[str, float] | None = None,
+    loss: str = "lm_loss",
+    title: str = "Loss",
+) -> Path:
+    """Draw training and validation loss over iterations, with consumed tokens on a second axis for a single
+    run.
+
+    Args: jsonl_paths: one file per run, as `--log-json-file` writes them. out_png: the picture; it appears
+        whole or not at all. reference_lines: label -> loss in nats per token, drawn as dashed horizontals
+        (such as the unigram entropy). loss: key of the loss in the events.
+
+    Returns the picture's path. Raises UserError when matplotlib is missing or a file has no training events.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("drawing needs the matplotlib package: pip install matplotlib") from error
+
+    # The object interface: no global state, no display.
+    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    runs = [_Run(Path(path), loss) for path in jsonl_paths]
+    for i, (run, label) in enumerate(zip(runs, _labels(runs), strict=True)):
+        colour = _COLOURS[i % len(_COLOURS)]
+        # Several runs are told apart by colour; a single one can afford a second colour for what is held out.
+        run.draw(axes, label, colour, colour if len(runs) > 1 else _COLOURS[1])
+    for (label, value), style in zip((reference_lines or {}).items(), ("--", ":", "-.") * 9, strict=False):
+        axes.axhline(value, linestyle=style, linewidth=1.2, color="#555555", label=f"{label}: {value:.2f}")
+    axes.set_title(title)
+    axes.set_xlabel("iteration")
+    axes.set_ylabel("nats per token")
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    if len(runs) == 1 and runs[0].tokens_per_iteration:
+        _add_token_axis(axes, runs[0].tokens_per_iteration)
+
+    out = Path(out_png)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        figure.savefig(temporary, format="png")
+        os.replace(temporary, out)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return out
+
+
+class _Run:
+    """The curves of one JSON-lines file."""
+
+    def __init__(self, path: Path, loss: str) -> None:
+        try:
+            events = read_events(path)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror})") from error
+        self.path = path
+        self.train = _points(events, "train", loss)
+        self.validation = _points(events, "validation", loss)
+        self.test = _points(events, "test", loss)
+        if not self.train:
+            raise UserError(
+                f"{path}: holds no training events with {loss!r}: was it written by --log-json-file?"
+            )
+        last = next(e for e in reversed(events) if e.get("kind") == "train")
+        tokens = last.get("consumed_tokens")
+        # Under a ramp-up of the batch size tokens are not proportional to iterations: no second axis then.
+        constant = len({e.get("global_batch_size") for e in events if e.get("kind") == "train"}) == 1
+        self.tokens_per_iteration = tokens / last["iteration"] if tokens and constant else 0.0
+
+    def draw(self, axes: Any, label: str, colour: str, held_out_colour: str) -> None:
+        axes.plot(*zip(*self.train, strict=True), color=colour, alpha=0.75, label=f"{label}training")
+        hollow = {"color": held_out_colour, "markerfacecolor": "white"}
+        if self.validation:
+            x, y = zip(*self.validation, strict=True)
+            axes.plot(x, y, "o-", markersize=4.5, **hollow, label=f"{label}validation: {y[-1]:.2f}")
+        if self.test:
+            x, y = zip(*self.test, strict=True)
+            axes.plot(x, y, "*", markersize=10, **hollow, label=f"{label}test: {y[-1]:.2f}")
+
+
+def _points(events: Sequence[Mapping[str, Any]], kind: str, loss: str) -> list[tuple[int, float]]:
+    return [(e["iteration"], e[loss]) for e in events if e.get("kind") == kind and e.get(loss) is not None]
+
+
+def _labels(runs: Sequence[_Run]) -> list[str]:
+    """A prefix that tells runs apart: file names, or folder names where those repeat; none for one run."""
+    if len(runs) == 1:
+        return [""]
+    names = [run.path.stem for run in runs]
+    if len(set(names)) < len(names):
+        names = [run.path.parent.name for run in runs]
+    return [f"{name}, " for name in names]
+
+
+def _add_token_axis(axes: Any, tokens_per_iteration: float) -> None:
+    longest = axes.get_xlim()[1] * tokens_per_iteration
+    unit, name = next(
+        ((u, n) for u, n in ((1e9, "billion "), (1e6, "million "), (1e3, "thousand ")) if longest >= u),
+        (1.0, ""),
+    )
+    scale = tokens_per_iteration / unit
+    top = axes.secondary_xaxis("top", functions=(lambda x: x * scale, lambda x: x / scale))
+    top.set_xlabel(f"{name}tokens")

@@ -1,0 +1,246 @@
+"""From a command line to a finished run, with one clear error on every rank when something is wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from megatron.checkpoint.agree import raise_together
+from megatron.checkpoint.files import checkpoint_folder
+from megatron.checkpoint.load import read_tracker
+from megatron.checkpoint.save import CONFIG
+from megatron.config.errors import UserError
+from megatron.config.flags import ParsedRun, parse_args
+from megatron.config.merge import merge_checkpoint_config
+from megatron.config.run import RunConfig
+from megatron.data.build import Dataset, build_datasets
+from megatron.optimizer.schedules import LRSchedule
+from megatron.tokenizer.build import build_tokenizer
+from megatron.topology.errors import CommunicationError
+from megatron.topology.health import Watch
+from megatron.topology.launch import LaunchEnvironment, init_process_group, pick_device, shutdown
+from megatron.topology.topology import Topology, build_topology, single_process
+from megatron.training.assembly import build_engines, layout_of
+from megatron.training.batch_size import BatchSizeSchedule
+from megatron.training.persistence import RunCheckpoints
+from megatron.training.progress_state import Progress
+from megatron.training.report import Reporter
+from megatron.training.timers import Timers
+from megatron.training.trainer import Trainer
+
+T = TypeVar("T")
+
+EXIT_BAD_INPUT = 2
+EXIT_PEER_LOST = 3
+EXIT_BUG = 1
+_RANK_0_SPEAKS_SECONDS = 1.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``pretrain_gpt.py`` on this rank.
+
+    Returns:
+        The exit status. A rank that fails leaves at once, without waiting for others that may be stuck.
+    """
+    started = time.monotonic()
+    env = LaunchEnvironment.read()
+    watch: Watch | None = None
+    try:
+        parsed = parse_args(list(sys.argv[1:] if argv is None else argv))
+        env = LaunchEnvironment.read(parsed.config.parallel.local_rank)
+        config = resolve(parsed, env)
+        if env.world_size > 1:
+            init_process_group(env, config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes)
+            watch = Watch(env.rank, env.world_size)
+            watch.start()
+        run(config, parsed.notes, env, started)
+        if watch is not None:
+            watch.stop()
+        shutdown()
+        return 0
+    except UserError as error:
+        return _fail(env, watch, f"error: {error}", EXIT_BAD_INPUT)
+    except CommunicationError as error:
+        lost = watch.explain() if watch is not None else None
+        why = f"{lost} ({error})" if lost else str(error)
+        return _fail(env, watch, f"rank {env.rank}: {why}", EXIT_PEER_LOST)
+    except KeyboardInterrupt:
+        return _fail(env, watch, f"rank {env.rank}: interrupted", 130)
+    except Exception as error:
+        text = f"rank {env.rank} failed:\n{traceback.format_exc()}"
+        return _fail(env, watch, text, EXIT_BUG, reason=f"{type(error).__name__}: {error}")
+
+
+def _fail(
+    env: LaunchEnvironment,
+    watch: Watch | None,
+    text: str,
+    status: int,
+    reason: str | None = None,
+) -> int:
+    """Prints why, tells the others, and leaves.
+
+    Bad input is met by every rank alike and printed by rank 0; the others leave a little later, lest the launcher
+    ends rank 0 before it has spoken.
+    """
+    if status != EXIT_BAD_INPUT or env.rank == 0:
+        print(text, file=sys.stderr, flush=True)
+    else:
+        time.sleep(_RANK_0_SPEAKS_SECONDS)
+    if watch is not None:
+        if status != EXIT_PEER_LOST:
+            watch.report(reason or text)
+        sys.stdout.flush()
+        os._exit(status)  # threads of a broken process group can block an orderly exit
+    return status
+
+
+def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
+    """The checked configuration for this world.
+
+    Raises:
+        UserError: for settings that cannot work; no process group exists yet.
+    """
+    given, wanted = parsed.config, parsed.config.checkpoint
+    if wanted.use_checkpoint_args:
+        if wanted.load is None:
+            raise UserError("--use-checkpoint-args takes the model's shape from --load, which is missing")
+        iteration = read_tracker(wanted.load)
+        if iteration is None:
+            raise UserError(f"--use-checkpoint-args: --load {wanted.load} holds no checkpoint")
+        saved = RunConfig.load_yaml(checkpoint_folder(Path(wanted.load), iteration) / CONFIG)
+        given = merge_checkpoint_config(given, parsed.explicit, saved)
+    return given.resolve(env.world_size, cuda_available=torch.cuda.is_available(), notes=parsed.notes)
+
+
+def run(config: RunConfig, notes: Sequence[str], env: LaunchEnvironment, started: float) -> None:
+    """Builds everything and trains.
+
+    Raises:
+        UserError: on every rank, for data, files or checkpoints that cannot be used.
+    """
+    device = pick_device(config.parallel.distributed_backend, env.local_rank)
+    layout = layout_of(config, env.world_size)
+    topology = build_topology(layout, device) if env.world_size > 1 else single_process(device)
+
+    def say(text: str) -> None:
+        if topology.is_last_rank:
+            print(text, flush=True)
+
+    for note in notes:
+        say(f"note: {note}")
+    say(config.describe())
+    batch_sizes = BatchSizeSchedule(
+        config.training.global_batch_size,
+        micro_batch_size=config.training.micro_batch_size,
+        dp_size=layout.dp,
+        rampup=config.training.rampup_batch_size,
+    )
+    train_iters = config.training.train_iters
+    if train_iters is None:
+        assert config.training.train_samples is not None
+        train_iters = batch_sizes.iterations_for(config.training.train_samples)
+    datasets, vocab_size = together(topology, lambda: _open_data(config, env, train_iters, batch_sizes))
+    engines = together(topology, lambda: build_engines(config, topology, vocab_size))
+    say(_summary(topology, vocab_size, engines.padded_vocab_size, [len(d) if d else 0 for d in datasets]))
+    schedule = LRSchedule.from_options(
+        config.optimizer,
+        global_batch_size=config.training.global_batch_size,
+        seq_length=config.model.seq_length,
+        train_iters=config.training.train_iters,
+        train_samples=config.training.train_samples,
+        train_tokens=config.training.train_tokens,
+    )
+    progress = Progress()
+    timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option, device=device)
+    reporter = Reporter(config, engines, progress, train_iters, timers)
+    checkpoints = together(
+        topology, lambda: RunCheckpoints(config, engines, schedule, progress, _rank_0_log(topology, reporter))
+    )
+    if not checkpoints.load() and config.checkpoint.load:
+        say(f"no checkpoint in {config.checkpoint.load} yet: starting from random weights")
+    together(topology, reporter.open)
+    try:
+        Trainer(
+            config,
+            engines,
+            batch_sizes,
+            schedule,
+            datasets,
+            train_iters,
+            progress,
+            checkpoints,
+            reporter,
+            timers,
+            started,
+        ).run()
+    finally:
+        reporter.close()
+
+
+def together(topology: Topology, build: Callable[[], T]) -> T:
+    """Runs something on every rank that may fail on some, and lets all fail alike.
+
+    Raises:
+        UserError: on every rank when one raised it.
+    """
+    result: T | None = None
+    problem = None
+    try:
+        result = build()
+    except UserError as error:
+        problem = str(error)
+    raise_together(topology.control.pg, problem)
+    assert problem is None
+    return result  # type: ignore[return-value]  # None is a value that build may return
+
+
+def _open_data(
+    config: RunConfig, env: LaunchEnvironment, train_iters: int, batch_sizes: BatchSizeSchedule
+) -> tuple[tuple[Dataset | None, Dataset | None, Dataset | None], int]:
+    """Tokenizer and data sets; one rank of each machine checks the tokens."""
+    tokenizer = build_tokenizer(config.tokenizer)
+    size, validation = config.training.global_batch_size, config.validation
+    train_samples = config.training.train_samples or train_iters * size
+    evaluations = train_iters // validation.eval_interval + 1
+    evaluation_samples = validation.eval_iters * size
+    datasets = build_datasets(
+        config.data,
+        seq_length=config.model.seq_length,
+        seed=config.training.seed,
+        train_valid_test_num_samples=(train_samples, evaluations * evaluation_samples, evaluation_samples),
+        eod_token=tokenizer.eod,
+        vocab_size=tokenizer.vocab_size,
+        check_tokens=env.local_rank == 0,
+    )
+    if datasets[0] is None and not validation.skip_train:
+        raise UserError("there is no document to train on: raise the first share of --split, or give --train-data-path")
+    return datasets, tokenizer.vocab_size
+
+
+def _rank_0_log(topology: Topology, reporter: Reporter) -> Callable[[str], None]:
+    """Lines of the checkpoint code, which speaks on rank 0."""
+
+    def log(text: str) -> None:
+        if topology.rank == 0:
+            print(text, flush=True)
+
+    return log
+
+
+def _summary(topology: Topology, vocab_size: int, padded: int, samples: Sequence[int]) -> str:
+    layout = topology.layout
+    lines = [
+        f"{layout.world_size} processes on {topology.device.type}: tensor-parallel {layout.tp}, "
+        f"pipeline {layout.pp} x {layout.chunks}, data-parallel {layout.dp}",
+        f"vocabulary: {vocab_size} entries, padded to {padded}",
+        f"samples: {samples[0]:,} train, {samples[1]:,} validation, {samples[2]:,} test",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,229 @@
+"""Tells the user how the run goes: log lines, events, curves, progress bar."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megatron.comm.points import Point
+from megatron.config.run import RunConfig
+from megatron.optimizer.optimizer import StepOutcome
+from megatron.topology.group import Group
+from megatron.training.assembly import Engines
+from megatron.training.flops import ModelShape, benchmark_tflops, model_tflops
+from megatron.training.logline import LogWindow, TrainRecord
+from megatron.training.loggers import HonestFigures, MetricLogger
+from megatron.training.progress import ProgressBar
+from megatron.training.progress_state import Progress
+from megatron.training.sinks import Sink, open_sinks
+from megatron.training.timers import Timers
+
+LOSS = "lm loss"
+
+
+def model_shape(config: RunConfig, padded_vocab_size: int) -> ModelShape:
+    """The sizes that the FLOP formulas need."""
+    model = config.model
+    return ModelShape(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        seq_length=model.seq_length,
+        padded_vocab_size=padded_vocab_size,
+        swiglu=model.swiglu,
+    )
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory that this process has used: allocated on the device with CUDA, else resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def gather_rows(group: Group, values: list[float]) -> list[list[float]]:
+    """Every rank's numbers, in rank order."""
+    mine = torch.tensor([values], dtype=torch.float64)
+    rows = torch.empty((group.size, len(values)), dtype=torch.float64)
+    group.all_gather(rows, mine).wait()
+    return [[float(x) for x in row] for row in rows.tolist()]
+
+
+class Reporter:
+    """Collects what a run does and reports it on the last rank; the others only take part in the gathering.
+
+    Args:
+        config: the resolved configuration.
+        engines: whose traffic is reported.
+        progress: the run's counters.
+        train_iters: iterations of the whole run.
+        timers: reported with each log line.
+    """
+
+    def __init__(
+        self, config: RunConfig, engines: Engines, progress: Progress, train_iters: int, timers: Timers
+    ) -> None:
+        self.config = config
+        self.engines = engines
+        self.progress = progress
+        self.train_iters = train_iters
+        self.timers = timers
+        self.shape = model_shape(config, engines.padded_vocab_size)
+        self.window = LogWindow()
+        self.bar: ProgressBar | None = None
+        self.logger: MetricLogger | None = None
+        self._step_started = time.perf_counter()
+        self._speaks = engines.topology.is_last_rank
+
+    def open(self) -> None:
+        """Opens files; call it once the counters are restored, so that curves go on where they were.
+
+        Raises:
+            UserError: when one cannot be opened.
+        """
+        sinks: list[Sink] = []
+        if self._speaks:
+            self.bar = ProgressBar(
+                self.train_iters, done=self.progress.iteration, mode=self.config.logging.progress_bar
+            )
+            resume = {
+                "iterations": self.progress.iteration,
+                "samples": self.progress.consumed_samples,
+                "tokens": self.progress.consumed_samples * self.config.model.seq_length,
+            }
+            sinks = open_sinks(
+                self.config.logging,
+                resume=resume if self.progress.iteration else None,
+                console=self.bar.write,
+            )
+        layout = self.engines.topology.layout
+        self.logger = MetricLogger(
+            sinks,
+            self.config.logging,
+            seq_length=self.config.model.seq_length,
+            dp_size=layout.dp,
+            world_size=layout.world_size,
+        )
+
+    def line(self, text: str) -> None:
+        """Text for people."""
+        if self.logger is not None:
+            self.logger.line(text)
+
+    def start_training(self) -> None:
+        """The clock of the first window starts now."""
+        self.engines.ledger.take()
+        self.window = LogWindow()
+        self._step_started = time.perf_counter()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves the time spent inside, and the bytes moved, out of the training figures."""
+        accounts = self.engines.ledger.accounts
+        self.engines.ledger.take()
+        with self.window.paused():
+            try:
+                yield
+            finally:
+                self.engines.ledger.accounts = accounts
+                self._step_started = time.perf_counter()
+
+    def after_step(self, outcome: StepOutcome, batch_size: int, lr: float, weight_decay: float) -> None:
+        """Notes a step; reports the window when a line is due."""
+        assert self.logger is not None
+        logging, progress = self.config.logging, self.progress
+        self.window.add({LOSS: outcome.loss}, skipped=outcome.skipped)
+        self.logger.iteration(
+            progress.iteration,
+            progress.consumed_samples,
+            losses={LOSS: outcome.loss},
+            learning_rate=lr,
+            global_batch_size=batch_size,
+            loss_scale=outcome.loss_scale,
+            grad_norm=outcome.grad_norm,
+            num_zeros=outcome.num_zeros,
+            params_norm=outcome.params_norm,
+            weight_decay=weight_decay,
+        )
+        now = time.perf_counter()
+        if self.bar is not None:
+            tokens = batch_size * self.config.model.seq_length
+            self.bar.update(loss=outcome.loss, tokens_per_second=tokens / (now - self._step_started))
+        self._step_started = now
+        if progress.iteration % logging.log_interval == 0:
+            self._report_window(outcome, batch_size, lr)
+
+    def _report_window(self, outcome: StepOutcome, batch_size: int, lr: float) -> None:
+        assert self.logger is not None
+        topology = self.engines.topology
+        summary = self.window.close()
+        traffic = self._traffic(summary.iterations)
+        times = self.timers.collect(
+            lambda values: gather_rows(topology.control, values), iterations=summary.iterations
+        )
+        if not self._speaks:
+            return
+        speed = {
+            "global_batch_size": batch_size,
+            "seconds": summary.seconds_per_iteration,
+            "world_size": topology.layout.world_size,
+        }
+        recompute = self.config.recompute.recompute_granularity is not None
+        record = TrainRecord(
+            iteration=self.progress.iteration,
+            train_iters=self.train_iters,
+            consumed_samples=self.progress.consumed_samples,
+            seconds_per_iteration=summary.seconds_per_iteration,
+            learning_rate=lr,
+            global_batch_size=batch_size,
+            losses=summary.losses,
+            loss_scale=outcome.loss_scale,
+            benchmark_tflops=benchmark_tflops(self.shape, recompute=recompute, **speed),
+            grad_norm=outcome.grad_norm,
+            num_zeros=outcome.num_zeros,
+            params_norm=outcome.params_norm,
+            skipped_iterations=summary.skipped_iterations,
+            nan_iterations=summary.nan_iterations,
+        )
+        figures = HonestFigures(
+            model_tflops=model_tflops(self.shape, **speed),
+            tokens_per_second=batch_size * self.config.model.seq_length / summary.seconds_per_iteration,
+            memory_bytes=peak_memory_bytes(topology.device),
+            bytes_per_point=traffic,
+        )
+        self.logger.train(record, figures, timers=times)
+        if times and self.config.logging.timing_log_level > 0:
+            self.logger.line(self.timers.report(times))
+
+    def _traffic(self, iterations: int) -> dict[str, float]:
+        """Bytes that all ranks together sent per iteration, by point."""
+        taken = self.engines.ledger.take()
+        mine = [float(taken.get(point.value, {}).get("wire_bytes", 0.0)) for point in Point]
+        rows = gather_rows(self.engines.topology.control, mine)
+        totals = {point.value: sum(row[i] for row in rows) / iterations for i, point in enumerate(Point)}
+        return {name: total for name, total in totals.items() if total}
+
+    def validation(self, loss: float, *, samples: int | None = None, split: str = "validation") -> None:
+        """The lines of an evaluation."""
+        assert self.logger is not None
+        self.logger.validation(
+            self.progress.iteration,
+            {LOSS: loss},
+            consumed_samples=self.progress.consumed_samples,
+            samples=samples,
+            split=split,
+        )
+
+    def close(self) -> None:
+        """Closes the files and the bar."""
+        if self.logger is not None:
+            self.logger.close()
+        if self.bar is not None:
+            self.bar.close()

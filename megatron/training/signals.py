@@ -1,0 +1,98 @@
+"""When to stop early: signals, an iteration interval, a wall-clock limit.
+
+Everything here is one rank's view. Ranks see signals and clocks at different moments, so the trainer takes
+the maximum of `ExitReason` over all ranks and acts on that.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class ExitReason(IntEnum):
+    """Why a run ends before its last iteration. A greater one wins when ranks differ."""
+
+    NONE = 0
+    INTERVAL = 1
+    DURATION = 2
+    SIGNAL = 3
+
+
+class ExitSignals:
+    """While active, turns the given signals into a note, so that the iteration in progress can end properly.
+
+    Previous handlers come back on exit. Use it in the main thread (Python allows handlers only there).
+    """
+
+    def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
+        self._signals = tuple(signals)
+        self._previous: dict[signal.Signals, Any] = {}
+        self.received: signal.Signals | None = None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        # Nothing else is safe here: the signal may have come in the middle of any bytecode, a print included.
+        self.received = signal.Signals(number)
+
+    def __enter__(self) -> ExitSignals:
+        self.received = None
+        for number in self._signals:
+            self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            # None: the handler was not installed from Python, and cannot be put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous.clear()
+
+
+class ExitPolicy:
+    """Decides after each iteration whether the run should save and end.
+
+    Args:
+        exit_interval: `--exit-interval`: end at iterations that divide by it.
+        exit_duration_in_mins: `--exit-duration-in-mins`: end after this many minutes since `started`.
+        started: reading of `clock` at the start of the program; now by default.
+        clock: seconds of a monotonic clock.
+    """
+
+    def __init__(
+        self,
+        *,
+        exit_interval: int | None = None,
+        exit_duration_in_mins: float | None = None,
+        started: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.exit_interval = exit_interval
+        self.exit_duration_in_mins = exit_duration_in_mins
+        self._clock = clock
+        self._started = clock() if started is None else started
+
+    def decide(self, iteration: int, *, received: signal.Signals | None = None) -> ExitReason:
+        """This rank's verdict after `iteration` iterations."""
+        if received is not None:
+            return ExitReason.SIGNAL
+        minutes = (self._clock() - self._started) / 60.0
+        if self.exit_duration_in_mins is not None and minutes > self.exit_duration_in_mins:
+            return ExitReason.DURATION
+        if self.exit_interval and iteration % self.exit_interval == 0:
+            return ExitReason.INTERVAL
+        return ExitReason.NONE
+
+    def explain(self, reason: ExitReason, iteration: int) -> str:
+        """One line for the log."""
+        why = {
+            ExitReason.NONE: "the run goes on",
+            ExitReason.INTERVAL: f"--exit-interval {self.exit_interval}",
+            ExitReason.DURATION: f"--exit-duration-in-mins {self.exit_duration_in_mins}",
+            ExitReason.SIGNAL: "a termination signal",
+        }[reason]
+        return f"exiting after iteration {iteration}: {why}"

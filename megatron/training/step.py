@@ -1,0 +1,160 @@
+"""One training step, and one evaluation step, readable from top to bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+
+from megatron.data.batch import Batch
+from megatron.model.context import ForwardContext
+from megatron.model.gpt import GPTStage
+from megatron.optimizer.optimizer import StepOutcome
+from megatron.parallel.pipeline.schedule import forward_only, training_schedule
+from megatron.parallel.tensor.random import DropoutKeys
+from megatron.training.assembly import Engines
+from megatron.training.timers import Timers
+
+
+class ChunkProgram:
+    """What one model chunk computes on the micro-batches of one step.
+
+    Args:
+        stage: the chunk.
+        batches: the step's micro-batches on this rank.
+        seed: of the dropout masks; None turns dropout off.
+        engines: this rank's.
+
+    On the chunk that holds the loss, ``loss_sum`` and ``tokens`` add up over the micro-batches: nats, and tokens that
+    the loss mask lets count.
+    """
+
+    def __init__(self, stage: GPTStage, batches: Sequence[Batch], seed: int | None, engines: Engines) -> None:
+        self.stage = stage
+        self.batches = batches
+        self.seed = seed
+        self.engines = engines
+        self.losses: list[Tensor] = []
+        self.counts: list[Tensor] = []
+
+    def key(self, micro_batch: int) -> Hashable:
+        return tuple(self.batches[micro_batch].sample_ids_b.tolist())
+
+    def _context(self, batch: Batch) -> ForwardContext:
+        data = self.engines.config.data
+        keys = None
+        if self.seed is not None:
+            keys = DropoutKeys(self.seed, tuple(batch.draw_ids_b.tolist()))
+        return ForwardContext(
+            dropout=keys,
+            position_ids_bs=batch.position_ids_bs if data.reset_position_ids else None,
+            segment_ids_bs=batch.segment_ids_bs,
+        )
+
+    def forward(self, micro_batch: int, x_sbh: Tensor | None) -> Tensor:
+        batch = self.batches[micro_batch]
+        x = batch.tokens_bs if self.stage.part.first else x_sbh
+        assert x is not None
+        replicas = self.engines.replicas
+        run: nn.Module = self.stage
+        if replicas is not None and torch.is_grad_enabled():
+            replicas.sum_in_backward(micro_batch == len(self.batches) - 1)
+            run = replicas.wrapped
+        out_sbh: Tensor = run(x, self._context(batch))
+        if not self.stage.part.last:
+            return out_sbh
+        mask_bs = batch.loss_mask_bs
+        assert batch.labels_bs is not None and mask_bs is not None
+        total, losses_bs = self.stage.loss(out_sbh, batch.labels_bs, mask_bs / mask_bs.numel())
+        self.losses.append((losses_bs * mask_bs).sum())
+        self.counts.append(mask_bs.sum())
+        return total
+
+    @property
+    def loss_sum(self) -> float:
+        return float(torch.stack(self.losses).double().sum()) if self.losses else 0.0
+
+    @property
+    def tokens(self) -> float:
+        return float(torch.stack(self.counts).double().sum()) if self.counts else 0.0
+
+
+def take_batches(batches: Iterator[Batch], count: int, device: torch.device) -> list[Batch]:
+    """The next ``count`` micro-batches, on the device.
+
+    Raises:
+        RuntimeError: when the samples have run out.
+    """
+    taken = [batch.to(device) for batch in islice(batches, count)]
+    if len(taken) != count:
+        raise RuntimeError(f"the data set ended after {len(taken)} of {count} micro-batches of this step")
+    return taken
+
+
+def train_step(
+    engines: Engines,
+    batches: Sequence[Batch],
+    iteration: int,
+    lr: float,
+    weight_decay: float,
+    vote: float = 0.0,
+    timers: Timers | None = None,
+) -> StepOutcome:
+    """Forward and backward of all micro-batches, reduction, update.
+
+    Args:
+        engines: this rank's.
+        batches: its micro-batches.
+        iteration: 0-based.
+        lr, weight_decay: of this step.
+        vote: a number to be summed over the ranks, on the way.
+        timers: where the parts of the step are timed.
+    """
+    timers = timers or Timers()
+    config, layout = engines.config, engines.topology.layout
+    count = len(batches)
+    for buffer in engines.buffers:
+        buffer.zero_grads()
+    programs = [ChunkProgram(stage, batches, config.training.seed, engines) for stage in engines.stages]
+    ops = training_schedule(
+        config.parallel.pipeline_schedule, layout.pp, engines.topology.coordinates.pp, layout.chunks, count
+    )
+    # Each micro-batch's loss is a mean over its tokens, so this makes the sum over all a mean over the batch.
+    loss_grad = torch.tensor(
+        engines.optimizer.loss_scale.scale / (count * layout.dp),
+        dtype=torch.float64 if config.precision.fp64 else torch.float32,
+        device=engines.topology.device,
+    )
+    with timers("forward-backward", level=1):
+        engines.pipeline.run(ops, programs, iteration, count, loss_grad)
+    with timers("grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce", level=1):
+        engines.sync.finish()
+    reports = engines.holds_loss and engines.topology.tp.rank == 0
+    with timers("optimizer", level=1):
+        return engines.optimizer.step(
+            programs[-1].loss_sum if reports else 0.0,
+            programs[-1].tokens if reports else 0.0,
+            expected_tokens=count * layout.dp * config.training.micro_batch_size * config.model.seq_length,
+            lr=lr,
+            weight_decay=weight_decay,
+            vote=vote,
+        )
+
+
+@torch.no_grad()
+def evaluation_step(engines: Engines, batches: Sequence[Batch]) -> tuple[float, float]:
+    """Forward of some micro-batches without dropout.
+
+    Returns:
+        Sum of the tokens' losses in nats, and number of tokens that count, over this rank's samples; zero on ranks
+        that do not report (other stages and tensor-parallel ranks).
+    """
+    layout = engines.topology.layout
+    programs = [ChunkProgram(stage, batches, None, engines) for stage in engines.stages]
+    ops = forward_only(layout.chunks, layout.pp, len(batches))
+    engines.pipeline.run(ops, programs, -1, len(batches), None)
+    if engines.holds_loss and engines.topology.tp.rank == 0:
+        return programs[-1].loss_sum, programs[-1].tokens
+    return 0.0, 0.0

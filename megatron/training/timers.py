@@ -1,0 +1,187 @@
+"""Named timers, and their report over all ranks.
+
+Timers know nothing of process groups: a report is given a function that gathers each rank's list of numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Literal
+
+import torch
+
+TimingOption = Literal["max", "minmax", "all"]
+Gather = Callable[[list[float]], list[list[float]]]
+
+# The order of the report, the same on every rank: a stage has only some of these.
+TIMER_NAMES = (
+    "forward-backward",
+    "forward-compute",
+    "backward-compute",
+    "batch-generator",
+    "forward-recv",
+    "forward-send",
+    "backward-recv",
+    "backward-send",
+    "forward-send-forward-recv",
+    "forward-send-backward-recv",
+    "backward-send-forward-recv",
+    "backward-send-backward-recv",
+    "forward-backward-send-forward-backward-recv",
+    "layernorm-grads-all-reduce",
+    "embedding-grads-all-reduce",
+    "grads-all-reduce",
+    "grads-reduce-scatter",
+    "params-all-gather",
+    "optimizer-copy-to-main-grad",
+    "optimizer-unscale-and-check-inf",
+    "optimizer-clip-main-grad",
+    "optimizer-count-zeros",
+    "optimizer-inner-step",
+    "optimizer-copy-main-to-model-params",
+    "optimizer",
+    "evaluate",
+    "save-checkpoint",
+    "load-checkpoint",
+)
+
+
+class Timer:
+    """A stopwatch that adds up. Also a context manager. Not re-entrant."""
+
+    def __init__(self, name: str, now: Callable[[], float]) -> None:
+        self.name = name
+        self._now = now
+        self._started: float | None = None
+        self._total = 0.0
+
+    def start(self) -> None:
+        if self._started is not None:
+            raise RuntimeError(f"timer {self.name!r} is already running")
+        self._started = self._now()
+
+    def stop(self) -> None:
+        if self._started is None:
+            raise RuntimeError(f"timer {self.name!r} is not running")
+        self._total += self._now() - self._started
+        self._started = None
+
+    def elapsed(self, *, reset: bool = False) -> float:
+        """Seconds so far, those of a running interval included; `reset` starts the count again from here."""
+        total = self._total
+        if self._started is not None:
+            now = self._now()
+            total += now - self._started
+            if reset:
+                self._started = now
+        if reset:
+            self._total = 0.0
+        return total
+
+    def __enter__(self) -> Timer:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+class _NoTimer(Timer):
+    """Stands in for a timer above the level asked for. It costs nothing and shows nothing."""
+
+    def __init__(self) -> None:
+        super().__init__("off", lambda: 0.0)
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
+class Timers:
+    """Makes timers by name, and reports them.
+
+    Args:
+        level: `--timing-log-level`. Timers of a higher level do nothing. 0: a few coarse ones, 1: parts of an
+            iteration, 2: every operation of the pipeline.
+        option: `--timing-log-option`: what a report shows of the ranks.
+        device: on a CUDA device each start and stop waits for the work queued there; nothing waits on a CPU.
+        clock: seconds of a monotonic clock.
+    """
+
+    def __init__(
+        self,
+        level: int = 0,
+        option: TimingOption = "minmax",
+        *,
+        device: torch.device | str = "cpu",
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.level = level
+        self.option = option
+        self._device = torch.device(device)
+        self._clock = clock
+        self._timers: dict[str, Timer] = {}
+        self._off = _NoTimer()
+
+    def __call__(self, name: str, level: int = 0) -> Timer:
+        """The timer of this name, or one that does nothing when `level` is above the level asked for."""
+        if level > self.level:
+            return self._off
+        if name not in self._timers:
+            self._timers[name] = Timer(name, self._now)
+        return self._timers[name]
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._clock()
+
+    def collect(
+        self, gather: Gather, *, names: Iterable[str] = TIMER_NAMES, iterations: int = 1
+    ) -> dict[str, list[float]]:
+        """Milliseconds per iteration of each timer on each rank; the timers are reset.
+
+        A collective call: every rank passes the same names, and all take part. `gather` maps this rank's
+        numbers to those of all ranks in rank order. Timers that ran on no rank are left out; where one did
+        not run it shows 0.
+        """
+        names = list(names)
+        mine = [self._timers[name].elapsed(reset=True) if name in self._timers else 0.0 for name in names]
+        per_rank = gather([seconds * 1000.0 / iterations for seconds in mine])
+        columns = {name: [rank[i] for rank in per_rank] for i, name in enumerate(names)}
+        return {name: values for name, values in columns.items() if any(values)}
+
+    def report(self, times: Mapping[str, Sequence[float]]) -> str:
+        """Text of `collect`'s result by the option, several lines; empty when no timer ran."""
+        return format_timers(times, self.option)
+
+
+def format_timers(times: Mapping[str, Sequence[float]], option: TimingOption) -> str:
+    """A heading and a line per timer, its name padded with dots to 48 columns (per rank for `all`).
+
+    Ranks on which a timer did not run do not count for the minimum.
+    """
+    if not times:
+        return ""
+    if option == "all":
+        lines = ["times across ranks (ms):"]
+        for name, values in times.items():
+            lines.append(f"  {name}:")
+            lines += [
+                f"    {f'rank {rank:2d} '.ljust(48, '.')}: {value:.2f}"
+                for rank, value in enumerate(values)
+                if value
+            ]
+        return "\n".join(lines)
+    lines = ["(min, max) time across ranks (ms):" if option == "minmax" else "max time across ranks (ms):"]
+    for name, values in times.items():
+        ran = [value for value in values if value]
+        shown = f"({min(ran):.2f}, {max(ran):.2f})" if option == "minmax" else f"{max(ran):.2f}"
+        lines.append(f"    {f'{name} '.ljust(48, '.')}: {shown}")
+    return "\n".join(lines)

@@ -1,0 +1,181 @@
+"""A training run from its first line of output to its last checkpoint."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+
+from megatron.config.run import RunConfig
+from megatron.data.build import Dataset
+from megatron.data.loader import MicroBatches, build_loader
+from megatron.optimizer.optimizer import StepOutcome
+from megatron.optimizer.schedules import LRSchedule
+from megatron.topology.topology import Topology
+from megatron.training.assembly import Engines
+from megatron.training.batch_size import BatchSizeSchedule
+from megatron.training.evaluation import evaluate
+from megatron.training.persistence import RunCheckpoints
+from megatron.training.progress_state import Progress
+from megatron.training.report import Reporter
+from megatron.training.signals import ExitPolicy, ExitReason, ExitSignals
+from megatron.training.step import take_batches, train_step
+from megatron.training.timers import Timers
+
+_SIGNAL_VOTE = 2.0**20
+"""More than all ranks' votes for the time limit together."""
+
+
+class Trainer:
+    """Runs the loop. Every rank constructs one and calls ``run``.
+
+    Args:
+        config: the resolved configuration.
+        engines: this rank's model, pipeline and optimizer.
+        batch_sizes, schedule: how batch size, learning rate and weight decay go.
+        datasets: train, validation and test; None for what there is not.
+        train_iters: iterations of the whole run.
+        progress, checkpoints, reporter: counters, where they are saved, and who tells the user.
+        started: ``time.monotonic()`` at the start of the program.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engines: Engines,
+        batch_sizes: BatchSizeSchedule,
+        schedule: LRSchedule,
+        datasets: tuple[Dataset | None, Dataset | None, Dataset | None],
+        train_iters: int,
+        progress: Progress,
+        checkpoints: RunCheckpoints,
+        reporter: Reporter,
+        timers: Timers,
+        started: float,
+    ) -> None:
+        self.config = config
+        self.engines = engines
+        self.topology: Topology = engines.topology
+        self.batch_sizes = batch_sizes
+        self.schedule = schedule
+        self.train_set, self.valid_set, self.test_set = datasets
+        self.train_iters = train_iters
+        self.progress = progress
+        self.checkpoints = checkpoints
+        self.reporter = reporter
+        self.timers = timers
+        self.policy = ExitPolicy(
+            exit_interval=config.training.exit_interval,
+            exit_duration_in_mins=config.training.exit_duration_in_mins,
+            started=started,
+        )
+
+    def run(self) -> None:
+        """Trains (unless ``--skip-train``), evaluates at the end, and saves."""
+        reason = ExitReason.NONE
+        if not self.config.validation.skip_train and self.progress.iteration < self.train_iters:
+            reason = self._train()
+        if reason is ExitReason.NONE:
+            self._final_evaluations()
+        self.checkpoints.close()
+
+    def _train(self) -> ExitReason:
+        assert self.train_set is not None
+        config, progress = self.config, self.progress
+        listening = ExitSignals() if config.training.exit_signal_handler else nullcontext()
+        reason = ExitReason.NONE
+        with self._loader(self.train_set, progress.consumed_samples) as batches, listening as signals:
+            self.reporter.start_training()
+            while progress.iteration < self.train_iters and reason is ExitReason.NONE:
+                signalled = signals is not None and signals.received is not None
+                reason = self._iteration(batches, self._vote(signalled))
+        with self.reporter.paused():
+            self.checkpoints.save()
+        if reason is not ExitReason.NONE:
+            self.reporter.line(self.policy.explain(reason, progress.iteration))
+        return reason
+
+    def _vote(self, signalled: bool) -> float:
+        """This rank's wish to stop; it is summed over the ranks along with the step's other numbers."""
+        switch = self.config.training.kill_switch_file
+        if signalled or (switch is not None and os.path.exists(switch)):
+            return _SIGNAL_VOTE
+        return 1.0 if self.policy.decide(self.progress.iteration + 1) is ExitReason.DURATION else 0.0
+
+    def _iteration(self, batches: MicroBatches, vote: float) -> ExitReason:
+        """One optimizer step and everything that is due after it."""
+        config, progress, timers = self.config, self.progress, self.timers
+        size = self.batch_sizes.at(progress.consumed_samples)
+        count = self.batch_sizes.num_micro_batches(progress.consumed_samples)
+        with timers("batch-generator", level=1):
+            taken = take_batches(batches, count, self.topology.device)
+        outcome = train_step(
+            self.engines,
+            taken,
+            progress.iteration,
+            self.schedule.lr,
+            self.schedule.weight_decay,
+            vote=vote,
+            timers=timers,
+        )
+        progress.iteration += 1
+        progress.consumed_samples += size
+        if outcome.skipped:
+            progress.skipped += 1
+        else:
+            self.schedule.step(size)
+        self.checkpoints.poll()
+        self.reporter.after_step(outcome, size, self.schedule.lr, self.schedule.weight_decay)
+        if self.valid_set is not None and progress.iteration % config.validation.eval_interval == 0:
+            with self.reporter.paused(), timers("evaluate"):
+                self._validate()
+        reason = self._reason(outcome)
+        interval = config.checkpoint.save_interval
+        if interval and progress.iteration % interval == 0:
+            with self.reporter.paused(), timers("save-checkpoint"):
+                self.checkpoints.save()
+        return reason
+
+    def _reason(self, outcome: StepOutcome) -> ExitReason:
+        """Why to stop now; the same on every rank, since the votes were summed."""
+        if outcome.votes >= _SIGNAL_VOTE:
+            return ExitReason.SIGNAL
+        if outcome.votes > 0:
+            return ExitReason.DURATION
+        interval = self.config.training.exit_interval
+        return ExitReason.INTERVAL if interval and self.progress.iteration % interval == 0 else ExitReason.NONE
+
+    def _loader(self, dataset: Dataset, consumed: int) -> MicroBatches:
+        dp = self.topology.dp
+        return build_loader(
+            dataset,
+            consumed_samples=consumed,
+            micro_batch_size=self.config.training.micro_batch_size,
+            dp_rank=dp.rank,
+            dp_size=dp.size,
+            num_workers=self.config.data.num_workers,
+            needs_tokens=self.engines.needs_tokens,
+            dataloader_type=self.config.data.dataloader_type,
+        )
+
+    def _evaluate(self, dataset: Dataset, skip_rounds: int) -> float:
+        """Mean loss over ``--eval-iters`` global batches, nats per token."""
+        rounds = self.config.validation.eval_iters
+        size = self.config.training.global_batch_size
+        count = size // (self.config.training.micro_batch_size * self.topology.dp.size)
+        with self._loader(dataset, skip_rounds * rounds * size) as batches:
+            return evaluate(self.engines, batches, rounds, count)
+
+    def _validate(self) -> None:
+        """The evaluation between training steps, each on the next samples of the validation set."""
+        assert self.valid_set is not None
+        if self.config.validation.eval_iters == 0:
+            return
+        done = self.progress.iteration // self.config.validation.eval_interval - 1
+        self.reporter.validation(self._evaluate(self.valid_set, done))
+
+    def _final_evaluations(self) -> None:
+        rounds = self.config.validation.eval_iters
+        samples = rounds * self.config.training.global_batch_size
+        for split, dataset in (("validation", self.valid_set), ("test", self.test_set)):
+            if dataset is not None and rounds:
+                self.reporter.validation(self._evaluate(dataset, 0), samples=samples, split=split)

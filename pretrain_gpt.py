@@ -1,0 +1,10 @@
+#!/usr/bin/env python
+"""Pretrains GPT. On one process: ``python pretrain_gpt.py FLAGS``; on several: ``torchrun ... pretrain_gpt.py FLAGS``.
+
+``--help`` lists the flags, grouped; ``--config FILE.yaml`` takes the same names.
+"""
+
+from megatron.training.pretrain import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

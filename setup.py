@@ -1,0 +1,5 @@
+"""The build of what pyproject.toml cannot describe: compiled extensions. There are none yet."""
+
+from setuptools import setup
+
+setup()

@@ -1,0 +1,32 @@
+"""Settings that every test shares: one thread, fixed examples in CI, GPU tests only where there is one."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the processes started
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)
+
+settings.register_profile("dev", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--faults", action="store_true", help="run the long fault-injection tests too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips what this machine or this call cannot run, with the reason."""
+    no_gpu = pytest.mark.skip(reason="needs a CUDA device")
+    no_faults = pytest.mark.skip(reason="long fault injection: run `make test-faults`")
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(no_gpu)
+        if item.get_closest_marker("faults") and not config.getoption("--faults"):
+            item.add_marker(no_faults)

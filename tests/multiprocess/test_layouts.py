@@ -1,0 +1,174 @@
+"""The same numbers on any layout: losses and gradient norms against a single process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.spawn import run_ranks
+from tests.support.tiny import Trace, tiny_run
+
+Changes = dict[str, dict[str, Any]]
+
+
+def _parallel(tp: int = 1, pp: int = 1, **more: Any) -> Changes:
+    return {
+        "parallel": {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, **more},
+    }
+
+
+SP = {"sequence_parallel": True}
+DIST = {"use_distributed_optimizer": True}
+OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}
+VIRTUAL = {"num_layers_per_virtual_pipeline_stage": 1}
+UNIFORM = {"recompute": {"recompute_granularity": "full", "recompute_method": "uniform"}}
+BLOCK = {
+    "recompute": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+}
+SELECTIVE = {"recompute": {"recompute_granularity": "selective"}}
+MICRO2 = {"training": {"micro_batch_size": 2}}
+
+LAYOUTS: dict[int, dict[str, Changes]] = {
+    1: {
+        "uniform": UNIFORM,
+        "block": BLOCK,
+        "selective": SELECTIVE,
+        "micro 2": MICRO2,
+    },
+    2: {
+        "tp2": _parallel(tp=2),
+        "tp2 sp": _parallel(tp=2, **SP),
+        "tp2 sp uniform": {**_parallel(tp=2, **SP), **UNIFORM},
+        "tp2 synchronous": _parallel(tp=2, async_tensor_model_parallel_allreduce=False),
+        "pp2": _parallel(pp=2),
+        "pp2 gpipe": _parallel(pp=2, pipeline_schedule="gpipe"),
+        "pp2 virtual": _parallel(pp=2, **VIRTUAL),
+        "pp2 micro 2": {**_parallel(pp=2), **MICRO2},
+        "dp2": _parallel(),
+        "dp2 overlap": _parallel(**OVERLAP),
+        "dp2 sharded": _parallel(**DIST),
+        "dp2 sharded overlap micro 2": {**_parallel(**DIST, **OVERLAP), **MICRO2},
+        "dp2 torch": _parallel(ddp_impl="torch"),
+    },
+    4: {
+        "tp4": _parallel(tp=4),
+        "tp4 sp selective": {**_parallel(tp=4, **SP), **SELECTIVE},
+        "pp4": _parallel(pp=4),
+        "dp4 sharded": _parallel(**DIST),
+        "tp2 pp2 sp": _parallel(tp=2, pp=2, **SP),
+        "tp2 pp2 virtual sp block": {**_parallel(tp=2, pp=2, **VIRTUAL, **SP), **BLOCK},
+        "tp2 dp2 sp sharded overlap": _parallel(tp=2, **SP, **DIST, **OVERLAP),
+        "pp2 dp2 sharded": _parallel(pp=2, **DIST),
+        "pp2 dp2 virtual overlap": _parallel(pp=2, **VIRTUAL, **OVERLAP),
+    },
+    8: {
+        "tp2 pp2 dp2": _parallel(tp=2, pp=2),
+        "tp2 pp2 dp2 everything": {
+            **_parallel(tp=2, pp=2, **SP, **DIST, **OVERLAP, **VIRTUAL),
+            **UNIFORM,
+        },
+        "pp4 dp2 gpipe sharded": _parallel(pp=4, pipeline_schedule="gpipe", **DIST),
+    },
+}
+
+DOUBLE = {"precision": {"fp64": True}}
+
+
+def _run_all(layouts: dict[str, Changes], base: Changes, iterations: int, masked: bool) -> dict[str, Trace]:
+    """Runs on every rank; several layouts share one start of the processes."""
+    traces = {}
+    for name, changes in layouts.items():
+        merged = {section: dict(fields) for section, fields in base.items()}
+        for section, fields in changes.items():
+            merged.setdefault(section, {}).update(fields)
+        traces[name] = tiny_run(merged, iterations, masked)
+    return traces
+
+
+def _reference(base: Changes, iterations: int, masked: bool = False) -> Trace:
+    return tiny_run(base, iterations, masked)
+
+
+def _assert_close(trace: Trace, reference: Trace, tolerance: float, name: str) -> None:
+    assert trace.losses == pytest.approx(reference.losses, rel=tolerance, abs=0), name
+    assert trace.grad_norms == pytest.approx(reference.grad_norms, rel=tolerance, abs=0), name
+
+
+def _traces(world_size: int, base: Changes, iterations: int, masked: bool = False) -> dict[str, Trace]:
+    layouts = LAYOUTS[world_size]
+    results = run_ranks(world_size, _run_all, layouts, base, iterations, masked, timeout=300.0)
+    for name in layouts:
+        for rank_traces in results[1:]:
+            assert rank_traces[name].losses == results[0][name].losses, (
+                f"{name}: ranks report different losses"
+            )
+    return dict(results[0])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("world_size", sorted(LAYOUTS))
+def test_double_precision_agrees_over_30_steps(world_size: int) -> None:
+    reference = _reference(DOUBLE, 30)
+    assert reference.losses[-1] < reference.losses[0] - 0.5
+    for name, trace in _traces(world_size, DOUBLE, 30).items():
+        _assert_close(trace, reference, 1e-10, name)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("world_size", sorted(LAYOUTS))
+def test_single_precision_agrees(world_size: int) -> None:
+    reference = _reference({}, 30)
+    for name, trace in _traces(world_size, {}, 30).items():
+        first = Trace(trace.losses[:10], trace.grad_norms[:10], {})
+        _assert_close(first, Trace(reference.losses[:10], reference.grad_norms[:10], {}), 1e-5, name)
+        _assert_close(trace, reference, 1e-4, name)
+
+
+RICH: Changes = {
+    "model": {
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.5,
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "num_query_groups": 2,
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+        "ffn_hidden_size": 48,
+    },
+    **DOUBLE,
+}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_llama_like_model_agrees(world_size: int) -> None:
+    layouts = {name: c for name, c in LAYOUTS[world_size].items() if "tp4" not in name}
+    reference = _reference(RICH, 6)
+    results = run_ranks(world_size, _run_all, layouts, RICH, 6, False, timeout=300.0)
+    for name in layouts:
+        _assert_close(results[0][name], reference, 1e-10, name)
+
+
+@pytest.mark.multiprocess
+def test_loss_mask_weighs_every_token_of_the_batch_equally() -> None:
+    """Masks differ in their number of tokens, so averaging per micro-batch first would depend on the layout."""
+    reference = _reference(DOUBLE, 6, masked=True)
+    for name, trace in _traces(2, DOUBLE, 6, masked=True).items():
+        _assert_close(trace, reference, 1e-10, name)
+
+
+DROPOUT: Changes = {"model": {"attention_dropout": 0.2, "hidden_dropout": 0.3}, **DOUBLE}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_dropout_does_not_depend_on_the_layout(world_size: int) -> None:
+    reference = _reference(DROPOUT, 6)
+    assert reference.losses != _reference(DOUBLE, 6).losses
+    if world_size == 1:
+        traces = _run_all(LAYOUTS[1], DROPOUT, 6, False)
+    else:
+        traces = _traces(world_size, DROPOUT, 6)
+    for name, trace in traces.items():
+        _assert_close(trace, reference, 1e-10, name)

@@ -1,0 +1,194 @@
+"""Runs the command lines as a user does: on one process, under torchrun, or as N processes to be killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+
+from tests.support.cleanup import die_with_parent
+from tests.support.spawn import rendezvous_env
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class CliResult:
+    """What a command left behind; a negative exit code is the signal that ended it."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+    def text(self) -> str:
+        """Both streams, for a message."""
+        return f"stdout:\n{self.stdout}\nstderr:\n{self.stderr}"
+
+    def check(self) -> CliResult:
+        """Itself, when the command succeeded.
+
+        Raises:
+            AssertionError: when it did not; with its output.
+        """
+        if self.returncode != 0:
+            raise AssertionError(
+                f"exit code {self.returncode}\nstdout:\n{self.stdout}\nstderr:\n{self.stderr}"
+            )
+        return self
+
+
+def run_cli(
+    world_size: int,
+    argv: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120.0,
+    torchrun_args: Sequence[str] = (),
+) -> CliResult:
+    """Runs ``python ARGV`` in the repository's folder; with more than one process through torchrun.
+
+    Args:
+        world_size: processes; 1 runs Python itself.
+        argv: the script and its arguments.
+        env: environment variables added.
+        timeout: seconds; then the command and its children are killed.
+        torchrun_args: arguments of torchrun, as ``--max-restarts``; with any, 1 process runs under it too.
+
+    Raises:
+        AssertionError: when the time is over; with the output so far.
+    """
+    command = [sys.executable, *argv]
+    if world_size > 1 or torchrun_args:
+        launcher = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={world_size}",
+            *torchrun_args,
+        ]
+        command = [sys.executable, *launcher, *argv]
+    with tempfile.TemporaryDirectory(prefix="cli-") as folder:
+        process = _start(command, Path(folder), "", _environment(env))
+        try:
+            process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            _kill_session(process)
+            output = _result(process, Path(folder), "").text()
+            raise AssertionError(f"{' '.join(command)} did not end in {timeout:g} s\n{output}") from None
+        finally:
+            _kill_session(process)
+        return _result(process, Path(folder), "")
+
+
+class RankProcesses:
+    """N plain processes of one world, without a launcher that restarts or stops them.
+
+    Use as a context manager: leaving it kills whatever still runs.
+    """
+
+    def __init__(self, world_size: int, argv: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-cli-")
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        shared = rendezvous_env(world_size, self._store.port) | dict(env or {})
+        self.processes = [
+            _start(
+                [sys.executable, *argv],
+                Path(self._folder.name),
+                str(rank),
+                _environment(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}),
+            )
+            for rank in range(world_size)
+        ]
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def kill(self, rank: int | None = None, number: int = signal.SIGKILL) -> None:
+        """Sends a signal to one rank, or (None) to all of them, one right after the other."""
+        for index, process in enumerate(self.processes):
+            if rank in (None, index) and process.poll() is None:
+                process.send_signal(number)
+
+    def output(self, rank: int) -> CliResult:
+        """The output of a rank so far; the exit code of one that still runs is given as 0."""
+        return _result(self.processes[rank], Path(self._folder.name), str(rank))
+
+    def wait(self, timeout: float = 120.0) -> list[CliResult]:
+        """Waits for all ranks.
+
+        Raises:
+            AssertionError: when a rank still runs after ``timeout`` seconds; with every rank's output.
+        """
+        deadline = time.monotonic() + timeout
+        for process in self.processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(self._report(timeout)) from None
+        return [self.output(rank) for rank in range(len(self.processes))]
+
+    def close(self) -> None:
+        """Kills what still runs and removes the output files."""
+        for process in self.processes:
+            _kill_session(process)
+        self._folder.cleanup()
+
+    def _report(self, timeout: float) -> str:
+        lines = [f"not every rank ended in {timeout:g} s"]
+        for rank, process in enumerate(self.processes):
+            state = "still running" if process.poll() is None else f"exit code {process.returncode}"
+            lines.append(f"--- rank {rank}: {state}\n{self.output(rank).text()}")
+        return "\n".join(lines)
+
+
+def launch_ranks_cli(
+    world_size: int, argv: Sequence[str], env: Mapping[str, str] | None = None
+) -> RankProcesses:
+    """Starts ``python ARGV`` once per rank, with RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* set."""
+    return RankProcesses(world_size, argv, env)
+
+
+def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return inherited | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | dict(extra or {})
+
+
+def _start(command: Sequence[str], folder: Path, name: str, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Starts a command in a session of its own, its output going to files (a full pipe would stop it)."""
+    with (folder / f"stdout{name}").open("wb") as stdout, (folder / f"stderr{name}").open("wb") as stderr:
+        return subprocess.Popen(
+            command,
+            cwd=REPO,
+            env=env,
+            stdout=stdout,
+            stderr=stderr,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+
+
+def _result(process: subprocess.Popen[bytes], folder: Path, name: str) -> CliResult:
+    stdout, stderr = ((folder / f"{kind}{name}").read_text(errors="replace") for kind in ("stdout", "stderr"))
+    return CliResult(process.returncode or 0, stdout, stderr)
+
+
+def _kill_session(process: subprocess.Popen[bytes]) -> None:
+    """Kills a process and every descendant that stayed in its session."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

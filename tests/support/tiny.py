@@ -1,0 +1,119 @@
+"""Tiny training runs on random tokens, for tests that compare layouts and models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.config.run import RunConfig
+from megatron.data.batch import Batch
+from megatron.topology.topology import Topology, build_topology, single_process
+from megatron.training.assembly import Engines, build_engines, layout_of
+from megatron.training.step import take_batches, train_step
+
+VOCAB = 97
+
+BASE: dict[str, dict[str, Any]] = {
+    "model": {
+        "num_layers": 4,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "seq_length": 16,
+        "max_position_embeddings": 16,
+        "make_vocab_size_divisible_by": 1,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "init_method_std": 0.05,
+    },
+    "training": {"micro_batch_size": 1, "global_batch_size": 8, "train_iters": 30, "seed": 7},
+    "optimizer": {"lr": 3e-3, "weight_decay": 0.1, "lr_decay_style": "constant"},
+    "data": {"data_path": ["unused"]},
+    "tokenizer": {"tokenizer_type": "NullTokenizer", "vocab_size": VOCAB - 1},
+    "parallel": {"distributed_backend": "gloo"},
+}
+
+
+def tiny_config(changes: Mapping[str, Mapping[str, Any]], world_size: int) -> RunConfig:
+    """A resolved configuration: ``BASE`` with some fields of some sections replaced."""
+    merged = {name: dict(section) for name, section in BASE.items()}
+    for name, section in changes.items():
+        merged.setdefault(name, {}).update(section)
+    return RunConfig.from_dict(merged).resolve(world_size)
+
+
+def tiny_tokens(draw: int, seq_length: int, masked: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens (seq_length + 1) and loss mask (seq_length) of a sample: learnable, since one token predicts the next."""
+    generator = torch.Generator().manual_seed(1000 + draw)
+    steps = torch.randint(1, 4, (seq_length + 1,), generator=generator)
+    tokens = (torch.cumsum(steps, 0) * 5 + draw) % VOCAB
+    mask = torch.ones(seq_length)
+    if masked:
+        mask = (torch.rand(seq_length, generator=generator) > 0.3).float()
+    return tokens, mask
+
+
+def tiny_batches(config: RunConfig, topology: Topology, masked: bool, start: int = 0) -> Iterator[Batch]:
+    """Micro-batches of this rank, without end, in the order that the data loader keeps."""
+    micro, length = config.training.micro_batch_size, config.model.seq_length
+    at = start
+    while True:
+        first = at + topology.dp.rank * micro
+        draws = list(range(first, first + micro))
+        samples = [tiny_tokens(draw, length, masked) for draw in draws]
+        tokens = torch.stack([tokens for tokens, _ in samples])
+        yield Batch(
+            tokens_bs=tokens[:, :-1].contiguous(),
+            labels_bs=tokens[:, 1:].contiguous(),
+            loss_mask_bs=torch.stack([mask for _, mask in samples]),
+            position_ids_bs=torch.arange(length).expand(micro, length).contiguous(),
+            segment_ids_bs=None,
+            sample_ids_b=torch.tensor(draws),
+            draw_ids_b=torch.tensor(draws),
+        )
+        at += micro * topology.dp.size
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a tiny run did."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    bytes_by_point: dict[str, float]
+
+
+def tiny_engines(changes: Mapping[str, Mapping[str, Any]]) -> Engines:
+    """Engines of this rank; uses torch's process group when there is one."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    config = tiny_config(changes, world_size)
+    if world_size == 1:
+        topology = single_process()
+    else:
+        topology = build_topology(layout_of(config, world_size), torch.device("cpu"))
+    return build_engines(config, topology, VOCAB)
+
+
+def tiny_run(changes: Mapping[str, Mapping[str, Any]], iterations: int, masked: bool = False) -> Trace:
+    """Trains for some iterations; a collective call when there is a process group."""
+    engines = tiny_engines(changes)
+    return tiny_train(engines, iterations, masked)
+
+
+def tiny_train(engines: Engines, iterations: int, masked: bool = False) -> Trace:
+    """Trains given engines from their current weights."""
+    config = engines.config
+    batches = tiny_batches(config, engines.topology, masked)
+    losses, norms = [], []
+    layout = engines.topology.layout
+    count = config.training.global_batch_size // (config.training.micro_batch_size * layout.dp)
+    for iteration in range(iterations):
+        taken = take_batches(batches, count, engines.topology.device)
+        outcome = train_step(engines, taken, iteration, config.optimizer.lr, config.optimizer.weight_decay)
+        losses.append(outcome.loss)
+        norms.append(outcome.grad_norm if outcome.grad_norm is not None else float("nan"))
+    sent = {point: account["wire_bytes"] for point, account in engines.ledger.take().items()}
+    return Trace(losses, norms, sent)

@@ -1,0 +1,157 @@
+"""Damage is found before memory changes, and the message says which file and what can be loaded instead."""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.load import (
+    complete_iterations,
+    load_common,
+    load_config_yaml,
+    load_per_rank,
+    load_tensors,
+)
+from megatron.checkpoint.logical import LogicalShard, shard_of_local
+from megatron.checkpoint.save import save_checkpoint
+from megatron.config.errors import UserError
+
+FILES = ("common.json", "config.yaml", "metadata.json", "shard_00000.bin")
+
+
+def shards(x: torch.Tensor, y: torch.Tensor) -> dict[str, LogicalShard]:
+    return {"x": shard_of_local(x, (0, 0), x.shape), "y": shard_of_local(y, (0,), y.shape)}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two checkpoints; tests damage the second."""
+    for iteration in (1, 2):
+        x = torch.arange(12.0).view(3, 4) * iteration
+        save_checkpoint(
+            tmp_path, iteration, shards(x, torch.ones(5)), {"i": iteration}, {"rank": 0}, "a: 1\n"
+        )
+    return tmp_path
+
+
+def load_everything(root: Path) -> None:
+    """Loads iteration 2; when that fails, checks that no memory has changed."""
+    x, y = torch.full((3, 4), -1.0), torch.full((5,), -1.0)
+    try:
+        load_tensors(root, 2, shards(x, y))
+    except UserError:
+        assert x.eq(-1).all()
+        assert y.eq(-1).all()
+        raise
+    load_common(root, 2)
+    load_config_yaml(root, 2)
+    load_per_rank(root, 2, 0)
+
+
+def assert_refused(root: Path, name: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_everything(root)
+    message = str(error.value)
+    assert str(root / "iter_0000002" / name) in message
+    assert "iteration 1 is complete: to load it, write 1 into" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_truncation_is_found(root: Path, name: str) -> None:
+    path = root / "iter_0000002" / name
+    data = path.read_bytes()
+    for length in {0, 1, len(data) // 2, len(data) - 1}:
+        path.write_bytes(data[:length])
+        assert_refused(root, name)
+        assert complete_iterations(root) == [1]
+    path.write_bytes(data)
+    load_everything(root)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_any_flipped_bit_is_found(root: Path, name: str) -> None:
+    path = root / "iter_0000002" / name
+    data = bytearray(path.read_bytes())
+    generator = random.Random(name)
+    for position in {0, len(data) - 1, *(generator.randrange(len(data)) for _ in range(20))}:
+        bit = 1 << generator.randrange(8)
+        data[position] ^= bit
+        path.write_bytes(data)
+        assert_refused(root, name)
+        data[position] ^= bit
+    path.write_bytes(data)
+    load_everything(root)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_found(root: Path, name: str) -> None:
+    (root / "iter_0000002" / name).unlink()
+    assert_refused(root, name)
+
+
+def test_a_longer_file_is_found(root: Path) -> None:
+    with (root / "iter_0000002" / "shard_00000.bin").open("ab") as stream:
+        stream.write(b"x")
+    assert_refused(root, "shard_00000.bin")
+
+
+def test_damage_in_what_is_not_loaded_does_not_matter(root: Path) -> None:
+    path = root / "iter_0000002" / "shard_00000.bin"
+    content = json.loads((path.parent / "metadata.json").read_text())["content"]
+    _offsets, _sizes, _file, offset, _length, _crc32 = content["tensors"]["y"]["chunks"][0]
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+    x = torch.zeros(3, 4)
+    load_tensors(root, 2, {"x": shard_of_local(x, (0, 0), (3, 4))}, allow_unexpected=True)
+    assert x.sum() == 132
+    assert_refused(root, "shard_00000.bin")
+
+
+def reseal(path: Path, **changes: object) -> None:
+    """Rewrites metadata.json with a right checksum: a checkpoint made by somebody else."""
+    content = json.loads(path.read_text())["content"]
+    content.update(changes)
+    body = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    path.write_text(f'{{"crc32":{zlib.crc32(body.encode())},"content":{body}}}\n')
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": 2},
+        {"byteorder": "middle"},
+        {"files": {"../../secret": 1}},
+        {"files": {"shard_00000.bin": 3}},
+        {"tensors": {"x": {"dtype": "save", "shape": [1], "chunks": []}}},
+        {"tensors": {"x": {"dtype": "float32", "shape": [3, 4], "chunks": []}}},
+        {
+            "tensors": {
+                "x": {"dtype": "float32", "shape": [1], "chunks": [[[1], [1], "shard_00000.bin", 0, 4, 0]]}
+            }
+        },
+        {
+            "tensors": {
+                "x": {"dtype": "float32", "shape": [1], "chunks": [[[0], [1], "shard_00000.bin", 0, 5, 0]]}
+            }
+        },
+        {"tensors": []},
+        {"documents": None},
+    ],
+)
+def test_a_table_of_contents_that_lies_is_refused(root: Path, changes: dict[str, object]) -> None:
+    reseal(root / "iter_0000002" / "metadata.json", **changes)
+    assert_refused(root, "metadata.json")
+
+
+def test_without_another_checkpoint_the_message_says_so(root: Path) -> None:
+    (root / "iter_0000001" / "metadata.json").unlink()
+    (root / "iter_0000002" / "metadata.json").unlink()
+    with pytest.raises(UserError, match="has no other complete checkpoint"):
+        load_everything(root)

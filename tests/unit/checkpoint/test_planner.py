@@ -1,0 +1,83 @@
+"""Each element is written by exactly one rank, and the ranks share the work."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint.planner import SavePlan
+
+from megatron.checkpoint.logical import LogicalShard, Piece, shard_of_flat_range
+from megatron.checkpoint.planner import divide_plans
+
+
+def plan_of(shards: dict[str, LogicalShard]) -> SavePlan:
+    return SavePlan(
+        [item for name, shard in shards.items() for item in shard.__create_write_items__(name, shard)]
+    )
+
+
+def coverage(plans: list[SavePlan], name: str, shape: tuple[int, ...]) -> np.ndarray:
+    count = np.zeros(shape, dtype=int)
+    for plan in plans:
+        for item in plan.items:
+            if item.index.fqn == name and item.tensor_data is not None:
+                chunk = item.tensor_data.chunk
+                count[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))] += 1
+    return count
+
+
+def num_bytes(plan: SavePlan) -> int:
+    return sum(
+        math.prod(item.tensor_data.chunk.sizes) * 4 for item in plan.items if item.tensor_data is not None
+    )
+
+
+def test_replicas_are_written_once_and_evenly() -> None:
+    shards = {
+        f"w{i}": LogicalShard((i + 1, 8), torch.float32, [Piece((0, 0), torch.zeros(i + 1, 8))])
+        for i in range(12)
+    }
+    plans = divide_plans([plan_of(shards) for _ in range(3)])
+    for name, shard in shards.items():
+        assert (coverage(plans, name, shard.global_shape) == 1).all()
+    loads = [num_bytes(plan) for plan in plans]
+    assert max(loads) - min(loads) <= 2 * 8 * 4
+
+
+def test_what_one_rank_alone_holds_counts_in_the_balance() -> None:
+    own = LogicalShard((100,), torch.float32, [Piece((0,), torch.zeros(100))])
+    shared = {f"s{i}": LogicalShard((10,), torch.float32, [Piece((0,), torch.zeros(10))]) for i in range(10)}
+    plans = divide_plans([plan_of({"own": own, **shared}), plan_of(shared)])
+    assert [num_bytes(plan) for plan in plans] == [400, 400]
+
+
+def test_slices_that_overlap_in_part_are_cut() -> None:
+    shape = (6, 4)
+    ranges = [(0, 9), (5, 24), (9, 24), (0, 5)]  # two replicas, each cut at another place
+    plans = [
+        plan_of(
+            {
+                "x": LogicalShard(
+                    shape, torch.float32, shard_of_flat_range(shape, (0, 0), shape, torch.zeros(b - a), a, b)
+                )
+            }
+        )
+        for a, b in ranges
+    ]
+    assert (coverage(divide_plans(plans), "x", shape) == 1).all()
+
+
+def test_a_gap_is_named() -> None:
+    half = LogicalShard((4,), torch.float32, [Piece((0,), torch.zeros(2))])
+    with pytest.raises(ValueError, match=r"x: the ranks hold 2 of its 4 elements"):
+        divide_plans([plan_of({"x": half}), plan_of({"x": half})])
+
+
+def test_disagreement_is_named() -> None:
+    a = LogicalShard((4,), torch.float32, [Piece((0,), torch.zeros(4))])
+    b = LogicalShard((4,), torch.float64, [Piece((0,), torch.zeros(4, dtype=torch.float64))])
+    with pytest.raises(ValueError, match="x: ranks describe it differently"):
+        divide_plans([plan_of({"x": a}), plan_of({"x": b})])

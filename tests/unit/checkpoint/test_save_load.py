@@ -1,0 +1,301 @@
+"""Saving and loading in one process: contents, tracker, replacement, pruning, other models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.files import TRACKER
+from megatron.checkpoint.load import (
+    complete_iterations,
+    load_common,
+    load_config_yaml,
+    load_per_rank,
+    load_tensors,
+    read_tracker,
+    saved_world_size,
+)
+from megatron.checkpoint.logical import LogicalShard, shard_of_local
+from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.saver import CheckpointSaver
+from megatron.config.errors import UserError
+
+COMMON = {"iteration": 3, "lr": 0.1, "betas": (0.9, 0.95)}
+
+
+def model(value: float = 0.0) -> dict[str, Tensor]:
+    torch.manual_seed(int(value))
+    return {
+        "embedding.weight": torch.randn(7, 4) + value,
+        "layers.0.bias": torch.randn(4).to(torch.bfloat16),
+        "optimizer.step": torch.tensor(value, dtype=torch.float64),
+    }
+
+
+def shards(tensors: dict[str, Tensor]) -> dict[str, LogicalShard]:
+    return {name: shard_of_local(x, (0,) * x.dim(), x.shape) for name, x in tensors.items()}
+
+
+def save(root: Path, iteration: int, value: float | None = None, **options: Any) -> None:
+    value = float(iteration) if value is None else value
+    save_checkpoint(root, iteration, shards(model(value)), COMMON, {"rank": 0}, "seed: 1\n", **options)
+
+
+def assert_holds(root: Path, iteration: int, value: float | None = None) -> None:
+    loaded = model(-1.0)
+    load_tensors(root, iteration, shards(loaded))
+    expected = model(float(iteration) if value is None else value)
+    for name, tensor in expected.items():
+        assert torch.equal(loaded[name], tensor), name
+
+
+def test_round_trip_is_exact(tmp_path: Path) -> None:
+    lines: list[str] = []
+    save(tmp_path, 3, log=lines.append)
+    assert_holds(tmp_path, 3)
+    assert read_tracker(tmp_path) == 3
+    assert load_common(tmp_path, 3) == COMMON
+    assert load_per_rank(tmp_path, 3, 0) == {"rank": 0}
+    assert load_per_rank(tmp_path, 3, 1) is None
+    assert load_config_yaml(tmp_path, 3) == "seed: 1\n"
+    assert saved_world_size(tmp_path, 3) == 1
+    assert any("successfully saved checkpoint at iteration       3" in line for line in lines)
+
+
+def test_layout_of_the_folder(tmp_path: Path) -> None:
+    save(tmp_path, 100)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000100", TRACKER]
+    assert (tmp_path / TRACKER).read_text() == "100\n"
+    files = {p.name: p for p in (tmp_path / "iter_0000100").iterdir()}
+    assert sorted(files) == ["common.json", "config.yaml", "metadata.json", "shard_00000.bin"]
+    assert json.loads(files["common.json"].read_text())["iteration"] == 3
+    json.loads(files["metadata.json"].read_text())
+    state = len(json.dumps({"rank": 0}, indent=1)) + 1
+    assert files["shard_00000.bin"].stat().st_size == 7 * 4 * 4 + 4 * 2 + 8 + state
+
+
+def test_nothing_is_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pickle
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("pickle was used")
+
+    for name in ("load", "loads", "dump", "dumps", "Unpickler", "Pickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    save(tmp_path, 1)
+    assert_holds(tmp_path, 1)
+    assert load_common(tmp_path, 1) == COMMON
+
+
+def test_replacing_a_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 1, 5.0)
+    save(tmp_path, 2)
+    save(tmp_path, 1, 6.0)
+    assert read_tracker(tmp_path) == 1
+    assert_holds(tmp_path, 1, 6.0)
+    assert_holds(tmp_path, 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000001", "iter_0000002", TRACKER]
+
+
+def test_leftovers_go_and_a_displaced_checkpoint_returns(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / ".tmp_iter_0000002").mkdir()
+    (tmp_path / ".tmp_iter_0000002" / "shard_00000.bin").write_bytes(b"half")
+    (tmp_path / "iter_0000002").rename(tmp_path / ".old_iter_0000002")
+    assert read_tracker(tmp_path) == 2  # killed between the two renames of a replacement
+    assert_holds(tmp_path, 2)
+    save(tmp_path, 3)
+    assert_holds(tmp_path, 2)
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == ["iter_0000001", "iter_0000002", "iter_0000003", TRACKER]
+
+
+def test_keep_last_keeps_the_newest_of_this_run(tmp_path: Path) -> None:
+    save(tmp_path, 90)  # of a run that went further
+    for iteration in (1, 2, 3, 4):
+        save(tmp_path, iteration, keep_last=2)
+    assert complete_iterations(tmp_path) == [90, 4, 3]
+    assert read_tracker(tmp_path) == 4
+
+
+def test_no_tracker_means_nothing_was_saved(tmp_path: Path) -> None:
+    assert read_tracker(tmp_path) is None
+    assert read_tracker(tmp_path / "absent") is None
+
+
+@pytest.mark.parametrize("text", ["", "\n", "12a", "-3", "1e3", "rel", "\0\xff", "9" * 90, "٣"])
+def test_a_garbage_tracker_names_what_can_be_loaded(tmp_path: Path, text: str) -> None:
+    save(tmp_path, 4)
+    (tmp_path / TRACKER).write_text(text, encoding="utf-8")
+    with pytest.raises(
+        UserError, match=r"latest_checkpointed_iteration.txt holds .*iteration 4 is complete"
+    ) as error:
+        read_tracker(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_tracker_that_names_nothing(tmp_path: Path) -> None:
+    (tmp_path / TRACKER).write_text("7")
+    with pytest.raises(
+        UserError, match=r"names iteration 7, which is not there; .* no other complete checkpoint"
+    ):
+        read_tracker(tmp_path)
+    save(tmp_path, 4)
+    (tmp_path / TRACKER).write_text("7")
+    with pytest.raises(UserError, match=r"names iteration 7.*; iteration 4 is complete: .* write 4 into"):
+        read_tracker(tmp_path)
+
+
+def test_release(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    (tmp_path / "iter_0000004").rename(tmp_path / "release")
+    (tmp_path / TRACKER).write_text("release")
+    assert read_tracker(tmp_path) == "release"
+    loaded = model(-1.0)
+    load_tensors(tmp_path, "release", shards(loaded))
+    assert torch.equal(loaded["embedding.weight"], model(4.0)["embedding.weight"])
+
+
+def another_model() -> dict[str, Tensor]:
+    tensors = model(-1.0)
+    tensors["embedding.weight"] = torch.zeros(8, 4)
+    tensors["layers.1.bias"] = tensors.pop("layers.0.bias")
+    return tensors
+
+
+def test_another_model_is_refused_and_nothing_changes(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    tensors = another_model()
+    before = {name: x.clone() for name, x in tensors.items()}
+    with pytest.raises(UserError) as error:
+        load_tensors(tmp_path, 1, shards(tensors))
+    message = str(error.value)
+    for part in (
+        "checkpoint of another model",
+        "embedding.weight has shape (7, 4) instead of (8, 4)",
+        "layers.1.bias is not in it",
+        "layers.0.bias is in it, but not in this model",
+        "--num-layers",
+        "--hidden-size",
+    ):
+        assert part in message
+    assert "\n" not in message
+    for name, x in tensors.items():
+        assert torch.equal(x, before[name])
+
+
+def test_many_differences_are_counted(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    tensors = {f"x{i}": torch.zeros(2) for i in range(20)}
+    with pytest.raises(UserError, match="and 19 more"):
+        load_tensors(tmp_path, 1, shards(tensors))
+
+
+def test_names_may_be_left_out_when_allowed(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    tensors = model(-1.0)
+    del tensors["optimizer.step"]
+    with pytest.raises(UserError, match=r"optimizer.step is in it"):
+        load_tensors(tmp_path, 1, shards(tensors))
+    missing = load_tensors(
+        tmp_path, 1, shards(tensors), allow_unexpected=lambda name: name.startswith("optimizer.")
+    )
+    assert missing == []
+    assert torch.equal(tensors["embedding.weight"], model(1.0)["embedding.weight"])
+    del tensors["layers.0.bias"]
+    with pytest.raises(UserError, match=r"layers.0.bias is in it"):
+        load_tensors(
+            tmp_path, 1, shards(tensors), allow_unexpected=lambda name: name.startswith("optimizer.")
+        )
+    load_tensors(tmp_path, 1, shards(tensors), allow_unexpected=True)
+
+
+def test_not_strict_loads_what_both_have(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    tensors = another_model()
+    del tensors["embedding.weight"]
+    assert load_tensors(tmp_path, 1, shards(tensors), strict=False) == ["layers.1.bias"]
+    assert float(tensors["optimizer.step"]) == 1.0
+
+
+def test_types_are_converted_and_logged(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    tensors = {name: x.float() for name, x in model(-1.0).items()}
+    lines: list[str] = []
+    load_tensors(tmp_path, 1, shards(tensors), log=lines.append)
+    assert torch.equal(tensors["layers.0.bias"], model(1.0)["layers.0.bias"].float())
+    assert "converting 1 tensors of the checkpoint from torch.bfloat16 to torch.float32" in lines
+    tensors["layers.0.bias"] = torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(UserError, match=r"layers.0.bias is torch.bfloat16 instead of torch.int64"):
+        load_tensors(tmp_path, 1, shards(tensors))
+
+
+def test_loads_into_parameters_and_strided_memory(tmp_path: Path) -> None:
+    x = torch.arange(12.0).view(3, 4)
+    save_checkpoint(tmp_path, 1, shards({"x": x}), {}, None, "")
+    target = torch.nn.Parameter(torch.zeros(4, 3))
+    load_tensors(tmp_path, 1, {"x": shard_of_local(target.t(), (0, 0), (3, 4))})
+    assert torch.equal(target.detach(), x.t())
+
+
+def test_a_tensor_without_elements(tmp_path: Path) -> None:
+    tensors = {"x": torch.zeros(0, 4), "y": torch.ones(2)}
+    save_checkpoint(tmp_path, 1, shards(tensors), {}, None, "")
+    load_tensors(tmp_path, 1, shards(tensors))
+
+
+def test_incomplete_tensors_and_odd_values_are_refused(tmp_path: Path) -> None:
+    half = {"x": shard_of_local(torch.zeros(2), (0,), (4,))}
+    with pytest.raises(UserError, match=r"not saved.*cannot save x: the ranks hold 2 of its 4"):
+        save_checkpoint(tmp_path, 1, half, {}, None, "")
+    with pytest.raises(UserError, match=r"state\['f'\] is a function"):
+        save_checkpoint(tmp_path, 1, {}, {"f": shards}, None, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_saver(tmp_path: Path, async_: bool) -> None:
+    saver = CheckpointSaver(tmp_path, async_=async_, keep_last=2)
+    for iteration in (1, 2, 3):
+        tensors = model(float(iteration))
+        saver.save(iteration, shards(tensors), COMMON, None, "")
+        for x in tensors.values():
+            x.zero_()  # training goes on
+        saver.poll()
+    saver.wait()
+    assert complete_iterations(tmp_path) == [3, 2]
+    assert_holds(tmp_path, 2)
+    assert_holds(tmp_path, 3)
+
+
+def test_async_files_equal_the_synchronous_ones(tmp_path: Path) -> None:
+    save(tmp_path / "a", 1)
+    handle = save_checkpoint(
+        tmp_path / "b", 1, shards(model(1.0)), COMMON, {"rank": 0}, "seed: 1\n", async_=True
+    )
+    assert handle is not None
+    handle.wait()
+    assert handle.done()
+    for path in (tmp_path / "a" / "iter_0000001").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / "iter_0000001" / path.name).read_bytes()
+
+
+def test_an_async_failure_surfaces_at_a_later_step(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    saver = CheckpointSaver(tmp_path / "file", async_=True)
+    saver.save(1, shards(model(1.0)), COMMON, None, "")
+
+    def train() -> None:
+        for _ in range(10_000):
+            torch.randn(10_000).sum()
+            saver.poll()
+
+    with pytest.raises(UserError, match="not saved"):
+        train()
+    saver.poll()

@@ -1,0 +1,286 @@
+"""The command line of a run: spellings, aliases, shorthand, notes and mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config import UserError, build_run_parser, parse_args
+from megatron.config.known import KNOWN_FLAGS, SWITCH, KnownFlag
+from megatron.config.option import FieldOption
+from megatron.config.run import RunConfig
+from megatron.config.shortcuts import Shortcut
+
+HERE = Path(__file__).parent
+# One parser for the tests over whole tables: parsing does not change it.
+PARSER = build_run_parser()
+
+
+def value_of(config: RunConfig, path: str) -> Any:
+    section, _, name = path.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--tensor-model-parallel-size 4",
+        "--tensor_model_parallel_size 4",
+        "--tensor_model-parallel_size=4",
+        "--Tensor-Model-Parallel-Size 4",
+        "--model-parallel-size 4",
+    ],
+)
+def test_hyphens_underscores_and_case_are_alike(line: str) -> None:
+    assert parse_args(line.split()).config.parallel.tensor_model_parallel_size == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "path", "value"),
+    [
+        ("--num-key-value-heads 2", "model.num_query_groups", 2),
+        ("--num-query-groups 2 --group-query-attention", "model.num_query_groups", 2),
+        ("--encoder-num-layers 3", "model.num_layers", 3),
+        ("--encoder-seq-length 9", "model.seq_length", 9),
+        ("--layernorm-epsilon 1e-6", "model.norm_epsilon", 1e-6),
+        ("--norm-epsilon 1e-6", "model.norm_epsilon", 1e-6),
+        ("--normalization rmsnorm", "model.normalization", "RMSNorm"),
+        ("--normalization LAYERNORM", "model.normalization", "LayerNorm"),
+        ("--use-rotary-position-embeddings", "model.position_embedding_type", "rope"),
+        ("--position-embedding-type rope", "model.position_embedding_type", "rope"),
+        ("--no-position-embedding", "model.position_embedding_type", "none"),
+        (
+            "--use-rotary-position-embeddings --no-position-embedding",
+            "model.position_embedding_type",
+            "rope",
+        ),
+        ("--position-embedding-type learned-absolute", "model.position_embedding_type", "learned_absolute"),
+        ("--rotary-position-embeddings-theta 5e5", "model.rotary_base", 5e5),
+        ("--disable-bias-linear", "model.add_bias_linear", False),
+        ("--disable-bias-linear false", "model.add_bias_linear", True),
+        ("--no-bias-gelu-fusion", "model.bias_gelu_fusion", False),
+        ("--swiglu=true", "model.swiglu", True),
+        ("--DDP-impl torch", "parallel.ddp_impl", "torch"),
+        ("--ddp_impl TORCH", "parallel.ddp_impl", "torch"),
+        ("--local_rank=3", "parallel.local_rank", 3),
+        ("--local-rank 3", "parallel.local_rank", 3),
+        ("--recompute-activations", "recompute.recompute_granularity", "selective"),
+        ("--checkpoint-activations", "recompute.recompute_granularity", "full"),
+        ("--checkpoint-activations", "recompute.recompute_method", "uniform"),
+        ("--activations-checkpoint-method block", "recompute.recompute_method", "block"),
+        ("--activations-checkpoint-method block", "recompute.recompute_granularity", "full"),
+        (
+            "--activations-checkpoint-granularity selective",
+            "recompute.recompute_granularity",
+            "selective",
+        ),
+        ("--checkpoint-num-layers 2", "recompute.recompute_num_layers", 2),
+        ("--batch-size 8", "training.micro_batch_size", 8),
+        ("--train-samples 300_000_000", "training.train_samples", 300_000_000),
+        ("--rampup-batch-size 16 16 5_859_375", "training.rampup_batch_size", [16, 16, 5859375]),
+        ("--use-flash-attn-v2", "training.use_flash_attn", True),
+        ("--warmup 0.01", "optimizer.lr_warmup_fraction", 0.01),
+        ("--lr-decay-style inverse_square_root", "optimizer.lr_decay_style", "inverse-square-root"),
+        (
+            "--override-opt_param-scheduler",
+            "optimizer.override_opt_param_scheduler",
+            True,
+        ),
+        ("--vocab v.json", "tokenizer.vocab_file", "v.json"),
+        ("--tokenizer-type gpt2bpetokenizer", "tokenizer.tokenizer_type", "GPT2BPETokenizer"),
+        ("--data-path 0.3 a 0.7 b", "data.data_path", ["0.3", "a", "0.7", "b"]),
+        ("--log_txt_file log.txt", "logging.log_txt_file", "log.txt"),
+        (
+            "--no-log-learnig-rate-to-tensorboard",
+            "logging.log_learning_rate_to_tensorboard",
+            False,
+        ),
+        ("--no-save-optim", "checkpoint.no_save_optim", True),
+        ("--compress dp-grad=none --compress none", "compression.compress", ["dp-grad=none", "none"]),
+        ("--seed 1 --seed 2", "training.seed", 2),
+        ("--recompute-activations --recompute-granularity selective", "recompute.recompute_method", None),
+    ],
+)
+def test_spellings(line: str, path: str, value: object) -> None:
+    parsed = parse_args(line.split())
+    assert value_of(parsed.config, path) == value
+    if value_of(RunConfig(), path) != value:
+        assert path in parsed.explicit
+
+
+def test_nothing_given_is_all_defaults() -> None:
+    parsed = parse_args([])
+    assert parsed.config == RunConfig()
+    assert parsed.explicit == set()
+    assert parsed.notes == []
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--tensor-model-paralel-size 2", ["--tensor-model-paralel-size", "--tensor-model-parallel-size"]),
+        ("--tensor-model-parallel 2", ["unknown flag", "--tensor-model-parallel-size"]),
+        ("--num-layer 2", ["--num-layer;", "nearest is --num-layers"]),
+        ("--conf x.yaml", ["nearest is --config"]),
+        ("--xyzzyxyzzy", ["unknown flag --xyzzyxyzzy"]),
+        ("--num-layers two", ["--num-layers", "'two' is not an integer"]),
+        ("--num-layers 1.5", ["--num-layers", "'1.5' is not an integer"]),
+        ("--lr high", ["--lr", "not a number"]),
+        ("--fp16 perhaps", ["--fp16", "neither true nor false"]),
+        ("--rampup-batch-size 1 2", ["--rampup-batch-size", "expected 3"]),
+        ("--DDP-impl FSDP", ["--ddp-impl", "local, torch"]),
+        ("--data-path", ["--data-path", "expected at least one"]),
+        ("pretrain", ["pretrain"]),
+        ("--config a.yaml --config b.yaml", ["--config is given 2 times"]),
+        ("--vocab a --vocab-file b", ["--vocab", "--vocab-file", "contradict"]),
+        ("--batch-size 1 --micro-batch-size 2", ["--batch-size", "--micro-batch-size", "contradict"]),
+        (
+            "--recompute-activations --recompute-granularity full",
+            ["--recompute-activations", "--recompute-granularity"],
+        ),
+        (
+            "--use-rotary-position-embeddings --position-embedding-type learned_absolute",
+            ["--use-rotary-position-embeddings", "--position-embedding-type"],
+        ),
+        (
+            "--no-position-embedding --position-embedding-type learned_absolute",
+            ["--no-position-embedding", "--position-embedding-type"],
+        ),
+        ("--group-query-attention", ["--group-query-attention", "--num-query-groups"]),
+        (
+            "--no-pipeline-parallel --pipeline-model-parallel-size 2",
+            ["--no-pipeline-parallel", "--pipeline-model-parallel-size 2"],
+        ),
+        ("--activations-checkpoint-method", ["--activations-checkpoint-method", "expected one"]),
+        ("--activations-checkpoint-method all", ["--activations-checkpoint-method", "uniform, block"]),
+    ],
+)
+def test_mistakes_are_one_line_that_names_the_flag(line: str, words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_args(line.split())
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_equal_values_by_two_spellings_do_not_contradict() -> None:
+    assert parse_args(["--vocab", "a", "--vocab-file", "a"]).config.tokenizer.vocab_file == "a"
+
+
+def test_flags_without_effect_are_noted_once_and_other_flags_kept() -> None:
+    line = "--fp8-margin 3 --no-masked-softmax-fusion --fp8-margin 4 --use-flash-attn --seed 7 --local_rank 0"
+    parsed = parse_args(line.split())
+    assert parsed.config.training.seed == 7
+    assert [note.split(" ")[0] for note in parsed.notes] == [
+        "--fp8-margin",
+        "--no-masked-softmax-fusion",
+        "--use-flash-attn",
+    ]
+    assert all("is known but has no effect here: " in note for note in parsed.notes)
+
+
+def test_old_names_are_noted_with_their_value() -> None:
+    parsed = parse_args(["--batch-size", "8", "--no-pipeline-parallel"])
+    assert parsed.notes[0] == "--batch-size is an old name: taken as --micro-batch-size 8"
+    assert parsed.notes[1].startswith("--no-pipeline-parallel is known but has no effect here")
+
+
+def _words(flag: KnownFlag, value: str) -> list[str]:
+    return [f"--{flag.name}"] if flag.arity == SWITCH else [f"--{flag.name}", value]
+
+
+@pytest.mark.parametrize(
+    "flag", [flag for flag in KNOWN_FLAGS if not flag.refused], ids=lambda flag: flag.name
+)
+def test_each_harmless_flag_is_accepted_with_one_note(flag: KnownFlag) -> None:
+    parsed = PARSER.parse([*_words(flag, "7"), "--seed", "5"], check=False)
+    assert parsed.notes == [f"--{flag.name} is known but has no effect here: {flag.reason}"]
+    assert parsed.explicit == {"training.seed"}
+
+
+@pytest.mark.parametrize("flag", [flag for flag in KNOWN_FLAGS if flag.refused], ids=lambda flag: flag.name)
+def test_each_refused_flag_is_refused_by_name_unless_neutral(flag: KnownFlag) -> None:
+    with pytest.raises(UserError) as caught:
+        PARSER.parse(_words(flag, "7"), check=False)
+    assert f"--{flag.name}" in str(caught.value)
+    assert flag.reason in str(caught.value)
+    if flag.neutral:
+        parsed = PARSER.parse(_words(flag, flag.neutral), check=False)
+        assert parsed.explicit == set()
+        assert parsed.notes == []
+
+
+def test_experts_are_refused_with_all_values_named() -> None:
+    assert parse_args(["--num-experts", "1", "1", "--moe-loss-coeff", "0.10"]).notes == []
+    with pytest.raises(
+        UserError, match="--num-experts 1 8: mixture of experts is not available yet; leave it out"
+    ):
+        parse_args(["--num-experts", "1", "8"])
+
+
+# Flags whose default differs in form only, or by design.
+_OTHER_DEFAULTS = {
+    "distributed-backend": "chosen by the presence of CUDA",
+    "encoder-num-layers": "an alias",
+    "encoder-seq-length": "an alias",
+}
+_COMMON_WITHOUT_FIELD = {
+    "no-masked-softmax-fusion",
+    "no-bias-dropout-fusion",
+    "no-query-key-layer-scaling",
+}
+
+
+def test_every_flag_of_megatron_deepspeed_is_recognised() -> None:
+    table = build_run_parser().table
+    lines = (HERE / "megatron_deepspeed_flags.txt").read_text(encoding="utf-8").splitlines()[1:]
+    # 314 arguments, two of which have a second spelling.
+    assert len(lines) == 316
+    for line in lines:
+        kind, name, arity, *rest = line.split(" ", 3)
+        default = rest[0] if rest else ""
+        target = table.by_flag(name)
+        assert target is not None, name
+        if isinstance(target, KnownFlag):
+            is_switch = target.arity == SWITCH
+            if kind == "+":
+                moe = target.refused and "experts" in target.reason
+                assert moe or name in _COMMON_WITHOUT_FIELD, name
+        elif isinstance(target, FieldOption):
+            is_switch = target.is_switch
+            if not is_switch and name not in _OTHER_DEFAULTS:
+                _assert_same_default(target, default)
+        else:
+            assert isinstance(target, Shortcut)
+            is_switch = not target.takes_value
+        assert is_switch == (arity == "switch"), name
+
+
+def _assert_same_default(target: FieldOption, default: str) -> None:
+    if default == "∅":
+        assert target.default in (None, [])
+    elif target.element in (int, float):
+        assert target.default == (2.0**32 if default == "2**32" else float(default)), target.flag
+    else:
+        assert str(target.default).lower() == default.lower(), target.flag
+
+
+def test_the_flag_surface_is_frozen() -> None:
+    """A flag that appears, vanishes or changes its meaning must be written down in the golden file."""
+    table = build_run_parser().table
+    lines = []
+    for flag in table.all_flags():
+        target = table.by_flag(flag)
+        if isinstance(target, FieldOption):
+            values = "switch" if target.is_switch else "list" if target.is_list else target.element.__name__
+            lines.append(f"--{flag} {values} {target.path}")
+        elif isinstance(target, Shortcut):
+            lines.append(f"--{flag} {'value' if target.takes_value else 'switch'} shorthand")
+        else:
+            assert isinstance(target, KnownFlag)
+            lines.append(f"--{flag} {target.arity} {'refused' if target.refused else 'no effect'}")
+    golden = (HERE / "golden_flags.txt").read_text(encoding="utf-8").splitlines()
+    assert lines == golden

@@ -1,0 +1,334 @@
+"""Every impossible or contradictory setting is refused in one line that names the flags."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron.config import RunConfig, UserError, check_data_given, parse_args
+
+PP2 = "--pipeline-model-parallel-size 2"
+
+# (flags added to a run counted in iterations, processes, words of the message)
+BY_ITERATIONS = [
+    # Layout
+    (
+        "--tensor-model-parallel-size 2",
+        3,
+        ["--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 1", "3 processes"],
+    ),
+    (f"--tensor-model-parallel-size 4 {PP2}", 4, ["--tensor-model-parallel-size 4", "= 8", "4 processes"]),
+    (
+        "--tensor-model-parallel-size 8",
+        8,
+        ["--num-attention-heads 4", "--tensor-model-parallel-size 8"],
+    ),
+    (
+        "--tensor-model-parallel-size 4 --num-query-groups 2",
+        4,
+        ["--num-query-groups 2", "--tensor-model-parallel-size 4"],
+    ),
+    (
+        "--tensor-model-parallel-size 4 --ffn-hidden-size 102",
+        4,
+        ["--ffn-hidden-size 102", "--tensor-model-parallel-size 4"],
+    ),
+    ("--num-query-groups 3", 1, ["--num-query-groups 3", "--num-attention-heads 4"]),
+    ("--num-layers 5 --pipeline-model-parallel-size 2", 2, ["--num-layers 5", PP2]),
+    ("--sequence-parallel", 1, ["--sequence-parallel", "--tensor-model-parallel-size"]),
+    (
+        "--sequence-parallel --tensor-model-parallel-size 2 --seq-length 33",
+        2,
+        ["--sequence-parallel", "--seq-length 33"],
+    ),
+    (
+        "--num-layers-per-virtual-pipeline-stage 1",
+        1,
+        ["--num-layers-per-virtual-pipeline-stage 1", "--pipeline-model-parallel-size of at least 2"],
+    ),
+    (
+        f"{PP2} --num-layers 10 --num-layers-per-virtual-pipeline-stage 2",
+        2,
+        ["--num-layers-per-virtual-pipeline-stage 2", "5 layers"],
+    ),
+    (
+        f"{PP2} --num-layers 10 --virtual-pipeline-model-parallel-size 2",
+        2,
+        ["--virtual-pipeline-model-parallel-size 2", "5 layers"],
+    ),
+    (
+        f"{PP2} --num-layers 8 --num-layers-per-virtual-pipeline-stage 2 "
+        "--virtual-pipeline-model-parallel-size 4",
+        2,
+        ["--num-layers-per-virtual-pipeline-stage 2", "--virtual-pipeline-model-parallel-size 4"],
+    ),
+    (
+        f"{PP2} --num-layers-per-virtual-pipeline-stage 2",
+        2,
+        ["--num-layers-per-virtual-pipeline-stage 2", "one chunk"],
+    ),
+    (
+        f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule gpipe --global-batch-size 4",
+        2,
+        ["--num-layers-per-virtual-pipeline-stage 1", "--pipeline-schedule 1f1b"],
+    ),
+    (
+        f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 6",
+        2,
+        ["--global-batch-size 6", "3 micro-batches", PP2, "multiple of 4"],
+    ),
+    ("--distributed-backend nccl", 1, ["--distributed-backend nccl", "--distributed-backend gloo"]),
+    (f"--DDP-impl torch {PP2}", 2, ["--DDP-impl torch", "--pipeline-model-parallel-size"]),
+    (
+        "--DDP-impl torch --accumulate-allreduce-grads-in-fp32",
+        1,
+        ["--DDP-impl torch", "--accumulate-allreduce-grads-in-fp32"],
+    ),
+    ("--DDP-impl torch --use-distributed-optimizer", 1, ["--DDP-impl torch", "--use-distributed-optimizer"]),
+    ("--DDP-impl torch --fp16", 1, ["--DDP-impl torch", "--fp16"]),
+    ("--DDP-impl torch --bf16", 1, ["--DDP-impl torch", "--bf16"]),
+    # Model and precision
+    ("--hidden-size 66", 1, ["--hidden-size 66", "--num-attention-heads 4", "--kv-channels"]),
+    ("--hidden-size 16 --swiglu", 1, ["--swiglu", "--hidden-size 16", "--ffn-hidden-size"]),
+    ("--max-position-embeddings 16", 1, ["--seq-length 32", "--max-position-embeddings 16"]),
+    ("--swiglu --squared-relu", 1, ["--swiglu", "--squared-relu"]),
+    ("--openai-gelu --squared-relu", 1, ["--openai-gelu", "--squared-relu"]),
+    ("--fp16 --bf16", 1, ["--fp16", "--bf16"]),
+    ("--fp64 --bf16", 1, ["--fp64", "--bf16"]),
+    (
+        "--fp64 --accumulate-allreduce-grads-in-fp32",
+        1,
+        ["--fp64", "--accumulate-allreduce-grads-in-fp32"],
+    ),
+    ("--loss-scale 128", 1, ["--loss-scale", "--fp16"]),
+    ("--loss-scale 128 --bf16", 1, ["--loss-scale", "--fp16"]),
+    (
+        "--fp16 --initial-loss-scale 1 --min-loss-scale 2",
+        1,
+        ["--min-loss-scale 2", "--initial-loss-scale 1"],
+    ),
+    ("--rotary-percent 0.5", 1, ["--rotary-percent", "--position-embedding-type rope"]),
+    (
+        "--position-embedding-type rope --rotary-percent 0.2",
+        1,
+        ["--rotary-percent 0.2", "--kv-channels", "3 channels"],
+    ),
+    ("--position-embedding-type rope --kv-channels 15", 1, ["--kv-channels", "15 channels"]),
+    ("--rotary-percent 1.5", 1, ["--rotary-percent", "at most 1"]),
+    ("--rotary-percent 0", 1, ["--rotary-percent", "above 0"]),
+    ("--hidden-dropout 1", 1, ["--hidden-dropout", "below 1"]),
+    ("--attention-dropout=-0.1", 1, ["--attention-dropout", "at least 0"]),
+    ("--num-layers 0", 1, ["--num-layers is 0", "at least 1"]),
+    # Recomputation
+    ("--recompute-method uniform", 1, ["--recompute-method uniform", "--recompute-granularity full"]),
+    (
+        "--recompute-granularity selective --recompute-method block",
+        1,
+        ["--recompute-method block", "--recompute-granularity full"],
+    ),
+    ("--recompute-num-layers 2", 1, ["--recompute-num-layers 2", "--recompute-granularity full"]),
+    (
+        f"{PP2} --checkpoint-activations --checkpoint-num-layers 3",
+        2,
+        ["--recompute-num-layers 3", "2 layers"],
+    ),
+    # Batches and length
+    ("--global-batch-size 7", 1, ["--global-batch-size 7", "--micro-batch-size 2"]),
+    ("--global-batch-size 4", 4, ["--global-batch-size 4", "--micro-batch-size 2 x 4", "= 8"]),
+    ("--train-samples 10", 1, ["--train-iters", "--train-samples"]),
+    ("--train-tokens 10_000", 1, ["--train-iters", "--train-tokens"]),
+    (
+        "--rampup-batch-size 2 2 100 --global-batch-size 8",
+        1,
+        ["--rampup-batch-size", "--train-iters", "--train-samples"],
+    ),
+    # Schedules
+    ("--lr-decay-samples 10", 1, ["--lr-decay-samples", "--train-iters", "--lr-decay-iters"]),
+    ("--lr-warmup-samples 10", 1, ["--lr-warmup-samples", "--train-iters", "--lr-warmup-iters"]),
+    ("--lr-decay-tokens 10000", 1, ["--lr-decay-tokens", "--train-samples", "--lr-decay-iters"]),
+    ("--lr-warmup-tokens 10000", 1, ["--lr-warmup-tokens", "--train-samples", "--lr-warmup-iters"]),
+    ("--lr-warmup-iters 5 --lr-warmup-fraction 0.1", 1, ["--lr-warmup-iters", "--lr-warmup-fraction"]),
+    ("--lr-warmup-iters 100", 1, ["--lr-warmup-iters 100", "--lr-decay-iters 100"]),
+    ("--lr-warmup-fraction 1", 1, ["--lr-warmup-fraction", "below 1"]),
+    ("--min-lr 1", 1, ["--min-lr 1", "--lr 0.001"]),
+    ("--start-weight-decay 0.1", 1, ["--start-weight-decay", "--weight-decay-incr-style"]),
+    ("--end-weight-decay 0.1", 1, ["--end-weight-decay", "--weight-decay-incr-style"]),
+    (
+        "--weight-decay-incr-style linear --end-weight-decay 0.1",
+        1,
+        ["--weight-decay-incr-style linear", "--start-weight-decay"],
+    ),
+    (
+        "--weight-decay-incr-style cosine --start-weight-decay 0.2 --end-weight-decay 0.1",
+        1,
+        ["--end-weight-decay 0.1", "--start-weight-decay 0.2"],
+    ),
+    (
+        "--override-opt-param-scheduler --use-checkpoint-opt-param-scheduler",
+        1,
+        ["--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"],
+    ),
+    ("--empty-unused-memory-level 3", 1, ["--empty-unused-memory-level", "at most 2"]),
+    # Data and tokenizer
+    ("--split 1,2,3,4", 1, ["--split 1,2,3,4"]),
+    ("--split a,b", 1, ["--split a,b"]),
+    ("--split=-1,2", 1, ["--split -1,2"]),
+    ("--split 0,0,0", 1, ["--split 0,0,0", "sum to 0"]),
+    ("--data-path a b c", 1, ["--data-path", "3 words"]),
+    ("--data-path a b", 1, ["--data-path", "'a' is not a weight"]),
+    ("--data-path=-1 --data-path 0 a 0 b", 1, ["--data-path", "weights sum to 0"]),
+    ("--train-data-path nan a 1 b", 1, ["--train-data-path", "the weight nan of a"]),
+    ("--data-path a --train-data-path b", 1, ["--data-path", "--train-data-path"]),
+    ("--data-path a --test-data-path b", 1, ["--data-path", "--test-data-path"]),
+    ("--valid-data-path b", 1, ["--valid-data-path", "--train-data-path"]),
+    ("--tokenizer-type GPT2BPETokenizer --vocab-file v", 1, ["GPT2BPETokenizer", "--merge-file"]),
+    ("--tokenizer-type GPT2BPETokenizer", 1, ["--vocab-file and --merge-file"]),
+    ("--tokenizer-type SentencePieceTokenizer", 1, ["SentencePieceTokenizer", "--tokenizer-model"]),
+    ("--tokenizer-type BertWordPieceCase", 1, ["BertWordPieceCase", "--vocab-file"]),
+    ("--tokenizer-type HFTokenizer", 1, ["HFTokenizer", "--tokenizer-model"]),
+    # Checkpoints
+    ("--save-interval 10", 1, ["--save-interval", "--save FOLDER"]),
+    ("--async-save", 1, ["--async-save", "--save FOLDER"]),
+    ("--keep-last 2", 1, ["--keep-last", "--save FOLDER"]),
+    ("--keep-last 0 --save x", 1, ["--keep-last", "at least 1"]),
+    ("--no-save-optim", 1, ["--no-save-optim", "--save FOLDER"]),
+    ("--no-save-rng", 1, ["--no-save-rng", "--save FOLDER"]),
+    ("--finetune", 1, ["--finetune", "--load FOLDER"]),
+    ("--use-checkpoint-args", 1, ["--use-checkpoint-args", "--load FOLDER"]),
+    ("--exit-on-missing-checkpoint", 1, ["--exit-on-missing-checkpoint", "--load FOLDER"]),
+    # Evaluation and logs
+    ("--eval-iters=-1", 1, ["--eval-iters", "at least 0"]),
+    ("--eval-interval 0", 1, ["--eval-interval", "at least 1"]),
+    ("--log-interval 0", 1, ["--log-interval", "at least 1"]),
+    ("--timing-log-level 3", 1, ["--timing-log-level", "at most 2"]),
+    # Compression
+    ("--compress dp-grad=powersgd,rank=4", 1, ["--compress dp-grad=powersgd,rank=4", "'powersgd'"]),
+    ("--compress none --compress topk", 1, ["--compress topk", "'topk'"]),
+]
+
+BY_SAMPLES = [
+    ("--lr-decay-iters 10", 1, ["--lr-decay-iters", "--train-samples", "--lr-decay-samples"]),
+    ("--lr-warmup-iters 10", 1, ["--lr-warmup-iters", "--train-samples", "--lr-warmup-samples"]),
+    ("--lr-warmup-samples 10 --lr-warmup-fraction 0.1", 1, ["--lr-warmup-samples", "--lr-warmup-fraction"]),
+    ("--lr-warmup-samples 6400", 1, ["--lr-warmup-samples 6400", "--lr-decay-samples 6400"]),
+    ("--lr-decay-samples 100 --lr-decay-tokens 100", 1, ["--lr-decay-samples", "--lr-decay-tokens"]),
+    ("--lr-warmup-samples 5 --lr-warmup-tokens 100", 1, ["--lr-warmup-samples", "--lr-warmup-tokens"]),
+    ("--train-samples 5 --global-batch-size 6", 1, ["--train-samples 5", "--global-batch-size"]),
+    ("--train-tokens 31", 1, ["--train-tokens 31", "--seq-length 32"]),
+    ("--rampup-batch-size 2 2 100", 1, ["--rampup-batch-size", "--global-batch-size"]),
+    (
+        "--rampup-batch-size 2 4 100 --global-batch-size 8",
+        1,
+        ["--rampup-batch-size 2 4 100", "--global-batch-size 8"],
+    ),
+    (
+        "--rampup-batch-size 10 2 100 --global-batch-size 8",
+        1,
+        ["--rampup-batch-size 10 2 100", "--global-batch-size 8"],
+    ),
+    ("--rampup-batch-size 0 2 100 --global-batch-size 8", 1, ["--rampup-batch-size 0 2 100", "at least 1"]),
+    (
+        "--rampup-batch-size 2 3 100 --global-batch-size 8",
+        1,
+        ["--rampup-batch-size 2 3 100", "batch of 5", "--micro-batch-size 2"],
+    ),
+    (
+        "--rampup-batch-size 2 2 100 --global-batch-size 8 --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 1",
+        2,
+        ["--rampup-batch-size 2 2 100", "batch of 2", "--num-layers-per-virtual-pipeline-stage"],
+    ),
+]
+
+
+def _refusal(words: list[str], world_size: int) -> str:
+    parsed = parse_args(words)
+    with pytest.raises(UserError) as caught:
+        parsed.resolve(world_size)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(("flags", "world_size", "words"), BY_ITERATIONS)
+def test_refused(by_iterations: list[str], flags: str, world_size: int, words: list[str]) -> None:
+    message = _refusal([*by_iterations, *flags.split()], world_size)
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(("flags", "world_size", "words"), BY_SAMPLES)
+def test_refused_in_samples(by_samples: list[str], flags: str, world_size: int, words: list[str]) -> None:
+    message = _refusal([*by_samples, *flags.split()], world_size)
+    for word in words:
+        assert word in message
+
+
+def test_all_missing_flags_are_named_at_once() -> None:
+    message = _refusal([], 1)
+    for flag in (
+        "--num-layers",
+        "--hidden-size",
+        "--num-attention-heads",
+        "--seq-length",
+        "--micro-batch-size",
+        "--lr",
+        "--train-iters",
+        "--train-samples",
+        "--tokenizer-type",
+    ):
+        assert flag in message
+
+
+@pytest.mark.parametrize(
+    "missing",
+    ["--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--micro-batch-size", "--lr"],
+)
+def test_one_missing_flag_is_named(by_iterations: list[str], missing: str) -> None:
+    place = by_iterations.index(missing)
+    message = _refusal(by_iterations[:place] + by_iterations[place + 2 :], 1)
+    assert message == f"not given but required: {missing}; add it"
+
+
+def test_no_processes_are_refused() -> None:
+    with pytest.raises(UserError, match="world size is 0"):
+        RunConfig().resolve(0)
+
+
+def test_values_set_in_code_are_checked_too(by_iterations: list[str]) -> None:
+    config = parse_args(by_iterations).config
+    model = dataclasses.replace(config.model, normalization="batchnorm")  # type: ignore[arg-type]
+    bad = dataclasses.replace(config, model=model)
+    with pytest.raises(UserError, match="--normalization: 'batchnorm' is not one of LayerNorm, RMSNorm"):
+        bad.resolve(1)
+    empty = dataclasses.replace(config, data=dataclasses.replace(config.data, split=None))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="--split has no value"):
+        empty.resolve(1)
+
+
+def test_a_run_without_a_dataset_is_refused_where_one_is_needed(by_iterations: list[str]) -> None:
+    config = parse_args(by_iterations).resolve(1)
+    with pytest.raises(UserError, match="--data-path"):
+        check_data_given(config)
+    check_data_given(parse_args([*by_iterations, "--train-data-path", "a"]).resolve(1))
+
+
+def test_each_accepted_neighbour_resolves(by_iterations: list[str]) -> None:
+    """The settings next to the refused ones work, so that a check does not refuse too much."""
+    for flags, world_size in (
+        ("--tensor-model-parallel-size 4 --num-query-groups 4 --sequence-parallel", 4),
+        (f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8", 2),
+        ("--hidden-size 66 --kv-channels 16", 1),
+        ("--position-embedding-type rope --rotary-percent 0.25", 1),
+        ("--position-embedding-type rope --max-position-embeddings 16", 1),
+        ("--fp16 --loss-scale 128", 1),
+        ("--bf16 --initial-loss-scale 4096", 1),
+        ("--lr-warmup-iters 99", 1),
+        ("--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.1", 1),
+        ("--DDP-impl torch", 4),
+        ("--valid-data-path b --skip-train", 1),
+        ("--tokenizer-type NullTokenizer", 1),
+        ("--compress dp-grad=none --compress identity", 1),
+    ):
+        parse_args([*by_iterations, *flags.split()]).resolve(world_size)

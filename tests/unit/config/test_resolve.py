@@ -1,0 +1,210 @@
+"""Derived values, notes, and real command lines that resolve."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron.config import ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, UserError, parse_args
+from megatron.config.check_outputs import parse_blend, parse_split
+from megatron.config.check_training import batch_sizes
+
+JUPITER = """
+--seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 1 --train-samples 300_000_000
+--vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --tokenizer-type GPT2BPETokenizer
+--loss-scale-window 500 --hysteresis 2 --min-loss-scale 1.0 --initial-loss-scale 4096 --fp16 --seed 42
+--position-embedding-type rope --use-flash-attn --sequence-parallel --recompute-activations
+--recompute-granularity selective --optimizer adam --adam-beta1 0.9 --adam-beta2 0.999 --adam-eps 1e-8 --lr
+1e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-decay-samples 126_953_125 --lr-warmup-samples 216_320
+--clip-grad 1.0 --weight-decay 1e-1 --use-distributed-optimizer --log-interval 10 --save-interval 1500
+--eval-interval 1000 --eval-iters 5 --tensorboard-dir tb --tensorboard-queue-size 5
+--log-timers-to-tensorboard --log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard --save ckpt
+--data-path oscar_text_document --split 7,3,1 --distributed-backend nccl
+"""
+JUPITER_175B = (
+    "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 --num-layers 96 --hidden-size 12288 "
+    "--num-attention-heads 96 --global-batch-size 96 --init-method-std 0.0048"
+)
+JUPITER_13B = (
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --num-layers 40 --hidden-size 5120 "
+    "--num-attention-heads 32 --ffn-hidden-size 20480 --global-batch-size 1024"
+)
+
+
+def _resolve(words: list[str], world_size: int = 1, *, cuda_available: bool = False) -> RunConfig:
+    return parse_args(words).resolve(world_size, cuda_available=cuda_available)
+
+
+def test_jupiter_175b_resolves() -> None:
+    parsed = parse_args((JUPITER + JUPITER_175B).split())
+    config = parsed.resolve(384, cuda_available=True)
+    assert config.data_parallel_size(384) == 6
+    assert config.model.ffn_hidden_size == 4 * 12288
+    assert config.model.kv_channels == 128
+    assert config.model.init_method_std == 0.0048
+    assert config.training.train_samples == 300_000_000
+    assert config.optimizer.lr_decay_samples == 126_953_125
+    assert config.precision.initial_loss_scale == 4096.0
+    assert config.recompute.recompute_granularity == "selective"
+    assert config.parallel.distributed_backend == "nccl"
+    assert [note.split()[0] for note in parsed.notes] == ["--use-flash-attn"]
+
+
+def test_jupiter_13b_resolves() -> None:
+    config = parse_args((JUPITER + JUPITER_13B).split()).resolve(32, cuda_available=True)
+    assert config.data_parallel_size(32) == 4
+    assert config.model.init_method_std == 0.02
+    assert config.training.global_batch_size == 1024
+
+
+def test_gpt3_with_ramp_up_and_blend_resolves() -> None:
+    line = """
+    --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings
+    2048 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --micro-batch-size 1
+    --global-batch-size 1536 --rampup-batch-size 16 16 5859375 --train-samples 146484375 --lr-decay-samples
+    126953125 --lr-warmup-samples 183105 --lr 6.0e-5 --min-lr 6.0e-6 --lr-decay-style cosine --split 98,2,0
+    --data-path 0.2 a 0.3 b 0.5 c --vocab-file v --merge-file m --tokenizer-type GPT2BPETokenizer
+    --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 --fp16
+    --checkpoint-activations
+    """
+    config = _resolve(line.split(), 1024)
+    assert batch_sizes(config) == list(range(16, 1537, 16))
+    assert config.recompute.recompute_method == "uniform"
+
+
+def test_an_old_readme_command_resolves() -> None:
+    line = """
+    --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --batch-size 8 --seq-length 1024
+    --max-position-embeddings 1024 --train-iters 320000 --lr-decay-iters 320000 --save c --load c --data-path
+    d --vocab v --merge-file m --tokenizer-type gpt2bpetokenizer --data-impl mmap --split 949,50,1
+    --distributed-backend gloo --lr 0.00015 --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2
+    --clip-grad 1.0 --warmup .01 --activations-checkpoint-method uniform --log-interval 100 --save-interval
+    10000 --eval-interval 1000 --eval-iters 10 --fp16 --local_rank=0
+    """
+    config = _resolve(line.split())
+    assert config.training.micro_batch_size == 8
+    assert config.optimizer.lr_warmup_fraction == 0.01
+    assert config.recompute.recompute_granularity == "full"
+
+
+def test_derived_values(by_iterations: list[str]) -> None:
+    config = _resolve(by_iterations, 3)
+    assert config.model.ffn_hidden_size == 256
+    assert config.model.kv_channels == 16
+    assert config.model.num_query_groups == 4
+    assert config.model.max_position_embeddings == 32
+    assert config.training.global_batch_size == 6
+    assert config.optimizer.lr_decay_iters == 100
+    assert config.optimizer.lr_decay_samples is None
+    assert (config.optimizer.start_weight_decay, config.optimizer.end_weight_decay) == (0.01, 0.01)
+    assert config.parallel.distributed_backend == "gloo"
+
+
+def test_backend_follows_cuda(by_iterations: list[str]) -> None:
+    assert _resolve(by_iterations, cuda_available=True).parallel.distributed_backend == "nccl"
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(512, 1344), (4096, 10880), (64, 128)])
+def test_swiglu_width(by_iterations: list[str], hidden: int, width: int) -> None:
+    config = _resolve([*by_iterations, "--swiglu", "--hidden-size", str(hidden)])
+    assert config.model.ffn_hidden_size == width
+
+
+def test_resolving_does_not_change_its_input_and_is_idempotent(by_samples: list[str]) -> None:
+    words = [
+        *by_samples,
+        *["--train-tokens", "200_000", "--lr-decay-tokens", "64_000", "--lr-warmup-tokens", "6400", "--bf16"],
+        *["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"],
+        *["--global-batch-size", "8", "--recompute-granularity", "full"],
+    ]
+    parsed = parse_args(words)
+    before = parsed.config.to_dict()
+    resolved = parsed.resolve(4)
+    assert parsed.config.to_dict() == before
+    assert resolved != parsed.config
+    assert resolved.resolve(4) == resolved
+    assert RunConfig.from_dict(resolved.to_dict()).resolve(4) == resolved
+
+
+def test_sections_are_immutable() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RunConfig().model.num_layers = 3  # type: ignore[misc]
+
+
+def test_tokens_become_samples(minimal: list[str]) -> None:
+    parsed = parse_args([*minimal, "--train-tokens", "3250", "--lr-warmup-tokens", "320"])
+    config = parsed.resolve(1)
+    assert config.training.train_samples == 101
+    assert config.optimizer.lr_warmup_samples == 10
+    assert config.optimizer.lr_decay_samples == 101
+    assert any("--train-tokens 3250 ends the run after 101 samples" in note for note in parsed.notes)
+    assert any("--lr-warmup-tokens 320 is taken as 10 samples" in note for note in parsed.notes)
+
+
+def test_the_shorter_of_tokens_and_samples_ends_the_run(minimal: list[str]) -> None:
+    short = _resolve([*minimal, "--train-samples", "50", "--train-tokens", "3250"])
+    long = _resolve([*minimal, "--train-samples", "5000", "--train-tokens", "3250"])
+    assert (short.training.train_samples, long.training.train_samples) == (50, 101)
+
+
+def test_bf16_accumulates_in_fp32_and_says_so(by_iterations: list[str]) -> None:
+    parsed = parse_args([*by_iterations, "--bf16"])
+    assert parsed.resolve(1).parallel.accumulate_allreduce_grads_in_fp32
+    assert parsed.notes == ["--bf16 turns --accumulate-allreduce-grads-in-fp32 on"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--num-layers-per-virtual-pipeline-stage 2", "--virtual-pipeline-model-parallel-size 3"],
+)
+def test_both_ways_to_interleave(by_iterations: list[str], flags: str) -> None:
+    words = [*by_iterations, "--num-layers", "12", "--pipeline-model-parallel-size", "2", *flags.split()]
+    config = _resolve([*words, "--global-batch-size", "4"], 2)
+    assert config.parallel.virtual_pipeline_model_parallel_size == 3
+    assert config.parallel.num_layers_per_virtual_pipeline_stage == 2
+
+
+def test_idle_tensorboard_switches_are_noted(by_iterations: list[str]) -> None:
+    parsed = parse_args([*by_iterations, "--log-timers-to-tensorboard"])
+    parsed.resolve(1)
+    assert parsed.notes == ["--log-timers-to-tensorboard: no effect without --tensorboard-dir"]
+
+
+@pytest.mark.parametrize(
+    ("model", "activation"),
+    [
+        (ModelConfig(), "gelu_tanh"),
+        (ModelConfig(bias_gelu_fusion=False), "gelu"),
+        (ModelConfig(bias_gelu_fusion=False, openai_gelu=True), "gelu_tanh"),
+        (ModelConfig(add_bias_linear=False), "gelu"),
+        (ModelConfig(swiglu=True), "swiglu"),
+        (ModelConfig(squared_relu=True), "squared_relu"),
+    ],
+)
+def test_activation(model: ModelConfig, activation: str) -> None:
+    assert model.activation == activation
+
+
+def test_params_dtype() -> None:
+    assert PrecisionConfig().params_dtype == torch.float32
+    assert PrecisionConfig(fp16=True).params_dtype == torch.float16
+    assert PrecisionConfig(bf16=True).params_dtype == torch.bfloat16
+    assert PrecisionConfig(fp64=True).params_dtype == torch.float64
+
+
+def test_data_parallel_size() -> None:
+    parallel = ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=3)
+    assert parallel.data_parallel_size(12) == 2
+    with pytest.raises(UserError, match="does not divide the 8 processes"):
+        parallel.data_parallel_size(8)
+
+
+def test_split_and_blend_are_normalised() -> None:
+    assert parse_split("7,3,0") == (0.7, 0.3, 0.0)
+    assert parse_split("1") == (1.0, 0.0, 0.0)
+    assert parse_split("98/2") == (0.98, 0.02, 0.0)
+    assert parse_blend(["p"], "--data-path") == [(1.0, "p")]
+    assert parse_blend(["0.5", "a", "2", "b"], "--data-path") == [(0.5, "a"), (2.0, "b")]
+    assert parse_blend([], "--data-path") == []

@@ -1,0 +1,106 @@
+"""Small datasets, and the cases in which sample orders are compared with megatron-core's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from megatron.data.build import build_datasets
+from megatron.data.indexed import IndexedWriter
+
+
+def flags(**given: Any) -> SimpleNamespace:
+    values: dict[str, Any] = {
+        "data_path": [],
+        "train_data_path": [],
+        "valid_data_path": [],
+        "test_data_path": [],
+        "split": "969,30,1",
+        "data_cache_path": None,
+        "data_impl": "infer",
+        "reset_position_ids": False,
+        "reset_attention_mask": False,
+        "eod_mask_loss": False,
+        "sample_order": "megatron",
+    }
+    return SimpleNamespace(**{**values, **given})
+
+
+def write(prefix: Path, lengths: list[int], first_token: int) -> str:
+    """Documents whose tokens are all different, so that a sample shows where it came from."""
+    with IndexedWriter(prefix) as writer:
+        for length in lengths:
+            writer.add_documents(np.arange(first_token, first_token + length), [length], [1])
+            first_token += length
+    return str(prefix)
+
+
+def served(data: SimpleNamespace, case: dict[str, Any]) -> list[list[list[int]] | None]:
+    parts = build_datasets(
+        data,
+        seq_length=case["seq_length"],
+        seed=case["seed"],
+        train_valid_test_num_samples=case["sizes"],
+        eod_token=0,
+        vocab_size=None,
+    )
+    return [None if part is None else [part[i].tolist() for i in range(len(part))] for part in parts]
+
+
+def order_cases(tmp_path: Path) -> list[tuple[SimpleNamespace, dict[str, Any]]]:
+    rng = np.random.RandomState(5)
+    many = write(tmp_path / "many", rng.randint(1, 60, 200).tolist(), 0)
+    holes = write(tmp_path / "holes", [0, 7, 0, 0, 31, 1, 90, 0, 12, 45, 0], 10_000)
+    small = write(tmp_path / "small", [40, 25, 33, 18, 70, 22], 20_000)
+    cases = []
+
+    def single(path: str, seq_length: int, sizes: list[int | None], split: str, seed: int) -> None:
+        case = {
+            "blend": [[path], None],
+            "split": split,
+            "sizes": sizes,
+            "seq_length": seq_length,
+            "seed": seed,
+        }
+        cases.append((flags(data_path=[path], split=split), case))
+
+    # One epoch in part, one exactly, several with a barely and a mostly used last one.
+    for wanted in (1, 50, 190, 195, 200, 320, 400, 1000):
+        single(many, 20, [wanted, 11, 3], "8,1,1", 1234)
+    single(many, 20, [None, None, None], "969,30,1", 7)
+    single(many, 1, [300, 5, 5], "7,3,1", 99)
+    for wanted in (3, 9, 25, 77):
+        single(holes, 16, [wanted, 0, 0], "1,0,0", 42)
+    # Samples longer than an epoch.
+    single(small, 500, [4, 0, 0], "100,0,0", 3)
+
+    blends: list[tuple[list[str], list[float], int]] = [
+        ([many, small], [0.3, 0.7], 100),
+        ([many, holes, small], [2.0, 1.0, 5.0], 333),
+        ([small, small], [1.0, 1.0], 41),
+        ([many], [1.0], 60),
+    ]
+    for paths, weights, wanted in blends:
+        case = {
+            "blend": [paths, weights],
+            "split": "1,0,0",
+            "sizes": [wanted, 0, 0],
+            "seq_length": 20,
+            "seed": 11,
+        }
+        values = [part for pair in zip(map(str, weights), paths, strict=True) for part in pair]
+        cases.append((flags(data_path=values, split="1,0,0"), case))
+    case = {"blend": [[many, small, holes], None], "split": "1,0,0", "sizes": [150, 0, 0], "seq_length": 20}
+    cases.append((flags(data_path=[many, small, holes], split="1,0,0"), {**case, "seed": 11}))
+    per_split = {
+        "blend_per_split": [[[many, small], [0.5, 0.5]], [[holes], None], None],
+        "sizes": [90, 12, 0],
+        "seq_length": 20,
+        "seed": 4,
+    }
+    separate = flags(train_data_path=["0.5", many, "0.5", small], valid_data_path=[holes])
+    cases.append((separate, per_split))
+    return cases

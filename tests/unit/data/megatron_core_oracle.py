@@ -1,0 +1,117 @@
+"""Runs megatron-core's datasets in a process of their own and prints what they serve, as JSON.
+
+Called with the folder that holds megatron-core and a JSON file of cases. Its `megatron` namespace and ours
+collide, so only that folder's is made importable here. Tests find the folder through MEGATRON_CORE_ORACLE,
+and make it with `pip install --no-deps --target FOLDER megatron-core==0.16.1`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+
+def use_folder(folder: str) -> None:
+    """Make `import megatron.core` find this folder's, whatever else is installed."""
+    namespace = types.ModuleType("megatron")
+    namespace.__path__ = [str(Path(folder) / "megatron")]
+    sys.modules["megatron"] = namespace
+
+
+class StubTokenizer:
+    """What the dataset's configuration asks of a tokenizer."""
+
+    vocab_size = None
+    eod = 0
+    pad = -1
+    unique_identifiers: dict[str, str] = {}  # noqa: RUF012
+
+
+def write_file(case: dict[str, Any]) -> dict[str, Any]:
+    """Write documents with megatron-core's builder."""
+    import numpy as np
+
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(case["prefix"] + ".bin", dtype=getattr(np, case["dtype"]))
+    for tokens, lengths in case["documents"]:
+        builder.add_document(tokens, lengths)
+    builder.finalize(case["prefix"] + ".idx")
+    return {}
+
+
+def read_file(case: dict[str, Any]) -> dict[str, Any]:
+    """Read every sequence with megatron-core's reader."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset = IndexedDataset(case["prefix"])
+    return {
+        "sequences": [dataset[i].tolist() for i in range(len(dataset))],
+        "documents": dataset.document_indices.tolist(),
+        "dtype": str(dataset[0].dtype),
+    }
+
+
+def gpt_samples(case: dict[str, Any]) -> dict[str, Any]:
+    """All samples of the three splits."""
+    import numpy as np
+
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    per_split = case.get("blend_per_split")
+    config = GPTDatasetConfig(
+        random_seed=case["seed"],
+        sequence_length=case["seq_length"],
+        blend=tuple(case["blend"]) if case.get("blend") else None,
+        blend_per_split=[tuple(blend) if blend else None for blend in per_split] if per_split else None,
+        split=case.get("split"),
+        path_to_cache=None,
+        tokenizer=StubTokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+    )
+    served = []
+    for dataset in BlendedMegatronDatasetBuilder(GPTDataset, case["sizes"], lambda: True, config).build():
+        if dataset is None:
+            served.append(None)
+            continue
+        samples = []
+        for index in range(len(dataset)):
+            item = dataset[index]
+            samples.append(np.append(item["tokens"].numpy(), item["labels"].numpy()[-1]).tolist())
+        served.append(samples)
+    return {"splits": served}
+
+
+def masks(case: dict[str, Any]) -> dict[str, Any]:
+    """Attention mask, loss mask and positions of one sequence under all resets."""
+    import torch
+
+    from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+
+    attention, loss, positions = _get_ltor_masks_and_position_ids(
+        torch.tensor(case["tokens"]), case["eod"], True, True, True, True
+    )
+    return {
+        "masked": attention[0].tolist(),
+        "loss": loss.tolist(),
+        "positions": positions.tolist(),
+    }
+
+
+def main() -> None:
+    """FOLDER CASES.json ANSWERS.json"""
+    use_folder(sys.argv[1])
+    cases = json.loads(Path(sys.argv[2]).read_text())
+    answers = [globals()[case["what"]](case) for case in cases]
+    Path(sys.argv[3]).write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

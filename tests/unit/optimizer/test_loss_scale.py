@@ -1,0 +1,90 @@
+"""Constant and dynamic loss scales."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.config.errors import UserError
+from megatron.optimizer.loss_scale import ConstantLossScale, DynamicLossScale, build_loss_scale
+
+
+def run(scale: DynamicLossScale, verdicts: str) -> list[float]:
+    """The scale after each step; `x` is an overflow, `.` a clean step."""
+    seen = []
+    for verdict in verdicts:
+        scale.update(verdict == "x")
+        seen.append(scale.scale)
+    return seen
+
+
+def test_one_overflow_is_forgiven_and_a_series_is_not() -> None:
+    scale = DynamicLossScale(64.0, window=3, hysteresis=2)
+    assert run(scale, "xxx") == [64, 32, 16]
+
+
+def test_growth_needs_a_window_of_consecutive_clean_steps_and_refills_the_budget() -> None:
+    scale = DynamicLossScale(64.0, window=3, hysteresis=2)
+    assert run(scale, "..x..." + "x" + "x") == [64, 64, 64, 64, 64, 128, 128, 64]
+
+
+def test_the_scale_stays_at_the_minimum() -> None:
+    scale = DynamicLossScale(4.0, minimum=1.0, window=10, hysteresis=1)
+    assert run(scale, "xxxxx") == [2, 1, 1, 1, 1]
+
+
+@given(st.text("x.", max_size=60), st.integers(1, 5))
+def test_without_hysteresis_it_is_torchs_grad_scaler(verdicts: str, window: int) -> None:
+    ours = DynamicLossScale(2.0**16, minimum=1e-30, window=window, hysteresis=1)
+    theirs, tracker = torch.full((1,), 2.0**16), torch.zeros(1, dtype=torch.int32)
+    for verdict in verdicts:
+        ours.update(verdict == "x")
+        torch._amp_update_scale_(theirs, tracker, torch.tensor([float(verdict == "x")]), 2.0, 0.5, window)
+        assert ours.scale == theirs.item()
+
+
+@given(st.text("x.", max_size=60), st.text("x.", max_size=30))
+def test_a_saved_scale_goes_on_as_if_nothing_happened(before: str, after: str) -> None:
+    one, other = (DynamicLossScale(1024.0, window=4, hysteresis=2) for _ in range(2))
+    run(one, before)
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert run(one, after) == run(other, after)
+
+
+def test_states_of_other_kinds_and_damaged_ones() -> None:
+    scale = DynamicLossScale(64.0, minimum=8.0, window=3, hysteresis=2)
+    scale.load_state_dict(ConstantLossScale(2.0).state_dict())
+    assert scale.scale == 8.0
+    for damage in ({}, {"scale": "big"}, {"scale": float("nan")}, {"scale": 0}):
+        with pytest.raises(UserError, match="--no-load-optim"):
+            scale.load_state_dict(damage)
+    constant = ConstantLossScale(128.0)
+    constant.load_state_dict(scale.state_dict())
+    assert constant.scale == 128.0
+
+
+def test_the_factory_follows_the_flags() -> None:
+    assert isinstance(build_loss_scale(fp16=True), DynamicLossScale)
+    assert build_loss_scale(fp16=True).scale == 2.0**32
+    assert isinstance(build_loss_scale(fp16=True, loss_scale=512.0), ConstantLossScale)
+    assert build_loss_scale(fp16=False).scale == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"initial": 0.5}, "--initial-loss-scale"),
+        ({"minimum": 0.0}, "--min-loss-scale"),
+        ({"window": 0}, "--loss-scale-window"),
+        ({"hysteresis": 0}, "--hysteresis"),
+    ],
+)
+def test_impossible_values_name_their_flag(arguments: dict[str, float], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        build_loss_scale(fp16=True, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="--loss-scale"):
+        ConstantLossScale(0.0)

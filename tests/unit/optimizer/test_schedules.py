@@ -1,0 +1,212 @@
+"""Learning-rate and weight-decay schedules."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.config.errors import UserError
+from megatron.config.optimizer import OptimizerConfig
+from megatron.optimizer.schedules import DECAY_STYLES, LRSchedule, ScheduleValues, schedule_values
+
+
+def make_values(**changes: Any) -> ScheduleValues:
+    values: dict[str, Any] = {
+        "max_lr": 1e-3,
+        "min_lr": 1e-4,
+        "warmup_samples": 0.0,
+        "decay_samples": 100.0,
+        "decay_style": "cosine",
+        "start_weight_decay": 0.1,
+        "end_weight_decay": 0.1,
+        "weight_decay_samples": 100.0,
+        "weight_decay_style": "constant",
+    }
+    return ScheduleValues(**(values | changes))
+
+
+def make_options(**changes: Any) -> OptimizerConfig:
+    options: dict[str, Any] = {"lr": 1e-3, "start_weight_decay": 0.01, "end_weight_decay": 0.01}
+    return OptimizerConfig(**(options | changes))
+
+
+def torch_rates(scheduler_type: Any, steps: int, **arguments: Any) -> list[float]:
+    """Learning rates after 0, 1, 2... steps of one of torch's schedulers with a maximum of 1e-3."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    scheduler = scheduler_type(optimizer, **arguments)
+    rates = []
+    for _ in range(steps + 1):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def test_cosine_is_torchs_cosine() -> None:
+    want = torch_rates(torch.optim.lr_scheduler.CosineAnnealingLR, 100, T_max=100, eta_min=1e-4)
+    assert [make_values().lr_at(n) for n in range(101)] == pytest.approx(want, rel=1e-9)
+
+
+def test_linear_is_torchs_linear() -> None:
+    want = torch_rates(
+        torch.optim.lr_scheduler.LinearLR, 100, start_factor=1.0, end_factor=0.1, total_iters=100
+    )
+    assert [make_values(decay_style="linear").lr_at(n) for n in range(101)] == pytest.approx(want, rel=1e-9)
+
+
+def test_inverse_square_root_falls_from_the_end_of_the_warm_up() -> None:
+    values = make_values(decay_style="inverse-square-root", warmup_samples=4.0, min_lr=2.5e-4)
+    assert values.lr_at(4) == pytest.approx(1e-3)
+    assert values.lr_at(16) == pytest.approx(5e-4)
+    assert values.lr_at(36) == pytest.approx(1e-3 / 3)
+    assert values.lr_at(99) == 2.5e-4
+
+
+def test_warm_up_rises_linearly_and_decay_starts_at_its_end() -> None:
+    values = make_values(warmup_samples=20.0, decay_style="linear", min_lr=0.0)
+    assert [values.lr_at(n) for n in (0, 5, 20, 60, 100, 101)] == pytest.approx([0, 2.5e-4, 1e-3, 5e-4, 0, 0])
+
+
+def test_published_log_line() -> None:
+    """960 samples of a warm-up of 216,320 to 1e-4."""
+    values = make_values(max_lr=1e-4, min_lr=1e-5, warmup_samples=216_320.0, decay_samples=126_953_125.0)
+    assert f"{values.lr_at(960):.3E}" == "4.438E-07"
+
+
+@given(
+    style=st.sampled_from(DECAY_STYLES),
+    warmup=st.integers(0, 99),
+    samples=st.integers(0, 250),
+    min_lr=st.floats(0, 1e-3),
+)
+def test_rate_stays_in_its_range_and_never_rises_after_the_warm_up(
+    style: str, warmup: int, samples: int, min_lr: float
+) -> None:
+    values = make_values(decay_style=style, warmup_samples=float(warmup), min_lr=min_lr)
+    rate = values.lr_at(samples)
+    assert 0 <= rate <= 1e-3 * (1 + 1e-12)
+    if samples >= warmup:
+        assert rate >= min_lr * (1 - 1e-12)
+        assert values.lr_at(samples + 1) <= rate * (1 + 1e-12)
+
+
+def test_weight_decay_grows() -> None:
+    for style, quarter in (("linear", 0.25), ("cosine", 0.14644660940672624)):
+        values = make_values(start_weight_decay=0.0, end_weight_decay=1.0, weight_decay_style=style)
+        got = [values.weight_decay_at(n) for n in (0, 25, 50, 100, 300)]
+        assert got == pytest.approx([0, quarter, 0.5, 1, 1])
+
+
+def test_iterations_are_multiplied_by_the_global_batch_size() -> None:
+    options = make_options(lr_warmup_iters=5, lr_decay_iters=40)
+    values = schedule_values(options, global_batch_size=8, seq_length=16, train_iters=50)
+    assert (values.warmup_samples, values.decay_samples, values.weight_decay_samples) == (40, 320, 400)
+
+
+def test_length_of_the_run_is_the_default_of_the_decay() -> None:
+    by_iters = schedule_values(make_options(), global_batch_size=8, seq_length=16, train_iters=50)
+    by_samples = schedule_values(make_options(), global_batch_size=8, seq_length=16, train_samples=400)
+    by_tokens = schedule_values(make_options(), global_batch_size=8, seq_length=16, train_tokens=6415)
+    assert by_iters == by_samples
+    assert by_tokens.decay_samples == 400
+    with pytest.raises(UserError, match="--train-iters or --train-samples"):
+        schedule_values(make_options(), global_batch_size=8, seq_length=16)
+
+
+def test_fraction_and_tokens_of_the_warm_up() -> None:
+    options = make_options(lr_warmup_fraction=0.25, lr_decay_samples=200)
+    values = schedule_values(options, global_batch_size=8, seq_length=16, train_samples=400)
+    assert values.warmup_samples == 50
+    options = make_options(lr_warmup_tokens=330, lr_decay_tokens=1600)
+    values = schedule_values(options, global_batch_size=8, seq_length=16, train_samples=400)
+    assert (values.warmup_samples, values.decay_samples) == (20, 100)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"min_lr": 2e-3}, "--min-lr"),
+        ({"warmup_samples": 100.0}, "--lr-warmup-"),
+        ({"decay_samples": 0.0}, "--lr-decay-"),
+        ({"decay_style": "exponential"}, "--lr-decay-style"),
+        ({"start_weight_decay": 0.2}, "--start-weight-decay"),
+        ({"start_weight_decay": 0.0}, "--weight-decay-incr-style"),
+        ({"weight_decay_style": "square"}, "--weight-decay-incr-style"),
+    ],
+)
+def test_impossible_values_name_their_flag(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named) as caught:
+        make_values(**changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_state_is_plain_and_restores_the_position() -> None:
+    schedule = LRSchedule(make_values(warmup_samples=10.0))
+    for _ in range(7):
+        schedule.step(8)
+    state = json.loads(json.dumps(schedule.state_dict()))
+    other = LRSchedule(make_values(warmup_samples=10.0))
+    other.load_state_dict(state)
+    assert other.consumed_samples == 56
+    assert (other.lr, other.weight_decay) == (schedule.lr, schedule.weight_decay)
+
+
+def test_a_differing_value_is_refused_unless_a_flag_settles_it() -> None:
+    saved = LRSchedule(make_values())
+    saved.step(50)
+    changed = make_values(max_lr=5e-3)
+
+    with pytest.raises(UserError, match=r"^--lr: .*--override-opt_param-scheduler"):
+        LRSchedule(changed).load_state_dict(saved.state_dict())
+
+    override = LRSchedule(changed, "command-line")
+    override.load_state_dict(saved.state_dict())
+    assert (override.consumed_samples, override.lr) == (50, changed.lr_at(50))
+
+    keep = LRSchedule(changed, "checkpoint")
+    keep.load_state_dict(saved.state_dict())
+    assert (keep.consumed_samples, keep.lr) == (50, saved.lr)
+
+
+def test_every_field_that_matters_is_compared() -> None:
+    growing = {"start_weight_decay": 0.05, "weight_decay_style": "linear", "warmup_samples": 10.0}
+    saved = LRSchedule(make_values(**growing)).state_dict()
+    different: dict[str, Any] = {
+        "decay_style": "linear",
+        "weight_decay_style": "cosine",
+        "start_weight_decay": 0.06,
+        "end_weight_decay": 0.2,
+    }
+    for field in dataclasses.fields(ScheduleValues):
+        value = different.get(field.name) or getattr(make_values(**growing), field.name) / 2
+        with pytest.raises(UserError, match=field.name):
+            LRSchedule(make_values(**(growing | {field.name: value}))).load_state_dict(saved)
+
+
+def test_a_constant_schedule_may_be_prolonged() -> None:
+    saved = LRSchedule(make_values(decay_style="constant"))
+    longer = LRSchedule(
+        make_values(decay_style="constant", decay_samples=900.0, weight_decay_samples=900.0, min_lr=0.0)
+    )
+    longer.load_state_dict(saved.state_dict())
+    shorter_decay = LRSchedule(make_values(decay_samples=50.0))
+    with pytest.raises(UserError, match="decay_samples is 50"):
+        shorter_decay.load_state_dict(LRSchedule(make_values()).state_dict())
+
+
+def test_contradicting_flags_and_damaged_states_are_refused() -> None:
+    both = make_options(override_opt_param_scheduler=True, use_checkpoint_opt_param_scheduler=True)
+    with pytest.raises(UserError, match="give one"):
+        LRSchedule.from_options(both, global_batch_size=8, seq_length=16, train_iters=10)
+    one = make_options(use_checkpoint_opt_param_scheduler=True)
+    schedule = LRSchedule.from_options(one, global_batch_size=8, seq_length=16, train_iters=10)
+    assert schedule.on_mismatch == "checkpoint"
+    for damage in ({}, schedule.state_dict() | {"max_lr": "much"}, schedule.state_dict() | {"min_lr": 9.0}):
+        with pytest.raises(UserError, match="cannot be read"):
+            schedule.load_state_dict(damage)

@@ -1,0 +1,57 @@
+"""The parts of the test support that need no second process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.cli import CliResult
+from tests.support.spawn import rendezvous_env
+
+pytest_plugins = ["pytester"]
+
+CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
+
+MARKED_TESTS = """
+import pytest
+
+@pytest.mark.faults
+def test_long():
+    pass
+
+def test_short():
+    pass
+"""
+
+
+def test_one_thread() -> None:
+    assert torch.get_num_threads() == 1
+    assert os.environ["OMP_NUM_THREADS"] == "1" or "OMP_NUM_THREADS" in os.environ
+
+
+def test_check_shows_both_streams_of_a_failure() -> None:
+    good = CliResult(0, "a", "b")
+    assert good.check() is good
+    with pytest.raises(AssertionError, match=r"exit code -9[\s\S]*out of it[\s\S]*wrong"):
+        CliResult(-9, "out of it", "wrong").check()
+
+
+def test_rendezvous_names_the_launchers_store() -> None:
+    env = rendezvous_env(4, 12345)
+    assert env["WORLD_SIZE"] == "4"
+    assert env["MASTER_PORT"] == "12345"
+    assert env["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+
+
+@pytest.mark.parametrize(("arguments", "passed"), [([], 1), (["--faults"], 2)])
+def test_fault_tests_run_only_when_asked_for(
+    pytester: pytest.Pytester, arguments: list[str], passed: int
+) -> None:
+    pytester.makeconftest(CONFTEST.read_text())
+    pytester.makeini("[pytest]\nmarkers = faults")
+    pytester.makepyfile(MARKED_TESTS)
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", *arguments)
+    result.assert_outcomes(passed=passed, skipped=2 - passed)

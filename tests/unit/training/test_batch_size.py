@@ -1,0 +1,84 @@
+"""Batch-size ramp-up."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.config.errors import UserError
+from megatron.training.batch_size import BatchSizeSchedule
+
+
+def test_constant_batch_size() -> None:
+    schedule = BatchSizeSchedule(96, micro_batch_size=1, dp_size=6)
+    assert (schedule.at(0), schedule.at(10**9), schedule.num_micro_batches(0)) == (96, 96, 16)
+    assert schedule.iterations_for(300_000_000) == 3_125_000
+    assert BatchSizeSchedule(1024, micro_batch_size=1, dp_size=4).iterations_for(300_000_000) == 292_968
+
+
+def test_default_is_one_micro_batch_per_rank() -> None:
+    assert BatchSizeSchedule(None, micro_batch_size=3, dp_size=4).at(0) == 12
+
+
+def test_published_ramp_of_gpt3() -> None:
+    schedule = BatchSizeSchedule(1536, micro_batch_size=1, dp_size=8, rampup=(16, 16, 5_859_375))
+    assert [schedule.at(n) for n in (0, 61_677, 61_678, 5_859_374, 5_859_375)] == [16, 16, 32, 1520, 1536]
+    assert schedule.num_micro_batches(61_678) == 4
+
+
+ramps = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(0, 12), st.integers(0, 400))
+
+
+@given(ramps, st.integers(0, 500))
+def test_the_formula_in_exact_arithmetic(ramp: tuple[int, int, int, int], consumed: int) -> None:
+    start, increment, increments, samples = ramp
+    schedule = BatchSizeSchedule(
+        start + increment * increments, micro_batch_size=1, dp_size=1, rampup=(start, increment, samples)
+    )
+    if consumed >= samples or increments == 0:
+        want = start + increment * increments
+    else:
+        want = start + int(Fraction(consumed) / Fraction(samples, increments)) * increment
+    assert schedule.at(consumed) == want
+
+
+def test_an_increment_is_not_late_where_floats_round() -> None:
+    schedule = BatchSizeSchedule(1 + 49, micro_batch_size=1, dp_size=1, rampup=(1, 1, 147))
+    assert [schedule.at(3 * k) for k in range(50)] == list(range(1, 51))
+
+
+@given(ramps, st.integers(0, 1000))
+def test_iterations_are_those_of_the_loop(ramp: tuple[int, int, int, int], train_samples: int) -> None:
+    start, increment, increments, samples = ramp
+    schedule = BatchSizeSchedule(
+        start + increment * increments, micro_batch_size=1, dp_size=1, rampup=(start, increment, samples)
+    )
+    consumed = iterations = 0
+    while consumed + schedule.at(consumed) <= train_samples:
+        consumed += schedule.at(consumed)
+        iterations += 1
+    assert schedule.iterations_for(train_samples) == iterations
+
+
+@pytest.mark.parametrize(
+    ("global_batch_size", "rampup", "message"),
+    [
+        (10, None, r"--global-batch-size 10 does not divide by --micro-batch-size 2 x 2.*multiple of 4"),
+        (0, None, "--global-batch-size 0"),
+        (16, (6, 2, 100), r"--global-batch-size 6 \(reached by --rampup-batch-size\)"),
+        (16, (4, 6, 100), r"--global-batch-size 10 \(reached by --rampup-batch-size\)"),
+        (16, (4, 8, 100), "does not divide the way from 4 to --global-batch-size 16"),
+        (16, (20, 4, 100), "above --global-batch-size 16"),
+        (16, (4, 0, 100), "at least 1"),
+        (16, (4, 4), "three values"),
+    ],
+)
+def test_sizes_that_cannot_work_are_refused(
+    global_batch_size: int, rampup: tuple[int, ...] | None, message: str
+) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        BatchSizeSchedule(global_batch_size, micro_batch_size=2, dp_size=2, rampup=rampup)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,120 @@
+"""The benchmark's TFLOPs and the honest ones."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.training.flops import (
+    ModelShape,
+    benchmark_tflops,
+    model_flops_per_sample,
+    model_flops_utilisation,
+    model_tflops,
+)
+
+GPT_175B = ModelShape(
+    num_layers=96,
+    hidden_size=12288,
+    ffn_hidden_size=49152,
+    num_attention_heads=96,
+    num_query_groups=96,
+    kv_channels=128,
+    seq_length=2048,
+    padded_vocab_size=51200,
+)
+GPT_13B = ModelShape(40, 5120, 20480, 32, 32, 160, 2048, 50432)
+
+
+def test_published_figures_of_the_benchmark() -> None:
+    got = benchmark_tflops(GPT_175B, global_batch_size=96, seconds=5.3247, world_size=384, recompute=True)
+    assert got == pytest.approx(137.89, abs=0.005)
+    got = benchmark_tflops(GPT_13B, global_batch_size=1024, seconds=34.9991, world_size=32, recompute=True)
+    assert got == pytest.approx(203.96, abs=0.005)
+    got = benchmark_tflops(GPT_175B, global_batch_size=96, seconds=5.3247, world_size=384, recompute=False)
+    assert got == pytest.approx(103.4, abs=0.05)
+
+
+def test_the_benchmark_counts_a_third_more_for_swiglu() -> None:
+    swiglu = dataclasses.replace(GPT_13B, swiglu=True)
+    plain, gated = (
+        benchmark_tflops(shape, global_batch_size=8, seconds=1.0, world_size=4, recompute=False)
+        for shape in (GPT_13B, swiglu)
+    )
+    assert gated / plain == pytest.approx(32 / 24)
+
+
+def test_honest_and_benchmark_figures_differ_by_a_quarter_of_the_logits() -> None:
+    """A plain model at 4h, no recomputation, all pairs of attention: there the benchmark is nearly right."""
+    honest = model_tflops(GPT_175B, global_batch_size=96, seconds=5.3247, world_size=384, causal=False)
+    bench = benchmark_tflops(GPT_175B, global_batch_size=96, seconds=5.3247, world_size=384, recompute=False)
+    logits = 6 * 96 * 2048 * 12288 * 51200 / (5.3247 * 384 * 1e12)
+    assert honest == pytest.approx(bench + logits / 4, rel=1e-12)
+
+
+class TinyModel(torch.nn.Module):
+    """One sample through the matrix products of a transformer, written out plainly: the oracle's subject."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        h, heads, kv = shape.hidden_size, shape.num_attention_heads, shape.kv_channels
+        self.shape = shape
+        self.embedding = torch.nn.Embedding(shape.padded_vocab_size, h)
+        self.layers = [
+            torch.nn.ModuleDict(
+                {
+                    "q": torch.nn.Linear(h, heads * kv),
+                    "kv": torch.nn.Linear(h, 2 * shape.num_query_groups * kv),
+                    "out": torch.nn.Linear(heads * kv, h),
+                    "up": torch.nn.Linear(h, shape.ffn_hidden_size * (2 if shape.swiglu else 1)),
+                    "down": torch.nn.Linear(shape.ffn_hidden_size, h),
+                }
+            )
+            for _ in range(shape.num_layers)
+        ]
+        self.logits = torch.nn.Linear(h, shape.padded_vocab_size, bias=False)
+
+    def forward(self, tokens_s: torch.Tensor) -> torch.Tensor:
+        shape, s = self.shape, tokens_s.numel()
+        x_sh = self.embedding(tokens_s)
+        for layer in self.layers:
+            q = layer["q"](x_sh).view(s, shape.num_attention_heads, shape.kv_channels).transpose(0, 1)
+            k, v = layer["kv"](x_sh).view(s, 2, shape.num_query_groups, shape.kv_channels).unbind(1)
+            share = shape.num_attention_heads // shape.num_query_groups
+            k, v = (t.repeat_interleave(share, dim=1).transpose(0, 1) for t in (k, v))
+            context = torch.bmm(torch.bmm(q, k.transpose(1, 2)).softmax(-1), v)
+            x_sh = x_sh + layer["out"](context.transpose(0, 1).reshape(s, -1))
+            up = layer["up"](x_sh)
+            if shape.swiglu:
+                gate, value = up.chunk(2, -1)
+                up = torch.nn.functional.silu(gate) * value
+            x_sh = x_sh + layer["down"](up)
+        logits_sv: torch.Tensor = self.logits(x_sh)
+        return logits_sv
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_the_honest_count_is_torchs_count(swiglu: bool, groups: int) -> None:
+    shape = ModelShape(3, 24, 40, 4, groups, 10, 16, 96, swiglu=swiglu)
+    model = TinyModel(shape)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.randint(96, (16,))).sum().backward()
+    assert model_flops_per_sample(shape, causal=False) == counter.get_total_flops()
+
+
+def test_causal_attention_counts_the_pairs_of_the_mask() -> None:
+    shape = ModelShape(3, 24, 40, 4, 2, 10, 16, 96)
+    pairs = int(torch.ones(16, 16).tril().sum())
+    masked_pairs = 16 * 16 - pairs
+    difference = model_flops_per_sample(shape, causal=False) - model_flops_per_sample(shape)
+    assert difference == 3 * 3 * 4 * masked_pairs * 4 * 10
+
+
+def test_utilisation() -> None:
+    assert model_flops_utilisation(103.4, 312.0) == pytest.approx(0.3314, abs=1e-4)
+    with pytest.raises(ValueError, match="positive"):
+        model_flops_utilisation(1.0, 0.0)

@@ -1,0 +1,271 @@
+"""Metrics in text files, JSON lines and TensorBoard."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.errors import UserError
+from megatron.config.logs import LoggingConfig
+from megatron.training.loggers import HonestFigures, MetricLogger
+from megatron.training.logline import TrainRecord, format_train_line
+from megatron.training.sinks import Sink, open_sinks, read_events
+
+RECORD = TrainRecord(
+    iteration=20,
+    train_iters=100,
+    consumed_samples=160,
+    seconds_per_iteration=0.5,
+    learning_rate=1e-3,
+    global_batch_size=8,
+    losses={"lm loss": 3.5},
+    loss_scale=1.0,
+    grad_norm=2.0,
+    benchmark_tflops=0.25,
+)
+FIGURES = HonestFigures(
+    model_tflops=0.2, tokens_per_second=1024.0, memory_bytes=10**9, bytes_per_point={"dp-grad": 4096}
+)
+
+
+def open_logger(
+    resume: dict[str, int] | None = None, lines: list[str] | None = None, **config: Any
+) -> MetricLogger:
+    settings = LoggingConfig(**config)
+    sinks = open_sinks(settings, resume=resume, console=(list[str]() if lines is None else lines).append)
+    return MetricLogger(sinks, settings, seq_length=64, dp_size=2, world_size=4)
+
+
+def record_at(iteration: int, loss: float = 3.5) -> TrainRecord:
+    return dataclasses.replace(
+        RECORD, iteration=iteration, consumed_samples=8 * iteration, losses={"lm loss": loss}
+    )
+
+
+def test_lines_go_to_the_console_and_are_appended_to_the_file(tmp_path: Path) -> None:
+    path, lines = tmp_path / "deep" / "log.txt", list[str]()
+    for _ in range(2):
+        logger = open_logger(lines=lines, log_txt_file=str(path))
+        logger.line("hello")
+        logger.train(RECORD, FIGURES)
+        logger.close()
+    assert lines == ["hello", format_train_line(RECORD)] * 2
+    assert path.read_text().splitlines() == lines
+
+
+def test_the_console_is_the_standard_output_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    MetricLogger(open_sinks(LoggingConfig()), LoggingConfig(), seq_length=64).line("hello")
+    assert capsys.readouterr().out == "hello\n"
+
+
+def test_a_training_event_holds_the_honest_figures(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    logger = open_logger(log_json_file=str(path))
+    logger.train(RECORD, FIGURES, timers={"forward-backward": [10.0, 12.0]})
+    logger.validation(20, {"lm loss": 3.25}, consumed_samples=160)
+    logger.event("checkpoint", 20, path="iter_0000020", seconds=0.1)
+    # Each line is in the file as soon as it is written, before any close.
+    train, validation, checkpoint = (json.loads(line) for line in path.read_text().splitlines())
+    assert train.pop("time") > 0
+    assert train == {
+        "kind": "train",
+        "iteration": 20,
+        "consumed_samples": 160,
+        "consumed_tokens": 10240,
+        "lm_loss": 3.5,
+        "learning_rate": 1e-3,
+        "global_batch_size": 8,
+        "loss_scale": 1.0,
+        "grad_norm": 2.0,
+        "skipped_iterations": 0,
+        "nan_iterations": 0,
+        "seconds_per_iteration": 0.5,
+        "samples_per_second": 16.0,
+        "tokens_per_second": 1024.0,
+        "benchmark_tflops": 0.25,
+        "model_tflops": 0.2,
+        "mfu": None,
+        "memory_bytes": 10**9,
+        "bytes_per_point": {"dp-grad": 4096},
+        "timers_ms": {"forward-backward": 12.0},
+    }
+    assert (validation["kind"], validation["lm_loss"], validation["samples"]) == ("validation", 3.25, None)
+    assert (checkpoint["kind"], checkpoint["path"]) == ("checkpoint", "iter_0000020")
+
+
+def test_numbers_that_json_cannot_say_become_null(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    logger = open_logger(log_json_file=str(path))
+    logger.event("note", 1, values=[math.nan, 1.0], nested={"x": -math.inf})
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    event = json.loads(path.read_text(), parse_constant=refuse)
+    assert (event["values"], event["nested"]) == ([None, 1.0], {"x": None})
+
+
+def test_events_of_lost_work_are_left_out_after_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    logger = open_logger(log_json_file=str(path))
+    for iteration in (10, 20, 30):
+        logger.train(record_at(iteration, loss=1.0), FIGURES)
+    logger.close()
+    with path.open("a") as file:
+        file.write('{"kind": "train", "iterat')  # killed in the middle of a write
+    logger = open_logger(resume={"iterations": 15}, log_json_file=str(path))
+    for iteration in (20, 30):
+        logger.train(record_at(iteration, loss=2.0), FIGURES)
+    logger.close()
+    events = read_events(path)
+    assert [(e["kind"], e["iteration"], e.get("lm_loss")) for e in events] == [
+        ("train", 10, 1.0),
+        ("resume", 15, None),
+        ("train", 20, 2.0),
+        ("train", 30, 2.0),
+    ]
+
+
+def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Every curve of a TensorBoard folder (not its subfolders), by TensorBoard's own reader."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = reader.EventAccumulator(str(folder))
+    accumulator.Reload()
+    return {
+        tag: [(point.step, point.value) for point in accumulator.Scalars(tag)]
+        for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def write_iteration(logger: MetricLogger, iteration: int, value: float = 1.0) -> None:
+    logger.iteration(
+        iteration,
+        iteration * 8,
+        losses={"lm loss": value},
+        learning_rate=1e-3,
+        global_batch_size=8,
+        loss_scale=1.0,
+        grad_norm=2.0,
+    )
+
+
+def test_tensorboard_tags(tmp_path: Path) -> None:
+    logger = open_logger(
+        tensorboard_dir=str(tmp_path),
+        log_timers_to_tensorboard=True,
+        log_batch_size_to_tensorboard=True,
+        log_validation_ppl_to_tensorboard=True,
+    )
+    write_iteration(logger, 20)
+    logger.train(RECORD, FIGURES, timers={"forward-backward": [10.0, 12.0]})
+    logger.validation(20, {"lm loss": 3.25}, consumed_samples=160)
+    logger.close()
+    curves = read_curves(tmp_path)
+    assert {tag: points for tag, points in curves.items() if len(points) != 1} == {}
+    values = {tag: points[0][1] for tag, points in curves.items()}
+    assert values == pytest.approx(
+        {
+            "lm loss": 1.0,
+            "learning-rate": 1e-3,
+            "batch-size": 8,
+            "loss-scale": 1.0,
+            "grad-norm": 2.0,
+            "iteration-time": 0.5,
+            "samples per second": 16.0,
+            "samples per second per replica": 8.0,
+            "tokens per second": 1024.0,
+            "tokens per second per replica": 512.0,
+            "TFLOPs per gpu (estimated)": 0.25,
+            "model TFLOPs per device": 0.2,
+            "mem-max-allocated-bytes": 1e9,
+            "bytes per iteration/dp-grad": 4096,
+            "forward-backward-time": 12.0,
+            "lm loss validation": 3.25,
+            "lm loss validation ppl": math.exp(3.25),
+        }
+    )
+    assert read_curves(tmp_path / "samples")["lm loss vs samples"] == [(160, 1.0)]
+    assert read_curves(tmp_path / "samples")["lm loss validation vs samples"] == [(160, 3.25)]
+    assert read_curves(tmp_path / "tokens")["iteration-time vs tokens"] == [(10240, 0.5)]
+
+
+def test_tensorboard_options_are_followed(tmp_path: Path) -> None:
+    logger = open_logger(
+        tensorboard_dir=str(tmp_path),
+        tensorboard_log_interval=2,
+        log_learning_rate_to_tensorboard=False,
+        log_loss_scale_to_tensorboard=False,
+    )
+    for iteration in range(1, 7):
+        write_iteration(logger, iteration)
+    logger.train(RECORD, FIGURES, timers={"forward-backward": [10.0]})
+    logger.validation(6, {"lm loss": 3.25}, consumed_samples=48)
+    logger.close()
+    curves = read_curves(tmp_path)
+    assert [step for step, _ in curves["lm loss"]] == [2, 4, 6]
+    absent = {
+        "learning-rate",
+        "loss-scale",
+        "batch-size",
+        "forward-backward-time",
+        "lm loss validation ppl",
+    }
+    assert absent.isdisjoint(curves)
+
+
+def test_a_resumed_run_replaces_the_lost_points_on_every_axis(tmp_path: Path) -> None:
+    logger = open_logger(tensorboard_dir=str(tmp_path))
+    for iteration in range(1, 8):
+        write_iteration(logger, iteration, value=1.0)
+    logger.close()
+    logger = open_logger(
+        resume={"iterations": 4, "samples": 32, "tokens": 2048}, tensorboard_dir=str(tmp_path)
+    )
+    for iteration in range(5, 10):
+        write_iteration(logger, iteration, value=2.0)
+    logger.close()
+    want = [(i, 1.0 if i <= 4 else 2.0) for i in range(1, 10)]
+    assert read_curves(tmp_path)["lm loss"] == want
+    assert read_curves(tmp_path / "samples")["lm loss vs samples"] == [(8 * i, v) for i, v in want]
+
+
+def test_a_sink_that_fails_is_dropped_and_training_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    class Full(Sink):
+        name = "disk.jsonl"
+
+        def event(self, event: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+    seen: list[int] = []
+
+    class Good(Sink):
+        def event(self, event: Any) -> None:
+            seen.append(event["iteration"])
+
+    logger = MetricLogger([Full(), Good()], LoggingConfig(), seq_length=64)
+    logger.event("note", 1)
+    logger.event("note", 2)
+    assert seen == [1, 2]
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert "disk.jsonl" in warning
+    assert "No space left" in warning
+
+
+@pytest.mark.parametrize(
+    ("flag", "setting"),
+    [
+        ("--log_txt_file", "log_txt_file"),
+        ("--log-json-file", "log_json_file"),
+        ("--tensorboard-dir", "tensorboard_dir"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path: Path, flag: str, setting: str) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    settings: dict[str, Any] = {setting: str(tmp_path / "file" / "inside")}
+    with pytest.raises(UserError, match=flag):
+        open_sinks(LoggingConfig(**settings))

@@ -1,0 +1,141 @@
+"""The training and validation lines, read back as other people's scripts read them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import pytest
+
+from megatron.training.logline import (
+    LogWindow,
+    TrainRecord,
+    format_train_line,
+    format_validation_lines,
+    perplexity,
+    validation_prefix,
+)
+
+RECORD = TrainRecord(
+    iteration=10,
+    train_iters=3_125_000,
+    consumed_samples=960,
+    seconds_per_iteration=5.3247,
+    learning_rate=1e-4 * 960 / 216_320,
+    global_batch_size=96,
+    losses={"lm loss": 10.9876543},
+    loss_scale=4096.0,
+    grad_norm=3.14159,
+    benchmark_tflops=137.8912,
+)
+
+# The patterns with which the JUPITER benchmark reads a job's output.
+INT, NUMBER = r"([-+]?\d+)", r"([-+]?\d*\.?\d+(?:[eE][-+]?\d+)?)"
+ITERATION = re.compile(rf"iteration\s+{INT}/\s*{INT}")
+TFLOPS = re.compile(rf"TFLOPs:\s+{NUMBER}")
+ELAPSED = re.compile(rf"elapsed time per iteration \(s\):\s+{NUMBER}")
+
+
+def test_the_line_field_for_field() -> None:
+    assert format_train_line(RECORD) == (
+        " iteration       10/ 3125000 | consumed samples:          960 |"
+        " elapsed time per iteration (s): 5.3247 | learning rate: 4.438E-07 |"
+        " global batch size:    96 | lm loss: 1.098765E+01 | loss scale: 4096.0 |"
+        " grad norm: 3.142 | number of skipped iterations:   0 | number of nan iterations:   0 |"
+        " samples per second: 18.029 | TFLOPs: 137.89 |"
+    )
+
+
+def test_optional_fields_stand_in_their_places() -> None:
+    line = format_train_line(dataclasses.replace(RECORD, num_zeros=12.0, params_norm=99.5))
+    assert " | grad norm: 3.142 | num zeros: 12.0 | params norm: 99.500 | number of skipped" in line
+
+
+def test_absent_values_leave_no_trace() -> None:
+    for loss in (0.0, math.nan):
+        record = dataclasses.replace(RECORD, losses={"lm loss": loss}, grad_norm=None, skipped_iterations=10)
+        line = format_train_line(record)
+        assert "lm loss" not in line
+        assert "grad norm" not in line
+        assert " | loss scale: 4096.0 | number of skipped iterations:  10 |" in line
+
+
+def test_the_benchmarks_patterns_read_the_line() -> None:
+    line = format_train_line(RECORD)
+    assert ITERATION.findall(line) == [("10", "3125000")]
+    assert ELAPSED.findall(line) == ["5.3247"]
+    assert TFLOPS.findall(line) == ["137.89"]
+
+
+def test_no_other_line_matches_the_benchmarks_patterns() -> None:
+    for prefix in (validation_prefix(10), validation_prefix(10, samples=480, split="test")):
+        for line in format_validation_lines(prefix, {"lm loss": 3.0}):
+            assert not any(pattern.search(line) for pattern in (ITERATION, ELAPSED, TFLOPS))
+
+
+def test_validation_lines() -> None:
+    rule, line, closing = format_validation_lines(validation_prefix(1000), {"lm loss": 2.5})
+    assert line == (
+        " validation loss at iteration 1000 | lm loss value: 2.500000E+00 | lm loss PPL: 1.218249E+01 | "
+    )
+    assert rule == closing == "-" * (len(line) + 1)
+
+
+def test_prefixes_of_the_final_evaluations() -> None:
+    assert validation_prefix(20, samples=160) == "iteration 20 on 160-sample draw from validation set"
+    assert validation_prefix(20, samples=80, split="test") == "iteration 20 on 80-sample draw from test set"
+
+
+def test_perplexity_is_capped() -> None:
+    assert perplexity(1.0) == pytest.approx(math.e)
+    assert perplexity(1000.0) == math.exp(20)
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_window_means_leave_out_skipped_iterations() -> None:
+    clock = Clock()
+    window = LogWindow(clock)
+    window.add({"lm loss": 4.0, "moe loss": 1.0})
+    window.add({"lm loss": math.inf, "moe loss": 1.0}, skipped=True)
+    window.add({"lm loss": 9.0, "moe loss": 1.0}, skipped=True)
+    window.add({"lm loss": 2.0, "moe loss": 0.5})
+    clock.now += 8.0
+    summary = window.close()
+    assert summary.losses == {"lm loss": 3.0, "moe loss": 0.75}
+    assert (summary.iterations, summary.skipped_iterations, summary.nan_iterations) == (4, 2, 1)
+    assert summary.seconds_per_iteration == 2.0
+
+
+def test_a_window_starts_afresh_and_the_clock_stands_still_when_paused() -> None:
+    clock = Clock()
+    window = LogWindow(clock)
+    window.add({"lm loss": 4.0})
+    clock.now += 5.0
+    window.close()
+    window.add({"lm loss": math.nan})
+    clock.now += 1.0
+    with window.paused():
+        clock.now += 50.0
+    clock.now += 2.0
+    summary = window.close()
+    assert summary.seconds_per_iteration == 3.0
+    assert math.isnan(summary.losses["lm loss"])
+    assert summary.nan_iterations == 1
+
+
+def test_a_window_of_skipped_iterations_has_no_loss() -> None:
+    window = LogWindow()
+    window.add({"lm loss": math.nan}, skipped=True)
+    assert window.close().losses == {}
+    with pytest.raises(RuntimeError, match="before any iteration"):
+        window.close()

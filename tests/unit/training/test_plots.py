@@ -1,0 +1,60 @@
+"""The picture of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from megatron.config.errors import UserError
+from megatron.training.plots import plot_loss_curve
+
+pytest.importorskip("matplotlib")
+
+
+def write_run(path: Path, floor: float, iterations: int = 100) -> Path:
+    with path.open("w") as file:
+        for i in range(10, iterations + 1, 10):
+            loss = floor + 6 * math.exp(-i / 30)
+            event = {"kind": "train", "iteration": i, "lm_loss": loss, "consumed_tokens": i * 8192}
+            file.write(json.dumps(event | {"global_batch_size": 8}) + "\n")
+            if i % 50 == 0:
+                file.write(json.dumps({"kind": "validation", "iteration": i, "lm_loss": loss + 0.1}) + "\n")
+        file.write(json.dumps({"kind": "test", "iteration": iterations, "lm_loss": floor + 0.3}) + "\n")
+    return path
+
+
+def test_a_picture_is_drawn_and_nothing_else_is_left(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    run = write_run(tmp_path / "a.jsonl", floor=3.0)
+    out = plot_loss_curve([run], tmp_path / "out" / "loss.png", reference_lines={"unigram entropy": 6.9})
+    image = imread(out)
+    assert image.shape[:2] == (720, 1200)
+    assert image.std() > 0.05
+    assert [path.name for path in out.parent.iterdir()] == ["loss.png"]
+
+
+def test_the_reference_line_is_in_the_picture(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a.jsonl", floor=3.0)
+    without = plot_loss_curve([run], tmp_path / "1.png").read_bytes()
+    again = plot_loss_curve([run], tmp_path / "2.png").read_bytes()
+    with_line = plot_loss_curve([run], tmp_path / "3.png", reference_lines={"x": 6.0}).read_bytes()
+    assert without == again != with_line
+
+
+def test_several_runs(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, floor) for name, floor in (("a.jsonl", 3.0), ("b.jsonl", 3.5))]
+    assert plot_loss_curve(runs, tmp_path / "loss.png").stat().st_size > 1000
+
+
+def test_a_file_without_training_events_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text('{"kind": "validation", "iteration": 1, "lm_loss": 2.0}\n')
+    with pytest.raises(UserError, match="no training events"):
+        plot_loss_curve([empty], tmp_path / "loss.png")
+    with pytest.raises(UserError, match="cannot be read"):
+        plot_loss_curve([tmp_path / "absent.jsonl"], tmp_path / "loss.png")
+    assert not (tmp_path / "loss.png").exists()

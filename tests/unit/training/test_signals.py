@@ -1,0 +1,69 @@
+"""Exit signals and the exit policy."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from megatron.training.signals import ExitPolicy, ExitReason, ExitSignals
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_is_noted_and_the_block_goes_on(number: signal.Signals) -> None:
+    with ExitSignals() as signals:
+        assert signals.received is None
+        os.kill(os.getpid(), number)
+        assert signals.received == number
+
+
+def test_previous_handlers_come_back_even_after_an_error() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    try:
+        with pytest.raises(KeyError), ExitSignals():
+            raise KeyError
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert seen == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_other_signals_can_be_chosen() -> None:
+    term = signal.getsignal(signal.SIGTERM)
+    with ExitSignals([signal.SIGUSR2]) as signals:
+        assert signal.getsignal(signal.SIGTERM) is term
+        os.kill(os.getpid(), signal.SIGUSR2)
+    assert signals.received == signal.SIGUSR2
+
+
+def test_policy() -> None:
+    now = [0.0]
+    policy = ExitPolicy(exit_interval=10, exit_duration_in_mins=2, clock=lambda: now[0])
+    assert policy.decide(9) == ExitReason.NONE
+    assert policy.decide(20) == ExitReason.INTERVAL
+    now[0] = 119.0
+    assert policy.decide(21) == ExitReason.NONE
+    now[0] = 121.0
+    assert policy.decide(30) == ExitReason.DURATION
+    assert policy.decide(30, received=signal.SIGTERM) == ExitReason.SIGNAL
+
+
+def test_without_flags_only_signals_end_a_run() -> None:
+    policy = ExitPolicy()
+    assert all(policy.decide(i) == ExitReason.NONE for i in range(1, 100))
+    assert policy.decide(1, received=signal.SIGUSR1) == ExitReason.SIGNAL
+
+
+def test_ranks_that_differ_agree_on_the_maximum() -> None:
+    assert max(ExitReason.NONE, ExitReason.DURATION, ExitReason.INTERVAL) == ExitReason.DURATION
+    assert ExitReason(int(ExitReason.SIGNAL)) is ExitReason.SIGNAL
+
+
+def test_each_reason_has_its_line() -> None:
+    policy = ExitPolicy(exit_interval=5, exit_duration_in_mins=1190)
+    lines = {policy.explain(reason, 7) for reason in ExitReason}
+    assert len(lines) == len(ExitReason)
+    assert policy.explain(ExitReason.DURATION, 7) == "exiting after iteration 7: --exit-duration-in-mins 1190"

@@ -1,0 +1,35 @@
+"""What `make lint` runs: ruff's rules and format, mypy, import layers. All of them run; any problem fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+SOURCES = ["megatron", "tools", "tests", "setup.py", "pretrain_gpt.py"]
+
+
+def steps(fix: bool) -> list[tuple[str, list[str]]]:
+    """Name and arguments of Python of every check."""
+    sources = [name for name in SOURCES if (REPO / name).exists()]
+    return [
+        ("ruff rules", ["-m", "ruff", "check", "--quiet", *(["--fix"] if fix else []), *sources]),
+        ("ruff format", ["-m", "ruff", "format", "--quiet", *([] if fix else ["--diff"]), *sources]),
+        ("types", ["-m", "mypy", "--no-error-summary", *sources]),
+        ("import layers", ["tools/check_layers.py"]),
+    ]
+
+
+def main() -> int:
+    failed = []
+    for name, arguments in steps(fix="--fix" in sys.argv[1:]):
+        done = subprocess.run([sys.executable, *arguments], cwd=REPO)
+        print(f"[lint] {name}: {'ok' if done.returncode == 0 else 'FAILED'}", flush=True)
+        if done.returncode != 0:
+            failed.append(name)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""Lines of the input files, in blocks that know where they come from."""
+
+from __future__ import annotations
+
+import bz2
+import glob
+import gzip
+import lzma
+import os
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from megatron.config.errors import UserError
+
+STDIN = "-"
+BLOCK_BYTES = 1 << 20
+BLOCK_LINES = 1000
+
+
+@dataclass(frozen=True)
+class Source:
+    """An input file, or the part of a plain file whose lines start in [start, end) bytes."""
+
+    name: str
+    start: int = 0
+    end: int | None = None
+
+    @property
+    def label(self) -> str:
+        """For messages."""
+        return "<stdin>" if self.name == STDIN else self.name
+
+    def line_number(self, index: int) -> int:
+        """The number in the file, from 1, of the line that is number `index`, from 0, of this part."""
+        before = 0
+        if self.start:
+            with open(self.name, "rb") as stream:
+                left = self.start
+                while left and (data := stream.read(min(left, 1 << 24))):
+                    before += data.count(b"\n")
+                    left -= len(data)
+        return before + index + 1
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive lines of a source; `first` is the number, from 0, of the first one in the source."""
+
+    source: Source
+    first: int
+    lines: list[bytes]
+    size: int
+
+
+def expand_inputs(values: list[str]) -> list[str]:
+    """The files that paths and glob patterns name: patterns sorted, the given order kept.
+
+    Raises:
+        UserError: a path that does not exist, a pattern that matches nothing, or stdin given twice.
+    """
+    files: list[str] = []
+    for value in values:
+        if value == STDIN or os.path.isfile(value):
+            files.append(value)
+            continue
+        found = [name for name in sorted(glob.glob(value, recursive=True)) if os.path.isfile(name)]
+        if not found:
+            what = "matches no file" if glob.has_magic(value) else "is no file"
+            raise UserError(f"--input {value}: {what}. Check the path, or give - to read standard input")
+        files += found
+    if files.count(STDIN) > 1:
+        raise UserError("--input: standard input (-) can be read only once")
+    return files
+
+
+def divide(files: list[str], parts: int) -> list[list[Source]]:
+    """Cut the input into at most `parts` pieces of similar size that follow each other.
+
+    Plain files are cut at line starts; compressed files and standard input stay whole. Reading the pieces one
+    after the other gives the lines of the files in order.
+    """
+    sizes = [0 if name == STDIN else os.path.getsize(name) for name in files]
+    share = max(1, -(-sum(sizes) // parts))
+    pieces: list[list[Source]] = [[]]
+    room = share
+    for name, size in zip(files, sizes, strict=True):
+        if name == STDIN or Path(name).suffix in _OPENERS:
+            pieces[-1].append(Source(name))
+            room -= size
+        else:
+            start = 0
+            while size - start > room > 0 and len(pieces) < parts:
+                pieces[-1].append(Source(name, start, start + room))
+                start, room = start + room, share
+                pieces.append([])
+            pieces[-1].append(Source(name, start, None))
+            room -= size - start
+        if room <= 0 and len(pieces) < parts:
+            pieces.append([])
+            room = share
+    return [piece for piece in pieces if piece]
+
+
+def read_blocks(sources: list[Source]) -> Iterator[Block]:
+    """The lines of all sources in blocks of about a megabyte.
+
+    Raises:
+        UserError: a file that cannot be read or decompressed, with the line that was reached.
+    """
+    for source in sources:
+        first, lines, size = 0, [], 0
+        try:
+            for line in _lines(source):
+                lines.append(line)
+                size += len(line)
+                if size >= BLOCK_BYTES or len(lines) >= BLOCK_LINES:
+                    yield Block(source, first, lines, size)
+                    first, lines, size = first + len(lines), [], 0
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+            place = source.line_number(first + len(lines))
+            raise UserError(f"{source.label}:{place}: cannot be read on ({error}). Check the file") from None
+        if lines:
+            yield Block(source, first, lines, size)
+
+
+_OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+
+
+def _lines(source: Source) -> Iterator[bytes]:
+    if source.name == STDIN:
+        yield from sys.stdin.buffer
+        return
+    opener: Callable[[str, Literal["rb"]], IO[bytes]] = _OPENERS.get(Path(source.name).suffix, open)
+    with opener(source.name, "rb") as stream:
+        place = 0
+        if source.start:
+            # The line that reaches over the cut belongs to the part before it.
+            stream.seek(source.start - 1)
+            place = source.start - 1 + len(stream.readline())
+        for line in stream:
+            if source.end is not None and place >= source.end:
+                return
+            place += len(line)
+            yield line

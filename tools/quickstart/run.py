@@ -1,0 +1,275 @@
+"""The quickstart: from text on this machine to a trained GPT, on four processes, in a few minutes.
+
+    make quickstart                             or, in an environment: python -m tools.quickstart.run
+    make quickstart ARGS="--train-iters 1000"   train on
+
+Steps whose results are there are left out, and training goes on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.config.errors import UserError
+from tools.quickstart.process import CommandFailed, run_logged
+from tools.quickstart.stages import Stage, digest
+from tools.quickstart.summary import format_summary, summarise
+from tools.quickstart.unigram import unigram
+
+REPO = Path(__file__).resolve().parents[2]
+
+VOCAB_SIZE = 4096
+PROCESSES = 4
+TRAIN_ITERS = 400
+
+MODEL: dict[str, Any] = {
+    "tensor-model-parallel-size": 2,
+    "pipeline-model-parallel-size": 2,
+    "num-layers": 4,
+    "hidden-size": 256,
+    "num-attention-heads": 4,
+    "seq-length": 256,
+    "max-position-embeddings": 256,
+    "position-embedding-type": "rope",
+    "attention-dropout": 0.0,
+    "hidden-dropout": 0.0,
+}
+
+TRAINING: dict[str, Any] = {
+    "micro-batch-size": 4,
+    "global-batch-size": 8,
+    "lr": 2e-3,
+    "min-lr": 2e-4,
+    "lr-decay-style": "cosine",
+    "lr-warmup-iters": 40,
+    "weight-decay": 0.1,
+    "adam-beta2": 0.95,
+    "clip-grad": 1.0,
+    "seed": 1234,
+}
+
+REPORTING: dict[str, Any] = {
+    "log-interval": 20,
+    "eval-interval": 100,
+    "save-interval": 100,
+}
+
+PROMPT = 'def read_lines(path, encoding="utf-8"):'
+
+
+def flags(values: dict[str, Any]) -> list[str]:
+    return [text for name, value in values.items() for text in (f"--{name}", str(value))]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where everything lies below the output folder."""
+
+    out: Path
+
+    @property
+    def corpus(self) -> Path:
+        return self.out / "corpus"
+
+    @property
+    def vocabulary(self) -> Path:
+        return self.out / "vocabulary"
+
+    @property
+    def run(self) -> Path:
+        return self.out / "run"
+
+    @property
+    def jsonl(self) -> Path:
+        return self.run / "log.jsonl"
+
+    def data(self, part: str) -> Path:
+        """Prefix of the ``.bin/.idx`` pair of ``train`` or ``heldout``."""
+        return self.out / "data" / f"{part}_text_document"
+
+    def log(self, step: str) -> Path:
+        return self.out / "logs" / f"{step}.log"
+
+    def stamp(self, step: str) -> Path:
+        return self.out / ".done" / f"{step}.json"
+
+
+class Quickstart:
+    """The steps, each a method that makes its stage.
+
+    Args:
+        out: the folder that everything goes to.
+        train_iters: iterations of the whole run, those of earlier calls included.
+    """
+
+    def __init__(self, out: Path, train_iters: int) -> None:
+        self.at = Places(out)
+        self.train_iters = train_iters
+        self.tokenizer_flags = [
+            *("--tokenizer-type", "GPT2BPETokenizer"),
+            *("--vocab-file", str(self.at.vocabulary / "vocab.json")),
+            *("--merge-file", str(self.at.vocabulary / "merges.txt")),
+        ]
+        script = REPO / "tools" / "quickstart"
+        self.corpus_key = digest(script / "make_corpus.py", sys.version, sysconfig.get_path("stdlib"))
+        self.vocabulary_key = digest(self.corpus_key, script / "train_bpe.py", VOCAB_SIZE)
+        self.data_key = digest(self.vocabulary_key, REPO / "tools" / "preprocess_data.py")
+        self.run_key = digest(self.data_key, MODEL, TRAINING)
+
+    def stages(self) -> list[Stage]:
+        at = self.at
+        parts = ("train", "heldout")
+        trained_key = digest(self.run_key, self.train_iters)
+        sample_key = digest(trained_key, REPO / "tools" / "generate_samples_gpt.py", PROMPT)
+        corpus = [at.corpus / f"{part}.jsonl" for part in parts]
+        vocabulary = [at.vocabulary / name for name in ("vocab.json", "merges.txt")]
+        data = [Path(f"{at.data(part)}{end}") for part in parts for end in (".bin", ".idx")]
+        tracker = at.run / "checkpoints" / "latest_checkpointed_iteration.txt"
+        return [
+            Stage("corpus", at.stamp("corpus"), self.corpus_key, corpus, self.make_corpus),
+            Stage(
+                "vocabulary", at.stamp("vocabulary"), self.vocabulary_key, vocabulary, self.train_vocabulary
+            ),
+            Stage("preprocessing", at.stamp("data"), self.data_key, data, self.preprocess),
+            Stage("training", at.stamp("train"), trained_key, [tracker, at.jsonl], self.train),
+            Stage("sample", at.stamp("sample"), sample_key, [at.out / "sample.txt"], self.generate),
+        ]
+
+    def make_corpus(self) -> None:
+        self._python("corpus", ["tools/quickstart/make_corpus.py", "--output-dir", str(self.at.corpus)])
+
+    def train_vocabulary(self) -> None:
+        arguments = ["--input", str(self.at.corpus / "train.jsonl"), "--vocab-size", str(VOCAB_SIZE)]
+        arguments += ["--output-dir", str(self.at.vocabulary)]
+        self._python("vocabulary", ["tools/quickstart/train_bpe.py", *arguments])
+
+    def preprocess(self) -> None:
+        self.at.data("train").parent.mkdir(parents=True, exist_ok=True)
+        for part in ("train", "heldout"):
+            prefix = str(self.at.data(part)).removesuffix("_text_document")
+            arguments = ["--input", str(self.at.corpus / f"{part}.jsonl"), "--output-prefix", prefix]
+            arguments += [*self.tokenizer_flags, "--append-eod", "--workers", "2"]
+            self._python(f"preprocess-{part}", ["tools/preprocess_data.py", *arguments])
+
+    def train(self) -> None:
+        self._start_over_when_changed()
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
+        self._python("train", [*launcher, "pretrain_gpt.py", *self.train_flags()], show=True)
+
+    def train_flags(self) -> list[str]:
+        """The command line of ``pretrain_gpt.py``."""
+        at, run = self.at, self.at.run
+        samples = (unigram(at.data("heldout")).tokens - 1) // MODEL["seq-length"]
+        return [
+            *flags({**MODEL, **TRAINING, **REPORTING}),
+            *flags({"train-iters": self.train_iters, "lr-decay-iters": self.train_iters}),
+            # As many whole batches as the held-out text gives: the loss is that of the text, not of a part.
+            *flags({"eval-iters": max(1, samples // TRAINING["global-batch-size"])}),
+            "--override-opt-param-scheduler",  # a longer run has another decay
+            *self.tokenizer_flags,
+            *flags({"train-data-path": at.data("train"), "valid-data-path": at.data("heldout")}),
+            *flags({"data-cache-path": at.out / "data" / "cache", "num-workers": 0}),
+            *flags({"save": run / "checkpoints", "load": run / "checkpoints"}),
+            *flags({"tensorboard-dir": run / "tensorboard", "log-json-file": at.jsonl}),
+            *flags({"distributed-backend": "gloo"}),
+        ]
+
+    def generate(self) -> None:
+        prompts = self.at.out / "prompt.txt"
+        prompts.write_text(PROMPT + "\n")
+        arguments = ["--load", str(self.at.run / "checkpoints"), *self.tokenizer_flags]
+        single = {"tensor-model-parallel-size": 1, "pipeline-model-parallel-size": 1, "micro-batch-size": 1}
+        arguments += flags({**MODEL, **single, "distributed-backend": "gloo"})
+        arguments += flags({"sample-input-file": prompts, "sample-output-file": self.at.out / "sample.txt"})
+        arguments += flags({"out-seq-length": 120, "temperature": 0.7, "top_p": 0.9, "seed": 1})
+        self._python("sample", ["tools/generate_samples_gpt.py", *arguments])
+
+    def finish(self) -> tuple[str, float]:
+        """Draws the curve and writes the summary.
+
+        Returns:
+            The summary's text and how far the loss is below the unigram entropy.
+        """
+        from megatron.training.plots import plot_loss_curve
+
+        at = self.at
+        summary = summarise(at.jsonl, unigram(at.data("heldout")))
+        summary.write(at.out / "summary.json")
+        reference = {"unigram entropy of the held-out text": summary.unigram_entropy}
+        plot_loss_curve([at.jsonl], at.out / "loss.png", reference_lines=reference, title="Quickstart")
+        places = {
+            "loss curve": at.out / "loss.png",
+            "TensorBoard": at.run / "tensorboard",
+            "checkpoints": at.run / "checkpoints",
+            "log": at.jsonl,
+            "summary": at.out / "summary.json",
+            "everything": at.out,
+        }
+        sample = (at.out / "sample.txt").read_text(errors="replace")
+        return format_summary(summary, places, sample), summary.gain
+
+    def _start_over_when_changed(self) -> None:
+        """Puts a run of another model or other data aside: its checkpoints do not fit."""
+        mark = self.at.run / "made_from"
+        if self.at.run.exists() and (not mark.exists() or mark.read_text() != self.run_key):
+            aside = self.at.out / f"run.{time.strftime('%Y%m%d-%H%M%S')}"
+            self.at.run.rename(aside)
+            print(f"      data or settings changed: starting over; the earlier run is in {aside}", flush=True)
+        self.at.run.mkdir(parents=True, exist_ok=True)
+        mark.write_text(self.run_key)
+
+    def _python(self, step: str, arguments: list[str], show: bool = False) -> None:
+        path = os.pathsep.join([str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        command = [sys.executable, *arguments]
+        log = self.at.log(step)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.with_suffix(".command").write_text(shlex.join(command) + "\n")
+        run_logged(command, log, cwd=REPO, env=env, show=show)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=REPO / "quickstart_out", help="the folder to write to")
+    parser.add_argument("--train-iters", type=int, default=TRAIN_ITERS)
+    parser.add_argument("--require-gain", type=float, default=None, metavar="NATS", help="fail when below")
+    args = parser.parse_args()
+    start = time.monotonic()
+    title = "start"
+    try:
+        quickstart = Quickstart(args.out.resolve(), args.train_iters)
+        stages = quickstart.stages()
+        for number, stage in enumerate(stages, 1):
+            title = stage.title
+            print(f"[{number}/{len(stages)}] {title} ...", flush=True)
+            seconds = stage.run()
+            print("      there already" if seconds is None else f"      done in {seconds:.1f} s", flush=True)
+        title = "summary"
+        text, gain = quickstart.finish()
+    except KeyboardInterrupt:
+        print("\ninterrupted: `make quickstart` goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    except (CommandFailed, UserError, OSError) as error:
+        print(f"error: {title} failed: {error}", file=sys.stderr)
+        return 1
+    print(f"\n{text}\n\n  {time.monotonic() - start:.0f} s in all")
+    if args.require_gain is not None and gain < args.require_gain:
+        print(
+            f"error: {gain:.4f} nats below the unigram entropy, {args.require_gain} wanted", file=sys.stderr
+        )
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

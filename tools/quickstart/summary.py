@@ -1,0 +1,92 @@
+"""What a quickstart run came to: read from its log, shown to people and kept as JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.config.errors import UserError
+from megatron.data.atomic import atomic_write
+from megatron.training.sinks import read_events
+from tools.quickstart.unigram import Unigram
+
+WANTED_GAIN = 1.8
+"""Nats per token by which a model that learned from context is below one that only counts tokens."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Losses and entropies are nats per token; bytes are sent per iteration and communication point."""
+
+    iteration: int
+    tokens_per_second: float
+    validation_loss: float
+    unigram_entropy: float
+    heldout_tokens: int
+    bytes_per_iteration: Mapping[str, float]
+
+    @property
+    def gain(self) -> float:
+        return self.unigram_entropy - self.validation_loss
+
+    def write(self, path: Path) -> None:
+        record = {**asdict(self), "gain": self.gain}
+        with atomic_write(path) as stream:
+            stream.write(json.dumps(record, indent=2).encode() + b"\n")
+
+
+def summarise(log: Path, heldout: Unigram) -> Summary:
+    """Reads the figures of a run from its JSON-lines log.
+
+    Raises:
+        UserError: when the run logged no training or no validation.
+    """
+    events = list(read_events(log))
+    train = [event for event in events if event.get("kind") == "train"]
+    validation = [event for event in events if event.get("kind") == "validation"]
+    if not train or not validation or validation[-1].get("lm_loss") is None:
+        raise UserError(
+            f"{log}: no training and validation losses in it; remove the file's folder and run again"
+        )
+    return Summary(
+        iteration=int(train[-1]["iteration"]),
+        tokens_per_second=statistics.median(event["tokens_per_second"] for event in train),
+        validation_loss=float(validation[-1]["lm_loss"]),
+        unigram_entropy=heldout.nats_per_token,
+        heldout_tokens=heldout.tokens,
+        bytes_per_iteration=dict(train[-1].get("bytes_per_point") or {}),
+    )
+
+
+def format_summary(summary: Summary, places: Mapping[str, Path], sample: str) -> str:
+    """The closing text."""
+    verdict = "" if summary.gain >= WANTED_GAIN else f", less than the {WANTED_GAIN} that is expected"
+    rows: list[tuple[str, Any]] = [
+        ("iterations", f"{summary.iteration:,}"),
+        ("speed", f"{summary.tokens_per_second:,.0f} tokens/s"),
+        ("validation loss", f"{summary.validation_loss:.4f} nats per token"),
+        (
+            "unigram entropy",
+            f"{summary.unigram_entropy:.4f} nats per token ({summary.heldout_tokens:,} tokens)",
+        ),
+        ("difference", f"{summary.gain:.4f} nats per token below the unigram entropy{verdict}"),
+        ("bytes moved", f"{_bytes(sum(summary.bytes_per_iteration.values()))} per iteration"),
+    ]
+    rows += [(f"  {point}", _bytes(count)) for point, count in summary.bytes_per_iteration.items()]
+    rows += [(name, path) for name, path in places.items()]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"  {name:<{width}}  {value}" for name, value in rows]
+    shown = "\n".join("  | " + line for line in sample.strip().splitlines())
+    return "\n".join(["Summary", *lines, "", "  A sample of what the model writes:", shown])
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"

@@ -1,0 +1,69 @@
+"""The unigram entropy of tokenised text: the best loss of a model that knows only how frequent each token is.
+
+    python tools/quickstart/unigram.py PREFIX [PREFIX ...]
+
+It is taken over the text's own frequencies, so no model without context, however trained, is below it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron.config.errors import UserError
+from megatron.data.indexed import IndexedDataset
+
+
+@dataclass(frozen=True)
+class Unigram:
+    """Of a token stream: its length and its entropy in nats per token."""
+
+    tokens: int
+    nats_per_token: float
+
+
+def entropy(counts: np.ndarray) -> float:
+    """Shannon entropy in nats of the distribution with these counts [V]."""
+    used = counts[counts > 0] / counts.sum()
+    return float(-(used * np.log(used)).sum())
+
+
+def unigram(prefix: str | Path) -> Unigram:
+    """Of all tokens of a ``.bin/.idx`` pair, end-of-document tokens included.
+
+    Raises:
+        UserError: for files that are missing, damaged or empty.
+    """
+    dataset = IndexedDataset(prefix)
+    counts = np.zeros(0, dtype=np.int64)
+    for index in range(len(dataset)):
+        own = np.bincount(dataset[index])
+        counts = np.pad(counts, (0, max(0, len(own) - len(counts))))
+        counts[: len(own)] += own
+    if counts.sum() == 0:
+        raise UserError(f"{dataset.bin_path}: holds no tokens")
+    return Unigram(int(counts.sum()), entropy(counts))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("prefix", nargs="+")
+    args = parser.parse_args()
+    try:
+        for prefix in args.prefix:
+            result = unigram(prefix)
+            print(f"{prefix}: {result.tokens:,} tokens, {result.nats_per_token:.4f} nats per token")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,305 @@
+#!/usr/bin/env python3
+"""Makes the environment that the Makefile's commands run in, then runs a Python command in it.
+
+    python3 tools/setup_env.py [--extras test,lint] [--oracle] [-- PYTHON_ARGUMENTS ...]
+
+An environment that already has a torch of the supported range is used as it is:
+
+- an active virtual environment with such a torch (or PYTHON=/path/to/its/python) is used directly;
+- a system or conda Python with such a torch gets a ``.venv`` that sees the system's packages;
+- otherwise ``.venv`` is made from the first usable Python, and torch is installed into it.
+
+torch itself is never replaced: what is installed later is held to the version found. A second call finds its
+stamp and takes no time. Standard library only; it also starts on a Python too old to train with, and then
+looks for another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[1]
+OLDEST, NEWEST = (3, 10), (3, 13)
+ORACLE = "megatron-core==0.16.1"
+
+PROBE = """
+import importlib.metadata as m, importlib.util as u, json, sys
+try:
+    torch = m.version("torch") if u.find_spec("torch") else None
+except m.PackageNotFoundError:
+    torch = None
+print(json.dumps({
+    "executable": sys.executable, "version": sys.version_info[:2], "prefix": sys.prefix,
+    "base_prefix": sys.base_prefix, "torch": torch,
+    "is_venv": sys.prefix != sys.base_prefix,
+    "has_venv": bool(u.find_spec("venv")), "has_ensurepip": bool(u.find_spec("ensurepip")),
+    "has_pip": bool(u.find_spec("pip")),
+}))
+"""
+
+
+class SetupError(Exception):
+    """Something the user has to do first; the message says what."""
+
+
+class Interpreter:
+    """A Python that was asked about itself."""
+
+    def __init__(self, facts: dict[str, Any]) -> None:
+        self.executable: str = facts["executable"]
+        self.version: tuple[int, int] = tuple(facts["version"])
+        self.prefix: str = facts["prefix"]
+        self.base_prefix: str = facts["base_prefix"]
+        self.torch: str | None = facts["torch"]
+        self.is_venv: bool = facts["is_venv"]
+        self.can_make_venv: bool = facts["has_venv"] and (facts["has_ensurepip"] or facts["has_pip"])
+        self.has_ensurepip: bool = facts["has_ensurepip"]
+
+    @property
+    def has_suitable_torch(self) -> bool:
+        return self.torch is not None and in_torch_range(self.torch)
+
+    def __str__(self) -> str:
+        return f"Python {self.version[0]}.{self.version[1]} ({self.executable})"
+
+
+def say(text: str) -> None:
+    print(f"[setup] {text}", file=sys.stderr, flush=True)
+
+
+def probe(command: str) -> Interpreter | None:
+    """Asks a Python about itself; None when it does not run or is older than 3.8."""
+    path = shutil.which(command)
+    if path is None:
+        return None
+    try:
+        done = subprocess.run([path, "-c", PROBE], capture_output=True, text=True, timeout=60, cwd="/")
+        return Interpreter(json.loads(done.stdout)) if done.returncode == 0 else None
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+
+
+def torch_requirement() -> str:
+    """The range of torch that pyproject.toml declares, as ``torch>=A,<B``."""
+    found = re.findall(r'"(torch\s*>=[\d.]+,\s*<[\d.]+)"', (REPO / "pyproject.toml").read_text())
+    if not found or len(set(found)) != 1:
+        raise SetupError(f"pyproject.toml must give one range for torch in both places, found {found}")
+    return found[0]
+
+
+def in_torch_range(version: str) -> bool:
+    """Whether a version is in the declared range; a pre-release of its lower end is not, as for pip."""
+    low, high = (_numbers(v) for v in re.findall(r"[\d.]+\d", torch_requirement()))
+    public = version.split("+")[0]
+    is_final = re.fullmatch(r"[\d.]+(\.post\d+)?", public) is not None
+    numbers = _numbers(public)
+    return low <= numbers < high and (is_final or numbers[: len(low)] > low)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(n) for n in match.group().split(".")) if match else ()
+
+
+def choose_base() -> Interpreter:
+    """The Python to build on: the one asked for, else an active environment's, else the first usable one.
+
+    Raises:
+        SetupError: when there is none.
+    """
+    asked = os.environ.get("PYTHON")
+    if asked:
+        found = probe(asked)
+        if found is None or found.version < OLDEST:
+            raise SetupError(f"PYTHON={asked} is not a Python of at least {OLDEST[0]}.{OLDEST[1]}")
+        return found
+    names = ["python3", "python"] + [f"python3.{minor}" for minor in range(NEWEST[1], OLDEST[1] - 1, -1)]
+    found_ones = [i for i in (probe(name) for name in names) if i is not None]
+    usable = [i for i in found_ones if i.version >= OLDEST]
+    suitable = [i for i in usable if i.has_suitable_torch]
+    makers = [i for i in usable if i.can_make_venv]
+    tested = [i for i in makers if i.version <= NEWEST]
+    for group in (suitable, tested, makers):
+        if group:
+            return group[0]
+    if usable:
+        raise SetupError(
+            f"{usable[0]} cannot make virtual environments: install its venv package (python3-venv)"
+        )
+    seen = ", ".join(sorted({str(i) for i in found_ones})) or "none"
+    raise SetupError(
+        f"needs Python 3.10 to 3.13, found {seen}: install one, or give it as PYTHON=/path/to/python"
+    )
+
+
+def make_environment() -> Interpreter:
+    """The environment's Python; makes ``.venv`` where needed."""
+    own = probe(str(REPO / ".venv" / "bin" / "python"))
+    own = own if own is not None and own.is_venv else None
+    if not os.environ.get("PYTHON"):
+        active = probe("python3")
+        if active is not None and active.is_venv and active.has_suitable_torch:
+            return active
+        if own is not None:
+            return own
+    base = choose_base()
+    if base.is_venv and base.has_suitable_torch:
+        return base
+    same_base = own is not None and own.base_prefix == base.base_prefix
+    if own is not None and same_base and (not base.has_suitable_torch or own.torch == base.torch):
+        return own
+    return _make_venv(base)
+
+
+def _make_venv(base: Interpreter) -> Interpreter:
+    if not base.can_make_venv:
+        raise SetupError(f"{base} cannot make virtual environments: install its venv package (python3-venv)")
+    if base.version > NEWEST:
+        say(f"{base} is newer than what is tested ({NEWEST[0]}.{NEWEST[1]})")
+    folder = REPO / ".venv"
+    share = base.has_suitable_torch
+    say(f"making .venv from {base}" + (f", which has torch {base.torch}: used as it is" if share else ""))
+    command = [base.executable, "-m", "venv", "--clear"]
+    command += ["--system-site-packages"] if share else []
+    command += [] if base.has_ensurepip else ["--without-pip"]
+    run([*command, str(folder)], "cannot make .venv")
+    made = probe(str(folder / "bin" / "python"))
+    if made is None:
+        raise SetupError("the Python of the new .venv does not run: remove .venv and try again")
+    if not base.has_ensurepip:
+        pip = [base.executable, "-m", "pip", "--python", made.executable, "install", "pip"]
+        run(pip, "cannot install pip into .venv")
+    return made
+
+
+def run(command: list[str], failure: str) -> None:
+    """Runs a command, shows its output only when it fails.
+
+    Raises:
+        SetupError: with the failure's meaning and the output's last lines.
+    """
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPO)
+    if done.returncode != 0:
+        tail = "\n".join(done.stdout.rstrip().splitlines()[-15:])
+        raise SetupError(f"{failure}: `{' '.join(command)}` failed:\n{tail}")
+
+
+def pip_install(python: Interpreter, arguments: list[str], failure: str) -> None:
+    command = [python.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    run([*command, *arguments], failure)
+
+
+def stamp_path(python: Interpreter) -> Path:
+    return Path(python.prefix) / ".megatron-cc-setup.json"
+
+
+def read_stamp(python: Interpreter) -> dict[str, Any]:
+    try:
+        return json.loads(stamp_path(python).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def wanted_stamp(python: Interpreter) -> dict[str, Any]:
+    text = "".join((REPO / name).read_text() for name in ("pyproject.toml", "setup.py"))
+    return {"project": hashlib.sha256(text.encode()).hexdigest(), "repo": str(REPO), "torch": python.torch}
+
+
+def install(python: Interpreter, extras: set[str]) -> None:
+    """Installs torch where there is none, then the project and what it needs; nothing if that is done."""
+    stamp, wanted = read_stamp(python), wanted_stamp(python)
+    done = set(stamp.get("extras", ()))
+    current = {name: stamp.get(name) for name in wanted} == wanted
+    if current and extras <= done and python.has_suitable_torch:
+        return
+    extras |= done if current else set()
+    start = time.monotonic()
+    if shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("c++") is None:
+        say("no C++ compiler found: that is fine, the compiled kernels are optional")
+    build_tools = ["setuptools>=77", "wheel"]
+    if python.has_suitable_torch:
+        say(f"using torch {python.torch} as it is")
+        pip_install(python, build_tools, "cannot install the build tools")
+    else:
+        say(f"installing {torch_requirement()} (the largest download)")
+        pip_install(python, [*build_tools, torch_requirement()], "cannot install torch")
+        python.torch = require_probe(python).torch
+    say("installing Megatron-CC and what it needs" + (f" for {', '.join(sorted(extras))}" if extras else ""))
+    constraints = Path(python.prefix) / ".megatron-cc-constraints.txt"
+    constraints.write_text(f"torch=={python.torch}\n")
+    target = ".[" + ",".join(sorted(extras)) + "]" if extras else "."
+    arguments = ["--no-build-isolation", "--constraint", str(constraints), "--editable", target]
+    pip_install(python, arguments, "cannot install Megatron-CC")
+    stamp_path(python).write_text(json.dumps({**wanted_stamp(python), "extras": sorted(extras)}))
+    say(f"ready after {time.monotonic() - start:.0f} s: {python}, torch {python.torch}")
+
+
+def require_probe(python: Interpreter) -> Interpreter:
+    again = probe(python.executable)
+    if again is None or again.torch is None:
+        raise SetupError(f"torch was installed but {python} does not find it: remove .venv and try again")
+    return again
+
+
+def oracle_folder(python: Interpreter) -> Path:
+    return Path(python.prefix) / "oracle"
+
+
+def install_oracle(python: Interpreter) -> None:
+    """Puts megatron-core into a folder of its own: the tests compare with it. Without it those tests skip."""
+    folder = oracle_folder(python)
+    mark = folder / ".complete"
+    if mark.exists() and mark.read_text() == ORACLE:
+        return
+    say(f"fetching {ORACLE}, which the tests compare with")
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        pip_install(python, ["--no-deps", "--target", str(folder), ORACLE], f"cannot install {ORACLE}")
+    except SetupError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        say(f"{str(error).splitlines()[0]}; the tests that compare with it will be skipped")
+        return
+    mark.write_text(ORACLE)
+
+
+def environment(python: Interpreter) -> dict[str, str]:
+    """The variables of the command to run: the environment comes first on the path; where the oracle is."""
+    env = dict(os.environ)
+    env["PATH"] = str(Path(python.executable).parent) + os.pathsep + env.get("PATH", "")
+    if (oracle_folder(python) / ".complete").exists():
+        env.setdefault("MEGATRON_CORE_ORACLE", str(oracle_folder(python)))
+    return env
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--extras", default="", help="groups of optional dependencies: test, lint")
+    parser.add_argument("--oracle", action="store_true", help=f"also fetch {ORACLE} for comparisons")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the arguments of Python to run")
+    args = parser.parse_args()
+    try:
+        python = make_environment()
+        install(python, {extra for extra in args.extras.split(",") if extra})
+        if args.oracle:
+            install_oracle(python)
+    except (SetupError, OSError) as error:
+        say(f"error: {error}")
+        return 1
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if command:
+        os.execve(python.executable, [python.executable, *command], environment(python))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
