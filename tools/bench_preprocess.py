@@ -90,9 +90,7 @@ def pipeline(corpus: Path, vocab_file: Path, merge_file: Path, prefix: Path) -> 
 
 def main() -> None:
     """Print docs/s and MB/s of both, their ratio, and whether the files are equal."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", help="JSON lines with a `text` key")
     parser.add_argument("--vocab-file")
     parser.add_argument("--merge-file")
@@ -125,8 +123,7 @@ def main() -> None:
             rates.append(documents / best)
             print(f"{label}: {documents / best:9.1f} docs/s {megabytes / best:7.2f} MB/s")
         same = all(
-            (folder / f"loop.{end}").read_bytes() == (folder / f"tool.{end}").read_bytes()
-            for end in ("bin", "idx")
+            (folder / f"loop.{end}").read_bytes() == (folder / f"tool.{end}").read_bytes() for end in ("bin", "idx")
         )
         print(f"ratio: {rates[1] / rates[0]:.2f}; files equal: {same}")
 

@@ -101,9 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     text.add_argument("--lang", default="english", help="language of the Punkt model (default: english)")
     _add_tokenizer_flags(parser)
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="start of the output files' names"
-    )
+    output.add_argument("--output-prefix", required=True, metavar="PREFIX", help="start of the output files' names")
     output.add_argument(
         "--dataset-impl",
         choices=("mmap", "lazy", "cached"),
@@ -111,9 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="file format: mmap, or the legacy format that lazy and cached share (default: mmap)",
     )
     speed = parser.add_argument_group("speed")
-    speed.add_argument(
-        "--workers", type=int, default=1, metavar="N", help="processes that tokenize (default: 1)"
-    )
+    speed.add_argument("--workers", type=int, default=1, metavar="N", help="processes that tokenize (default: 1)")
     speed.add_argument(
         "--partitions",
         type=int,
@@ -133,12 +129,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("tokenizer")
-    group.add_argument(
-        "--tokenizer-type", required=True, metavar="TYPE", help=f"one of {', '.join(TOKENIZER_TYPES)}"
-    )
-    group.add_argument(
-        "--vocab-file", "--vocab", metavar="FILE", help="GPT-2's vocab.json, or BERT's vocab.txt"
-    )
+    group.add_argument("--tokenizer-type", required=True, metavar="TYPE", help=f"one of {', '.join(TOKENIZER_TYPES)}")
+    group.add_argument("--vocab-file", "--vocab", metavar="FILE", help="GPT-2's vocab.json, or BERT's vocab.txt")
     group.add_argument("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
     group.add_argument(
         "--tokenizer-model", metavar="PATH", help="SentencePiece model, or folder of a Hugging Face tokenizer"
@@ -216,9 +208,7 @@ class Progress:
             self._bar.set_postfix_str(f"{mb_per_s:.2f} MB/s")
         elif totals.documents >= self._next:
             self._next = (totals.documents // self._interval + 1) * self._interval
-            self._say(
-                f"Processed {totals.documents} documents ({docs_per_s:.1f} docs/s, {mb_per_s:.2f} MB/s)."
-            )
+            self._say(f"Processed {totals.documents} documents ({docs_per_s:.1f} docs/s, {mb_per_s:.2f} MB/s).")
 
     def rates(self, totals: Totals) -> tuple[float, float]:
         """Documents and megabytes of input each second."""
@@ -242,9 +232,7 @@ def preprocess(args: argparse.Namespace) -> Totals:
     """Run with parsed flags. Raises UserError."""
     files = expand_inputs(args.input)
     names = EncodeOptions.__dataclass_fields__
-    options = EncodeOptions(
-        **{**{name: getattr(args, name) for name in names}, "json_keys": tuple(args.json_keys)}
-    )
+    options = EncodeOptions(**{**{name: getattr(args, name) for name in names}, "json_keys": tuple(args.json_keys)})
     if args.split_sentences and not load_punkt(args.lang)[1]:
         print(
             f"note: nltk has no Punkt model for {args.lang} here, so Punkt splits without training. "

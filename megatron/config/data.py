@@ -36,7 +36,9 @@ class DataConfig:
         "infer",
         "Format of the dataset files.",
     )
-    num_workers: int = option(2, "Data-loading processes of each rank.", unit="processes", minimum=0)
+    num_workers: int = option(
+        2, "Threads of each rank that read samples ahead; 0 reads them when they are needed.", unit="threads", minimum=0
+    )
     dataloader_type: Literal["single", "cyclic"] | None = derived(
         "single",
         "Samples in order (single) or reshuffled each epoch (cyclic).",

@@ -20,11 +20,14 @@ class TokenizerConfig:
             "BertWordPieceCase",
             "HFTokenizer",
             "NullTokenizer",
+            "GPTSentencePieceTokenizer",
+            "Llama2Tokenizer",
+            "HuggingFaceTokenizer",
         ]
         | None
     ) = derived(
         "none: give --vocab-size",
-        "Tokenizer.",
+        "Tokenizer; the last three are other names of SentencePieceTokenizer, twice, and HFTokenizer.",
         checkpoint="default",
     )
     vocab_file: str | None = derived(

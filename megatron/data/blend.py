@@ -47,15 +47,11 @@ def parse_blend(values: list[str], flag: str) -> tuple[list[float] | None, list[
     if not any(number is not None for number in numbers[::2]):
         return None, list(values)
     if len(values) % 2 or any(number is None for number in numbers[::2]):
-        raise UserError(
-            f"--{flag} {' '.join(values)}: give one path, several, or a weight before each (0.3 A 0.7 B)"
-        )
+        raise UserError(f"--{flag} {' '.join(values)}: give one path, several, or a weight before each (0.3 A 0.7 B)")
     weights = [number for number in numbers[::2] if number is not None]
     for weight in weights:
         if not 0 < weight < float("inf"):
-            raise UserError(
-                f"--{flag}: the weight {weight:g} must be a positive number; leave a path out to drop it"
-            )
+            raise UserError(f"--{flag}: the weight {weight:g} must be a positive number; leave a path out to drop it")
     return weights, list(values[1::2])
 
 
@@ -146,9 +142,7 @@ class MegatronBlend:
 
     def __init__(self, weights: list[float], num_samples: int, cache_path: str | Path | None = None) -> None:
         if len(weights) > np.iinfo(np.int16).max:
-            raise UserError(
-                f"a blend of {len(weights)} datasets: --sample-order megatron takes at most 32,767"
-            )
+            raise UserError(f"a blend of {len(weights)} datasets: --sample-order megatron takes at most 32,767")
         shares = normalize(weights)
         identity: dict[str, Any] = {"weights": shares, "num_samples": num_samples}
         arrays = cached_arrays(cache_path, "gpt-blend", identity, lambda: greedy_blend(shares, num_samples))
@@ -227,9 +221,7 @@ def _greedy_side_by_side(shares: list[float], choice: NDArray[np.int16], stretch
             guessed_sd = counts_sd.copy()
         draws_s = starts + step
         active = draws_s >= 0
-        errors_sd = shares_d * np.maximum(draws_s, 1).astype(np.float64)[:, None] - counts_sd.astype(
-            np.float64
-        )
+        errors_sd = shares_d * np.maximum(draws_s, 1).astype(np.float64)[:, None] - counts_sd.astype(np.float64)
         best_s = np.argmax(errors_sd, axis=1)
         counts_sd[rows[active], best_s[active]] += 1
         if step >= 0:

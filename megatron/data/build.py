@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
+from megatron.config.data import DataConfig
 from megatron.config.errors import UserError
 from megatron.data.batch import CollateOptions
 from megatron.data.blend import LazyBlend, MegatronBlend, normalize, parse_blend
@@ -24,24 +24,8 @@ _MEGATRON_MARGIN = 0.005
 Dataset = GPTDataset | BlendedDataset
 
 
-class DataFlags(Protocol):
-    """The fields of the data section that are read here."""
-
-    data_path: list[str]
-    train_data_path: list[str]
-    valid_data_path: list[str]
-    test_data_path: list[str]
-    split: str
-    data_cache_path: str | None
-    data_impl: str
-    reset_position_ids: bool
-    reset_attention_mask: bool
-    eod_mask_loss: bool
-    sample_order: str
-
-
 def build_datasets(
-    data: DataFlags,
+    data: DataConfig,
     *,
     seq_length: int,
     seed: int,
@@ -84,9 +68,7 @@ def build_datasets(
     )
     separate = (data.train_data_path, data.valid_data_path, data.test_data_path)
     if data.data_path and any(separate):
-        raise UserError(
-            "--data-path and --train/valid/test-data-path exclude each other: keep one of the two"
-        )
+        raise UserError("--data-path and --train/valid/test-data-path exclude each other: keep one of the two")
     if data.data_path:
         weights, paths = parse_blend(data.data_path, "data-path")
         parts = [builder.part(weights, paths, number, parse_split(data.split)[number]) for number in range(3)]
@@ -96,9 +78,7 @@ def build_datasets(
             weights, paths = parse_blend(values, f"{SPLIT_NAMES[number]}-data-path") if values else (None, [])
             parts.append(builder.part(weights, paths, number, (0.0, 1.0)))
     else:
-        raise UserError(
-            "no data: give --data-path, or --train-data-path, --valid-data-path and --test-data-path"
-        )
+        raise UserError("no data: give --data-path, or --train-data-path, --valid-data-path and --test-data-path")
     samples = train_valid_test_num_samples
     train, valid, test = (
         None if part is None else builder.dataset(part, samples[number]) for number, part in enumerate(parts)
@@ -119,9 +99,7 @@ def parse_split(text: str) -> list[tuple[float, float] | None]:
     except ValueError:
         shares = []
     if not 1 <= len(shares) <= 3 or not all(0 <= share < float("inf") for share in shares) or not any(shares):
-        raise UserError(
-            f"--split {text}: give up to three shares such as 969,30,1, not negative and not all 0"
-        )
+        raise UserError(f"--split {text}: give up to three shares such as 969,30,1, not negative and not all 0")
     bounds: list[tuple[float, float] | None] = []
     start = 0.0
     for share in normalize(shares + [0.0] * (3 - len(shares))):
@@ -141,7 +119,7 @@ class _Part:
 
 @dataclass
 class _Builder:
-    data: DataFlags
+    data: DataConfig
     seq_length: int
     seed: int
     collate_options: CollateOptions
@@ -166,16 +144,12 @@ class _Builder:
             return _Part(number, weights, sources)
         if number != 0 and len(empty) == len(sources):
             return None
-        raise UserError(
-            f"{empty[0]}: --split {self.data.split} leaves it no tokens. Give it more documents or share"
-        )
+        raise UserError(f"{empty[0]}: --split {self.data.split} leaves it no tokens. Give it more documents or share")
 
     def dataset(self, part: _Part, num_samples: int | None) -> Dataset:
         """The dataset of a split, blended when it has several paths."""
         # megatron-core blends a single weighted path of --data-path as well, with its margin.
-        single_blend = (
-            part.weights is not None and bool(self.data.data_path) and self.data.sample_order == "megatron"
-        )
+        single_blend = part.weights is not None and bool(self.data.data_path) and self.data.sample_order == "megatron"
         if len(part.sources) == 1 and not single_blend:
             return self._single(part, 0, num_samples)
         if self.data.sample_order == "megatron":
@@ -183,21 +157,15 @@ class _Builder:
         return self._lazy_blend(part, num_samples)
 
     def _lazy_blend(self, part: _Part, num_samples: int | None) -> BlendedDataset:
-        one_epoch = [
-            float((documents.tokens_per_epoch() - 1) // self.seq_length) for _, documents in part.sources
-        ]
+        one_epoch = [float((documents.tokens_per_epoch() - 1) // self.seq_length) for _, documents in part.sources]
         weights = part.weights or [max(samples, 1.0) for samples in one_epoch]
         blend = LazyBlend(weights, int(sum(one_epoch)) if num_samples is None else num_samples)
         draws = blend.counts()
-        return BlendedDataset(
-            [self._single(part, place, wanted) for place, wanted in enumerate(draws)], blend, draws
-        )
+        return BlendedDataset([self._single(part, place, wanted) for place, wanted in enumerate(draws)], blend, draws)
 
     def _megatron_blend(self, part: _Part, num_samples: int | None) -> BlendedDataset:
         if num_samples is None:
-            raise UserError(
-                "--sample-order megatron cannot blend without a number of samples: use --sample-order lazy"
-            )
+            raise UserError("--sample-order megatron cannot blend without a number of samples: use --sample-order lazy")
         places = range(len(part.sources))
         if part.weights is None:
             datasets = [self._single(part, place, None) for place in places]
@@ -213,8 +181,7 @@ class _Builder:
             targets = [math.ceil(num_samples * weight) for weight in weights]
             size = sum(targets)
             datasets = [
-                self._single(part, place, math.ceil(targets[place] * (1 + _MEGATRON_MARGIN)))
-                for place in places
+                self._single(part, place, math.ceil(targets[place] * (1 + _MEGATRON_MARGIN))) for place in places
             ]
         blend = MegatronBlend(weights, size, self.data.data_cache_path)
         draws = [int((blend.dataset_index == place).sum()) for place in places]

@@ -25,6 +25,9 @@ from megatron.config.errors import UserError
 from megatron.data.cache import Arrays, cached_arrays
 from megatron.data.permute import Permutation, mix
 
+# Entries of epochs' document orders that are kept, more or less.
+_DOCUMENTS_KEPT = 1 << 22
+
 # One piece of a sample: (sequence number in the file, first token in it, tokens).
 Span = tuple[int, int, int]
 
@@ -88,13 +91,13 @@ class LazyOrder:
         num_samples: how many may be drawn; None is one epoch.
     """
 
-    _EPOCHS_KEPT = 4
-
     def __init__(self, documents: Documents, seq_length: int, seed: int, num_samples: int | None) -> None:
         self._documents = documents
         self._seq_length = seq_length
         self._seed = seed
         self._epoch_tokens = documents.tokens_per_epoch()
+        # Reading in order needs two at a time; the rest is for small files, where they are cheap.
+        self._epochs_kept = min(64, max(2, _DOCUMENTS_KEPT // len(documents.lengths)))
         self._num_samples = self._epoch_start(1) if num_samples is None else num_samples
         self._epochs: OrderedDict[int, tuple[NDArray[Any], NDArray[np.int64]]] = OrderedDict()
         self._shuffles: OrderedDict[int, Permutation] = OrderedDict()
@@ -114,7 +117,7 @@ class LazyOrder:
             if shuffle is None:
                 shuffle = Permutation(self._epoch_start(epoch + 1) - start, mix(self._seed, epoch, 1))
                 self._shuffles[epoch] = shuffle
-                if len(self._shuffles) > self._EPOCHS_KEPT:
+                if len(self._shuffles) > self._epochs_kept:
                     self._shuffles.popitem(last=False)
         return start + shuffle(index - start)
 
@@ -156,7 +159,7 @@ class LazyOrder:
             np.random.RandomState([key & 0xFFFFFFFF, key >> 32]).shuffle(order)
             found = order, np.cumsum(lengths[order], dtype=np.int64)
             self._epochs[epoch] = found
-            if len(self._epochs) > self._EPOCHS_KEPT:
+            if len(self._epochs) > self._epochs_kept:
                 self._epochs.popitem(last=False)
             return found
 
@@ -228,9 +231,7 @@ class MegatronOrder:
             place, offset = place + 1, 0
 
 
-def build_megatron_arrays(
-    documents: Documents, seq_length: int, seed: int, num_samples: int | None
-) -> Arrays:
+def build_megatron_arrays(documents: Documents, seq_length: int, seed: int, num_samples: int | None) -> Arrays:
     """Megatron's index arrays.
 
     Returns:
@@ -262,9 +263,7 @@ def build_megatron_arrays(
     return {"document_index": document_index, "sample_index": sample_index, "shuffle_index": shuffle_index}
 
 
-def _sample_index(
-    documents: Documents, document_index: NDArray[np.int32], seq_length: int, total: int
-) -> NDArray[Any]:
+def _sample_index(documents: Documents, document_index: NDArray[np.int32], seq_length: int, total: int) -> NDArray[Any]:
     """Where the samples 0..total start: a binary search of their positions in the running sum of lengths."""
     ends = np.cumsum(documents.lengths[document_index - documents.first], dtype=np.int64)
     largest = max(len(document_index), int(documents.lengths.max()))

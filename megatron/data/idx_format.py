@@ -85,9 +85,7 @@ def byte_offsets(lengths: NDArray[np.int32], itemsize: int) -> NDArray[np.int64]
     return offsets
 
 
-def encode_mmap_index(
-    lengths: NDArray[np.int32], doc_idx: NDArray[np.int64], dtype: np.dtype[Any]
-) -> Iterator[bytes]:
+def encode_mmap_index(lengths: NDArray[np.int32], doc_idx: NDArray[np.int64], dtype: np.dtype[Any]) -> Iterator[bytes]:
     """The bytes of an mmap index, in pieces."""
     yield _MMAP_HEADER.pack(MMAP_MAGIC, VERSION, CODES[dtype], len(lengths), len(doc_idx))
     yield lengths.astype("<i4").tobytes()
@@ -119,13 +117,10 @@ def read_index(path: Path) -> IndexTable:
         raw = np.memmap(path, dtype=np.uint8, mode="r") if size else np.zeros(0, dtype=np.uint8)
     except FileNotFoundError:
         raise UserError(
-            f"{path}: no such index. Give the path without .bin/.idx, "
-            f"or write it with tools/preprocess_data.py"
+            f"{path}: no such index. Give the path without .bin/.idx, or write it with tools/preprocess_data.py"
         ) from None
     except OSError as error:
-        raise UserError(
-            f"{path}: cannot be read ({error.strerror}). Check the path and its permissions"
-        ) from None
+        raise UserError(f"{path}: cannot be read ({error.strerror}). Check the path and its permissions") from None
     head = raw[:64].tobytes()
     if head.startswith(MMAP_MAGIC):
         return _read_mmap(path, raw, head)
@@ -167,9 +162,7 @@ def _read_legacy(path: Path, raw: NDArray[np.uint8], head: bytes) -> IndexTable:
     expected = _LEGACY_HEADER.size + 8 * (2 * (count + 1) + sizes_count + documents)
     _check_size(path, len(raw), expected, count, documents)
     if sizes_count != count:
-        raise damaged(
-            path, f"holds {sizes_count} sizes for {count} items, so it is no file of 1-D token sequences"
-        )
+        raise damaged(path, f"holds {sizes_count} sizes for {count} items, so it is no file of 1-D token sequences")
     table = raw[_LEGACY_HEADER.size :].view("<i8")
     dim_offsets, data_offsets = table[: count + 1], table[count + 1 : 2 * count + 2]
     sizes = table[2 * count + 2 : 3 * count + 2]
@@ -212,9 +205,7 @@ def _check_rows(path: Path, lengths: NDArray[np.int32], offsets: NDArray[np.int6
         ends = np.cumsum(block * itemsize) + expected
         wrong = np.flatnonzero(offsets[start : start + _CHECK_ROWS] != ends - block * itemsize)
         if len(wrong):
-            raise damaged(
-                path, f"has an offset at sequence {start + int(wrong[0])} that its lengths do not add up to"
-            )
+            raise damaged(path, f"has an offset at sequence {start + int(wrong[0])} that its lengths do not add up to")
         expected = int(ends[-1])
 
 

@@ -113,9 +113,7 @@ class IndexedDataset:
         if length is None:
             length = available - offset
         if offset < 0 or length < 0 or offset + length > available:
-            raise IndexError(
-                f"tokens [{offset}, {offset + length}) of a sequence of {available} in {self.bin_path}"
-            )
+            raise IndexError(f"tokens [{offset}, {offset + length}) of a sequence of {available} in {self.bin_path}")
         start = int(self.table.offsets[index]) + offset * self.dtype.itemsize
         if self._tokens is not None:
             first = start // self.dtype.itemsize
@@ -164,9 +162,7 @@ class IndexedDataset:
 
     def _stamp_name(self, vocab_size: int) -> str:
         info = self.bin_path.stat()
-        identity = (
-            f"{self.bin_path.resolve()}|{info.st_size}|{info.st_mtime_ns}|{self.dtype.str}|{vocab_size}"
-        )
+        identity = f"{self.bin_path.resolve()}|{info.st_size}|{info.st_mtime_ns}|{self.dtype.str}|{vocab_size}"
         return "tokens-checked-" + hashlib.sha256(identity.encode()).hexdigest()[:32]
 
     def _scan_tokens(self, vocab_size: int) -> None:
@@ -199,14 +195,8 @@ def _check_bin(bin_path: Path, idx_path: Path, table: IndexTable) -> None:
     try:
         size = bin_path.stat().st_size
     except OSError:
-        raise UserError(
-            f"{bin_path}: the tokens of {idx_path.name} are missing. Copy the .bin beside it"
-        ) from None
-    expected = (
-        0
-        if len(table.lengths) == 0
-        else int(table.offsets[-1]) + int(table.lengths[-1]) * table.dtype.itemsize
-    )
+        raise UserError(f"{bin_path}: the tokens of {idx_path.name} are missing. Copy the .bin beside it") from None
+    expected = 0 if len(table.lengths) == 0 else int(table.offsets[-1]) + int(table.lengths[-1]) * table.dtype.itemsize
     if size != expected:
         raise damaged(
             bin_path,
@@ -283,9 +273,7 @@ class IndexedWriter:
         table = read_index(idx_path)
         _check_bin(bin_path, idx_path, table)
         if table.dtype != self.dtype:
-            raise UserError(
-                f"{idx_path}: holds {table.dtype.name} tokens and cannot join {self.dtype.name} ones"
-            )
+            raise UserError(f"{idx_path}: holds {table.dtype.name} tokens and cannot join {self.dtype.name} ones")
         with open(bin_path, "rb") as source:
             shutil.copyfileobj(source, self._open_stream(), 16 << 20)
         self._lengths.append(table.lengths.astype(np.int64))
@@ -297,9 +285,7 @@ class IndexedWriter:
         """Sync, and give both files their names: first the `.bin`, then the `.idx` that makes it readable."""
         lengths = np.concatenate([np.zeros(0, dtype=np.int64), *self._lengths])
         if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
-            raise UserError(
-                f"{self.bin_path}: a sequence of {int(lengths.max())} tokens is too long: split the text"
-            )
+            raise UserError(f"{self.bin_path}: a sequence of {int(lengths.max())} tokens is too long: split the text")
         stream = self._open_stream()
         stream.flush()
         os.fsync(stream.fileno())
@@ -358,16 +344,12 @@ def _open_exclusive(path: Path) -> BinaryIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         stream = open(path, "ab")  # noqa: SIM115  (the writer object closes it)
     except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written ({error.strerror}). Choose another --output-prefix"
-        ) from None
+        raise UserError(f"{path}: cannot be written ({error.strerror}). Choose another --output-prefix") from None
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             stream.close()
-            raise UserError(
-                f"{path}: another process is writing it. Wait for it, or choose another prefix"
-            ) from None
+            raise UserError(f"{path}: another process is writing it. Wait for it, or choose another prefix") from None
     stream.truncate(0)
     return stream

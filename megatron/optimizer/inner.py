@@ -92,7 +92,7 @@ def step_inner(inner: torch.optim.Optimizer, pieces: Sequence[Piece], divisor: f
         inner.step()
         del fused.grad_scale, fused.found_inf
     else:
-        torch._foreach_div_([piece.main.grad for piece in pieces], divisor)
+        torch._foreach_div_([p.main.grad for p in pieces if p.main.grad is not None], divisor)
         inner.step()
     for piece in pieces:
         piece.main.grad = None

@@ -68,7 +68,5 @@ def build_tokenizer(flags: TokenizerFlags) -> Tokenizer:
     if name not in _BUILDERS:
         near = difflib.get_close_matches(name, [*TOKENIZER_TYPES, *_ALIASES], n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(
-            f"--tokenizer-type {name} is not known: {hint}Choose one of {', '.join(TOKENIZER_TYPES)}"
-        )
+        raise UserError(f"--tokenizer-type {name} is not known: {hint}Choose one of {', '.join(TOKENIZER_TYPES)}")
     return _BUILDERS[name](flags, name)

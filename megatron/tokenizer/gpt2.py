@@ -79,17 +79,14 @@ class GPT2BPETokenizer:
             model = models.BPE.from_file(str(vocab_file), str(merge_file))
         except Exception as error:  # the library raises plain Exception
             raise UserError(
-                f"--vocab-file {vocab_file}, --merge-file {merge_file}: "
-                f"not GPT-2's vocab.json and merges.txt ({error})"
+                f"--vocab-file {vocab_file}, --merge-file {merge_file}: not GPT-2's vocab.json and merges.txt ({error})"
             ) from None
         self._encoder = Tokenizer(model)
         self._encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._encoder.decoder = decoders.ByteLevel()
         eod = self._encoder.token_to_id(END_OF_TEXT)
         if eod is None:
-            raise UserError(
-                f"--vocab-file {vocab_file}: has no {END_OF_TEXT} entry, the end of a document. Add it"
-            )
+            raise UserError(f"--vocab-file {vocab_file}: has no {END_OF_TEXT} entry, the end of a document. Add it")
         self.eod: int = eod
         self.vocab_size: int = max(self._encoder.get_vocab().values()) + 1
         self._word_ids = _WordIds(self._encoder)

@@ -40,9 +40,7 @@ class HFTokenizer:
         names = _special_names(folder)
         end = names.get("eos_token") or next((name for name in _END_NAMES if name in vocab), None)
         if end is None or end not in vocab:
-            raise UserError(
-                f"--tokenizer-model {folder}: no end of document. Set eos_token in tokenizer_config.json"
-            )
+            raise UserError(f"--tokenizer-model {folder}: no end of document. Set eos_token in tokenizer_config.json")
         self.eod: int = vocab[end]
         self.bos: int | None = vocab.get(names.get("bos_token", ""))
 

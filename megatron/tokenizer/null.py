@@ -29,9 +29,7 @@ class NullTokenizer:
             raise UserError("NullTokenizer: the text must be numbers with spaces between them") from None
         for number in ids:
             if not 0 <= number <= self.eod:
-                raise UserError(
-                    f"NullTokenizer: the id {number} is outside the vocabulary of {self.vocab_size}"
-                )
+                raise UserError(f"NullTokenizer: the id {number} is outside the vocabulary of {self.vocab_size}")
         return ids
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:

@@ -32,9 +32,7 @@ class BertWordPieceTokenizer:
         try:
             lines = vocab_file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError):
-            raise UserError(
-                f"--vocab-file {vocab_file}: is no WordPiece vocab.txt, one token in each line"
-            ) from None
+            raise UserError(f"--vocab-file {vocab_file}: is no WordPiece vocab.txt, one token in each line") from None
         vocab = {line.rstrip("\n"): number for number, line in enumerate(lines)}
         for token in ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"):
             if token not in vocab:
@@ -48,9 +46,7 @@ class BertWordPieceTokenizer:
         )
         self._encoder.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         self._encoder.decoder = decoders.WordPiece()
-        self.cls, self.sep, self.pad, self.mask = (
-            vocab[name] for name in ("[CLS]", "[SEP]", "[PAD]", "[MASK]")
-        )
+        self.cls, self.sep, self.pad, self.mask = (vocab[name] for name in ("[CLS]", "[SEP]", "[PAD]", "[MASK]"))
         for token in ("[BOS]", "[EOS]"):
             vocab.setdefault(token, len(lines) + sum(vocab[name] >= len(lines) for name in vocab))
         self.bos: int | None = vocab["[BOS]"]
@@ -64,8 +60,7 @@ class BertWordPieceTokenizer:
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of several texts."""
         return [
-            list(encoding.ids)
-            for encoding in self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+            list(encoding.ids) for encoding in self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         ]
 
     def detokenize(self, ids: Sequence[int]) -> str:

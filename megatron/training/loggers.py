@@ -28,7 +28,8 @@ class HonestFigures:
 
     model_tflops: TFLOP/s per device that the model needs, without recomputation. mfu: their share of the
     device's peak, when it is known. memory_bytes: peak memory of this rank. bytes_per_point: bytes sent per
-    iteration at each communication point.
+    iteration at each communication point, by all ranks together. waited_per_point: seconds per iteration that
+    the rank that waited longest spent blocked at each point.
     """
 
     model_tflops: float
@@ -36,6 +37,7 @@ class HonestFigures:
     mfu: float | None = None
     memory_bytes: int | None = None
     bytes_per_point: Mapping[str, float] = field(default_factory=dict)
+    waited_per_point: Mapping[str, float] = field(default_factory=dict)
 
 
 class MetricLogger:
@@ -146,6 +148,7 @@ class MetricLogger:
             mfu=figures.mfu,
             memory_bytes=figures.memory_bytes,
             bytes_per_point=dict(figures.bytes_per_point),
+            waited_per_point=dict(figures.waited_per_point),
             **({"timers_ms": slowest} if slowest else {}),
         )
         seconds = {"iteration-time": record.seconds_per_iteration}
@@ -169,6 +172,9 @@ class MetricLogger:
             values["mem-max-allocated-bytes"] = figures.memory_bytes
         values.update(
             {f"bytes per iteration/{point}": count for point, count in figures.bytes_per_point.items()}
+        )
+        values.update(
+            {f"seconds waited/{point}": seconds for point, seconds in figures.waited_per_point.items()}
         )
         return values
 

@@ -202,11 +202,26 @@ def together(topology: Topology, build: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]  # None is a value that build may return
 
 
+def _vocabulary(config: RunConfig) -> tuple[int, int]:
+    """Number of entries and the end-of-document token; without a tokenizer no token is the end of a document."""
+    tokenizer, data = config.tokenizer, config.data
+    if tokenizer.tokenizer_type is not None:
+        built = build_tokenizer(tokenizer)
+        return built.vocab_size, built.eod
+    if data.eod_mask_loss or data.reset_position_ids or data.reset_attention_mask:
+        raise UserError(
+            "--eod-mask-loss, --reset-position-ids and --reset-attention-mask look for the end of a document: "
+            "give --tokenizer-type, or leave them out"
+        )
+    assert tokenizer.vocab_size is not None
+    return tokenizer.vocab_size, -1
+
+
 def _open_data(
     config: RunConfig, env: LaunchEnvironment, train_iters: int, batch_sizes: BatchSizeSchedule
 ) -> tuple[tuple[Dataset | None, Dataset | None, Dataset | None], int]:
     """Tokenizer and data sets; one rank of each machine checks the tokens."""
-    tokenizer = build_tokenizer(config.tokenizer)
+    vocab_size, eod = _vocabulary(config)
     size, validation = config.training.global_batch_size, config.validation
     train_samples = config.training.train_samples or train_iters * size
     evaluations = train_iters // validation.eval_interval + 1
@@ -216,13 +231,13 @@ def _open_data(
         seq_length=config.model.seq_length,
         seed=config.training.seed,
         train_valid_test_num_samples=(train_samples, evaluations * evaluation_samples, evaluation_samples),
-        eod_token=tokenizer.eod,
-        vocab_size=tokenizer.vocab_size,
+        eod_token=eod,
+        vocab_size=vocab_size,
         check_tokens=env.local_rank == 0,
     )
     if datasets[0] is None and not validation.skip_train:
         raise UserError("there is no document to train on: raise the first share of --split, or give --train-data-path")
-    return datasets, tokenizer.vocab_size
+    return datasets, vocab_size
 
 
 def _rank_0_log(topology: Topology, reporter: Reporter) -> Callable[[str], None]:

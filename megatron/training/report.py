@@ -164,28 +164,26 @@ class Reporter:
         assert self.logger is not None
         topology = self.engines.topology
         summary = self.window.close()
-        traffic = self._traffic(summary.iterations)
+        sent, waited = self._traffic(summary.iterations)
         times = self.timers.collect(
             lambda values: gather_rows(topology.control, values), iterations=summary.iterations
         )
         if not self._speaks:
             return
-        speed = {
-            "global_batch_size": batch_size,
-            "seconds": summary.seconds_per_iteration,
-            "world_size": topology.layout.world_size,
-        }
+        seconds, world_size = summary.seconds_per_iteration, topology.layout.world_size
         recompute = self.config.recompute.recompute_granularity is not None
         record = TrainRecord(
             iteration=self.progress.iteration,
             train_iters=self.train_iters,
             consumed_samples=self.progress.consumed_samples,
-            seconds_per_iteration=summary.seconds_per_iteration,
+            seconds_per_iteration=seconds,
             learning_rate=lr,
             global_batch_size=batch_size,
             losses=summary.losses,
             loss_scale=outcome.loss_scale,
-            benchmark_tflops=benchmark_tflops(self.shape, recompute=recompute, **speed),
+            benchmark_tflops=benchmark_tflops(
+                self.shape, global_batch_size=batch_size, seconds=seconds, world_size=world_size, recompute=recompute
+            ),
             grad_norm=outcome.grad_norm,
             num_zeros=outcome.num_zeros,
             params_norm=outcome.params_norm,
@@ -193,22 +191,29 @@ class Reporter:
             nan_iterations=summary.nan_iterations,
         )
         figures = HonestFigures(
-            model_tflops=model_tflops(self.shape, **speed),
-            tokens_per_second=batch_size * self.config.model.seq_length / summary.seconds_per_iteration,
+            model_tflops=model_tflops(
+                self.shape, global_batch_size=batch_size, seconds=seconds, world_size=world_size
+            ),
+            tokens_per_second=batch_size * self.config.model.seq_length / seconds,
             memory_bytes=peak_memory_bytes(topology.device),
-            bytes_per_point=traffic,
+            bytes_per_point=sent,
+            waited_per_point=waited,
         )
         self.logger.train(record, figures, timers=times)
         if times and self.config.logging.timing_log_level > 0:
             self.logger.line(self.timers.report(times))
 
-    def _traffic(self, iterations: int) -> dict[str, float]:
-        """Bytes that all ranks together sent per iteration, by point."""
+    def _traffic(self, iterations: int) -> tuple[dict[str, float], dict[str, float]]:
+        """Per iteration, by point: bytes that all ranks sent together, and the longest wait of a rank, in seconds."""
         taken = self.engines.ledger.take()
-        mine = [float(taken.get(point.value, {}).get("wire_bytes", 0.0)) for point in Point]
-        rows = gather_rows(self.engines.topology.control, mine)
-        totals = {point.value: sum(row[i] for row in rows) / iterations for i, point in enumerate(Point)}
-        return {name: total for name, total in totals.items() if total}
+        mine = [taken.get(point.value, {}) for point in Point]
+        values = [float(account.get(key, 0.0)) for key in ("wire_bytes", "waited_s") for account in mine]
+        columns = list(zip(*gather_rows(self.engines.topology.control, values), strict=True))
+        names = [point.value for point in Point]
+        sent = {name: sum(column) / iterations for name, column in zip(names, columns, strict=False)}
+        waited = {name: max(column) / iterations for name, column in zip(names, columns[len(names) :], strict=True)}
+        used = [name for name in names if sent[name]]
+        return {name: sent[name] for name in used}, {name: waited[name] for name in used}
 
     def validation(self, loss: float, *, samples: int | None = None, split: str = "validation") -> None:
         """The lines of an evaluation."""

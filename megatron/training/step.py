@@ -128,7 +128,9 @@ def train_step(
         device=engines.topology.device,
     )
     with timers("forward-backward", level=1):
-        engines.pipeline.run(ops, programs, iteration, count, loss_grad)
+        engines.pipeline.run(
+            ops, programs, iteration, count, loss_grad, span=lambda name: timers(name, level=2)
+        )
     with timers("grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce", level=1):
         engines.sync.finish()
     reports = engines.holds_loss and engines.topology.tp.rank == 0

@@ -1,4 +1,4 @@
-"""The house's rules: imports go downwards, importing does nothing, files stay readable; and the checker itself."""
+"""The house's rules: imports go downwards, importing does nothing, files stay readable."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def test_short():
 
 def test_one_thread() -> None:
     assert torch.get_num_threads() == 1
-    assert os.environ["OMP_NUM_THREADS"] == "1" or "OMP_NUM_THREADS" in os.environ
+    assert "OMP_NUM_THREADS" in os.environ  # of the processes that tests start
 
 
 def test_check_shows_both_streams_of_a_failure() -> None:

@@ -71,9 +71,7 @@ class Encoder:
         self.options = options
         self.tokenizer = build_tokenizer(options)
         self.dtype = best_dtype(self.tokenizer.vocab_size)
-        self._split = (
-            sentence_splitter(options.lang, options.keep_newlines) if options.split_sentences else None
-        )
+        self._split = sentence_splitter(options.lang, options.keep_newlines) if options.split_sentences else None
 
     def __call__(self, block: Block) -> Encoded:
         """The ids of a block; lines that are no document are listed as bad, blank ones left out."""
@@ -81,9 +79,7 @@ class Encoder:
         documents: list[tuple[int, list[str]]] = []
         for index, line in enumerate(block.lines, start=block.first):
             try:
-                texts = self._parse(
-                    line if index or block.source.start else line.removeprefix(_BYTE_ORDER_MARK)
-                )
+                texts = self._parse(line if index or block.source.start else line.removeprefix(_BYTE_ORDER_MARK))
             except ValueError as error:
                 bad.append(BadLine(index, str(error)))
                 continue
@@ -120,9 +116,7 @@ class Encoder:
         texts = []
         for key in self.options.json_keys:
             if key not in value:
-                raise ValueError(
-                    f"no key {key!r} (there are: {', '.join(map(repr, list(value)[:8])) or 'none'})"
-                )
+                raise ValueError(f"no key {key!r} (there are: {', '.join(map(repr, list(value)[:8])) or 'none'})")
             found = value[key]
             if not isinstance(found, str):
                 raise ValueError(f"the key {key!r} holds a JSON {_kind(found)} where a string belongs")
@@ -140,10 +134,7 @@ class Encoder:
         return True
 
     def _encode(self, documents: list[list[str]]) -> list[KeyTokens]:
-        return [
-            self._encode_key([texts[place] for texts in documents])
-            for place in range(len(self.options.json_keys))
-        ]
+        return [self._encode_key([texts[place] for texts in documents]) for place in range(len(self.options.json_keys))]
 
     def _encode_key(self, texts: list[str]) -> KeyTokens:
         sentences = texts if self._split is None else []
@@ -197,7 +188,7 @@ def load_punkt(lang: str) -> tuple[Any, bool]:
         raise UserError("--split-sentences needs nltk: pip install nltk") from None
     try:
         return punkt.PunktTokenizer(lang), True
-    except (LookupError, AttributeError, OSError):
+    except (LookupError, AttributeError, OSError, ValueError):
         return punkt.PunktSentenceTokenizer(), False
 
 

@@ -55,9 +55,7 @@ def output_prefixes(output_prefix: str, options: EncodeOptions) -> list[str]:
     return [f"{output_prefix}_{key}_{level}" for key in options.json_keys]
 
 
-def run(
-    job: Job, sources: list[Source], prefixes: list[str], report: Report, *, may_be_empty: bool = False
-) -> Totals:
+def run(job: Job, sources: list[Source], prefixes: list[str], report: Report, *, may_be_empty: bool = False) -> Totals:
     """Encode all sources into one pair of files for each key. The files appear when all is done, or not at
     all.
 
@@ -102,8 +100,7 @@ def run_partitions(job: Job, parts: list[list[Source]], prefixes: list[str], rep
             len(parts), mp_context=context, initializer=_start_partition, initargs=(messages, stop)
         ) as pool:
             futures = [
-                pool.submit(_run_partition, number, share, part, shards[number])
-                for number, part in enumerate(parts)
+                pool.submit(_run_partition, number, share, part, shards[number]) for number, part in enumerate(parts)
             ]
             totals = _watch(futures, messages, stop, report)
         _require_documents(totals)
@@ -127,9 +124,7 @@ def _encoded(job: Job, encoder: Encoder, blocks: Iterator[Block]) -> Iterator[En
         yield from map(encoder, blocks)
         return
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(
-        job.workers, mp_context=context, initializer=_start_worker, initargs=(job.options,)
-    )
+    pool = ProcessPoolExecutor(job.workers, mp_context=context, initializer=_start_worker, initargs=(job.options,))
     pending: deque[Future[Encoded]] = deque()
     try:
         for block in blocks:

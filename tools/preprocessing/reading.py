@@ -39,7 +39,8 @@ class Source:
         before = 0
         if self.start:
             with open(self.name, "rb") as stream:
-                left = self.start
+                # The line that reaches over the cut, or ends at it, is the last one of the part before.
+                left, before = self.start - 1, 1
                 while left and (data := stream.read(min(left, 1 << 24))):
                     before += data.count(b"\n")
                     left -= len(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -25,6 +26,15 @@ class StageProgram(Protocol):
 
     def key(self, micro_batch: int) -> Hashable:
         """Names the samples of a micro-batch, for codecs that remember them."""
+
+
+Span = Callable[[str], AbstractContextManager[object]]
+"""Times what happens inside under a name."""
+
+
+def untimed(name: str) -> AbstractContextManager[object]:
+    """A span that times nothing."""
+    return nullcontext()
 
 
 class PipelineEngine:
@@ -57,6 +67,7 @@ class PipelineEngine:
         iteration: int,
         num_micro_batches: int,
         loss_grad: Tensor | None,
+        span: Span = untimed,
     ) -> None:
         """Runs one step.
 
@@ -66,6 +77,7 @@ class PipelineEngine:
             iteration: training iteration; -1 in evaluation.
             num_micro_batches: micro-batches of the step.
             loss_grad: gradient of each micro-batch's scalar; None when nothing is differentiated.
+            span: times forward-compute, forward-recv, forward-send, and the same of backward.
         """
         held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         backwards_left = [
@@ -78,11 +90,14 @@ class PipelineEngine:
                 run.post(following)
             slot = (op.chunk, op.micro_batch)
             if op.forward:
-                x_sbh = run.receive(op)
+                with span("forward-recv"):
+                    x_sbh = run.receive(op)
                 if x_sbh is not None and loss_grad is not None:
                     x_sbh.requires_grad_()
-                out = programs[op.chunk].forward(op.micro_batch, x_sbh)
-                run.send(op, out)
+                with span("forward-compute"):
+                    out = programs[op.chunk].forward(op.micro_batch, x_sbh)
+                with span("forward-send"):
+                    run.send(op, out)
                 if loss_grad is not None:
                     held[slot] = (x_sbh, out)
                 continue
@@ -90,11 +105,14 @@ class PipelineEngine:
             if backwards_left[op.chunk] == 0:
                 self.before_last_backward(op.chunk)
             x_sbh, out = held.pop(slot)
-            grad = run.receive(op)
-            torch.autograd.backward(out, loss_grad if grad is None else grad)
+            with span("backward-recv"):
+                grad = run.receive(op)
+            with span("backward-compute"):
+                torch.autograd.backward(out, loss_grad if grad is None else grad)
             if x_sbh is not None:
                 assert x_sbh.grad is not None
-                run.send(op, x_sbh.grad)
+                with span("backward-send"):
+                    run.send(op, x_sbh.grad)
         if self.channel is not None:
             self.channel.flush()
 

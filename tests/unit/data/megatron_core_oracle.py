@@ -7,6 +7,7 @@ and make it with `pip install --no-deps --target FOLDER megatron-core==0.16.1`.
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import types
@@ -19,6 +20,11 @@ def use_folder(folder: str) -> None:
     namespace = types.ModuleType("megatron")
     namespace.__path__ = [str(Path(folder) / "megatron")]
     sys.modules["megatron"] = namespace
+
+
+def core(name: str) -> Any:
+    """The module `name` of megatron-core's datasets."""
+    return importlib.import_module(f"megatron.core.datasets.{name}")
 
 
 class StubTokenizer:
@@ -34,9 +40,7 @@ def write_file(case: dict[str, Any]) -> dict[str, Any]:
     """Write documents with megatron-core's builder."""
     import numpy as np
 
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(case["prefix"] + ".bin", dtype=getattr(np, case["dtype"]))
+    builder = core("indexed_dataset").IndexedDatasetBuilder(case["prefix"] + ".bin", dtype=getattr(np, case["dtype"]))
     for tokens, lengths in case["documents"]:
         builder.add_document(tokens, lengths)
     builder.finalize(case["prefix"] + ".idx")
@@ -45,9 +49,7 @@ def write_file(case: dict[str, Any]) -> dict[str, Any]:
 
 def read_file(case: dict[str, Any]) -> dict[str, Any]:
     """Read every sequence with megatron-core's reader."""
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-    dataset = IndexedDataset(case["prefix"])
+    dataset = core("indexed_dataset").IndexedDataset(case["prefix"])
     return {
         "sequences": [dataset[i].tolist() for i in range(len(dataset))],
         "documents": dataset.document_indices.tolist(),
@@ -59,11 +61,9 @@ def gpt_samples(case: dict[str, Any]) -> dict[str, Any]:
     """All samples of the three splits."""
     import numpy as np
 
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-
     per_split = case.get("blend_per_split")
-    config = GPTDatasetConfig(
+    gpt = core("gpt_dataset")
+    config = gpt.GPTDatasetConfig(
         random_seed=case["seed"],
         sequence_length=case["seq_length"],
         blend=tuple(case["blend"]) if case.get("blend") else None,
@@ -76,8 +76,9 @@ def gpt_samples(case: dict[str, Any]) -> dict[str, Any]:
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    served = []
-    for dataset in BlendedMegatronDatasetBuilder(GPTDataset, case["sizes"], lambda: True, config).build():
+    served: list[Any] = []
+    builder = core("blended_megatron_dataset_builder").BlendedMegatronDatasetBuilder
+    for dataset in builder(gpt.GPTDataset, case["sizes"], lambda: True, config).build():
         if dataset is None:
             served.append(None)
             continue
@@ -93,9 +94,7 @@ def masks(case: dict[str, Any]) -> dict[str, Any]:
     """Attention mask, loss mask and positions of one sequence under all resets."""
     import torch
 
-    from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
-
-    attention, loss, positions = _get_ltor_masks_and_position_ids(
+    attention, loss, positions = core("gpt_dataset")._get_ltor_masks_and_position_ids(
         torch.tensor(case["tokens"]), case["eod"], True, True, True, True
     )
     return {

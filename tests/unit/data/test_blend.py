@@ -41,9 +41,7 @@ def test_lazy_blend_does_not_drift_after_many_draws() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(weights=WEIGHTS, draws=st.integers(0, 3000), stretches=st.integers(1, 40))
-def test_greedy_side_by_side_equals_one_after_the_other(
-    weights: list[float], draws: int, stretches: int
-) -> None:
+def test_greedy_side_by_side_equals_one_after_the_other(weights: list[float], draws: int, stretches: int) -> None:
     shares = normalize(weights)
     plain, cut = greedy_blend(shares, draws), greedy_blend(shares, draws, stretches)
     for name in ("dataset_index", "dataset_sample_index"):
@@ -52,7 +50,7 @@ def test_greedy_side_by_side_equals_one_after_the_other(
 
 
 def test_greedy_repairs_wrong_guesses() -> None:
-    """A share so small that a stretch cannot know whether its draw has come: the repair is what makes it right."""
+    """With shares this small a stretch cannot know whether their draw has come: it is run again."""
     shares = normalize([1.0, 1e-4, 3e-4, 0.5])
     plain, cut = greedy_blend(shares, 20_000), greedy_blend(shares, 20_000, 333)
     assert plain["dataset_index"].tolist() == cut["dataset_index"].tolist()

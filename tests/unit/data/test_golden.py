@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -63,10 +62,8 @@ def record() -> None:
             dtype: {ending: (folder / f"{dtype}{ending}").read_bytes().hex() for ending in (".bin", ".idx")}
             for dtype in ("uint16", "int32")
         }
-    GOLDEN.write_text(
-        json.dumps({"megatron_core": "0.16.1", "orders": orders, "files": files}, indent=1) + "\n"
-    )
+    GOLDEN.write_text(json.dumps({"megatron_core": "0.16.1", "orders": orders, "files": files}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    sys.exit(record())
+    record()

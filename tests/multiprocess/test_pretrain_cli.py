@@ -1,0 +1,112 @@
+"""``pretrain_gpt.py`` as a user runs it: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.config.run import RunConfig
+from tests.support.cli import CliResult, launch_ranks_cli, run_cli
+from tests.support.corpus import tiny_flags, write_documents
+
+SCRIPT = "pretrain_gpt.py"
+
+TRAIN_LINE = re.compile(
+    r"^ iteration +(\d+)/ +(\d+) \| consumed samples: +(\d+) \| elapsed time per iteration \(s\): [\d.]+ \| "
+    r"learning rate: \S+ \| global batch size: +\d+ \| lm loss: (\S+) \| loss scale: [\d.]+ \| "
+    r"grad norm: [\d.]+ \| number of skipped iterations: +\d+ \| number of nan iterations: +\d+ \| "
+    r"samples per second: [\d.]+ \| TFLOPs: [\d.]+ \|$",
+    re.MULTILINE,
+)
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_documents(tmp_path_factory.mktemp("data") / "tiny")
+
+
+def _losses(result: CliResult) -> list[str]:
+    return [match[3] for match in TRAIN_LINE.findall(result.check().stdout)]
+
+
+@pytest.mark.multiprocess
+def test_four_ranks_write_what_one_process_writes(prefix: Path, tmp_path: Path) -> None:
+    def flags(name: str) -> list[str]:
+        return tiny_flags(
+            prefix,
+            save=tmp_path / name,
+            save_interval=3,
+            eval_interval=3,
+            log_json_file=tmp_path / f"{name}.jsonl",
+            log_txt_file=tmp_path / f"{name}.txt",
+            tensorboard_dir=tmp_path / f"{name}-tb",
+        )
+
+    one = run_cli(1, [SCRIPT, *flags("one")])
+    layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--timing-log-level", "2"]
+    four = run_cli(4, [SCRIPT, *flags("four"), *layout])
+    assert len(_losses(one)) == 6
+    assert [float(x) for x in _losses(four)] == pytest.approx([float(x) for x in _losses(one)], rel=1e-5)
+
+    assert "validation loss at iteration 3 | lm loss value: " in four.stdout
+    assert "validation loss at iteration 6 on 4-sample draw from test set | lm loss value: " in four.stdout
+    assert re.search(r"^    forward-compute \.+: \([\d.]+, [\d.]+\)$", four.stdout, re.MULTILINE)
+    text = (tmp_path / "four.txt").read_text()
+    assert len(TRAIN_LINE.findall(text)) == 6
+    events = [json.loads(line) for line in (tmp_path / "four.jsonl").read_text().splitlines()]
+    trained = [event for event in events if event["kind"] == "train"]
+    assert [event["iteration"] for event in trained] == [1, 2, 3, 4, 5, 6]
+    assert {"pp-forward", "pp-backward", "tp-forward", "tp-backward", "embedding"} <= set(
+        trained[-1]["bytes_per_point"]
+    )
+    # Activations of 4 micro-batches of (16, 1, 16) fp32 cross the one boundary, on both tensor-parallel ranks.
+    assert trained[-1]["bytes_per_point"]["pp-forward"] == 2 * 4 * 16 * 16 * 4
+    assert list((tmp_path / "four-tb").rglob("events.out.tfevents.*"))
+    saved = tmp_path / "four"
+    assert (saved / "latest_checkpointed_iteration.txt").read_text().strip() == "6"
+    assert {"iter_0000003", "iter_0000006"} <= {path.name for path in saved.iterdir()}
+    config = RunConfig.load_yaml(saved / "iter_0000006" / "config.yaml")
+    assert config.parallel.pipeline_model_parallel_size == 2
+    assert config.resolve(4) == config
+
+
+@pytest.mark.multiprocess
+def test_impossible_settings_are_refused_on_every_rank_in_one_line(prefix: Path) -> None:
+    flags = tiny_flags(prefix, tensor_model_parallel_size=2, num_attention_heads=1)
+    with launch_ranks_cli(2, [SCRIPT, *flags]) as ranks:
+        results = ranks.wait(60)
+    assert [result.returncode for result in results] == [2, 2]
+    assert re.fullmatch(r"error: .*--num-attention-heads.*\n", results[0].stderr)
+    assert results[1].stderr == ""
+
+
+@pytest.mark.multiprocess
+def test_missing_data_is_one_line_naming_the_file(tmp_path: Path) -> None:
+    result = run_cli(1, [SCRIPT, *tiny_flags(tmp_path / "nothing")])
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert str(tmp_path / "nothing") in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.multiprocess
+def test_skip_train_evaluates_only(prefix: Path) -> None:
+    result = run_cli(1, [SCRIPT, *tiny_flags(prefix), "--skip-train"]).check()
+    assert not TRAIN_LINE.search(result.stdout)
+    assert "validation loss at iteration 0 on 4-sample draw from validation set" in result.stdout
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precisions_train(prefix: Path, precision: str) -> None:
+    changes: dict[str, object] = {precision: True, "train_iters": 40, "log_interval": 20}
+    if precision == "fp16":
+        changes["initial_loss_scale"] = 2**24  # overflows at first: some steps are skipped
+    result = run_cli(1, [SCRIPT, *tiny_flags(prefix, **changes)]).check()
+    losses = [float(x) for x in _losses(result)]
+    assert losses[-1] < losses[0] - 0.3
+    skipped = re.findall(r"number of skipped iterations: +(\d+)", result.stdout)
+    assert int(skipped[0]) > 0 if precision == "fp16" else int(skipped[0]) == 0

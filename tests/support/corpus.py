@@ -1,0 +1,57 @@
+"""A tiny data set of token documents, and the flags of a tiny run on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from megatron.data.indexed import IndexedWriter
+
+VOCAB_SIZE = 64
+"""As ``--vocab-size`` of the null tokenizer, which adds an end-of-document token."""
+
+
+def write_documents(prefix: Path, documents: int = 40, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Path:
+    """Writes learnable documents (each token says the next but for a little noise) and returns the prefix."""
+    random = np.random.default_rng(seed)
+    with IndexedWriter(prefix, dtype=np.dtype(np.uint16)) as writer:
+        for _ in range(documents):
+            length = int(random.integers(30, 120))
+            steps = random.integers(1, 4, length)
+            tokens = np.cumsum(steps) * 3 % vocab_size
+            writer.add_document(np.append(tokens, vocab_size))
+    return prefix
+
+
+def tiny_flags(prefix: Path, **changes: object) -> list[str]:
+    """Flags of a run that takes milliseconds an iteration; a change of None removes a flag, True gives a switch."""
+    values: dict[str, object] = {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "seq_length": 16,
+        "max_position_embeddings": 16,
+        "micro_batch_size": 1,
+        "global_batch_size": 4,
+        "train_iters": 6,
+        "lr": 1e-2,
+        "lr_decay_style": "constant",
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "make_vocab_size_divisible_by": 1,
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": VOCAB_SIZE,
+        "data_path": prefix,
+        "split": "80,10,10",
+        "distributed_backend": "gloo",
+        "log_interval": 1,
+        "eval_iters": 1,
+        "eval_interval": 1000,
+    }
+    values.update(changes)
+    flags = []
+    for name, value in values.items():
+        if value is not None:
+            flags += [f"--{name.replace('_', '-')}"] + ([] if value is True else str(value).split())
+    return flags

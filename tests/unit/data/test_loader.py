@@ -1,0 +1,211 @@
+"""The stream of micro-batches: the same samples in the same order on any layout, after any resume, at any speed."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron.config.errors import UserError
+from megatron.data.batch import Batch, CollateOptions, collate
+from megatron.data.build import Dataset, build_datasets
+from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.loader import build_loader
+from tests.unit.data.cases import flags, write
+
+SHORT = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def dataset(folder: Path, samples: int = 64, **given_flags: Any) -> Dataset:
+    lengths = np.random.RandomState(1).randint(1, 40, 60).tolist()
+    path = write(folder / "data", lengths, 0)
+    data = flags(**{"data_path": [path], "split": "1,0,0", "sample_order": "lazy", **given_flags})
+    train, _, _ = build_datasets(
+        data,
+        seq_length=8,
+        seed=5,
+        train_valid_test_num_samples=[samples, 0, 0],
+        eod_token=3,
+        vocab_size=None,
+    )
+    assert train is not None
+    return train
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return dataset(tmp_path_factory.mktemp("loader"))
+
+
+def stream(train: Dataset, micro: int, ranks: int, consumed: int, count: int, **more: Any) -> dict[int, list[int]]:
+    """Tokens by draw, of `count` micro-batches of all ranks."""
+    found: dict[int, list[int]] = {}
+    for rank in range(ranks):
+        with build_loader(
+            train, consumed_samples=consumed, micro_batch_size=micro, dp_rank=rank, dp_size=ranks, **more
+        ) as loader:
+            for number in range(count):
+                batch = next(loader)
+                assert batch.tokens_bs is not None
+                start = consumed + number * micro * ranks + rank * micro
+                assert batch.draw_ids_b.tolist() == list(range(start, start + micro))
+                for draw, sample_id, tokens in zip(
+                    batch.draw_ids_b.tolist(), batch.sample_ids_b.tolist(), batch.tokens_bs.tolist(), strict=True
+                ):
+                    assert draw not in found
+                    found[draw] = [sample_id, *tokens]
+    return found
+
+
+@SHORT
+@given(
+    layout=st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2), (8, 1), (1, 8)]),
+    consumed=st.sampled_from([0, 8, 16, 24]),
+    workers=st.sampled_from([0, 1, 3]),
+    kind=st.sampled_from(["single", "cyclic"]),
+)
+def test_same_samples_on_any_layout_after_any_resume(
+    train: Dataset, layout: tuple[int, int], consumed: int, workers: int, kind: str
+) -> None:
+    micro, ranks = layout
+    more = {"dataloader_type": kind, "num_workers": workers}
+    whole = stream(train, 1, 1, 0, 64, dataloader_type=kind, num_workers=0)
+    part = stream(train, micro, ranks, consumed, (64 - consumed) // (micro * ranks), **more)
+    assert part == {draw: sample for draw, sample in whole.items() if draw >= consumed}
+
+
+def test_batch_holds_what_the_dataset_reads(train: Dataset) -> None:
+    loader = build_loader(train, consumed_samples=4, micro_batch_size=3, dp_rank=1, dp_size=2, num_workers=0)
+    batch = next(loader)
+    assert batch.tokens_bs is not None
+    assert batch.labels_bs is not None
+    for row, index in enumerate((7, 8, 9)):
+        sample_t = train[index]
+        assert batch.tokens_bs[row].tolist() == sample_t[:-1].tolist()
+        assert batch.labels_bs[row].tolist() == sample_t[1:].tolist()
+        assert batch.sample_ids_b[row] == train.sample_id(index)
+    assert (batch.tokens_bs.dtype, batch.sample_ids_b.dtype) == (torch.int64, torch.int64)
+    assert batch.loss_mask_bs is not None
+    assert batch.loss_mask_bs.dtype == torch.float32
+    assert batch.segment_ids_bs is None
+
+
+def test_without_tokens_the_ids_are_the_same(train: Dataset) -> None:
+    loaders = [
+        build_loader(train, consumed_samples=0, micro_batch_size=4, dp_rank=0, dp_size=2, needs_tokens=needed)
+        for needed in (True, False)
+    ]
+    batches: list[list[Batch]] = [list(loader) for loader in loaders]
+    assert len(batches[0]) == len(batches[1]) == 8
+    for full, bare in zip(*batches, strict=True):
+        assert full.sample_ids_b.tolist() == bare.sample_ids_b.tolist()
+        assert full.draw_ids_b.tolist() == bare.draw_ids_b.tolist()
+        assert full.tokens_bs is not None
+        assert bare.tokens_bs is bare.labels_bs is bare.position_ids_bs is None
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_stream_ends_for_all_ranks_together(train: Dataset, workers: int) -> None:
+    counts = [
+        len(
+            list(
+                build_loader(
+                    train, consumed_samples=1, micro_batch_size=5, dp_rank=rank, dp_size=4, num_workers=workers
+                )
+            )
+        )
+        for rank in range(4)
+    ]
+    assert counts == [3, 3, 3, 3]
+
+
+def test_cyclic_shuffles_every_pass(train: Dataset) -> None:
+    loader = build_loader(
+        train, consumed_samples=0, micro_batch_size=64, dp_rank=0, dp_size=1, dataloader_type="cyclic"
+    )
+    passes = [next(loader).sample_ids_b.tolist() for _ in range(3)]
+    loader.close()
+    expected = sorted(train.sample_id(index) for index in range(64))
+    assert sorted(passes[0]) == sorted(passes[1]) == sorted(passes[2]) == expected
+    assert len({tuple(ids) for ids in passes}) == 3
+
+
+class Failing(GPTDataset):
+    """Cannot read draw 9."""
+
+    def read(self, index: int, out_t: Any) -> None:
+        if index == 9:
+            raise OSError("disk gone")
+        super().read(index, out_t)
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_an_error_is_raised_in_its_turn(train: Dataset, workers: int) -> None:
+    assert isinstance(train, GPTDataset)
+    broken = Failing(train.indexed, train.order, train.seq_length, train.collate_options)
+    loader = build_loader(broken, consumed_samples=0, micro_batch_size=2, dp_rank=0, dp_size=1, num_workers=workers)
+    assert [next(loader).draw_ids_b.tolist() for _ in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with pytest.raises(OSError, match="disk gone"):
+        next(loader)
+
+
+def test_close_lets_the_threads_go(train: Dataset) -> None:
+    before = threading.active_count()
+    loader = build_loader(train, consumed_samples=0, micro_batch_size=1, dp_rank=0, dp_size=1, num_workers=4)
+    next(loader)
+    assert threading.active_count() > before
+    loader.close()
+    loader.close()
+    assert threading.active_count() == before
+    with pytest.raises(StopIteration):
+        next(loader)
+
+
+def test_nothing_left_is_refused(train: Dataset) -> None:
+    with pytest.raises(UserError, match="60 of 64 samples are consumed"):
+        build_loader(train, consumed_samples=60, micro_batch_size=3, dp_rank=0, dp_size=2)
+    with pytest.raises(UserError, match="--dataloader-type external"):
+        build_loader(train, consumed_samples=0, micro_batch_size=3, dp_rank=0, dp_size=2, dataloader_type="external")
+
+
+@SHORT
+@given(
+    rows=st.integers(1, 4).flatmap(
+        lambda b: st.lists(st.lists(st.integers(0, 3), min_size=7, max_size=7), min_size=b, max_size=b)
+    ),
+    switches=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+)
+def test_collate_token_by_token(rows: list[list[int]], switches: tuple[bool, bool, bool]) -> None:
+    """Against the definition, one token at a time."""
+    reset_positions, reset_attention, mask_loss = switches
+    ids = np.arange(len(rows), dtype=np.int64)
+    batch = collate(np.array(rows), ids, ids, CollateOptions(0, reset_positions, reset_attention, mask_loss))
+    assert batch.position_ids_bs is not None
+    assert batch.loss_mask_bs is not None
+    for row, sample in enumerate(rows):
+        position, segment = 0, 0
+        for place, token in enumerate(sample[:-1]):
+            assert batch.position_ids_bs[row, place] == (position if reset_positions else place)
+            assert batch.loss_mask_bs[row, place] == (0.0 if mask_loss and token == 0 else 1.0)
+            if reset_attention:
+                assert batch.segment_ids_bs is not None
+                assert batch.segment_ids_bs[row, place] == segment
+                assert batch.segment_ids_bs.dtype == torch.int32
+            else:
+                assert batch.segment_ids_bs is None
+            position, segment = (0, segment + 1) if token == 0 else (position + 1, segment)
+
+
+def test_batch_moves_its_tokens() -> None:
+    ids = np.zeros(1, dtype=np.int64)
+    batch = collate(np.array([[1, 2, 3]]), ids, ids, CollateOptions(0, False, True)).to("meta")
+    for tensor in (batch.tokens_bs, batch.labels_bs, batch.loss_mask_bs, batch.position_ids_bs, batch.segment_ids_bs):
+        assert tensor is not None
+        assert tensor.device.type == "meta"
+    assert batch.sample_ids_b.device.type == "cpu"

@@ -1,0 +1,248 @@
+"""The quickstart's own tools: an honest corpus, a deterministic vocabulary, entropy, stages, logs and summary."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.config.errors import UserError
+from megatron.data.indexed import IndexedWriter
+from tools.quickstart.make_corpus import write_corpus
+from tools.quickstart.process import CommandFailed, run_logged
+from tools.quickstart.run import Quickstart
+from tools.quickstart.stages import Stage, digest
+from tools.quickstart.summary import Summary, format_summary, summarise
+from tools.quickstart.train_bpe import train
+from tools.quickstart.unigram import Unigram, unigram
+
+
+def make_library(folder: Path, modules: int) -> Path:
+    for number in range(modules):
+        (folder / f"module{number}.py").write_text(f'"""Module {number}."""\n\nvalue = {number}\n')
+    for left_out in ("test/test_a.py", "pkg/tests/b.py", "site-packages/c.py", "encodings/cp1.py"):
+        path = folder / left_out
+        path.parent.mkdir(parents=True)
+        path.write_text("left_out = True\n")
+    (folder / "latin.py").write_bytes(b"# coding: latin-1\nname = '\xe9'\n")
+    (folder / "broken.py").write_bytes(b"name = '\xe9'\n")
+    (folder / "copy_of_latin.py").write_bytes(b"# coding: latin-1\nname = '\xe9'\n")
+    (folder / "empty.py").write_text("\n")
+    return folder
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_corpus_is_deterministic_and_its_parts_share_no_text(tmp_path: Path) -> None:
+    library = make_library(tmp_path / "library" if (tmp_path / "library").mkdir() is None else tmp_path, 200)
+    sizes = write_corpus(tmp_path / "a", library)
+    write_corpus(tmp_path / "b", library)
+    parts = {part: read(tmp_path / "a" / f"{part}.jsonl") for part in ("train", "heldout")}
+    for part, records in parts.items():
+        name = f"{part}.jsonl"
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+        assert sizes[part] == (len(records), sum(len(r["text"].encode()) for r in records))
+    texts = {part: {r["text"] for r in records} for part, records in parts.items()}
+    assert not texts["train"] & texts["heldout"]
+    assert len(parts["train"]) > 10 * len(parts["heldout"]) > 0
+    names = {r["name"]: r["text"] for r in parts["train"] + parts["heldout"]}
+    assert sum(name.startswith("module") for name in names) == 200
+    assert "é" in names["copy_of_latin.py"]
+    assert "latin.py" not in names  # its text is there already
+    assert not {"broken.py", "empty.py"} & set(names)
+    assert not any("left_out" in text for text in names.values())
+    assert any(name.startswith("help/") for name in names)
+
+
+def test_a_library_without_held_out_text_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.quickstart.make_corpus.help_documents", lambda: iter(()))
+    (tmp_path / "library").mkdir()
+    with pytest.raises(UserError, match="no Python sources"):
+        write_corpus(tmp_path / "out", tmp_path / "library")
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_vocabulary_is_deterministic_and_holds_end_of_text(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(
+        "".join(json.dumps({"text": f"the value of item {n % 7} is {n}\n"}) + "\n" for n in range(300))
+    )
+    assert train(corpus, tmp_path / "a", 300) == 300
+    train(corpus, tmp_path / "b", 300)
+    for name in ("vocab.json", "merges.txt"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    vocabulary = json.loads((tmp_path / "a" / "vocab.json").read_text())
+    assert sorted(vocabulary.values()) == list(range(300))
+    assert "<|endoftext|>" in vocabulary
+    assert len((tmp_path / "a" / "merges.txt").read_text().splitlines()) == 1 + 300 - 257
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["merges.txt", "vocab.json"]
+
+
+def test_vocabulary_training_names_the_bad_line(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"text": "good"}\n{"words": "bad"}\n')
+    with pytest.raises(UserError, match=r"corpus.jsonl:2: .*'text'"):
+        train(corpus, tmp_path / "out", 300)
+    with pytest.raises(UserError, match="--vocab-size 256"):
+        train(corpus, tmp_path / "out", 256)
+
+
+def write_tokens(prefix: Path, documents: list[list[int]]) -> None:
+    with IndexedWriter(prefix, np.uint16) as writer:
+        for document in documents:
+            writer.add_document(document)
+
+
+def test_unigram_entropy_of_known_distributions(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "even", [[0, 1], [2, 3, 0], [1, 2, 3]])
+    assert unigram(tmp_path / "even") == Unigram(8, pytest.approx(math.log(4)))
+    write_tokens(tmp_path / "one", [[5, 5, 5]])
+    assert unigram(tmp_path / "one") == Unigram(3, 0.0)
+    write_tokens(tmp_path / "skewed", [[0] * 3 + [700]])
+    expected = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
+    assert unigram(tmp_path / "skewed").nats_per_token == pytest.approx(expected)
+
+
+def test_unigram_entropy_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="missing"):
+        unigram(tmp_path / "missing")
+
+
+def test_a_stage_runs_again_only_when_something_changed(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    calls: list[str] = []
+
+    def stage(key: str) -> Stage:
+        def action() -> None:
+            calls.append(key)
+            output.write_text(key * len(calls))
+
+        return Stage("title", tmp_path / "done" / "stamp.json", key, [output], action)
+
+    assert stage("a").run() is not None
+    assert stage("a").run() is None
+    assert stage("b").run() is not None
+    output.write_text("changed by hand")
+    assert stage("b").run() is not None
+    output.unlink()
+    assert stage("b").run() is not None
+    (tmp_path / "done" / "stamp.json").write_text("{")
+    assert stage("b").run() is not None
+    assert calls == ["a", "b", "b", "b", "b"]
+
+
+def test_a_stage_that_failed_is_not_done(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    output.write_text("from before")
+
+    def fail() -> None:
+        raise UserError("wrong")
+
+    stage = Stage("title", tmp_path / "stamp.json", "a", [output], fail)
+    for _ in range(2):
+        with pytest.raises(UserError):
+            stage.run()
+
+
+def test_digest_tells_apart_what_differs(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("a")
+    names = [digest("a", "b"), digest("ab"), digest("a"), digest(path), digest({"x": 1}), digest({"x": 2})]
+    path.write_text("b")
+    names.append(digest(path))
+    assert len(set(names)) == len(names)
+    assert digest({"x": 1, "y": 2}) == digest({"y": 2, "x": 1})
+
+
+def test_a_failing_command_gives_its_reason_and_log(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = "import os, sys; print(os.environ['NAME']); sys.exit('error: the disk is full')"
+    log = tmp_path / "logs" / "step.log"
+    with pytest.raises(CommandFailed) as caught:
+        run_logged([sys.executable, "-c", script], log, cwd=tmp_path, env={"NAME": "hello"}, show=True)
+    assert str(caught.value) == f"exit code 1 (error: the disk is full); everything it said: {log}"
+    assert sorted(log.read_text().split("\n")) == ["", "error: the disk is full", "hello"]
+    assert "hello" in capfd.readouterr().out
+
+
+def test_a_command_that_is_not_shown_is_only_logged(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log"
+    run_logged([sys.executable, "-c", "print('quiet')"], log, cwd=tmp_path, env={}, show=False)
+    assert log.read_text() == "quiet\n"
+    assert capfd.readouterr().out == ""
+
+
+def event(kind: str, iteration: int, **values: Any) -> str:
+    return json.dumps({"kind": kind, "iteration": iteration, "time": 0.0, **values}) + "\n"
+
+
+def test_summary_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text(
+        event("train", 10, lm_loss=5.0, tokens_per_second=100.0, bytes_per_point={"dp_grad": 1.0})
+        + event("validation", 10, lm_loss=4.8)
+        + event(
+            "train", 20, lm_loss=4.0, tokens_per_second=300.0, bytes_per_point={"pp_fwd": 2e6, "pp_bwd": 5e5}
+        )
+        + event("validation", 20, lm_loss=4.25)
+    )
+    summary = summarise(log, Unigram(1000, 6.5))
+    assert summary.gain == pytest.approx(2.25)
+    assert (summary.iteration, summary.validation_loss, summary.tokens_per_second) == (20, 4.25, 200.0)
+    summary.write(tmp_path / "summary.json")
+    assert json.loads((tmp_path / "summary.json").read_text())["gain"] == pytest.approx(2.25)
+    text = format_summary(summary, {"loss curve": tmp_path / "loss.png"}, "def f():\n    pass\n")
+    for expected in (
+        "4.2500",
+        "6.5000",
+        "2.2500",
+        "200 tokens/s",
+        "2.5 MB per iteration",
+        "500.0 kB",
+        "loss.png",
+    ):
+        assert expected in text
+    assert "less than" not in text
+    poor = Summary(20, 200.0, 5.0, 6.5, 1000, {})
+    assert "less than the 1.8" in format_summary(poor, {}, "")
+
+
+def test_a_log_without_figures_is_refused(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text(event("train", 10, lm_loss=5.0, tokens_per_second=100.0))
+    with pytest.raises(UserError, match=r"log\.jsonl: no training and validation"):
+        summarise(log, Unigram(1000, 6.5))
+
+
+def test_validation_reads_the_held_out_text_once(tmp_path: Path) -> None:
+    quickstart = Quickstart(tmp_path, 100)
+    prefix = quickstart.at.data("heldout")
+    prefix.parent.mkdir(parents=True)
+    write_tokens(prefix, [[1] * 10_000, [2] * 10_000])
+    arguments = quickstart.train_flags()
+    values = dict(zip(arguments, arguments[1:], strict=False))
+    samples = int(values["--eval-iters"]) * int(values["--global-batch-size"])
+    available = 19_999 // int(values["--seq-length"])
+    assert available - int(values["--global-batch-size"]) < samples <= available
+
+
+def test_a_run_of_other_settings_is_put_aside(tmp_path: Path) -> None:
+    quickstart = Quickstart(tmp_path, 100)
+    quickstart._start_over_when_changed()
+    (quickstart.at.run / "checkpoint").write_text("1")
+    quickstart._start_over_when_changed()
+    assert (quickstart.at.run / "checkpoint").exists()
+    (quickstart.at.run / "made_from").write_text("something else")
+    quickstart._start_over_when_changed()
+    assert not (quickstart.at.run / "checkpoint").exists()
+    assert [path.read_text() for path in tmp_path.glob("run.*/checkpoint")] == ["1"]

@@ -1,0 +1,216 @@
+"""The set-up's decisions: which Python, which torch, what to do again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import setup_env
+from tools.setup_env import Interpreter, SetupError, choose_base, in_torch_range, make_environment, probe
+
+REPO = Path(__file__).resolve().parents[3]
+
+
+def interpreter(**changes: Any) -> Interpreter:
+    facts = {
+        "executable": "/usr/bin/python3",
+        "version": (3, 11),
+        "prefix": "/usr",
+        "base_prefix": "/usr",
+        "torch": None,
+        "is_venv": False,
+        "has_venv": True,
+        "has_ensurepip": True,
+        "has_pip": True,
+    }
+    return Interpreter({**facts, **changes})
+
+
+@pytest.fixture
+def pythons(monkeypatch: pytest.MonkeyPatch) -> dict[str, Interpreter]:
+    """The commands that exist, and a `.venv` that is made by writing down what it was made from."""
+    found: dict[str, Interpreter] = {}
+
+    def make(base: Interpreter) -> Interpreter:
+        return interpreter(executable=f"made from {base.executable}", is_venv=True, torch=base.torch)
+
+    monkeypatch.setattr(setup_env, "probe", found.get)
+    monkeypatch.setattr(setup_env, "_make_venv", make)
+    monkeypatch.delenv("PYTHON", raising=False)
+    return found
+
+
+OWN = str(REPO / ".venv" / "bin" / "python")
+
+
+def test_probe_tells_about_this_python() -> None:
+    me = probe(sys.executable)
+    assert me is not None
+    assert me.version == sys.version_info[:2]
+    assert me.has_suitable_torch
+    assert me.is_venv == (sys.prefix != sys.base_prefix)
+    assert probe("no-such-python") is None
+    assert probe("false") is None
+
+
+@pytest.mark.parametrize(
+    ("version", "suitable"),
+    [
+        ("2.11.0", True),
+        ("2.11.0+cu128", True),
+        ("2.13.1+cpu", True),
+        ("2.13.0.post1", True),
+        ("2.12.0a0+gitabc", True),
+        ("2.11.0a0+gitabc", False),
+        ("2.10.1", False),
+        ("2.14.0", False),
+        ("2.9", False),
+        ("3.0.0", False),
+    ],
+)
+def test_torch_range(version: str, suitable: bool) -> None:
+    assert in_torch_range(version) is suitable
+
+
+def test_an_active_environment_with_torch_is_used_itself(pythons: dict[str, Interpreter]) -> None:
+    active = interpreter(executable="/env/bin/python", is_venv=True, torch="2.12.0+cu130")
+    pythons |= {"python3": active, OWN: interpreter(is_venv=True, torch="2.13.0")}
+    assert make_environment() is active
+
+
+def test_an_active_environment_with_another_torch_is_left_alone(pythons: dict[str, Interpreter]) -> None:
+    pythons["python3"] = interpreter(executable="/env/bin/python", is_venv=True, torch="2.5.0")
+    assert make_environment().executable == "made from /env/bin/python"
+
+
+def test_a_system_python_with_torch_goes_before_a_newer_one_without(pythons: dict[str, Interpreter]) -> None:
+    pythons["python3"] = interpreter(executable="new", version=(3, 13))
+    pythons["python3.12"] = interpreter(executable="has torch", version=(3, 12), torch="2.11.0")
+    assert make_environment().executable == "made from has torch"
+
+
+def test_an_existing_environment_is_kept(pythons: dict[str, Interpreter]) -> None:
+    own = interpreter(executable=OWN, is_venv=True)
+    pythons |= {"python3": interpreter(), OWN: own}
+    assert make_environment() is own
+
+
+def test_an_old_python_is_passed_over(pythons: dict[str, Interpreter]) -> None:
+    pythons["python3"] = interpreter(executable="old", version=(3, 8))
+    with pytest.raises(SetupError, match=r"needs Python 3.10 to 3.13, found Python 3.8 \(old\)"):
+        choose_base()
+    pythons["python3.14"] = interpreter(executable="not looked for", version=(3, 14))
+    pythons["python"] = interpreter(executable="untested", version=(3, 14))
+    assert choose_base().executable == "untested"
+    pythons["python3.10"] = interpreter(executable="good", version=(3, 10))
+    assert choose_base().executable == "good"
+
+
+def test_the_python_asked_for_is_used(
+    pythons: dict[str, Interpreter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHON", "/mine")
+    with pytest.raises(SetupError, match="PYTHON=/mine is not a Python"):
+        make_environment()
+    pythons |= {"/mine": interpreter(executable="/mine"), "python3": interpreter()}
+    assert make_environment().executable == "made from /mine"
+    own = interpreter(executable=OWN, is_venv=True)
+    pythons[OWN] = own
+    assert make_environment() is own  # it was made from the same Python
+    pythons["/mine"] = interpreter(executable="/mine", torch="2.11.0")
+    assert make_environment().executable == "made from /mine"  # the old one does not see this torch
+    pythons["/mine"] = interpreter(executable="/mine", torch="2.11.0", is_venv=True)
+    assert make_environment() is pythons["/mine"]
+
+
+class Recorder:
+    """Stands for pip: keeps what it was asked for; installing torch makes it appear."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[list[str]] = []
+        monkeypatch.setattr(setup_env, "pip_install", self)
+        monkeypatch.setattr(setup_env, "require_probe", lambda python: interpreter(torch="2.13.0+cpu"))
+
+    def __call__(self, python: Interpreter, arguments: list[str], failure: str) -> None:
+        self.calls.append(arguments)
+
+
+def test_torch_is_installed_only_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pip = Recorder(monkeypatch)
+    setup_env.install(interpreter(prefix=str(tmp_path), torch="2.11.0+cu128"), set())
+    assert not any(argument.startswith("torch") for call in pip.calls for argument in call)
+    assert (tmp_path / ".megatron-cc-constraints.txt").read_text() == "torch==2.11.0+cu128\n"
+    assert "--no-build-isolation" in pip.calls[-1]
+
+
+def test_a_second_call_installs_nothing_until_something_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pip = Recorder(monkeypatch)
+    setup_env.install(interpreter(prefix=str(tmp_path)), {"test"})
+    assert any("torch>=" in argument for argument in pip.calls[0])
+    python = interpreter(prefix=str(tmp_path), torch="2.13.0+cpu")
+
+    def installs(extras: set[str]) -> list[str]:
+        pip.calls.clear()
+        setup_env.install(python, extras)
+        return [call[-1] for call in pip.calls[-1:]]
+
+    assert installs(set()) == []
+    assert installs({"test"}) == []
+    assert installs({"lint"}) == [".[lint,test]"]
+    assert installs({"test", "lint"}) == []
+    stamp = setup_env.stamp_path(python)
+    stamp.write_text(json.dumps({**json.loads(stamp.read_text()), "project": "older"}))
+    assert installs({"lint"}) == [".[lint]"]
+    stamp.write_text("{")
+    assert installs({"lint"}) == [".[lint]"]
+
+
+def test_the_oracle_is_optional(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python = interpreter(prefix=str(tmp_path), executable=str(tmp_path / "bin" / "python"))
+
+    def fail(python: Interpreter, arguments: list[str], failure: str) -> None:
+        raise SetupError(f"{failure}: no network")
+
+    monkeypatch.setattr(setup_env, "pip_install", fail)
+    setup_env.install_oracle(python)
+    assert "will be skipped" in capsys.readouterr().err
+    monkeypatch.delenv("MEGATRON_CORE_ORACLE", raising=False)
+    assert "MEGATRON_CORE_ORACLE" not in setup_env.environment(python)
+
+    def succeed(python: Interpreter, arguments: list[str], failure: str) -> None:
+        (tmp_path / "oracle").mkdir()
+
+    monkeypatch.setattr(setup_env, "pip_install", succeed)
+    setup_env.install_oracle(python)
+    assert setup_env.environment(python)["MEGATRON_CORE_ORACLE"] == str(tmp_path / "oracle")
+    monkeypatch.setattr(setup_env, "pip_install", fail)
+    setup_env.install_oracle(python)  # it is there: nothing to fetch
+    assert (tmp_path / "oracle").is_dir()
+
+
+def test_errors_are_one_line_without_a_traceback() -> None:
+    done = subprocess.run(
+        [sys.executable, str(REPO / "tools" / "setup_env.py"), "--", "-c", "pass"],
+        env={**os.environ, "PYTHON": "/no/such/python"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr == "[setup] error: PYTHON=/no/such/python is not a Python of at least 3.10\n"
+
+
+def test_the_declared_ranges_agree() -> None:
+    text = (REPO / "pyproject.toml").read_text()
+    assert text.count(f'"{setup_env.torch_requirement()}"') == 2
+    assert sysconfig.get_python_version() in {f"3.{minor}" for minor in range(10, 15)}
