@@ -18,9 +18,7 @@ DOCUMENT = ROOT / "docs" / "flags.md"
 def main(argv: list[str] | None = None) -> int:
     """Write or check the document. Returns the exit status: 1 when --check finds it out of date."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--check", action="store_true", help="Write nothing; fail when the file is out of date."
-    )
+    parser.add_argument("--check", action="store_true", help="Write nothing; fail when the file is out of date.")
     wanted = flags_markdown()
     if parser.parse_args(argv).check:
         if DOCUMENT.is_file() and DOCUMENT.read_text(encoding="utf-8") == wanted:

@@ -271,7 +271,7 @@ def _stop(number: int, _frame: FrameType | None) -> NoReturn:
 def main(argv: list[str] | None = None) -> int:
     """The command: 0 when the files are written, 1 with a one-line reason when not."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    signal.signal(signal.SIGTERM, _stop)
+    previous = signal.signal(signal.SIGTERM, _stop)
     try:
         preprocess(parse_flags(sys.argv[1:] if argv is None else argv))
     except UserError as error:
@@ -283,6 +283,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     return 0
 
 

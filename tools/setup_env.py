@@ -133,13 +133,9 @@ def choose_base() -> Interpreter:
         if group:
             return group[0]
     if usable:
-        raise SetupError(
-            f"{usable[0]} cannot make virtual environments: install its venv package (python3-venv)"
-        )
+        raise SetupError(f"{usable[0]} cannot make virtual environments: install its venv package (python3-venv)")
     seen = ", ".join(sorted({str(i) for i in found_ones})) or "none"
-    raise SetupError(
-        f"needs Python 3.10 to 3.13, found {seen}: install one, or give it as PYTHON=/path/to/python"
-    )
+    raise SetupError(f"needs Python 3.10 to 3.13, found {seen}: install one, or give it as PYTHON=/path/to/python")
 
 
 def make_environment() -> Interpreter:

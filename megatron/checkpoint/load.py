@@ -55,9 +55,7 @@ def read_tracker(root: str | Path) -> Iteration | None:
         )
     iteration: Iteration = "release" if text == "release" else int(text)
     if not checkpoint_folder(path.parent, iteration).is_dir():
-        raise UserError(
-            f"{path} names iteration {iteration}, which is not there{_fallback(path.parent, iteration)}"
-        )
+        raise UserError(f"{path} names iteration {iteration}, which is not there{_fallback(path.parent, iteration)}")
     return iteration
 
 
@@ -203,9 +201,7 @@ def load_tensors(
     return sorted(name for name in wanted if name not in present)
 
 
-def _open_together(
-    root: Path, iteration: Iteration, group: dist.ProcessGroup | None
-) -> tuple[Path, Manifest]:
+def _open_together(root: Path, iteration: Iteration, group: dist.ProcessGroup | None) -> tuple[Path, Manifest]:
     """Reads the table of contents and checks the sizes of all files, each on one of the ranks."""
     problem, opened = None, None
     try:
@@ -216,15 +212,11 @@ def _open_together(
     assert opened is not None
     folder, manifest = opened
     names = sorted(manifest.files)[rank_of(group) :: size_of(group)]
-    _raise_damage(
-        root, iteration, group, check_file_sizes(folder, {name: manifest.files[name] for name in names})
-    )
+    _raise_damage(root, iteration, group, check_file_sizes(folder, {name: manifest.files[name] for name in names}))
     return opened
 
 
-def _raise_damage(
-    root: Path, iteration: Iteration, group: dist.ProcessGroup | None, problem: str | None
-) -> None:
+def _raise_damage(root: Path, iteration: Iteration, group: dist.ProcessGroup | None, problem: str | None) -> None:
     agreed = first_problem(group, problem)
     if agreed is not None:
         raise UserError(f"{agreed}{_fallback(root, iteration)}")

@@ -64,8 +64,7 @@ class LogicalShard:
                 o < 0 or o + s > g for o, s, g in zip(piece.offsets, shape, self.global_shape, strict=True)
             ):
                 raise ValueError(
-                    f"a piece of shape {shape} at {piece.offsets} does not lie in a tensor of shape "
-                    f"{self.global_shape}"
+                    f"a piece of shape {shape} at {piece.offsets} does not lie in a tensor of shape {self.global_shape}"
                 )
 
     def view(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -104,8 +103,7 @@ class LogicalShard:
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """The pieces' boxes, in their order."""
         return [
-            ChunkStorageMetadata(offsets=torch.Size(piece.offsets), sizes=piece.tensor.shape)
-            for piece in self.pieces
+            ChunkStorageMetadata(offsets=torch.Size(piece.offsets), sizes=piece.tensor.shape) for piece in self.pieces
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

@@ -85,8 +85,7 @@ class Manifest:
                 "dtype": str(tensor.properties.dtype).removeprefix("torch."),
                 "shape": list(tensor.size),
                 "chunks": [
-                    [list(c.offsets), list(c.sizes), *_row(self.items[name, tuple(c.offsets)])]
-                    for c in tensor.chunks
+                    [list(c.offsets), list(c.sizes), *_row(self.items[name, tuple(c.offsets)])] for c in tensor.chunks
                 ],
             }
             for name, tensor in self.tensors.items()

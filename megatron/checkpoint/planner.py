@@ -110,8 +110,7 @@ def divide_plans(plans: list[SavePlan]) -> list[SavePlan]:
     tasks = [task for name, by_box in holders.items() for task in _tasks_of(name, by_box)]
     _assign(tasks, kept)
     return [
-        dataclasses.replace(plan, items=sorted(items, key=_file_order))
-        for plan, items in zip(plans, kept, strict=True)
+        dataclasses.replace(plan, items=sorted(items, key=_file_order)) for plan, items in zip(plans, kept, strict=True)
     ]
 
 
@@ -126,15 +125,12 @@ def _tasks_of(name: str, by_box: dict[Box, list[tuple[int, WriteItem]]]) -> list
     held_volume = sum(math.prod(sizes) for _, (_, sizes) in parts)
     if held_volume != math.prod(shape):
         raise ValueError(
-            f"cannot save {name}: the ranks hold {held_volume} of its {math.prod(shape)} elements "
-            f"(shape {shape})"
+            f"cannot save {name}: the ranks hold {held_volume} of its {math.prod(shape)} elements (shape {shape})"
         )
     tasks = []
     for index, (offsets, sizes) in parts:
         holders = by_box[boxes[index]]
-        tensor_data = dataclasses.replace(
-            data[0], chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        )
+        tensor_data = dataclasses.replace(data[0], chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
         item = WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=tensor_data)
         owners = sorted({rank for rank, _ in holders})
         tasks.append(_Task(item, owners, math.prod(sizes) * dtype.itemsize))

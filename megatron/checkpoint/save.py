@@ -110,8 +110,7 @@ class _Job:
         if agreed is not None:
             files.discard(self.root, self.iteration)
             raise UserError(
-                f"the checkpoint of iteration {self.iteration} was not saved, earlier ones are untouched: "
-                f"{agreed}"
+                f"the checkpoint of iteration {self.iteration} was not saved, earlier ones are untouched: {agreed}"
             )
 
     def _prune(self) -> None:
@@ -208,9 +207,7 @@ def _write(job: _Job) -> str | None:
         ignore_single_process_warning()
     communicating(
         "saving a checkpoint",
-        lambda: dcp.save(
-            job.state, storage_writer=writer, planner=planner, process_group=job.group, no_dist=alone
-        ),
+        lambda: dcp.save(job.state, storage_writer=writer, planner=planner, process_group=job.group, no_dist=alone),
     )
     problem = planner.problem or writer.problem
     return problem and f"{problem} (rank {rank_of(job.group)})"

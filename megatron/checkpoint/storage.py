@@ -78,9 +78,7 @@ class ShardWriter(StorageWriter):
         documents: small files that the coordinator writes, by name.
     """
 
-    def __init__(
-        self, folder: Path, iteration: int | str, world_size: int, documents: Mapping[str, bytes]
-    ) -> None:
+    def __init__(self, folder: Path, iteration: int | str, world_size: int, documents: Mapping[str, bytes]) -> None:
         self.folder = folder
         self.iteration = iteration
         self.world_size = world_size
@@ -99,9 +97,7 @@ class ShardWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Tells each rank its file's name."""
-        return [
-            dataclasses.replace(plan, storage_data=f"shard_{rank:05d}.bin") for rank, plan in enumerate(plans)
-        ]
+        return [dataclasses.replace(plan, storage_data=f"shard_{rank:05d}.bin") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes the plan's items one after the other and waits until they are on the disk."""
@@ -141,9 +137,7 @@ class ShardWriter(StorageWriter):
             self.problem = describe(error, path)
 
     def _finish(self, metadata: Metadata, stored: dict[MetadataIndex, StoredItem]) -> None:
-        documents = {
-            name: StoredItem(name, 0, len(data), zlib.crc32(data)) for name, data in self.documents.items()
-        }
+        documents = {name: StoredItem(name, 0, len(data), zlib.crc32(data)) for name, data in self.documents.items()}
         for name, data in self.documents.items():
             write_synced(self.folder / name, data)
         entries = metadata.state_dict_metadata
@@ -268,9 +262,7 @@ def check_file_sizes(folder: Path, files: Mapping[str, int]) -> str | None:
         except OSError as error:
             return f"{path} is missing" if isinstance(error, FileNotFoundError) else describe(error, path)
         if actual != size:
-            return (
-                f"{path} is {'truncated' if actual < size else 'damaged'}: {actual} bytes instead of {size}"
-            )
+            return f"{path} is {'truncated' if actual < size else 'damaged'}: {actual} bytes instead of {size}"
     return None
 
 

@@ -28,9 +28,7 @@ class EmbeddingSync:
     def all_reduce(self, grad: Tensor) -> None:
         """Sums ``grad`` (flat, contiguous) over the group, in place."""
         total = (
-            RoundsInFlight(self.compressor, grad, self.state, self.group, self.ledger, Point.EMBED_GRAD)
-            .wait()
-            .total
+            RoundsInFlight(self.compressor, grad, self.state, self.group, self.ledger, Point.EMBED_GRAD).wait().total
         )
         if total.data_ptr() != grad.data_ptr():
             grad.copy_(total)

@@ -38,9 +38,7 @@ class GatherInFlight:
         self.wires = (
             out
             if exact and out is not None
-            else torch.empty(
-                (group.size * wire.shape[0], *wire.shape[1:]), dtype=wire.dtype, device=wire.device
-            )
+            else torch.empty((group.size * wire.shape[0], *wire.shape[1:]), dtype=wire.dtype, device=wire.device)
         )
         self._alive = wire
         self.pending: Pending = group.all_gather(self.wires, wire)

@@ -46,9 +46,7 @@ class CompressionPlan:
         """A new compressor for sums at a point."""
         entry = self._entries[point]
         if entry.rounds is None:
-            raise ValueError(
-                f"{point.value} sums over ranks; its compressor only sends from one rank to another"
-            )
+            raise ValueError(f"{point.value} sums over ranks; its compressor only sends from one rank to another")
         return entry.rounds(entry.config())
 
     def codec(self, point: Point) -> Codec:

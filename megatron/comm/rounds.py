@@ -61,9 +61,7 @@ class RoundsInFlight:
         elif request.op is Op.REDUCE:
             self._pending, self._result = self.group.all_reduce(x), x
         elif request.op is Op.GATHER:
-            gathered = torch.empty(
-                (self.group.size * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device
-            )
+            gathered = torch.empty((self.group.size * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
             self._pending = self.group.all_gather(gathered, x)
             self._result = gathered.view(self.group.size, *x.shape)
         else:

@@ -82,9 +82,7 @@ class TensorComm:
         """
         rounds = None
         if self.group.size > 1:
-            rounds = RoundsInFlight(
-                self.rounds, x, CompressorState(), self.group, self.ledger, point, scatter
-            )
+            rounds = RoundsInFlight(self.rounds, x, CompressorState(), self.group, self.ledger, point, scatter)
         pending = SumInFlight(rounds, x, self.group, scatter)
         if rounds is not None and not self.asynchronous:
             rounds.wait()

@@ -14,10 +14,7 @@ def check_model(config: RunConfig) -> None:
             f"--num-query-groups {model.num_query_groups} does not divide --num-attention-heads "
             f"{model.num_attention_heads}; choose a divisor"
         )
-    if (
-        model.position_embedding_type == "learned_absolute"
-        and model.seq_length > model.max_position_embeddings
-    ):
+    if model.position_embedding_type == "learned_absolute" and model.seq_length > model.max_position_embeddings:
         raise UserError(
             f"--seq-length {model.seq_length} is longer than --max-position-embeddings "
             f"{model.max_position_embeddings}; raise the latter to at least the former"
@@ -36,16 +33,12 @@ def check_model(config: RunConfig) -> None:
         raise UserError(f"{' and '.join(chosen)} exclude each other; keep one activation")
     precision = config.precision
     formats = [
-        flag
-        for flag, on in (("--fp16", precision.fp16), ("--bf16", precision.bf16), ("--fp64", precision.fp64))
-        if on
+        flag for flag, on in (("--fp16", precision.fp16), ("--bf16", precision.bf16), ("--fp64", precision.fp64)) if on
     ]
     if len(formats) > 1:
         raise UserError(f"{' and '.join(formats)} exclude each other; keep one number format")
     if precision.fp64 and config.parallel.accumulate_allreduce_grads_in_fp32:
-        raise UserError(
-            "--fp64 and --accumulate-allreduce-grads-in-fp32 exclude each other; leave the latter out"
-        )
+        raise UserError("--fp64 and --accumulate-allreduce-grads-in-fp32 exclude each other; leave the latter out")
     if precision.loss_scale is not None and not precision.fp16:
         raise UserError("--loss-scale is for --fp16 only; leave it out or add --fp16")
     if precision.min_loss_scale > precision.initial_loss_scale:

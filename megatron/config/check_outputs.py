@@ -31,9 +31,7 @@ def parse_split(split: str) -> tuple[float, float, float]:
     except ValueError:
         shares = []
     if not 1 <= len(shares) <= 3 or any(not math.isfinite(share) or share < 0 for share in shares):
-        raise UserError(
-            f"--split {split}: expected up to three shares such as 969,30,1, none of them negative"
-        )
+        raise UserError(f"--split {split}: expected up to three shares such as 969,30,1, none of them negative")
     total = sum(shares)
     if total <= 0:
         raise UserError(f"--split {split}: the shares sum to 0; give at least one that is positive")
@@ -52,9 +50,7 @@ def parse_blend(words: Sequence[str], flag: str) -> list[tuple[float, str]]:
         try:
             weight = float(weight_word)
         except ValueError:
-            raise UserError(
-                f"{flag}: {weight_word!r} is not a weight; write WEIGHT PATH WEIGHT PATH ..."
-            ) from None
+            raise UserError(f"{flag}: {weight_word!r} is not a weight; write WEIGHT PATH WEIGHT PATH ...") from None
         if not math.isfinite(weight) or weight < 0:
             raise UserError(f"{flag}: the weight {weight_word} of {path} must be a number of at least 0")
         pairs.append((weight, path))
@@ -79,9 +75,7 @@ def check_data(config: RunConfig) -> None:
             raise UserError(f"--data-path and {flag} exclude each other; leave one of them out")
     given = [flag for words, flag in parts if words]
     if given and not data.train_data_path and not config.validation.skip_train:
-        raise UserError(
-            f"{given[0]} without --train-data-path leaves nothing to train on; add --train-data-path"
-        )
+        raise UserError(f"{given[0]} without --train-data-path leaves nothing to train on; add --train-data-path")
     kind = tokenizer.tokenizer_type
     if kind is not None:
         needed = _TOKENIZER_NEEDS[kind]
@@ -142,6 +136,5 @@ def check_compression(config: RunConfig) -> None:
         compressor = name.partition(",")[0].strip()
         if compressor.lower() not in ("none", "identity"):
             raise UserError(
-                f"--compress {spec}: the compressor {compressor!r} is not available yet; use none, or leave "
-                "it out"
+                f"--compress {spec}: the compressor {compressor!r} is not available yet; use none, or leave it out"
             )

@@ -18,8 +18,7 @@ def check_layout(config: RunConfig, world_size: int) -> None:
     ):
         if size % tensor != 0:
             raise UserError(
-                f"{flag} {size} is not a multiple of --tensor-model-parallel-size {tensor}; change one of "
-                "them"
+                f"{flag} {size} is not a multiple of --tensor-model-parallel-size {tensor}; change one of them"
             )
     if model.num_layers % pipeline != 0:
         raise UserError(
@@ -29,8 +28,7 @@ def check_layout(config: RunConfig, world_size: int) -> None:
     if parallel.sequence_parallel:
         if tensor == 1:
             raise UserError(
-                "--sequence-parallel needs --tensor-model-parallel-size of at least 2; leave it out or raise "
-                "the size"
+                "--sequence-parallel needs --tensor-model-parallel-size of at least 2; leave it out or raise the size"
             )
         if model.seq_length % tensor != 0:
             raise UserError(
@@ -43,9 +41,7 @@ def check_parallel(config: RunConfig, cuda_available: bool) -> None:
     """Raise UserError for engines that do not go together. Expects derived values to be filled."""
     parallel = config.parallel
     if parallel.distributed_backend == "nccl" and not cuda_available:
-        raise UserError(
-            "--distributed-backend nccl needs CUDA, which is not there; use --distributed-backend gloo"
-        )
+        raise UserError("--distributed-backend nccl needs CUDA, which is not there; use --distributed-backend gloo")
     _check_interleaving(config)
     _check_recompute(config)
     if parallel.ddp_impl == "torch":
@@ -59,9 +55,7 @@ def _check_interleaving(config: RunConfig) -> None:
         return
     flag = f"--num-layers-per-virtual-pipeline-stage {parallel.num_layers_per_virtual_pipeline_stage}"
     if stages < 2:
-        raise UserError(
-            f"{flag} needs --pipeline-model-parallel-size of at least 2; raise it or leave the flag out"
-        )
+        raise UserError(f"{flag} needs --pipeline-model-parallel-size of at least 2; raise it or leave the flag out")
     if parallel.pipeline_schedule == "gpipe":
         raise UserError(f"{flag} needs --pipeline-schedule 1f1b, not gpipe; change it or leave the flag out")
     if chunks < 2:

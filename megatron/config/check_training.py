@@ -18,9 +18,7 @@ def batch_sizes(config: RunConfig) -> list[int]:
         return [final]
     start, increment, _ = training.rampup_batch_size
     if start < 1 or increment < 1:
-        raise UserError(
-            f"--rampup-batch-size {_ramp(config)}: start and increment must be at least 1; correct them"
-        )
+        raise UserError(f"--rampup-batch-size {_ramp(config)}: start and increment must be at least 1; correct them")
     if start > final or (final - start) % increment != 0:
         raise UserError(
             f"--rampup-batch-size {_ramp(config)}: from {start} in steps of {increment} it never becomes "
@@ -74,11 +72,7 @@ def check_batches(config: RunConfig, world_size: int) -> None:
     together = training.micro_batch_size * replicas
     ramped = training.rampup_batch_size is not None
     for size in batch_sizes(config):
-        where = (
-            f"--rampup-batch-size {_ramp(config)}: its batch of {size}"
-            if ramped
-            else f"--global-batch-size {size}"
-        )
+        where = f"--rampup-batch-size {_ramp(config)}: its batch of {size}" if ramped else f"--global-batch-size {size}"
         if size % together != 0:
             raise UserError(
                 f"{where} is not a multiple of --micro-batch-size {training.micro_batch_size} x {replicas} "
@@ -131,8 +125,7 @@ def check_schedules(config: RunConfig) -> None:
             )
         if end < start:
             raise UserError(
-                f"--end-weight-decay {end:g} is below --start-weight-decay {start:g}; weight decay can only "
-                "grow"
+                f"--end-weight-decay {end:g} is below --start-weight-decay {start:g}; weight decay can only grow"
             )
     if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
         raise UserError(

@@ -158,9 +158,7 @@ def _take_key(given: Given, name: str, value: Any, path: str, shown: str, sectio
     items = value if isinstance(value, list) else [value]
     if isinstance(target, KnownFlag):
         spelling = f"--{target.name}"
-    given.flag(
-        target, spelling, [str(item).lower() if isinstance(item, bool) else str(item) for item in items]
-    )
+    given.flag(target, spelling, [str(item).lower() if isinstance(item, bool) else str(item) for item in items])
 
 
 def _is_switch(target: Target) -> bool:

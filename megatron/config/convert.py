@@ -194,9 +194,7 @@ def section_from_plain(section: str, cls: type, values: dict[str, Any], where: s
     unknown = sorted(set(values) - set(fields))
     if unknown:
         raise UserError(f"{where}: unknown key {section}.{unknown[0]}{nearest(unknown[0], list(fields))}")
-    converted = {
-        name: from_plain(fields[name], value, f"{where}: {section}.{name}") for name, value in values.items()
-    }
+    converted = {name: from_plain(fields[name], value, f"{where}: {section}.{name}") for name, value in values.items()}
     return cls(**converted)
 
 

@@ -26,12 +26,8 @@ class DataConfig:
     test_data_path: list[str] = option(  # noqa: RUF009
         [], "Datasets for the final test only.", metavar=_BLEND
     )
-    split: str = option(
-        "969,30,1", "Shares of documents for training, validation and test under --data-path."
-    )
-    data_cache_path: str | None = derived(
-        "nothing is cached", "Folder for cached sample indices.", metavar="FOLDER"
-    )
+    split: str = option("969,30,1", "Shares of documents for training, validation and test under --data-path.")
+    data_cache_path: str | None = derived("nothing is cached", "Folder for cached sample indices.", metavar="FOLDER")
     data_impl: Literal["infer", "mmap", "lazy", "cached"] = option(
         "infer",
         "Format of the dataset files.",

@@ -110,9 +110,7 @@ class FlagParser:
             if shortcut.when is not None:
                 shortcut.when(explicit)
         sections = {
-            section: cls(
-                **{path.partition(".")[2]: explicit[path] for path in explicit if _in(path, section)}
-            )
+            section: cls(**{path.partition(".")[2]: explicit[path] for path in explicit if _in(path, section)})
             for section, cls in self.table.sections.items()
         }
         return ParsedSections(sections=sections, notes=notes, explicit=set(explicit))

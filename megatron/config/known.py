@@ -192,10 +192,7 @@ _HARMLESS = [
     ),
     _harmless(
         "only distillation (--kd) reads it",
-        values=(
-            "num-layers-teacher hidden-size-teacher num-attention-heads-teacher kd-alpha-ce kd-beta-ce "
-            "kd-temp"
-        ),
+        values=("num-layers-teacher hidden-size-teacher num-attention-heads-teacher kd-alpha-ce kd-beta-ce kd-temp"),
         lists="num-experts-teacher",
     ),
 ]
@@ -210,9 +207,7 @@ _REFUSED = [
         "ep-world-size=1 num-experts-switch",
         lists="num-experts=1",
     ),
-    _refused(
-        "FP8 training is not available; use --bf16", switches="fp8-e4m3 fp8-hybrid", values="fp8-format"
-    ),
+    _refused("FP8 training is not available; use --bf16", switches="fp8-e4m3 fp8-hybrid", values="fp8-format"),
     _refused(
         "this form of the layer is not available; leave it out",
         switches="apply-layernorm-1p apply-residual-connection-post-layernorm",
@@ -263,9 +258,7 @@ _REFUSED = [
         values="train-data-exact-num-epochs train-idx-path train-desc-path train-doc-idx-path "
         "train-sample-idx-path train-shuffle-idx-path",
     ),
-    _refused(
-        "knowledge distillation is not available; leave it out", switches="kd mos", values="load-teacher"
-    ),
+    _refused("knowledge distillation is not available; leave it out", switches="kd mos", values="load-teacher"),
     _refused("use --finetune, which starts from iteration 0", switches="reset-iteration"),
     _refused(
         "checkpoints are chosen by the folder's latest_checkpointed_iteration.txt; write the iteration there",
@@ -274,9 +267,7 @@ _REFUSED = [
     _refused("use --override-opt-param-scheduler", switches="no-load-lr-state"),
     _refused("give the local folder to --data-path", values="aml-data-download-path"),
     _refused("every sample is used; leave it out", values="sample-rate=1"),
-    _refused(
-        "give --train-samples or --train-iters; the model is always built", values="use-dataset-only=false"
-    ),
+    _refused("give --train-samples or --train-iters; the model is always built", values="use-dataset-only=false"),
 ]
 
 KNOWN_FLAGS: tuple[KnownFlag, ...] = tuple(flag for group in (*_HARMLESS, *_REFUSED) for flag in group)

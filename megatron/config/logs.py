@@ -25,12 +25,8 @@ class LoggingConfig:
         "minmax",
         "Report timers as the maximum over ranks, the minimum and maximum, or each rank's.",
     )
-    tensorboard_dir: str | None = derived(
-        "no TensorBoard", "Folder for TensorBoard events.", metavar="FOLDER"
-    )
-    tensorboard_log_interval: int = option(
-        1, "Iterations between TensorBoard records.", unit="iterations", minimum=1
-    )
+    tensorboard_dir: str | None = derived("no TensorBoard", "Folder for TensorBoard events.", metavar="FOLDER")
+    tensorboard_log_interval: int = option(1, "Iterations between TensorBoard records.", unit="iterations", minimum=1)
     tensorboard_queue_size: int = option(
         1000, "Records that TensorBoard's writer holds before it writes.", unit="records", minimum=1
     )
@@ -53,9 +49,7 @@ class LoggingConfig:
     log_memory_to_tensorboard: bool = option(False, "Write memory use to TensorBoard.")
     log_world_size_to_tensorboard: bool = option(False, "Write the number of processes to TensorBoard.")
     log_txt_file: str | None = derived("none", "Append the log lines to this text file.", metavar="FILE")
-    log_json_file: str | None = derived(
-        "none", "Append one JSON object a log line to this file.", metavar="FILE"
-    )
+    log_json_file: str | None = derived("none", "Append one JSON object a log line to this file.", metavar="FILE")
     progress_bar: Literal["auto", "on", "off"] = option(
         "auto",
         "A progress bar: only on a terminal (auto), always or never.",

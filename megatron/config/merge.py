@@ -11,9 +11,7 @@ from megatron.config.option import field_options
 from megatron.config.run import RunConfig, run_sections
 
 
-def merge_checkpoint_config(
-    cli_config: RunConfig, explicit_flags: Collection[str], saved: RunConfig
-) -> RunConfig:
+def merge_checkpoint_config(cli_config: RunConfig, explicit_flags: Collection[str], saved: RunConfig) -> RunConfig:
     """`cli_config` (unresolved) with the model's shape and the tokenizer of `saved` (resolved).
 
     explicit_flags: dotted names of the fields that the user gave, as in `ParsedRun.explicit`. An explicit

@@ -66,9 +66,7 @@ class ModelConfig:
     rotary_percent: float = option(
         1.0, "Share of each head's channels that is rotated.", above=0, maximum=1, checkpoint="shape"
     )
-    normalization: Literal["LayerNorm", "RMSNorm"] = option(
-        "LayerNorm", "Normalisation layer.", checkpoint="shape"
-    )
+    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Normalisation layer.", checkpoint="shape")
     norm_epsilon: float = option(
         1e-5,
         "Added to the variance before its root.",
@@ -97,12 +95,8 @@ class ModelConfig:
         off_switch=True,
         checkpoint="shape",
     )
-    attention_dropout: float = option(
-        0.1, "Dropout probability of the attention weights.", minimum=0, below=1
-    )
-    hidden_dropout: float = option(
-        0.1, "Dropout probability of embeddings and residual branches.", minimum=0, below=1
-    )
+    attention_dropout: float = option(0.1, "Dropout probability of the attention weights.", minimum=0, below=1)
+    hidden_dropout: float = option(0.1, "Dropout probability of embeddings and residual branches.", minimum=0, below=1)
     init_method_std: float = option(0.02, "Standard deviation of the initial weights.", minimum=0)
     init_method_xavier_uniform: bool = option(False, "Draw the initial weights from Xavier's uniform law.")
     make_vocab_size_divisible_by: int = option(

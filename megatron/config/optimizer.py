@@ -30,8 +30,7 @@ class OptimizerConfig:
     )
     lr_decay_tokens: int | None = derived(
         "unused",
-        "Length of warm-up and decay together; counted as whole sequences. Needs --train-samples or "
-        "--train-tokens.",
+        "Length of warm-up and decay together; counted as whole sequences. Needs --train-samples or --train-tokens.",
         unit="tokens",
         minimum=1,
     )
@@ -53,9 +52,7 @@ class OptimizerConfig:
         "constant",
         "How weight decay grows over the run.",
     )
-    clip_grad: float = option(
-        1.0, "Gradients are clipped to this global norm; 0 turns clipping off.", minimum=0
-    )
+    clip_grad: float = option(1.0, "Gradients are clipped to this global norm; 0 turns clipping off.", minimum=0)
     adam_beta1: float = option(0.9, "Decay of Adam's first moment.", minimum=0, below=1)
     adam_beta2: float = option(0.999, "Decay of Adam's second moment.", minimum=0, below=1)
     adam_eps: float = option(1e-8, "Added to the root of Adam's second moment.", above=0)

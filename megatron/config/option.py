@@ -119,9 +119,7 @@ def field_options(section: str, cls: type) -> Iterator[FieldOption]:
     for field in dataclasses.fields(cls):
         described = field.metadata.get(_METADATA_KEY)
         if described is None:
-            raise TypeError(
-                f"{cls.__name__}.{field.name} has no option(): every field of a section needs one"
-            )
+            raise TypeError(f"{cls.__name__}.{field.name} has no option(): every field of a section needs one")
         element, is_list = _element_type(hints[field.name])
         choices: tuple[str, ...] = ()
         if typing.get_origin(element) is Literal:
@@ -131,9 +129,7 @@ def field_options(section: str, cls: type) -> Iterator[FieldOption]:
         else:
             default = field.default
         if element is bool and not is_list and default is True and not described.off_switch:
-            raise TypeError(
-                f"{cls.__name__}.{field.name} is on by default and needs a flag that turns it off"
-            )
+            raise TypeError(f"{cls.__name__}.{field.name} is on by default and needs a flag that turns it off")
         yield FieldOption(section, field.name, described, element, is_list, default, choices)
 
 

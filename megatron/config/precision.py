@@ -17,9 +17,7 @@ class PrecisionConfig:
 
     fp16: bool = option(False, "Train in fp16 with a loss scale.")
     bf16: bool = option(False, "Train in bf16; gradients accumulate in fp32.")
-    fp64: bool = option(
-        False, "Train in float64 everywhere: a test mode that shows errors hidden by rounding."
-    )
+    fp64: bool = option(False, "Train in float64 everywhere: a test mode that shows errors hidden by rounding.")
     loss_scale: float | None = derived(
         "a dynamic scale", "Constant loss scale for --fp16; a power of two is best.", above=0
     )

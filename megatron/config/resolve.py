@@ -18,9 +18,7 @@ from megatron.config.run import RunConfig, run_sections
 Note = Callable[[str], None]
 
 
-def resolve_run(
-    config: RunConfig, world_size: int, *, cuda_available: bool, notes: list[str] | None
-) -> RunConfig:
+def resolve_run(config: RunConfig, world_size: int, *, cuda_available: bool, notes: list[str] | None) -> RunConfig:
     """See `RunConfig.resolve`."""
     collected = [] if notes is None else notes
 
@@ -65,9 +63,7 @@ def _check_all_required(config: RunConfig) -> None:
     if config.tokenizer.tokenizer_type is None and config.tokenizer.vocab_size is None:
         missing.append("--tokenizer-type (or --vocab-size)")
     if missing:
-        raise UserError(
-            f"not given but required: {', '.join(missing)}; add {'it' if len(missing) == 1 else 'them'}"
-        )
+        raise UserError(f"not given but required: {', '.join(missing)}; add {'it' if len(missing) == 1 else 'them'}")
 
 
 def _resolve_model(config: RunConfig) -> RunConfig:
@@ -83,9 +79,7 @@ def _resolve_model(config: RunConfig) -> RunConfig:
     if is_unset(model.ffn_hidden_size):
         width = 8 * hidden // 3 // 64 * 64 if model.swiglu else 4 * hidden
         if width == 0:
-            raise UserError(
-                f"--swiglu: --hidden-size {hidden} is too small for a default; give --ffn-hidden-size"
-            )
+            raise UserError(f"--swiglu: --hidden-size {hidden} is too small for a default; give --ffn-hidden-size")
         model = replace(model, ffn_hidden_size=width)
     if is_unset(model.num_query_groups):
         model = replace(model, num_query_groups=heads)
@@ -99,8 +93,7 @@ def _resolve_parallel(config: RunConfig, cuda_available: bool, note: Note) -> Ru
     if config.precision.bf16 and not parallel.accumulate_allreduce_grads_in_fp32:
         if parallel.ddp_impl == "torch":
             raise UserError(
-                "--DDP-impl torch cannot accumulate gradients in fp32, which --bf16 needs; use --DDP-impl "
-                "local"
+                "--DDP-impl torch cannot accumulate gradients in fp32, which --bf16 needs; use --DDP-impl local"
             )
         note("--bf16 turns --accumulate-allreduce-grads-in-fp32 on")
         parallel = replace(parallel, accumulate_allreduce_grads_in_fp32=True)
@@ -193,9 +186,7 @@ def _resolve_optimizer(config: RunConfig, note: Note) -> RunConfig:
             (optimizer.end_weight_decay, "--end-weight-decay"),
         ):
             if value not in (None, optimizer.weight_decay):
-                raise UserError(
-                    f"{flag} needs a growing weight decay; add --weight-decay-incr-style linear or cosine"
-                )
+                raise UserError(f"{flag} needs a growing weight decay; add --weight-decay-incr-style linear or cosine")
         optimizer = replace(
             optimizer, start_weight_decay=optimizer.weight_decay, end_weight_decay=optimizer.weight_decay
         )

@@ -45,9 +45,7 @@ class RunConfig:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     compression: CompressionConfig = field(default_factory=CompressionConfig)
 
-    def resolve(
-        self, world_size: int, *, cuda_available: bool = False, notes: list[str] | None = None
-    ) -> RunConfig:
+    def resolve(self, world_size: int, *, cuda_available: bool = False, notes: list[str] | None = None) -> RunConfig:
         """A new configuration with every derived value filled, checked against `world_size` processes.
 
         What was decided for the user is appended to `notes`, one line each. Resolving a resolved
@@ -74,9 +72,7 @@ class RunConfig:
         """
         sections = run_sections()
         if not isinstance(values, dict):
-            raise UserError(
-                f"{where}: expected sections ({', '.join(sections)}), not a {type(values).__name__}"
-            )
+            raise UserError(f"{where}: expected sections ({', '.join(sections)}), not a {type(values).__name__}")
         built = {}
         for name, content in values.items():
             if name not in sections:

@@ -37,9 +37,7 @@ _POSITION = "model.position_embedding_type"
 def _without_position_embedding(explicit: Explicit) -> None:
     given = explicit.setdefault(_POSITION, "none")
     if given == "learned_absolute":
-        raise UserError(
-            "--no-position-embedding contradicts --position-embedding-type learned_absolute; give only one"
-        )
+        raise UserError("--no-position-embedding contradicts --position-embedding-type learned_absolute; give only one")
 
 
 def _needs_query_groups(explicit: Explicit) -> None:
@@ -51,8 +49,7 @@ def _needs_one_stage(explicit: Explicit) -> None:
     stages = explicit.get("parallel.pipeline_model_parallel_size") or 1
     if stages > 1:
         raise UserError(
-            f"--no-pipeline-parallel contradicts --pipeline-model-parallel-size {stages}; leave one of them "
-            "out"
+            f"--no-pipeline-parallel contradicts --pipeline-model-parallel-size {stages}; leave one of them out"
         )
 
 

@@ -25,12 +25,8 @@ class TrainingConfig:
         metavar="START INCREMENT SAMPLES",
         minimum=0,
     )
-    train_iters: int | None = derived(
-        "--train-samples decides", "Length of the run.", unit="iterations", minimum=1
-    )
-    train_samples: int | None = derived(
-        "--train-iters decides", "Length of the run.", unit="samples", minimum=1
-    )
+    train_iters: int | None = derived("--train-samples decides", "Length of the run.", unit="iterations", minimum=1)
+    train_samples: int | None = derived("--train-iters decides", "Length of the run.", unit="samples", minimum=1)
     train_tokens: int | None = derived(
         "no limit",
         "Length of the run; counted as whole sequences of --seq-length. With --train-samples the shorter one "
@@ -41,9 +37,7 @@ class TrainingConfig:
     exit_interval: int | None = derived(
         "never", "Save and exit at every iteration that this number divides.", unit="iterations", minimum=1
     )
-    exit_duration_in_mins: float | None = derived(
-        "never", "Save and exit after this long.", unit="minutes", above=0
-    )
+    exit_duration_in_mins: float | None = derived("never", "Save and exit after this long.", unit="minutes", above=0)
     exit_signal_handler: bool = option(False, "Save and exit on SIGTERM or SIGUSR1.")
     kill_switch_file: str | None = derived("none", "Exit as soon as this file exists.", metavar="FILE")
     seed: int = option(1234, "Seed of initialisation, dropout and data order.", minimum=0)
@@ -56,10 +50,7 @@ class TrainingConfig:
             "use-flash-attn-triton",
             "use-flash-attn-builder",
         ),
-        no_effect=(
-            "attention always goes through scaled_dot_product_attention, which uses flash kernels where it "
-            "can"
-        ),
+        no_effect=("attention always goes through scaled_dot_product_attention, which uses flash kernels where it can"),
     )
     empty_unused_memory_level: int = option(
         0,

@@ -18,9 +18,7 @@ class _PlainLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = str(getattr(key_node, "value", ""))
             if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} is given twice", key_node.start_mark
-                )
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 

@@ -66,9 +66,7 @@ class SelfAttention(ShardedModule):
             query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if self.recompute_core and torch.is_grad_enabled():
-            out_bnsd = checkpoint(
-                self._core, query, key, value, context, use_reentrant=False, preserve_rng_state=False
-            )
+            out_bnsd = checkpoint(self._core, query, key, value, context, use_reentrant=False, preserve_rng_state=False)
         else:
             out_bnsd = self._core(query, key, value, context)
         return self.dense(out_bnsd.permute(2, 0, 1, 3).reshape(s, b, -1))
@@ -103,9 +101,7 @@ class SelfAttention(ShardedModule):
         parts = (context.dropout.seed, context.dropout.draws, self.layer, self.comm.rank)
         torch.cuda.manual_seed(keyed_seed(repr(parts)))
 
-    def _core_with_keyed_dropout(
-        self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext
-    ) -> Tensor:
+    def _core_with_keyed_dropout(self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Tensor:
         """Attention written out, with a mask keyed by sample, layer and global head."""
         assert context.dropout is not None
         key = key.repeat_interleave(self.queries_per_group, dim=1)

@@ -52,9 +52,7 @@ class TransformerLayer(nn.Module):
         out_sbh, bias = branch
         if bias is not None:
             out_sbh = out_sbh + bias
-        return residual_sbh + hidden_dropout(
-            out_sbh, self.dropout, context.dropout, (self.layer, site), self.comm
-        )
+        return residual_sbh + hidden_dropout(out_sbh, self.dropout, context.dropout, (self.layer, site), self.comm)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         attended = self.self_attention(self.input_layernorm(x_sbh), context, rotary)

@@ -69,9 +69,7 @@ class Embedding(ShardedModule):
 class PositionEmbedding(ShardedModule):
     """A learned vector per position."""
 
-    def __init__(
-        self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self.comm = comm
         shape = (config.max_position_embeddings, config.hidden_size)
@@ -150,11 +148,7 @@ class GPTStage(nn.Module):
     @property
     def output_weight(self) -> Tensor:
         """Local rows of the output projection, (rows, h)."""
-        return (
-            self.output_layer.weight
-            if hasattr(self, "output_layer")
-            else self.embedding.word_embeddings.weight
-        )
+        return self.output_layer.weight if hasattr(self, "output_layer") else self.embedding.word_embeddings.weight
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Tokens (b, s) on the first stage, else activations (s, b, h), to activations (s, b, h)."""
@@ -172,9 +166,7 @@ class GPTStage(nn.Module):
             groups = [layers[i : i + count] for i in range(0, len(layers), count)]
             rest = []
         for group in groups:
-            x_sbh = checkpoint(
-                self._run, group, x_sbh, context, rotary, use_reentrant=False, preserve_rng_state=False
-            )
+            x_sbh = checkpoint(self._run, group, x_sbh, context, rotary, use_reentrant=False, preserve_rng_state=False)
         return self._run(rest, x_sbh, context, rotary)
 
     @staticmethod
@@ -199,9 +191,7 @@ class GPTStage(nn.Module):
     def loss(self, x_sbh: Tensor, labels_bs: Tensor, weights_bs: Tensor) -> tuple[Tensor, Tensor]:
         """Weighted sum of the tokens' losses (scalar), and the losses themselves (b, s); last stage only."""
         x_sbh = self.final_layernorm(x_sbh)
-        total, losses_sb = head_loss(
-            x_sbh, self.output_weight, labels_bs.t(), weights_bs.t(), self.comm, self.shard
-        )
+        total, losses_sb = head_loss(x_sbh, self.output_weight, labels_bs.t(), weights_bs.t(), self.comm, self.shard)
         return total, losses_sb.t()
 
     def logits(self, x_sbh: Tensor) -> Tensor:

@@ -34,9 +34,7 @@ class MLP(ShardedModule):
     (2, ffn, h) does not depend on their number.
     """
 
-    def __init__(
-        self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         shape: tuple[int, ...] = (config.ffn_hidden_size, config.hidden_size)
         if config.swiglu:

@@ -18,9 +18,7 @@ class Norm(ShardedModule):
     partial sums.
     """
 
-    def __init__(
-        self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.eps = config.norm_epsilon

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 
-def rotary_tables(
-    positions: Tensor, rotary_dim: int, base: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def rotary_tables(positions: Tensor, rotary_dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines, each (s, b, 1, rotary_dim), for int64 positions (s, b); b may be 1 for all samples."""
     precision = torch.float64 if dtype == torch.float64 else torch.float32
     exponents = torch.arange(0, rotary_dim, 2, device=positions.device, dtype=precision) / rotary_dim

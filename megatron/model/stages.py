@@ -46,9 +46,7 @@ def build_stages(
     seed: int,
 ) -> list[GPTStage]:
     """This pipeline rank's chunks, first chunk first, with their initial weights."""
-    shard = VocabShard(
-        vocab_size, padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by, comm.size), comm
-    )
+    shard = VocabShard(vocab_size, padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by, comm.size), comm)
     stages = []
     for chunk in range(layout.chunks):
         part = stage_part(config, layout, pp, chunk)

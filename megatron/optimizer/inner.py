@@ -57,9 +57,7 @@ def _apex_adam(
     try:
         from apex.optimizers import FusedAdam
     except ImportError as error:
-        raise UserError(
-            "--use-apex needs the apex package, which does not import; leave the flag out"
-        ) from error
+        raise UserError("--use-apex needs the apex package, which does not import; leave the flag out") from error
     inner: torch.optim.Optimizer = FusedAdam(groups, lr=lr, betas=betas, eps=eps, adam_w_mode=True)
     return inner
 
@@ -78,9 +76,7 @@ def step_inner(inner: torch.optim.Optimizer, pieces: Sequence[Piece], divisor: f
     torch's fused optimizers divide as they go, without another pass over the gradients.
     """
     for piece in pieces:
-        piece.main.grad = (
-            piece.grad if piece.grad.dtype == piece.main.dtype else piece.grad.to(piece.main.dtype)
-        )
+        piece.main.grad = piece.grad if piece.grad.dtype == piece.main.dtype else piece.grad.to(piece.main.dtype)
     fused: Any = inner
     exact = pieces[0].main.dtype == torch.float64  # the fused division is by an fp32 number
     if divisor == 1.0:

@@ -60,9 +60,7 @@ class DynamicLossScale:
         if minimum <= 0:
             raise UserError(f"--min-loss-scale {minimum:g} must be positive")
         if initial < minimum:
-            raise UserError(
-                f"--initial-loss-scale {initial:g} is below --min-loss-scale {minimum:g}: raise it"
-            )
+            raise UserError(f"--initial-loss-scale {initial:g} is below --min-loss-scale {minimum:g}: raise it")
         if window < 1:
             raise UserError(f"--loss-scale-window {window} must be at least 1")
         if hysteresis < 1:
@@ -101,9 +99,7 @@ class DynamicLossScale:
             clean_steps = int(state.get("clean_steps", 0))
             overflows_left = int(state.get("overflows_left", self.hysteresis))
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"the checkpoint's loss scale cannot be read ({error!r}): use --no-load-optim"
-            ) from error
+            raise UserError(f"the checkpoint's loss scale cannot be read ({error!r}): use --no-load-optim") from error
         if not 0 < scale < float("inf"):
             raise UserError(f"the checkpoint's loss scale is {scale}: use --no-load-optim")
         # The command line may have tightened the limits since.

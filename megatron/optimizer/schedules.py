@@ -41,9 +41,7 @@ class ScheduleValues:
         if not 0 <= self.min_lr <= self.max_lr:
             raise UserError(f"--min-lr {self.min_lr:g} must lie between 0 and --lr {self.max_lr:g}")
         if self.decay_samples <= 0:
-            raise UserError(
-                f"the decay length is {self.decay_samples:g} samples: give a positive --lr-decay-*"
-            )
+            raise UserError(f"the decay length is {self.decay_samples:g} samples: give a positive --lr-decay-*")
         if not 0 <= self.warmup_samples < self.decay_samples:
             raise UserError(
                 f"the warm-up ({self.warmup_samples:g} samples) must be shorter than the decay length "
@@ -55,9 +53,7 @@ class ScheduleValues:
                 f"--end-weight-decay {self.end_weight_decay:g}"
             )
         if self.weight_decay_style == "constant" and self.start_weight_decay != self.end_weight_decay:
-            raise UserError(
-                "--start-weight-decay and --end-weight-decay differ: add --weight-decay-incr-style linear"
-            )
+            raise UserError("--start-weight-decay and --end-weight-decay differ: add --weight-decay-incr-style linear")
 
     def lr_at(self, samples: int) -> float:
         """Learning rate after `samples` consumed samples: linear warm-up, then the decay style."""
@@ -184,9 +180,7 @@ class LRSchedule:
     ) -> LRSchedule:
         """Build from the optimizer configuration; arguments and errors as `schedule_values`."""
         if options.override_opt_param_scheduler and options.use_checkpoint_opt_param_scheduler:
-            raise UserError(
-                "--override-opt_param-scheduler contradicts --use-checkpoint-opt_param-scheduler: give one"
-            )
+            raise UserError("--override-opt_param-scheduler contradicts --use-checkpoint-opt_param-scheduler: give one")
         on_mismatch: OnMismatch = "refuse"
         if options.override_opt_param_scheduler:
             on_mismatch = "command-line"

@@ -104,9 +104,7 @@ class Group:
         if self.size == 1:
             return Pending(None, 0, "nothing")
         sent = 2 * (self.size - 1) * num_bytes(x) // self.size
-        return self._start(
-            "all-reduce", sent, lambda: dist.all_reduce(x, op=op, group=self.pg, async_op=True)
-        )
+        return self._start("all-reduce", sent, lambda: dist.all_reduce(x, op=op, group=self.pg, async_op=True))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:
         """Concatenates the ranks' ``x`` along dimension 0 into ``out``; both contiguous. Sends (n-1) of ``x``."""

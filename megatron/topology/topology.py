@@ -93,9 +93,7 @@ def build_topology(layout: Layout, device: torch.device) -> Topology:
         ValueError: when the layout does not cover the world.
     """
     if dist.get_world_size() != layout.world_size:
-        raise ValueError(
-            f"layout {layout} needs {layout.world_size} ranks, the world has {dist.get_world_size()}"
-        )
+        raise ValueError(f"layout {layout} needs {layout.world_size} ranks, the world has {dist.get_world_size()}")
     rank = dist.get_rank()
     backend = "nccl" if device.type == "cuda" else "gloo"
     shape = (layout.pp, layout.dp, layout.tp)

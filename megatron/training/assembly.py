@@ -138,9 +138,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int) -> Eng
     if layout.pp > 1:
         length = config.model.seq_length // (comm.size if comm.sequence_parallel else 1)
         shape = torch.Size((length, config.training.micro_batch_size, config.model.hidden_size))
-        channel = PipelineChannel(
-            topology.forward_link, topology.backward_link, plan, ledger, shape, dtype, device
-        )
+        channel = PipelineChannel(topology.forward_link, topology.backward_link, plan, ledger, shape, dtype, device)
     replicas = TorchReplicas(stages[0], topology.dp, ledger) if torch_ddp else None
     return Engines(
         config=config,

@@ -42,9 +42,7 @@ class BatchSizeSchedule:
 
     def _set_rampup(self, rampup: Sequence[int]) -> None:
         if len(rampup) != 3:
-            raise UserError(
-                f"--rampup-batch-size needs three values (start, increment, samples), got {len(rampup)}"
-            )
+            raise UserError(f"--rampup-batch-size needs three values (start, increment, samples), got {len(rampup)}")
         self.start, self.increment, self.ramp_samples = rampup
         given = f"--rampup-batch-size {self.start} {self.increment} {self.ramp_samples}"
         if self.start < 1 or self.increment < 1 or self.ramp_samples < 0:

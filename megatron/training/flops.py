@@ -38,16 +38,7 @@ def benchmark_tflops(
     s, layers, h, vocab = shape.seq_length, shape.num_layers, shape.hidden_size, shape.padded_vocab_size
     per_layer = 32 if shape.swiglu else 24
     passes = 4 if recompute else 3
-    flops = (
-        per_layer
-        * passes
-        * global_batch_size
-        * s
-        * layers
-        * h
-        * h
-        * (1 + s / (6 * h) + vocab / (16 * layers * h))
-    )
+    flops = per_layer * passes * global_batch_size * s * layers * h * h * (1 + s / (6 * h) + vocab / (16 * layers * h))
     return flops / (seconds * world_size * 1e12)
 
 

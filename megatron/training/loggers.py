@@ -170,12 +170,8 @@ class MetricLogger:
             values["MFU"] = figures.mfu
         if figures.memory_bytes is not None:
             values["mem-max-allocated-bytes"] = figures.memory_bytes
-        values.update(
-            {f"bytes per iteration/{point}": count for point, count in figures.bytes_per_point.items()}
-        )
-        values.update(
-            {f"seconds waited/{point}": seconds for point, seconds in figures.waited_per_point.items()}
-        )
+        values.update({f"bytes per iteration/{point}": count for point, count in figures.bytes_per_point.items()})
+        values.update({f"seconds waited/{point}": seconds for point, seconds in figures.waited_per_point.items()})
         return values
 
     def validation(

@@ -82,8 +82,7 @@ def format_validation_lines(prefix: str, losses: Mapping[str, float]) -> list[st
     """The validation line (nats per token and perplexity of each loss) between two dash rules."""
     line = f" validation loss at {prefix} | "
     line += "".join(
-        f"{name} value: {value:.6E} | {name} PPL: {perplexity(value):.6E} | "
-        for name, value in losses.items()
+        f"{name} value: {value:.6E} | {name} PPL: {perplexity(value):.6E} | " for name, value in losses.items()
     )
     rule = "-" * (len(line) + 1)
     return [rule, line, rule]

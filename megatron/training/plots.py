@@ -80,9 +80,7 @@ class _Run:
         self.validation = _points(events, "validation", loss)
         self.test = _points(events, "test", loss)
         if not self.train:
-            raise UserError(
-                f"{path}: holds no training events with {loss!r}: was it written by --log-json-file?"
-            )
+            raise UserError(f"{path}: holds no training events with {loss!r}: was it written by --log-json-file?")
         last = next(e for e in reversed(events) if e.get("kind") == "train")
         tokens = last.get("consumed_tokens")
         # Under a ramp-up of the batch size tokens are not proportional to iterations: no second axis then.

@@ -44,9 +44,7 @@ class ProgressBar:
                     "--progress-bar on needs the tqdm package: pip install tqdm, or drop the flag"
                 ) from error
             return None
-        return tqdm(
-            total=total, initial=done, file=self._stream, unit="it", dynamic_ncols=True, desc="training"
-        )
+        return tqdm(total=total, initial=done, file=self._stream, unit="it", dynamic_ncols=True, desc="training")
 
     @property
     def shown(self) -> bool:

@@ -15,8 +15,8 @@ from megatron.optimizer.optimizer import StepOutcome
 from megatron.topology.group import Group
 from megatron.training.assembly import Engines
 from megatron.training.flops import ModelShape, benchmark_tflops, model_tflops
-from megatron.training.logline import LogWindow, TrainRecord
 from megatron.training.loggers import HonestFigures, MetricLogger
+from megatron.training.logline import LogWindow, TrainRecord
 from megatron.training.progress import ProgressBar
 from megatron.training.progress_state import Progress
 from megatron.training.sinks import Sink, open_sinks
@@ -165,9 +165,7 @@ class Reporter:
         topology = self.engines.topology
         summary = self.window.close()
         sent, waited = self._traffic(summary.iterations)
-        times = self.timers.collect(
-            lambda values: gather_rows(topology.control, values), iterations=summary.iterations
-        )
+        times = self.timers.collect(lambda values: gather_rows(topology.control, values), iterations=summary.iterations)
         if not self._speaks:
             return
         seconds, world_size = summary.seconds_per_iteration, topology.layout.world_size
@@ -191,9 +189,7 @@ class Reporter:
             nan_iterations=summary.nan_iterations,
         )
         figures = HonestFigures(
-            model_tflops=model_tflops(
-                self.shape, global_batch_size=batch_size, seconds=seconds, world_size=world_size
-            ),
+            model_tflops=model_tflops(self.shape, global_batch_size=batch_size, seconds=seconds, world_size=world_size),
             tokens_per_second=batch_size * self.config.model.seq_length / seconds,
             memory_bytes=peak_memory_bytes(topology.device),
             bytes_per_point=sent,

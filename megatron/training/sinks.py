@@ -95,9 +95,7 @@ class TensorBoardSink(Sink):
         resume: position on each axis (`iterations`, `samples`, `tokens`) that the run goes on from.
     """
 
-    def __init__(
-        self, folder: str | Path, *, queue_size: int = 1000, resume: Mapping[str, int] | None = None
-    ) -> None:
+    def __init__(self, folder: str | Path, *, queue_size: int = 1000, resume: Mapping[str, int] | None = None) -> None:
         self.name = f"TensorBoard's events in {folder}"
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -120,9 +118,7 @@ class TensorBoardSink(Sink):
                     str(folder), max_queue=self._queue_size, purge_step=self._resume.get(axis, 0) + 1
                 )
             except OSError as error:
-                raise UserError(
-                    f"--tensorboard-dir {folder}: cannot write there ({error.strerror})"
-                ) from error
+                raise UserError(f"--tensorboard-dir {folder}: cannot write there ({error.strerror})") from error
         return self._writers[axis]
 
     def scalars(self, axis: str, step: int, values: Mapping[str, float]) -> None:
@@ -155,9 +151,7 @@ def open_sinks(
     if config.log_json_file is not None:
         sinks.append(JsonLinesSink(config.log_json_file, (resume or {}).get("iterations", 0)))
     if config.tensorboard_dir is not None:
-        sinks.append(
-            TensorBoardSink(config.tensorboard_dir, queue_size=config.tensorboard_queue_size, resume=resume)
-        )
+        sinks.append(TensorBoardSink(config.tensorboard_dir, queue_size=config.tensorboard_queue_size, resume=resume))
     return sinks
 
 

@@ -66,7 +66,8 @@ class ChunkProgram:
         if not self.stage.part.last:
             return out_sbh
         mask_bs = batch.loss_mask_bs
-        assert batch.labels_bs is not None and mask_bs is not None
+        assert batch.labels_bs is not None
+        assert mask_bs is not None
         total, losses_bs = self.stage.loss(out_sbh, batch.labels_bs, mask_bs / mask_bs.numel())
         self.losses.append((losses_bs * mask_bs).sum())
         self.counts.append(mask_bs.sum())
@@ -128,9 +129,7 @@ def train_step(
         device=engines.topology.device,
     )
     with timers("forward-backward", level=1):
-        engines.pipeline.run(
-            ops, programs, iteration, count, loss_grad, span=lambda name: timers(name, level=2)
-        )
+        engines.pipeline.run(ops, programs, iteration, count, loss_grad, span=lambda name: timers(name, level=2))
     with timers("grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce", level=1):
         engines.sync.finish()
     reports = engines.holds_loss and engines.topology.tp.rank == 0

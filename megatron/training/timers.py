@@ -174,9 +174,7 @@ def format_timers(times: Mapping[str, Sequence[float]], option: TimingOption) ->
         for name, values in times.items():
             lines.append(f"  {name}:")
             lines += [
-                f"    {f'rank {rank:2d} '.ljust(48, '.')}: {value:.2f}"
-                for rank, value in enumerate(values)
-                if value
+                f"    {f'rank {rank:2d} '.ljust(48, '.')}: {value:.2f}" for rank, value in enumerate(values) if value
             ]
         return "\n".join(lines)
     lines = ["(min, max) time across ranks (ms):" if option == "minmax" else "max time across ranks (ms):"]

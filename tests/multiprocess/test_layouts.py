@@ -23,9 +23,7 @@ DIST = {"use_distributed_optimizer": True}
 OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}
 VIRTUAL = {"num_layers_per_virtual_pipeline_stage": 1}
 UNIFORM = {"recompute": {"recompute_granularity": "full", "recompute_method": "uniform"}}
-BLOCK = {
-    "recompute": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
-}
+BLOCK = {"recompute": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}}
 SELECTIVE = {"recompute": {"recompute_granularity": "selective"}}
 MICRO2 = {"training": {"micro_batch_size": 2}}
 
@@ -100,9 +98,7 @@ def _traces(world_size: int, base: Changes, iterations: int, masked: bool = Fals
     results = run_ranks(world_size, _run_all, layouts, base, iterations, masked, timeout=300.0)
     for name in layouts:
         for rank_traces in results[1:]:
-            assert rank_traces[name].losses == results[0][name].losses, (
-                f"{name}: ranks report different losses"
-            )
+            assert rank_traces[name].losses == results[0][name].losses, f"{name}: ranks report different losses"
     return dict(results[0])
 
 

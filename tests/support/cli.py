@@ -41,9 +41,7 @@ class CliResult:
             AssertionError: when it did not; with its output.
         """
         if self.returncode != 0:
-            raise AssertionError(
-                f"exit code {self.returncode}\nstdout:\n{self.stdout}\nstderr:\n{self.stderr}"
-            )
+            raise AssertionError(f"exit code {self.returncode}\nstdout:\n{self.stdout}\nstderr:\n{self.stderr}")
         return self
 
 
@@ -155,9 +153,7 @@ class RankProcesses:
         return "\n".join(lines)
 
 
-def launch_ranks_cli(
-    world_size: int, argv: Sequence[str], env: Mapping[str, str] | None = None
-) -> RankProcesses:
+def launch_ranks_cli(world_size: int, argv: Sequence[str], env: Mapping[str, str] | None = None) -> RankProcesses:
     """Starts ``python ARGV`` once per rank, with RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* set."""
     return RankProcesses(world_size, argv, env)
 

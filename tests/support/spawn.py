@@ -80,9 +80,7 @@ def run_ranks(
         (folder / "call").write_bytes(pickle.dumps((fn, args)))
         rank_env = rendezvous_env(world_size, store.port) | dict(env or {})
         processes = [
-            context.Process(
-                target=_rank_main, args=(r, world_size, str(folder), rank_env, timeout, init), daemon=True
-            )
+            context.Process(target=_rank_main, args=(r, world_size, str(folder), rank_env, timeout, init), daemon=True)
             for r in range(world_size)
         ]
         for process in processes:
@@ -123,9 +121,7 @@ def _context() -> Any:
     return context
 
 
-def _rank_main(
-    rank: int, world_size: int, folder_name: str, env: dict[str, str], timeout: float, init: bool
-) -> None:
+def _rank_main(rank: int, world_size: int, folder_name: str, env: dict[str, str], timeout: float, init: bool) -> None:
     """The body of one rank; leaves ``result<rank>`` or ``error<rank>`` in the folder."""
     folder = Path(folder_name)
     die_with_parent()

@@ -47,9 +47,7 @@ def test_rendezvous_names_the_launchers_store() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "passed"), [([], 1), (["--faults"], 2)])
-def test_fault_tests_run_only_when_asked_for(
-    pytester: pytest.Pytester, arguments: list[str], passed: int
-) -> None:
+def test_fault_tests_run_only_when_asked_for(pytester: pytest.Pytester, arguments: list[str], passed: int) -> None:
     pytester.makeconftest(CONFTEST.read_text())
     pytester.makeini("[pytest]\nmarkers = faults")
     pytester.makepyfile(MARKED_TESTS)

@@ -110,9 +110,7 @@ def write_corpus(folder: Path, library: Path) -> dict[str, tuple[int, int]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--library", type=Path, default=Path(sysconfig.get_path("stdlib")))
     args = parser.parse_args()

@@ -26,9 +26,7 @@ def run_logged(command: Sequence[str], log: Path, *, cwd: Path, env: Mapping[str
     log.parent.mkdir(parents=True, exist_ok=True)
     reader, writer = os.openpty() if show and sys.stdout.isatty() else os.pipe()
     full_env = {**os.environ, **env, "COLUMNS": str(shutil.get_terminal_size().columns)}
-    process = subprocess.Popen(
-        command, cwd=cwd, env=full_env, stdin=subprocess.DEVNULL, stdout=writer, stderr=writer
-    )
+    process = subprocess.Popen(command, cwd=cwd, env=full_env, stdin=subprocess.DEVNULL, stdout=writer, stderr=writer)
     os.close(writer)
     try:
         with log.open("wb") as stream:
@@ -41,9 +39,7 @@ def run_logged(command: Sequence[str], log: Path, *, cwd: Path, env: Mapping[str
         process.wait()
     except KeyboardInterrupt:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(
-                timeout=40
-            )  # the terminal sent the signal to the command as well: let it save and end
+            process.wait(timeout=40)  # the terminal sent the signal to the command as well: let it save and end
         raise
     finally:
         os.close(reader)

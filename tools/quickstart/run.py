@@ -135,9 +135,7 @@ class Quickstart:
         tracker = at.run / "checkpoints" / "latest_checkpointed_iteration.txt"
         return [
             Stage("corpus", at.stamp("corpus"), self.corpus_key, corpus, self.make_corpus),
-            Stage(
-                "vocabulary", at.stamp("vocabulary"), self.vocabulary_key, vocabulary, self.train_vocabulary
-            ),
+            Stage("vocabulary", at.stamp("vocabulary"), self.vocabulary_key, vocabulary, self.train_vocabulary),
             Stage("preprocessing", at.stamp("data"), self.data_key, data, self.preprocess),
             Stage("training", at.stamp("train"), trained_key, [tracker, at.jsonl], self.train),
             Stage("sample", at.stamp("sample"), sample_key, [at.out / "sample.txt"], self.generate),
@@ -237,9 +235,7 @@ class Quickstart:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=REPO / "quickstart_out", help="the folder to write to")
     parser.add_argument("--train-iters", type=int, default=TRAIN_ITERS)
     parser.add_argument("--require-gain", type=float, default=None, metavar="NATS", help="fail when below")
@@ -264,9 +260,7 @@ def main() -> int:
         return 1
     print(f"\n{text}\n\n  {time.monotonic() - start:.0f} s in all")
     if args.require_gain is not None and gain < args.require_gain:
-        print(
-            f"error: {gain:.4f} nats below the unigram entropy, {args.require_gain} wanted", file=sys.stderr
-        )
+        print(f"error: {gain:.4f} nats below the unigram entropy, {args.require_gain} wanted", file=sys.stderr)
         return 1
     return 0
 

@@ -49,9 +49,7 @@ def summarise(log: Path, heldout: Unigram) -> Summary:
     train = [event for event in events if event.get("kind") == "train"]
     validation = [event for event in events if event.get("kind") == "validation"]
     if not train or not validation or validation[-1].get("lm_loss") is None:
-        raise UserError(
-            f"{log}: no training and validation losses in it; remove the file's folder and run again"
-        )
+        raise UserError(f"{log}: no training and validation losses in it; remove the file's folder and run again")
     return Summary(
         iteration=int(train[-1]["iteration"]),
         tokens_per_second=statistics.median(event["tokens_per_second"] for event in train),

@@ -80,9 +80,7 @@ class PipelineEngine:
             span: times forward-compute, forward-recv, forward-send, and the same of backward.
         """
         held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
-        backwards_left = [
-            sum(not op.forward and op.chunk == c for op in ops) for c in range(self.layout.chunks)
-        ]
+        backwards_left = [sum(not op.forward and op.chunk == c for op in ops) for c in range(self.layout.chunks)]
         run = _Run(self, iteration, num_micro_batches, programs)
         for op, following in zip(ops, [*ops[1:], None], strict=True):
             run.post(op)

@@ -65,9 +65,7 @@ def _alternate(warm_up: int, forwards: list[PipelineOp], backwards: list[Pipelin
     return ops + backwards[len(forwards) - warm_up :]
 
 
-def training_schedule(
-    kind: str, pp: int, stage: int, chunks: int, num_micro_batches: int
-) -> list[PipelineOp]:
+def training_schedule(kind: str, pp: int, stage: int, chunks: int, num_micro_batches: int) -> list[PipelineOp]:
     """The schedule of one rank.
 
     Args:

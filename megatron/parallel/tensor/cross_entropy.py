@@ -178,7 +178,5 @@ def head_loss(
         The weighted sum (scalar, fp32 or fp64, equal on all tensor-parallel ranks) and the losses of the tokens in
         nats, (s, b), detached.
     """
-    total, losses_sb = _HeadLoss.apply(
-        x_sbh, weight, labels_sb, weights_sb, comm, shard, torch.is_grad_enabled()
-    )
+    total, losses_sb = _HeadLoss.apply(x_sbh, weight, labels_sb, weights_sb, comm, shard, torch.is_grad_enabled())
     return total, losses_sb

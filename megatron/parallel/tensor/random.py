@@ -78,9 +78,7 @@ class DropoutKeys:
     seed: int
     draws: tuple[int, ...]
 
-    def keep_mask(
-        self, shape: tuple[int, ...], p: float, site: tuple[int | str, ...], like: Tensor
-    ) -> Tensor:
+    def keep_mask(self, shape: tuple[int, ...], p: float, site: tuple[int | str, ...], like: Tensor) -> Tensor:
         """One mask per sample, stacked along dimension 0: 0 where dropped, else 1 / (1 - p).
 
         Args:

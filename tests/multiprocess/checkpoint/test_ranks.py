@@ -47,9 +47,7 @@ class Rank:
     a multiple of 4 TP rows, and layers go round the pipeline when ``virtual``.
     """
 
-    def __init__(
-        self, rank: int, tp: int, dp: int, pp: int, virtual: bool = False, seed: int | None = None
-    ) -> None:
+    def __init__(self, rank: int, tp: int, dp: int, pp: int, virtual: bool = False, seed: int | None = None) -> None:
         self.t, self.tp = rank % tp, tp
         self.d, self.dp = rank // tp % dp, dp
         stage = rank // (tp * dp)

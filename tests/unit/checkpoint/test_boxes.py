@@ -62,9 +62,7 @@ def test_overlap_and_subtract_equal_masks(case: tuple[tuple[int, ...], Box, Box]
     shape, a, b = case
     shared = overlap(a, b)
     expected = mask(shape, a) * mask(shape, b)
-    assert (
-        np.zeros(shape, dtype=int) if shared is None else mask(shape, shared)
-    ).tolist() == expected.tolist()
+    assert (np.zeros(shape, dtype=int) if shared is None else mask(shape, shared)).tolist() == expected.tolist()
     rest = sum((mask(shape, part) for part in subtract(a, b)), np.zeros(shape, dtype=int))
     assert rest.tolist() == (mask(shape, a) * (1 - mask(shape, b))).tolist()
 

@@ -33,9 +33,7 @@ def root(tmp_path: Path) -> Path:
     """Two checkpoints; tests damage the second."""
     for iteration in (1, 2):
         x = torch.arange(12.0).view(3, 4) * iteration
-        save_checkpoint(
-            tmp_path, iteration, shards(x, torch.ones(5)), {"i": iteration}, {"rank": 0}, "a: 1\n"
-        )
+        save_checkpoint(tmp_path, iteration, shards(x, torch.ones(5)), {"i": iteration}, {"rank": 0}, "a: 1\n")
     return tmp_path
 
 
@@ -131,16 +129,8 @@ def reseal(path: Path, **changes: object) -> None:
         {"files": {"shard_00000.bin": 3}},
         {"tensors": {"x": {"dtype": "save", "shape": [1], "chunks": []}}},
         {"tensors": {"x": {"dtype": "float32", "shape": [3, 4], "chunks": []}}},
-        {
-            "tensors": {
-                "x": {"dtype": "float32", "shape": [1], "chunks": [[[1], [1], "shard_00000.bin", 0, 4, 0]]}
-            }
-        },
-        {
-            "tensors": {
-                "x": {"dtype": "float32", "shape": [1], "chunks": [[[0], [1], "shard_00000.bin", 0, 5, 0]]}
-            }
-        },
+        {"tensors": {"x": {"dtype": "float32", "shape": [1], "chunks": [[[1], [1], "shard_00000.bin", 0, 4, 0]]}}},
+        {"tensors": {"x": {"dtype": "float32", "shape": [1], "chunks": [[[0], [1], "shard_00000.bin", 0, 5, 0]]}}},
         {"tensors": []},
         {"documents": None},
     ],

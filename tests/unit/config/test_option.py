@@ -36,8 +36,7 @@ def _parse(line: str) -> Sampling:
 
 def test_every_kind_of_field_parses() -> None:
     parsed = _parse(
-        "--temperature 2 --top_k 1_000 --prompts a b --stop x --stop=y --greedy --no-cache --model-path m "
-        "--device CPU"
+        "--temperature 2 --top_k 1_000 --prompts a b --stop x --stop=y --greedy --no-cache --model-path m --device CPU"
     )
     assert parsed == Sampling(
         temperature=2.0,

@@ -58,8 +58,7 @@ BY_ITERATIONS = [
         ["--virtual-pipeline-model-parallel-size 2", "5 layers"],
     ),
     (
-        f"{PP2} --num-layers 8 --num-layers-per-virtual-pipeline-stage 2 "
-        "--virtual-pipeline-model-parallel-size 4",
+        f"{PP2} --num-layers 8 --num-layers-per-virtual-pipeline-stage 2 --virtual-pipeline-model-parallel-size 4",
         2,
         ["--num-layers-per-virtual-pipeline-stage 2", "--virtual-pipeline-model-parallel-size 4"],
     ),

@@ -79,9 +79,7 @@ def test_a_section_with_the_name_of_a_field(tmp_path: Path) -> None:
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
-    path = _write(
-        tmp_path, "seed: 7\nmicro_batch_size: 2\nswiglu: true\nuse_rotary_position_embeddings: true\n"
-    )
+    path = _write(tmp_path, "seed: 7\nmicro_batch_size: 2\nswiglu: true\nuse_rotary_position_embeddings: true\n")
     parsed = parse_args(["--batch-size", "5", "--config", path, "--swiglu", "false"])
     assert parsed.config.training.micro_batch_size == 5
     assert parsed.config.training.seed == 7
@@ -163,12 +161,8 @@ def _scalars(field: FieldOption) -> st.SearchStrategy[Any]:
     if field.element is float:
         return st.floats(0, 1e12, allow_nan=False)
     # Words that a shell could pass, some of which YAML would read as something else.
-    odd = st.sampled_from(
-        ["off", "null", "1e-4", "12:30", "0x1F", "a b", "ünï", "#x", "k: v", "~", "1_000", "'"]
-    )
-    return (
-        st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1).map(lambda text: "x" + text) | odd
-    )
+    odd = st.sampled_from(["off", "null", "1e-4", "12:30", "0x1F", "a b", "ünï", "#x", "k: v", "~", "1_000", "'"])
+    return st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1).map(lambda text: "x" + text) | odd
 
 
 def _values(field: FieldOption) -> st.SearchStrategy[Any]:

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from megatron.config.data import DataConfig
 from megatron.data.build import build_datasets
 from megatron.data.indexed import IndexedWriter
 
 
-def flags(**given: Any) -> SimpleNamespace:
-    values: dict[str, Any] = {
-        "data_path": [],
-        "train_data_path": [],
-        "valid_data_path": [],
-        "test_data_path": [],
-        "split": "969,30,1",
-        "data_cache_path": None,
-        "data_impl": "infer",
-        "reset_position_ids": False,
-        "reset_attention_mask": False,
-        "eod_mask_loss": False,
-        "sample_order": "megatron",
-    }
-    return SimpleNamespace(**{**values, **given})
+def flags(**given: Any) -> DataConfig:
+    return DataConfig(**{"split": "969,30,1", "sample_order": "megatron", **given})
 
 
 def write(prefix: Path, lengths: list[int], first_token: int) -> str:
@@ -38,7 +25,7 @@ def write(prefix: Path, lengths: list[int], first_token: int) -> str:
     return str(prefix)
 
 
-def served(data: SimpleNamespace, case: dict[str, Any]) -> list[list[list[int]] | None]:
+def served(data: DataConfig, case: dict[str, Any]) -> list[list[list[int]] | None]:
     parts = build_datasets(
         data,
         seq_length=case["seq_length"],
@@ -50,7 +37,7 @@ def served(data: SimpleNamespace, case: dict[str, Any]) -> list[list[list[int]] 
     return [None if part is None else [part[i].tolist() for i in range(len(part))] for part in parts]
 
 
-def order_cases(tmp_path: Path) -> list[tuple[SimpleNamespace, dict[str, Any]]]:
+def order_cases(tmp_path: Path) -> list[tuple[DataConfig, dict[str, Any]]]:
     rng = np.random.RandomState(5)
     many = write(tmp_path / "many", rng.randint(1, 60, 200).tolist(), 0)
     holes = write(tmp_path / "holes", [0, 7, 0, 0, 31, 1, 90, 0, 12, 45, 0], 10_000)

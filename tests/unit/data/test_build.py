@@ -142,9 +142,10 @@ def test_small_corpora_have_no_validation(tmp_path: Path) -> None:
 )
 def test_flags_that_cannot_work_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     names = {"P": write(tmp_path / "full", [40] * 4, 0), "EMPTY": write(tmp_path / "empty", [0, 0], 0)}
-    data = flags(**{"sample_order": "lazy", **changes})
-    for name in ("data_path", "valid_data_path"):
-        setattr(data, name, [names.get(value, value) for value in getattr(data, name)])
+    paths = {
+        name: [names.get(value, value) for value in changes.get(name, [])] for name in ("data_path", "valid_data_path")
+    }
+    data = flags(**{"sample_order": "lazy", **changes, **paths})
     if not message:
         assert build(data, [10, 1, 0])[0] is None
         return

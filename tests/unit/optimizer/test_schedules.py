@@ -54,9 +54,7 @@ def test_cosine_is_torchs_cosine() -> None:
 
 
 def test_linear_is_torchs_linear() -> None:
-    want = torch_rates(
-        torch.optim.lr_scheduler.LinearLR, 100, start_factor=1.0, end_factor=0.1, total_iters=100
-    )
+    want = torch_rates(torch.optim.lr_scheduler.LinearLR, 100, start_factor=1.0, end_factor=0.1, total_iters=100)
     assert [make_values(decay_style="linear").lr_at(n) for n in range(101)] == pytest.approx(want, rel=1e-9)
 
 

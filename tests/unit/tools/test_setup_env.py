@@ -113,9 +113,7 @@ def test_an_old_python_is_passed_over(pythons: dict[str, Interpreter]) -> None:
     assert choose_base().executable == "good"
 
 
-def test_the_python_asked_for_is_used(
-    pythons: dict[str, Interpreter], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_python_asked_for_is_used(pythons: dict[str, Interpreter], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHON", "/mine")
     with pytest.raises(SetupError, match="PYTHON=/mine is not a Python"):
         make_environment()

@@ -29,22 +29,22 @@ RECORD = TrainRecord(
     benchmark_tflops=0.25,
 )
 FIGURES = HonestFigures(
-    model_tflops=0.2, tokens_per_second=1024.0, memory_bytes=10**9, bytes_per_point={"dp-grad": 4096}
+    model_tflops=0.2,
+    tokens_per_second=1024.0,
+    memory_bytes=10**9,
+    bytes_per_point={"dp-grad": 4096},
+    waited_per_point={"dp-grad": 0.25},
 )
 
 
-def open_logger(
-    resume: dict[str, int] | None = None, lines: list[str] | None = None, **config: Any
-) -> MetricLogger:
+def open_logger(resume: dict[str, int] | None = None, lines: list[str] | None = None, **config: Any) -> MetricLogger:
     settings = LoggingConfig(**config)
     sinks = open_sinks(settings, resume=resume, console=(list[str]() if lines is None else lines).append)
     return MetricLogger(sinks, settings, seq_length=64, dp_size=2, world_size=4)
 
 
 def record_at(iteration: int, loss: float = 3.5) -> TrainRecord:
-    return dataclasses.replace(
-        RECORD, iteration=iteration, consumed_samples=8 * iteration, losses={"lm loss": loss}
-    )
+    return dataclasses.replace(RECORD, iteration=iteration, consumed_samples=8 * iteration, losses={"lm loss": loss})
 
 
 def test_lines_go_to_the_console_and_are_appended_to_the_file(tmp_path: Path) -> None:
@@ -92,6 +92,7 @@ def test_a_training_event_holds_the_honest_figures(tmp_path: Path) -> None:
         "mfu": None,
         "memory_bytes": 10**9,
         "bytes_per_point": {"dp-grad": 4096},
+        "waited_per_point": {"dp-grad": 0.25},
         "timers_ms": {"forward-backward": 12.0},
     }
     assert (validation["kind"], validation["lm_loss"], validation["samples"]) == ("validation", 3.25, None)
@@ -137,8 +138,7 @@ def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     accumulator = reader.EventAccumulator(str(folder))
     accumulator.Reload()
     return {
-        tag: [(point.step, point.value) for point in accumulator.Scalars(tag)]
-        for tag in accumulator.Tags()["scalars"]
+        tag: [(point.step, point.value) for point in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]
     }
 
 
@@ -223,9 +223,7 @@ def test_a_resumed_run_replaces_the_lost_points_on_every_axis(tmp_path: Path) ->
     for iteration in range(1, 8):
         write_iteration(logger, iteration, value=1.0)
     logger.close()
-    logger = open_logger(
-        resume={"iterations": 4, "samples": 32, "tokens": 2048}, tensorboard_dir=str(tmp_path)
-    )
+    logger = open_logger(resume={"iterations": 4, "samples": 32, "tokens": 2048}, tensorboard_dir=str(tmp_path))
     for iteration in range(5, 10):
         write_iteration(logger, iteration, value=2.0)
     logger.close()

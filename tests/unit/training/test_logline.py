@@ -76,9 +76,7 @@ def test_no_other_line_matches_the_benchmarks_patterns() -> None:
 
 def test_validation_lines() -> None:
     rule, line, closing = format_validation_lines(validation_prefix(1000), {"lm loss": 2.5})
-    assert line == (
-        " validation loss at iteration 1000 | lm loss value: 2.500000E+00 | lm loss PPL: 1.218249E+01 | "
-    )
+    assert line == (" validation loss at iteration 1000 | lm loss value: 2.500000E+00 | lm loss PPL: 1.218249E+01 | ")
     assert rule == closing == "-" * (len(line) + 1)
 
 
