@@ -28,7 +28,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 VOCAB_SIZE = 4096
 PROCESSES = 4
-TRAIN_ITERS = 400
+TRAIN_ITERS = 500
 
 MODEL: dict[str, Any] = {
     "tensor-model-parallel-size": 2,
@@ -184,8 +184,6 @@ class Quickstart:
         prompts = self.at.out / "prompt.txt"
         prompts.write_text(PROMPT + "\n")
         arguments = ["--load", str(self.at.run / "checkpoints"), *self.tokenizer_flags]
-        single = {"tensor-model-parallel-size": 1, "pipeline-model-parallel-size": 1, "micro-batch-size": 1}
-        arguments += flags({**MODEL, **single, "distributed-backend": "gloo"})
         arguments += flags({"sample-input-file": prompts, "sample-output-file": self.at.out / "sample.txt"})
         arguments += flags({"out-seq-length": 120, "temperature": 0.7, "top_p": 0.9, "seed": 1})
         self._python("sample", ["tools/generate_samples_gpt.py", *arguments])

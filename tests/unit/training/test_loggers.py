@@ -184,6 +184,7 @@ def test_tensorboard_tags(tmp_path: Path) -> None:
             "model TFLOPs per device": 0.2,
             "mem-max-allocated-bytes": 1e9,
             "bytes per iteration/dp-grad": 4096,
+            "seconds waited/dp-grad": 0.25,
             "forward-backward-time": 12.0,
             "lm loss validation": 3.25,
             "lm loss validation ppl": math.exp(3.25),

@@ -1,0 +1,63 @@
+"""From logits to the next token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.config.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Args:
+        temperature: divides the logits; below 1 sharpens, above 1 flattens.
+        top_k: choose among this many likeliest tokens; 0: all.
+        top_p: choose among the likeliest tokens that together have this probability; 0: all.
+        greedy: always take the likeliest.
+
+    Raises:
+        UserError: for values that make no sense.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 0.0
+    greedy: bool = False
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise UserError(f"--temperature {self.temperature:g} must be positive; --greedy takes the likeliest token")
+        if self.top_k < 0:
+            raise UserError(f"--top_k {self.top_k} must not be negative; 0 chooses among all tokens")
+        if not 0 <= self.top_p <= 1:
+            raise UserError(f"--top_p {self.top_p:g} must lie between 0 and 1; 0 chooses among all tokens")
+        if self.top_k and self.top_p:
+            raise UserError("--top_k and --top_p exclude each other: give one of them")
+        if self.greedy and (self.top_k or self.top_p):
+            raise UserError("--greedy takes the likeliest token: leave out --top_k and --top_p")
+
+    def choose(self, logits_bv: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """The next token of each row, int64 (b,), from logits (b, vocabulary)."""
+        if self.greedy:
+            return logits_bv.argmax(dim=-1)
+        return torch.multinomial(self.probabilities(logits_bv), 1, generator=generator).squeeze(1)
+
+    def probabilities(self, logits_bv: Tensor) -> Tensor:
+        """The distribution that tokens are drawn from, fp32 (b, vocabulary)."""
+        logits = logits_bv.float() / self.temperature
+        if self.top_k:
+            kept = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1)
+            logits = torch.full_like(logits, -torch.inf).scatter_(-1, kept.indices, kept.values)
+        if 0 < self.top_p < 1:
+            ordered = logits.sort(dim=-1, descending=True)
+            p = ordered.values.softmax(dim=-1)
+            # A token is left out when those before it reach top_p already; the first always stays.
+            beyond = p.cumsum(dim=-1) - p >= self.top_p
+            values = ordered.values.masked_fill(beyond, -torch.inf)
+            logits = torch.full_like(logits, -torch.inf).scatter_(-1, ordered.indices, values)
+        return logits.softmax(dim=-1)

@@ -1,0 +1,63 @@
+"""Choosing tokens, against direct computation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.config.errors import UserError
+from megatron.inference.sampling import Sampling
+
+
+def test_top_k_keeps_the_likeliest_and_their_ratios() -> None:
+    logits = torch.randn(5, 40)
+    p = Sampling(top_k=7, temperature=0.5).probabilities(logits)
+    full = (logits / 0.5).softmax(-1)
+    for row, reference in zip(p, full, strict=True):
+        kept = set(reference.topk(7).indices.tolist())
+        assert set(row.nonzero().flatten().tolist()) == kept
+        indices = torch.tensor(sorted(kept))
+        assert torch.allclose(row[indices], reference[indices] / reference[indices].sum())
+
+
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9])
+def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float) -> None:
+    logits = torch.randn(6, 30, generator=torch.Generator().manual_seed(0)) * 3
+    p = Sampling(top_p=top_p).probabilities(logits)
+    for row, reference in zip(p, logits.softmax(-1), strict=True):
+        order = reference.argsort(descending=True).tolist()
+        total, kept = 0.0, []
+        for token in order:
+            if total >= top_p:
+                break
+            kept.append(token)
+            total += float(reference[token])
+        assert set(row.nonzero().flatten().tolist()) == set(kept)
+        assert float(row.sum()) == pytest.approx(1.0)
+
+
+def test_top_p_of_one_keeps_all() -> None:
+    logits = torch.randn(6, 30) * 3
+    assert torch.equal(Sampling(top_p=1.0).probabilities(logits), logits.softmax(-1))
+
+
+def test_greedy_and_seeds() -> None:
+    logits = torch.randn(4, 50)
+    assert torch.equal(Sampling(greedy=True).choose(logits), logits.argmax(-1))
+    draws = [Sampling().choose(logits, torch.Generator().manual_seed(seed)).tolist() for seed in (1, 1, 2)]
+    assert draws[0] == draws[1] != draws[2]
+
+
+@pytest.mark.parametrize(
+    ("values", "flag"),
+    [
+        ({"temperature": 0.0}, "--temperature"),
+        ({"top_k": -1}, "--top_k"),
+        ({"top_p": 1.5}, "--top_p"),
+        ({"top_k": 5, "top_p": 0.5}, "--top_k"),
+        ({"greedy": True, "top_k": 5}, "--greedy"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(values: dict, flag: str) -> None:
+    with pytest.raises(UserError, match=flag):
+        Sampling(**values)
