@@ -1,0 +1,71 @@
+"""Copies a Hugging Face model's weights into ours, and names which gradient belongs to which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.model.gpt import GPTStage
+
+
+def gpt2_pairs(theirs: Any, ours: GPTStage) -> Iterator[tuple[str, list[Tensor]]]:
+    """(our parameter's name, their parameters whose ``to_ours`` is its value) for GPT2LMHeadModel."""
+    body = theirs.transformer
+    yield "embedding.word_embeddings.weight", [body.wte.weight]
+    yield "embedding.position_embeddings.weight", [body.wpe.weight]
+    for number, block in enumerate(body.h):
+        at = f"layers.{number}."
+        for kind in ("weight", "bias"):
+            yield f"{at}input_layernorm.{kind}", [getattr(block.ln_1, kind)]
+            yield f"{at}post_attention_layernorm.{kind}", [getattr(block.ln_2, kind)]
+            yield f"{at}self_attention.query_key_value.{kind}", [getattr(block.attn.c_attn, kind)]
+            yield f"{at}self_attention.dense.{kind}", [getattr(block.attn.c_proj, kind)]
+            yield f"{at}mlp.dense_h_to_4h.{kind}", [getattr(block.mlp.c_fc, kind)]
+            yield f"{at}mlp.dense_4h_to_h.{kind}", [getattr(block.mlp.c_proj, kind)]
+    yield "final_layernorm.weight", [body.ln_f.weight]
+    yield "final_layernorm.bias", [body.ln_f.bias]
+
+
+def gpt2_to_ours(name: str, parts: list[Tensor], heads: int) -> Tensor:
+    """GPT-2 stores products' weights transposed, and query, key and value one after the other."""
+    (x,) = parts
+    if "query_key_value" in name:
+        x = x.t() if x.dim() == 2 else x
+        rows = x.view(3, heads, -1, *x.shape[1:]).transpose(0, 1)
+        return rows.reshape(x.shape)
+    if ("dense" in name) and x.dim() == 2:
+        return x.t()
+    return x
+
+
+def llama_pairs(theirs: Any, ours: GPTStage) -> Iterator[tuple[str, list[Tensor]]]:
+    """The same for LlamaForCausalLM."""
+    body = theirs.model
+    yield "embedding.word_embeddings.weight", [body.embed_tokens.weight]
+    for number, block in enumerate(body.layers):
+        at, attention = f"layers.{number}.", block.self_attn
+        yield f"{at}input_layernorm.weight", [block.input_layernorm.weight]
+        yield f"{at}post_attention_layernorm.weight", [block.post_attention_layernorm.weight]
+        yield (
+            f"{at}self_attention.query_key_value.weight",
+            [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight],
+        )
+        yield f"{at}self_attention.dense.weight", [attention.o_proj.weight]
+        yield f"{at}mlp.dense_h_to_4h.weight", [block.mlp.gate_proj.weight, block.mlp.up_proj.weight]
+        yield f"{at}mlp.dense_4h_to_h.weight", [block.mlp.down_proj.weight]
+    yield "final_layernorm.weight", [body.norm.weight]
+    if hasattr(ours, "output_layer"):
+        yield "output_layer.weight", [theirs.lm_head.weight]
+
+
+def llama_to_ours(name: str, parts: list[Tensor], groups: int) -> Tensor:
+    """Llama keeps apart what is fused here: by group (queries, key, value), and (gate, up)."""
+    if "query_key_value" in name:
+        by_group = [part.view(groups, -1, part.shape[-1]) for part in parts]
+        return torch.cat(by_group, dim=1).reshape(-1, parts[0].shape[-1])
+    if "dense_h_to_4h" in name:
+        return torch.stack(parts)
+    return parts[0]
