@@ -1,0 +1,160 @@
+"""Stopping and going on: to the last digit at the same layout, to rounding at another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cli import CliResult, run_cli
+from tests.support.corpus import tiny_flags, write_documents
+
+pytestmark = pytest.mark.multiprocess
+
+SCRIPT = "pretrain_gpt.py"
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_documents(tmp_path_factory.mktemp("data") / "tiny")
+
+
+def _run(world_size: int, flags: list[str]) -> CliResult:
+    return run_cli(world_size, [SCRIPT, *flags]).check()
+
+
+def _losses(path: Path) -> dict[int, tuple[float, float | None]]:
+    """Loss and gradient norm (None when skipped) of each iteration; a later line of an iteration wins."""
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    trained = [event for event in events if event["kind"] == "train"]
+    return {event["iteration"]: (event.get("lm_loss", 0.0), event.get("grad_norm")) for event in trained}
+
+
+def _stop_and_go_on(prefix: Path, folder: Path, world: tuple[int, int], first: Any, then: Any) -> tuple[dict, dict]:
+    """Losses of an uninterrupted run, and of one stopped after 4 of 8 iterations that goes on in another way."""
+    whole, parts, saved = folder / "whole.jsonl", folder / "parts.jsonl", folder / "saved"
+    common: dict[str, Any] = {"train_iters": 8}
+    unsaved = {**common, **first, "async_save": None}
+    _run(world[0], tiny_flags(prefix, **unsaved, log_json_file=whole))
+    _run(world[0], tiny_flags(prefix, **{**common, **first, "save": saved, "exit_interval": 4, "log_json_file": parts}))
+    _run(world[1], tiny_flags(prefix, **{**common, **then, "load": saved, "log_json_file": parts}))
+    return _losses(whole), _losses(parts)
+
+
+SAME: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process with dropout, ramp-up and a cosine": (
+        1,
+        {
+            "hidden_dropout": 0.1,
+            "attention_dropout": 0.1,
+            "train_iters": None,
+            "train_samples": 40,
+            "rampup_batch_size": "2 2 8",
+            "lr_decay_style": "cosine",
+            "lr_warmup_samples": 6,
+        },
+    ),
+    "bf16 on tp2 with asynchronous saves": (
+        2,
+        {"bf16": True, "tensor_model_parallel_size": 2, "async_save": True},
+    ),
+    "fp16 with skipped steps, sharded": (
+        2,
+        {"fp16": True, "initial_loss_scale": 2**23, "use_distributed_optimizer": True, "loss_scale_window": 3},
+    ),
+    "tp2 pp2 with virtual stages": (
+        4,
+        {
+            "num_layers": 4,
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 2,
+            "num_layers_per_virtual_pipeline_stage": 1,
+            "sequence_parallel": True,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_resume_is_exact_at_the_same_layout(prefix: Path, tmp_path: Path, name: str) -> None:
+    world_size, changes = SAME[name]
+    then = {**changes, "async_save": None}
+    whole, parts = _stop_and_go_on(prefix, tmp_path, (world_size, world_size), changes, then)
+    assert len(whole) >= 8
+    assert parts == whole
+    if "fp16" in name:
+        assert any(norm is None for _, norm in whole.values()), "no step was skipped: the case tests nothing"
+
+
+SWIGLU = {"swiglu": True, "ffn_hidden_size": 32}
+
+LAYOUTS: dict[str, tuple[tuple[int, int], dict[str, Any], dict[str, Any]]] = {
+    "one process to tp2 pp2": (
+        (1, 4),
+        {},
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    ),
+    "sharded dp2 tp2 to one process": (
+        (4, 1),
+        {"tensor_model_parallel_size": 2, "use_distributed_optimizer": True, "sequence_parallel": True},
+        {},
+    ),
+    "virtual pp2 to sharded dp2": (
+        (2, 2),
+        {"num_layers": 4, "pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
+        {"num_layers": 4, "use_distributed_optimizer": True},
+    ),
+    "another padding of the vocabulary": (
+        (2, 1),
+        {"tensor_model_parallel_size": 2, "make_vocab_size_divisible_by": 48, **SWIGLU},
+        SWIGLU,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_resume_at_another_layout_agrees(prefix: Path, tmp_path: Path, name: str) -> None:
+    world, first, then = LAYOUTS[name]
+    whole, parts = _stop_and_go_on(prefix, tmp_path, world, first, then)
+    assert sorted(parts) == sorted(whole) == list(range(1, 9))
+    for iteration, (loss, norm) in whole.items():
+        assert parts[iteration][0] == pytest.approx(loss, rel=1e-5), iteration
+        assert parts[iteration][1] == pytest.approx(norm, rel=1e-4), iteration
+
+
+def test_precision_changes_keep_the_best_values(prefix: Path, tmp_path: Path) -> None:
+    """bf16 to fp32 takes the optimizer's fp32 values; back again starts them from the model's."""
+    saved = tmp_path / "saved"
+    _run(1, tiny_flags(prefix, bf16=True, save=saved, train_iters=4))
+    _run(1, tiny_flags(prefix, bf16=True, load=saved, train_iters=5, log_json_file=tmp_path / "half.jsonl"))
+    _run(1, tiny_flags(prefix, load=saved, save=saved, train_iters=5, log_json_file=tmp_path / "full.jsonl"))
+    assert _losses(tmp_path / "full.jsonl")[5][0] == pytest.approx(_losses(tmp_path / "half.jsonl")[5][0], rel=1e-2)
+    _run(1, tiny_flags(prefix, bf16=True, load=saved, train_iters=6, log_json_file=tmp_path / "back.jsonl"))
+    assert list(_losses(tmp_path / "back.jsonl")) == [6]
+
+
+def test_finetune_starts_counting_anew(prefix: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    _run(1, tiny_flags(prefix, save=saved, train_iters=30, no_save_optim=True, log_json_file=tmp_path / "a.jsonl"))
+    _run(1, tiny_flags(prefix, load=saved, finetune=True, train_iters=2, log_json_file=tmp_path / "b.jsonl"))
+    before, after = _losses(tmp_path / "a.jsonl"), _losses(tmp_path / "b.jsonl")
+    assert sorted(after) == [1, 2]
+    assert after[1][0] < before[1][0] - 0.3
+
+
+def test_checkpoint_arguments_and_wrong_models(prefix: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    _run(1, tiny_flags(prefix, save=saved, train_iters=2))
+    shape = {"num_layers": None, "hidden_size": None, "num_attention_heads": None}
+    _run(1, tiny_flags(prefix, load=saved, use_checkpoint_args=True, train_iters=3, **shape))
+    wrong = run_cli(1, [SCRIPT, *tiny_flags(prefix, load=saved, num_layers=3)])
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("error: ")
+    assert "another model" in wrong.stderr
+    assert "--num-layers" in wrong.stderr
+    assert len(wrong.stderr.strip().splitlines()) == 1
+    missing = run_cli(1, [SCRIPT, *tiny_flags(prefix, load=tmp_path / "no", exit_on_missing_checkpoint=True)])
+    assert missing.returncode == 2
+    assert "holds no checkpoint" in missing.stderr
