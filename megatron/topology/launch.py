@@ -52,12 +52,14 @@ def init_process_group(env: LaunchEnvironment, backend: str, timeout_minutes: fl
     """
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", "6000")
+    timeout = timedelta(minutes=timeout_minutes)
     try:
         dist.init_process_group(
             backend,
+            store=_store_of_this_attempt(timeout),
             rank=env.rank,
             world_size=env.world_size,
-            timeout=timedelta(minutes=timeout_minutes),
+            timeout=timeout,
         )
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -65,6 +67,18 @@ def init_process_group(env: LaunchEnvironment, backend: str, timeout_minutes: fl
             f"rank {env.rank} of {env.world_size} cannot join the process group at {where} "
             f"(MASTER_ADDR, MASTER_PORT): {first_line(error)}"
         ) from error
+
+
+def _store_of_this_attempt(timeout: timedelta) -> dist.Store | None:
+    """The launcher's store, with the names of this attempt kept apart; None where rank 0 is to keep the store.
+
+    torchrun's store outlives the workers. After a restart the new ones would find the addresses that the old ones
+    left there, and wait for processes that are gone.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def shutdown() -> None:

@@ -113,7 +113,7 @@ def test_a_result_that_cannot_be_pickled_is_a_failure() -> None:
         run_ranks(1, unpicklable_result)
 
 
-SCRIPT = """
+SCRIPT = r"""
 import os, sys, time
 import torch
 import torch.distributed as dist
@@ -150,11 +150,34 @@ def test_run_cli_of_one_process_gives_its_exit_code_and_stops_it_in_time() -> No
         run_cli(1, ["-c", "import time; print('so far'); time.sleep(600)"], timeout=1.0)
 
 
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_run_cli_leaves_no_worker_behind(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    write_pid = f"import os, time; open({str(pids)!r}, 'a').write(f'{{os.getpid()}} '); time.sleep(600)"
+    script = tmp_path / "sleep.py"
+    script.write_text(write_pid)
+    with pytest.raises(AssertionError, match="did not end"):
+        run_cli(2, [str(script)], timeout=6.0)
+    started = [int(pid) for pid in pids.read_text().split()]
+    assert len(started) == 2
+    deadline = time.monotonic() + 10
+    while any(is_running(pid) for pid in started):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_ranks_started_by_hand_can_be_killed_one_by_one(script: str) -> None:
     with launch_ranks_cli(2, [script, "wait"]) as ranks:
         deadline = time.monotonic() + 60
         while not all("sum 2" in ranks.output(r).stdout for r in range(2)):
             assert time.monotonic() < deadline, ranks.output(0).text()
+            assert all(process.poll() is None for process in ranks.processes), ranks.output(0).text()
             time.sleep(0.05)
         ranks.kill(1)
         ranks.processes[1].wait(30)

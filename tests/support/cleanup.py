@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import signal
 import sys
+from collections import defaultdict
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
@@ -13,3 +17,24 @@ def die_with_parent() -> None:
     """Asks Linux to kill this process when its parent dies; elsewhere does nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def kill_tree(pid: int) -> None:
+    """Kills a process and its descendants, those that left its session included (torchrun's workers do)."""
+    for each in [pid, *_descendants(pid)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Children of a process and theirs, as /proc knows them; none where there is no /proc."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            # pid (name) state parent ...; the name may hold spaces and brackets
+            children[int(stat.read_text().rpartition(")")[2].split()[1])].append(int(stat.parent.name))
+    found, waiting = [], [pid]
+    while waiting:
+        waiting += (own := children[waiting.pop()])
+        found += own
+    return found

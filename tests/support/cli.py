@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from tests.support.cleanup import die_with_parent
+from tests.support.cleanup import die_with_parent, kill_tree
 from tests.support.spawn import rendezvous_env
 
 REPO = Path(__file__).resolve().parents[2]
@@ -79,11 +78,11 @@ def run_cli(
         try:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
-            _kill_session(process)
+            _kill(process)
             output = _result(process, Path(folder), "").text()
             raise AssertionError(f"{' '.join(command)} did not end in {timeout:g} s\n{output}") from None
         finally:
-            _kill_session(process)
+            _kill(process)
         return _result(process, Path(folder), "")
 
 
@@ -142,7 +141,7 @@ class RankProcesses:
     def close(self) -> None:
         """Kills what still runs and removes the output files."""
         for process in self.processes:
-            _kill_session(process)
+            _kill(process)
         self._folder.cleanup()
 
     def _report(self, timeout: float) -> str:
@@ -183,8 +182,8 @@ def _result(process: subprocess.Popen[bytes], folder: Path, name: str) -> CliRes
     return CliResult(process.returncode or 0, stdout, stderr)
 
 
-def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process and every descendant that stayed in its session."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kills a process that still runs, with its descendants."""
+    if process.poll() is None:
+        kill_tree(process.pid)
     process.wait()

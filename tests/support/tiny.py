@@ -29,7 +29,7 @@ BASE: dict[str, dict[str, Any]] = {
         "hidden_dropout": 0.0,
         "init_method_std": 0.05,
     },
-    "training": {"micro_batch_size": 1, "global_batch_size": 8, "train_iters": 30, "seed": 7},
+    "training": {"micro_batch_size": 1, "global_batch_size": 4, "train_iters": 30, "seed": 7},
     "optimizer": {"lr": 3e-3, "weight_decay": 0.1, "lr_decay_style": "constant"},
     "data": {"data_path": ["unused"]},
     "tokenizer": {"tokenizer_type": "NullTokenizer", "vocab_size": VOCAB - 1},

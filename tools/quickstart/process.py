@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
@@ -28,24 +27,31 @@ def run_logged(command: Sequence[str], log: Path, *, cwd: Path, env: Mapping[str
     full_env = {**os.environ, **env, "COLUMNS": str(shutil.get_terminal_size().columns)}
     process = subprocess.Popen(command, cwd=cwd, env=full_env, stdin=subprocess.DEVNULL, stdout=writer, stderr=writer)
     os.close(writer)
+    interrupted = False
     try:
         with log.open("wb") as stream:
-            while chunk := _read(reader):
+            while True:
+                try:
+                    chunk = _read(reader)
+                except KeyboardInterrupt:
+                    # The terminal interrupted the command as well: let it end. A second one does not wait.
+                    if interrupted:
+                        raise
+                    interrupted = True
+                    continue
+                if not chunk:
+                    break
                 stream.write(chunk)
                 stream.flush()
                 if show:
                     sys.stdout.buffer.write(chunk)
                     sys.stdout.buffer.flush()
         process.wait()
-    except KeyboardInterrupt:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=40)  # the terminal sent the signal to the command as well: let it save and end
-        raise
     finally:
         os.close(reader)
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        _stop(process)
+    if interrupted:
+        raise KeyboardInterrupt
     if process.returncode != 0:
         raise CommandFailed(f"exit code {process.returncode}{_reason(log)}; everything it said: {log}")
 
@@ -56,6 +62,17 @@ def _read(descriptor: int) -> bytes:
         return os.read(descriptor, 65536)
     except OSError:
         return b""
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ends a command that still runs; a launcher gets the time to end its workers."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=40)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _reason(log: Path) -> str:

@@ -1,0 +1,240 @@
+"""Killed ranks, damaged files, signals: nothing is lost, and every rank says in one line what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint.load import read_tracker
+from tests.support.cli import CliResult, RankProcesses, launch_ranks_cli, run_cli
+from tests.support.corpus import tiny_flags, write_documents
+
+pytestmark = pytest.mark.multiprocess
+
+SCRIPT = "pretrain_gpt.py"
+NAMING_SECONDS = 30.0
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_documents(tmp_path_factory.mktemp("data") / "tiny")
+
+
+def _losses(path: Path) -> dict[int, float]:
+    if not path.exists():
+        return {}
+    events = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    return {event["iteration"]: event["lm_loss"] for event in events if event["kind"] == "train"}
+
+
+def _wait_for(condition: Any, processes: RankProcesses, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, processes.output(0).text()
+        assert any(p.poll() is None for p in processes.processes), processes.output(0).text()
+        time.sleep(0.02)
+
+
+def _kill_until_done(prefix: Path, folder: Path, kills: int, seed: int, **changes: object) -> int:
+    """Kills every rank at random moments of a run that saves each iteration, until it has ended; counts the kills."""
+    saved, log = folder / "saved", folder / "log.jsonl"
+    random_moment = random.Random(seed)
+    iterations = 6 * kills
+    layout: dict[str, object] = {"tensor_model_parallel_size": 2, "train_iters": iterations, **changes}
+    flags = tiny_flags(prefix, **layout, save=saved, load=saved, save_interval=1, keep_last=3, log_json_file=log)
+    done = 0
+    while True:
+        with launch_ranks_cli(2, [SCRIPT, *flags]) as ranks:
+            if done < kills:
+                before = max(_losses(log), default=0)
+                _wait_for(lambda before=before: max(_losses(log), default=0) > before, ranks)
+                time.sleep(random_moment.random() * 0.25)
+                ranks.kill()
+                codes = [result.returncode for result in ranks.wait()]
+                done += any(code == -signal.SIGKILL for code in codes)
+                if all(code == 0 for code in codes):
+                    break
+            else:
+                for result in ranks.wait(240):
+                    result.check()
+                break
+        assert isinstance(read_tracker(saved), (int, type(None)))
+    reference = folder / "reference.jsonl"
+    run_cli(
+        2, [SCRIPT, *tiny_flags(prefix, **{**layout, "async_save": None}, log_json_file=reference)], timeout=240
+    ).check()
+    assert _losses(log) == _losses(reference)
+    return done
+
+
+@pytest.mark.parametrize("async_save", [None, True])
+def test_runs_killed_at_random_moments_lose_nothing(prefix: Path, tmp_path: Path, async_save: bool | None) -> None:
+    assert _kill_until_done(prefix, tmp_path, 2, seed=5, async_save=async_save) == 2
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("async_save", [None, True])
+def test_fifty_kills(prefix: Path, tmp_path: Path, async_save: bool | None) -> None:
+    assert _kill_until_done(prefix, tmp_path, 25, seed=17, async_save=async_save) >= 24
+
+
+@pytest.mark.parametrize(("victim", "number"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_the_others_end_and_name_the_rank_that_is_gone(
+    prefix: Path, tmp_path: Path, victim: int, number: signal.Signals
+) -> None:
+    log = tmp_path / "log.jsonl"
+    flags = tiny_flags(prefix, train_iters=100_000, pipeline_model_parallel_size=2, log_json_file=log)
+    with launch_ranks_cli(2, [SCRIPT, *flags]) as ranks:
+        _wait_for(lambda: len(_losses(log)) > 3, ranks)
+        ranks.kill(victim, number)
+        start = time.monotonic()
+        survivor = ranks.processes[1 - victim]
+        survivor.wait(NAMING_SECONDS if number == signal.SIGKILL else 2 * NAMING_SECONDS)
+        assert time.monotonic() - start < (NAMING_SECONDS if number == signal.SIGKILL else 2 * NAMING_SECONDS)
+        result = ranks.output(1 - victim)
+        assert result.returncode not in (0, None)
+        assert re.search(rf"rank {1 - victim}: .*rank {victim} stopped answering", result.stderr), result.stderr
+        assert "Traceback" not in result.stderr
+        ranks.kill(victim)
+
+
+def test_torchrun_restarts_from_the_last_checkpoint(prefix: Path, tmp_path: Path) -> None:
+    saved, log = tmp_path / "saved", tmp_path / "log.jsonl"
+    flags = tiny_flags(prefix, train_iters=30, save=saved, load=saved, save_interval=5, log_json_file=log)
+    crash = tmp_path / "crash.py"
+    crash.write_text(
+        "import os, signal, sys, threading, time\n"
+        f"sys.path.insert(0, {str(Path.cwd())!r})\n"
+        "from pathlib import Path\n"
+        "from megatron.training.pretrain import main\n"
+        f"tracker = Path({str(saved)!r}) / 'latest_checkpointed_iteration.txt'\n"
+        "def bomb():\n"
+        "    while not tracker.exists():\n"
+        "        time.sleep(0.01)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.environ['RANK'] == '1':\n"
+        "    threading.Thread(target=bomb, daemon=True).start()\n"
+        "raise SystemExit(main())\n"
+    )
+    result = run_cli(2, [str(crash), *flags], torchrun_args=["--max-restarts", "1"])
+    result.check()
+    assert "loaded the checkpoint of iteration" in result.stdout
+    reference = tmp_path / "reference.jsonl"
+    run_cli(2, [SCRIPT, *tiny_flags(prefix, train_iters=30, log_json_file=reference)]).check()
+    assert _losses(log) == _losses(reference)
+
+
+def _truncate(folder: Path) -> None:
+    shard = max(folder.glob("shard_*.bin"), key=lambda path: path.stat().st_size)
+    os.truncate(shard, shard.stat().st_size // 2)
+
+
+def _flip(folder: Path) -> None:
+    shard = max(folder.glob("shard_*.bin"), key=lambda path: path.stat().st_size)
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 16
+    shard.write_bytes(data)
+
+
+def _remove(folder: Path) -> None:
+    max(folder.glob("shard_*.bin"), key=lambda path: path.stat().st_size).unlink()
+
+
+DAMAGES = {"truncated": _truncate, "bit-flipped": _flip, "missing": _remove, "gone": shutil.rmtree}
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    saved = tmp_path_factory.mktemp("saved") / "run"
+    run_cli(1, [SCRIPT, *tiny_flags(prefix, train_iters=4, save=saved, save_interval=2)]).check()
+    return saved
+
+
+def _one_error_line(results: list[CliResult]) -> str:
+    """The one line that rank 0 printed; every rank must have ended with the status of bad input."""
+    assert [result.returncode for result in results] == [2] * len(results), results[0].text()
+    assert "Traceback" not in "".join(result.stderr for result in results)
+    lines = [line for line in results[0].stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, results[0].stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoints_are_named_and_older_ones_offered(
+    prefix: Path, two_checkpoints: Path, tmp_path: Path, damage: str
+) -> None:
+    saved = tmp_path / "saved"
+    shutil.copytree(two_checkpoints, saved)
+    DAMAGES[damage](saved / "iter_0000004")
+    flags = tiny_flags(prefix, load=saved, tensor_model_parallel_size=2)
+    with launch_ranks_cli(2, [SCRIPT, *flags]) as ranks:
+        line = _one_error_line(ranks.wait(60))
+    assert str(saved) in line
+    assert re.search(r"\b2\b", line), f"the older checkpoint is not offered: {line}"
+    (saved / "latest_checkpointed_iteration.txt").write_text("2")
+    run_cli(1, [SCRIPT, *tiny_flags(prefix, load=saved, train_iters=3)]).check()
+
+
+def test_a_full_disk_is_one_error_and_keeps_older_checkpoints(prefix: Path, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=3m tmpfs {small} 2>/dev/null") != 0:
+        pytest.skip("needs the right to mount a small file system")
+    try:
+        saved = small / "run"
+        sizes = {"hidden_size": 64, "num_layers": 4, "ffn_hidden_size": 64}
+        flags = tiny_flags(prefix, **sizes, save=saved, save_interval=1, tensor_model_parallel_size=2)
+        with launch_ranks_cli(2, [SCRIPT, *flags]) as ranks:
+            line = _one_error_line(ranks.wait(60))
+        assert "No space left" in line
+        latest = read_tracker(saved)
+        assert isinstance(latest, int)
+        resumed = tiny_flags(prefix, **sizes, load=saved, train_iters=latest + 1)
+        run_cli(1, [SCRIPT, *resumed]).check()
+    finally:
+        os.system(f"umount {small}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signals_save_and_end_well(prefix: Path, tmp_path: Path, number: signal.Signals) -> None:
+    saved, log = tmp_path / "saved", tmp_path / "log.jsonl"
+    flags = tiny_flags(prefix, train_iters=100_000, save=saved, exit_signal_handler=True, log_json_file=log)
+    with launch_ranks_cli(2, [SCRIPT, *flags]) as ranks:
+        _wait_for(lambda: len(_losses(log)) > 3, ranks)
+        ranks.kill(1, number)
+        results = ranks.wait(30)
+    assert [result.returncode for result in results] == [0, 0], results[0].text()
+    assert read_tracker(saved) == max(_losses(log))
+
+
+def test_time_limit_and_kill_switch(prefix: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    flags = tiny_flags(prefix, train_iters=100_000, save=saved, exit_duration_in_mins=0.001, log_interval=1000)
+    assert "--exit-duration-in-mins" in run_cli(2, [SCRIPT, *flags]).check().stdout
+    switch = tmp_path / "stop"
+    switch.touch()
+    flags = tiny_flags(prefix, train_iters=100_000, save=saved, kill_switch_file=switch, log_interval=1000)
+    run_cli(1, [SCRIPT, *flags]).check()
+    assert read_tracker(saved) == 1
+
+
+@pytest.mark.parametrize("damage", ["truncated", "magic", "token"])
+def test_damaged_data_is_found_at_the_start(prefix: Path, tmp_path: Path, damage: str) -> None:
+    bad = write_documents(tmp_path / "bad", vocab_size=60 if damage != "token" else 90)
+    if damage == "truncated":
+        os.truncate(f"{bad}.bin", os.path.getsize(f"{bad}.bin") - 10)
+    if damage == "magic":
+        Path(f"{bad}.idx").write_bytes(b"nonsense!" + Path(f"{bad}.idx").read_bytes()[9:])
+    with launch_ranks_cli(2, [SCRIPT, *tiny_flags(bad)]) as ranks:
+        line = _one_error_line(ranks.wait(60))
+    assert str(bad) in line
