@@ -71,6 +71,7 @@ LAYOUTS: dict[int, dict[str, Changes]] = {
 }
 
 DOUBLE = {"precision": {"fp64": True}}
+SINGLE = {"optimizer": {"lr": 1e-3}}  # Adam's first steps amplify rounding by the learning rate
 
 
 def _run_all(layouts: dict[str, Changes], base: Changes, iterations: int, masked: bool) -> dict[str, Trace]:
@@ -114,8 +115,8 @@ def test_double_precision_agrees_over_30_steps(world_size: int) -> None:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("world_size", sorted(LAYOUTS))
 def test_single_precision_agrees(world_size: int) -> None:
-    reference = _reference({}, 30)
-    for name, trace in _traces(world_size, {}, 30).items():
+    reference = _reference(SINGLE, 30)
+    for name, trace in _traces(world_size, SINGLE, 30).items():
         first = Trace(trace.losses[:10], trace.grad_norms[:10], {})
         _assert_close(first, Trace(reference.losses[:10], reference.grad_norms[:10], {}), 1e-5, name)
         _assert_close(trace, reference, 1e-4, name)

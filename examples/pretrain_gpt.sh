@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# GPT 345M on one device.
+set -euo pipefail
+
+DATA_PATH=${DATA_PATH:-my-gpt2_text_document}
+VOCAB_FILE=${VOCAB_FILE:-gpt2-vocab.json}
+MERGE_FILE=${MERGE_FILE:-gpt2-merges.txt}
+CHECKPOINT_PATH=${CHECKPOINT_PATH:-checkpoints/gpt2_345m}
+
+python pretrain_gpt.py \
+  --num-layers 24 --hidden-size 1024 --num-attention-heads 16 \
+  --seq-length 1024 --max-position-embeddings 1024 \
+  --micro-batch-size 4 --global-batch-size 8 \
+  --train-iters 500_000 --lr-decay-iters 320_000 \
+  --lr 1.5e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-fraction .01 \
+  --weight-decay 1e-2 --clip-grad 1.0 \
+  --recompute-granularity full --recompute-method uniform \
+  --data-path "$DATA_PATH" --split 949,50,1 \
+  --tokenizer-type GPT2BPETokenizer --vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE" \
+  --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" --save-interval 10_000 \
+  --log-interval 100 --eval-interval 1000 --eval-iters 10 \
+  --bf16 "$@"

@@ -1,0 +1,103 @@
+"""Examples and documents say only what is so: their commands parse, their files exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron.config.flags import parse_args
+from megatron.config.known import KNOWN_FLAGS
+from tools.generate_samples_gpt import parse_flags as parse_generation_flags
+
+REPO = Path(__file__).resolve().parents[2]
+DOCUMENTS = [REPO / "README.md", REPO / "docs" / "architecture.md"]
+
+WORLDS = {
+    "pretrain_gpt.sh": 1,
+    "pretrain_gpt_distributed.sh": 8,
+    "pretrain_gpt_distributed_with_mp.sh": 8,
+    "pretrain_gpt3_175B.sh": 1024,
+}
+
+
+def _recorded_arguments(script: Path, folder: Path) -> list[str]:
+    """Runs an example with a launcher that only writes down what it was asked to run."""
+    record = folder / "argv"
+    for name in ("python", "torchrun", "srun"):
+        stub = folder / name
+        stub.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {shlex.quote(str(record))}\n')
+        stub.chmod(0o755)
+    (folder / "scontrol").write_text("#!/bin/sh\necho localhost\n")
+    (folder / "scontrol").chmod(0o755)
+    env = {"PATH": f"{folder}:{os.environ['PATH']}"}
+    subprocess.run(["bash", str(script)], check=True, env=env, cwd=REPO)
+    words = record.read_text().splitlines()
+    return words[words.index("pretrain_gpt.py") + 1 :]
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_examples_resolve_for_their_world(name: str, tmp_path: Path) -> None:
+    parsed = parse_args(_recorded_arguments(REPO / "examples" / name, tmp_path))
+    config = parsed.resolve(WORLDS[name], cuda_available=True)
+    assert config.precision.bf16
+
+
+def test_every_example_is_tested() -> None:
+    scripts = {path.name for path in (REPO / "examples").glob("*.sh")}
+    assert scripts == {*WORLDS, "quickstart.sh"}
+    for script in scripts:
+        subprocess.run(["bash", "-n", str(REPO / "examples" / script)], check=True)
+
+
+def _commands(text: str) -> list[list[str]]:
+    blocks = re.findall(r"```\n(.*?)```", text, re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [shlex.split(line) for line in lines if line.startswith(("python ", "make "))]
+
+
+def test_commands_of_the_readme_parse() -> None:
+    commands = _commands((REPO / "README.md").read_text())
+    assert len(commands) >= 5
+    targets = re.findall(r"^([a-z-]+):", (REPO / "Makefile").read_text(), re.MULTILINE)
+    for words in commands:
+        if words[0] == "make":
+            assert words[1] in targets
+            continue
+        assert (REPO / words[1]).is_file()
+        if words[1] == "pretrain_gpt.py":
+            parse_args(words[2:]).resolve(1)
+        elif words[1] == "tools/generate_samples_gpt.py":
+            parse_generation_flags(words[2:])
+
+
+def test_flags_named_in_documents_exist() -> None:
+    fields = (REPO / "docs" / "flags.md").read_text()
+    outside = {"--nproc-per-node", "--max-restarts", "--train-iters"}
+    for document in DOCUMENTS:
+        named = set(re.findall(r"(?<![\w-])--[a-zA-Z0-9_-]+", document.read_text()))
+        tools = "".join(path.read_text() for path in (REPO / "tools").glob("*.py"))
+        for written in named - outside:
+            flag = written.replace("_", "-")
+            known = f"`{flag}`" in fields or f"{flag} " in fields or flag.strip("-") in KNOWN_FLAGS
+            assert known or f'"{flag.strip("-")}"' in tools or flag in tools, f"{document.name} names {flag}"
+
+
+def test_files_named_in_documents_exist() -> None:
+    for document in DOCUMENTS:
+        text = document.read_text()
+        for target in re.findall(r"\]\(([^)#]+)\)", text):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+        for path in re.findall(r"`((?:megatron|tools|docs|examples)/[\w/.]+)`", text):
+            assert (REPO / path).exists(), f"{document.name} names {path}"
+
+
+def test_every_package_has_a_readme() -> None:
+    packages = [path for path in (REPO / "megatron").iterdir() if path.is_dir() and not path.name.startswith("__")]
+    assert len(packages) >= 13
+    for package in packages:
+        assert (package / "README.md").is_file(), package
