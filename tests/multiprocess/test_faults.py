@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,12 @@ def _remove(folder: Path) -> None:
     max(folder.glob("shard_*.bin"), key=lambda path: path.stat().st_size).unlink()
 
 
-DAMAGES = {"truncated": _truncate, "bit-flipped": _flip, "missing": _remove, "gone": shutil.rmtree}
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "truncated": _truncate,
+    "bit-flipped": _flip,
+    "missing": _remove,
+    "gone": shutil.rmtree,
+}
 
 
 @pytest.fixture(scope="module")

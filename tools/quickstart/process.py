@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -23,9 +26,10 @@ def run_logged(command: Sequence[str], log: Path, *, cwd: Path, env: Mapping[str
         CommandFailed: when the exit code is not 0; with the last error line, if one looks like it.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    reader, writer = os.openpty() if show and sys.stdout.isatty() else os.pipe()
-    full_env = {**os.environ, **env, "COLUMNS": str(shutil.get_terminal_size().columns)}
-    process = subprocess.Popen(command, cwd=cwd, env=full_env, stdin=subprocess.DEVNULL, stdout=writer, stderr=writer)
+    reader, writer = _terminal() if show and sys.stdout.isatty() else os.pipe()
+    process = subprocess.Popen(
+        command, cwd=cwd, env={**os.environ, **env}, stdin=subprocess.DEVNULL, stdout=writer, stderr=writer
+    )
     os.close(writer)
     interrupted = False
     try:
@@ -54,6 +58,17 @@ def run_logged(command: Sequence[str], log: Path, *, cwd: Path, env: Mapping[str
         raise KeyboardInterrupt
     if process.returncode != 0:
         raise CommandFailed(f"exit code {process.returncode}{_reason(log)}; everything it said: {log}")
+
+
+def _terminal() -> tuple[int, int]:
+    """A pseudo-terminal as wide as this one, as the ends to read and to write; line ends pass as they are."""
+    reader, writer = os.openpty()
+    columns, lines = shutil.get_terminal_size()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+    attributes = termios.tcgetattr(writer)
+    attributes[1] &= ~termios.OPOST
+    termios.tcsetattr(writer, termios.TCSANOW, attributes)
+    return reader, writer
 
 
 def _read(descriptor: int) -> bytes:

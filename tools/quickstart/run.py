@@ -95,6 +95,18 @@ class Places:
         """Prefix of the ``.bin/.idx`` pair of ``train`` or ``heldout``."""
         return self.out / "data" / f"{part}_text_document"
 
+    @property
+    def tracker(self) -> Path:
+        """The file that names the last complete checkpoint."""
+        return self.run / "checkpoints" / "latest_checkpointed_iteration.txt"
+
+    def iterations_done(self) -> int:
+        """Of the last complete checkpoint; 0 when there is none."""
+        try:
+            return int(self.tracker.read_text())
+        except (OSError, ValueError):
+            return 0
+
     def log(self, step: str) -> Path:
         return self.out / "logs" / f"{step}.log"
 
@@ -107,12 +119,13 @@ class Quickstart:
 
     Args:
         out: the folder that everything goes to.
-        train_iters: iterations of the whole run, those of earlier calls included.
+        train_iters: iterations of the whole run, those of earlier calls included; None: the usual number, or
+            what an earlier call was asked for if that is more.
     """
 
-    def __init__(self, out: Path, train_iters: int) -> None:
+    def __init__(self, out: Path, train_iters: int | None = None) -> None:
         self.at = Places(out)
-        self.train_iters = train_iters
+        self.train_iters = train_iters or max(TRAIN_ITERS, self.at.iterations_done())
         self.tokenizer_flags = [
             *("--tokenizer-type", "GPT2BPETokenizer"),
             *("--vocab-file", str(self.at.vocabulary / "vocab.json")),
@@ -132,12 +145,11 @@ class Quickstart:
         corpus = [at.corpus / f"{part}.jsonl" for part in parts]
         vocabulary = [at.vocabulary / name for name in ("vocab.json", "merges.txt")]
         data = [Path(f"{at.data(part)}{end}") for part in parts for end in (".bin", ".idx")]
-        tracker = at.run / "checkpoints" / "latest_checkpointed_iteration.txt"
         return [
             Stage("corpus", at.stamp("corpus"), self.corpus_key, corpus, self.make_corpus),
             Stage("vocabulary", at.stamp("vocabulary"), self.vocabulary_key, vocabulary, self.train_vocabulary),
             Stage("preprocessing", at.stamp("data"), self.data_key, data, self.preprocess),
-            Stage("training", at.stamp("train"), trained_key, [tracker, at.jsonl], self.train),
+            Stage("training", at.stamp("train"), trained_key, [at.tracker, at.jsonl], self.train),
             Stage("sample", at.stamp("sample"), sample_key, [at.out / "sample.txt"], self.generate),
         ]
 
@@ -235,7 +247,7 @@ class Quickstart:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=REPO / "quickstart_out", help="the folder to write to")
-    parser.add_argument("--train-iters", type=int, default=TRAIN_ITERS)
+    parser.add_argument("--train-iters", type=int, help=f"of the whole run; at first {TRAIN_ITERS}")
     parser.add_argument("--require-gain", type=float, default=None, metavar="NATS", help="fail when below")
     args = parser.parse_args()
     start = time.monotonic()

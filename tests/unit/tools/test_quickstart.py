@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
+import os
+import struct
+import subprocess
 import sys
+import termios
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +26,8 @@ from tools.quickstart.stages import Stage, digest
 from tools.quickstart.summary import Summary, format_summary, summarise
 from tools.quickstart.train_bpe import train
 from tools.quickstart.unigram import Unigram, unigram
+
+REPO = Path(__file__).resolve().parents[3]
 
 
 def make_library(folder: Path, modules: int) -> Path:
@@ -180,6 +187,30 @@ def test_a_command_that_is_not_shown_is_only_logged(tmp_path: Path, capfd: pytes
     assert capfd.readouterr().out == ""
 
 
+ON_TERMINAL = """
+import os, sys
+from pathlib import Path
+from tools.quickstart.process import run_logged
+script = "import os, sys; print(sys.stdout.isatty(), sys.stderr.isatty(), os.get_terminal_size().columns)"
+run_logged([sys.executable, "-c", script], Path(sys.argv[1]), cwd=Path("."), env={}, show=True)
+"""
+
+
+def test_a_command_shown_on_a_terminal_gets_one_as_wide(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    reader, writer = os.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 123, 0, 0))
+    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    command = [sys.executable, "-c", ON_TERMINAL, str(log)]
+    done = subprocess.run(command, cwd=REPO, env=env, stdin=writer, stdout=writer, stderr=writer, timeout=60)
+    os.close(writer)
+    shown = os.read(reader, 65536)
+    os.close(reader)
+    assert done.returncode == 0, shown
+    assert log.read_bytes() == b"True True 123\n"
+    assert shown == b"True True 123\r\n"
+
+
 def event(kind: str, iteration: int, **values: Any) -> str:
     return json.dumps({"kind": kind, "iteration": iteration, "time": 0.0, **values}) + "\n"
 
@@ -242,3 +273,13 @@ def test_a_run_of_other_settings_is_put_aside(tmp_path: Path) -> None:
     quickstart._start_over_when_changed()
     assert not (quickstart.at.run / "checkpoint").exists()
     assert [path.read_text() for path in tmp_path.glob("run.*/checkpoint")] == ["1"]
+
+
+def test_a_longer_run_is_not_cut_short_by_a_later_call(tmp_path: Path) -> None:
+    usual = Quickstart(tmp_path).train_iters
+    tracker = Quickstart(tmp_path).at.tracker
+    tracker.parent.mkdir(parents=True)
+    for text, expected in [(str(usual - 1), usual), (str(usual + 20), usual + 20), ("no number", usual)]:
+        tracker.write_text(text)
+        assert Quickstart(tmp_path).train_iters == expected
+    assert Quickstart(tmp_path, usual + 7).train_iters == usual + 7

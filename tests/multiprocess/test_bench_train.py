@@ -1,0 +1,27 @@
+"""The training benchmark runs, and its table says what it measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli import run_cli
+
+
+@pytest.mark.multiprocess
+def test_quick_run(tmp_path: Path) -> None:
+    out = tmp_path / "train.json"
+    result = run_cli(1, ["tools/bench_train.py", "--quick", "--threads", "1", "--out", str(out)]).check()
+    figures = json.loads(out.read_text())
+    assert {row["precision"] for row in figures["single"]} == {"fp32", "bf16"}
+    for row in figures["single"]:
+        assert row["ratio"] > 0
+        assert f"| {row['ratio']:.2f} |" in result.stdout
+    assert [row["layout"] for row in figures["parallel"]] == [
+        "tensor-parallel 2",
+        "pipeline 2, two micro-batches",
+        "data-parallel 2",
+        "data-parallel 2, sharded optimizer",
+    ]
