@@ -18,9 +18,17 @@ class CheckpointConfig:
     load: str | None = derived("start afresh", "Folder to resume from.", metavar="FOLDER")
     finetune: bool = option(False, "Load the weights only: counters, optimizer, random state and schedules start anew.")
     no_save_optim: bool = option(False, "Do not save the optimizer.")
-    no_save_rng: bool = option(False, "Do not save the random state.")
+    no_save_rng: bool = option(
+        False,
+        "Do not save the random state.",
+        no_effect="randomness is drawn from the seed and what it is for, so there is no random state",
+    )
     no_load_optim: bool = option(False, "Do not load the optimizer.")
-    no_load_rng: bool = option(False, "Do not load the random state.")
+    no_load_rng: bool = option(
+        False,
+        "Do not load the random state.",
+        no_effect="randomness is drawn from the seed and what it is for, so there is no random state",
+    )
     use_checkpoint_args: bool = option(False, "Take the model's shape from the checkpoint instead of from the flags.")
     exit_on_missing_checkpoint: bool = option(
         False, "Stop when --load holds no checkpoint, instead of starting afresh."

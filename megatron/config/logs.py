@@ -46,7 +46,9 @@ class LoggingConfig:
         off_switch=True,
     )
     log_validation_ppl_to_tensorboard: bool = option(False, "Write the validation perplexity to TensorBoard.")
-    log_memory_to_tensorboard: bool = option(False, "Write memory use to TensorBoard.")
+    log_memory_to_tensorboard: bool = option(
+        False, "Write memory use to TensorBoard.", no_effect="memory is always written"
+    )
     log_world_size_to_tensorboard: bool = option(False, "Write the number of processes to TensorBoard.")
     log_txt_file: str | None = derived("none", "Append the log lines to this text file.", metavar="FILE")
     log_json_file: str | None = derived("none", "Append one JSON object a log line to this file.", metavar="FILE")

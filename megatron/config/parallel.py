@@ -49,6 +49,7 @@ class ParallelConfig:
         "Do not add weight gradients into the gradient buffers as they are computed.",
         flag="no-gradient-accumulation-fusion",
         off_switch=True,
+        no_effect="autograd adds gradients into the buffers in place, without a fused kernel",
     )
     ddp_impl: Literal["local", "torch"] = option(
         "local",

@@ -57,4 +57,5 @@ class TrainingConfig:
         "Return cached GPU memory to the device each iteration: not (0), once (1), or twice (2).",
         minimum=0,
         maximum=2,
+        no_effect="cached memory is kept",
     )
