@@ -96,9 +96,9 @@ class PipelineChannel:
             pending.wait()
         return way.codec.decode(payload, self.shape, self.dtype, way.state(position.boundary), key)
 
-    def flush(self) -> None:
-        """Waits until everything sent has left."""
+    def flush(self, keep: int = 0) -> None:
+        """Waits until all but ``keep`` messages of each direction have left."""
         for way in (self.forward, self.backward):
-            while way.sending:
+            while len(way.sending) > keep:
                 with self.ledger.waiting(way.point):
                     way.sending.popleft()[1].wait()

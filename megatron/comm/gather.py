@@ -42,7 +42,7 @@ class GatherInFlight:
         )
         self._alive = wire
         self.pending: Pending = group.all_gather(self.wires, wire)
-        if self.pending.sent_bytes:
+        if group.size > 1:
             ledger.sent(point, self.pending.sent_bytes, (group.size - 1) * num_bytes(x))
 
     def wait(self) -> Tensor:

@@ -44,7 +44,16 @@ class RoundsInFlight:
         self._raw_left = self._raw_bytes(x)
         self._generator: Generator[Request, Tensor, Aggregate] = compressor.rounds(x, state)
         self._aggregate: Aggregate | None = None
-        self._serve(next(self._generator))
+        self._resume(None)
+
+    def _resume(self, result: Tensor | None) -> None:
+        """Hands the algorithm a result (None: lets it begin) and starts what it asks for next."""
+        try:
+            request = next(self._generator) if result is None else self._generator.send(result)
+        except StopIteration as stop:
+            self._aggregate = stop.value
+        else:
+            self._serve(request)
 
     def _raw_bytes(self, x: Tensor) -> int:
         """Bytes of the exact sum by a ring, which is what a compressor is compared with."""
@@ -53,7 +62,8 @@ class RoundsInFlight:
 
     def _serve(self, request: Request) -> None:
         x = request.tensor
-        if request.op is Op.REDUCE and request.shard_only and self.sharded:
+        shares = request.shard_only and self.sharded and x.numel() % self.group.size == 0
+        if request.op is Op.REDUCE and shares:
             flat = x.view(-1)
             share = flat.numel() // self.group.size
             own = flat[self.group.rank * share : (self.group.rank + 1) * share]
@@ -61,12 +71,11 @@ class RoundsInFlight:
         elif request.op is Op.REDUCE:
             self._pending, self._result = self.group.all_reduce(x), x
         elif request.op is Op.GATHER:
-            gathered = torch.empty((self.group.size * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
-            self._pending = self.group.all_gather(gathered, x)
-            self._result = gathered.view(self.group.size, *x.shape)
+            gathered = torch.empty((self.group.size, *x.shape), dtype=x.dtype, device=x.device)
+            self._pending, self._result = self.group.all_gather(gathered.view(-1), x.view(-1)), gathered
         else:
             self._pending, self._result = self.group.broadcast(x), x
-        if self._pending.sent_bytes:
+        if self.group.size > 1:
             self.ledger.sent(self.point, self._pending.sent_bytes, self._raw_left)
             self._raw_left = 0
 
@@ -76,8 +85,5 @@ class RoundsInFlight:
             pending: Pending = self._pending
             with self.ledger.waiting(self.point):
                 pending.wait()
-            try:
-                self._serve(self._generator.send(self._result))
-            except StopIteration as stop:
-                self._aggregate = stop.value
+            self._resume(self._result)
         return self._aggregate

@@ -52,11 +52,12 @@ class Aggregate:
 
     Args:
         total: the (approximate) sum over the group, with the input's shape and dtype.
-        local: what this rank contributed to that sum; error feedback keeps ``input - local``.
+        local: what this rank contributed to that sum; error feedback keeps ``input - local``. None stands for
+            exactly the input, which may be overwritten by now.
     """
 
     total: Tensor
-    local: Tensor
+    local: Tensor | None
 
 
 class RoundCompressor(ABC):
@@ -118,5 +119,5 @@ class Codec(ABC):
         key: Hashable,
     ) -> Tensor:
         """Decodes ``size`` messages that lie one behind the other along dimension 0, and concatenates them."""
-        wires = payloads.wire.view(size, -1, *payloads.wire.shape[1:])
+        wires = payloads.wire.view(size, payloads.wire.shape[0] // size, *payloads.wire.shape[1:])
         return torch.cat([self.decode(Payload(wire), shape, dtype, state, key) for wire in wires])

@@ -22,7 +22,7 @@ class IdentityRounds(RoundCompressor):
 
     def rounds(self, x: Tensor, state: CompressorState) -> Generator[Request, Tensor, Aggregate]:
         total = yield Request(x, Op.REDUCE, shard_only=True)
-        return Aggregate(total=total, local=x)
+        return Aggregate(total=total, local=None)
 
 
 class IdentityCodec(Codec):

@@ -130,7 +130,7 @@ class Group:
             return self._start(
                 "reduce-scatter",
                 sent,
-                lambda: dist.reduce_scatter_tensor(out, x, group=self.pg, async_op=True),
+                lambda: _REDUCE_SCATTER(out, x, group=self.pg, async_op=True),
             )
         parts = torch.empty_like(x)
         pending = self._start(
@@ -171,6 +171,28 @@ class Group:
             return
         device = "cuda" if self.backend == "nccl" else "cpu"
         self.all_reduce(torch.zeros(1, device=device)).wait()
+
+
+class Link(Group):
+    """Point-to-point messages of a pipeline: those to a higher and those to a lower rank have a process group each.
+
+    On NCCL a pair of ranks runs its messages over one process group strictly in the order issued. With two stages
+    and virtual ones the same pair carries messages both ways, and a receive that was posted ahead would hold up the
+    very message that the peer needs before it can answer.
+
+    Args:
+        upwards, downwards: groups of the same ranks over different process groups.
+    """
+
+    def __init__(self, upwards: Group, downwards: Group) -> None:
+        super().__init__(upwards.pg, upwards.ranks, upwards.rank, upwards.name, upwards.backend)
+        self.downwards = downwards
+
+    def send(self, x: Tensor, dst: int, tag: int = 0) -> Pending:
+        return super().send(x, dst, tag) if dst > self.rank else self.downwards.send(x, dst, tag)
+
+    def recv(self, x: Tensor, src: int, tag: int = 0) -> Pending:
+        return super().recv(x, src, tag) if src < self.rank else self.downwards.recv(x, src, tag)
 
 
 def _sum_into(out: Tensor, rows: Tensor) -> None:

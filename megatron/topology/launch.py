@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -23,16 +24,32 @@ class LaunchEnvironment:
 
     @staticmethod
     def read(local_rank: int | None = None) -> LaunchEnvironment:
-        """Reads RANK, WORLD_SIZE and LOCAL_RANK, else Slurm's variables, else a single process.
+        """Reads RANK, WORLD_SIZE and LOCAL_RANK, else the variables of srun, else a single process.
 
         Args:
             local_rank: the launcher's ``--local-rank``, used where LOCAL_RANK is not set.
+
+        Raises:
+            CommunicationError: when a variable is not a number.
         """
-        env = os.environ
-        rank = int(env.get("RANK", env.get("SLURM_PROCID", "0")) if "WORLD_SIZE" in env else "0")
-        world_size = int(env.get("WORLD_SIZE", "1"))
-        local = env.get("LOCAL_RANK", env.get("SLURM_LOCALID"))
-        return LaunchEnvironment(rank, world_size, int(local) if local is not None else local_rank or 0)
+        world_size = _number("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+        rank = _number("RANK", "SLURM_PROCID") if world_size is not None else None
+        local = _number("LOCAL_RANK")
+        if local is None:
+            local = _number("SLURM_LOCALID") if local_rank is None else local_rank
+        return LaunchEnvironment(rank or 0, 1 if world_size is None else world_size, local or 0)
+
+
+def _number(*names: str) -> int | None:
+    """The first of some environment variables that is set; None when none is."""
+    for name in names:
+        text = os.environ.get(name)
+        if text is not None:
+            try:
+                return int(text)
+            except ValueError as error:
+                raise CommunicationError(f"the environment variable {name} is {text!r}, not a number") from error
+    return None
 
 
 def pick_device(backend: str, local_rank: int) -> torch.device:
@@ -50,7 +67,7 @@ def init_process_group(env: LaunchEnvironment, backend: str, timeout_minutes: fl
     Raises:
         CommunicationError: when the rendezvous fails.
     """
-    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_ADDR", _first_host(os.environ.get("SLURM_STEP_NODELIST", "localhost")))
     os.environ.setdefault("MASTER_PORT", "6000")
     timeout = timedelta(minutes=timeout_minutes)
     try:
@@ -67,6 +84,12 @@ def init_process_group(env: LaunchEnvironment, backend: str, timeout_minutes: fl
             f"rank {env.rank} of {env.world_size} cannot join the process group at {where} "
             f"(MASTER_ADDR, MASTER_PORT): {first_line(error)}"
         ) from error
+
+
+def _first_host(nodes: str) -> str:
+    """The first host of a Slurm node list such as ``rack[07-09,12]-a,login``."""
+    match = re.match(r"([^,\[]*)(?:\[([^],-]*)[^]]*\]([^,\[]*))?", nodes)
+    return "".join(part or "" for part in match.groups()) if match else nodes
 
 
 def _store_of_this_attempt(timeout: timedelta) -> dist.Store | None:

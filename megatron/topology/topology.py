@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron.topology.group import Group
+from megatron.topology.group import Group, Link
 from megatron.topology.layout import Coordinates, Layout
 
 
@@ -87,7 +89,7 @@ def build_topology(layout: Layout, device: torch.device) -> Topology:
 
     Pipeline messages of each direction have a group of their own: on NCCL a pair of ranks runs its messages in
     the order issued, so an activation waiting for its receiver must not hold up a gradient that goes the other
-    way.
+    way. All groups have the default group's timeout.
 
     Raises:
         ValueError: when the layout does not cover the world.
@@ -97,7 +99,10 @@ def build_topology(layout: Layout, device: torch.device) -> Topology:
     rank = dist.get_rank()
     backend = "nccl" if device.type == "cuda" else "gloo"
     shape = (layout.pp, layout.dp, layout.tp)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
+    timeout = _default_timeout(device)
+    dims = ("pp", "dp", "tp")
+    overrides: Any = {dim: (backend, _options(device, timeout)) for dim in dims}
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=dims, backend_override=overrides)
 
     def along(dim: str, ranks_of_groups: Iterable[tuple[int, ...]], name: str) -> Group:
         ranks = next(r for r in ranks_of_groups if rank in r)
@@ -106,21 +111,25 @@ def build_topology(layout: Layout, device: torch.device) -> Topology:
     def extra(ranks_of_groups: Iterable[tuple[int, ...]], name: str, used_backend: str) -> Group | None:
         mine = None
         for ranks in ranks_of_groups:  # every rank takes part in making every group, in the same order
-            pg = dist.new_group(list(ranks), backend=used_backend)
+            pg = dist.new_group(list(ranks), backend=used_backend, timeout=timeout)
             if rank in ranks:
                 mine = Group(pg, ranks, ranks.index(rank), name, used_backend)
         return mine
+
+    def link(name: str) -> Group:
+        upwards = extra(layout.pp_groups(), name, backend)
+        downwards = extra(layout.pp_groups(), name, backend) if layout.chunks > 1 else None
+        assert upwards is not None
+        made = Link(upwards, downwards) if downwards else upwards
+        _open(made, device, ring=layout.chunks > 1)
+        return made
 
     everyone = tuple(range(layout.world_size))
     world = Group(dist.group.WORLD, everyone, rank, "world", backend)
     control = extra([everyone], "control", "gloo")
     assert control is not None
-    forward_link = backward_link = along("pp", layout.pp_groups(), "pipeline")
-    embedding = None
-    if layout.pp > 1:
-        forward_link = extra(layout.pp_groups(), "pipeline-forward", backend) or forward_link
-        backward_link = extra(layout.pp_groups(), "pipeline-backward", backend) or backward_link
-        embedding = extra(layout.embedding_groups(), "embedding", backend)
+    pipeline = along("pp", layout.pp_groups(), "pipeline")
+    split = layout.pp > 1
     return Topology(
         layout=layout,
         rank=rank,
@@ -130,8 +139,44 @@ def build_topology(layout: Layout, device: torch.device) -> Topology:
         control=control,
         tp=along("tp", layout.tp_groups(), "tensor-parallel"),
         dp=along("dp", layout.dp_groups(), "data-parallel"),
-        pp=along("pp", layout.pp_groups(), "pipeline"),
-        embedding=embedding,
-        forward_link=forward_link,
-        backward_link=backward_link,
+        pp=pipeline,
+        embedding=extra(layout.embedding_groups(), "embedding", backend) if split else None,
+        forward_link=link("pipeline-forward") if split else pipeline,
+        backward_link=link("pipeline-backward") if split else pipeline,
     )
+
+
+def _default_timeout(device: torch.device) -> timedelta:
+    """The timeout that torch's default process group was made with; ``new_group`` would take torch's own."""
+    assert dist.group.WORLD is not None
+    timeout: timedelta = dist.group.WORLD._get_backend(device).options._timeout
+    return timeout
+
+
+def _options(device: torch.device, timeout: timedelta) -> Any:
+    """Options of a process group of the device's backend; the mesh has no other way to set a timeout."""
+    gloo: Any = dist.ProcessGroupGloo
+    options: Any = dist.ProcessGroupNCCL.Options() if device.type == "cuda" else gloo._Options()
+    options._timeout = timeout
+    return options
+
+
+def _open(link: Group, device: torch.device, ring: bool) -> None:
+    """Sends one element each way between neighbouring stages, pair after pair.
+
+    NCCL connects two ranks at their first message, and blocks both until then. During a step a rank posts
+    receives ahead of what makes its peer send, so that wait could be for ever.
+
+    Args:
+        link: the pipeline's ranks.
+        device: of the messages.
+        ring: the last stage sends to the first one, too.
+    """
+    x = torch.zeros(1, device=device)
+    for first in range(link.size if ring else link.size - 1):
+        second = (first + 1) % link.size
+        for src, dst in ((first, second), (second, first)):
+            if link.rank == src:
+                link.send(x, dst).wait()
+            elif link.rank == dst:
+                link.recv(x, src).wait()

@@ -115,6 +115,15 @@ class PipelineEngine:
             self.channel.flush()
 
 
+def max_sending(layout: Layout) -> int:
+    """Messages of one direction that may be on their way while a rank goes on.
+
+    gloo cannot say that a send is done, so without a bound the messages of the whole step would stay in memory. No
+    schedule lets a receiver fall behind by more than this, so waiting for an older message never blocks for long.
+    """
+    return 2 * layout.num_virtual_stages
+
+
 class _Run:
     """Addresses of one step's messages."""
 
@@ -162,3 +171,4 @@ class _Run:
             way = self.channel.forward if op.forward else self.channel.backward
             key = self.programs[op.chunk].key(op.micro_batch)
             self.channel.send(way, x, self._position(op, boundary), key)
+            self.channel.flush(keep=max_sending(self.layout))

@@ -15,10 +15,9 @@ class PipelineOp:
 
 
 def forward_only(chunks: int, pp: int, num_micro_batches: int) -> list[PipelineOp]:
-    """Evaluation: every micro-batch forward through every chunk, in the interleaved order where it applies."""
-    if chunks > 1 and num_micro_batches % pp == 0:
-        return [_interleaved_op(k, pp, chunks, forward=True) for k in range(num_micro_batches * chunks)]
-    return [PipelineOp(True, c, m) for c in range(chunks) for m in range(num_micro_batches)]
+    """Evaluation: groups of ``pp`` micro-batches (the last may be smaller) go forward through chunk after chunk."""
+    groups = [range(m, min(m + pp, num_micro_batches)) for m in range(0, num_micro_batches, pp)]
+    return [PipelineOp(True, c, m) for group in groups for c in range(chunks) for m in group]
 
 
 def gpipe(num_micro_batches: int) -> list[PipelineOp]:

@@ -1,0 +1,254 @@
+"""Collectives over gloo, against plain torch on all ranks' inputs; and what they really put on the wire."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.topology.errors import CommunicationError
+from megatron.topology.group import Group, Link
+from megatron.topology.launch import LaunchEnvironment, init_process_group
+from megatron.topology.layout import Layout
+from megatron.topology.topology import build_topology
+from tests.support.spawn import run_ranks
+
+pytestmark = pytest.mark.multiprocess
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+SIZES = (0, 1, 3, 7, 1000)
+
+
+def _world() -> Group:
+    size = dist.get_world_size()
+    return Group(dist.group.WORLD, tuple(range(size)), dist.get_rank(), "world", "gloo")
+
+
+def _values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Small integers: sums are exact in every dtype."""
+    generator = torch.Generator().manual_seed(100 * rank + 1)
+    return torch.randint(-8, 9, shape, generator=generator).to(dtype)
+
+
+def _check_collectives() -> list[str]:
+    """Returns what is wrong."""
+    group, wrong = _world(), []
+    n, rank = group.size, group.rank
+
+    def check(what: str, got: torch.Tensor, wanted: torch.Tensor, sent: int, formula: int) -> None:
+        if not torch.equal(got, wanted):
+            wrong.append(f"{what}: {got} instead of {wanted}")
+        if sent != formula:
+            wrong.append(f"{what}: says {sent} bytes instead of {formula}")
+
+    for dtype in DTYPES:
+        for size in SIZES:
+            what = f"{dtype} {size}"
+            everyones = [_values(r, (size,), dtype) for r in range(n)]
+            nbytes = size * dtype.itemsize
+
+            x = everyones[rank].clone()
+            pending = group.all_reduce(x)
+            pending.wait()
+            check(
+                f"all_reduce {what}",
+                x,
+                torch.stack(everyones).sum(dim=0),
+                pending.sent_bytes,
+                2 * (n - 1) * nbytes // n,
+            )
+
+            x = everyones[rank].clone()
+            group.all_reduce(x, dist.ReduceOp.MAX).wait()
+            check(f"maximum {what}", x, torch.stack(everyones).amax(dim=0), 0, 0)
+
+            out = torch.full((n * size,), -99.0, dtype=dtype)
+            pending = group.all_gather(out, everyones[rank].clone())
+            pending.wait()
+            check(f"all_gather {what}", out, torch.cat(everyones), pending.sent_bytes, (n - 1) * nbytes)
+
+            out = torch.full((n * size,), -99.0, dtype=dtype)
+            own = out[rank * size : (rank + 1) * size]
+            own.copy_(everyones[rank])
+            group.all_gather(out, own).wait()
+            check(f"all_gather in place {what}", out, torch.cat(everyones), 0, 0)
+
+            x = everyones[rank].clone()
+            pending = group.broadcast(x, src=n - 1)
+            pending.wait()
+            check(f"broadcast {what}", x, everyones[n - 1], pending.sent_bytes, nbytes if rank == n - 1 else 0)
+
+            rows = [_values(r, (n * size, 2), dtype) for r in range(n)]
+            wanted = torch.stack(rows).sum(dim=0)[rank * size : (rank + 1) * size]
+            x, out = rows[rank].clone(), torch.full((size, 2), -99.0, dtype=dtype)
+            pending = group.reduce_scatter(out, x)
+            pending.wait()
+            check(f"reduce_scatter {what}", out, wanted, pending.sent_bytes, 2 * (n - 1) * nbytes)
+            own = x[rank * size : (rank + 1) * size]
+            group.reduce_scatter(own, x).wait()
+            check(f"reduce_scatter in place {what}", own, wanted, 0, 0)
+
+            received = torch.empty(size, dtype=dtype)
+            receiving = group.recv(received, (rank - 1) % n, tag=3)
+            pending = group.send(everyones[rank], (rank + 1) % n, tag=3)
+            pending.wait()
+            receiving.wait()
+            check(f"send {what}", received, everyones[rank - 1], pending.sent_bytes, nbytes)
+    group.barrier()
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_collectives_equal_plain_torch(world_size: int) -> None:
+    assert run_ranks(world_size, _check_collectives) == [[]] * world_size
+
+
+def _half_precision_sum() -> float:
+    """1 + 2^-8 + 2^-8 is 1 in bfloat16 when rounded after each addition."""
+    group = _world()
+    x = torch.full((group.size,), 1.0 if group.rank == 0 else 2.0**-8, dtype=torch.bfloat16)
+    out = torch.empty(1, dtype=torch.bfloat16)
+    group.reduce_scatter(out, x).wait()
+    return out.item()
+
+
+def test_reduce_scatter_sums_half_precision_in_fp32() -> None:
+    assert run_ranks(3, _half_precision_sum) == [1 + 2.0**-7] * 3
+
+
+def _loopback_bytes() -> int:
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "lo":
+            return int(numbers.split()[8])
+    raise OSError("no loopback device")
+
+
+MEASURED_ELEMENTS = 1 << 22
+
+
+def _measure() -> dict[str, float]:
+    """Bytes on the loopback device while all ranks do something, as a multiple of what the ranks say they sent."""
+    group = _world()
+    n, rank = group.size, group.rank
+    x = torch.ones(MEASURED_ELEMENTS)
+    share = x.numel() // n
+    own = x[rank * share : (rank + 1) * share]
+    calls: dict[str, Any] = {
+        "idle": None,
+        "all_reduce": lambda: group.all_reduce(x),
+        "reduce_scatter": lambda: group.reduce_scatter(own, x),
+        "all_gather": lambda: group.all_gather(x, own),
+    }
+    measured = {}
+    for name, call in calls.items():
+        group.barrier()
+        before = _loopback_bytes()
+        group.barrier()
+        if call is not None:
+            pending = call()
+            pending.wait()
+            measured[f"{name} claimed"] = float(pending.sent_bytes * n)
+        group.barrier()
+        measured[name] = float(_loopback_bytes() - before)
+        group.barrier()
+    return measured
+
+
+@pytest.mark.skipif(not Path("/proc/net/dev").exists(), reason="needs Linux's counters of network devices")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_reduce_scatter_really_moves_half_of_an_all_reduce(world_size: int) -> None:
+    """gloo's own would move as much. Other traffic on the device only adds, so the best of a few tries counts."""
+    tries = [run_ranks(world_size, _measure)[0] for _ in range(2)]
+    best = {name: min(t[name] for t in tries) for name in tries[0]}
+    assert best["reduce_scatter"] < 0.6 * best["all_reduce"]
+    assert best["all_gather"] < 0.6 * best["all_reduce"]
+    for name in ("all_reduce", "reduce_scatter", "all_gather"):
+        assert 0.95 * best[f"{name} claimed"] < best[name] < 1.15 * best[f"{name} claimed"], name
+
+
+def _check_topology(tp: int, pp: int, dp: int, chunks: int) -> dict[str, Any]:
+    """Every group sums the ranks that it says it has."""
+    topology = build_topology(Layout(tp=tp, pp=pp, dp=dp, chunks=chunks), CPU)
+    seen: dict[str, Any] = {"coordinates": topology.coordinates}
+    groups = {name: getattr(topology, name) for name in ("world", "control", "tp", "dp", "pp", "embedding")}
+    groups |= {"forward": topology.forward_link, "backward": topology.backward_link}
+    for name, group in groups.items():
+        if group is None:
+            continue
+        x = torch.tensor([2.0**topology.rank])
+        group.all_reduce(x).wait()
+        assert group.ranks[group.rank] == topology.rank, name
+        assert x.item() == sum(2.0**r for r in group.ranks), name
+        seen[name] = group.ranks
+    assert topology.mesh is not None
+    seen["mesh"] = tuple(topology.mesh.get_coordinate() or ())
+    return seen
+
+
+def test_groups_of_a_mesh() -> None:
+    layout = Layout(tp=2, pp=2, dp=1, chunks=2)
+    for rank, seen in enumerate(run_ranks(4, _check_topology, 2, 2, 1, 2)):
+        here = layout.coordinates(rank)
+        assert seen["coordinates"] == here
+        assert seen["mesh"] == (here.pp, here.dp, here.tp)
+        assert seen["world"] == seen["control"] == (0, 1, 2, 3)
+        assert seen["tp"] == next(g for g in layout.tp_groups() if rank in g)
+        assert seen["dp"] == (rank,)
+        pipeline = next(g for g in layout.pp_groups() if rank in g)
+        assert seen["pp"] == seen["forward"] == seen["backward"] == seen["embedding"] == pipeline
+    for seen in run_ranks(4, _check_topology, 1, 2, 2, 1):
+        assert len(seen["dp"]) == 2
+        assert seen["tp"] == (seen["world"][seen["mesh"][0] * 2 + seen["mesh"][1]],)
+
+
+def _links() -> list[bool]:
+    """Messages of one pair that go different ways use different process groups."""
+    topology = build_topology(Layout(pp=2, chunks=2), CPU)
+    found = []
+    for link in (topology.forward_link, topology.backward_link):
+        assert isinstance(link, Link)
+        found.append(link.pg is not link.downwards.pg)
+        peer, x, y = 1 - link.rank, torch.full((2,), float(link.rank)), torch.empty(2)
+        receiving = link.recv(y, peer, tag=1)
+        link.send(x, peer, tag=1).wait()
+        receiving.wait()
+        found.append(bool((y == peer).all()))
+    return found
+
+
+def test_the_two_ways_round_a_ring_are_apart() -> None:
+    assert run_ranks(2, _links) == [[True] * 4] * 2
+
+
+def _receive_what_nobody_sends() -> str:
+    """The message of the error on rank 0, over a group that the mesh made."""
+    env = LaunchEnvironment.read()
+    init_process_group(env, "gloo", timeout_minutes=4 / 60)
+    topology = build_topology(Layout(tp=2, dp=2), CPU)
+    assert isinstance(topology.control.pg, dist.ProcessGroup)
+    assert topology.control.pg._get_backend(CPU).options._timeout == timedelta(seconds=4)
+    store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
+    if env.rank == 0:
+        try:
+            topology.tp.recv(torch.empty(1), 1).wait()
+        except CommunicationError as error:
+            return str(error)
+        finally:
+            store.set("done", "yes")
+    else:
+        store.wait(["done"], timedelta(seconds=40))
+    return ""
+
+
+def test_every_group_has_the_timeout_that_the_run_asked_for() -> None:
+    """torch's own default for groups is half an hour; this would run into the helper's limit."""
+    message, *rest = run_ranks(4, _receive_what_nobody_sends, init=False)
+    assert rest == [""] * 3
+    assert message.startswith("receive from rank 1")
+    assert "\n" not in message

@@ -1,0 +1,55 @@
+"""Runs a RoundCompressor on several pretended ranks in one process, round by round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.compression.api import Aggregate, Op, Request, RoundCompressor
+from megatron.compression.state import CompressorState
+
+
+def run_lockstep(
+    compressor: RoundCompressor, xs: Sequence[Tensor], states: Sequence[CompressorState], sharded: bool = False
+) -> list[Aggregate]:
+    """Each rank's aggregate; ``xs`` may be overwritten, as in a run.
+
+    With ``sharded`` a reduce-scatter serves the requests that allow one: elements of other ranks' shares become NaN.
+
+    Raises:
+        AssertionError: when the ranks do not ask for the same things in the same order.
+    """
+    generators = [compressor.rounds(x, state) for x, state in zip(xs, states, strict=True)]
+    results: list[Tensor] | None = None
+    while True:
+        requests: list[Request] = []
+        aggregates: list[Aggregate] = []
+        for rank, generator in enumerate(generators):
+            try:
+                requests.append(next(generator) if results is None else generator.send(results[rank]))
+            except StopIteration as stop:
+                aggregates.append(stop.value)
+        if aggregates:
+            assert not requests, "some ranks ask for a round that others do not"
+            return aggregates
+        assert len({(r.op, r.shard_only, r.tensor.shape, r.tensor.dtype) for r in requests}) == 1
+        assert all(r.tensor.is_contiguous() for r in requests)
+        results = _serve(requests, sharded)
+
+
+def _serve(requests: Sequence[Request], sharded: bool) -> list[Tensor]:
+    tensors = [request.tensor for request in requests]
+    if requests[0].op is Op.GATHER:
+        return [torch.stack(tensors) for _ in tensors]
+    wanted = tensors[0].clone() if requests[0].op is Op.BROADCAST else torch.stack(tensors).sum(dim=0)
+    scatter = sharded and requests[0].op is Op.REDUCE and requests[0].shard_only and wanted.numel() % len(tensors) == 0
+    for rank, x in enumerate(tensors):
+        x.copy_(wanted)
+        if scatter:
+            share = x.numel() // len(tensors)
+            others = torch.ones(x.numel(), dtype=torch.bool)
+            others[rank * share : (rank + 1) * share] = False
+            x.view(-1)[others] = torch.nan
+    return tensors

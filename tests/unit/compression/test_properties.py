@@ -1,0 +1,202 @@
+"""What every registered compressor promises. A new one is picked up by being registered."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.compression.api import Codec, Payload, RoundCompressor
+from megatron.compression.registry import BUILTIN
+from megatron.compression.state import CompressorState
+from tests.support.lockstep import run_lockstep
+
+CODECS = sorted(name for name, entry in BUILTIN.items() if entry.codec is not None)
+ROUNDS = sorted(name for name, entry in BUILTIN.items() if entry.rounds is not None)
+EXACT = frozenset({"none"})
+"""Compressors that lose nothing."""
+
+SHAPES = [(), (0,), (1,), (7,), (3, 0, 2), (5, 3), (4, 1, 9), (2, 3, 4, 5), (257,)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def make_codec(name: str) -> Codec:
+    entry = BUILTIN[name]
+    assert entry.codec is not None
+    return entry.codec(entry.config())
+
+
+def make_rounds(name: str) -> RoundCompressor:
+    entry = BUILTIN[name]
+    assert entry.rounds is not None
+    return entry.rounds(entry.config())
+
+
+def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def contents(state: CompressorState) -> dict[str, Any]:
+    """Everything that a state holds, staged values included, comparable with ``==``."""
+    tensors = {name: state.get(name) for name in state.tensors.keys() | state._staged_tensors.keys()}
+    counters = {name: state.count(name) for name in state.counters.keys() | state._staged_counters.keys()}
+    return {"counters": counters, "tensors": {n: (t.dtype, t.tolist()) for n, t in tensors.items() if t is not None}}
+
+
+def saved_and_loaded(state: CompressorState) -> CompressorState:
+    """Through a file of plain types, as a checkpoint does it."""
+    file = io.BytesIO()
+    torch.save({"tensors": state.tensors, "counters": state.counters}, file)
+    file.seek(0)
+    return CompressorState(**torch.load(file, weights_only=True))
+
+
+def send(codec: Codec, x: Tensor, sender: CompressorState, receiver: CompressorState, key: object) -> Tensor:
+    """One message from one end to the other, through bytes that the receiver allocated."""
+    payload = codec.encode(x, sender, key)
+    arrived = codec.empty_payload(x.shape, x.dtype, x.device)
+    assert (arrived.wire.shape, arrived.wire.dtype) == (payload.wire.shape, payload.wire.dtype)
+    assert payload.wire.is_contiguous()
+    assert arrived.wire.is_contiguous()
+    assert payload.nbytes == arrived.nbytes
+    arrived.wire.copy_(payload.wire)
+    return codec.decode(arrived, x.shape, x.dtype, receiver, key)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", CODECS)
+class TestCodec:
+    def test_round_trip(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        codec, ends = make_codec(name), (CompressorState(), CompressorState())
+        for step in range(3):
+            x = noise(shape, dtype, step % 2)
+            given = x.clone()
+            y = send(codec, x, *ends, ("sample", step % 2))
+            assert (y.shape, y.dtype) == (x.shape, x.dtype)
+            assert torch.equal(x, given), "encode changed its input"
+            assert torch.isfinite(y).all()
+            if name in EXACT:
+                assert torch.equal(y, x)
+            assert contents(ends[0]) == contents(ends[1])
+            for state in ends:
+                state.commit()
+
+    def test_strided_input(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        x = noise((*shape, 2), dtype, 0)[..., 1]
+        y = send(make_codec(name), x, CompressorState(), CompressorState(), 0)
+        dense = send(make_codec(name), x.contiguous(), CompressorState(), CompressorState(), 0)
+        assert torch.equal(y, dense)
+
+    def test_determinism_and_state_across_a_checkpoint(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        """An interrupted run sends the same bytes as one that goes on; a skipped step leaves no trace."""
+        codec = make_codec(name)
+        sender, receiver = CompressorState(), CompressorState()
+        send(codec, noise(shape, dtype, 0), sender, receiver, 0)
+        sender.commit()
+        receiver.commit()
+        resumed = saved_and_loaded(sender), saved_and_loaded(receiver)
+        x = noise(shape, dtype, 1)
+        skipped = send(codec, x, sender, receiver, 0)
+        sender.rollback()
+        receiver.rollback()
+        again = send(codec, x, sender, receiver, 0)
+        other = send(make_codec(name), x, *resumed, 0)
+        assert torch.equal(skipped, again)
+        assert torch.equal(again, other)
+        assert contents(sender) == contents(resumed[0])
+
+    def test_gathered_messages(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        shape = shape or (1,)  # a scalar has no first dimension to concatenate along
+        codec = make_codec(name)
+        xs = [noise(shape, dtype, seed) for seed in range(3)]
+        wires = [codec.encode(x, CompressorState(), None).wire for x in xs]
+        y = codec.decode_gathered(Payload(torch.cat(wires)), 3, xs[0].shape, dtype, CompressorState(), None)
+        singly = [codec.decode(Payload(wire), xs[0].shape, dtype, CompressorState(), None) for wire in wires]
+        assert torch.equal(y, torch.cat(singly))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", ROUNDS)
+class TestRounds:
+    def test_sum(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, sharded: bool) -> None:
+        """All ranks get one sum, and it is the sum of what each says it contributed (residual conservation)."""
+        ranks = 3
+        compressor = make_rounds(name)
+        states = [CompressorState() for _ in range(ranks)]
+        for step in range(3):
+            xs = [noise(shape, dtype, ranks * step + rank) for rank in range(ranks)]
+            inputs = [x.clone() for x in xs]
+            aggregates = run_lockstep(compressor, xs, states, sharded)
+            shares = sharded and xs[0].numel() % ranks == 0
+            total = self._assemble([a.total for a in aggregates], shares)
+            assert (total.shape, total.dtype) == (shape, dtype)
+            locals_ = [x if a.local is None else a.local for x, a in zip(inputs, aggregates, strict=True)]
+            assert all(x.shape == torch.Size(shape) for x in locals_)
+            tolerance = 1e-5 if dtype is torch.float32 else 1e-12
+            torch.testing.assert_close(total, torch.stack(locals_).sum(dim=0), rtol=tolerance, atol=tolerance)
+            if name in EXACT:
+                assert torch.equal(total, torch.stack(inputs).sum(dim=0))
+            for state in states:
+                state.commit()
+
+    @staticmethod
+    def _assemble(totals: list[Tensor], shares: bool) -> Tensor:
+        """The sum, put together from the ranks' shares where each has only its own."""
+        if not shares:
+            assert all(torch.equal(total, totals[0]) for total in totals)
+            return totals[0]
+        parts = [t.reshape(-1).chunk(len(totals))[r] if t.numel() else t.reshape(-1) for r, t in enumerate(totals)]
+        return torch.cat(parts).view(totals[0].shape)
+
+    def test_determinism_and_state_across_a_checkpoint(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, sharded: bool
+    ) -> None:
+        compressor = make_rounds(name)
+        states = [CompressorState() for _ in range(2)]
+        run_lockstep(compressor, [noise(shape, dtype, rank) for rank in range(2)], states)
+        for state in states:
+            state.commit()
+        resumed = [saved_and_loaded(state) for state in states]
+        xs = [noise(shape, dtype, 10 + rank) for rank in range(2)]
+        skipped = run_lockstep(compressor, copy.deepcopy(xs), states)[0].total.clone()
+        for state in states:
+            state.rollback()
+        again = run_lockstep(compressor, copy.deepcopy(xs), states)[0].total.clone()
+        other = run_lockstep(make_rounds(name), copy.deepcopy(xs), resumed)[0].total
+        assert torch.equal(skipped, again)
+        assert torch.equal(again, other)
+        assert [contents(state) for state in states] == [contents(state) for state in resumed]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+class TestNonFinite:
+    @pytest.mark.parametrize("name", CODECS)
+    def test_codecs_do_not_fail_and_exact_ones_hide_nothing(self, name: str, dtype: torch.dtype, bad: float) -> None:
+        x = torch.tensor([1.0, bad, -2.0], dtype=dtype)
+        y = send(make_codec(name), x, CompressorState(), CompressorState(), 0)
+        if name in EXACT:
+            torch.testing.assert_close(y, x, rtol=0, atol=0, equal_nan=True)
+
+    @pytest.mark.parametrize("name", ROUNDS)
+    def test_sums_do_not_fail_and_exact_ones_hide_nothing(self, name: str, dtype: torch.dtype, bad: float) -> None:
+        xs = [torch.tensor([1.0, bad, -2.0], dtype=dtype), torch.ones(3, dtype=dtype)]
+        total = run_lockstep(make_rounds(name), xs, [CompressorState(), CompressorState()])[0].total
+        if name in EXACT:
+            wanted = torch.tensor([2.0, bad, -1.0], dtype=dtype)
+            torch.testing.assert_close(total, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_every_builtin_serves_something_and_has_default_options() -> None:
+    for name, entry in BUILTIN.items():
+        assert entry.codec is not None or entry.rounds is not None, name
+        entry.config()

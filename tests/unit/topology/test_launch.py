@@ -1,0 +1,97 @@
+"""What launchers put into the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from megatron.topology.errors import CommunicationError
+from megatron.topology.launch import LaunchEnvironment, init_process_group, pick_device
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*VARIABLES, *(name for name in os.environ if name.startswith("SLURM_"))]:
+        monkeypatch.delenv(name, raising=False)
+
+
+def _read(
+    monkeypatch: pytest.MonkeyPatch, env: Mapping[str, str], local_rank: int | None = None
+) -> tuple[int, int, int]:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    found = LaunchEnvironment.read(local_rank)
+    return found.rank, found.world_size, found.local_rank
+
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+SRUN = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}
+BATCH_STEP = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "16"}
+
+
+def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _read(monkeypatch, TORCHRUN) == (5, 8, 1)
+
+
+def test_torchrun_inside_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One srun task per node starts torchrun, whose word counts."""
+    assert _read(monkeypatch, {**SRUN, **TORCHRUN}) == (5, 8, 1)
+
+
+def test_srun_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every task is one rank, not a run of its own."""
+    assert _read(monkeypatch, SRUN) == (3, 4, 1)
+
+
+def test_srun_with_an_exported_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _read(monkeypatch, {**SRUN, "WORLD_SIZE": "8"}) == (3, 8, 1)
+
+
+def test_a_batch_script_without_srun_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _read(monkeypatch, BATCH_STEP) == (0, 1, 0)
+
+
+def test_nothing_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _read(monkeypatch, {}) == (0, 1, 0)
+    assert _read(monkeypatch, {"RANK": "3"}) == (0, 1, 0)
+
+
+def test_local_rank_flag_is_below_the_variable_and_above_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _read(monkeypatch, {}, 2) == (0, 1, 2)
+    assert _read(monkeypatch, SRUN, 2)[2] == 2
+    assert _read(monkeypatch, TORCHRUN, 2)[2] == 1
+
+
+def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CommunicationError, match=r"WORLD_SIZE is 'many', not a number"):
+        _read(monkeypatch, {"RANK": "0", "WORLD_SIZE": "many"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node7", "node7"),
+        ("node7,node9", "node7"),
+        ("rack[07-09,12],login", "rack07"),
+        ("a[3]", "a3"),
+        ("a[03,07-09]-ib,b1", "a03-ib"),
+    ],
+)
+def test_a_failed_rendezvous_names_the_address(monkeypatch: pytest.MonkeyPatch, nodes: str, first: str) -> None:
+    """Without MASTER_ADDR the ranks of srun meet at the step's first node."""
+    monkeypatch.setenv("SLURM_STEP_NODELIST", nodes)
+    monkeypatch.setenv("MASTER_PORT", "no-port")
+    env = LaunchEnvironment(rank=1, world_size=2, local_rank=0)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(CommunicationError, match=f"rank 1 of 2 cannot join the process group at {first}:no-port"):
+        init_process_group(env, "gloo", 0.1)
+    monkeypatch.delenv("MASTER_ADDR")
+
+
+def test_gloo_lives_on_the_cpu() -> None:
+    assert pick_device("gloo", 3) == torch.device("cpu")

@@ -1,0 +1,46 @@
+"""Arithmetic of ranks, against numpy's own indexing of a (pp, dp, tp) array."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.topology.layout import Coordinates, Layout
+
+layouts = st.builds(Layout, tp=st.integers(1, 5), pp=st.integers(1, 5), dp=st.integers(1, 5), chunks=st.integers(1, 4))
+
+
+def _grid(layout: Layout) -> np.ndarray:
+    return np.arange(layout.world_size).reshape(layout.pp, layout.dp, layout.tp)
+
+
+@given(layouts)
+def test_tensor_parallel_ranks_are_neighbours_then_data_then_pipeline(layout: Layout) -> None:
+    grid = _grid(layout)
+    for (pp, dp, tp), rank in np.ndenumerate(grid):
+        assert layout.coordinates(int(rank)) == Coordinates(tp=tp, dp=dp, pp=pp)
+        assert layout.rank_of(tp=tp, dp=dp, pp=pp) == rank
+
+
+@given(layouts)
+def test_groups_are_the_lines_of_the_grid(layout: Layout) -> None:
+    grid = _grid(layout)
+    for groups, axis in ((layout.tp_groups(), 2), (layout.dp_groups(), 1), (layout.pp_groups(), 0)):
+        lines = {tuple(line) for line in np.moveaxis(grid, axis, -1).reshape(-1, grid.shape[axis]).tolist()}
+        made = list(groups)
+        assert set(made) == lines
+        assert sorted(rank for group in made for rank in group) == list(range(layout.world_size))
+
+
+@given(layouts)
+def test_embedding_groups_are_the_ends_of_the_pipelines(layout: Layout) -> None:
+    grid = _grid(layout)
+    ends = zip(grid[0].ravel().tolist(), grid[-1].ravel().tolist(), strict=True)
+    assert set(layout.embedding_groups()) == set(ends)
+
+
+@given(layouts)
+def test_virtual_stages_go_round_the_ranks(layout: Layout) -> None:
+    order = [layout.virtual_stage(pp, chunk) for chunk in range(layout.chunks) for pp in range(layout.pp)]
+    assert order == list(range(layout.num_virtual_stages))
