@@ -1,9 +1,10 @@
 """Output projection and cross-entropy over a split vocabulary, in one function.
 
-Works through the tokens in chunks that fit the cache, so the logits of all tokens and their fp32 copies never make
-the round trip through memory that separate operations would. On one rank the gradients are computed along with the
-loss and no logits are kept. On several ranks each keeps its own logits until the log-sum-exp over the whole
-vocabulary is known; one small gather exchanges it.
+Works through the tokens in groups whose logits are worth one large matrix product each, and through a group in
+chunks that stay in the cache between the softmax's passes, where logits turn into their own gradients. So neither
+the logits of all tokens nor fp32 copies of them make the round trip through memory that separate operations would.
+On one rank the gradients are computed along with the loss and no logits are kept. On several ranks each keeps its
+own logits until the log-sum-exp over the whole vocabulary is known; one small gather exchanges it.
 """
 
 from __future__ import annotations
@@ -17,17 +18,30 @@ from megatron.comm.points import Point
 from megatron.comm.tensor import TensorComm
 from megatron.parallel.tensor.embedding import VocabShard
 
-_CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}
-_MIN_CHUNK = 64
+_GROUP_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 28}
+"""Logits of one matrix product: 256 MiB in fp32 on a CPU."""
+
+_CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 28}
+"""Logits that the softmax takes at a time: on a CPU, as many as a core's cache holds in fp32."""
 
 
-def _chunks(num_tokens: int, vocab: int, device: torch.device) -> list[slice]:
-    size = max(_MIN_CHUNK, _CHUNK_ELEMENTS.get(device.type, 1 << 22) // max(vocab, 1))
+def _runs(num_tokens: int, vocab: int, elements: int) -> list[slice]:
+    """Consecutive runs of tokens with about as many logits as asked for."""
+    size = max(16, elements // max(vocab, 1))
     return [slice(first, min(first + size, num_tokens)) for first in range(0, num_tokens, size)]
 
 
-def _upcast(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+def _groups(num_tokens: int, vocab: int, device: torch.device) -> list[slice]:
+    return _runs(num_tokens, vocab, _GROUP_ELEMENTS.get(device.type, 1 << 26))
+
+
+def _chunks(logits_tv: Tensor) -> list[slice]:
+    tokens, vocab = logits_tv.shape
+    return _runs(tokens, vocab, _CHUNK_ELEMENTS.get(logits_tv.device.type, 1 << 20))
+
+
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -89,51 +103,75 @@ def _pad_rows(grad: Tensor, shape: torch.Size) -> Tensor:
     return padded
 
 
+def _to_gradient_(logits_tv: Tensor, wide_tv: Tensor, lse_t: Tensor, label_t: Tensor, scale_t: Tensor) -> None:
+    """Overwrites logits by the gradient of ``sum(scale * (lse - logit of the label))``.
+
+    Args:
+        logits_tv: logits of a chunk, overwritten.
+        wide_tv: the same in the accumulation dtype (the same tensor, or work space), overwritten.
+        lse_t: log-sum-exp over the whole vocabulary.
+        label_t: column of the label; negative where another rank holds it.
+        scale_t: weight of each token.
+    """
+    grad = wide_tv.sub_(lse_t.unsqueeze(1)).exp_()
+    here = (label_t >= 0).to(grad.dtype).unsqueeze(1)
+    grad.scatter_add_(1, label_t.clamp(min=0).unsqueeze(1), -here)
+    grad.mul_(scale_t.unsqueeze(1))
+    if grad.dtype != logits_tv.dtype:
+        logits_tv.copy_(grad)
+
+
 def _fused_forward(
     x_th: Tensor, weight_vh: Tensor, labels_t: Tensor, weights_t: Tensor, with_grad: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Losses of all tokens and, if wanted, the gradients of their weighted sum, on one rank."""
-    accumulate = torch.float64 if x_th.dtype == torch.float64 else torch.float32
+    accumulate = _accumulation_dtype(x_th.dtype)
+    groups = _groups(x_th.shape[0], weight_vh.shape[0], x_th.device)
     losses_t = torch.empty(x_th.shape[0], dtype=accumulate, device=x_th.device)
     grad_x = torch.empty_like(x_th) if with_grad else x_th
     grad_w = torch.zeros(weight_vh.shape, dtype=accumulate, device=x_th.device) if with_grad else weight_vh
-    for part in _chunks(x_th.shape[0], weight_vh.shape[0], x_th.device):
-        logits = x_th[part] @ weight_vh.t()
-        log_p = torch.log_softmax(logits, dim=-1, dtype=accumulate)
-        label = labels_t[part].unsqueeze(1)
-        losses_t[part] = -log_p.gather(1, label).squeeze(1)
-        if not with_grad:
-            continue
-        grad_logits = log_p.exp_()
-        grad_logits.scatter_add_(1, label, grad_logits.new_full(label.shape, -1.0))
-        grad_logits = grad_logits.mul_(weights_t[part].unsqueeze(1)).to(x_th.dtype)
-        torch.mm(grad_logits, weight_vh, out=grad_x[part])
-        if accumulate == x_th.dtype:
-            grad_w.addmm_(grad_logits.t(), x_th[part])
-        else:
-            grad_w.add_(grad_logits.t() @ x_th[part])
+    space = x_th.new_empty((groups[0].stop if groups else 0, weight_vh.shape[0]))
+    for group in groups:
+        logits = torch.mm(x_th[group], weight_vh.t(), out=space[: group.stop - group.start])
+        losses, labels, weights = losses_t[group], labels_t[group], weights_t[group]
+        for part in _chunks(logits):
+            wide = logits[part].to(accumulate)
+            lse = torch.logsumexp(wide, dim=-1)
+            torch.sub(lse, wide.gather(1, labels[part].unsqueeze(1)).squeeze(1), out=losses[part])
+            if with_grad:
+                _to_gradient_(logits[part], wide, lse, labels[part], weights[part])
+        if with_grad:
+            torch.mm(logits, weight_vh, out=grad_x[group])
+            _add_product_(grad_w, logits, x_th[group])
     return losses_t, (grad_x, grad_w.to(weight_vh.dtype))
+
+
+def _add_product_(total_vh: Tensor, grad_tv: Tensor, x_th: Tensor) -> None:
+    """``total += grad^T x``; half-precision factors are accumulated in the total's precision."""
+    if total_vh.dtype == x_th.dtype:
+        total_vh.addmm_(grad_tv.t(), x_th)
+    else:
+        total_vh.add_(grad_tv.t() @ x_th)
 
 
 def _split_forward(
     x_th: Tensor, weight_vh: Tensor, labels_t: Tensor, comm: TensorComm, shard: VocabShard
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """Losses of all tokens from this rank's logits, and what backward needs: logits, lse, local labels."""
-    accumulate = torch.float64 if x_th.dtype == torch.float64 else torch.float32
+    accumulate = _accumulation_dtype(x_th.dtype)
     tokens, rows = x_th.shape[0], weight_vh.shape[0]
-    logits = torch.empty((tokens, rows), dtype=x_th.dtype, device=x_th.device)
     local_t = labels_t - shard.start
     here_t = (local_t >= 0) & (local_t < rows)
     local_t = torch.where(here_t, local_t, -1)
     stats = torch.zeros((2, tokens), dtype=accumulate, device=x_th.device)
+    logits = x_th @ weight_vh.t()
     if rows == 0:
         stats[0] = -torch.inf
     else:
-        for part in _chunks(tokens, rows, x_th.device):
-            torch.mm(x_th[part], weight_vh.t(), out=logits[part])
-            chunk = logits[part].to(accumulate)
-            stats[0, part] = torch.logsumexp(chunk, dim=-1)
-            target = chunk.gather(1, local_t[part].clamp(min=0).unsqueeze(1)).squeeze(1)
+        for part in _chunks(logits):
+            wide = logits[part].to(accumulate)
+            stats[0, part] = torch.logsumexp(wide, dim=-1)
+            target = wide.gather(1, local_t[part].clamp(min=0).unsqueeze(1)).squeeze(1)
             stats[1, part] = target.masked_fill(~here_t[part], 0.0)
     everyones = comm.gather_exact(stats)
     lse_t = torch.logsumexp(everyones[:, 0], dim=0)
@@ -143,19 +181,12 @@ def _split_forward(
 def _split_backward(
     x_th: Tensor, weight: Tensor, logits: Tensor, lse_t: Tensor, local_t: Tensor, scale_t: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """This rank's contributions to the input's gradient, and the gradient of its rows."""
-    rows = logits.shape[1]
-    weight_vh = weight[:rows]
-    grad_x = torch.zeros_like(x_th)
-    grad_w = torch.zeros((rows, x_th.shape[1]), dtype=lse_t.dtype, device=x_th.device)
-    for part in _chunks(x_th.shape[0], rows, x_th.device) if rows else []:
-        grad_logits = logits[part].to(lse_t.dtype).sub_(lse_t[part].unsqueeze(1)).exp_()
-        here = (local_t[part] >= 0).to(lse_t.dtype).unsqueeze(1)
-        grad_logits.scatter_add_(1, local_t[part].clamp(min=0).unsqueeze(1), -here)
-        grad_logits = grad_logits.mul_(scale_t[part].unsqueeze(1)).to(x_th.dtype)
-        torch.mm(grad_logits, weight_vh, out=grad_x[part])
-        grad_w.add_(grad_logits.t() @ x_th[part])
-    return grad_x, grad_w.to(weight.dtype)
+    """This rank's contributions to the input's gradient, and the gradient of its rows; overwrites the logits."""
+    weight_vh = weight[: logits.shape[1]]
+    for part in _chunks(logits) if logits.numel() else []:
+        wide = logits[part].to(lse_t.dtype)
+        _to_gradient_(logits[part], wide, lse_t[part], local_t[part], scale_t[part])
+    return logits @ weight_vh, logits.t() @ x_th
 
 
 def head_loss(
