@@ -87,6 +87,7 @@ class Group:
         self.rank = rank
         self.name = name
         self.backend = backend
+        self._spare: list[Tensor] = []
 
     @property
     def size(self) -> int:
@@ -132,13 +133,24 @@ class Group:
                 sent,
                 lambda: _REDUCE_SCATTER(out, x, group=self.pg, async_op=True),
             )
-        parts = torch.empty_like(x)
+        parts = self._take_spare(x)
         pending = self._start(
             "reduce-scatter", sent, lambda: dist.all_to_all_single(parts, x, group=self.pg, async_op=True)
         )
-        rows = parts.view(self.size, *out.shape)
-        pending.finish = lambda: _sum_into(out, rows)
+
+        def finish() -> None:
+            _sum_into(out, parts.view(self.size, *out.shape))
+            self._spare.append(parts)
+
+        pending.finish = finish
         return pending
+
+    def _take_spare(self, x: Tensor) -> Tensor:
+        """Work space like ``x``, that of an earlier call where one fits: fresh memory costs a fault per page."""
+        for index, spare in enumerate(self._spare):
+            if spare.shape == x.shape and spare.dtype == x.dtype:
+                return self._spare.pop(index)
+        return torch.empty_like(x)
 
     def broadcast(self, x: Tensor, src: int = 0) -> Pending:
         """Overwrites ``x`` by group rank ``src``'s."""
