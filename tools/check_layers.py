@@ -96,7 +96,7 @@ def check_repository(repo: Path) -> list[str]:
 
 
 def _package_of(module: str) -> str:
-    """``megatron.comm.points`` -> ``comm``; the root package itself -> an empty string."""
+    """``megatron.compression.points`` -> ``comm``; the root package itself -> an empty string."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else ""
 

@@ -7,18 +7,21 @@ compute. A message is addressed by its boundary (the number of the earlier of th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megatron.comm.ledger import Ledger
-from megatron.comm.points import Point
 from megatron.comm.policy import CompressionPlan, Position
 from megatron.compression.api import Codec, Payload
+from megatron.compression.identity import IdentityCodec
+from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
 from megatron.topology.group import Group, Pending, num_bytes
+
+_IDENTITY = IdentityCodec()
 
 
 @dataclass
@@ -30,12 +33,10 @@ class _Direction:
     send_to: int
     recv_from: int
     codec: Codec
-    posted: dict[tuple[int, int], tuple[Payload, Pending]]
-    sending: deque[tuple[Payload, Pending]]
-    states: dict[int, CompressorState]
-
-    def state(self, boundary: int) -> CompressorState:
-        return self.states.setdefault(boundary, CompressorState())
+    posted: dict[tuple[int, int], tuple[Payload, Pending]] = field(default_factory=dict)
+    sending: deque[tuple[Payload, Pending]] = field(default_factory=deque)
+    sent: dict[int, CompressorState] = field(default_factory=dict)
+    received: dict[int, CompressorState] = field(default_factory=dict)
 
 
 class PipelineChannel:
@@ -59,42 +60,79 @@ class PipelineChannel:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self.plan = plan
         self.ledger = ledger
         self.shape = shape
         self.dtype = dtype
         self.device = device
+        self._scale = 1.0
         rank, size = forward_link.rank, forward_link.size
         following, previous = (rank + 1) % size, (rank - 1) % size
 
         def direction(point: Point, group: Group, send_to: int, recv_from: int) -> _Direction:
-            return _Direction(point, group, send_to, recv_from, plan.codec(point), {}, deque(), {})
+            return _Direction(point, group, send_to, recv_from, plan.codec(point))
 
         self.forward = direction(Point.PP_FWD, forward_link, following, previous)
         self.backward = direction(Point.PP_BWD, backward_link, previous, following)
 
+    def begin(self, scale: float) -> None:
+        """A step begins, whose gradients carry the loss scale ``scale``."""
+        self._scale = scale
+
+    def states(self) -> Iterator[CompressorState]:
+        """What the codecs remember at this rank's ends of the boundaries."""
+        for way in (self.forward, self.backward):
+            yield from (*way.sent.values(), *way.received.values())
+
+    def _codec(self, way: _Direction, position: Position) -> Codec:
+        """The codec of one message, which both of its ends derive alike."""
+        sender = position.boundary + (way.point is Point.PP_BWD)
+        covered = self.plan.covers(way.point, sender % self.plan.stages)
+        on = covered and self.plan.activation(way.point).on(position.iteration, position.epilogue)
+        return way.codec if on else _IDENTITY
+
+    def _unscaled(self, way: _Direction, codec: Codec) -> tuple[torch.dtype, float]:
+        """What a codec is given: fp32 (or fp64) numbers, and gradients without the loss scale."""
+        if codec.exact:
+            return self.dtype, 1.0
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        return wide, self._scale if way.point is Point.PP_BWD else 1.0
+
     def send(self, way: _Direction, x: Tensor, position: Position, key: Hashable) -> None:
         """Starts sending ``x`` over a boundary."""
-        payload = way.codec.encode(x.detach(), way.state(position.boundary), key)
+        codec = self._codec(way, position)
+        dtype, scale = self._unscaled(way, codec)
+        with self.ledger.encoding(way.point):
+            wide = x.detach().to(dtype)
+            state = way.sent.setdefault(position.boundary, CompressorState())
+            payload = codec.encode(wide if scale == 1.0 else wide / scale, state, key)
         pending = way.group.send(payload.wire, way.send_to, tag=position.boundary)
         self.ledger.sent(way.point, payload.nbytes, num_bytes(x))
         way.sending.append((payload, pending))
         while way.sending and way.sending[0][1].done():
             way.sending.popleft()[1].wait()
 
-    def post(self, way: _Direction, position: Position) -> None:
+    def post(self, way: _Direction, position: Position, key: Hashable) -> None:
         """Starts receiving the message of a position, unless that was done already."""
         slot = (position.boundary, position.micro_batch)
         if slot not in way.posted:
-            payload = way.codec.empty_payload(self.shape, self.dtype, self.device)
+            codec = self._codec(way, position)
+            state = way.received.setdefault(position.boundary, CompressorState())
+            dtype, _ = self._unscaled(way, codec)
+            payload = codec.empty_payload(self.shape, dtype, self.device, state, key)
             way.posted[slot] = (payload, way.group.recv(payload.wire, way.recv_from, tag=position.boundary))
 
     def recv(self, way: _Direction, position: Position, key: Hashable) -> Tensor:
         """Waits for the message of a position and decodes it."""
-        self.post(way, position)
+        self.post(way, position, key)
         payload, pending = way.posted.pop((position.boundary, position.micro_batch))
         with self.ledger.waiting(way.point):
             pending.wait()
-        return way.codec.decode(payload, self.shape, self.dtype, way.state(position.boundary), key)
+        codec = self._codec(way, position)
+        dtype, scale = self._unscaled(way, codec)
+        with self.ledger.encoding(way.point):
+            x = codec.decode(payload, self.shape, dtype, way.received[position.boundary], key)
+            return (x if scale == 1.0 else x * scale).to(self.dtype)
 
     def flush(self, keep: int = 0) -> None:
         """Waits until all but ``keep`` messages of each direction have left."""

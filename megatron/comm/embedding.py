@@ -5,30 +5,52 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron.comm.ledger import Ledger
-from megatron.comm.points import Point
-from megatron.comm.rounds import RoundsInFlight
-from megatron.compression.api import RoundCompressor
+from megatron.comm.policy import CompressionPlan
+from megatron.comm.rounds import Job, RoundsInFlight
+from megatron.compression.identity import IdentityRounds
+from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
 from megatron.topology.group import Group
 
 
 class EmbeddingSync:
-    """Sums the tied embedding's gradient over its two holders, after the data-parallel reduction.
+    """Sums the tied embedding's gradient over its holders.
 
-    The embedding has a bucket of its own on both stages, so with the sharded optimizer both hold the same share
-    of it and only that share is exchanged.
+    Usually these are the two stages, after the data-parallel reduction. The embedding has a bucket of its own on
+    both, so with the sharded optimizer both hold the same share of it and only that share is exchanged. Fused
+    (Optimus-CC, Song et al. 2023, section 5.3) they are the replicas of both stages, in place of that reduction.
+
+    Args:
+        group: the holders that sum, of this tensor-parallel rank.
+        plan: the compressor of ``EMBED_GRAD``.
+        ledger: where the bytes are counted.
     """
 
-    def __init__(self, group: Group, compressor: RoundCompressor, ledger: Ledger) -> None:
+    def __init__(self, group: Group, plan: CompressionPlan, ledger: Ledger) -> None:
         self.group = group
-        self.compressor = compressor
+        self.plan = plan
         self.ledger = ledger
+        self.compressor = plan.rounds(Point.EMBED_GRAD)
         self.state = CompressorState()
 
-    def all_reduce(self, grad: Tensor) -> None:
-        """Sums ``grad`` (flat, contiguous) over the group, in place."""
-        total = (
-            RoundsInFlight(self.compressor, grad, self.state, self.group, self.ledger, Point.EMBED_GRAD).wait().total
-        )
-        if total.data_ptr() != grad.data_ptr():
-            grad.copy_(total)
+    def all_reduce(self, grad: Tensor, shape: tuple[int, ...], iteration: int, scale: float) -> None:
+        """Sums ``grad`` (flat, contiguous; a parameter of ``shape`` and padding) over the group, in place.
+
+        ``scale`` is the loss scale in the gradient, without which it is compressed.
+        """
+        count = 1
+        for size in shape:
+            count *= size
+        whole = count <= grad.numel()
+        on = self.plan.compressed(Point.EMBED_GRAD) and self.plan.activation(Point.EMBED_GRAD).on(iteration)
+        if not on or not whole or not self.compressor.pays(shape):
+            self._sum(Job(IdentityRounds(), grad, CompressorState()), grad)
+            return
+        x = grad[:count].clone().div_(scale).view(1, *shape)
+        self._sum(Job(self.compressor, x, self.state), grad[:count])
+        grad[:count].mul_(scale)
+
+    def _sum(self, job: Job, out: Tensor) -> None:
+        (aggregate,) = RoundsInFlight([job], self.group, self.ledger, Point.EMBED_GRAD).wait()
+        if aggregate.total.data_ptr() != out.data_ptr():
+            out.copy_(aggregate.total.view(-1))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron.comm.ledger import Ledger
-from megatron.comm.points import Point
 from megatron.compression.api import Codec, Payload
+from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
 from megatron.topology.group import Group, Pending, num_bytes
 

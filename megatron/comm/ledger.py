@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
-from megatron.comm.points import Point
+from megatron.compression.points import Point
 
 
 @dataclass
@@ -19,12 +19,14 @@ class Account:
         raw_bytes: bytes this rank would have sent uncompressed.
         wire_bytes: bytes this rank sent, headers included.
         waited_s: seconds that callers were blocked on the point (communication that nothing hid).
+        coded_s: seconds of encoding and decoding.
     """
 
     messages: int = 0
     raw_bytes: int = 0
     wire_bytes: int = 0
     waited_s: float = 0.0
+    coded_s: float = 0.0
 
 
 class Ledger:
@@ -48,6 +50,15 @@ class Ledger:
             yield
         finally:
             self.accounts[point].waited_s += time.perf_counter() - start
+
+    @contextmanager
+    def encoding(self, point: Point) -> Iterator[None]:
+        """Times encoding or decoding."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.accounts[point].coded_s += time.perf_counter() - start
 
     def take(self) -> dict[str, dict[str, float]]:
         """The accounts that saw traffic, by point name; starts new ones."""

@@ -1,13 +1,15 @@
-"""Which compressor serves which traffic: a pure function, so that two ends can never disagree."""
+"""Which compressor serves which traffic: pure functions, so that two ends can never disagree."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron.comm.points import Point
 from megatron.compression.api import Codec, RoundCompressor
-from megatron.compression.registry import Registry
+from megatron.compression.identity import IdentityCodec, IdentityRounds
+from megatron.compression.points import Point
+from megatron.compression.schedule import Activation
+from megatron.compression.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -19,39 +21,52 @@ class Position:
         boundary: number of the boundary between two virtual stages: that of the earlier one.
         micro_batch: number of the micro-batch within the step.
         num_micro_batches: micro-batches of the step.
+        epilogue: sent after the sender's last forward of the step, when nothing is left to hide it.
     """
 
     iteration: int
     boundary: int
     micro_batch: int
     num_micro_batches: int
+    epilogue: bool = False
 
 
 class CompressionPlan:
     """The compressor of each point.
 
     Args:
-        names: compressor by point; a point that is not named sends its traffic as it is.
-        registry: where the names are looked up.
-
-    Raises:
-        KeyError: for an unknown name.
-        ValueError: for a compressor that cannot serve its point.
+        specs: by point; a point that is not named sends its traffic as it is.
+        stage, stages: this rank's pipeline stage, and their number.
     """
 
-    def __init__(self, names: Mapping[Point, str], registry: Registry) -> None:
-        self._entries = {point: registry[names.get(point, "none")] for point in Point}
+    def __init__(self, specs: Mapping[Point, Spec], stage: int = 0, stages: int = 1) -> None:
+        self.specs = dict(specs)
+        self.stage = stage
+        self.stages = stages
+
+    def activation(self, point: Point) -> Activation:
+        """When the point's traffic is compressed."""
+        return self.specs[point].activation if point in self.specs else Activation()
+
+    def compressed(self, point: Point) -> bool:
+        """Whether anything but the identity serves a point."""
+        spec = self.specs.get(point)
+        return spec is not None and spec.entry.rounds is not IdentityRounds
+
+    def covers(self, point: Point, sender_stage: int) -> bool:
+        """Whether what a stage sends is ever compressed."""
+        return self.compressed(point) and self.activation(point).covers_stage(sender_stage, self.stages)
+
+    @property
+    def fused_embedding(self) -> bool:
+        """One embedding collective over the replicas of both stages."""
+        spec = self.specs.get(Point.EMBED_GRAD)
+        return spec is not None and spec.fused
 
     def rounds(self, point: Point) -> RoundCompressor:
         """A new compressor for sums at a point."""
-        entry = self._entries[point]
-        if entry.rounds is None:
-            raise ValueError(f"{point.value} sums over ranks; its compressor only sends from one rank to another")
-        return entry.rounds(entry.config())
+        return self.specs[point].rounds() if point in self.specs else IdentityRounds()
 
     def codec(self, point: Point) -> Codec:
         """A new codec for messages at a point."""
-        entry = self._entries[point]
-        if entry.codec is None:
-            raise ValueError(f"{point.value} sends from rank to rank; its compressor only sums over ranks")
-        return entry.codec(entry.config())
+        return self.specs[point].codec() if point in self.specs else IdentityCodec()

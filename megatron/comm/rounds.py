@@ -1,89 +1,132 @@
-"""Drives one ``RoundCompressor`` over one group: serves its requests and resumes it with the results."""
+"""Steps ``RoundCompressor`` generators over a group."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron.comm.ledger import Ledger
-from megatron.comm.points import Point
-from megatron.compression.api import Aggregate, Op, Request, RoundCompressor
+from megatron.compression.api import Aggregate, Op, Peers, Request, RoundCompressor
+from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
 from megatron.topology.group import Group, Pending, num_bytes
 
 
-class RoundsInFlight:
-    """A sum under way. The first request is communicated at once; ``wait`` drives the rest.
+@dataclass
+class Job:
+    """One tensor to be summed.
 
     Args:
         compressor: the algorithm.
-        x: this rank's contribution, contiguous; overwritten.
-        state: what the algorithm carries between steps.
-        group: who sums.
-        ledger, point: where the bytes are counted.
-        sharded: the caller reads only its own equal share of the (flattened) sum, so a request that allows it
-            is served by a reduce-scatter, whose result lies in place in ``x``.
+        x: this rank's contribution, contiguous; it belongs to the algorithm from now on.
+        state: what the algorithm remembers of this tensor.
+    """
+
+    compressor: RoundCompressor
+    x: Tensor
+    state: CompressorState
+
+
+class RoundsInFlight:
+    """Sums under way, whose requests of one round share a collective.
+
+    The first round starts at construction, so it overlaps with what the caller does next; the others run in ``wait``.
+
+    Args:
+        jobs: the tensors, in the same order on every rank.
+        group: the ranks.
+        ledger, point: where the bytes are counted, and as what.
+        sharded: this rank reads only its own share of the results.
+        raw_bytes: what the exact sums would have sent.
     """
 
     def __init__(
         self,
-        compressor: RoundCompressor,
-        x: Tensor,
-        state: CompressorState,
+        jobs: Sequence[Job],
         group: Group,
         ledger: Ledger,
         point: Point,
         sharded: bool = False,
+        raw_bytes: int | None = None,
     ) -> None:
-        self.group = group
-        self.ledger = ledger
-        self.point = point
-        self.sharded = sharded
-        self._raw_left = self._raw_bytes(x)
-        self._generator: Generator[Request, Tensor, Aggregate] = compressor.rounds(x, state)
-        self._aggregate: Aggregate | None = None
-        self._resume(None)
-
-    def _resume(self, result: Tensor | None) -> None:
-        """Hands the algorithm a result (None: lets it begin) and starts what it asks for next."""
-        try:
-            request = next(self._generator) if result is None else self._generator.send(result)
-        except StopIteration as stop:
-            self._aggregate = stop.value
-        else:
-            self._serve(request)
+        self.group, self.ledger, self.point, self.sharded = group, ledger, point, sharded
+        self._raw_left = sum(self._raw_bytes(job.x) for job in jobs) if raw_bytes is None else raw_bytes
+        peers = Peers(group.rank, group.size)
+        self._generators: list[Generator[Request, Tensor, Aggregate]] = [
+            job.compressor.rounds(job.x, job.state, peers) for job in jobs
+        ]
+        self._aggregates: list[Aggregate | None] = [None] * len(jobs)
+        self._pending: list[tuple[Pending, list[tuple[int, Tensor]]]] = []
+        self._resume(dict.fromkeys(range(len(jobs))))
 
     def _raw_bytes(self, x: Tensor) -> int:
         """Bytes of the exact sum by a ring, which is what a compressor is compared with."""
-        passes = 1 if self.sharded else 2
-        return passes * (self.group.size - 1) * num_bytes(x) // self.group.size
+        steps = 1 if self.sharded else 2
+        return steps * (self.group.size - 1) * num_bytes(x) // self.group.size
 
-    def _serve(self, request: Request) -> None:
-        x = request.tensor
-        shares = request.shard_only and self.sharded and x.numel() % self.group.size == 0
-        if request.op is Op.REDUCE and shares:
-            flat = x.view(-1)
-            share = flat.numel() // self.group.size
-            own = flat[self.group.rank * share : (self.group.rank + 1) * share]
-            self._pending, self._result = self.group.reduce_scatter(own, flat), x
-        elif request.op is Op.REDUCE:
-            self._pending, self._result = self.group.all_reduce(x), x
-        elif request.op is Op.GATHER:
-            gathered = torch.empty((self.group.size, *x.shape), dtype=x.dtype, device=x.device)
-            self._pending, self._result = self.group.all_gather(gathered.view(-1), x.view(-1)), gathered
-        else:
-            self._pending, self._result = self.group.broadcast(x), x
+    def _resume(self, results: dict[int, Tensor | None]) -> None:
+        """Hands each algorithm its result (None: lets it begin) and starts what they ask for next."""
+        requests: dict[int, Request] = {}
+        with self.ledger.encoding(self.point):
+            for index, result in results.items():
+                generator = self._generators[index]
+                try:
+                    requests[index] = next(generator) if result is None else generator.send(result)
+                except StopIteration as stop:
+                    self._aggregates[index] = stop.value
+            self._serve(requests)
+
+    def _serve(self, requests: dict[int, Request]) -> None:
+        """Starts the communication of one round; small reductions share one collective."""
+        kinds: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+        for index, request in requests.items():
+            if request.op is Op.REDUCE and len(requests) > 1:
+                kinds.setdefault(request.tensor.dtype, []).append((index, request.tensor))
+            else:
+                pending, result = self._single(request)
+                self._started(pending, [(index, result)])
+        for members in kinds.values():
+            if len(members) == 1:
+                self._started(self.group.all_reduce(members[0][1]), members)
+                continue
+            flat = torch.cat([tensor.view(-1) for _, tensor in members])
+            parts = flat.split([tensor.numel() for _, tensor in members])
+            views = [(i, part.view(tensor.shape)) for (i, tensor), part in zip(members, parts, strict=True)]
+            self._started(self.group.all_reduce(flat), views)
+
+    def _started(self, pending: Pending, results: list[tuple[int, Tensor]]) -> None:
         if self.group.size > 1:
-            self.ledger.sent(self.point, self._pending.sent_bytes, self._raw_left)
+            self.ledger.sent(self.point, pending.sent_bytes, self._raw_left)
             self._raw_left = 0
+        self._pending.append((pending, results))
 
-    def wait(self) -> Aggregate:
-        """Finishes all rounds and returns the aggregate."""
-        while self._aggregate is None:
-            pending: Pending = self._pending
-            with self.ledger.waiting(self.point):
-                pending.wait()
-            self._resume(self._result)
-        return self._aggregate
+    def _single(self, request: Request) -> tuple[Pending, Tensor]:
+        x, group = request.tensor, self.group
+        if request.op is Op.REDUCE:
+            if request.shard_only and self.sharded and x.numel() % group.size == 0:
+                flat = x.view(-1)
+                share = flat.numel() // group.size
+                return group.reduce_scatter(flat[group.rank * share : (group.rank + 1) * share], flat), x
+            return group.all_reduce(x), x
+        if request.op is Op.GATHER:
+            gathered = torch.empty((group.size, *x.shape), dtype=x.dtype, device=x.device)
+            return group.all_gather(gathered.view(-1), x.view(-1)), gathered
+        if request.op is Op.EXCHANGE:
+            received = torch.empty_like(x)
+            return group.exchange(received, x), received
+        return group.broadcast(x), x
+
+    def wait(self) -> list[Aggregate]:
+        """Runs the remaining rounds; the results are in the order of the jobs."""
+        while self._pending:
+            pending, self._pending = self._pending, []
+            results: dict[int, Tensor | None] = {}
+            for communication, members in pending:
+                with self.ledger.waiting(self.point):
+                    communication.wait()
+                results.update(members)
+            self._resume(dict(sorted(results.items())))
+        return [aggregate for aggregate in self._aggregates if aggregate is not None]

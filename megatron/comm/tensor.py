@@ -15,11 +15,15 @@ from torch import Tensor
 
 from megatron.comm.gather import GatherInFlight
 from megatron.comm.ledger import Ledger
-from megatron.comm.points import Point
-from megatron.comm.rounds import RoundsInFlight
-from megatron.compression.api import Codec, RoundCompressor
+from megatron.comm.policy import CompressionPlan
+from megatron.comm.rounds import Job, RoundsInFlight
+from megatron.compression.identity import IdentityCodec, IdentityRounds
+from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
 from megatron.topology.group import Group
+
+_EXACT_ROUNDS = IdentityRounds()
+_EXACT_CODEC = IdentityCodec()
 
 
 class SumInFlight:
@@ -30,7 +34,7 @@ class SumInFlight:
 
     def wait(self) -> Tensor:
         """The sum, or this rank's part of it along dimension 0."""
-        total = self.x if self.rounds is None else self.rounds.wait().total
+        total = self.x if self.rounds is None else self.rounds.wait()[0].total
         if not self.scatter:
             return total
         return total.chunk(self.group.size, dim=0)[self.group.rank]
@@ -39,11 +43,12 @@ class SumInFlight:
 class TensorComm:
     """The tensor-parallel points of one rank.
 
+    Their compressors keep no state: recomputation runs the forward ones again.
+
     Args:
         group: the tensor-parallel ranks.
         ledger: where the bytes are counted.
-        rounds: the algorithm that sums activations and their gradients.
-        codec: the codec of gathered activations.
+        plan: the compressors of ``TP_FWD`` and ``TP_BWD``, and when they are on.
         sequence_parallel: activations between parallel regions are split along the sequence.
         asynchronous: backward collectives overlap with the weight gradients' products.
     """
@@ -52,17 +57,25 @@ class TensorComm:
         self,
         group: Group,
         ledger: Ledger,
-        rounds: RoundCompressor,
-        codec: Codec,
+        plan: CompressionPlan,
         sequence_parallel: bool = False,
         asynchronous: bool = True,
     ) -> None:
         self.group = group
         self.ledger = ledger
-        self.rounds = rounds
-        self.codec = codec
+        self.plan = plan
         self.sequence_parallel = sequence_parallel and group.size > 1
         self.asynchronous = asynchronous
+        points = (Point.TP_FWD, Point.TP_BWD)
+        self._rounds = {point: plan.rounds(point) for point in points}
+        self._codecs = {point: plan.codec(point) for point in points if self.sequence_parallel}
+        self._on = dict.fromkeys(points, False)
+
+    def begin(self, iteration: int) -> None:
+        """A step begins; -1 stands for an evaluation."""
+        for point in self._on:
+            covered = self.plan.covers(point, self.plan.stage)
+            self._on[point] = covered and self.plan.activation(point).on(iteration)
 
     @property
     def size(self) -> int:
@@ -82,7 +95,9 @@ class TensorComm:
         """
         rounds = None
         if self.group.size > 1:
-            rounds = RoundsInFlight(self.rounds, x, CompressorState(), self.group, self.ledger, point, scatter)
+            compressor = self._rounds[point] if self._on[point] else _EXACT_ROUNDS
+            job = Job(compressor, x, CompressorState())
+            rounds = RoundsInFlight([job], self.group, self.ledger, point, scatter)
         pending = SumInFlight(rounds, x, self.group, scatter)
         if rounds is not None and not self.asynchronous:
             rounds.wait()
@@ -90,7 +105,8 @@ class TensorComm:
 
     def start_gather(self, x: Tensor, point: Point) -> GatherInFlight:
         """Starts concatenating the ranks' ``x`` along dimension 0."""
-        return GatherInFlight(self.codec, x, CompressorState(), None, self.group, self.ledger, point)
+        codec = self._codecs[point] if self._on[point] else _EXACT_CODEC
+        return GatherInFlight(codec, x, CompressorState(), None, self.group, self.ledger, point)
 
     def gather(self, x: Tensor, point: Point) -> Tensor:
         """Concatenates the ranks' ``x`` along dimension 0."""

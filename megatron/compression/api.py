@@ -28,6 +28,8 @@ class Op(enum.Enum):
     """Concatenate the tensors of all ranks along a new first dimension."""
     BROADCAST = "broadcast"
     """Overwrite the tensor by the first rank's."""
+    EXCHANGE = "exchange"
+    """Send row i of the tensor to rank i; the result's rows are what the ranks sent here, in their order."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +62,43 @@ class Aggregate:
     local: Tensor | None
 
 
+@dataclass(frozen=True)
+class Peers:
+    """The group that sums: this rank's place in it, and its size."""
+
+    rank: int
+    size: int
+
+
 class RoundCompressor(ABC):
-    """Approximates the sum of one tensor over a group in one or more rounds."""
+    """Approximates the sum of one tensor over a group in one or more rounds.
+
+    ``stacks`` says what the tensor is. False: anything, flat buckets included. True: k equally shaped parameters in
+    a stack (k, *shape), each compressed on its own; the caller asks ``pays`` which shapes are worth it and sums the
+    others exactly.
+    """
+
+    stacks = False
 
     def __init__(self, config: Any = None) -> None:
         """``config`` is an instance of the registered options class."""
         self.config = config
 
+    def pays(self, shape: tuple[int, ...]) -> bool:
+        """Whether parameters of this shape should be compressed; the others are summed exactly."""
+        return True
+
     @abstractmethod
-    def rounds(self, x: Tensor, state: CompressorState) -> Generator[Request, Tensor, Aggregate]:
+    def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
         """Yields requests, receives their results, and returns the aggregate.
 
-        ``x`` (any shape, contiguous) may be overwritten. Every rank of the group must yield the same sequence of
-        operations and shapes; that is a property of the algorithm, the caller cannot check it.
+        Args:
+            x: contiguous; it belongs to the compressor, which may overwrite or keep it.
+            state: what this tensor's earlier sums left.
+            peers: who sums.
+
+        Every rank of the group must yield the same sequence of operations and shapes; that is a property of the
+        algorithm, the caller cannot check it.
         """
 
 
@@ -89,15 +115,28 @@ class Payload:
 
 
 class Codec(ABC):
-    """Encodes a tensor into one message and back; both ends evolve equal state from equal bytes."""
+    """Encodes a tensor into one message and back; both ends evolve equal state from equal bytes.
+
+    ``exact`` codecs return what they were given; the others are handed gradients without the loss scale, in fp32.
+    """
+
+    exact = False
+
+    shared: tuple[str, ...] = ()
+    """Names of the state that both ends must hold equal; the rest is the sender's own."""
 
     def __init__(self, config: Any = None) -> None:
         """``config`` is an instance of the registered options class."""
         self.config = config
 
     @abstractmethod
-    def empty_payload(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Payload:
-        """A receive buffer for the message of a tensor of this shape and dtype."""
+    def empty_payload(
+        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
+    ) -> Payload:
+        """A receive buffer for the message of a tensor of this shape and dtype.
+
+        Called once for each message, in the order of the messages; ``key`` names the content that will come.
+        """
 
     @abstractmethod
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
@@ -108,6 +147,10 @@ class Codec(ABC):
         self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
     ) -> Tensor:
         """Turns a message back into a tensor of the given shape and dtype."""
+
+    def reconstruct(self, payload: Payload, x: Tensor, state: CompressorState, key: Hashable) -> Tensor:
+        """What the receiver of ``encode``'s message of ``x`` will decode; called by the sender."""
+        return self.decode(payload, x.shape, x.dtype, state, key)
 
     def decode_gathered(
         self,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.compression.api import Aggregate, Codec, Op, Payload, Request, RoundCompressor
+from megatron.compression.api import Aggregate, Codec, Op, Payload, Peers, Request, RoundCompressor
 from megatron.compression.state import CompressorState
 
 
@@ -20,7 +20,7 @@ class IdentityConfig:
 class IdentityRounds(RoundCompressor):
     """An exact sum in one round."""
 
-    def rounds(self, x: Tensor, state: CompressorState) -> Generator[Request, Tensor, Aggregate]:
+    def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
         total = yield Request(x, Op.REDUCE, shard_only=True)
         return Aggregate(total=total, local=None)
 
@@ -28,7 +28,11 @@ class IdentityRounds(RoundCompressor):
 class IdentityCodec(Codec):
     """Sends the tensor as it is."""
 
-    def empty_payload(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Payload:
+    exact = True
+
+    def empty_payload(
+        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
+    ) -> Payload:
         return Payload(torch.empty(shape, dtype=dtype, device=device))
 
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:

@@ -3,25 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from megatron.compression.api import Codec, RoundCompressor
+from megatron.compression.fixpoint import FixpointCodec, FixpointConfig, FixpointRounds
 from megatron.compression.identity import IdentityCodec, IdentityConfig, IdentityRounds
+from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
+from megatron.compression.options import SpecError
+from megatron.compression.points import Point
+from megatron.compression.powersgd import PowerSGD, PowerSGDConfig
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One registered compressor: its options and the contracts that it fulfils (None where it does not)."""
+    """One registered compressor: its options and the contracts that it fulfils (None where it does not).
+
+    Args:
+        config: the options, a frozen dataclass made of ``opt`` fields; its docstring says what the compressor is.
+        codec: for messages and gathers.
+        rounds: for sums.
+        feedback: the residual it has unless ``error-feedback`` says otherwise, by point; "off" where not named.
+        points: where it may serve; None for everywhere that its contracts fit.
+        advice: what to use instead at the other points.
+    """
 
     config: type[Any]
     codec: type[Codec] | None = None
     rounds: type[RoundCompressor] | None = None
+    feedback: Mapping[Point, str] = field(default_factory=dict)
+    points: frozenset[Point] | None = None
+    advice: str = ""
+
+    def check(self, point: Point, name: str) -> None:
+        """Raises SpecError when the compressor cannot serve a point, with the reason and what can."""
+        advice = f"; {self.advice}" if self.advice else ""
+        if self.points is not None and point not in self.points:
+            allowed = ", ".join(sorted(p.value for p in self.points))
+            raise SpecError(f"{name} cannot serve {point.value}, only {allowed}{advice}")
+        if point.sums and self.rounds is None:
+            raise SpecError(f"{point.value} sums over ranks, but {name} only carries messages between two{advice}")
+        if not point.sums and self.codec is None:
+            raise SpecError(f"{point.value} carries messages, but {name} only computes sums over ranks{advice}")
 
 
 class Registry:
-    """Names of compressors. A run builds its own from ``builtin`` and may add to it."""
+    """Names of compressors. A run builds its own from ``BUILTIN`` and may add to it."""
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         self._entries = dict(entries)
@@ -47,7 +75,32 @@ class Registry:
         return self._entries[name]
 
 
+_NONE = Entry(IdentityConfig, codec=IdentityCodec, rounds=IdentityRounds)
+
 BUILTIN: Mapping[str, Entry] = MappingProxyType(
-    {"none": Entry(IdentityConfig, codec=IdentityCodec, rounds=IdentityRounds)}
+    {
+        "none": _NONE,
+        "identity": _NONE,
+        "fixpoint": Entry(
+            FixpointConfig,
+            codec=FixpointCodec,
+            rounds=FixpointRounds,
+            points=frozenset(Point) - {Point.PARAM_GATHER, Point.CONTROL},
+        ),
+        "lowrank": Entry(
+            LowRankConfig,
+            codec=LowRankCodec,
+            feedback={Point.PP_BWD: "lazy"},
+            points=frozenset({Point.PP_FWD, Point.PP_BWD}),
+            advice="for sums use powersgd",
+        ),
+        "powersgd": Entry(
+            PowerSGDConfig,
+            rounds=PowerSGD,
+            feedback={Point.DP_GRAD: "local", Point.EMBED_GRAD: "local"},
+            points=frozenset({Point.DP_GRAD, Point.EMBED_GRAD}),
+            advice="for messages use lowrank",
+        ),
+    }
 )
 """The compressors that come with the package."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 
@@ -13,13 +14,16 @@ class CompressorState:
 
     Writes go to a staging area and become visible to later reads of the same step at once, but are only kept
     when the optimizer step is taken: ``commit`` keeps them, ``rollback`` (a skipped step) forgets them. Staged
-    tensors must be new tensors, not in-place updates of committed ones.
+    tensors must be new tensors, not in-place updates of committed ones. The last tensor that was replaced is kept
+    as work space for the next step (``take_spare``), so that a residual and the sum that becomes the next one take
+    turns in two pieces of memory.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     _staged_tensors: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _staged_counters: dict[str, int] = field(default_factory=dict, repr=False)
+    _spare: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def get(self, name: str) -> Tensor | None:
         """The newest value of a tensor, staged or committed; None when it was never set."""
@@ -39,11 +43,28 @@ class CompressorState:
 
     def commit(self) -> None:
         """Keeps what was staged: the optimizer step was taken."""
+        self._spare.update({name: self.tensors[name] for name in self._staged_tensors if name in self.tensors})
         self.tensors.update(self._staged_tensors)
         self.counters.update(self._staged_counters)
-        self.rollback()
+        self._forget()
 
     def rollback(self) -> None:
         """Forgets what was staged: the optimizer step was skipped."""
+        self._spare.update(self._staged_tensors)
+        self._forget()
+
+    def _forget(self) -> None:
         self._staged_tensors.clear()
         self._staged_counters.clear()
+
+    def take_spare(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Memory of a tensor that is no longer needed, for one of this shape and dtype; None when there is none."""
+        for name, tensor in self._spare.items():
+            if tensor.shape == torch.Size(shape) and tensor.dtype == dtype:
+                return self._spare.pop(name)
+        return None
+
+    @property
+    def empty(self) -> bool:
+        """True when nothing was ever kept."""
+        return not self.tensors and not self.counters

@@ -1,4 +1,4 @@
-"""Checks of data, tokenizer, checkpoint, logging and compression settings."""
+"""Checks of data, tokenizer, checkpoint and logging settings."""
 
 from __future__ import annotations
 
@@ -127,14 +127,3 @@ def notes_on_outputs(config: RunConfig, note: Callable[[str], None]) -> None:
     ]
     if idle:
         note(f"{', '.join(idle)}: no effect without --tensorboard-dir")
-
-
-def check_compression(config: RunConfig) -> None:
-    """Raise UserError naming a compressor that is not available yet."""
-    for spec in config.compression.compress:
-        name = spec.partition("=")[2] or spec
-        compressor = name.partition(",")[0].strip()
-        if compressor.lower() not in ("none", "identity"):
-            raise UserError(
-                f"--compress {spec}: the compressor {compressor!r} is not available yet; use none, or leave it out"
-            )

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from megatron.config.errors import UserError
 from megatron.config.option import option
+
+if TYPE_CHECKING:  # the compressors import torch, which reading flags does without
+    from megatron.compression.points import Point
+    from megatron.compression.spec import Spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +19,29 @@ class CompressionConfig:
 
     compress: list[str] = option(  # noqa: RUF009
         [],
-        "Compress a communication point. Only none (or identity) is available so far.",
+        "Compress a communication point, such as dp-grad=powersgd,rank=32 or pp-forward=fixpoint,bits=4. "
+        "--list-compressors prints all points, compressors and options.",
         repeatable=True,
         metavar="POINT=SPEC",
     )
+    compress_module: list[str] = option(  # noqa: RUF009
+        [],
+        "A Python file whose register(registry) adds compressors.",
+        repeatable=True,
+        metavar="FILE",
+    )
+
+    def specs(self, train_iters: int | None) -> dict[Point, Spec]:
+        """What serves each point.
+
+        Raises:
+            UserError: for a spec that cannot be read or cannot work.
+        """
+        from megatron.compression.options import SpecError
+        from megatron.compression.plugins import build_registry
+        from megatron.compression.spec import read_specs
+
+        try:
+            return read_specs(self.compress, build_registry(self.compress_module), train_iters)
+        except SpecError as error:
+            raise UserError(f"--compress {error}") from error

@@ -54,6 +54,10 @@ class ParsedRun:
         return self.config.resolve(world_size, cuda_available=cuda_available, notes=self.notes)
 
 
+_GENERAL = tuple(map(spell, ("config", "help", "list-compressors")))
+"""Flags that are no part of a configuration."""
+
+
 class FlagParser:
     """Parses flags and `--config` files into instances of the given sections."""
 
@@ -95,7 +99,7 @@ class FlagParser:
                 words.append(word)
                 continue
             name, equals, value = word.partition("=")
-            if spell(name) not in ("config", "help") and self.table.by_flag(name) is None:
+            if spell(name) not in _GENERAL and self.table.by_flag(name) is None:
                 raise UserError(f"unknown flag {name}{self.table.nearest_flag(name)}; --help lists all flags")
             words.append(f"--{spell(name)}{equals}{value}")
         return words
@@ -178,6 +182,13 @@ def _build_argparse(table: FlagTable, prog: str, description: str) -> argparse.A
         default=[],
         help="YAML file with the same names; flags win over it.",
     )
+    general.add_argument(
+        "--list-compressors",
+        "--list_compressors",
+        action=_ListCompressors,
+        nargs=0,
+        help="Print the communication points, the compressors and their options, and exit.",
+    )
     for section, cls in table.sections.items():
         group = parser.add_argument_group(section, _first_line(cls))
         for described in table.fields.values():
@@ -241,6 +252,30 @@ class _Record(argparse.Action):
     ) -> None:
         texts = [] if values is None else [values] if isinstance(values, str) else list(values)
         namespace.events.append((self.target, option_string, texts))
+
+
+class _ListCompressors(argparse.Action):
+    """Prints what --compress can be told, files of --compress-module before it included, and exits."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        from megatron.compression.options import SpecError
+        from megatron.compression.plugins import build_registry
+        from megatron.compression.spec import describe
+
+        files = [
+            text for _, flag, texts in namespace.events if spell(flag) == spell("compress-module") for text in texts
+        ]
+        try:
+            registry = build_registry(files)
+        except SpecError as error:
+            raise UserError(str(error)) from error
+        parser.exit(message=describe(registry) + "\n")
 
 
 class _OneLineErrors(argparse.ArgumentParser):

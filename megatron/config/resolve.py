@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
 
+from megatron.config.check_compression import check_compression
 from megatron.config.check_model import check_model
-from megatron.config.check_outputs import check_compression, check_data, check_outputs, notes_on_outputs
+from megatron.config.check_outputs import check_data, check_outputs, notes_on_outputs
 from megatron.config.check_parallel import check_layout, check_parallel
 from megatron.config.check_training import check_batches, check_length, check_schedules
 from megatron.config.convert import check_fields
@@ -43,7 +44,7 @@ def resolve_run(config: RunConfig, world_size: int, *, cuda_available: bool, not
     check_schedules(config)
     check_data(config)
     check_outputs(config)
-    check_compression(config)
+    check_compression(config, world_size, note)
     notes_on_outputs(config, note)
     return config
 

@@ -13,10 +13,8 @@ from megatron.checkpoint.load import load_tensors, read_tracker
 from megatron.checkpoint.model_state import OPTIMIZER, model_tensors
 from megatron.checkpoint.save import CONFIG
 from megatron.comm.ledger import Ledger
-from megatron.comm.points import Point
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.tensor import TensorComm
-from megatron.compression.registry import BUILTIN, Registry
 from megatron.config.errors import UserError
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
@@ -70,8 +68,8 @@ def load_model(
     chosen = _tokenizer_config(config, tokenizer)
     built = build_tokenizer(chosen)
     topology = single_process(device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    plan = CompressionPlan({}, Registry(BUILTIN))
-    comm = TensorComm(topology.tp, Ledger(), plan.rounds(Point.TP_FWD), plan.codec(Point.TP_FWD))
+    plan = CompressionPlan({})
+    comm = TensorComm(topology.tp, Ledger(), plan)
     (stage,) = build_stages(
         config.model,
         RecomputeConfig(),

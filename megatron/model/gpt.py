@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.comm.points import Point
 from megatron.comm.tensor import TensorComm
+from megatron.compression.points import Point
 from megatron.config.model import ModelConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.model.block import TransformerLayer, hidden_dropout

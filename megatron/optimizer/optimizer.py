@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron.comm.gather import GatherInFlight
 from megatron.comm.ledger import Ledger
-from megatron.comm.points import Point
 from megatron.comm.policy import CompressionPlan
+from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
 from megatron.config.optimizer import OptimizerConfig
 from megatron.optimizer.inner import make_inner, set_hyperparameters, step_inner

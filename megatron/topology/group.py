@@ -145,6 +145,14 @@ class Group:
         pending.finish = finish
         return pending
 
+    def exchange(self, out: Tensor, x: Tensor) -> Pending:
+        """Sends row i of ``x`` (n rows, contiguous) to rank i; row i of ``out`` is what rank i sent here."""
+        if self.size == 1:
+            out.copy_(x)
+            return Pending(None, 0, "nothing")
+        sent = (self.size - 1) * num_bytes(x) // self.size
+        return self._start("all-to-all", sent, lambda: dist.all_to_all_single(out, x, group=self.pg, async_op=True))
+
     def _take_spare(self, x: Tensor) -> Tensor:
         """Work space like ``x``, that of an earlier call where one fits: fresh memory costs a fault per page."""
         for index, spare in enumerate(self._spare):

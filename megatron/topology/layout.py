@@ -70,6 +70,12 @@ class Layout:
             for tp in range(self.tp):
                 yield tuple(self.rank_of(tp=tp, dp=dp, pp=p) for p in range(self.pp))
 
+    def fused_embedding_groups(self) -> Iterator[tuple[int, ...]]:
+        """First and last stages of all pipelines of a tensor-parallel rank: every holder of a tied shard."""
+        for tp in range(self.tp):
+            ends = (0, self.pp - 1)
+            yield tuple(self.rank_of(tp=tp, dp=d, pp=pp) for pp in ends for d in range(self.dp))
+
     def embedding_groups(self) -> Iterator[tuple[int, ...]]:
         """First and last stage of each pipeline: the two holders of a tied embedding shard."""
         for ranks in self.pp_groups():

@@ -28,6 +28,7 @@ class Topology:
         control: all ranks over gloo on the CPU, for small decisions and checkpoints.
         tp, dp, pp: this rank's groups along each dimension.
         embedding: first and last stage of this rank's pipeline, where it is one of them and they differ.
+        fused_embedding: the same stages of all pipelines, on this rank's tensor-parallel coordinate.
         forward_link, backward_link: point-to-point groups of activations and of their gradients.
     """
 
@@ -41,6 +42,7 @@ class Topology:
     dp: Group
     pp: Group
     embedding: Group | None
+    fused_embedding: Group | None
     forward_link: Group
     backward_link: Group
 
@@ -79,6 +81,7 @@ def single_process(device: torch.device | str = "cpu") -> Topology:
         dp=alone("data-parallel"),
         pp=alone("pipeline"),
         embedding=None,
+        fused_embedding=None,
         forward_link=alone("pipeline-forward"),
         backward_link=alone("pipeline-backward"),
     )
@@ -141,6 +144,7 @@ def build_topology(layout: Layout, device: torch.device) -> Topology:
         dp=along("dp", layout.dp_groups(), "data-parallel"),
         pp=pipeline,
         embedding=extra(layout.embedding_groups(), "embedding", backend) if split else None,
+        fused_embedding=extra(layout.fused_embedding_groups(), "embedding replicas", backend) if split else None,
         forward_link=link("pipeline-forward") if split else pipeline,
         backward_link=link("pipeline-backward") if split else pipeline,
     )

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from megatron.comm.channel import PipelineChannel
 from megatron.comm.ledger import Ledger
-from megatron.comm.points import Point
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.tensor import TensorComm
-from megatron.compression.registry import BUILTIN, Registry
+from megatron.compression.state import CompressorState
 from megatron.config.run import RunConfig
 from megatron.model.gpt import GPTStage
 from megatron.model.stages import build_stages, padded_vocab_size
@@ -40,6 +40,8 @@ class Engines:
         sync: makes gradients final.
         pipeline: runs schedules.
         optimizer: None when nothing is trained.
+        channel: messages to the neighbouring stages; None with a single stage.
+        comm: the tensor-parallel points.
         replicas: torch's DistributedDataParallel around the chunk, with ``--DDP-impl torch``.
     """
 
@@ -54,6 +56,30 @@ class Engines:
     pipeline: PipelineEngine
     optimizer: Optimizer
     replicas: TorchReplicas | None
+    channel: PipelineChannel | None
+    comm: TensorComm
+
+    def begin_step(self, iteration: int) -> None:
+        """Tells the communication points which step begins (-1: an evaluation), and its gradients' loss scale."""
+        scale = self.optimizer.loss_scale.scale
+        self.comm.begin(iteration)
+        self.sync.begin(iteration, scale)
+        if self.channel is not None:
+            self.channel.begin(scale)
+
+    def compressor_states(self) -> Iterator[CompressorState]:
+        """What this rank's compressors remember."""
+        yield from self.sync.states()
+        if self.channel is not None:
+            yield from self.channel.states()
+
+    def end_step(self, taken: bool) -> None:
+        """Keeps what the compressors staged, or forgets it when the optimizer skipped the step."""
+        for state in self.compressor_states():
+            if taken:
+                state.commit()
+            else:
+                state.rollback()
 
     @property
     def holds_loss(self) -> bool:
@@ -83,12 +109,12 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int) -> Eng
     layout, device, precision = topology.layout, topology.device, config.precision
     dtype = precision.params_dtype
     ledger = Ledger()
-    plan = CompressionPlan({}, Registry(BUILTIN))
+    specs = config.compression.specs(config.training.train_iters)
+    plan = CompressionPlan(specs, topology.coordinates.pp, layout.pp)
     comm = TensorComm(
         topology.tp,
         ledger,
-        plan.rounds(Point.TP_FWD),
-        plan.codec(Point.TP_FWD),
+        plan,
         sequence_parallel=config.parallel.sequence_parallel,
         asynchronous=config.parallel.async_tensor_model_parallel_allreduce,
     )
@@ -152,4 +178,6 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int) -> Eng
         pipeline=PipelineEngine(layout, topology.coordinates.pp, channel, sync.before_last_backward),
         optimizer=optimizer,
         replicas=replicas,
+        channel=channel,
+        comm=comm,
     )

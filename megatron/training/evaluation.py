@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.comm.points import Point
+from megatron.compression.points import Point
 from megatron.data.loader import MicroBatches
 from megatron.training.assembly import Engines
 from megatron.training.step import evaluation_step, take_batches

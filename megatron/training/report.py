@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron.comm.points import Point
+from megatron.compression.points import Point
 from megatron.config.run import RunConfig
 from megatron.optimizer.optimizer import StepOutcome
 from megatron.topology.group import Group

@@ -119,9 +119,9 @@ def train_step(
     for buffer in engines.buffers:
         buffer.zero_grads()
     programs = [ChunkProgram(stage, batches, config.training.seed, engines) for stage in engines.stages]
-    ops = training_schedule(
-        config.parallel.pipeline_schedule, layout.pp, engines.topology.coordinates.pp, layout.chunks, count
-    )
+    kind = config.parallel.pipeline_schedule
+    schedules = [training_schedule(kind, layout.pp, stage, layout.chunks, count) for stage in range(layout.pp)]
+    engines.begin_step(iteration)
     # Each micro-batch's loss is a mean over its tokens, so this makes the sum over all a mean over the batch.
     loss_grad = torch.tensor(
         engines.optimizer.loss_scale.scale / (count * layout.dp),
@@ -129,12 +129,12 @@ def train_step(
         device=engines.topology.device,
     )
     with timers("forward-backward", level=1):
-        engines.pipeline.run(ops, programs, iteration, count, loss_grad, span=lambda name: timers(name, level=2))
+        engines.pipeline.run(schedules, programs, iteration, count, loss_grad, span=lambda name: timers(name, level=2))
     with timers("grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce", level=1):
         engines.sync.finish()
     reports = engines.holds_loss and engines.topology.tp.rank == 0
     with timers("optimizer", level=1):
-        return engines.optimizer.step(
+        outcome = engines.optimizer.step(
             programs[-1].loss_sum if reports else 0.0,
             programs[-1].tokens if reports else 0.0,
             expected_tokens=count * layout.dp * config.training.micro_batch_size * config.model.seq_length,
@@ -142,6 +142,8 @@ def train_step(
             weight_decay=weight_decay,
             vote=vote,
         )
+    engines.end_step(taken=not outcome.skipped)
+    return outcome
 
 
 @torch.no_grad()
@@ -153,9 +155,11 @@ def evaluation_step(engines: Engines, batches: Sequence[Batch]) -> tuple[float, 
         that do not report (other stages and tensor-parallel ranks).
     """
     layout = engines.topology.layout
+    engines.begin_step(-1)
     programs = [ChunkProgram(stage, batches, None, engines) for stage in engines.stages]
-    ops = forward_only(layout.chunks, layout.pp, len(batches))
-    engines.pipeline.run(ops, programs, -1, len(batches), None)
+    schedules = [forward_only(layout.chunks, layout.pp, len(batches))] * layout.pp
+    engines.pipeline.run(schedules, programs, -1, len(batches), None)
+    engines.end_step(taken=False)
     if engines.holds_loss and engines.topology.tp.rank == 0:
         return programs[-1].loss_sum, programs[-1].tokens
     return 0.0, 0.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.compression.api import Aggregate, Op, Request, RoundCompressor
+from megatron.compression.api import Aggregate, Op, Peers, Request, RoundCompressor
 from megatron.compression.state import CompressorState
 
 
@@ -21,7 +21,10 @@ def run_lockstep(
     Raises:
         AssertionError: when the ranks do not ask for the same things in the same order.
     """
-    generators = [compressor.rounds(x, state) for x, state in zip(xs, states, strict=True)]
+    generators = [
+        compressor.rounds(x, state, Peers(rank, len(xs)))
+        for rank, (x, state) in enumerate(zip(xs, states, strict=True))
+    ]
     results: list[Tensor] | None = None
     while True:
         requests: list[Request] = []
@@ -43,6 +46,8 @@ def _serve(requests: Sequence[Request], sharded: bool) -> list[Tensor]:
     tensors = [request.tensor for request in requests]
     if requests[0].op is Op.GATHER:
         return [torch.stack(tensors) for _ in tensors]
+    if requests[0].op is Op.EXCHANGE:
+        return [torch.stack([x[rank] for x in tensors]) for rank in range(len(tensors))]
     wanted = tensors[0].clone() if requests[0].op is Op.BROADCAST else torch.stack(tensors).sum(dim=0)
     scatter = sharded and requests[0].op is Op.REDUCE and requests[0].shard_only and wanted.numel() % len(tensors) == 0
     for rank, x in enumerate(tensors):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from megatron.comm.embedding import EmbeddingSync
 from megatron.comm.ledger import Ledger
-from megatron.comm.points import Point
 from megatron.comm.policy import CompressionPlan
-from megatron.comm.reducer import GradReducer
+from megatron.comm.reducer import GradBucket, GradReducer, Place
+from megatron.compression.points import Point
+from megatron.compression.state import CompressorState
 from megatron.parallel.data.buffer import Bucket, BucketKind, FlatBuffer
 from megatron.topology.group import Group
 from megatron.topology.topology import Topology
@@ -46,19 +47,33 @@ class GradientSync:
         self.sharded = sharded
         self.overlap = overlap and self.group.size > 1 and reduce
         self.reduce = reduce
+        self.embedding = None
+        fused = plan.fused_embedding and topology.fused_embedding is not None
+        holders = topology.fused_embedding if fused else topology.embedding
+        if holders is not None:
+            self.embedding = EmbeddingSync(holders, plan, ledger)
         self.reducers = [
             GradReducer(
-                [buffer.grads_of(bucket) for bucket in buffer.buckets],
-                self.group,
-                plan.rounds(Point.DP_GRAD),
-                ledger,
-                sharded,
+                [_reduced(buffer, bucket, fused) for bucket in buffer.buckets], self.group, plan, ledger, sharded
             )
             for buffer in buffers
         ]
-        self.embedding = None
-        if topology.embedding is not None:
-            self.embedding = EmbeddingSync(topology.embedding, plan.rounds(Point.EMBED_GRAD), ledger)
+        self._iteration = 0
+        self._scale = 1.0
+
+    def begin(self, iteration: int, scale: float) -> None:
+        """A step begins, whose gradients carry the loss scale ``scale``."""
+        self._iteration, self._scale = iteration, scale
+        for reducer in self.reducers:
+            reducer.begin(iteration, scale)
+
+    def states(self) -> Iterator[CompressorState]:
+        """What the compressors of gradients remember."""
+        for reducer in self.reducers:
+            for units in reducer.units:
+                yield from (unit.state for unit in units)
+        if self.embedding is not None:
+            yield self.embedding.state
 
     def before_last_backward(self, chunk: int) -> None:
         """The coming backward completes the chunk's gradients."""
@@ -83,7 +98,9 @@ class GradientSync:
                 for bucket in buffer.buckets:
                     if bucket.kind is BucketKind.TIED:
                         grads = buffer.grads_of(bucket)
-                        self.embedding.all_reduce(grads[own_share(bucket, self.group, self.sharded)])
+                        own = grads[own_share(bucket, self.group, self.sharded)]
+                        shape = tuple(bucket.slots[0].param.shape)
+                        self.embedding.all_reduce(own, shape, self._iteration, self._scale)
 
     def _sum_partial(self) -> None:
         """Sums the sequence parts' shares of replicated parameters' gradients over tensor-parallel ranks."""
@@ -94,6 +111,14 @@ class GradientSync:
                     self.ledger.sent(Point.TP_BWD, pending.sent_bytes)
                     with self.ledger.waiting(Point.TP_BWD):
                         pending.wait()
+
+
+def _reduced(buffer: FlatBuffer, bucket: Bucket, fused_embedding: bool) -> GradBucket:
+    """A bucket as the reducer sees it."""
+    places = tuple(
+        Place(slot.logical_name, slot.start - bucket.start, tuple(slot.param.shape)) for slot in bucket.slots
+    )
+    return GradBucket(buffer.grads_of(bucket), places, fused_embedding and bucket.kind is BucketKind.TIED)
 
 
 def own_share(bucket: Bucket, group: Group, sharded: bool) -> slice:

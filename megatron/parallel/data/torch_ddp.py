@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron.comm.ledger import Ledger
-from megatron.comm.points import Point
+from megatron.compression.points import Point
 from megatron.topology.group import Group, num_bytes
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.comm.channel import PipelineChannel
 from megatron.comm.policy import Position
-from megatron.parallel.pipeline.schedule import PipelineOp
+from megatron.parallel.pipeline.schedule import PipelineOp, epilogue
 from megatron.topology.layout import Layout
 
 
@@ -62,7 +62,7 @@ class PipelineEngine:
 
     def run(
         self,
-        ops: Sequence[PipelineOp],
+        schedules: Sequence[Sequence[PipelineOp]],
         programs: Sequence[StageProgram],
         iteration: int,
         num_micro_batches: int,
@@ -72,16 +72,17 @@ class PipelineEngine:
         """Runs one step.
 
         Args:
-            ops: this rank's operations in order.
+            schedules: the operations of every pipeline stage, in order.
             programs: one per chunk.
             iteration: training iteration; -1 in evaluation.
             num_micro_batches: micro-batches of the step.
             loss_grad: gradient of each micro-batch's scalar; None when nothing is differentiated.
             span: times forward-compute, forward-recv, forward-send, and the same of backward.
         """
+        ops = schedules[self.stage]
         held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         backwards_left = [sum(not op.forward and op.chunk == c for op in ops) for c in range(self.layout.chunks)]
-        run = _Run(self, iteration, num_micro_batches, programs)
+        run = _Run(self, schedules, iteration, num_micro_batches, programs)
         for op, following in zip(ops, [*ops[1:], None], strict=True):
             run.post(op)
             if following is not None:
@@ -130,6 +131,7 @@ class _Run:
     def __init__(
         self,
         engine: PipelineEngine,
+        schedules: Sequence[Sequence[PipelineOp]],
         iteration: int,
         num_micro_batches: int,
         programs: Sequence[StageProgram],
@@ -140,6 +142,7 @@ class _Run:
         self.iteration = iteration
         self.num_micro_batches = num_micro_batches
         self.programs = programs
+        self.epilogues = [epilogue(ops) for ops in schedules]
 
     def _boundary(self, op: PipelineOp, incoming: bool) -> int | None:
         """The boundary over which an operation's input comes or its output goes; None at the model's ends."""
@@ -148,14 +151,20 @@ class _Run:
         boundary = stage - 1 if before else stage
         return boundary if 0 <= boundary < self.layout.num_virtual_stages - 1 else None
 
-    def _position(self, op: PipelineOp, boundary: int) -> Position:
-        return Position(self.iteration, boundary, op.micro_batch, self.num_micro_batches)
+    def _position(self, op: PipelineOp, boundary: int, incoming: bool) -> Position:
+        late = False
+        if not op.forward:
+            sender = self.layout.virtual_stage(self.stage, op.chunk) + incoming
+            sent = PipelineOp(False, sender // self.layout.pp, op.micro_batch)
+            late = sent in self.epilogues[sender % self.layout.pp]
+        return Position(self.iteration, boundary, op.micro_batch, self.num_micro_batches, late)
 
     def post(self, op: PipelineOp) -> None:
         boundary = self._boundary(op, incoming=True)
         if self.channel is not None and boundary is not None:
             way = self.channel.forward if op.forward else self.channel.backward
-            self.channel.post(way, self._position(op, boundary))
+            key = self.programs[op.chunk].key(op.micro_batch)
+            self.channel.post(way, self._position(op, boundary, incoming=True), key)
 
     def receive(self, op: PipelineOp) -> Tensor | None:
         boundary = self._boundary(op, incoming=True)
@@ -163,12 +172,12 @@ class _Run:
             return None
         way = self.channel.forward if op.forward else self.channel.backward
         key = self.programs[op.chunk].key(op.micro_batch)
-        return self.channel.recv(way, self._position(op, boundary), key)
+        return self.channel.recv(way, self._position(op, boundary, incoming=True), key)
 
     def send(self, op: PipelineOp, x: Tensor) -> None:
         boundary = self._boundary(op, incoming=False)
         if self.channel is not None and boundary is not None:
             way = self.channel.forward if op.forward else self.channel.backward
             key = self.programs[op.chunk].key(op.micro_batch)
-            self.channel.send(way, x, self._position(op, boundary), key)
+            self.channel.send(way, x, self._position(op, boundary, incoming=False), key)
             self.channel.flush(keep=max_sending(self.layout))

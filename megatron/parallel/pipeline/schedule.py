@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -88,3 +89,12 @@ def training_schedule(kind: str, pp: int, stage: int, chunks: int, num_micro_bat
     if kind != "1f1b":
         raise ValueError(f"no pipeline schedule is named {kind!r}; the choices are 1f1b and gpipe")
     return one_f_one_b(pp, stage, num_micro_batches)
+
+
+def epilogue(ops: Sequence[PipelineOp]) -> frozenset[PipelineOp]:
+    """The backwards of a stage after its last forward, whose messages nothing is left to hide.
+
+    With 1F1B these are stage s's last min(M, P - s) of M micro-batches (Optimus-CC, Song et al. 2023, section 5.1).
+    """
+    last = max((place for place, op in enumerate(ops) if op.forward), default=-1)
+    return frozenset(op for op in ops[last + 1 :] if not op.forward)

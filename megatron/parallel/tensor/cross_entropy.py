@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.comm.points import Point
 from megatron.comm.tensor import TensorComm
+from megatron.compression.points import Point
 from megatron.parallel.tensor.embedding import VocabShard
 
 _GROUP_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 28}

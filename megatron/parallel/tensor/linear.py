@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.comm.points import Point
 from megatron.comm.tensor import TensorComm, leave_parallel_region
+from megatron.compression.points import Point
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron.compression.api import Op
+from megatron.compression.api import Op, Peers
 from megatron.compression.identity import IdentityCodec, IdentityRounds
 from megatron.compression.state import CompressorState
 from tests.support.lockstep import run_lockstep
@@ -21,7 +21,7 @@ def test_the_codec_moves_no_memory() -> None:
 
 def test_one_round_that_a_reduce_scatter_may_serve() -> None:
     x = torch.ones(4)
-    request = next(IdentityRounds().rounds(x, CompressorState()))
+    request = next(IdentityRounds().rounds(x, CompressorState(), Peers(0, 2)))
     assert (request.tensor, request.op, request.shard_only) == (x, Op.REDUCE, True)
 
 

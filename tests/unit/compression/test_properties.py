@@ -17,7 +17,7 @@ from tests.support.lockstep import run_lockstep
 
 CODECS = sorted(name for name, entry in BUILTIN.items() if entry.codec is not None)
 ROUNDS = sorted(name for name, entry in BUILTIN.items() if entry.rounds is not None)
-EXACT = frozenset({"none"})
+EXACT = frozenset({"none", "identity"})
 """Compressors that lose nothing."""
 
 SHAPES = [(), (0,), (1,), (7,), (3, 0, 2), (5, 3), (4, 1, 9), (2, 3, 4, 5), (257,)]
@@ -40,6 +40,15 @@ def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def for_rounds(
+    compressor: RoundCompressor, shape: tuple[int, ...], dtype: torch.dtype, seeds: range
+) -> tuple[tuple[int, ...], list[Tensor]]:
+    """One input for each seed, and their shape: stacks of matrices for compressors that take those."""
+    if compressor.stacks and len(shape) < 3:
+        shape = (2, *shape) if len(shape) == 2 else (1, *(shape or (1,)), 1)
+    return shape, [noise(shape, dtype, seed) for seed in seeds]
+
+
 def contents(state: CompressorState) -> dict[str, Any]:
     """Everything that a state holds, staged values included, comparable with ``==``."""
     tensors = {name: state.get(name) for name in state.tensors.keys() | state._staged_tensors.keys()}
@@ -58,7 +67,7 @@ def saved_and_loaded(state: CompressorState) -> CompressorState:
 def send(codec: Codec, x: Tensor, sender: CompressorState, receiver: CompressorState, key: object) -> Tensor:
     """One message from one end to the other, through bytes that the receiver allocated."""
     payload = codec.encode(x, sender, key)
-    arrived = codec.empty_payload(x.shape, x.dtype, x.device)
+    arrived = codec.empty_payload(x.shape, x.dtype, x.device, receiver, key)
     assert (arrived.wire.shape, arrived.wire.dtype) == (payload.wire.shape, payload.wire.dtype)
     assert payload.wire.is_contiguous()
     assert arrived.wire.is_contiguous()
@@ -82,7 +91,8 @@ class TestCodec:
             assert torch.isfinite(y).all()
             if name in EXACT:
                 assert torch.equal(y, x)
-            assert contents(ends[0]) == contents(ends[1])
+            for shared in codec.shared:
+                assert torch.equal(*(state.get(shared) for state in ends))  # type: ignore[arg-type]
             for state in ends:
                 state.commit()
 
@@ -133,7 +143,7 @@ class TestRounds:
         compressor = make_rounds(name)
         states = [CompressorState() for _ in range(ranks)]
         for step in range(3):
-            xs = [noise(shape, dtype, ranks * step + rank) for rank in range(ranks)]
+            shape, xs = for_rounds(compressor, shape, dtype, range(ranks * step, ranks * (step + 1)))
             inputs = [x.clone() for x in xs]
             aggregates = run_lockstep(compressor, xs, states, sharded)
             shares = sharded and xs[0].numel() % ranks == 0
@@ -162,11 +172,11 @@ class TestRounds:
     ) -> None:
         compressor = make_rounds(name)
         states = [CompressorState() for _ in range(2)]
-        run_lockstep(compressor, [noise(shape, dtype, rank) for rank in range(2)], states)
+        run_lockstep(compressor, for_rounds(compressor, shape, dtype, range(2))[1], states)
         for state in states:
             state.commit()
         resumed = [saved_and_loaded(state) for state in states]
-        xs = [noise(shape, dtype, 10 + rank) for rank in range(2)]
+        xs = for_rounds(compressor, shape, dtype, range(10, 12))[1]
         skipped = run_lockstep(compressor, copy.deepcopy(xs), states)[0].total.clone()
         for state in states:
             state.rollback()
@@ -188,9 +198,15 @@ class TestNonFinite:
             torch.testing.assert_close(y, x, rtol=0, atol=0, equal_nan=True)
 
     @pytest.mark.parametrize("name", ROUNDS)
-    def test_sums_do_not_fail_and_exact_ones_hide_nothing(self, name: str, dtype: torch.dtype, bad: float) -> None:
-        xs = [torch.tensor([1.0, bad, -2.0], dtype=dtype), torch.ones(3, dtype=dtype)]
-        total = run_lockstep(make_rounds(name), xs, [CompressorState(), CompressorState()])[0].total
+    def test_sums_do_not_fail_and_hide_nothing(self, name: str, dtype: torch.dtype, bad: float) -> None:
+        """The optimizer skips a step by what it finds in the sums."""
+        if name not in EXACT and dtype.itemsize < 4:
+            dtype = torch.float32  # what lossy sums are given
+        compressor = make_rounds(name)
+        shape = (1, 1, 3) if compressor.stacks else (3,)
+        xs = [torch.tensor([1.0, bad, -2.0], dtype=dtype).view(shape), torch.ones(shape, dtype=dtype)]
+        total = run_lockstep(compressor, xs, [CompressorState(), CompressorState()])[0].total
+        assert not torch.isfinite(total).all()
         if name in EXACT:
             wanted = torch.tensor([2.0, bad, -1.0], dtype=dtype)
             torch.testing.assert_close(total, wanted, rtol=0, atol=0, equal_nan=True)

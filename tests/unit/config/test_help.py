@@ -37,7 +37,7 @@ def test_help_names_every_flag_once_at_the_start_of_a_line(text: str) -> None:
     shown = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
     table = build_run_parser().table
     wanted = [f"--{field.flag}" for field in table.fields.values()] + [f"--{entry.name}" for entry in SHORTCUTS]
-    assert shown == ["--help,", "--config", *wanted]
+    assert shown == ["--help,", "--config", "--list-compressors,", *wanted]
 
 
 def test_help_hides_what_has_no_effect(text: str) -> None:

@@ -202,8 +202,31 @@ BY_ITERATIONS = [
     ("--log-interval 0", 1, ["--log-interval", "at least 1"]),
     ("--timing-log-level 3", 1, ["--timing-log-level", "at most 2"]),
     # Compression
-    ("--compress dp-grad=powersgd,rank=4", 1, ["--compress dp-grad=powersgd,rank=4", "'powersgd'"]),
-    ("--compress none --compress topk", 1, ["--compress topk", "'topk'"]),
+    ("--compress dp-grad=powersdg,rank=4", 2, ["--compress", "'powersdg'", "did you mean powersgd"]),
+    ("--compress dp-grad=powersgd,rnak=4", 2, ["--compress", "'rnak'", "did you mean rank", "warm-start"]),
+    ("--compress dp-grad=powersgd,rank=0", 2, ["--compress", "rank=0", "at least 1"]),
+    ("--compress dp-grad=powersgd,rank=many", 2, ["--compress", "rank=many", "whole number"]),
+    ("--compress powersgd", 2, ["--compress powersgd", "POINT=NAME"]),
+    ("--compress dp-gard=powersgd", 2, ["--compress dp-gard", "did you mean dp-grad"]),
+    ("--compress dp-grad=powersgd --compress dp-grad=none", 2, ["dp-grad", "given twice"]),
+    ("--compress dp-grad=powersgd,rank=2,rank=3", 2, ["rank", "given twice"]),
+    ("--compress dp-grad=powersgd,rank", 2, ["'rank'", "key=value"]),
+    ("--compress dp-grad=lowrank", 2, ["dp-grad", "use powersgd"]),
+    ("--compress pp-forward=powersgd", 2, ["pp-forward", "use lowrank"]),
+    ("--compress pp-forward=fixpoint,bits=9", 2, ["bits=9", "from 1 to 8"]),
+    ("--compress pp-forward=fixpoint,scale=row", 2, ["scale=row", "group, channel, tensor"]),
+    ("--compress pp-forward=fixpoint,when=epilogue", 2, ["when=epilogue", "only pp-backward"]),
+    ("--compress pp-backward=fixpoint,eval=on", 2, ["eval=on", "leave it out"]),
+    ("--compress tp-forward=fixpoint,error-feedback=on", 2, ["error-feedback", "keeps no state"]),
+    ("--compress tp-forward=fixpoint,rounding=stochastic", 2, ["rounding=stochastic", "use rounding=nearest"]),
+    ("--compress dp-grad=powersgd,error-feedback=lazy", 2, ["error-feedback=lazy", "local, aggregate"]),
+    ("--compress dp-grad=powersgd,warmup=1.5", 2, ["warmup=1.5", "fraction"]),
+    ("--compress dp-grad=powersgd,stages=3", 2, ["stages=3", "first:N"]),
+    ("--compress dp-grad=powersgd --DDP-impl torch", 2, ["dp-grad=powersgd", "use --DDP-impl local"]),
+    (f"{PP2} --compress embedding=fused --use-distributed-optimizer", 4, ["embedding=fused", "leave"]),
+    ("--compress param-gather=fixpoint", 2, ["param-gather", "fixpoint"]),
+    ("--compress control=none", 2, ["control", "the points are"]),
+    ("--compress dp-grad=mine --compress-module nowhere.py", 2, ["nowhere.py", "no such file"]),
 ]
 
 BY_SAMPLES = [
@@ -328,6 +351,6 @@ def test_each_accepted_neighbour_resolves(by_iterations: list[str]) -> None:
         ("--DDP-impl torch", 4),
         ("--valid-data-path b --skip-train", 1),
         ("--tokenizer-type NullTokenizer", 1),
-        ("--compress dp-grad=none --compress identity", 1),
+        ("--compress dp-grad=none --compress embedding=identity", 1),
     ):
         parse_args([*by_iterations, *flags.split()]).resolve(world_size)

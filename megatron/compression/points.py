@@ -24,3 +24,23 @@ class Point(enum.Enum):
     """Gathering of parameters that the sharded optimizer updated."""
     CONTROL = "control"
     """Scalars: norms, losses, finite checks. Never compressed."""
+
+    @property
+    def sums(self) -> bool:
+        """True where ranks sum, False where a message or a gather goes from rank to rank."""
+        return self in (Point.DP_GRAD, Point.EMBED_GRAD, Point.TP_FWD, Point.TP_BWD)
+
+    @property
+    def forward(self) -> bool:
+        """True where evaluation has traffic, too."""
+        return self in (Point.PP_FWD, Point.TP_FWD)
+
+    @property
+    def keeps_state(self) -> bool:
+        """False where recomputation would run a compressor again, which must not advance its state."""
+        return self not in (Point.TP_FWD, Point.TP_BWD)
+
+    @property
+    def compressible(self) -> bool:
+        """Whether a compressor may serve it."""
+        return self is not Point.CONTROL

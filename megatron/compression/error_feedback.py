@@ -1,0 +1,83 @@
+"""Error feedback: what a compressor did not send is added to what it is asked to send next.
+
+Seide et al. 2014; Karimireddy et al. 2019. This is the only residual in the code base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Hashable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron.compression.api import Aggregate, Codec, Payload, Peers, Request, RoundCompressor
+from megatron.compression.state import CompressorState
+
+RESIDUAL = "residual"
+
+
+class ErrorFeedback(RoundCompressor):
+    """A ``RoundCompressor`` with a residual: ``x`` becomes ``x + residual``, and keeps what was not sent.
+
+    Args:
+        inner: the compressor; it must leave its input as it is.
+        kind: "local" keeps input - own contribution to the sum. "aggregate" keeps input - sum / n, the definition
+            of PowerSGD's published code (Vogels et al. 2019, algorithm 2), where the ranks' residuals differ by
+            their gradients' differences.
+    """
+
+    def __init__(self, inner: RoundCompressor, kind: Literal["local", "aggregate"] = "local") -> None:
+        super().__init__(inner.config)
+        self.inner = inner
+        self.kind = kind
+        self.stacks = inner.stacks
+
+    def pays(self, shape: tuple[int, ...]) -> bool:
+        return self.inner.pays(shape)
+
+    def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
+        residual = state.get(RESIDUAL)
+        if residual is not None:
+            x.add_(residual)
+        aggregate = yield from self.inner.rounds(x, state, peers)
+        if self.kind == "aggregate":
+            local = aggregate.total / peers.size
+            x.sub_(local)
+        else:
+            assert aggregate.local is not None
+            local = aggregate.local
+            x.sub_(local)
+        state.stage(RESIDUAL, x)
+        return Aggregate(aggregate.total, local)
+
+
+class ErrorFeedbackCodec(Codec):
+    """A ``Codec`` whose sender keeps a residual.
+
+    On the gradients that stages send back this is lazy error propagation (Optimus-CC, Song et al. 2023, section
+    5.2): the error of one micro-batch enters the next compressed one, across iterations.
+    """
+
+    def __init__(self, inner: Codec) -> None:
+        super().__init__(inner.config)
+        self.inner = inner
+        self.exact = inner.exact
+
+    def empty_payload(
+        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
+    ) -> Payload:
+        return self.inner.empty_payload(shape, dtype, device, state, key)
+
+    def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
+        residual = state.get(RESIDUAL)
+        if residual is not None and residual.shape == x.shape:
+            x = x + residual
+        payload = self.inner.encode(x, state, key)
+        state.stage(RESIDUAL, x - self.inner.reconstruct(payload, x, state, key))
+        return payload
+
+    def decode(
+        self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
+    ) -> Tensor:
+        return self.inner.decode(payload, shape, dtype, state, key)

@@ -1,0 +1,47 @@
+"""The matrix algebra that compressors share: orthonormal bases and random starts, for stacks of matrices."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+
+def orthonormalise(x_knr: Tensor) -> Tensor:
+    """Orthonormal bases of the columns of a stack of matrices.
+
+    Householder QR: the result is orthonormal whatever the rank of the input, where Gram-Schmidt divides rounding
+    noise by itself. Equal inputs give equal outputs on equal hardware, so ranks that hold the same sum agree.
+
+    Args:
+        x_knr: k matrices, n >= r. Half precision is computed in fp32.
+
+    Returns:
+        (k, n, r), fp32 or fp64; NaN where the input is not finite.
+    """
+    wide = x_knr if x_knr.dtype == torch.float64 else x_knr.float()
+    bases: Tensor = torch.linalg.qr(wide, mode="reduced").Q
+    return bases
+
+
+def random_bases(k: int, m: int, r: int, seed: int, name: str, like: Tensor) -> Tensor:
+    """Gaussian start matrices (k, m, r), the same on every rank that asks by the same seed and name.
+
+    Args:
+        seed: of the run's compressors.
+        name: what they are for; other names get other matrices.
+        like: gives dtype and device.
+    """
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    start = torch.randn((k, m, r), generator=generator, dtype=torch.float32)
+    return start.to(device=like.device, dtype=like.dtype)
+
+
+def matrix_shape(shape: tuple[int, ...] | torch.Size) -> tuple[int, int]:
+    """Rows and columns of a parameter seen as one matrix: all dimensions but the last are rows."""
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows, shape[-1] if shape else 1

@@ -1,0 +1,104 @@
+"""Options of compressors: frozen dataclasses whose fields describe themselves, read from ``key=value`` words."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
+
+
+class SpecError(ValueError):
+    """A compressor was asked for what cannot be; one line that says what, why, and what works."""
+
+
+def opt(default: Any, help: str, minimum: float | None = None, maximum: float | None = None) -> Any:
+    """A field of an options dataclass.
+
+    Args:
+        default: the value when it is not given; its annotation (int, float, bool, str or a Literal) is its type.
+        help: what it does, in a few words.
+        minimum, maximum: inclusive bounds of a number.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "minimum": minimum, "maximum": maximum})
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionInfo:
+    """One option of a compressor, for messages and lists."""
+
+    name: str
+    kind: str
+    default: Any
+    help: str
+
+
+def spelled(name: str) -> str:
+    """An option's name as users write it."""
+    return name.replace("_", "-")
+
+
+def option_infos(cls: type[Any]) -> list[OptionInfo]:
+    """The options of a class, in order."""
+    hints = typing.get_type_hints(cls)
+    return [
+        OptionInfo(spelled(field.name), _kind(hints[field.name]), field.default, field.metadata.get("help", ""))
+        for field in dataclasses.fields(cls)
+    ]
+
+
+def _kind(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return "|".join(map(str, typing.get_args(hint)))
+    return "on|off" if hint is bool else str(hint.__name__)
+
+
+def read_options(cls: type[T], values: Mapping[str, str], owner: str) -> T:
+    """An instance of an options dataclass.
+
+    Args:
+        cls: the dataclass.
+        values: option name as the user wrote it -> text.
+        owner: named in messages.
+
+    Raises:
+        SpecError: for an unknown option, or a value that is not of its type or out of bounds.
+    """
+    hints = typing.get_type_hints(cls)
+    fields = {spelled(field.name): field for field in dataclasses.fields(typing.cast(Any, cls))}
+    built: dict[str, Any] = {}
+    for name, text in values.items():
+        field = fields.get(spelled(name.strip().lower()))
+        if field is None:
+            known = ", ".join(fields) or "none"
+            raise SpecError(f"{owner} has no option {name!r}; its options are: {known}")
+        built[field.name] = _value(hints[field.name], text.strip(), f"{owner}: {spelled(name)}={text}", field.metadata)
+    return cls(**built)
+
+
+def _value(hint: Any, text: str, where: str, bounds: Mapping[str, Any]) -> Any:
+    if typing.get_origin(hint) is Literal:
+        for choice in typing.get_args(hint):
+            if str(choice).lower() == text.lower():
+                return choice
+        raise SpecError(f"{where}: the choices are {', '.join(map(str, typing.get_args(hint)))}")
+    if hint is bool:
+        if text.lower() in ("on", "true", "yes", "1"):
+            return True
+        if text.lower() in ("off", "false", "no", "0"):
+            return False
+        raise SpecError(f"{where}: write on or off")
+    if hint is str:
+        return text
+    try:
+        value = int(text) if hint is int else float(text)
+    except ValueError:
+        raise SpecError(f"{where}: expected {'a whole number' if hint is int else 'a number'}") from None
+    low, high = bounds.get("minimum"), bounds.get("maximum")
+    if not math.isfinite(value) or (low is not None and value < low) or (high is not None and value > high):
+        span = f"at least {low}" if high is None else f"at most {high}" if low is None else f"from {low} to {high}"
+        raise SpecError(f"{where}: must be {span}")
+    return value

@@ -1,0 +1,57 @@
+"""Compressors from outside the package: entry points of installed packages, and files named on the command line."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from megatron.compression.options import SpecError
+from megatron.compression.registry import BUILTIN, Registry
+
+ENTRY_POINTS = "megatron.compressors"
+"""The group in which an installed package names its ``register(registry)`` functions."""
+
+
+def build_registry(modules: Sequence[str] = ()) -> Registry:
+    """The compressors of a run: the package's own, those of installed packages, and those of files.
+
+    Args:
+        modules: Python files, each with a function ``register(registry)``.
+
+    Raises:
+        SpecError: for a file or an entry point that cannot be used.
+    """
+    registry = Registry(BUILTIN)
+    for found in entry_points(group=ENTRY_POINTS):
+        _register(registry, found.load, f"entry point {found.name}")
+    for name in modules:
+        _register(registry, lambda path=name: _load(path), f"--compress-module {name}")
+    return registry
+
+
+def _register(registry: Registry, load: object, where: str) -> None:
+    assert callable(load)
+    try:
+        load()(registry)
+    except SpecError:
+        raise
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise SpecError(f"{where} cannot be used: {type(error).__name__}: {first}") from error
+
+
+def _load(name: str) -> object:
+    """The ``register`` function of a Python file."""
+    path = Path(name)
+    if not path.is_file():
+        raise SpecError(f"--compress-module {name}: there is no such file")
+    spec = importlib.util.spec_from_file_location(f"megatron_compressor_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise SpecError(f"--compress-module {name}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, "register", None)):
+        raise SpecError(f"--compress-module {name}: it has no function register(registry)")
+    return module.register

@@ -1,0 +1,60 @@
+"""PowerSGD: sums of gradients through two thin factors (Vogels et al. 2019, algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron.compression.api import Aggregate, Peers, Request, RoundCompressor
+from megatron.compression.linalg import matrix_shape, orthonormalise, random_bases
+from megatron.compression.options import opt
+from megatron.compression.state import CompressorState
+
+
+@dataclass(frozen=True)
+class PowerSGDConfig:
+    """Low-rank sums of gradients."""
+
+    rank: int = opt(4, "columns of the factors", minimum=1)
+    warm_start: bool = opt(True, "begin each step at the last step's factor")
+    min_ratio: float = opt(
+        1.0, "shapes whose factors are not smaller than the matrix by more than this are sent as they are", minimum=0
+    )
+    seed: int = opt(714, "of the first factors")
+
+
+class PowerSGD(RoundCompressor):
+    """One power iteration per step.
+
+    For k stacked matrices M (n x m): P = sum of M Q, orthonormalise P, Q = sum of M^T P; the sum is P Q^T and a
+    rank's own contribution P (M^T P)^T. Sends r (n + m) numbers of n m.
+    """
+
+    stacks = True
+    config: PowerSGDConfig
+
+    def pays(self, shape: tuple[int, ...]) -> bool:
+        if len(shape) < 2:
+            return False
+        n, m = matrix_shape(shape)
+        return n * m > self.config.min_ratio * min(n, m, self.config.rank) * (n + m)
+
+    def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
+        n, m = matrix_shape(x.shape[1:])
+        matrices_knm = x.view(x.shape[0], n, m)
+        q_kmr = state.get("q") if self.config.warm_start else None
+        if q_kmr is None:
+            rank = min(n, m, self.config.rank)
+            name = f"{n}x{m}/{state.count('draws')}"
+            q_kmr = random_bases(x.shape[0], m, rank, self.config.seed, name, x)
+            state.stage("draws", state.count("draws") + 1)
+        p_knr = yield Request(matrices_knm @ orthonormalise(q_kmr))
+        p_knr = orthonormalise(p_knr)
+        own_kmr = matrices_knm.transpose(1, 2) @ p_knr
+        q_kmr = yield Request(own_kmr.clone())
+        if self.config.warm_start:
+            state.stage("q", q_kmr)
+        total = (p_knr @ q_kmr.transpose(1, 2)).view(x.shape)
+        return Aggregate(total=total, local=(p_knr @ own_kmr.transpose(1, 2)).view(x.shape))

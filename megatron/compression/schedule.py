@@ -1,0 +1,78 @@
+"""When a compressor is on: pure decisions, which every rank that takes part makes alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.compression.options import SpecError
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Where and when the traffic of a point is compressed; otherwise it goes as it is.
+
+    Args:
+        warmup_iters: iterations that begin uncompressed, counted from the start of the whole run.
+        first_stages, last_stages: only the first or the last pipeline stages compress (by the sender's stage);
+            None leaves no stage out.
+        epilogue: only messages sent back after the sender's last forward, which nothing hides (pipeline backward).
+        evaluation: compress in evaluation, too.
+    """
+
+    warmup_iters: int = 0
+    first_stages: int | None = None
+    last_stages: int | None = None
+    epilogue: bool = False
+    evaluation: bool = False
+
+    def covers_stage(self, stage: int, stages: int) -> bool:
+        """Whether the traffic of a pipeline stage is ever compressed."""
+        if self.first_stages is not None:
+            return stage < self.first_stages
+        return self.last_stages is None or stage >= stages - self.last_stages
+
+    def on(self, iteration: int, in_epilogue: bool = True) -> bool:
+        """Whether to compress now.
+
+        Args:
+            iteration: 0-based; -1 in evaluation.
+            in_epilogue: the message belongs to the pipeline's epilogue.
+        """
+        if iteration < 0:
+            return self.evaluation
+        return iteration >= self.warmup_iters and (in_epilogue or not self.epilogue)
+
+
+def read_stages(text: str) -> tuple[int | None, int | None]:
+    """(first, last) of ``all``, ``first:N`` or ``last:N``.
+
+    Raises:
+        SpecError: for anything else.
+    """
+    which, _, number = text.partition(":")
+    if text == "all":
+        return None, None
+    if which not in ("first", "last") or not number.isdigit():
+        raise SpecError(f"stages={text}: write all, first:N or last:N")
+    return (int(number), None) if which == "first" else (None, int(number))
+
+
+def read_warmup(text: str, train_iters: int | None) -> int:
+    """Iterations of a warm-up given as a number of iterations (``500``) or a fraction of the run (``0.1``).
+
+    Raises:
+        SpecError: when it is neither, or a fraction of a run whose length in iterations is not known.
+    """
+    if text.isdigit():
+        return int(text)
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = -1.0
+    if not 0.0 <= fraction <= 1.0:
+        raise SpecError(f"warmup={text}: write a number of iterations, or a fraction of the run such as 0.1")
+    if train_iters is None:
+        if fraction == 0.0:
+            return 0
+        raise SpecError(f"warmup={text}: a fraction needs --train-iters; write a number of iterations instead")
+    return int(fraction * train_iters)

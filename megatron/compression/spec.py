@@ -1,0 +1,208 @@
+"""``POINT=NAME[,key=value...]``: what compresses one communication point, read and checked."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.compression.api import Codec, RoundCompressor
+from megatron.compression.error_feedback import ErrorFeedback, ErrorFeedbackCodec
+from megatron.compression.options import SpecError, option_infos, read_options, spelled
+from megatron.compression.points import Point
+from megatron.compression.registry import Entry, Registry
+from megatron.compression.schedule import Activation, read_stages, read_warmup
+
+FUSED = "fused"
+"""The embedding's one collective over the replicas of both its stages, in place of two."""
+
+_FEEDBACKS = {True: ("off", "local", "aggregate"), False: ("off", "lazy")}
+"""Kinds of residual of sums and of messages."""
+
+COMMON = {
+    "when": "all or epilogue: which gradients go back compressed (pp-backward)",
+    "stages": "all, first:N or last:N: which pipeline stages compress what they send",
+    "warmup": "iterations, or a fraction of the run, that go uncompressed",
+    "error-feedback": "off; local or aggregate for sums, lazy for messages ('on' is the compressor's usual one)",
+    "eval": "on or off: compress in evaluation (pp-forward, tp-forward)",
+}
+"""Options that every compressor has."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What serves one point.
+
+    Args:
+        point: the point.
+        name: of the compressor.
+        entry: its registration.
+        options: an instance of its options class.
+        activation: where and when it is on.
+        feedback: "off", "local", "aggregate" or "lazy".
+        fused: one embedding collective over the replicas of both stages (``embedding`` only).
+    """
+
+    point: Point
+    name: str
+    entry: Entry
+    options: Any
+    activation: Activation = field(default_factory=Activation)
+    feedback: str = "off"
+    fused: bool = False
+
+    def rounds(self) -> RoundCompressor:
+        """A new compressor of sums."""
+        assert self.entry.rounds is not None
+        inner = self.entry.rounds(self.options)
+        if self.feedback == "off":
+            return inner
+        return ErrorFeedback(inner, "aggregate" if self.feedback == "aggregate" else "local")
+
+    def codec(self) -> Codec:
+        """A new codec of messages."""
+        assert self.entry.codec is not None
+        inner = self.entry.codec(self.options)
+        return inner if self.feedback == "off" else ErrorFeedbackCodec(inner)
+
+
+def read_specs(texts: Sequence[str], registry: Registry, train_iters: int | None) -> dict[Point, Spec]:
+    """The specs of a run, by point.
+
+    Args:
+        texts: one ``POINT=NAME[,key=value...]`` each.
+        registry: the compressors there are.
+        train_iters: length of the run, for warm-ups given as fractions; None when it is counted otherwise.
+
+    Raises:
+        SpecError: for the first that cannot be read or cannot work.
+    """
+    specs: dict[Point, Spec] = {}
+    for text in texts:
+        spec = read_spec(text, registry, train_iters)
+        if spec.point in specs:
+            raise SpecError(f"{text}: {spec.point.value} is given twice; leave one out")
+        specs[spec.point] = spec
+    return specs
+
+
+def read_spec(text: str, registry: Registry, train_iters: int | None) -> Spec:
+    """One spec; see ``read_specs``."""
+    head, *words = [word.strip() for word in text.split(",")]
+    place, equals, name = (part.strip().lower() for part in head.partition("="))
+    if not equals or not name:
+        raise SpecError(f"{text}: write POINT=NAME[,key=value...], such as dp-grad=powersgd,rank=32")
+    point = _point(place)
+    given: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not value.strip():
+            raise SpecError(f"{text}: {word!r} is not key=value")
+        key = spelled(key.strip().lower())
+        if key in given:
+            raise SpecError(f"{text}: {key} is given twice; leave one out")
+        given[key] = value.strip().lower()
+    fused = point is Point.EMBED_GRAD and name == FUSED
+    try:
+        entry = registry["none" if fused else name]
+    except KeyError as error:
+        raise SpecError(f"{text}: {error.args[0]}{_nearest(name, registry.names)}") from None
+    entry.check(point, name)
+    common = {key: given.pop(key) for key in COMMON if key in given}
+    own = [info.name for info in option_infos(entry.config)] + list(COMMON)
+    for key in given:
+        if key not in own:
+            raise SpecError(f"{name} has no option {key!r}{_nearest(key, own)}; its options are: {', '.join(own)}")
+    options = read_options(entry.config, given, name)
+    return Spec(
+        point,
+        name,
+        entry,
+        options,
+        _activation(point, common, train_iters),
+        _feedback(point, entry, name, common.get("error-feedback")),
+        fused,
+    )
+
+
+def _point(place: str) -> Point:
+    choices = {point.value: point for point in Point if point.compressible}
+    if place not in choices:
+        raise SpecError(
+            f"{place}: no such communication point{_nearest(place, list(choices))}; the points are {', '.join(choices)}"
+        )
+    return choices[place]
+
+
+def _activation(point: Point, common: Mapping[str, str], train_iters: int | None) -> Activation:
+    when = common.get("when", "all")
+    if when not in ("all", "epilogue"):
+        raise SpecError(f"when={when}: the choices are all and epilogue")
+    if when == "epilogue" and point is not Point.PP_BWD:
+        raise SpecError(f"when=epilogue: only pp-backward has an epilogue, {point.value} does not; leave it out")
+    evaluation = common.get("eval", "off")
+    if evaluation not in ("on", "off"):
+        raise SpecError(f"eval={evaluation}: write on or off")
+    if evaluation == "on" and not point.forward:
+        raise SpecError(f"eval=on: evaluation sends nothing at {point.value}; leave it out")
+    first, last = read_stages(common.get("stages", "all"))
+    if "stages" in common and point in (Point.EMBED_GRAD,):
+        raise SpecError("stages: the embedding is on the first and the last stage only; leave it out")
+    warmup = read_warmup(common.get("warmup", "0"), train_iters)
+    return Activation(warmup, first, last, when == "epilogue", evaluation == "on")
+
+
+def _feedback(point: Point, entry: Entry, name: str, given: str | None) -> str:
+    usual = entry.feedback.get(point, "off")
+    if given is None:
+        return usual
+    if given == "on":
+        given = usual if usual != "off" else "local" if point.sums else "lazy"
+    kinds = _FEEDBACKS[point.sums]
+    if given not in kinds:
+        raise SpecError(f"error-feedback={given}: the choices at {point.value} are on, {', '.join(kinds)}")
+    if given != "off" and not point.keeps_state:
+        raise SpecError(
+            f"error-feedback={given}: {point.value} keeps no state, since recomputation and evaluation run it again; "
+            "leave it out"
+        )
+    if given != "off" and name in ("none", "identity"):
+        raise SpecError(f"error-feedback={given}: {name} leaves no error; leave it out")
+    return given
+
+
+def _nearest(word: str, choices: list[str]) -> str:
+    found = difflib.get_close_matches(word, choices, n=1)
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
+def describe(registry: Registry) -> str:
+    """Points, compressors, options and defaults, for ``--list-compressors``."""
+    lines = ["--compress POINT=NAME[,key=value...], once for each point", "", "points:"]
+    for point in Point:
+        if point.compressible:
+            names = [name for name in registry.names if _serves(registry[name], point, name)]
+            extra = [FUSED] if point is Point.EMBED_GRAD else []
+            lines.append(f"  {point.value:<14} {', '.join(extra + names)}")
+    lines += ["", "options of every compressor:"]
+    lines += [f"  {key:<16} {text}" for key, text in COMMON.items()]
+    for name in registry.names:
+        entry = registry[name]
+        summary = (entry.config.__doc__ or "").strip().splitlines()[0]
+        lines += ["", f"{name}: {summary}"]
+        for info in option_infos(entry.config):
+            default = ("on" if info.default else "off") if isinstance(info.default, bool) else info.default
+            lines.append(f"  {info.name:<16} {info.kind}, default {default}: {info.help}")
+        usual = [f"{kind} at {point.value}" for point, kind in entry.feedback.items() if kind != "off"]
+        if usual:
+            lines.append(f"  {'error-feedback':<16} default {', '.join(usual)}")
+    return "\n".join(lines)
+
+
+def _serves(entry: Entry, point: Point, name: str) -> bool:
+    try:
+        entry.check(point, name)
+    except SpecError:
+        return False
+    return True

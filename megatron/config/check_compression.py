@@ -1,0 +1,64 @@
+"""Checks of compressors against the layout, the model and the number format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron.compression.points import Point
+from megatron.compression.spec import Spec
+from megatron.config.errors import UserError
+from megatron.config.run import RunConfig
+
+
+def check_compression(config: RunConfig, world_size: int, note: Callable[[str], None]) -> None:
+    """Raises UserError for a compressor that cannot work in this run; notes one that has nothing to do."""
+    for point, spec in config.compression.specs(config.training.train_iters).items():
+        where = f"--compress {point.value}={spec.name}"
+        idle = _nothing_to_do(config, world_size, point)
+        if idle and spec.name not in ("none", "identity"):
+            note(f"{where}: no effect, {idle}")
+        if point is Point.DP_GRAD and config.parallel.ddp_impl == "torch" and spec.name not in ("none", "identity"):
+            raise UserError(f"{where}: --DDP-impl torch reduces gradients itself; use --DDP-impl local")
+        if point is Point.EMBED_GRAD:
+            _check_embedding(config, spec, where)
+        if point in (Point.TP_FWD, Point.TP_BWD):
+            _check_tensor(config, spec, where)
+
+
+def _nothing_to_do(config: RunConfig, world_size: int, point: Point) -> str:
+    """Why a point has no traffic in this run; empty when it has."""
+    parallel = config.parallel
+    if point in (Point.PP_FWD, Point.PP_BWD) and parallel.pipeline_model_parallel_size == 1:
+        return "there is one pipeline stage"
+    if point in (Point.TP_FWD, Point.TP_BWD) and parallel.tensor_model_parallel_size == 1:
+        return "there is one tensor-parallel rank"
+    if point is Point.DP_GRAD and config.data_parallel_size(world_size) == 1:
+        return "there is one replica"
+    if point is Point.EMBED_GRAD and parallel.pipeline_model_parallel_size == 1:
+        return "the embedding is on one pipeline stage only"
+    if point is Point.EMBED_GRAD and config.model.untie_embeddings_and_output_weights:
+        return "the embeddings are not tied"
+    return ""
+
+
+def _check_embedding(config: RunConfig, spec: Spec, where: str) -> None:
+    compressed = spec.fused or spec.name not in ("none", "identity")
+    if compressed and config.parallel.use_distributed_optimizer:
+        raise UserError(
+            f"{where}: with --use-distributed-optimizer the two stages exchange only their shares of the embedding; "
+            "leave the spec or the distributed optimizer out"
+        )
+    if spec.fused and config.parallel.ddp_impl == "torch":
+        raise UserError(f"{where}: --DDP-impl torch reduces the embedding itself; use --DDP-impl local")
+
+
+def _check_tensor(config: RunConfig, spec: Spec, where: str) -> None:
+    if config.parallel.sequence_parallel and spec.entry.codec is None:
+        raise UserError(
+            f"{where}: --sequence-parallel gathers activations, which {spec.name} cannot carry; use fixpoint"
+        )
+    if getattr(spec.options, "rounding", "nearest") == "stochastic":
+        raise UserError(
+            f"{where}: rounding=stochastic needs a count of messages, and tensor-parallel points keep no state; "
+            "use rounding=nearest"
+        )

@@ -1,0 +1,120 @@
+"""Compressors in training runs: lossless ones change nothing, and every rank keeps agreeing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.training.assembly import Engines
+from tests.support.spawn import run_ranks
+from tests.support.tiny import Trace, tiny_engines, tiny_run, tiny_train
+
+Changes = dict[str, dict[str, Any]]
+
+
+def _run(*specs: str, tp: int = 1, pp: int = 1, precision: str = "fp32", **more: Any) -> Changes:
+    return {
+        "parallel": {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, **more},
+        "compression": {"compress": list(specs)},
+        "precision": {} if precision == "fp32" else {precision: True, "initial_loss_scale": 2.0**16},
+    }
+
+
+VIRTUAL: dict[str, Any] = {"num_layers_per_virtual_pipeline_stage": 1}
+OVERLAP: dict[str, Any] = {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}
+FULL_RANK = "rank=1000,min-ratio=0"
+
+LOSSLESS: dict[str, tuple[int, Changes]] = {
+    "identity": (4, _run("dp-grad=identity", "pp-forward=none", "pp-backward=identity", pp=2)),
+    "powersgd, full rank": (4, _run(f"dp-grad=powersgd,{FULL_RANK}", tp=2)),
+    "powersgd, full rank, aggregate residual": (2, _run(f"dp-grad=powersgd,{FULL_RANK},error-feedback=aggregate")),
+    "powersgd, full rank, overlapped": (2, _run(f"dp-grad=powersgd,{FULL_RANK}", **OVERLAP)),
+    "powersgd, full rank, sharded": (2, _run(f"dp-grad=powersgd,{FULL_RANK}", use_distributed_optimizer=True)),
+    "fused embedding": (4, _run("embedding=fused", pp=2)),
+    "fused embedding, tensor-parallel": (8, _run("embedding=fused", pp=2, tp=2)),
+    "fused embedding, one stage": (2, _run("embedding=fused")),
+    "fused embedding, virtual": (4, _run("embedding=fused", pp=2, **VIRTUAL)),
+    "fused embedding and powersgd": (4, _run("embedding=fused", f"dp-grad=powersgd,{FULL_RANK}", pp=2)),
+    "embedding powersgd, full rank": (4, _run(f"embedding=powersgd,{FULL_RANK}", pp=2, tp=2)),
+}
+
+
+@pytest.fixture(scope="module")
+def dense() -> Trace:
+    return tiny_run({"precision": {"fp64": True}}, 6)
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_lossless_settings_give_the_dense_run(name: str, dense: Trace) -> None:
+    ranks, changes = LOSSLESS[name]
+    for trace in run_ranks(ranks, tiny_run, {**changes, "precision": {"fp64": True}}, 6):
+        assert trace.losses == pytest.approx(dense.losses, rel=1e-10)
+        assert trace.grad_norms == pytest.approx(dense.grad_norms, rel=1e-10)
+
+
+LOSSY: dict[str, tuple[int, Changes]] = {
+    "powersgd": (4, _run("dp-grad=powersgd,rank=2", pp=2)),
+    "powersgd bf16 overlapped": (4, _run("dp-grad=powersgd,rank=2", tp=2, precision="bf16", **OVERLAP)),
+    "powersgd fp16 sharded": (2, _run("dp-grad=powersgd,rank=2", precision="fp16", use_distributed_optimizer=True)),
+    "powersgd without state": (2, _run("dp-grad=powersgd,rank=2,warm-start=off,error-feedback=off")),
+    "fixpoint gradients": (4, _run("dp-grad=fixpoint,bits=4,error-feedback=on", pp=2, precision="bf16")),
+    "stochastic gradients": (4, _run("dp-grad=fixpoint,bits=4,rounding=stochastic")),
+    "fixpoint pipeline": (4, _run("pp-forward=fixpoint,bits=8", "pp-backward=fixpoint,bits=8", pp=2, tp=2)),
+    "fixpoint pipeline bf16 virtual": (
+        2,
+        _run("pp-forward=fixpoint,bits=3", "pp-backward=fixpoint,bits=5", pp=2, precision="bf16", **VIRTUAL),
+    ),
+    "fixpoint tensor": (4, _run("tp-forward=fixpoint,bits=8", "tp-backward=fixpoint,bits=8", tp=2)),
+    "fixpoint sequence": (2, _run("tp-forward=fixpoint", "tp-backward=fixpoint", tp=2, sequence_parallel=True)),
+    "lowrank": (2, _run("pp-backward=lowrank,rank=2", pp=2)),
+    "lowrank gpipe": (2, _run("pp-backward=lowrank,rank=2,when=epilogue", pp=2, pipeline_schedule="gpipe")),
+    "lowrank epilogue": (4, _run("pp-backward=lowrank,rank=2,when=epilogue", pp=4)),
+    "lowrank epilogue virtual fp16": (
+        2,
+        _run("pp-backward=lowrank,rank=2,when=epilogue", pp=2, precision="fp16", **VIRTUAL),
+    ),
+    "all three": (
+        8,
+        _run(
+            "pp-backward=lowrank,rank=2,when=epilogue",
+            "pp-forward=fixpoint,bits=8",
+            "dp-grad=powersgd,rank=2,stages=first:1",
+            "embedding=fused",
+            pp=2,
+            tp=2,
+        ),
+    ),
+}
+
+
+def _train_and_compare(changes: Changes, iterations: int) -> tuple[Trace, list[str]]:
+    """A run, and the parameters in which this rank's replica differs from the first one."""
+    engines: Engines = tiny_engines(changes)
+    trace = tiny_train(engines, iterations)
+    wrong = []
+    for stage in engines.stages:
+        for name, param in stage.named_parameters():
+            first = param.detach().clone()
+            engines.topology.dp.broadcast(first).wait()
+            if not torch.equal(first, param):
+                wrong.append(name)
+    embedding = engines.topology.embedding
+    for stage in engines.stages:
+        if embedding is not None and (stage.part.first or stage.part.last):
+            first = stage.output_weight.detach().clone()
+            embedding.broadcast(first).wait()
+            if not torch.equal(first, stage.output_weight):
+                wrong.append("tied embedding")
+    return trace, wrong
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_replicas_agree_and_the_loss_falls(name: str) -> None:
+    ranks, changes = LOSSY[name]
+    results = run_ranks(ranks, _train_and_compare, changes, 20)
+    assert [wrong for _, wrong in results] == [[]] * ranks
+    losses = results[-1][0].losses
+    assert losses[-1] < losses[0] - 0.1  # without compression it falls by 0.59
+    assert all(trace.losses == losses for trace, _ in results)

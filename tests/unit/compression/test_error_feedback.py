@@ -1,0 +1,136 @@
+"""Residuals: nothing is lost, and lazy error propagation is what the formulas say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback, ErrorFeedbackCodec
+from megatron.compression.fixpoint import FixpointConfig, FixpointRounds
+from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
+from megatron.compression.powersgd import PowerSGD, PowerSGDConfig
+from megatron.compression.state import CompressorState
+from tests.support.lockstep import run_lockstep
+
+ALGORITHMS = {
+    "powersgd": lambda: PowerSGD(PowerSGDConfig(rank=2)),
+    "powersgd, cold": lambda: PowerSGD(PowerSGDConfig(rank=1, warm_start=False)),
+    "fixpoint": lambda: FixpointRounds(FixpointConfig(bits=2, group=8)),
+    "fixpoint, 1 bit": lambda: FixpointRounds(FixpointConfig(bits=1, group=8)),
+    "fixpoint, stochastic": lambda: FixpointRounds(FixpointConfig(bits=3, group=8, rounding="stochastic")),
+}
+
+
+def _noise(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", ["local", "aggregate"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_what_was_sent_and_the_residuals_are_what_was_meant(name: str, kind: str) -> None:
+    """Over 100 steps, a tenth of them skipped: sum of sums + residuals = sum of the inputs of the taken steps."""
+    ranks = 3
+    compressor = ErrorFeedback(ALGORITHMS[name](), kind)  # type: ignore[arg-type]
+    generator = np.random.default_rng(3)
+    shape = (2, int(generator.integers(3, 9)), int(generator.integers(3, 9)))
+    states = [CompressorState() for _ in range(ranks)]
+    meant, sent = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+    for step in range(100):
+        xs = [_noise(shape, 1000 * step + rank) for rank in range(ranks)]
+        inputs = torch.stack(xs).sum(dim=0)
+        total = run_lockstep(compressor, [x.clone() for x in xs], states)[0].total
+        taken = step % 10 != 7
+        for state in states:
+            state.commit() if taken else state.rollback()
+        if taken:
+            meant += inputs
+            sent += total
+        left = torch.stack([state.tensors[RESIDUAL] for state in states]).sum(dim=0)
+        torch.testing.assert_close(sent + left, meant, rtol=0, atol=1e-10)
+        assert left.norm() > 0
+
+
+def test_the_residual_stays_bounded() -> None:
+    """The error of a compressor that makes progress does not pile up."""
+    compressor = ErrorFeedback(PowerSGD(PowerSGDConfig(rank=2)))
+    states = [CompressorState(), CompressorState()]
+    norms = []
+    for step in range(100):
+        run_lockstep(compressor, [_noise((1, 8, 6), 2 * step + rank) for rank in range(2)], states)
+        for state in states:
+            state.commit()
+        norms.append(float(states[0].tensors[RESIDUAL].norm()))
+    assert max(norms[50:]) < 3 * max(norms[:50])
+
+
+def _orthonormal(x: np.ndarray) -> np.ndarray:
+    return np.linalg.qr(x)[0]
+
+
+@pytest.mark.parametrize("warm_start", [True, False])
+def test_lazy_error_propagation_against_a_plain_loop(warm_start: bool) -> None:
+    """M <- M + e; P = orth(M orth(Q)); Q = M^T P; e <- M - P Q^T, carried over 20 messages, in fp64."""
+    n, m, rank = 12, 7, 2
+    codec = ErrorFeedbackCodec(LowRankCodec(LowRankConfig(rank=rank, warm_start=warm_start)))
+    sender, receiver = CompressorState(), CompressorState()
+    error = np.zeros((n, m))
+    q = None
+    for message in range(20):
+        x = _noise((n, m), message).view(4, 3, m)
+        payload = codec.encode(x, sender, message)
+        got = codec.decode(payload, x.shape, x.dtype, receiver, message)
+        if q is None or not warm_start:
+            first = LowRankCodec(LowRankConfig(rank=rank)).encode(x, state := CompressorState(), 0)
+            assert first.nbytes == payload.nbytes == rank * (n + m) * 8
+            q = _first_q(m, rank, n)
+            assert state.get("q") is not None
+        matrix = x.reshape(n, m).numpy() + error
+        p = _orthonormal(matrix @ _orthonormal(q))
+        q = matrix.T @ p
+        wanted = p @ q.T
+        error = matrix - wanted
+        np.testing.assert_allclose(got.reshape(n, m).numpy(), wanted, atol=1e-12)
+        residual = sender.get(RESIDUAL)
+        assert residual is not None
+        np.testing.assert_allclose(residual.reshape(n, m).numpy(), error, atol=1e-12)
+        sender.commit()
+    assert receiver.empty
+
+
+def _first_q(m: int, rank: int, n: int) -> np.ndarray:
+    from megatron.compression.linalg import random_bases
+
+    start: np.ndarray = random_bases(1, m, rank, 714, f"{n}x{m}", torch.zeros(1, dtype=torch.float64))[0].numpy()
+    return start
+
+
+def test_a_rank_deficient_or_empty_matrix_is_sent_exactly() -> None:
+    """Gram-Schmidt divides rounding noise by itself there, and returns columns that are not orthogonal."""
+    codec = LowRankCodec(LowRankConfig(rank=4))
+    for x in (torch.zeros(20, 16), torch.outer(_noise((20,), 0), _noise((16,), 1)).float()):
+        state = CompressorState()
+        for message in range(3):
+            y = codec.decode(codec.encode(x, state, message), x.shape, x.dtype, state, message)
+            torch.testing.assert_close(y, x, rtol=1e-5, atol=1e-6)
+            q = state.get("q")
+            assert q is not None
+            assert torch.isfinite(q).all()
+
+
+def test_a_skipped_step_leaves_no_inf_behind() -> None:
+    """An overflow of fp16 poisons neither the residual nor the factors."""
+    compressor = ErrorFeedback(PowerSGD(PowerSGDConfig(rank=2)))
+    states = [CompressorState(), CompressorState()]
+    for step in range(6):
+        xs = [_noise((1, 8, 6), 2 * step + rank) for rank in range(2)]
+        if step == 3:
+            xs[1][0, 2, 2] = torch.inf
+        total = run_lockstep(compressor, xs, states)[0].total
+        finite = bool(torch.isfinite(total).all())
+        assert finite == (step != 3)
+        for state in states:
+            state.commit() if finite else state.rollback()
+    for state in states:
+        assert all(torch.isfinite(tensor).all() for tensor in state.tensors.values())
