@@ -140,6 +140,16 @@ def load_per_rank(root: str | Path, iteration: Iteration, rank: int) -> dict[str
     return value
 
 
+def saved_shapes(root: str | Path, iteration: Iteration, prefix: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Global shapes and types of the tensors of a checkpoint whose names begin with ``prefix``.
+
+    Raises:
+        UserError: when the checkpoint is missing or damaged.
+    """
+    tensors = _open(Path(root), iteration)[1].tensors
+    return {n: (tuple(t.size), t.properties.dtype) for n, t in tensors.items() if n.startswith(prefix)}
+
+
 def saved_world_size(root: str | Path, iteration: Iteration) -> int:
     """The number of ranks that wrote a checkpoint.
 

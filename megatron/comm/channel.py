@@ -25,7 +25,7 @@ _IDENTITY = IdentityCodec()
 
 
 @dataclass
-class _Direction:
+class Direction:
     """One way along the pipeline: who is sent to, who is received from, and what encodes the messages."""
 
     point: Point
@@ -69,8 +69,8 @@ class PipelineChannel:
         rank, size = forward_link.rank, forward_link.size
         following, previous = (rank + 1) % size, (rank - 1) % size
 
-        def direction(point: Point, group: Group, send_to: int, recv_from: int) -> _Direction:
-            return _Direction(point, group, send_to, recv_from, plan.codec(point))
+        def direction(point: Point, group: Group, send_to: int, recv_from: int) -> Direction:
+            return Direction(point, group, send_to, recv_from, plan.codec(point))
 
         self.forward = direction(Point.PP_FWD, forward_link, following, previous)
         self.backward = direction(Point.PP_BWD, backward_link, previous, following)
@@ -84,21 +84,21 @@ class PipelineChannel:
         for way in (self.forward, self.backward):
             yield from (*way.sent.values(), *way.received.values())
 
-    def _codec(self, way: _Direction, position: Position) -> Codec:
+    def _codec(self, way: Direction, position: Position) -> Codec:
         """The codec of one message, which both of its ends derive alike."""
         sender = position.boundary + (way.point is Point.PP_BWD)
         covered = self.plan.covers(way.point, sender % self.plan.stages)
         on = covered and self.plan.activation(way.point).on(position.iteration, position.epilogue)
         return way.codec if on else _IDENTITY
 
-    def _unscaled(self, way: _Direction, codec: Codec) -> tuple[torch.dtype, float]:
+    def _unscaled(self, way: Direction, codec: Codec) -> tuple[torch.dtype, float]:
         """What a codec is given: fp32 (or fp64) numbers, and gradients without the loss scale."""
         if codec.exact:
             return self.dtype, 1.0
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         return wide, self._scale if way.point is Point.PP_BWD else 1.0
 
-    def send(self, way: _Direction, x: Tensor, position: Position, key: Hashable) -> None:
+    def send(self, way: Direction, x: Tensor, position: Position, key: Hashable) -> None:
         """Starts sending ``x`` over a boundary."""
         codec = self._codec(way, position)
         dtype, scale = self._unscaled(way, codec)
@@ -112,7 +112,7 @@ class PipelineChannel:
         while way.sending and way.sending[0][1].done():
             way.sending.popleft()[1].wait()
 
-    def post(self, way: _Direction, position: Position, key: Hashable) -> None:
+    def post(self, way: Direction, position: Position, key: Hashable) -> None:
         """Starts receiving the message of a position, unless that was done already."""
         slot = (position.boundary, position.micro_batch)
         if slot not in way.posted:
@@ -122,7 +122,7 @@ class PipelineChannel:
             payload = codec.empty_payload(self.shape, dtype, self.device, state, key)
             way.posted[slot] = (payload, way.group.recv(payload.wire, way.recv_from, tag=position.boundary))
 
-    def recv(self, way: _Direction, position: Position, key: Hashable) -> Tensor:
+    def recv(self, way: Direction, position: Position, key: Hashable) -> Tensor:
         """Waits for the message of a position and decodes it."""
         self.post(way, position, key)
         payload, pending = way.posted.pop((position.boundary, position.micro_batch))

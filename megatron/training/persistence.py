@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron.checkpoint.compressor_state import PREFIX, CompressorCheckpoint
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.load import load_common, load_tensors, read_tracker
 from megatron.checkpoint.model_state import (
@@ -49,6 +50,14 @@ class RunCheckpoints:
         self.progress = progress
         self.log = log
         self.group = engines.topology.control.pg
+        layout = engines.topology.layout
+        self.compressors = CompressorCheckpoint(
+            engines.sync,
+            engines.channel,
+            layout,
+            engines.topology.coordinates,
+            config.model.num_layers // layout.num_virtual_stages,
+        )
         self.saver: CheckpointSaver | None = None
         self.saved_iteration: int | None = None
         if self.config.save:
@@ -68,6 +77,7 @@ class RunCheckpoints:
         tensors = model_tensors(self.engines.stages)
         if not self.config.no_save_optim:
             tensors |= optimizer_tensors(self.engines.optimizer)
+            tensors |= self.compressors.tensors()
         common = {
             "progress": self.progress.state_dict(),
             "schedule": self.schedule.state_dict(),
@@ -128,7 +138,7 @@ class RunCheckpoints:
             tensors |= main_tensors(optimizer)
         elif optimizer.separate_main and not saved_main:
             tensors = {name: shard for name, shard in tensors.items() if not name.startswith(MAIN)}
-        unused = (OPTIMIZER,) if weights_only else (MODEL,) if saved_main else ()
+        unused = (PREFIX, OPTIMIZER) if weights_only else (PREFIX, MODEL) if saved_main else (PREFIX,)
         load_tensors(
             root, iteration, tensors, self.group, allow_unexpected=lambda n: n.startswith(unused), log=self.log
         )
@@ -137,6 +147,7 @@ class RunCheckpoints:
         elif saved_main and optimizer.sharded and not optimizer.separate_main:
             optimizer.gather_params()
         if not weights_only:
+            self.compressors.load(root, iteration, self.group, self.log)
             set_optimizer_step_count(optimizer, int(common["optimizer_steps"]))
             optimizer.loss_scale.load_state_dict(common["loss_scale"])
         if not self.config.finetune:

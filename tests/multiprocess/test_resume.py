@@ -64,6 +64,27 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"fp16": True, "initial_loss_scale": 2**23, "use_distributed_optimizer": True, "loss_scale_window": 3},
     ),
+    "compressors with state at every point": (
+        4,
+        {
+            "pipeline_model_parallel_size": 2,
+            "compress": [
+                "dp-grad=powersgd,rank=2",
+                "pp-backward=lowrank,rank=2,when=epilogue",
+                "pp-forward=fixpoint,bits=4,rounding=stochastic",
+                "embedding=powersgd,rank=2",
+            ],
+        },
+    ),
+    "compressed buckets with fp16 and skipped steps": (
+        2,
+        {
+            "fp16": True,
+            "initial_loss_scale": 2**23,
+            "loss_scale_window": 3,
+            "compress": ["dp-grad=fixpoint,bits=3,error-feedback=on,rounding=stochastic"],
+        },
+    ),
     "tp2 pp2 with virtual stages": (
         4,
         {

@@ -25,7 +25,10 @@ def write_documents(prefix: Path, documents: int = 40, seed: int = 0, vocab_size
 
 
 def tiny_flags(prefix: Path, **changes: object) -> list[str]:
-    """Flags of a run that takes milliseconds an iteration; a change of None removes a flag, True gives a switch."""
+    """Flags of a run that takes milliseconds an iteration.
+
+    A change of None removes a flag, True gives a switch, and a list repeats the flag.
+    """
     values: dict[str, object] = {
         "num_layers": 2,
         "hidden_size": 16,
@@ -52,6 +55,8 @@ def tiny_flags(prefix: Path, **changes: object) -> list[str]:
     values.update(changes)
     flags = []
     for name, value in values.items():
-        if value is not None:
+        for word in value if isinstance(value, list) else ():
+            flags += [f"--{name.replace('_', '-')}", str(word)]
+        if value is not None and not isinstance(value, list):
             flags += [f"--{name.replace('_', '-')}"] + ([] if value is True else str(value).split())
     return flags

@@ -12,7 +12,7 @@ from megatron.comm.policy import CompressionPlan
 from megatron.comm.reducer import GradBucket, GradReducer, Place
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
-from megatron.parallel.data.buffer import Bucket, BucketKind, FlatBuffer
+from megatron.parallel.data.buffer import Bucket, BucketKind, FlatBuffer, ParamSlot
 from megatron.topology.group import Group
 from megatron.topology.topology import Topology
 
@@ -74,6 +74,15 @@ class GradientSync:
                 yield from (unit.state for unit in units)
         if self.embedding is not None:
             yield self.embedding.state
+
+    @property
+    def tied_slot(self) -> ParamSlot | None:
+        """This rank's copy of the tied embedding; None where it has none."""
+        for buffer in self.buffers:
+            for bucket in buffer.buckets:
+                if bucket.kind is BucketKind.TIED:
+                    return bucket.slots[0]
+        return None
 
     def before_last_backward(self, chunk: int) -> None:
         """The coming backward completes the chunk's gradients."""

@@ -1,0 +1,274 @@
+"""What compressors remember, as logical tensors: saved with the model, and re-sliced or summed on another layout.
+
+Every tensor has leading dimensions that count its holders. A residual belongs to each holder's own contribution to
+a sum: with another number of replicas the sum of the residuals is kept, shared out equally. Anything else (factors
+of a warm start) must find the same holders again, or is dropped with a warning that names it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.checkpoint.agree import gather_texts
+from megatron.checkpoint.files import Iteration
+from megatron.checkpoint.load import load_tensors, saved_shapes
+from megatron.checkpoint.logical import LogicalShard, Piece, shard_of_local
+from megatron.comm.channel import Direction, PipelineChannel
+from megatron.comm.reducer import Unit
+from megatron.compression.error_feedback import RESIDUAL
+from megatron.compression.points import Point
+from megatron.compression.state import CompressorState
+from megatron.parallel.data.buffer import ParamSlot
+from megatron.parallel.data.gradients import GradientSync
+from megatron.topology.layout import Coordinates, Layout
+
+PREFIX = "compressor."
+_COUNTER = "#"
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One part of a compressor's state with a name of its own.
+
+    Args:
+        name: what it is about, independent of the layout: a parameter, or a boundary between layers.
+        state: where it lives.
+        holders: sizes of the leading dimensions: holders whose residuals add up, and tensor-parallel ranks.
+        holder: this rank's indices in them.
+        index: place in the stack of a unit's tensors; None where a tensor is not a stack.
+        span: range of a whole bucket's flat tensors; None where there is none.
+        whole: length of the stack, or of the bucket.
+        slot: the parameter; None for messages.
+        leads: it also stands for the unit's counters.
+    """
+
+    name: str
+    state: CompressorState
+    holders: tuple[int, int]
+    holder: tuple[int, int]
+    index: int | None = None
+    span: tuple[int, int] | None = None
+    whole: int = 0
+    slot: ParamSlot | None = None
+    leads: bool = True
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """This place's part of one of the state's tensors."""
+        if self.index is not None:
+            return tensor[self.index]
+        if self.span is not None and self.slot is not None:
+            return tensor[self.span[0] : self.span[1]].view(self.slot.param.shape)
+        return tensor
+
+    def shard(self, kind: str, part: Tensor, row: int | None = None) -> LogicalShard:
+        """A part as the box that this rank holds (or reads: that of another ``row``) of a logical tensor."""
+        row = self.holder[0] if row is None else row
+        if kind == RESIDUAL and self.slot is not None:
+            spec = self.slot.spec
+            offsets, shape = (row, *spec.offsets()), (self.holders[0], *spec.logical_shape)
+            return shard_of_local(part.unsqueeze(0), offsets, shape)
+        offsets = (row, self.holder[1], *([0] * part.dim()))
+        return LogicalShard((*self.holders, *part.shape), part.dtype, [Piece(offsets, part.detach()[None, None])])
+
+
+class CompressorCheckpoint:
+    """The compressors' state of one rank, for saving and loading.
+
+    Args:
+        sync: the compressors of gradients.
+        channel: those of pipeline messages.
+        layout, coordinates: the mesh and this rank's place in it.
+        layers_per_virtual_stage: which names the boundaries.
+    """
+
+    def __init__(
+        self,
+        sync: GradientSync,
+        channel: PipelineChannel | None,
+        layout: Layout,
+        coordinates: Coordinates,
+        layers_per_virtual_stage: int,
+    ) -> None:
+        self.sync = sync
+        self.channel = channel
+        self.layout = layout
+        self.at = coordinates
+        self.layers = layers_per_virtual_stage
+
+    def tensors(self) -> dict[str, LogicalShard]:
+        """Everything that was committed, by name."""
+        found: dict[str, LogicalShard] = {}
+        for place in self._places():
+            for kind, tensor in place.state.tensors.items():
+                found[f"{PREFIX}{place.name}|{kind}"] = place.shard(kind, place.part(tensor))
+            for kind, count in place.state.counters.items() if place.leads else ():
+                value = torch.tensor([count], dtype=torch.int64)
+                found[f"{PREFIX}{place.name}|{_COUNTER}{kind}"] = place.shard(kind, value)
+        return found
+
+    def load(self, root: str | Path, iteration: Iteration, group: dist.ProcessGroup | None, log: Log) -> None:
+        """Restores what a checkpoint has for this run's compressors. Every rank of the group calls this.
+
+        Raises:
+            UserError: on every rank, when the checkpoint is damaged.
+        """
+        saved = saved_shapes(root, iteration, PREFIX)
+        if not saved:
+            return
+        wanted = [item for place in self._places() for item in _wanted(saved, place)]
+        loaded: dict[int, Tensor] = {}
+        for row in range(_largest(group, max([item.shape[0] for item in wanted] + [1]))):
+            parts = {number: item.room() for number, item in enumerate(wanted) if row in item.rows}
+            read = {wanted[number].name: wanted[number].shard(part, row) for number, part in parts.items()}
+            load_tensors(root, iteration, read, group, strict=False, allow_unexpected=True)
+            for number, part in parts.items():
+                loaded[number] = part if number not in loaded else loaded[number].add_(part)
+        for number, part in loaded.items():
+            wanted[number].put(part)
+        _warn(set(saved), {item.name for item in wanted}, group, log)
+
+    def _places(self) -> Iterator[_Place]:
+        dp, tp = (self.layout.dp, self.at.dp), (self.layout.tp, self.at.tp)
+        holders, holder = (dp[0], tp[0]), (dp[1], tp[1])
+        for buffer, reducer in zip(self.sync.buffers, self.sync.reducers, strict=True):
+            for bucket, units in zip(buffer.buckets, reducer.units, strict=True):
+                slots = {slot.start - bucket.start: slot for slot in bucket.slots}
+                for unit in units:
+                    yield from self._of_unit(unit, slots, bucket.stop - bucket.start)
+        embedding, slot = self.sync.embedding, self.sync.tied_slot
+        if embedding is not None and slot is not None and embedding.plan.compressed(Point.EMBED_GRAD):
+            group = embedding.group
+            name = f"{Point.EMBED_GRAD.value}.{slot.logical_name}"
+            at = (group.rank, tp[1])
+            yield _Place(name, embedding.state, (group.size, tp[0]), at, index=0, whole=1, slot=slot)
+        for way in (self.channel.forward, self.channel.backward) if self.channel is not None else ():
+            if self.channel is not None and self.channel.plan.compressed(way.point):
+                for end, states, boundary in self._ends(way):
+                    state = states.setdefault(boundary, CompressorState())
+                    name = f"{way.point.value}.layer{(boundary + 1) * self.layers}.{end}"
+                    yield _Place(name, state, holders, holder)
+
+    def _of_unit(self, unit: Unit, slots: Mapping[int, ParamSlot], length: int) -> Iterator[_Place]:
+        """The parameters of a unit: those of its stack, or all of its bucket (of some length)."""
+        starts = [place.start for place in unit.places] or sorted(slots)
+        for index, start in enumerate(starts):
+            slot = slots[start]
+            # Both stages of a tied embedding contribute to one sum, each with a residual of its own.
+            copies = 2 if slot.spec.tied and self.layout.pp > 1 else 1
+            yield _Place(
+                f"{Point.DP_GRAD.value}.{slot.logical_name}",
+                unit.state,
+                holders=(self.layout.dp * copies, self.layout.tp),
+                holder=(self.at.dp + self.layout.dp * slot.spec.tied_copy, self.at.tp),
+                index=index if unit.places else None,
+                span=None if unit.places else (start, start + slot.stop - slot.start),
+                whole=len(starts) if unit.places else length,
+                slot=slot,
+                leads=index == 0,
+            )
+
+    def _ends(self, way: Direction) -> Iterator[tuple[str, dict[int, CompressorState], int]]:
+        """This rank's ends of the boundaries, in one direction."""
+        last = self.layout.num_virtual_stages - 1
+        for chunk in range(self.layout.chunks):
+            stage = self.layout.virtual_stage(self.at.pp, chunk)
+            outgoing, incoming = (stage, stage - 1) if way.point is Point.PP_FWD else (stage - 1, stage)
+            if 0 <= outgoing < last:
+                yield "sender", way.sent, outgoing
+            if 0 <= incoming < last:
+                yield "receiver", way.received, incoming
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A tensor of a checkpoint that this rank can take over, whole or in part.
+
+    Args:
+        place: where it goes.
+        kind: its name in the state.
+        shape, dtype: in the checkpoint, holders included.
+    """
+
+    place: _Place
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        return f"{PREFIX}{self.place.name}|{self.kind}"
+
+    @property
+    def fits(self) -> bool:
+        """Whether this layout has a place for it: any for a parameter's residual, else the same shards."""
+        if self.kind == RESIDUAL and self.place.slot is not None:
+            return self.shape[1:] == self.place.slot.spec.logical_shape
+        return self.shape[1] == self.place.holders[1]
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """The holders whose parts make up this rank's."""
+        if self.shape[0] == self.place.holders[0]:
+            return (self.place.holder[0],)
+        return range(self.shape[0]) if self.kind == RESIDUAL else (0,)
+
+    def room(self) -> Tensor:
+        """Memory for this rank's part."""
+        if self.kind == RESIDUAL and self.place.slot is not None:
+            param = self.place.slot.param
+            return torch.zeros(param.shape, dtype=self.dtype, device=param.device)
+        return torch.zeros(self.shape[2:], dtype=self.dtype)
+
+    def shard(self, part: Tensor, row: int) -> LogicalShard:
+        """The part as a holder's box of the saved tensor."""
+        old = replace(self.place, holders=(self.shape[0], self.place.holders[1]))
+        return old.shard(self.kind, part, row)
+
+    def put(self, part: Tensor) -> None:
+        """Writes the part where it belongs, making room for the rest of its stack or bucket."""
+        place, state = self.place, self.place.state
+        if self.kind.startswith(_COUNTER):
+            state.counters[self.kind.removeprefix(_COUNTER)] = int(part)
+            return
+        if self.kind == RESIDUAL and self.shape[0] != place.holders[0]:
+            part.div_(place.holders[0])
+        if place.whole == 0:
+            state.tensors[self.kind] = part
+            return
+        if self.kind not in state.tensors:
+            rest = part.shape if place.index is not None else ()
+            state.tensors[self.kind] = torch.zeros((place.whole, *rest), dtype=part.dtype, device=part.device)
+        place.part(state.tensors[self.kind]).copy_(part)
+
+
+def _wanted(saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]], place: _Place) -> Iterator[_Wanted]:
+    """What a checkpoint has for a place and this layout can take over."""
+    start = f"{PREFIX}{place.name}|"
+    for name, (shape, dtype) in saved.items():
+        item = _Wanted(place, name.removeprefix(start), shape, dtype)
+        if name.startswith(start) and item.fits and (place.leads or not item.kind.startswith(_COUNTER)):
+            yield item
+
+
+def _largest(group: dist.ProcessGroup | None, value: int) -> int:
+    return max(int(text) for text in gather_texts(group, str(value)))
+
+
+def _warn(saved: set[str], used: set[str], group: dist.ProcessGroup | None, log: Log) -> None:
+    """Names what the checkpoint has and no rank of this run took over."""
+    everyones: set[str] = set()
+    for text in gather_texts(group, json.dumps(sorted(used))):
+        everyones.update(json.loads(text))
+    lost = [name for name in sorted(saved - everyones) if f"|{_COUNTER}" not in name]
+    if lost:
+        names = ", ".join(name.removeprefix(PREFIX).replace("|", " ") for name in lost[:4])
+        more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
+        log(f"warning: compressor state of the checkpoint has no place in this run and is left out: {names}{more}")

@@ -1,0 +1,115 @@
+"""What compressors remember, on another layout: sums of residuals are kept, and what is lost is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.compressor_state import CompressorCheckpoint
+from megatron.checkpoint.save import save_checkpoint
+from megatron.training.assembly import Engines
+from tests.support.spawn import run_ranks
+from tests.support.tiny import tiny_engines, tiny_train
+
+Boxes = list[tuple[str, tuple[int, ...], tuple[int, ...], Tensor]]
+
+
+def _changes(*specs: str, **parallel: Any) -> dict[str, dict[str, Any]]:
+    return {
+        "parallel": parallel,
+        "compression": {"compress": list(specs)},
+        "training": {"global_batch_size": 8},
+        "precision": {"fp64": True},
+    }
+
+
+def _of(engines: Engines) -> CompressorCheckpoint:
+    layout = engines.topology.layout
+    layers = engines.config.model.num_layers // layout.num_virtual_stages
+    return CompressorCheckpoint(engines.sync, engines.channel, layout, engines.topology.coordinates, layers)
+
+
+def _boxes(state: CompressorCheckpoint) -> Boxes:
+    return [
+        (name, shard.global_shape, piece.offsets, piece.tensor.clone())
+        for name, shard in state.tensors().items()
+        for piece in shard.pieces
+    ]
+
+
+def _save(changes: dict[str, dict[str, Any]], root: Path) -> Boxes:
+    engines = tiny_engines(changes)
+    tiny_train(engines, 4)
+    state = _of(engines)
+    save_checkpoint(root, 4, state.tensors(), {}, None, "", engines.topology.control.pg)
+    return _boxes(state)
+
+
+def _load(changes: dict[str, dict[str, Any]], root: Path) -> tuple[Boxes, list[str]]:
+    engines = tiny_engines(changes)
+    state = _of(engines)
+    lines: list[str] = []
+    state.load(root, 4, engines.topology.control.pg, lines.append)
+    boxes = _boxes(state)
+    tiny_train(engines, 2)
+    return boxes, lines
+
+
+def _sums(ranks: list[Boxes]) -> dict[str, Tensor]:
+    """Every residual, summed over its holders."""
+    whole: dict[str, Tensor] = {}
+    for name, shape, offsets, part in (box for boxes in ranks for box in boxes if box[0].endswith("|residual")):
+        tensor = whole.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
+        tensor[tuple(slice(o, o + s) for o, s in zip(offsets, part.shape, strict=True))] = part.double()
+    assert all(torch.isfinite(tensor).all() for tensor in whole.values())
+    return {name: tensor.sum(dim=0) for name, tensor in whole.items()}
+
+
+def test_the_same_layout_gets_everything_back(tmp_path: Path) -> None:
+    specs = ("dp-grad=powersgd,rank=2", "pp-backward=lowrank,rank=2", "embedding=powersgd,rank=2")
+    changes = _changes(*specs, pipeline_model_parallel_size=2)
+    saved = run_ranks(4, _save, changes, tmp_path)
+    loaded = run_ranks(4, _load, changes, tmp_path)
+    for before, (after, lines) in zip(saved, loaded, strict=True):
+        assert lines == []
+        assert [box[:3] for box in before] == [box[:3] for box in after]
+        assert [a[0] for a, b in zip(before, after, strict=True) if not torch.equal(a[3], b[3])] == []
+    kinds = {name.rpartition("|")[2] for boxes in saved for name, *_ in boxes}
+    assert kinds == {"residual", "q", "#draws"}
+
+
+def test_other_replicas_share_the_residuals_and_other_stages_take_theirs(tmp_path: Path) -> None:
+    saved = run_ranks(4, _save, _changes("dp-grad=powersgd,rank=2"), tmp_path)
+    wanted = _sums(saved)
+    assert len(wanted) > 8
+    for layout in ({"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}):
+        loaded = run_ranks(4, _load, _changes("dp-grad=powersgd,rank=2", **layout), tmp_path)
+        found = _sums([boxes for boxes, _ in loaded])
+        assert found.keys() <= wanted.keys()
+        missing = {name for name in wanted if name not in found}
+        assert len(missing) < len(wanted)
+        for name, total in found.items():
+            torch.testing.assert_close(total, wanted[name], rtol=1e-12, atol=1e-12)
+        assert all(bool(lines) == bool(missing or layout.get("tensor_model_parallel_size")) for _, lines in loaded)
+
+
+def test_flat_residuals_follow_their_parameters(tmp_path: Path) -> None:
+    """Buckets of another size, on another number of replicas."""
+    spec = "dp-grad=fixpoint,bits=3,error-feedback=on"
+    wanted = _sums(run_ranks(4, _save, _changes(spec), tmp_path))
+    small = _changes(spec, overlap_grad_reduce=True, ddp_bucket_size=2000)
+    found = _sums([boxes for boxes, _ in run_ranks(2, _load, small, tmp_path)])
+    assert found.keys() == wanted.keys()
+    for name, total in found.items():
+        torch.testing.assert_close(total, wanted[name], rtol=1e-12, atol=1e-12)
+
+
+def test_what_has_no_place_is_named(tmp_path: Path) -> None:
+    changes = _changes("dp-grad=powersgd,rank=2", "pp-backward=lowrank,rank=2", pipeline_model_parallel_size=2)
+    run_ranks(2, _save, changes, tmp_path)
+    for _, lines in run_ranks(2, _load, _changes("dp-grad=powersgd,rank=2"), tmp_path):
+        (line,) = lines
+        assert "pp-backward.layer2.sender residual" in line
