@@ -20,7 +20,7 @@ from megatron.comm.rounds import Job, RoundsInFlight
 from megatron.compression.identity import IdentityCodec, IdentityRounds
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
-from megatron.topology.group import Group
+from megatron.topology.group import Group, num_bytes
 
 _EXACT_ROUNDS = IdentityRounds()
 _EXACT_CODEC = IdentityCodec()
@@ -34,7 +34,9 @@ class SumInFlight:
 
     def wait(self) -> Tensor:
         """The sum, or this rank's part of it along dimension 0."""
-        total = self.x if self.rounds is None else self.rounds.wait()[0].total
+        total = self.x
+        if self.rounds is not None:
+            total = self.rounds.wait()[0].total.view(self.x.shape).to(self.x.dtype)
         if not self.scatter:
             return total
         return total.chunk(self.group.size, dim=0)[self.group.rank]
@@ -70,9 +72,11 @@ class TensorComm:
         self._rounds = {point: plan.rounds(point) for point in points}
         self._codecs = {point: plan.codec(point) for point in points if self.sequence_parallel}
         self._on = dict.fromkeys(points, False)
+        self._iteration = 0
 
     def begin(self, iteration: int) -> None:
         """A step begins; -1 stands for an evaluation."""
+        self._iteration = max(iteration, 0)
         for point in self._on:
             covered = self.plan.covers(point, self.plan.stage)
             self._on[point] = covered and self.plan.activation(point).on(iteration)
@@ -95,13 +99,21 @@ class TensorComm:
         """
         rounds = None
         if self.group.size > 1:
-            compressor = self._rounds[point] if self._on[point] else _EXACT_ROUNDS
-            job = Job(compressor, x, CompressorState())
-            rounds = RoundsInFlight([job], self.group, self.ledger, point, scatter)
+            raw = (1 if scatter else 2) * (self.group.size - 1) * num_bytes(x) // self.group.size
+            rounds = RoundsInFlight([self._job(x, point)], self.group, self.ledger, point, scatter, raw_bytes=raw)
         pending = SumInFlight(rounds, x, self.group, scatter)
         if rounds is not None and not self.asynchronous:
             rounds.wait()
         return pending
+
+    def _job(self, x: Tensor, point: Point) -> Job:
+        """One sum. Its state lasts for it alone, but for the iteration, so that each draws other random numbers."""
+        compressor = self._rounds[point]
+        if not self._on[point] or (compressor.stacks and not compressor.pays(tuple(x.shape))):
+            return Job(_EXACT_ROUNDS, x, CompressorState())
+        state = CompressorState(counters=dict.fromkeys(("draws", "messages"), self._iteration))
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        return Job(compressor, (x.unsqueeze(0) if compressor.stacks else x).to(wide), state)
 
     def start_gather(self, x: Tensor, point: Point) -> GatherInFlight:
         """Starts concatenating the ranks' ``x`` along dimension 0."""

@@ -27,6 +27,7 @@ class FixpointConfig:
     bits: int = opt(8, "of each number", minimum=1, maximum=8)
     scale: Literal["group", "channel", "tensor"] = opt("group", "what shares a scale")
     group: int = opt(64, "numbers in a group, along the last dimension", minimum=8)
+    scale_method: Literal["max", "l2"] = opt("max", "largest magnitude, or twice the root mean square")
     scale_dtype: Literal["fp32", "bf16"] = opt("fp32", "of the scales on the wire")
     grid: Literal["symmetric", "asymmetric"] = opt("symmetric", "asymmetric clips the positive peak, as AQ-SGD does")
     rounding: Literal["nearest", "stochastic"] = opt("nearest", "stochastic is unbiased, and seeded")
@@ -63,7 +64,11 @@ class Quantiser:
         mean = self.config.bits == 1 and self.symmetric
         if not x_gn.numel():
             return torch.zeros(self.nbytes(x.shape), dtype=torch.uint8, device=x.device)
-        scale_g = (x_gn.abs().mean(dim=1) if mean else x_gn.abs().amax(dim=1)).to(self.scale_dtype)
+        if self.config.scale_method == "l2":
+            scale_g = x_gn.square().mean(dim=1).sqrt() * 2
+        else:
+            scale_g = x_gn.abs().mean(dim=1) if mean else x_gn.abs().amax(dim=1)
+        scale_g = scale_g.to(self.scale_dtype)
         noise = None
         if self.config.rounding == "stochastic" and seed is not None:
             noise = torch.rand(x_gn.shape, generator=torch.Generator().manual_seed(seed)).to(x.device)

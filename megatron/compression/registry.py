@@ -98,7 +98,7 @@ BUILTIN: Mapping[str, Entry] = MappingProxyType(
             PowerSGDConfig,
             rounds=PowerSGD,
             feedback={Point.DP_GRAD: "local", Point.EMBED_GRAD: "local"},
-            points=frozenset({Point.DP_GRAD, Point.EMBED_GRAD}),
+            points=frozenset({Point.DP_GRAD, Point.EMBED_GRAD, Point.TP_FWD, Point.TP_BWD}),
             advice="for messages use lowrank",
         ),
     }

@@ -25,6 +25,7 @@ COMMON = {
     "stages": "all, first:N or last:N: which pipeline stages compress what they send",
     "warmup": "iterations, or a fraction of the run, that go uncompressed",
     "error-feedback": "off; local or aggregate for sums, lazy for messages ('on' is the compressor's usual one)",
+    "fused": "on or off: one sum over the replicas of both stages (embedding)",
     "eval": "on or off: compress in evaluation (pp-forward, tp-forward)",
 }
 """Options that every compressor has."""
@@ -103,9 +104,9 @@ def read_spec(text: str, registry: Registry, train_iters: int | None) -> Spec:
         if key in given:
             raise SpecError(f"{text}: {key} is given twice; leave one out")
         given[key] = value.strip().lower()
-    fused = point is Point.EMBED_GRAD and name == FUSED
+    alias = point is Point.EMBED_GRAD and name == FUSED
     try:
-        entry = registry["none" if fused else name]
+        entry = registry["none" if alias else name]
     except KeyError as error:
         raise SpecError(f"{text}: {error.args[0]}{_nearest(name, registry.names)}") from None
     entry.check(point, name)
@@ -122,7 +123,7 @@ def read_spec(text: str, registry: Registry, train_iters: int | None) -> Spec:
         options,
         _activation(point, common, train_iters),
         _feedback(point, entry, name, common.get("error-feedback")),
-        fused,
+        alias or _fused(point, common.get("fused", "off")),
     )
 
 
@@ -151,6 +152,14 @@ def _activation(point: Point, common: Mapping[str, str], train_iters: int | None
         raise SpecError("stages: the embedding is on the first and the last stage only; leave it out")
     warmup = read_warmup(common.get("warmup", "0"), train_iters)
     return Activation(warmup, first, last, when == "epilogue", evaluation == "on")
+
+
+def _fused(point: Point, given: str) -> bool:
+    if given not in ("on", "off"):
+        raise SpecError(f"fused={given}: write on or off")
+    if given == "on" and point is not Point.EMBED_GRAD:
+        raise SpecError(f"fused=on: only the embedding's sums can be fused, not {point.value}; leave it out")
+    return given == "on"
 
 
 def _feedback(point: Point, entry: Entry, name: str, given: str | None) -> str:

@@ -57,8 +57,3 @@ def _check_tensor(config: RunConfig, spec: Spec, where: str) -> None:
         raise UserError(
             f"{where}: --sequence-parallel gathers activations, which {spec.name} cannot carry; use fixpoint"
         )
-    if getattr(spec.options, "rounding", "nearest") == "stochastic":
-        raise UserError(
-            f"{where}: rounding=stochastic needs a count of messages, and tensor-parallel points keep no state; "
-            "use rounding=nearest"
-        )

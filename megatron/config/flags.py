@@ -7,13 +7,14 @@ import re
 import shutil
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from megatron.config.collect import FlagTable, Given, Target, collect_yaml
 from megatron.config.convert import check_fields, check_required, spell
 from megatron.config.errors import UserError
 from megatron.config.known import KNOWN_FLAGS, SWITCH, VALUE, KnownFlag
+from megatron.config.legacy import LegacyConfig, translate
 from megatron.config.option import FieldOption
 from megatron.config.run import RunConfig, run_sections
 from megatron.config.shortcuts import SHORTCUTS, Shortcut
@@ -56,6 +57,9 @@ class ParsedRun:
 
 _GENERAL = tuple(map(spell, ("config", "help", "list-compressors")))
 """Flags that are no part of a configuration."""
+
+LEGACY = "legacy"
+"""The section of old flags, which are translated and then forgotten."""
 
 
 class FlagParser:
@@ -142,7 +146,7 @@ def build_run_parser(
     description: str = "Pretrain a GPT with tensor, pipeline and data parallelism.",
 ) -> FlagParser:
     """The parser of training runs, with further sections for programs that take its flags and their own."""
-    sections = {**run_sections(), **(extra_sections or {})}
+    sections = {**run_sections(), LEGACY: LegacyConfig, **(extra_sections or {})}
     return build_parser(sections, prog, description, shortcuts=SHORTCUTS, known=KNOWN_FLAGS)
 
 
@@ -160,6 +164,13 @@ def parse_args(
         check_required(name, values)
         check_fields(name, values)
     config = RunConfig(**{name: parsed.sections[name] for name in run_sections()})
+    check_fields(LEGACY, parsed.sections[LEGACY])
+    given = {path.partition(".")[2] for path in parsed.explicit if _in(path, LEGACY)}
+    specs = translate(parsed.sections[LEGACY], given, parsed.notes.append)
+    if specs:
+        both = replace(config.compression, compress=[*config.compression.compress, *specs])
+        config = replace(config, compression=both)
+        parsed.explicit.add("compression.compress")
     return ParsedRun(config=config, notes=parsed.notes, explicit=parsed.explicit, extras=extras)
 
 

@@ -37,6 +37,11 @@ LOSSLESS: dict[str, tuple[int, Changes]] = {
     "fused embedding, one stage": (2, _run("embedding=fused")),
     "fused embedding, virtual": (4, _run("embedding=fused", pp=2, **VIRTUAL)),
     "fused embedding and powersgd": (4, _run("embedding=fused", f"dp-grad=powersgd,{FULL_RANK}", pp=2)),
+    "embedding powersgd, full rank, fused": (4, _run(f"embedding=powersgd,{FULL_RANK},fused=on", pp=2)),
+    "tensor powersgd, full rank": (
+        2,
+        _run(f"tp-forward=powersgd,{FULL_RANK}", f"tp-backward=powersgd,{FULL_RANK}", tp=2),
+    ),
     "embedding powersgd, full rank": (4, _run(f"embedding=powersgd,{FULL_RANK}", pp=2, tp=2)),
 }
 
@@ -67,6 +72,14 @@ LOSSY: dict[str, tuple[int, Changes]] = {
         _run("pp-forward=fixpoint,bits=3", "pp-backward=fixpoint,bits=5", pp=2, precision="bf16", **VIRTUAL),
     ),
     "fixpoint tensor": (4, _run("tp-forward=fixpoint,bits=8", "tp-backward=fixpoint,bits=8", tp=2)),
+    "tensor powersgd, recomputed": (
+        2,
+        {
+            **_run("tp-forward=powersgd,rank=12", "tp-backward=powersgd,rank=12", tp=2, precision="bf16"),
+            "recompute": {"recompute_granularity": "full", "recompute_method": "uniform"},
+        },
+    ),
+    "fixpoint tensor stochastic": (2, _run("tp-forward=fixpoint,bits=6,rounding=stochastic", tp=2)),
     "fixpoint sequence": (2, _run("tp-forward=fixpoint", "tp-backward=fixpoint", tp=2, sequence_parallel=True)),
     "lowrank": (2, _run("pp-backward=lowrank,rank=2", pp=2)),
     "lowrank gpipe": (2, _run("pp-backward=lowrank,rank=2,when=epilogue", pp=2, pipeline_schedule="gpipe")),

@@ -25,7 +25,7 @@ def text(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_help_is_grouped_by_section(text: str) -> None:
     titles = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert titles == ["general", *run_sections(), "shorthand and old names"]
+    assert titles == ["general", *run_sections(), "legacy", "shorthand and old names"]
 
 
 def test_help_fits_the_terminal(text: str) -> None:

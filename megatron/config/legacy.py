@@ -1,0 +1,185 @@
+"""Flags of the systems that this one succeeds, and what they mean as compressor specs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.config.errors import UserError
+from megatron.config.option import option
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LegacyConfig:
+    """Compression flags of Optimus-CC and AQ-SGD, translated into --compress."""
+
+    experiment_name: str | None = option(None, "Name of the run.", no_effect="runs are named by their folders")
+    comp_seed: int = option(714, "Seed of compressors.", minimum=0)
+    use_error_feedback: bool = option(False, "Error feedback for --grad-comp and --inter-grad-comp.")
+
+    grad_comp: bool = option(False, "Same as --compress dp-grad=powersgd.")
+    grad_comp_type: str = option("PowerSGD", "Compressor of --grad-comp.")
+    grad_comp_rank: int = option(4, "Rank of --grad-comp.", minimum=1)
+    grad_comp_warm_up: float = option(
+        0.1, "Share of the iterations that --grad-comp leaves uncompressed.", minimum=0, maximum=1
+    )
+    selective_grad_comp: bool = option(False, "Only the first stages run --grad-comp.")
+    selective_grad_comp_way: int = option(2, "How many stages --selective-grad-comp means.", minimum=0)
+
+    inter_grad_comp: bool = option(False, "Same as --compress pp-backward=lowrank.")
+    inter_grad_comp_type: str = option("PowerSGD", "Compressor of --inter-grad-comp.")
+    inter_grad_comp_rank: int = option(12, "Rank of --inter-grad-comp.", minimum=1)
+    inter_grad_comp_warm_up: float = option(
+        0.0, "Share of the iterations that --inter-grad-comp leaves uncompressed.", minimum=0, maximum=1
+    )
+    inter_grad_comp_epilogue_only: bool = option(False, "--inter-grad-comp in the pipeline's epilogue only.")
+
+    inter_acti_comp: bool = option(False, "Same as --compress pp-forward=lowrank.")
+    inter_acti_comp_type: str = option("PowerSGD", "Compressor of --inter-acti-comp.")
+    inter_acti_comp_rank: int = option(12, "Rank of --inter-acti-comp.", minimum=1)
+    inter_acti_comp_warm_up: float = option(
+        0.0, "Share of the iterations that --inter-acti-comp leaves uncompressed.", minimum=0, maximum=1
+    )
+
+    emb_comm_opt: bool = option(False, "Same as --compress embedding=fused.")
+    emb_grad_comp: bool = option(False, "Same as --compress embedding=powersgd.")
+    emb_grad_comp_type: str = option("PowerSGD", "Compressor of --emb-grad-comp.")
+    emb_grad_comp_rank: int = option(4, "Rank of --emb-grad-comp.", minimum=1)
+    emb_grad_comp_warm_up: float = option(
+        0.1, "Share of the iterations that --emb-grad-comp leaves uncompressed.", minimum=0, maximum=1
+    )
+    emb_use_error_feedback: bool = option(False, "Error feedback for --emb-grad-comp.")
+
+    mp_grad_comp: bool = option(False, "Same as --compress tp-backward=powersgd.")
+    mp_grad_comp_type: str = option("PowerSGD", "Compressor of --mp-grad-comp.")
+    mp_grad_comp_rank: int = option(4, "Rank of --mp-grad-comp.", minimum=1)
+    mp_grad_comp_warm_up: float = option(
+        0.1, "Share of the iterations that --mp-grad-comp leaves uncompressed.", minimum=0, maximum=1
+    )
+    mp_acti_comp: bool = option(False, "Same as --compress tp-forward=powersgd.")
+    mp_acti_comp_type: str = option("PowerSGD", "Compressor of --mp-acti-comp.")
+    mp_acti_comp_rank: int = option(4, "Rank of --mp-acti-comp.", minimum=1)
+    mp_acti_comp_warm_up: float = option(
+        0.1, "Share of the iterations that --mp-acti-comp leaves uncompressed.", minimum=0, maximum=1
+    )
+
+    forward_compress_method: Literal["none", "fixpoint"] = option("none", "Same as --compress pp-forward=METHOD.")
+    forward_bits: int = option(4, "Bits of --forward-compress-method.", minimum=1, maximum=8)
+    forward_scale_method: Literal["max", "l2"] = option("max", "How --forward-compress-method finds its scales.")
+    forward_scale_dims: str = option("(0,1)", "Dimensions (sample, token, channel) that share a scale.")
+    backward_compress_method: Literal["none", "fixpoint"] = option("none", "Same as --compress pp-backward=METHOD.")
+    backward_bits: int = option(8, "Bits of --backward-compress-method.", minimum=1, maximum=8)
+    backward_scale_method: Literal["max", "l2"] = option("max", "How --backward-compress-method finds its scales.")
+    backward_scale_dims: str = option("(0,1)", "Dimensions (sample, token, channel) that share a scale.")
+
+
+_SWITCHES = ("grad_comp", "inter_grad_comp", "inter_acti_comp", "emb_grad_comp", "mp_grad_comp", "mp_acti_comp")
+
+
+def translate(old: LegacyConfig, explicit: set[str], note: Note) -> list[str]:
+    """The specs that old flags stand for.
+
+    Args:
+        old: their values.
+        explicit: names of those that were given.
+        note: takes a line for each translation, and for each flag without effect.
+
+    Raises:
+        UserError: for a compressor that the old systems named but that does not exist here.
+    """
+    specs = [
+        *_optimus_gradients(old),
+        *_optimus_pipeline(old),
+        *_optimus_embedding(old),
+        *_optimus_tensor(old),
+        *_fixpoint("pp-forward", "forward", old),
+        *_fixpoint("pp-backward", "backward", old),
+    ]
+    given: list[str] = []
+    for flags, spec in specs:
+        note(f"{flags} means --compress {spec}")
+        given.append(spec)
+    for switch in _SWITCHES:
+        idle = [name for name in sorted(explicit) if name.startswith(f"{switch}_") and not getattr(old, switch)]
+        if idle:
+            note(f"{', '.join(map(_flag, idle))}: no effect without {_flag(switch)}")
+    if old.selective_grad_comp and not old.grad_comp:
+        note("--selective-grad-comp: no effect without --grad-comp")
+    return given
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _low_rank(old: LegacyConfig, switch: str, feedback: str) -> str:
+    """The options that all of Optimus-CC's compressors share."""
+    kind = getattr(old, f"{switch}_type")
+    if kind.lower() != "powersgd":
+        raise UserError(f"{_flag(switch)}-type {kind} does not exist here; use PowerSGD (the default)")
+    rank, warmup = getattr(old, f"{switch}_rank"), getattr(old, f"{switch}_warm_up")
+    text = f"rank={rank},seed={old.comp_seed}"
+    if feedback:
+        text += f",error-feedback={feedback}"
+    return text + (f",warmup={warmup:g}" if warmup else "")
+
+
+def _optimus_gradients(old: LegacyConfig) -> list[tuple[str, str]]:
+    if not old.grad_comp:
+        return []
+    # The published reducer keeps input - average, not input - own contribution.
+    spec = "dp-grad=powersgd," + _low_rank(old, "grad_comp", "aggregate" if old.use_error_feedback else "off")
+    flags = "--grad-comp"
+    if old.selective_grad_comp:
+        spec += f",stages=first:{old.selective_grad_comp_way}"
+        flags += " --selective-grad-comp"
+    return [(flags, spec)]
+
+
+def _optimus_pipeline(old: LegacyConfig) -> list[tuple[str, str]]:
+    specs = []
+    if old.inter_grad_comp:
+        spec = "pp-backward=lowrank," + _low_rank(old, "inter_grad_comp", "lazy" if old.use_error_feedback else "off")
+        specs.append(("--inter-grad-comp", spec + (",when=epilogue" if old.inter_grad_comp_epilogue_only else "")))
+    if old.inter_acti_comp:
+        specs.append(("--inter-acti-comp", "pp-forward=lowrank," + _low_rank(old, "inter_acti_comp", "")))
+    return specs
+
+
+def _optimus_embedding(old: LegacyConfig) -> list[tuple[str, str]]:
+    if old.emb_grad_comp:
+        spec = _low_rank(old, "emb_grad_comp", "local" if old.emb_use_error_feedback else "off")
+        fused = ",fused=on" if old.emb_comm_opt else ""
+        flags = "--emb-comm-opt --emb-grad-comp" if old.emb_comm_opt else "--emb-grad-comp"
+        return [(flags, f"embedding=powersgd,{spec}{fused}")]
+    return [("--emb-comm-opt", "embedding=fused")] if old.emb_comm_opt else []
+
+
+def _optimus_tensor(old: LegacyConfig) -> list[tuple[str, str]]:
+    specs = []
+    for switch, point in (("mp_acti_comp", "tp-forward"), ("mp_grad_comp", "tp-backward")):
+        if getattr(old, switch):
+            specs.append((_flag(switch), f"{point}=powersgd," + _low_rank(old, switch, "")))
+    return specs
+
+
+_SCALES = {"01": "channel", "012": "tensor"}
+
+
+def _fixpoint(point: str, way: str, old: LegacyConfig) -> list[tuple[str, str]]:
+    """AQ-SGD's quantiser: one scale for a channel (or tensor), and a grid that clips the positive peak."""
+    if getattr(old, f"{way}_compress_method") == "none":
+        return []
+    dims = "".join(sorted(c for c in getattr(old, f"{way}_scale_dims") if c.isdigit()))
+    if dims not in _SCALES:
+        raise UserError(
+            f"--{way}-scale-dims {getattr(old, f'{way}_scale_dims')}: the choices are (0,1), a scale for each channel, "
+            "and (0,1,2), one for the tensor"
+        )
+    spec = f"{point}=fixpoint,bits={getattr(old, f'{way}_bits')},scale={_SCALES[dims]},grid=asymmetric"
+    if getattr(old, f"{way}_scale_method") == "l2":
+        spec += ",scale-method=l2"
+    return [(f"--{way}-compress-method", spec)]

@@ -1,0 +1,89 @@
+"""Every old compression flag becomes a spec, says so, and resolves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron.config import UserError, parse_args
+from megatron.config.legacy import LegacyConfig
+
+CASES: dict[str, list[str]] = {
+    "--grad_comp": ["dp-grad=powersgd,rank=4,seed=714,error-feedback=off,warmup=0.1"],
+    "--grad_comp --grad_comp_type PowerSGD --grad_comp_rank 128 --grad_comp_warm_up 0.0 --use_error_feedback": [
+        "dp-grad=powersgd,rank=128,seed=714,error-feedback=aggregate"
+    ],
+    "--grad_comp --selective_grad_comp --comp_seed 3": [
+        "dp-grad=powersgd,rank=4,seed=3,error-feedback=off,warmup=0.1,stages=first:2"
+    ],
+    "--grad_comp --selective_grad_comp --selective_grad_comp_way 3": [
+        "dp-grad=powersgd,rank=4,seed=714,error-feedback=off,warmup=0.1,stages=first:3"
+    ],
+    "--inter_grad_comp": ["pp-backward=lowrank,rank=12,seed=714,error-feedback=off"],
+    "--inter_grad_comp --inter_grad_comp_type PowerSGD --inter_grad_comp_rank 16 --inter_grad_comp_epilogue_only "
+    "--use_error_feedback": ["pp-backward=lowrank,rank=16,seed=714,error-feedback=lazy,when=epilogue"],
+    "--inter_grad_comp --inter_grad_comp_warm_up 0.2": [
+        "pp-backward=lowrank,rank=12,seed=714,error-feedback=off,warmup=0.2"
+    ],
+    "--inter_acti_comp --inter_acti_comp_type PowerSGD --inter_acti_comp_rank 8 --inter_acti_comp_warm_up 0.1": [
+        "pp-forward=lowrank,rank=8,seed=714,warmup=0.1"
+    ],
+    "--emb_comm_opt": ["embedding=fused"],
+    "--emb_grad_comp --emb_grad_comp_type PowerSGD --emb_grad_comp_rank 8 --emb_grad_comp_warm_up 0": [
+        "embedding=powersgd,rank=8,seed=714,error-feedback=off"
+    ],
+    "--emb_grad_comp --emb_use_error_feedback --emb_comm_opt": [
+        "embedding=powersgd,rank=4,seed=714,error-feedback=local,warmup=0.1,fused=on"
+    ],
+    "--mp_grad_comp --mp_grad_comp_type PowerSGD --mp_grad_comp_rank 2 --mp_grad_comp_warm_up 0.3": [
+        "tp-backward=powersgd,rank=2,seed=714,warmup=0.3"
+    ],
+    "--mp_acti_comp --mp_acti_comp_type PowerSGD --mp_acti_comp_rank 2 --mp_acti_comp_warm_up 0.3": [
+        "tp-forward=powersgd,rank=2,seed=714,warmup=0.3"
+    ],
+    "--forward-compress-method fixpoint": ["pp-forward=fixpoint,bits=4,scale=channel,grid=asymmetric"],
+    "--forward-compress-method fixpoint --forward-bits 3 --forward-scale-method l2 --forward-scale-dims (0,1,2)": [
+        "pp-forward=fixpoint,bits=3,scale=tensor,grid=asymmetric,scale-method=l2"
+    ],
+    "--backward-compress-method fixpoint --backward-bits 6 --backward-scale-method max --backward-scale-dims (0,1)": [
+        "pp-backward=fixpoint,bits=6,scale=channel,grid=asymmetric"
+    ],
+    "--forward-compress-method none --backward-compress-method none": [],
+    "--experiment_name mine": [],
+}
+
+
+@pytest.mark.parametrize("flags", CASES)
+def test_translation(by_iterations: list[str], flags: str) -> None:
+    parsed = parse_args([*by_iterations, *flags.split()])
+    assert parsed.config.compression.compress == CASES[flags]
+    for spec in CASES[flags]:
+        assert any(f"means --compress {spec}" in note for note in parsed.notes)
+    config = parsed.resolve(1)
+    assert {point.value for point in config.compression.specs(100)} == {s.partition("=")[0] for s in CASES[flags]}
+
+
+def test_every_old_flag_is_tested() -> None:
+    tested = " ".join(CASES).replace("-", "_")
+    assert [f.name for f in dataclasses.fields(LegacyConfig) if f"__{f.name}" not in tested] == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--grad_comp --grad_comp_type RandomizedSVD", ["--grad-comp-type RandomizedSVD", "use PowerSGD"]),
+        ("--forward-compress-method fixpoint --forward-scale-dims (2,)", ["--forward-scale-dims", "(0,1)"]),
+        ("--inter_grad_comp_rank 0", ["--inter-grad-comp-rank"]),
+    ],
+)
+def test_refusals(by_iterations: list[str], flags: str, words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_args([*by_iterations, *flags.split()])
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_what_has_no_effect_is_said(by_iterations: list[str]) -> None:
+    parsed = parse_args([*by_iterations, "--grad_comp_rank", "8", "--selective_grad_comp"])
+    assert "--grad-comp-rank: no effect without --grad-comp" in parsed.notes
+    assert "--selective-grad-comp: no effect without --grad-comp" in parsed.notes
