@@ -22,6 +22,7 @@ from megatron.checkpoint.load import load_tensors, saved_shapes
 from megatron.checkpoint.logical import LogicalShard, Piece, shard_of_local
 from megatron.comm.channel import Direction, PipelineChannel
 from megatron.comm.reducer import Unit
+from megatron.compression.api import RoundCompressor
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
@@ -48,6 +49,7 @@ class _Place:
         whole: length of the stack, or of the bucket.
         slot: the parameter; None for messages.
         leads: it also stands for the unit's counters.
+        index_sets: names of tensors that are indices into the unit; replicas share them.
     """
 
     name: str
@@ -59,9 +61,16 @@ class _Place:
     whole: int = 0
     slot: ParamSlot | None = None
     leads: bool = True
+    index_sets: tuple[str, ...] = ()
 
-    def part(self, tensor: Tensor) -> Tensor:
-        """This place's part of one of the state's tensors."""
+    def part(self, kind: str, tensor: Tensor) -> Tensor:
+        """This place's part of one of the state's tensors; of a set of indices, a mask (uint8) of the parameter."""
+        if kind in self.index_sets and self.slot is not None and self.index is not None:
+            count = self.slot.param.numel()
+            own = tensor[(tensor >= self.index * count) & (tensor < (self.index + 1) * count)] - self.index * count
+            mask = torch.zeros(count, dtype=torch.uint8, device=tensor.device)
+            mask[own] = 1
+            return mask.view(self.slot.param.shape)
         if self.index is not None:
             return tensor[self.index]
         if self.span is not None and self.slot is not None:
@@ -71,6 +80,9 @@ class _Place:
     def shard(self, kind: str, part: Tensor, row: int | None = None) -> LogicalShard:
         """A part as the box that this rank holds (or reads: that of another ``row``) of a logical tensor."""
         row = self.holder[0] if row is None else row
+        if kind in self.index_sets and self.slot is not None:
+            spec = self.slot.spec
+            return shard_of_local(part.unsqueeze(0), (0, *spec.offsets()), (1, *spec.logical_shape))
         if kind == RESIDUAL and self.slot is not None:
             spec = self.slot.spec
             offsets, shape = (row, *spec.offsets()), (self.holders[0], *spec.logical_shape)
@@ -108,7 +120,7 @@ class CompressorCheckpoint:
         found: dict[str, LogicalShard] = {}
         for place in self._places():
             for kind, tensor in place.state.tensors.items():
-                found[f"{PREFIX}{place.name}|{kind}"] = place.shard(kind, place.part(tensor))
+                found[f"{PREFIX}{place.name}|{kind}"] = place.shard(kind, place.part(kind, tensor))
             for kind, count in place.state.counters.items() if place.leads else ():
                 value = torch.tensor([count], dtype=torch.int64)
                 found[f"{PREFIX}{place.name}|{_COUNTER}{kind}"] = place.shard(kind, value)
@@ -142,7 +154,7 @@ class CompressorCheckpoint:
             for bucket, units in zip(buffer.buckets, reducer.units, strict=True):
                 slots = {slot.start - bucket.start: slot for slot in bucket.slots}
                 for unit in units:
-                    yield from self._of_unit(unit, slots, bucket.stop - bucket.start)
+                    yield from self._of_unit(unit, slots, bucket.stop - bucket.start, reducer.compressor)
         embedding, slot = self.sync.embedding, self.sync.tied_slot
         if embedding is not None and slot is not None and embedding.plan.compressed(Point.EMBED_GRAD):
             group = embedding.group
@@ -156,7 +168,9 @@ class CompressorCheckpoint:
                     name = f"{way.point.value}.layer{(boundary + 1) * self.layers}.{end}"
                     yield _Place(name, state, holders, holder)
 
-    def _of_unit(self, unit: Unit, slots: Mapping[int, ParamSlot], length: int) -> Iterator[_Place]:
+    def _of_unit(
+        self, unit: Unit, slots: Mapping[int, ParamSlot], length: int, compressor: RoundCompressor
+    ) -> Iterator[_Place]:
         """The parameters of a unit: those of its stack, or all of its bucket (of some length)."""
         starts = [place.start for place in unit.places] or sorted(slots)
         for index, start in enumerate(starts):
@@ -173,6 +187,7 @@ class CompressorCheckpoint:
                 whole=len(starts) if unit.places else length,
                 slot=slot,
                 leads=index == 0,
+                index_sets=compressor.index_sets,
             )
 
     def _ends(self, way: Direction) -> Iterator[tuple[str, dict[int, CompressorState], int]]:
@@ -209,20 +224,26 @@ class _Wanted:
     @property
     def fits(self) -> bool:
         """Whether this layout has a place for it: any for a parameter's residual, else the same shards."""
-        if self.kind == RESIDUAL and self.place.slot is not None:
+        if self._like_param and self.place.slot is not None:
             return self.shape[1:] == self.place.slot.spec.logical_shape
         return self.shape[1] == self.place.holders[1]
 
     @property
+    def _like_param(self) -> bool:
+        return self.place.slot is not None and self.kind in (RESIDUAL, *self.place.index_sets)
+
+    @property
     def rows(self) -> Sequence[int]:
         """The holders whose parts make up this rank's."""
+        if self.kind in self.place.index_sets:
+            return (0,)
         if self.shape[0] == self.place.holders[0]:
             return (self.place.holder[0],)
         return range(self.shape[0]) if self.kind == RESIDUAL else (0,)
 
     def room(self) -> Tensor:
         """Memory for this rank's part."""
-        if self.kind == RESIDUAL and self.place.slot is not None:
+        if self._like_param and self.place.slot is not None:
             param = self.place.slot.param
             return torch.zeros(param.shape, dtype=self.dtype, device=param.device)
         return torch.zeros(self.shape[2:], dtype=self.dtype)
@@ -240,13 +261,18 @@ class _Wanted:
             return
         if self.kind == RESIDUAL and self.shape[0] != place.holders[0]:
             part.div_(place.holders[0])
+        if self.kind in place.index_sets and place.index is not None:
+            own = part.view(-1).nonzero().view(-1) + place.index * part.numel()
+            others = state.tensors.get(self.kind)
+            state.tensors[self.kind] = own if others is None else torch.cat([others, own]).sort().values
+            return
         if place.whole == 0:
             state.tensors[self.kind] = part
             return
         if self.kind not in state.tensors:
             rest = part.shape if place.index is not None else ()
             state.tensors[self.kind] = torch.zeros((place.whole, *rest), dtype=part.dtype, device=part.device)
-        place.part(state.tensors[self.kind]).copy_(part)
+        place.part(self.kind, state.tensors[self.kind]).copy_(part)
 
 
 def _wanted(saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]], place: _Place) -> Iterator[_Wanted]:

@@ -141,6 +141,18 @@ class GradReducer:
         self._on = self.plan.activation(Point.DP_GRAD).on(iteration)
         self._scale = scale
 
+    @property
+    def wants_update(self) -> bool:
+        """Whether the compressor asks for the optimizer's update of this step."""
+        states = (unit.state for units in self.units for unit in units)
+        return self._on and self.compressor.observes and any(state.count("awaiting") for state in states)
+
+    def observe(self) -> None:
+        """Hands the compressor the optimizer's update, which lies in the buckets in place of the gradients."""
+        for bucket, units in zip(self.buckets, self.units, strict=True):
+            for unit in units:
+                self.compressor.observe(unit.collect(bucket.flat, 1.0), unit.state)
+
     def mark_ready(self, index: int) -> None:
         """Bucket ``index`` holds its final local gradient; launches every bucket whose turn has come."""
         self._ready[index] = True

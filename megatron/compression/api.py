@@ -80,6 +80,12 @@ class RoundCompressor(ABC):
 
     stacks = False
 
+    observes = False
+    """Whether ``observe`` wants the optimizer's update."""
+
+    index_sets: tuple[str, ...] = ()
+    """Names of state tensors that are indices into the flattened input."""
+
     def __init__(self, config: Any = None) -> None:
         """``config`` is an instance of the registered options class."""
         self.config = config
@@ -87,6 +93,15 @@ class RoundCompressor(ABC):
     def pays(self, shape: tuple[int, ...]) -> bool:
         """Whether parameters of this shape should be compressed; the others are summed exactly."""
         return True
+
+    def observe(self, update: Tensor, state: CompressorState) -> None:
+        """Called with the update of a step whose sums set the counter ``awaiting``, if ``observes``.
+
+        Args:
+            update: what the optimizer subtracted, over the learning rate; shaped like the input of ``rounds``.
+            state: that of ``rounds``.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:

@@ -32,6 +32,11 @@ class ErrorFeedback(RoundCompressor):
         self.inner = inner
         self.kind = kind
         self.stacks = inner.stacks
+        self.observes = inner.observes
+        self.index_sets = inner.index_sets
+
+    def observe(self, update: Tensor, state: CompressorState) -> None:
+        self.inner.observe(update, state)
 
     def pays(self, shape: tuple[int, ...]) -> bool:
         return self.inner.pays(shape)

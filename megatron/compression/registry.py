@@ -14,6 +14,7 @@ from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
 from megatron.compression.options import SpecError
 from megatron.compression.points import Point
 from megatron.compression.powersgd import PowerSGD, PowerSGDConfig
+from megatron.compression.topk import StableTopK, StableTopKConfig, TopK, TopKConfig
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,20 @@ BUILTIN: Mapping[str, Entry] = MappingProxyType(
             feedback={Point.PP_BWD: "lazy"},
             points=frozenset({Point.PP_FWD, Point.PP_BWD}),
             advice="for sums use powersgd",
+        ),
+        "topk": Entry(
+            TopKConfig,
+            rounds=TopK,
+            feedback={Point.DP_GRAD: "local"},
+            points=frozenset({Point.DP_GRAD}),
+            advice="for messages use fixpoint or lowrank",
+        ),
+        "stable-topk": Entry(
+            StableTopKConfig,
+            rounds=StableTopK,
+            feedback={Point.DP_GRAD: "local"},
+            points=frozenset({Point.DP_GRAD}),
+            advice="only replicas share one choice of coordinates",
         ),
         "powersgd": Entry(
             PowerSGDConfig,

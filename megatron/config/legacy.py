@@ -14,7 +14,7 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class LegacyConfig:
-    """Compression flags of Optimus-CC and AQ-SGD, translated into --compress."""
+    """Compression flags of Optimus-CC, Radius and AQ-SGD, translated into --compress."""
 
     experiment_name: str | None = option(None, "Name of the run.", no_effect="runs are named by their folders")
     comp_seed: int = option(714, "Seed of compressors.", minimum=0)
@@ -28,6 +28,22 @@ class LegacyConfig:
     )
     selective_grad_comp: bool = option(False, "Only the first stages run --grad-comp.")
     selective_grad_comp_way: int = option(2, "How many stages --selective-grad-comp means.", minimum=0)
+
+    density: float = option(0.01, "Share that a Top-K --grad-comp-type sends.", minimum=0, maximum=1)
+    stable_topk_interval: int = option(100, "Steps between dense ones.", minimum=1)
+    stable_topk_threshold: int = option(200, "Iterations that a Top-K --grad-comp-type leaves dense.", minimum=0)
+    stable_topk_warmup_method: Literal["Dense"] = option("Dense", "Of --stable-topk-threshold.")
+    stable_topk_range: int = option(50, "Neighbours of a chosen coordinate that are sent as well.", minimum=0)
+    stable_topk_density_warmup_steps: int = option(
+        20000, "Steps over which the density of the classic Top-K falls.", minimum=0
+    )
+    stable_topk_num_buckets: int = option(1, "Left over.", no_effect="it had none in Radius either")
+    stable_topk_region_bucket_size: int = option(1, "Left over.", no_effect="it had none in Radius either")
+    move_grad_clip_to_reducer: bool = option(
+        False, "Clip after the reduction.", no_effect="gradients are always clipped after the reduction"
+    )
+    use_new_adam_beta1: bool = option(False, "The flag's beta wins.", no_effect="the flag's beta always wins")
+    use_new_adam_beta2: bool = option(False, "The flag's beta wins.", no_effect="the flag's beta always wins")
 
     inter_grad_comp: bool = option(False, "Same as --compress pp-backward=lowrank.")
     inter_grad_comp_type: str = option("PowerSGD", "Compressor of --inter-grad-comp.")
@@ -127,9 +143,34 @@ def _low_rank(old: LegacyConfig, switch: str, feedback: str) -> str:
     return text + (f",warmup={warmup:g}" if warmup else "")
 
 
+_STABLE = {
+    "stable-topk": True,
+    "stabletopkreducerwithrangebucketsefcorrectionresisgrad": True,
+    "stabletopkreducerwithrangebucketsefcorrectionresisgradperlayer": False,
+}
+"""Names of Radius, and whether they have a range."""
+
+_CLASSIC = ("topk", "topkreducerefcorrectionresisgradwarmup")
+
+
+def _radius(old: LegacyConfig) -> list[tuple[str, str]]:
+    """Radius' reducers; their residual needs no flag."""
+    kind = old.grad_comp_type.lower()
+    warmup = f",warmup={old.stable_topk_threshold}" if old.stable_topk_threshold else ""
+    flags = f"--grad-comp --grad-comp-type {old.grad_comp_type}"
+    if kind in _CLASSIC:
+        slow = f",density-warmup={old.stable_topk_density_warmup_steps}"
+        return [(flags, f"dp-grad=topk,density={old.density:g}{slow}{warmup}")]
+    reach = old.stable_topk_range if _STABLE[kind] else 0
+    spec = f"dp-grad=stable-topk,density={old.density:g},interval={old.stable_topk_interval},range={reach}{warmup}"
+    return [(flags, spec)]
+
+
 def _optimus_gradients(old: LegacyConfig) -> list[tuple[str, str]]:
     if not old.grad_comp:
         return []
+    if old.grad_comp_type.lower() in (*_STABLE, *_CLASSIC):
+        return _radius(old)
     # The published reducer keeps input - average, not input - own contribution.
     spec = "dp-grad=powersgd," + _low_rank(old, "grad_comp", "aggregate" if old.use_error_feedback else "off")
     flags = "--grad-comp"

@@ -80,3 +80,21 @@ def dequantize(codes_gn: Tensor, bits: int, scale_g: Tensor, symmetric: bool) ->
 
 def _top(bits: int, symmetric: bool) -> int:
     return (1 << (bits - 1)) - 1 if symmetric else 1 << (bits - 1)
+
+
+def abs_topk(x_kn: Tensor, count: int) -> Tensor:
+    """Indices of the ``count`` largest magnitudes in each row, (k, count), ascending; ties go to the lower index.
+
+    A number that is not finite counts as larger than all others.
+    """
+    magnitude = x_kn.abs().nan_to_num(torch.inf, posinf=torch.inf)
+    order = torch.sort(magnitude, dim=1, descending=True, stable=True).indices
+    return order[:, :count].sort(dim=1).values
+
+
+def dilate(mask_kn: Tensor, radius: int) -> Tensor:
+    """True where a True lies within ``radius`` places in the same row."""
+    ones = torch.nn.functional.pad(mask_kn.to(torch.int64).cumsum(dim=1), (1, 0))
+    n = mask_kn.shape[1]
+    places = torch.arange(n, device=mask_kn.device)
+    return ones[:, (places + radius + 1).clamp(max=n)] > ones[:, (places - radius).clamp(min=0)]

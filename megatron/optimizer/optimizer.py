@@ -113,6 +113,7 @@ class Optimizer:
         lr: float,
         weight_decay: float,
         vote: float = 0.0,
+        publish_update: bool = False,
     ) -> StepOutcome:
         """Takes one step on final gradients.
 
@@ -122,6 +123,7 @@ class Optimizer:
                 when a loss mask excluded some.
             lr, weight_decay: of this step.
             vote: a number that the caller wants summed over the ranks; it travels with the rest.
+            publish_update: leave what was subtracted from the parameters, over the learning rate, in the gradients.
         """
         totals = self._world_totals(loss_sum, tokens, vote)
         loss = totals.loss_sum / totals.tokens if totals.tokens else 0.0
@@ -137,7 +139,10 @@ class Optimizer:
         if self.config.clip_grad > 0 and norm > 0:
             divisor /= min(1.0, self.config.clip_grad / (norm + 1e-6))
         set_hyperparameters(self.inner, lr, weight_decay)
+        before = [piece.main.clone() for piece in self.pieces] if publish_update else []
         step_inner(self.inner, self.pieces, divisor)
+        for piece, old in zip(self.pieces, before, strict=False):
+            piece.grad.copy_(old.sub_(piece.main).div_(lr or 1.0))
         self._publish()
         return StepOutcome(loss, norm, False, scale, totals.votes, params_norm, num_zeros)
 

@@ -141,7 +141,10 @@ def train_step(
             lr=lr,
             weight_decay=weight_decay,
             vote=vote,
+            publish_update=engines.sync.wants_update,
         )
+    if not outcome.skipped and engines.sync.wants_update:
+        engines.sync.observe_update()
     engines.end_step(taken=not outcome.skipped)
     return outcome
 

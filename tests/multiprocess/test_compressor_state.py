@@ -107,6 +107,27 @@ def test_flat_residuals_follow_their_parameters(tmp_path: Path) -> None:
         torch.testing.assert_close(total, wanted[name], rtol=1e-12, atol=1e-12)
 
 
+def test_choices_of_coordinates_are_cut_with_their_parameters(tmp_path: Path) -> None:
+    spec = "dp-grad=stable-topk,density=0.2,interval=3"
+    saved = run_ranks(4, _save, _changes(spec), tmp_path)
+    wanted = _masks(saved)
+    assert all(0 < int(mask.sum()) < mask.numel() for mask in wanted.values())
+    for layout in ({"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {}):
+        loaded = run_ranks(4, _load, _changes(spec, **layout), tmp_path)
+        found = _masks([boxes for boxes, _ in loaded])
+        assert found
+        for name, mask in found.items():
+            assert torch.equal(mask, wanted[name]), name
+
+
+def _masks(ranks: list[Boxes]) -> dict[str, Tensor]:
+    whole: dict[str, Tensor] = {}
+    for name, shape, offsets, part in (box for boxes in ranks for box in boxes if box[0].endswith("|indices")):
+        mask = whole.setdefault(name, torch.full(shape, 9, dtype=torch.uint8))
+        mask[tuple(slice(o, o + s) for o, s in zip(offsets, part.shape, strict=True))] = part
+    return whole
+
+
 def test_what_has_no_place_is_named(tmp_path: Path) -> None:
     changes = _changes("dp-grad=powersgd,rank=2", "pp-backward=lowrank,rank=2", pipeline_model_parallel_size=2)
     run_ranks(2, _save, changes, tmp_path)

@@ -76,6 +76,13 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
             ],
         },
     ),
+    "stable top-k on tensor-parallel ranks": (
+        4,
+        {
+            "tensor_model_parallel_size": 2,
+            "compress": ["dp-grad=stable-topk,density=0.2,interval=3,flush=rotate"],
+        },
+    ),
     "compressed buckets with fp16 and skipped steps": (
         2,
         {

@@ -76,6 +76,25 @@ class GradientSync:
             yield self.embedding.state
 
     @property
+    def wants_update(self) -> bool:
+        """Whether a compressor asks for the optimizer's update of this step; the same on all replicas."""
+        return any(reducer.wants_update for reducer in self.reducers)
+
+    def observe_update(self) -> None:
+        """Shows compressors the update that the optimizer left in the buckets (in own shares, when sharded)."""
+        if self.sharded:
+            for buffer in self.buffers:
+                for bucket in buffer.buckets:
+                    whole = buffer.grads_of(bucket)
+                    pending = self.group.all_gather(whole, whole[own_share(bucket, self.group, True)])
+                    self.ledger.sent(Point.DP_GRAD, pending.sent_bytes, 0)
+                    with self.ledger.waiting(Point.DP_GRAD):
+                        pending.wait()
+        for reducer in self.reducers:
+            if reducer.wants_update:
+                reducer.observe()
+
+    @property
     def tied_slot(self) -> ParamSlot | None:
         """This rank's copy of the tied embedding; None where it has none."""
         for buffer in self.buffers:

@@ -18,7 +18,7 @@ class _Options:
 def test_an_unknown_name_lists_the_choices() -> None:
     registry = Registry(BUILTIN)
     registry.register("zeta", Entry(_Options, codec=IdentityCodec))
-    with pytest.raises(KeyError, match=r"'powersdg'.*choices are: .*powersgd, zeta"):
+    with pytest.raises(KeyError, match=r"'powersdg'.*choices are: .*topk, zeta"):
         registry["powersdg"]
 
 

@@ -20,6 +20,23 @@ CASES: dict[str, list[str]] = {
     "--grad_comp --selective_grad_comp --selective_grad_comp_way 3": [
         "dp-grad=powersgd,rank=4,seed=714,error-feedback=off,warmup=0.1,stages=first:3"
     ],
+    "--grad_comp --grad_comp_type StableTopKReducerWithRangeBucketsEFCorrectionResIsGrad": [
+        "dp-grad=stable-topk,density=0.01,interval=100,range=50,warmup=200"
+    ],
+    "--grad_comp --grad_comp_type stable-topk --density 0.4 --stable_topk_interval 200 --stable_topk_range 0 "
+    "--stable_topk_threshold 0 --stable_topk_warmup_method Dense --move_grad_clip_to_reducer --use_new_adam_beta1 "
+    "--use_new_adam_beta2 --stable_topk_num_buckets 1 --stable_topk_region_bucket_size 1": [
+        "dp-grad=stable-topk,density=0.4,interval=200,range=0"
+    ],
+    "--grad_comp --grad_comp_type StableTopKReducerWithRangeBucketsEFCorrectionResIsGradPerLayer --density 0.9": [
+        "dp-grad=stable-topk,density=0.9,interval=100,range=0,warmup=200"
+    ],
+    "--grad_comp --grad_comp_type TopKReducerEFCorrectionResIsGradWarmup --stable_topk_density_warmup_steps 1000": [
+        "dp-grad=topk,density=0.01,density-warmup=1000,warmup=200"
+    ],
+    "--grad_comp --grad_comp_type topk --stable_topk_threshold 5": [
+        "dp-grad=topk,density=0.01,density-warmup=20000,warmup=5"
+    ],
     "--inter_grad_comp": ["pp-backward=lowrank,rank=12,seed=714,error-feedback=off"],
     "--inter_grad_comp --inter_grad_comp_type PowerSGD --inter_grad_comp_rank 16 --inter_grad_comp_epilogue_only "
     "--use_error_feedback": ["pp-backward=lowrank,rank=16,seed=714,error-feedback=lazy,when=epilogue"],

@@ -1,0 +1,168 @@
+"""Top-K sums: a share of the coordinates, the rest kept as residual.
+
+``TopK`` lets every rank choose anew at every step and gathers indices and values (Aji and Heafield 2017; Lin et al.
+2018). ``StableTopK`` is Radius (Zheng et al. 2025, section 4): all ranks hold the same choice for many steps, so that
+the values alone are summed; it is made on a dense step from the optimizer's update.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron.compression.api import Aggregate, Op, Peers, Request, RoundCompressor
+from megatron.compression.error_feedback import RESIDUAL
+from megatron.compression.options import opt
+from megatron.compression.state import CompressorState
+from megatron.kernels.reference import abs_topk, dilate
+
+
+class DisagreementError(RuntimeError):
+    """Ranks that must hold the same choice of coordinates do not."""
+
+
+@dataclass(frozen=True)
+class TopKConfig:
+    """Each rank's largest gradients, gathered with their indices."""
+
+    density: float = opt(0.01, "share of each parameter that is sent", minimum=0, maximum=1)
+    density_warmup: int = opt(0, "steps over which the density falls from nearly 1, exponentially", minimum=0)
+
+
+class TopK(RoundCompressor):
+    """Sends 8 bytes for each chosen coordinate to every rank, so it pays below a density of 1 / (2 n) for n ranks."""
+
+    stacks = True
+    config: TopKConfig
+
+    def pays(self, shape: tuple[int, ...]) -> bool:
+        return len(shape) > 1
+
+    def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
+        step = state.count("steps")
+        state.stage("steps", step + 1)
+        flat_kn = x.view(x.shape[0], -1)
+        indices_kc = abs_topk(flat_kn, _count(self._density(step), flat_kn.shape[1]))
+        values_kc = flat_kn.gather(1, indices_kc)
+        all_values = yield Request(values_kc, Op.GATHER)
+        all_indices = yield Request(indices_kc.to(torch.int32), Op.GATHER)
+        total = torch.zeros_like(flat_kn)
+        for values, indices in zip(all_values, all_indices, strict=True):
+            total.scatter_add_(1, indices.to(torch.int64), values)
+        local = torch.zeros_like(flat_kn).scatter_(1, indices_kc, values_kc)
+        return Aggregate(total.view(x.shape), local.view(x.shape))
+
+    def _density(self, step: int) -> float:
+        """Lin et al. 2018, section 3.4: from nearly 1 to the wanted one."""
+        density, warmup = self.config.density, self.config.density_warmup
+        if step >= warmup or density <= 0.0:
+            return density
+        return max(density, density ** ((step + 1) / (warmup + 1)))
+
+
+@dataclass(frozen=True)
+class StableTopKConfig:
+    """The coordinates of the optimizer's largest updates, the same ones for many steps."""
+
+    density: float = opt(0.1, "share of each parameter that is sent", minimum=0, maximum=1)
+    interval: int = opt(100, "steps from one choice, made on a dense step, to the next", minimum=1)
+    range: int = opt(0, "neighbours on either side of a chosen coordinate that are sent as well", minimum=0)
+    flush: Literal["dump", "mean", "rotate"] = opt(
+        "dump", "of the residual: all at once on the dense step, its mean over the steps, or a slice at every step"
+    )
+
+
+class StableTopK(RoundCompressor):
+    """Values at a choice of coordinates that all ranks share.
+
+    Without a choice, and every ``interval`` steps, the sum is dense, and the optimizer's update of that step makes the
+    next choice (``observe``). With error feedback the residual of the other coordinates enters that dense sum: whole,
+    as published (``dump``); divided by the number of steps that it holds (``mean``, which forgets the rest); or it is
+    sent along a slice at a time between dense steps (``rotate``).
+    """
+
+    stacks = True
+    observes = True
+    index_sets = ("indices",)
+    config: StableTopKConfig
+
+    def pays(self, shape: tuple[int, ...]) -> bool:
+        return len(shape) > 1
+
+    def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
+        step = state.count("steps")
+        state.stage("steps", step + 1)
+        indices = state.get("indices")
+        since = step % self.config.interval
+        if indices is None or since == 0:
+            state.stage("awaiting", 1)
+            return (yield from self._dense(x, state))
+        if state.count("unchecked"):
+            yield from self._check(indices)
+            state.stage("unchecked", 0)
+        flat = x.view(-1)
+        if self.config.flush == "rotate":
+            indices = self._with_slice(indices, flat.numel(), since)
+        values = flat[indices]
+        summed = yield Request(values.clone())
+        total = torch.zeros_like(flat)
+        total[indices] = summed
+        local = torch.zeros_like(flat)
+        local[indices] = values
+        return Aggregate(total.view(x.shape), local.view(x.shape))
+
+    def _dense(self, x: Tensor, state: CompressorState) -> Generator[Request, Tensor, Aggregate]:
+        residual = state.get(RESIDUAL)
+        if self.config.flush == "mean" and residual is not None:
+            # x holds the residual already; what is forgotten counts as sent.
+            x.sub_(residual, alpha=1.0 - 1.0 / self.config.interval)
+        total = yield Request(x.clone())
+        return Aggregate(total, x)
+
+    def _check(self, indices: Tensor) -> Generator[Request, Tensor, None]:
+        digest = hashlib.blake2b(indices.cpu().numpy().tobytes(), digest_size=8).digest()
+        own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(indices.device)
+        everyones = yield Request(own, Op.GATHER)
+        if not bool((everyones == own).all()):
+            raise DisagreementError(
+                "stable-topk: the ranks of a data-parallel group chose different coordinates; their replicas differ"
+            )
+
+    def _with_slice(self, indices: Tensor, count: int, since: int) -> Tensor:
+        """The choice and the slice of all coordinates whose turn it is."""
+        width = -(-count // max(self.config.interval - 1, 1))
+        chosen = torch.zeros(count, dtype=torch.bool, device=indices.device)
+        chosen[indices] = True
+        chosen[(since - 1) * width : since * width] = True
+        return chosen.nonzero().view(-1)
+
+    def observe(self, update: Tensor, state: CompressorState) -> None:
+        """Chooses the coordinates of the coming steps after a dense one.
+
+        Args:
+            update: what the optimizer subtracted, over the learning rate; shaped like the input of ``rounds``.
+        """
+        if not state.count("awaiting"):
+            return
+        flat_kn = update.reshape(update.shape[0], -1)
+        count = _count(self.config.density, flat_kn.shape[1])
+        indices_kc = abs_topk(flat_kn, count)
+        starts_k1 = torch.arange(flat_kn.shape[0], device=update.device).unsqueeze(1) * flat_kn.shape[1]
+        if self.config.range:
+            mask = torch.zeros(flat_kn.shape, dtype=torch.bool, device=update.device).scatter_(1, indices_kc, True)
+            indices = dilate(mask, self.config.range).view(-1).nonzero().view(-1)
+        else:
+            indices = (indices_kc + starts_k1).view(-1)
+        state.stage("indices", indices)
+        state.stage("awaiting", 0)
+        state.stage("unchecked", 1)
+
+
+def _count(density: float, n: int) -> int:
+    """Coordinates of a parameter of n that are sent: at least one."""
+    return min(n, max(int(density * n), 1))
