@@ -1,0 +1,213 @@
+"""The communication points with toy compressors: several rounds, lossy codecs, orders, bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Hashable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.comm.channel import PipelineChannel
+from megatron.comm.gather import GatherInFlight
+from megatron.comm.ledger import Ledger
+from megatron.comm.policy import CompressionPlan, Position
+from megatron.comm.reducer import GradBucket, GradReducer, Place
+from megatron.comm.rounds import Job, RoundsInFlight
+from megatron.compression.api import Aggregate, Codec, Op, Payload, Peers, Request, RoundCompressor
+from megatron.compression.identity import IdentityRounds
+from megatron.compression.points import Point
+from megatron.compression.registry import Entry
+from megatron.compression.spec import Spec
+from megatron.compression.state import CompressorState
+from megatron.topology.group import Group
+from tests.support.spawn import run_ranks
+
+
+def _group() -> Group:
+    size = dist.get_world_size()
+    return Group(dist.group.WORLD, tuple(range(size)), dist.get_rank(), "everyone", "gloo")
+
+
+class NoRounds(RoundCompressor):
+    """Sends nothing: the sum is guessed to be zero."""
+
+    def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
+        yield from ()
+        return Aggregate(torch.zeros_like(x), torch.zeros_like(x))
+
+
+class ThreeRounds(RoundCompressor):
+    """The exact sum in a roundabout way: a gather, an exchange of halves, and a broadcast of rank 0's scale."""
+
+    def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
+        calls = state.count("calls")
+        state.stage("calls", calls + 1)
+        gathered = yield Request(x.clone(), Op.GATHER)
+        scale = yield Request(torch.full((1,), float(peers.rank + 1), dtype=x.dtype), Op.BROADCAST)
+        rows = x.reshape(1, -1).repeat(peers.size, 1)
+        exchanged = yield Request(rows, Op.EXCHANGE)
+        again = yield Request(x.clone())
+        assert torch.equal(exchanged.sum(dim=0).view(x.shape), gathered.sum(dim=0))
+        torch.testing.assert_close(again, gathered.sum(dim=0))
+        return Aggregate(gathered.sum(dim=0) * scale, x)
+
+
+def _values(rank: int, shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+
+def _mixed_rounds() -> list[str]:
+    """Algorithms with different numbers of rounds share collectives and each get their own results."""
+    group, ledger = _group(), Ledger()
+    shapes = [(3, 2), (5,), (1, 7), (0,), (4,)]
+    compressors = [ThreeRounds(), IdentityRounds(), NoRounds(), IdentityRounds(), ThreeRounds()]
+    states = [CompressorState() for _ in shapes]
+    xs = [_values(group.rank, shape) for shape in shapes]
+    jobs = [Job(*job) for job in zip(compressors, xs, states, strict=True)]
+    totals = [a.total for a in RoundsInFlight(jobs, group, ledger, Point.DP_GRAD, raw_bytes=1000).wait()]
+    wrong = []
+    for i, shape in enumerate(shapes):
+        wanted = torch.stack([_values(rank, shape) for rank in range(group.size)]).sum(dim=0)
+        if i == 2:
+            wanted.zero_()
+        if totals[i].shape != wanted.shape or not torch.allclose(totals[i], wanted, atol=1e-12):
+            wrong.append(f"tensor {i}")
+    n = group.size
+    if n == 1:
+        return wrong + [str(ledger.accounts)] * bool(ledger.take())
+    account = ledger.take()["dp-grad"]
+    three = sum((n - 1) * 8 * k + (8 if group.rank == 0 else 0) + (n - 1) * 8 * k for k in (6, 4))
+    reduced = [2 * (n - 1) * 8 * k // n for k in (5 + 0, 6 + 4)]
+    if account["raw_bytes"] != 1000 or account["wire_bytes"] != three + sum(reduced):
+        wrong.append(f"{account} instead of {three} + {reduced}")
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_algorithms_of_several_rounds_run_together(ranks: int) -> None:
+    assert run_ranks(ranks, _mixed_rounds) == [[]] * ranks
+
+
+def _reduce_in_odd_orders(sharded: bool) -> list[str]:
+    """Ranks mark buckets ready in different orders, without waiting for each other."""
+    group, ledger = _group(), Ledger()
+    sizes = [12, 24, 6, 36]
+    flats = [_values(10 * group.rank + i, (size,)) for i, size in enumerate(sizes)]
+    buckets = [GradBucket(flat, (Place(f"p{i}", 0, (flat.numel(),)),)) for i, flat in enumerate(flats)]
+    reducer = GradReducer(buckets, group, CompressionPlan({}), ledger, sharded)
+    wrong = []
+    for step in range(2):
+        for i, flat in enumerate(flats):
+            flat.copy_(_values(100 * step + 10 * group.rank + i, (sizes[i],)))
+        reducer.begin(step, 1.0)
+        order = [(i * (group.rank + 1) + group.rank) % 3 for i in range(2)]
+        for i in order:
+            reducer.mark_ready(i)
+        reducer.finish()
+        for i, flat in enumerate(flats):
+            wanted = torch.stack([_values(100 * step + 10 * rank + i, (sizes[i],)) for rank in range(group.size)]).sum(
+                dim=0
+            )
+            share = sizes[i] // group.size
+            own = slice(group.rank * share, (group.rank + 1) * share) if sharded else slice(None)
+            if not torch.allclose(flat[own], wanted[own], atol=1e-12):
+                wrong.append(f"step {step} bucket {i}")
+    sent = ledger.take()["dp-grad"]
+    formula = 2 * sum((1 if sharded else 2) * (group.size - 1) * 8 * size // group.size for size in sizes)
+    if (sent["wire_bytes"], sent["raw_bytes"]) != (formula, formula):
+        wrong.append(f"{sent} instead of {formula}")
+    return wrong
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_buckets_are_summed_whatever_the_order_they_are_ready_in(ranks: int, sharded: bool) -> None:
+    assert run_ranks(ranks, _reduce_in_odd_orders, sharded) == [[]] * ranks
+
+
+class HalfCodec(Codec):
+    """fp16 on the wire, and a count of the messages at both ends."""
+
+    shared = ("count",)
+
+    def empty_payload(
+        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
+    ) -> Payload:
+        return Payload(torch.empty(shape, dtype=torch.float16, device=device))
+
+    def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
+        state.stage("count", state.count("count") + 1)
+        return Payload(x.to(torch.float16))
+
+    def decode(
+        self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
+    ) -> Tensor:
+        state.stage("count", state.count("count") + 1)
+        return payload.wire.to(dtype)
+
+
+def _gather_lossy() -> list[str]:
+    group, ledger = _group(), Ledger()
+    x = _values(group.rank, (2, 3)).float()
+    out = torch.empty(2 * group.size, 3)
+    result = GatherInFlight(HalfCodec(), x, CompressorState(), None, group, ledger, Point.PARAM_GATHER, out=out).wait()
+    wanted = torch.cat([_values(rank, (2, 3)).float().half().float() for rank in range(group.size)])
+    account = ledger.take()["param-gather"]
+    wrong = [] if torch.equal(result, wanted) and result is out else ["values"]
+    if (account["wire_bytes"], account["raw_bytes"]) != ((group.size - 1) * 12, (group.size - 1) * 24):
+        wrong.append(str(account))
+    return wrong
+
+
+def test_a_lossy_gather_is_the_same_everywhere() -> None:
+    """This rank's own part, too, is what the others decoded: replicas must not differ."""
+    assert run_ranks(3, _gather_lossy) == [[]] * 3
+
+
+SHAPE = torch.Size((4, 1, 6))
+
+
+def _channel(scale: float) -> list[str]:
+    """Two stages, three micro-batches both ways, all receives posted ahead."""
+    group, ledger = _group(), Ledger()
+    entry = Entry(type(None), codec=HalfCodec)
+    specs = {point: Spec(point, "half", entry, None) for point in (Point.PP_FWD, Point.PP_BWD)}
+    plan = CompressionPlan(specs, group.rank, 2)
+    other = Group(dist.new_group(list(group.ranks)), group.ranks, group.rank, "backward", "gloo")
+    channel = PipelineChannel(group, other, plan, ledger, SHAPE, torch.float32, torch.device("cpu"))
+    wrong = []
+    for step in range(2):
+        channel.begin(scale)
+        positions = [Position(step, 0, m, 3) for m in range(3)]
+        sending, receiving = (
+            (channel.forward, channel.backward) if group.rank == 0 else (channel.backward, channel.forward)
+        )
+        for position in positions:
+            channel.post(receiving, position, position.micro_batch)
+        for position in positions:
+            x = _values(position.micro_batch + 10 * group.rank, SHAPE).float() * 1e-4 * scale
+            channel.send(sending, x, position, position.micro_batch)
+        for position in reversed(positions):
+            got = channel.recv(receiving, position, position.micro_batch)
+            sent = _values(position.micro_batch + 10 * (1 - group.rank), SHAPE).float() * 1e-4 * scale
+            unscaled = sent / scale if receiving.point is Point.PP_BWD else sent
+            wanted = unscaled.half().float() * (scale if receiving.point is Point.PP_BWD else 1.0)
+            if not torch.equal(got, wanted):
+                wrong.append(f"step {step} micro-batch {position.micro_batch}")
+        channel.flush()
+        for state in channel.states():
+            state.commit()
+    counts = [state.count("count") for state in channel.states()]
+    if counts != [6, 6]:
+        wrong.append(f"messages seen: {counts}")
+    account = ledger.take()[sending.point.value]
+    if (account["messages"], account["wire_bytes"], account["raw_bytes"]) != (6, 6 * 48, 6 * 96):
+        wrong.append(str(account))
+    return wrong
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_messages_of_both_directions_are_decoded_without_the_loss_scale(scale: float) -> None:
+    assert run_ranks(2, _channel, scale) == [[]] * 2

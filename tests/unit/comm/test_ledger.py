@@ -1,0 +1,34 @@
+"""The ledger's arithmetic."""
+
+from __future__ import annotations
+
+import time
+
+from megatron.comm.ledger import Ledger
+from megatron.compression.points import Point
+
+
+def test_accounts_add_up_by_point() -> None:
+    ledger = Ledger()
+    ledger.sent(Point.DP_GRAD, 10, 40)
+    ledger.sent(Point.DP_GRAD, 5)
+    ledger.sent(Point.PP_FWD, 7, 7)
+    taken = ledger.take()
+    assert sorted(taken) == ["dp-grad", "pp-forward"]
+    assert (taken["dp-grad"]["messages"], taken["dp-grad"]["wire_bytes"], taken["dp-grad"]["raw_bytes"]) == (2, 15, 45)
+    assert ledger.take() == {}
+
+
+def test_waits_and_codecs_are_timed_even_when_they_fail() -> None:
+    ledger = Ledger()
+    ledger.sent(Point.TP_FWD, 1)
+    for timed in (ledger.waiting, ledger.encoding):
+        try:
+            with timed(Point.TP_FWD):
+                time.sleep(0.01)
+                raise RuntimeError
+        except RuntimeError:
+            pass
+    account = ledger.take()["tp-forward"]
+    assert account["waited_s"] >= 0.01
+    assert account["coded_s"] >= 0.01
