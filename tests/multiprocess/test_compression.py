@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from megatron.training.assembly import Engines
+from tests.support.cli import run_cli
+from tests.support.corpus import tiny_flags, write_documents
 from tests.support.spawn import run_ranks
 from tests.support.tiny import Trace, tiny_engines, tiny_run, tiny_train
+
+REPO = Path(__file__).resolve().parents[2]
 
 Changes = dict[str, dict[str, Any]]
 
@@ -148,3 +154,27 @@ def test_replicas_agree_and_the_loss_falls(name: str) -> None:
     losses = results[-1][0].losses
     assert losses[-1] < losses[0] - 0.1  # without compression it falls by 0.59
     assert all(trace.losses == losses for trace, _ in results)
+
+
+def test_the_documented_compressor_trains(tmp_path: Path) -> None:
+    """The example of docs/writing-a-compressor.md, from its own text, through the command line."""
+    text = (REPO / "docs" / "writing-a-compressor.md").read_text(encoding="utf-8")
+    code = text.partition("```python\n")[2].partition("```")[0]
+    for example in ("class Float8Config", "class RandomRowsConfig"):
+        assert example in code
+    codec = code[code.index("@dataclass") : code.index("@dataclass", code.index("@dataclass") + 1)]
+    assert len(codec.splitlines()) < 40
+    (tmp_path / "mine.py").write_text(code)
+    log = tmp_path / "log.jsonl"
+    flags = tiny_flags(
+        write_documents(tmp_path / "tiny"),
+        pipeline_model_parallel_size=2,
+        train_iters=20,
+        compress_module=tmp_path / "mine.py",
+        compress=["pp-forward=float8", "dp-grad=random-rows,share=0.5,error-feedback=on"],
+        log_json_file=log,
+    )
+    run_cli(4, ["pretrain_gpt.py", *flags]).check()
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    losses = [event["lm_loss"] for event in events if event["kind"] == "train"]
+    assert losses[-1] < losses[0] - 0.1

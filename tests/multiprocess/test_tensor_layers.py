@@ -1,0 +1,143 @@
+"""Sharded layers against plain torch on whole tensors, in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.comm.ledger import Ledger
+from megatron.comm.policy import CompressionPlan
+from megatron.comm.tensor import TensorComm
+from megatron.parallel.tensor.cross_entropy import head_loss
+from megatron.parallel.tensor.embedding import VocabParallelEmbedding, VocabShard
+from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.topology.group import Group
+from tests.support.spawn import run_ranks
+
+S, B, H, OUT, VOCAB = 8, 2, 12, 20, 21
+CPU, WIDE = torch.device("cpu"), torch.float64
+
+
+def _rand(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=WIDE)
+
+
+class _Setting:
+    """One rank's points, and a list of what went wrong."""
+
+    def __init__(self, sequence_parallel: bool, asynchronous: bool) -> None:
+        size = dist.get_world_size()
+        group = Group(dist.group.WORLD, tuple(range(size)), dist.get_rank(), "tensor-parallel", "gloo")
+        self.ledger = Ledger()
+        self.comm = TensorComm(group, self.ledger, CompressionPlan({}), sequence_parallel, asynchronous)
+        self.wrong: list[str] = []
+
+    def own_rows(self, x: Tensor) -> Tensor:
+        """What this rank holds of an activation outside parallel regions."""
+        return self.comm.own_part(x) if self.comm.sequence_parallel else x
+
+    def check(self, what: str, got: Tensor | None, wanted: Tensor | None) -> None:
+        assert got is not None
+        assert wanted is not None
+        if got.shape != wanted.shape or not torch.allclose(got, wanted, rtol=1e-12, atol=1e-12):
+            self.wrong.append(what)
+
+    def summed(self, grad: Tensor | None) -> Tensor:
+        """A replicated parameter's gradient: under sequence parallelism the ranks hold parts of a sum."""
+        assert grad is not None
+        total = grad.clone()
+        if self.comm.sequence_parallel:
+            self.comm.group.all_reduce(total).wait()
+        return total
+
+
+def _feed_forward(sequence_parallel: bool, asynchronous: bool) -> list[str]:
+    """Column-parallel, a nonlinearity, row-parallel: outputs, input, weight and bias gradients, bytes."""
+    setting = _Setting(sequence_parallel, asynchronous)
+    comm, n = setting.comm, setting.comm.size
+    first = ColumnParallelLinear((OUT, H), True, comm, CPU, WIDE)
+    second = RowParallelLinear(OUT, H, True, comm, CPU, WIDE)
+    w1, b1, w2, b2 = _rand(1, OUT, H), _rand(2, OUT), _rand(3, H, OUT), _rand(4, H)
+    rows = slice(comm.rank * OUT // n, (comm.rank + 1) * OUT // n)
+    with torch.no_grad():
+        first.weight.copy_(w1[rows])
+        second.weight.copy_(w2[:, rows])
+        assert first.bias is not None
+        assert second.bias is not None
+        first.bias.copy_(b1[rows])
+        second.bias.copy_(b2)
+    x, grad = _rand(5, S, B, H), _rand(6, S, B, H)
+    own = setting.own_rows(x).clone().requires_grad_()
+    product, bias = second(F.gelu(first(own)))
+    out = product if bias is None else product + bias
+    out.backward(setting.own_rows(grad))
+
+    whole = [t.clone().requires_grad_() for t in (x, w1, b1, w2, b2)]
+    wanted = F.linear(F.gelu(F.linear(whole[0], whole[1], whole[2])), whole[3], whole[4])
+    wanted.backward(grad)
+    grads = [t.grad for t in whole]
+    assert all(g is not None for g in grads)
+    setting.check("output", out, setting.own_rows(wanted))
+    setting.check("input gradient", own.grad, setting.own_rows(grads[0]))  # type: ignore[arg-type]
+    setting.check("column weight", first.weight.grad, grads[1][rows])  # type: ignore[index]
+    setting.check("column bias", first.bias.grad, grads[2][rows])  # type: ignore[index]
+    setting.check("row weight", second.weight.grad, grads[3][:, rows])  # type: ignore[index]
+    setting.check("row bias", setting.summed(second.bias.grad), grads[4])
+    if n > 1:
+        activation = S * B * H * 8
+        ring = (n - 1) * activation // n
+        # f and g: an all-reduce is two rings; a gather or a reduce-scatter is one.
+        forward, backward = (2 * ring, 3 * ring) if sequence_parallel else (2 * ring, 2 * ring)
+        taken = {point: account["wire_bytes"] for point, account in setting.ledger.take().items()}
+        if taken != {"tp-forward": forward, "tp-backward": backward}:
+            setting.wrong.append(f"{taken} instead of {forward} and {backward}")
+    return setting.wrong
+
+
+def _embedding_and_loss(sequence_parallel: bool, asynchronous: bool) -> list[str]:
+    """A vocabulary that does not divide by the ranks, a loss mask, tied weights on both ends."""
+    setting = _Setting(sequence_parallel, asynchronous)
+    comm, n = setting.comm, setting.comm.size
+    padded = -(-VOCAB // n) * n
+    shard = VocabShard(VOCAB, padded, comm)
+    embedding = VocabParallelEmbedding(shard, H, True, comm, CPU, WIDE)
+    table = torch.cat([_rand(7, VOCAB, H), torch.full((padded - VOCAB, H), 99.0, dtype=WIDE)])
+    with torch.no_grad():
+        embedding.weight.copy_(table[shard.start : shard.start + shard.rows])
+    generator = torch.Generator().manual_seed(8)
+    tokens_bs, labels_bs = (torch.randint(0, VOCAB, (B, S), generator=generator) for _ in range(2))
+    weights_bs = torch.rand((B, S), generator=generator, dtype=WIDE) * (torch.arange(S) % 3 > 0)
+    x_sbh = embedding(tokens_bs)
+    total, losses_sb = head_loss(torch.tanh(x_sbh), embedding.weight, labels_bs.t(), weights_bs.t(), comm, shard)
+    total.backward()
+
+    whole = table[:VOCAB].clone().requires_grad_()
+    hidden = torch.tanh(F.embedding(tokens_bs.t(), whole))
+    wanted_sb = F.cross_entropy((hidden @ whole.t()).flatten(0, 1), labels_bs.t().flatten(), reduction="none")
+    wanted = (wanted_sb * weights_bs.t().flatten()).sum()
+    wanted.backward()
+    assert whole.grad is not None
+    setting.check("losses", losses_sb.flatten(), wanted_sb)
+    setting.check("weighted sum", total, wanted)
+    setting.check("hidden", torch.tanh(x_sbh), setting.own_rows(hidden))
+    valid = shard.valid_rows
+    assert embedding.weight.grad is not None
+    setting.check("table", embedding.weight.grad[:valid], whole.grad[shard.start : shard.start + valid])
+    setting.check("padding", embedding.weight.grad[valid:], torch.zeros(shard.rows - valid, H, dtype=WIDE))
+    return setting.wrong
+
+
+def _both(*args: Any) -> list[str]:
+    return _feed_forward(*args) + _embedding_and_loss(*args)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_sharded_layers_equal_whole_ones(ranks: int, sequence_parallel: bool, asynchronous: bool) -> None:
+    assert run_ranks(ranks, _both, sequence_parallel, asynchronous) == [[]] * ranks

@@ -1,0 +1,184 @@
+"""The optimizer against torch's own, and its norms."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.comm.ledger import Ledger
+from megatron.comm.policy import CompressionPlan
+from megatron.config.optimizer import OptimizerConfig
+from megatron.optimizer.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
+from megatron.optimizer.optimizer import Optimizer, _sum_of_squares
+from megatron.parallel.data.buffer import FlatBuffer
+from megatron.parallel.tensor.shards import ParamSpec
+from megatron.topology.topology import single_process
+
+SHAPES = {"a.weight": (6, 5), "a.bias": (6,), "b.weight": (3, 6)}
+
+
+def _value(name: str, step: int) -> Tensor:
+    seed = 10 * step + list(SHAPES).index(name)
+    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed))
+
+
+def _build(
+    dtype: torch.dtype, grad_dtype: torch.dtype, scale: LossScale, **config: object
+) -> tuple[Optimizer, dict[str, nn.Parameter], FlatBuffer]:
+    params = {name: nn.Parameter(_value(name, -1).to(dtype)) for name in SHAPES}
+    listed = [(name, name, ParamSpec(tuple(p.shape)), p) for name, p in params.items()]
+    buffer = FlatBuffer(listed, grad_dtype, 1, None)
+    settings = OptimizerConfig(**{"lr": 1e-2, **config})  # type: ignore[arg-type]
+    return (
+        Optimizer(
+            [buffer],
+            single_process(),
+            settings,
+            scale,
+            CompressionPlan({}),
+            Ledger(),
+            sharded=False,
+            log_params_norm=True,
+            log_num_zeros=True,
+        ),
+        params,
+        buffer,
+    )
+
+
+def _set_grads(buffer: FlatBuffer, step: int, factor: float = 1.0) -> None:
+    buffer.zero_grads()
+    for bucket in buffer.buckets:
+        for slot in bucket.slots:
+            buffer.grads_flat[slot.start : slot.stop].copy_(_value(slot.name, step).flatten() * factor)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5, 1e6])
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_twenty_steps_equal_torchs_optimizer(kind: str, clip: float) -> None:
+    ours, params, buffer = _build(torch.float32, torch.float32, ConstantLossScale(1.0), optimizer=kind, clip_grad=clip)
+    theirs = {name: nn.Parameter(_value(name, -1)) for name in SHAPES}
+    groups = [
+        {"params": [p for p in theirs.values() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in theirs.values() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    reference: torch.optim.Optimizer
+    if kind == "adam":
+        reference = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.999), eps=1e-8)
+    else:
+        reference = torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
+    for step in range(20):
+        lr = 1e-2 * (1 + step % 3)
+        _set_grads(buffer, step)
+        outcome = ours.step(12.0, 4.0, 4, lr=lr, weight_decay=0.1)
+        for name, param in theirs.items():
+            param.grad = _value(name, step)
+        norm = torch.nn.utils.clip_grad_norm_(theirs.values(), clip if clip > 0 else math.inf)
+        for group in reference.param_groups:
+            group["lr"] = lr
+        reference.step()
+        assert outcome.grad_norm == pytest.approx(float(norm), rel=1e-6)
+        assert (outcome.loss, outcome.skipped) == (3.0, False)
+    for name, param in params.items():
+        torch.testing.assert_close(param.data, theirs[name].data, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 1.0), (torch.float16, 1024.0)])
+def test_half_precision_follows_fp32_main_values(dtype: torch.dtype, scale: float) -> None:
+    """The update is that of fp32 parameters; the model holds its rounding."""
+    ours, params, buffer = _build(dtype, torch.float32, ConstantLossScale(scale), clip_grad=1.0)
+    theirs = {name: nn.Parameter(_value(name, -1).to(dtype).float()) for name in SHAPES}
+    groups = [
+        {"params": [p for p in theirs.values() if p.dim() > 1], "weight_decay": 0.01},
+        {"params": [p for p in theirs.values() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.AdamW(groups, lr=1e-2)
+    for step in range(10):
+        _set_grads(buffer, step, scale)
+        ours.step(1.0, 1.0, 1, lr=1e-2, weight_decay=0.01)
+        for name, param in theirs.items():
+            param.grad = _value(name, step)
+        torch.nn.utils.clip_grad_norm_(theirs.values(), 1.0)
+        reference.step()
+    for piece in ours.pieces:
+        wanted = theirs[piece.slot.name].data
+        torch.testing.assert_close(piece.main.view(wanted.shape), wanted, rtol=2e-6, atol=1e-7)
+        assert torch.equal(params[piece.slot.name].data, piece.main.view(wanted.shape).to(dtype))
+
+
+def test_overflow_skips_the_step_and_halves_the_scale() -> None:
+    scale = DynamicLossScale(2.0**16, hysteresis=1)
+    ours, params, buffer = _build(torch.float16, torch.float32, scale)
+    before = {name: p.detach().clone() for name, p in params.items()}
+    _set_grads(buffer, 0, 2.0**16)
+    buffer.grads_flat[3] = torch.inf
+    outcome = ours.step(1.0, 1.0, 1, lr=1e-2, weight_decay=0.1)
+    assert (outcome.skipped, outcome.grad_norm, outcome.loss_scale) == (True, None, 2.0**16)
+    assert scale.scale == 2.0**15
+    assert all(torch.equal(p.data, before[name]) for name, p in params.items())
+    _set_grads(buffer, 1, 2.0**15)
+    assert not ours.step(1.0, 1.0, 1, lr=1e-2, weight_decay=0.1).skipped
+    assert not torch.equal(params["a.weight"].data, before["a.weight"])
+
+
+def test_a_nan_skips_the_step_in_fp32() -> None:
+    ours, params, buffer = _build(torch.float32, torch.float32, ConstantLossScale(1.0))
+    before = params["b.weight"].detach().clone()
+    _set_grads(buffer, 0)
+    buffer.grads_flat[-1] = torch.nan
+    assert ours.step(1.0, 1.0, 1, lr=1e-2, weight_decay=0.1).skipped
+    assert torch.equal(params["b.weight"].data, before)
+
+
+def test_the_published_update_is_what_was_subtracted_over_the_learning_rate() -> None:
+    ours, params, buffer = _build(torch.float32, torch.float32, ConstantLossScale(1.0))
+    for step, lr in enumerate((1e-2, 3e-3)):
+        before = {name: p.detach().clone() for name, p in params.items()}
+        _set_grads(buffer, step)
+        ours.step(1.0, 1.0, 1, lr=lr, weight_decay=0.1, publish_update=True)
+        for bucket in buffer.buckets:
+            for slot in bucket.slots:
+                update = buffer.grads_flat[slot.start : slot.stop].view(slot.param.shape)
+                wanted = (before[slot.name] - params[slot.name].data) / lr
+                torch.testing.assert_close(update, wanted)
+                assert float(update.abs().max()) > 0.5
+
+
+def test_a_loss_mask_weighs_tokens_not_samples() -> None:
+    """Gradients are means over the expected tokens; with half of them masked they are twice too small."""
+    ours, _, buffer = _build(torch.float32, torch.float32, ConstantLossScale(1.0))
+    _set_grads(buffer, 0, 0.5)
+    halved = ours.step(10.0, 4.0, 8, lr=0.0, weight_decay=0.0)
+    _set_grads(buffer, 0)
+    whole = ours.step(10.0, 8.0, 8, lr=0.0, weight_decay=0.0)
+    assert halved.grad_norm == pytest.approx(whole.grad_norm)
+    assert (halved.loss, whole.loss) == (2.5, 1.25)
+
+
+def test_norms_and_zeros_are_counted() -> None:
+    ours, params, buffer = _build(torch.float32, torch.float32, ConstantLossScale(1.0))
+    norm = math.sqrt(sum(float(p.detach().double().square().sum()) for p in params.values()))
+    _set_grads(buffer, 0)
+    buffer.grads_flat[:7] = 0.0
+    outcome = ours.step(1.0, 1.0, 1, lr=0.0, weight_decay=0.0)
+    assert outcome.params_norm == pytest.approx(norm, rel=1e-6)
+    assert outcome.num_zeros == 7
+
+
+def test_the_norm_of_many_small_numbers_is_accurate() -> None:
+    """A running fp32 sum of 40 million squares is off in the second digit."""
+    x = torch.full((40_000_000,), 1e-3)
+    x[::7] = 2e-3
+    wanted = float(x.double().square().sum())
+    assert math.sqrt(_sum_of_squares([x])) == pytest.approx(math.sqrt(wanted), rel=1e-6)
+
+
+def test_the_norm_of_fp16_numbers_may_exceed_fp16() -> None:
+    x = torch.full((10_000,), 6e4, dtype=torch.float16)
+    assert _sum_of_squares([x]) == pytest.approx(float(x.double().square().sum()), rel=1e-5)
+    assert _sum_of_squares([]) == 0.0
+    x[5] = torch.inf
+    assert not math.isfinite(_sum_of_squares([x]))
