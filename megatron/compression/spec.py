@@ -81,7 +81,11 @@ def read_specs(texts: Sequence[str], registry: Registry, train_iters: int | None
     """
     specs: dict[Point, Spec] = {}
     for text in texts:
-        spec = read_spec(text, registry, train_iters)
+        try:
+            spec = read_spec(text, registry, train_iters)
+        except SpecError as error:
+            message = str(error)
+            raise SpecError(message if message.startswith(text) else f"{text}: {message}") from error
         if spec.point in specs:
             raise SpecError(f"{text}: {spec.point.value} is given twice; leave one out")
         specs[spec.point] = spec

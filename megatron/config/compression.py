@@ -44,4 +44,5 @@ class CompressionConfig:
         try:
             return read_specs(self.compress, build_registry(self.compress_module), train_iters)
         except SpecError as error:
-            raise UserError(f"--compress {error}") from error
+            where = "" if str(error).startswith("--") else "--compress "
+            raise UserError(f"{where}{error}") from error

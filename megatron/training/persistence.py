@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.agree import raise_together
 from megatron.checkpoint.compressor_state import PREFIX, CompressorCheckpoint
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.load import load_common, load_tensors, read_tracker
@@ -26,6 +29,16 @@ from megatron.training.assembly import Engines
 from megatron.training.progress_state import Progress
 
 
+def _unwritable(root: str) -> str | None:
+    """Why checkpoints cannot be written to a folder; None when they can. Makes the folder."""
+    try:
+        Path(root).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            return None
+    except OSError as error:
+        return f"--save {root}: cannot write there ({error.strerror}); name a folder that can be written to"
+
+
 class RunCheckpoints:
     """The checkpoints of one run.
 
@@ -33,6 +46,9 @@ class RunCheckpoints:
         config: the resolved configuration.
         engines, schedule, progress: what is saved and restored, in place.
         log: takes lines for the user, on rank 0.
+
+    Raises:
+        UserError: on every rank, when ``--save`` cannot be written to.
     """
 
     def __init__(
@@ -61,6 +77,8 @@ class RunCheckpoints:
         self.saver: CheckpointSaver | None = None
         self.saved_iteration: int | None = None
         if self.config.save:
+            problem = _unwritable(self.config.save) if engines.topology.rank == 0 else None
+            raise_together(self.group, problem)
             self.saver = CheckpointSaver(
                 self.config.save,
                 self.group,

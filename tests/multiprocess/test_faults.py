@@ -244,3 +244,13 @@ def test_damaged_data_is_found_at_the_start(prefix: Path, tmp_path: Path, damage
     with launch_ranks_cli(2, [SCRIPT, *tiny_flags(bad)]) as ranks:
         line = _one_error_line(ranks.wait(60))
     assert str(bad) in line
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_training(prefix: Path, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    log = tmp_path / "log.jsonl"
+    result = run_cli(2, [SCRIPT, *tiny_flags(prefix, save=blocked, log_json_file=log)])
+    assert result.returncode != 0
+    assert f"error: --save {blocked}: cannot write there" in result.text()
+    assert not log.exists() or '"train"' not in log.read_text()
