@@ -1,0 +1,140 @@
+"""The ledger against the bytes that the kernel counted on the loopback interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.topology.group import Group, Pending
+from megatron.training.step import take_batches, train_step
+from tests.support.spawn import run_ranks
+from tests.support.tiny import tiny_batches, tiny_engines
+
+COUNTERS = Path("/proc/net/dev")
+
+pytestmark = pytest.mark.skipif(not COUNTERS.exists(), reason="the kernel's counters are Linux's")
+
+
+def _loopback_bytes() -> int:
+    """Bytes sent over the loopback interface since the machine started, by all processes."""
+    line = next(line for line in COUNTERS.read_text().splitlines() if line.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[8])
+
+
+def _counted(run: Callable[[], int]) -> tuple[int, int]:
+    """(what this rank says it sent, what the kernel saw all ranks send)."""
+    dist.barrier()
+    before = _loopback_bytes()
+    dist.barrier()
+    own = run()
+    dist.barrier()
+    seen = _loopback_bytes() - before
+    dist.barrier()
+    return own, seen
+
+
+def _collectives() -> dict[str, tuple[int, int]]:
+    size = dist.get_world_size()
+    group = Group(dist.group.WORLD, tuple(range(size)), dist.get_rank(), "everyone", "gloo")
+    x, out = torch.ones(size * 600_000), torch.empty(600_000)
+    calls: dict[str, Callable[[], Pending]] = {
+        "all-reduce": lambda: group.all_reduce(x),
+        "reduce-scatter": lambda: group.reduce_scatter(out, x),
+        "all-gather": lambda: group.all_gather(x, out),
+        "exchange": lambda: group.exchange(torch.empty_like(x).view(size, -1), x.view(size, -1)),
+    }
+    found = {}
+    for name, call in calls.items():
+        call().wait()  # connections are made at the first use
+
+        def run(start: Callable[[], Pending] = call) -> int:
+            pending = start()
+            pending.wait()
+            return pending.sent_bytes
+
+        found[name] = _counted(run)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_collectives_send_what_they_say(ranks: int) -> None:
+    """A reduce-scatter sends half of an all-reduce, which gloo's own does not."""
+    results = run_ranks(ranks, _collectives)
+    sent = {}
+    for name in results[0]:
+        said = sum(result[name][0] for result in results)
+        seen = min(result[name][1] for result in results)
+        assert seen == pytest.approx(said, rel=0.05), name
+        sent[name] = seen
+    assert sent["reduce-scatter"] == pytest.approx(sent["all-reduce"] / 2, rel=0.05)
+
+
+def _training(changes: dict[str, dict[str, Any]]) -> tuple[int, int]:
+    """Three steps after two that make connections and states."""
+    engines = tiny_engines(changes)
+    config = engines.config
+    batches = tiny_batches(config, engines.topology, masked=False)
+    count = config.training.global_batch_size // (config.training.micro_batch_size * engines.topology.layout.dp)
+
+    def steps(first: int, last: int) -> int:
+        engines.ledger.take()
+        for iteration in range(first, last):
+            train_step(engines, take_batches(batches, count, engines.topology.device), iteration, 1e-3, 0.1)
+        return int(sum(account["wire_bytes"] for account in engines.ledger.take().values()))
+
+    steps(0, 2)
+    return _counted(lambda: steps(2, 5))
+
+
+MODEL = {"hidden_size": 256, "num_attention_heads": 4, "seq_length": 128, "max_position_embeddings": 128}
+RUNS: dict[str, tuple[int, dict[str, Any]]] = {
+    "uncompressed": (4, {"parallel": {"pipeline_model_parallel_size": 2}}),
+    "sequence-parallel and sharded": (
+        4,
+        {
+            "parallel": {
+                "tensor_model_parallel_size": 2,
+                "sequence_parallel": True,
+                "use_distributed_optimizer": True,
+            }
+        },
+    ),
+    "compressed pipeline and gradients": (
+        4,
+        {
+            "parallel": {"pipeline_model_parallel_size": 2},
+            "compression": {
+                "compress": [
+                    "dp-grad=powersgd,rank=16",
+                    "pp-forward=fixpoint,bits=4",
+                    "pp-backward=lowrank,rank=8",
+                    "embedding=fused",
+                ]
+            },
+        },
+    ),
+    "compressed tensors and fixed-point gradients": (
+        4,
+        {
+            "parallel": {"tensor_model_parallel_size": 2},
+            "compression": {"compress": ["tp-forward=fixpoint", "tp-backward=fixpoint", "dp-grad=fixpoint,bits=4"]},
+        },
+    ),
+    "top-k": (2, {"compression": {"compress": ["dp-grad=topk,density=0.2"]}}),
+    "stable top-k": (2, {"compression": {"compress": ["dp-grad=stable-topk,density=0.3,interval=100"]}}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_ledger_is_what_the_kernel_counted(name: str) -> None:
+    ranks, changes = RUNS[name]
+    results = run_ranks(ranks, _training, {**changes, "model": MODEL}, timeout=120.0)
+    said = sum(own for own, _ in results)
+    seen = min(seen for _, seen in results)
+    assert said > 500_000
+    assert seen == pytest.approx(said, rel=0.05)
