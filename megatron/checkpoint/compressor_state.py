@@ -32,6 +32,7 @@ from megatron.topology.layout import Coordinates, Layout
 
 PREFIX = "compressor."
 _COUNTER = "#"
+_OF_SAMPLES = (".ids", ".rows")
 Log = Callable[[str], None]
 
 
@@ -63,6 +64,13 @@ class _Place:
     leads: bool = True
     index_sets: tuple[str, ...] = ()
 
+    def label(self, kind: str) -> str:
+        """Name of a tensor in checkpoints; a memory of samples is named by its holder, since each has its own size."""
+        holder = ""
+        if kind.endswith(_OF_SAMPLES):
+            holder = "".join(f".{at}of{size}" for at, size in zip(self.holder, self.holders, strict=True))
+        return f"{PREFIX}{self.name}{holder}|{kind}"
+
     def part(self, kind: str, tensor: Tensor) -> Tensor:
         """This place's part of one of the state's tensors; of a set of indices, a mask (uint8) of the parameter."""
         if kind in self.index_sets and self.slot is not None and self.index is not None:
@@ -80,6 +88,8 @@ class _Place:
     def shard(self, kind: str, part: Tensor, row: int | None = None) -> LogicalShard:
         """A part as the box that this rank holds (or reads: that of another ``row``) of a logical tensor."""
         row = self.holder[0] if row is None else row
+        if kind.endswith(_OF_SAMPLES):
+            return LogicalShard(tuple(part.shape), part.dtype, [Piece((0,) * part.dim(), part.detach())])
         if kind in self.index_sets and self.slot is not None:
             spec = self.slot.spec
             return shard_of_local(part.unsqueeze(0), (0, *spec.offsets()), (1, *spec.logical_shape))
@@ -119,11 +129,11 @@ class CompressorCheckpoint:
         """Everything that was committed, by name."""
         found: dict[str, LogicalShard] = {}
         for place in self._places():
-            for kind, tensor in place.state.tensors.items():
-                found[f"{PREFIX}{place.name}|{kind}"] = place.shard(kind, place.part(kind, tensor))
+            for kind, tensor in place.state.portable().items():
+                found[place.label(kind)] = place.shard(kind, place.part(kind, tensor))
             for kind, count in place.state.counters.items() if place.leads else ():
                 value = torch.tensor([count], dtype=torch.int64)
-                found[f"{PREFIX}{place.name}|{_COUNTER}{kind}"] = place.shard(kind, value)
+                found[place.label(_COUNTER + kind)] = place.shard(kind, value)
         return found
 
     def load(self, root: str | Path, iteration: Iteration, group: dist.ProcessGroup | None, log: Log) -> None:
@@ -137,7 +147,7 @@ class CompressorCheckpoint:
             return
         wanted = [item for place in self._places() for item in _wanted(saved, place)]
         loaded: dict[int, Tensor] = {}
-        for row in range(_largest(group, max([item.shape[0] for item in wanted] + [1]))):
+        for row in range(_largest(group, max([max(item.rows) + 1 for item in wanted] + [1]))):
             parts = {number: item.room() for number, item in enumerate(wanted) if row in item.rows}
             read = {wanted[number].name: wanted[number].shard(part, row) for number, part in parts.items()}
             load_tensors(root, iteration, read, group, strict=False, allow_unexpected=True)
@@ -219,11 +229,13 @@ class _Wanted:
 
     @property
     def name(self) -> str:
-        return f"{PREFIX}{self.place.name}|{self.kind}"
+        return self.place.label(self.kind)
 
     @property
     def fits(self) -> bool:
         """Whether this layout has a place for it: any for a parameter's residual, else the same shards."""
+        if self.kind.endswith(_OF_SAMPLES):
+            return True
         if self._like_param and self.place.slot is not None:
             return self.shape[1:] == self.place.slot.spec.logical_shape
         return self.shape[1] == self.place.holders[1]
@@ -235,7 +247,7 @@ class _Wanted:
     @property
     def rows(self) -> Sequence[int]:
         """The holders whose parts make up this rank's."""
-        if self.kind in self.place.index_sets:
+        if self.kind in self.place.index_sets or self.kind.endswith(_OF_SAMPLES):
             return (0,)
         if self.shape[0] == self.place.holders[0]:
             return (self.place.holder[0],)
@@ -246,10 +258,12 @@ class _Wanted:
         if self._like_param and self.place.slot is not None:
             param = self.place.slot.param
             return torch.zeros(param.shape, dtype=self.dtype, device=param.device)
-        return torch.zeros(self.shape[2:], dtype=self.dtype)
+        return torch.zeros(self.shape if self.kind.endswith(_OF_SAMPLES) else self.shape[2:], dtype=self.dtype)
 
     def shard(self, part: Tensor, row: int) -> LogicalShard:
         """The part as a holder's box of the saved tensor."""
+        if self.kind.endswith(_OF_SAMPLES):
+            return self.place.shard(self.kind, part)
         old = replace(self.place, holders=(self.shape[0], self.place.holders[1]))
         return old.shard(self.kind, part, row)
 
@@ -277,10 +291,9 @@ class _Wanted:
 
 def _wanted(saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]], place: _Place) -> Iterator[_Wanted]:
     """What a checkpoint has for a place and this layout can take over."""
-    start = f"{PREFIX}{place.name}|"
     for name, (shape, dtype) in saved.items():
-        item = _Wanted(place, name.removeprefix(start), shape, dtype)
-        if name.startswith(start) and item.fits and (place.leads or not item.kind.startswith(_COUNTER)):
+        item = _Wanted(place, name.rpartition("|")[2], shape, dtype)
+        if name == item.name and item.fits and (place.leads or not item.kind.startswith(_COUNTER)):
             yield item
 
 

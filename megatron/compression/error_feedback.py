@@ -68,6 +68,7 @@ class ErrorFeedbackCodec(Codec):
         super().__init__(inner.config)
         self.inner = inner
         self.exact = inner.exact
+        self.shared = inner.shared
 
     def empty_payload(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.compression.api import Codec, RoundCompressor
+from megatron.compression.delta import DeltaCodec, DeltaConfig, DeltaLowBitsConfig
 from megatron.compression.fixpoint import FixpointCodec, FixpointConfig, FixpointRounds
 from megatron.compression.identity import IdentityCodec, IdentityConfig, IdentityRounds
 from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
@@ -27,6 +28,7 @@ class Entry:
         rounds: for sums.
         feedback: the residual it has unless ``error-feedback`` says otherwise, by point; "off" where not named.
         points: where it may serve; None for everywhere that its contracts fit.
+        remembers_samples: it gains from samples that come again, and from those alone: not in evaluation.
         advice: what to use instead at the other points.
     """
 
@@ -35,6 +37,7 @@ class Entry:
     rounds: type[RoundCompressor] | None = None
     feedback: Mapping[Point, str] = field(default_factory=dict)
     points: frozenset[Point] | None = None
+    remembers_samples: bool = False
     advice: str = ""
 
     def check(self, point: Point, name: str) -> None:
@@ -94,6 +97,20 @@ BUILTIN: Mapping[str, Entry] = MappingProxyType(
             feedback={Point.PP_BWD: "lazy"},
             points=frozenset({Point.PP_FWD, Point.PP_BWD}),
             advice="for sums use powersgd",
+        ),
+        "delta": Entry(
+            DeltaConfig,
+            codec=DeltaCodec,
+            points=frozenset({Point.PP_FWD}),
+            advice="samples are met again in activations only; use fixpoint",
+            remembers_samples=True,
+        ),
+        "delta-lowbits": Entry(
+            DeltaLowBitsConfig,
+            codec=DeltaCodec,
+            points=frozenset({Point.PP_FWD}),
+            advice="samples are met again in activations only; use fixpoint",
+            remembers_samples=True,
         ),
         "topk": Entry(
             TopKConfig,

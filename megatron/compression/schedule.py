@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.compression.options import SpecError
@@ -57,22 +59,43 @@ def read_stages(text: str) -> tuple[int | None, int | None]:
     return (int(number), None) if which == "first" else (None, int(number))
 
 
-def read_warmup(text: str, train_iters: int | None) -> int:
-    """Iterations of a warm-up given as a number of iterations (``500``) or a fraction of the run (``0.1``).
+@dataclass(frozen=True)
+class RunLength:
+    """What a warm-up may be a part of.
+
+    Args:
+        train_iters: iterations of the run; None when they are counted otherwise.
+        iterations_of: iterations until a number of epochs has been read; None when there is nothing to read.
+    """
+
+    train_iters: int | None = None
+    iterations_of: Callable[[float], int] | None = None
+
+
+_EPOCHS = re.compile(r"(\d+(?:\.\d+)?)\s*epochs?")
+
+
+def read_warmup(text: str, length: RunLength) -> int:
+    """Iterations of a warm-up: ``500``, a fraction of the run (``0.1``), or epochs (``1epochs``).
 
     Raises:
-        SpecError: when it is neither, or a fraction of a run whose length in iterations is not known.
+        SpecError: when it is none of these, or a fraction of a run whose length in iterations is not known.
     """
     if text.isdigit():
         return int(text)
+    epochs = _EPOCHS.fullmatch(text)
+    if epochs:
+        return 0 if length.iterations_of is None else length.iterations_of(float(epochs[1]))
     try:
         fraction = float(text)
     except ValueError:
         fraction = -1.0
     if not 0.0 <= fraction <= 1.0:
-        raise SpecError(f"warmup={text}: write a number of iterations, or a fraction of the run such as 0.1")
-    if train_iters is None:
+        raise SpecError(
+            f"warmup={text}: write a number of iterations, a fraction of the run such as 0.1, or epochs such as 1epochs"
+        )
+    if length.train_iters is None:
         if fraction == 0.0:
             return 0
         raise SpecError(f"warmup={text}: a fraction needs --train-iters; write a number of iterations instead")
-    return int(fraction * train_iters)
+    return int(fraction * length.train_iters)

@@ -12,7 +12,7 @@ from megatron.compression.error_feedback import ErrorFeedback, ErrorFeedbackCode
 from megatron.compression.options import SpecError, option_infos, read_options, spelled
 from megatron.compression.points import Point
 from megatron.compression.registry import Entry, Registry
-from megatron.compression.schedule import Activation, read_stages, read_warmup
+from megatron.compression.schedule import Activation, RunLength, read_stages, read_warmup
 
 FUSED = "fused"
 """The embedding's one collective over the replicas of both its stages, in place of two."""
@@ -23,7 +23,7 @@ _FEEDBACKS = {True: ("off", "local", "aggregate"), False: ("off", "lazy")}
 COMMON = {
     "when": "all or epilogue: which gradients go back compressed (pp-backward)",
     "stages": "all, first:N or last:N: which pipeline stages compress what they send",
-    "warmup": "iterations, or a fraction of the run, that go uncompressed",
+    "warmup": "iterations, a fraction of the run (0.1), or epochs (1epochs), that go uncompressed",
     "error-feedback": "off; local or aggregate for sums, lazy for messages ('on' is the compressor's usual one)",
     "fused": "on or off: one sum over the replicas of both stages (embedding)",
     "eval": "on or off: compress in evaluation (pp-forward, tp-forward)",
@@ -68,13 +68,13 @@ class Spec:
         return inner if self.feedback == "off" else ErrorFeedbackCodec(inner)
 
 
-def read_specs(texts: Sequence[str], registry: Registry, train_iters: int | None) -> dict[Point, Spec]:
+def read_specs(texts: Sequence[str], registry: Registry, length: RunLength) -> dict[Point, Spec]:
     """The specs of a run, by point.
 
     Args:
         texts: one ``POINT=NAME[,key=value...]`` each.
         registry: the compressors there are.
-        train_iters: length of the run, for warm-ups given as fractions; None when it is counted otherwise.
+        length: of the run, for warm-ups given as a part of it.
 
     Raises:
         SpecError: for the first that cannot be read or cannot work.
@@ -82,7 +82,7 @@ def read_specs(texts: Sequence[str], registry: Registry, train_iters: int | None
     specs: dict[Point, Spec] = {}
     for text in texts:
         try:
-            spec = read_spec(text, registry, train_iters)
+            spec = read_spec(text, registry, length)
         except SpecError as error:
             message = str(error)
             raise SpecError(message if message.startswith(text) else f"{text}: {message}") from error
@@ -92,7 +92,7 @@ def read_specs(texts: Sequence[str], registry: Registry, train_iters: int | None
     return specs
 
 
-def read_spec(text: str, registry: Registry, train_iters: int | None) -> Spec:
+def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
     """One spec; see ``read_specs``."""
     head, *words = [word.strip() for word in text.split(",")]
     place, equals, name = (part.strip().lower() for part in head.partition("="))
@@ -125,7 +125,7 @@ def read_spec(text: str, registry: Registry, train_iters: int | None) -> Spec:
         name,
         entry,
         options,
-        _activation(point, common, train_iters),
+        _activation(point, entry, name, common, length),
         _feedback(point, entry, name, common.get("error-feedback")),
         alias or _fused(point, common.get("fused", "off")),
     )
@@ -140,7 +140,7 @@ def _point(place: str) -> Point:
     return choices[place]
 
 
-def _activation(point: Point, common: Mapping[str, str], train_iters: int | None) -> Activation:
+def _activation(point: Point, entry: Entry, name: str, common: Mapping[str, str], length: RunLength) -> Activation:
     when = common.get("when", "all")
     if when not in ("all", "epilogue"):
         raise SpecError(f"when={when}: the choices are all and epilogue")
@@ -149,12 +149,14 @@ def _activation(point: Point, common: Mapping[str, str], train_iters: int | None
     evaluation = common.get("eval", "off")
     if evaluation not in ("on", "off"):
         raise SpecError(f"eval={evaluation}: write on or off")
+    if evaluation == "on" and entry.remembers_samples:
+        raise SpecError(f"eval=on: {name} remembers training samples, and evaluation has others; leave it out")
     if evaluation == "on" and not point.forward:
         raise SpecError(f"eval=on: evaluation sends nothing at {point.value}; leave it out")
     first, last = read_stages(common.get("stages", "all"))
     if "stages" in common and point in (Point.EMBED_GRAD,):
         raise SpecError("stages: the embedding is on the first and the last stage only; leave it out")
-    warmup = read_warmup(common.get("warmup", "0"), train_iters)
+    warmup = read_warmup(common.get("warmup", "0"), length)
     return Activation(warmup, first, last, when == "epilogue", evaluation == "on")
 
 

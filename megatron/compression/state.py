@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron.compression.sample_cache import SampleCache
 
 
 @dataclass
@@ -24,6 +28,8 @@ class CompressorState:
     _staged_tensors: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _staged_counters: dict[str, int] = field(default_factory=dict, repr=False)
     _spare: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    _caches: dict[str, SampleCache] = field(default_factory=dict, repr=False)
+    _queues: dict[str, deque[Any]] = field(default_factory=dict, repr=False)
 
     def get(self, name: str) -> Tensor | None:
         """The newest value of a tensor, staged or committed; None when it was never set."""
@@ -46,16 +52,43 @@ class CompressorState:
         self._spare.update({name: self.tensors[name] for name in self._staged_tensors if name in self.tensors})
         self.tensors.update(self._staged_tensors)
         self.counters.update(self._staged_counters)
+        for cache in self._caches.values():
+            cache.commit()
         self._forget()
 
     def rollback(self) -> None:
         """Forgets what was staged: the optimizer step was skipped."""
         self._spare.update(self._staged_tensors)
+        for cache in self._caches.values():
+            cache.rollback()
         self._forget()
 
     def _forget(self) -> None:
         self._staged_tensors.clear()
         self._staged_counters.clear()
+        self._queues.clear()
+
+    def cache(self, name: str, capacity: int) -> SampleCache:
+        """The memory of samples of a name; made at the first call, from ``tensors`` where they were loaded."""
+        if name not in self._caches:
+            self._caches[name] = SampleCache(capacity)
+            samples, rows = self.tensors.pop(f"{name}.ids", None), self.tensors.pop(f"{name}.rows", None)
+            if samples is not None and rows is not None:
+                self._caches[name].load(samples, rows)
+        return self._caches[name]
+
+    def queue(self, name: str) -> deque[Any]:
+        """What was decided about messages that are on their way; empty between steps."""
+        return self._queues.setdefault(name, deque())
+
+    def portable(self) -> dict[str, Tensor]:
+        """The committed tensors, and those of the memories of samples."""
+        found = dict(self.tensors)
+        for name, cache in self._caches.items():
+            exported = cache.exported()
+            if exported is not None:
+                found[f"{name}.ids"], found[f"{name}.rows"] = exported
+        return found
 
     def take_spare(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor | None:
         """Memory of a tensor that is no longer needed, for one of this shape and dtype; None when there is none."""
@@ -67,4 +100,4 @@ class CompressorState:
     @property
     def empty(self) -> bool:
         """True when nothing was ever kept."""
-        return not self.tensors and not self.counters
+        return not self.portable() and not self.counters

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron.compression.points import Point
+from megatron.compression.schedule import RunLength
 from megatron.compression.spec import Spec
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
@@ -12,7 +13,7 @@ from megatron.config.run import RunConfig
 
 def check_compression(config: RunConfig, world_size: int, note: Callable[[str], None]) -> None:
     """Raises UserError for a compressor that cannot work in this run; notes one that has nothing to do."""
-    for point, spec in config.compression.specs(config.training.train_iters).items():
+    for point, spec in config.compression.specs(RunLength(config.training.train_iters)).items():
         where = f"--compress {point.value}={spec.name}"
         idle = _nothing_to_do(config, world_size, point)
         if idle and spec.name not in ("none", "identity"):
@@ -23,6 +24,11 @@ def check_compression(config: RunConfig, world_size: int, note: Callable[[str], 
             _check_embedding(config, spec, where)
         if point in (Point.TP_FWD, Point.TP_BWD):
             _check_tensor(config, spec, where)
+        if spec.entry.remembers_samples and config.data.sample_order != "fixed":
+            raise UserError(
+                f"{where}: with --sample-order {config.data.sample_order} no sample comes twice; use --sample-order "
+                "fixed, or fixpoint, which remembers nothing"
+            )
 
 
 def _nothing_to_do(config: RunConfig, world_size: int, point: Point) -> str:

@@ -10,6 +10,7 @@ from megatron.config.option import option
 
 if TYPE_CHECKING:  # the compressors import torch, which reading flags does without
     from megatron.compression.points import Point
+    from megatron.compression.schedule import RunLength
     from megatron.compression.spec import Spec
 
 
@@ -31,7 +32,7 @@ class CompressionConfig:
         metavar="FILE",
     )
 
-    def specs(self, train_iters: int | None) -> dict[Point, Spec]:
+    def specs(self, length: RunLength) -> dict[Point, Spec]:
         """What serves each point.
 
         Raises:
@@ -42,7 +43,7 @@ class CompressionConfig:
         from megatron.compression.spec import read_specs
 
         try:
-            return read_specs(self.compress, build_registry(self.compress_module), train_iters)
+            return read_specs(self.compress, build_registry(self.compress_module), length)
         except SpecError as error:
             where = "" if str(error).startswith("--") else "--compress "
             raise UserError(f"{where}{error}") from error

@@ -42,7 +42,8 @@ class DataConfig:
     reset_position_ids: bool = option(False, "Restart positions after each end of document.")
     reset_attention_mask: bool = option(False, "Attend only inside the own document.")
     eod_mask_loss: bool = option(False, "No loss where the input is an end of document.")
-    sample_order: Literal["lazy", "megatron"] = option(
+    sample_order: Literal["lazy", "fixed", "megatron"] = option(
         "lazy",
-        "Order of samples: lazily computed, or Megatron's eager order for reproducing its runs.",
+        "Order of samples: lazy cuts each epoch anew; fixed draws the same samples in every epoch, as codecs that "
+        "remember samples need; megatron is Megatron's eager order for reproducing its runs.",
     )

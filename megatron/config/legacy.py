@@ -82,7 +82,18 @@ class LegacyConfig:
         0.1, "Share of the iterations that --mp-acti-comp leaves uncompressed.", minimum=0, maximum=1
     )
 
-    forward_compress_method: Literal["none", "fixpoint"] = option("none", "Same as --compress pp-forward=METHOD.")
+    forward_compress_method: Literal["none", "fixpoint", "delta", "delta-lowbits"] = option(
+        "none", "Same as --compress pp-forward=METHOD."
+    )
+    forward_bits_act: int = option(
+        4, "Bits of what --forward-compress-method delta-lowbits keeps.", minimum=1, maximum=8
+    )
+    max_activation_cache_size: int = option(20000, "Samples that --forward-compress-method delta keeps.", minimum=1)
+    warmup_epochs: int = option(
+        1,
+        "Epochs that --forward-compress-method, --backward-compress-method and --dp-mode leave as they are.",
+        minimum=0,
+    )
     forward_bits: int = option(4, "Bits of --forward-compress-method.", minimum=1, maximum=8)
     forward_scale_method: Literal["max", "l2"] = option("max", "How --forward-compress-method finds its scales.")
     forward_scale_dims: str = option("(0,1)", "Dimensions (sample, token, channel) that share a scale.")
@@ -220,7 +231,15 @@ def _fixpoint(point: str, way: str, old: LegacyConfig) -> list[tuple[str, str]]:
             f"--{way}-scale-dims {getattr(old, f'{way}_scale_dims')}: the choices are (0,1), a scale for each channel, "
             "and (0,1,2), one for the tensor"
         )
-    spec = f"{point}=fixpoint,bits={getattr(old, f'{way}_bits')},scale={_SCALES[dims]},grid=asymmetric"
+    method = getattr(old, f"{way}_compress_method")
+    spec = f"{point}={method},bits={getattr(old, f'{way}_bits')},scale={_SCALES[dims]},grid=asymmetric"
     if getattr(old, f"{way}_scale_method") == "l2":
         spec += ",scale-method=l2"
+    warmup = old.warmup_epochs
+    if method != "fixpoint":
+        spec += f",cache={old.max_activation_cache_size},first-bits=32,cache-dtype=fp16"
+        spec += f",cache-bits={old.forward_bits_act}" if method == "delta-lowbits" else ""
+        warmup -= 1  # the epoch in which every sample comes for the first time goes as it is anyway
+    if warmup > 0:
+        spec += f",warmup={warmup}epochs"
     return [(f"--{way}-compress-method", spec)]

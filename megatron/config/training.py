@@ -41,6 +41,14 @@ class TrainingConfig:
     exit_signal_handler: bool = option(False, "Save and exit on SIGTERM or SIGUSR1.")
     kill_switch_file: str | None = derived("none", "Exit as soon as this file exists.", metavar="FILE")
     seed: int = option(1234, "Seed of initialisation, dropout and data order.", minimum=0)
+    check_replicas: int | None = derived(
+        "never",
+        "Compare, bit by bit, what ranks must hold alike (replicas' parameters, both ends' memories of pipeline "
+        "codecs) every N iterations, and stop when they differ.",
+        metavar="N",
+        unit="iterations",
+        minimum=1,
+    )
     use_flash_attn: bool = option(
         False,
         "Flash attention.",

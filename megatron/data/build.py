@@ -11,6 +11,7 @@ from megatron.config.data import DataConfig
 from megatron.config.errors import UserError
 from megatron.data.batch import CollateOptions
 from megatron.data.blend import LazyBlend, MegatronBlend, normalize, parse_blend
+from megatron.data.fixed_order import FixedOrder
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset
 from megatron.data.gpt_index import Documents, LazyOrder, MegatronOrder
 from megatron.data.indexed import IndexedDataset
@@ -52,8 +53,8 @@ def build_datasets(
         UserError: damaged or missing files, token ids beyond the vocabulary, flags that do not fit each
             other, or no document to train on.
     """
-    if data.sample_order not in ("lazy", "megatron"):
-        raise UserError(f"--sample-order {data.sample_order} is not known: choose lazy or megatron")
+    if data.sample_order not in ("lazy", "fixed", "megatron"):
+        raise UserError(f"--sample-order {data.sample_order} is not known: choose lazy, fixed or megatron")
     if seq_length < 1:
         raise UserError(f"--seq-length {seq_length} must be at least 1")
     builder = _Builder(
@@ -189,7 +190,7 @@ class _Builder:
 
     def _single(self, part: _Part, place: int, num_samples: int | None) -> GPTDataset:
         indexed, documents = part.sources[place]
-        order: LazyOrder | MegatronOrder
+        order: LazyOrder | FixedOrder | MegatronOrder
         if self.data.sample_order == "megatron":
             order = MegatronOrder(
                 documents,
@@ -202,7 +203,13 @@ class _Builder:
         else:
             # Two paths of a blend, or two splits of a file, must not share their shuffles.
             seed = mix(self.seed, part.number, place)
-            order = LazyOrder(documents, self.seq_length, seed, num_samples)
+            lazy = FixedOrder if self.data.sample_order == "fixed" else LazyOrder
+            order = lazy(documents, self.seq_length, seed, num_samples)
+            if self.data.sample_order == "fixed" and not order.epoch_samples:
+                raise UserError(
+                    f"{documents.name}: its {documents.tokens_per_epoch()} tokens make no sample of "
+                    f"--seq-length {self.seq_length}. Give it more documents, or use --sample-order lazy"
+                )
         return GPTDataset(indexed, order, self.seq_length, self.collate_options, self.seed)
 
     def _open(self, path: str) -> IndexedDataset:

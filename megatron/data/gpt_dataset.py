@@ -72,6 +72,11 @@ class GPTDataset:
         """Number before the shuffle of draw `index`."""
         return self.order.sample_id(index)
 
+    @property
+    def epoch_samples(self) -> int:
+        """Draws after which all tokens have been read once."""
+        return self.order.epoch_samples
+
     def __getitem__(self, index: int) -> NDArray[np.int64]:
         """int64 [seq_length + 1]: the tokens of draw `index`. Raises IndexError outside the dataset."""
         out_t = np.empty(self.seq_length + 1, dtype=np.int64)
@@ -112,6 +117,11 @@ class BlendedDataset:
 
     def __len__(self) -> int:
         return len(self.blend)
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of all datasets together; a blend's weights decide how often each of them is read."""
+        return sum(dataset.epoch_samples for dataset in self.datasets)
 
     def sample_id(self, index: int) -> int:
         """The dataset's own id times the number of datasets, plus its number: unique in the blend."""

@@ -35,6 +35,10 @@ Span = tuple[int, int, int]
 class SampleOrder(Protocol):
     """What a dataset needs of an order."""
 
+    @property
+    def epoch_samples(self) -> int:
+        """Samples after which all tokens have been read once."""
+
     def __len__(self) -> int:
         """Samples that can be drawn."""
 
@@ -102,6 +106,11 @@ class LazyOrder:
         self._epochs: OrderedDict[int, tuple[NDArray[Any], NDArray[np.int64]]] = OrderedDict()
         self._shuffles: OrderedDict[int, Permutation] = OrderedDict()
         self._lock = threading.Lock()
+
+    @property
+    def epoch_samples(self) -> int:
+        """See `SampleOrder`."""
+        return self._epoch_start(1)
 
     def __len__(self) -> int:
         return self._num_samples
@@ -208,6 +217,11 @@ class MegatronOrder:
         self.document_index = arrays["document_index"]
         self.sample_index = arrays["sample_index"]
         self.shuffle_index = arrays["shuffle_index"]
+
+    @property
+    def epoch_samples(self) -> int:
+        """See `SampleOrder`."""
+        return (self._documents.tokens_per_epoch() - 1) // self._seq_length
 
     def __len__(self) -> int:
         return len(self.shuffle_index)

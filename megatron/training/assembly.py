@@ -11,6 +11,7 @@ from megatron.comm.channel import PipelineChannel
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.tensor import TensorComm
+from megatron.compression.schedule import RunLength
 from megatron.compression.state import CompressorState
 from megatron.config.run import RunConfig
 from megatron.model.gpt import GPTStage
@@ -104,12 +105,19 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
     )
 
 
-def build_engines(config: RunConfig, topology: Topology, vocab_size: int) -> Engines:
-    """Builds the engines of this rank with freshly initialised weights."""
+def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length: RunLength | None = None) -> Engines:
+    """Builds the engines of this rank with freshly initialised weights.
+
+    Args:
+        config: the resolved configuration.
+        topology: this rank's place.
+        vocab_size: entries of the tokenizer.
+        length: of the run, for warm-ups that are a part of it.
+    """
     layout, device, precision = topology.layout, topology.device, config.precision
     dtype = precision.params_dtype
     ledger = Ledger()
-    specs = config.compression.specs(config.training.train_iters)
+    specs = config.compression.specs(length or RunLength(config.training.train_iters))
     plan = CompressionPlan(specs, topology.coordinates.pp, layout.pp)
     comm = TensorComm(
         topology.tp,
@@ -160,11 +168,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int) -> Eng
         log_params_norm=config.logging.log_params_norm,
         log_num_zeros=config.logging.log_num_zeros_in_grad,
     )
-    channel = None
-    if layout.pp > 1:
-        length = config.model.seq_length // (comm.size if comm.sequence_parallel else 1)
-        shape = torch.Size((length, config.training.micro_batch_size, config.model.hidden_size))
-        channel = PipelineChannel(topology.forward_link, topology.backward_link, plan, ledger, shape, dtype, device)
+    channel = _build_channel(config, topology, plan, ledger) if layout.pp > 1 else None
     replicas = TorchReplicas(stages[0], topology.dp, ledger) if torch_ddp else None
     return Engines(
         config=config,
@@ -181,3 +185,11 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int) -> Eng
         channel=channel,
         comm=comm,
     )
+
+
+def _build_channel(config: RunConfig, topology: Topology, plan: CompressionPlan, ledger: Ledger) -> PipelineChannel:
+    """The messages to the neighbouring stages; sequence parallelism leaves each rank a part of the sequence."""
+    parts = topology.layout.tp if config.parallel.sequence_parallel else 1
+    shape = torch.Size((config.model.seq_length // parts, config.training.micro_batch_size, config.model.hidden_size))
+    dtype, links = config.precision.params_dtype, (topology.forward_link, topology.backward_link)
+    return PipelineChannel(*links, plan, ledger, shape, dtype, topology.device)

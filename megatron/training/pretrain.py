@@ -29,6 +29,7 @@ from megatron.topology.launch import LaunchEnvironment, init_process_group, pick
 from megatron.topology.topology import Topology, build_topology, single_process
 from megatron.training.assembly import build_engines, layout_of
 from megatron.training.batch_size import BatchSizeSchedule
+from megatron.training.compression_notes import compression_notes, run_length
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.progress_state import Progress
 from megatron.training.report import Reporter
@@ -148,7 +149,10 @@ def run(config: RunConfig, notes: Sequence[str], env: LaunchEnvironment, started
         assert config.training.train_samples is not None
         train_iters = batch_sizes.iterations_for(config.training.train_samples)
     datasets, vocab_size = together(topology, lambda: _open_data(config, env, train_iters, batch_sizes))
-    engines = together(topology, lambda: build_engines(config, topology, vocab_size))
+    length = run_length(config, datasets[0], batch_sizes)
+    engines = together(topology, lambda: build_engines(config, topology, vocab_size, length))
+    for note in compression_notes(config, datasets[0], layout.dp, length, train_iters):
+        say(f"note: {note}")
     say(_summary(topology, vocab_size, engines.padded_vocab_size, [len(d) if d else 0 for d in datasets]))
     schedule = LRSchedule.from_options(
         config.optimizer,

@@ -16,6 +16,7 @@ from megatron.training.batch_size import BatchSizeSchedule
 from megatron.training.evaluation import evaluate
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.progress_state import Progress
+from megatron.training.replica_check import check_replicas
 from megatron.training.report import Reporter
 from megatron.training.signals import ExitPolicy, ExitReason, ExitSignals
 from megatron.training.step import take_batches, train_step
@@ -124,6 +125,10 @@ class Trainer:
         else:
             self.schedule.step(size)
         self.checkpoints.poll()
+        every = config.training.check_replicas
+        if every and progress.iteration % every == 0:
+            with self.reporter.paused():
+                check_replicas(self.engines, progress.iteration)
         self.reporter.after_step(outcome, size, self.schedule.lr, self.schedule.weight_decay)
         if self.valid_set is not None and progress.iteration % config.validation.eval_interval == 0:
             with self.reporter.paused(), timers("evaluate"):

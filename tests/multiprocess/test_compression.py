@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.training.assembly import Engines
+from megatron.training.replica_check import disagreements
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.spawn import run_ranks
@@ -20,8 +21,9 @@ REPO = Path(__file__).resolve().parents[2]
 Changes = dict[str, dict[str, Any]]
 
 
-def _run(*specs: str, tp: int = 1, pp: int = 1, precision: str = "fp32", **more: Any) -> Changes:
+def _run(*specs: str, tp: int = 1, pp: int = 1, precision: str = "fp32", order: str = "lazy", **more: Any) -> Changes:
     return {
+        "data": {"sample_order": order},
         "parallel": {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, **more},
         "compression": {"compress": list(specs)},
         "precision": {} if precision == "fp32" else {precision: True, "initial_loss_scale": 2.0**16},
@@ -29,6 +31,7 @@ def _run(*specs: str, tp: int = 1, pp: int = 1, precision: str = "fp32", **more:
 
 
 VIRTUAL: dict[str, Any] = {"num_layers_per_virtual_pipeline_stage": 1}
+FIXED: dict[str, Any] = {"order": "fixed"}
 OVERLAP: dict[str, Any] = {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}
 FULL_RANK = "rank=1000,min-ratio=0"
 
@@ -104,6 +107,16 @@ LOSSY: dict[str, tuple[int, Changes]] = {
     ),
     "fixpoint tensor stochastic": (2, _run("tp-forward=fixpoint,bits=6,rounding=stochastic", tp=2)),
     "fixpoint sequence": (2, _run("tp-forward=fixpoint", "tp-backward=fixpoint", tp=2, sequence_parallel=True)),
+    "delta": (2, _run("pp-forward=delta,bits=2", "pp-backward=fixpoint,bits=4", pp=2, **FIXED)),
+    "delta lowbits, evicting": (4, _run("pp-forward=delta-lowbits,bits=4,cache=5", pp=2, **FIXED)),
+    "delta bf16 virtual stochastic": (
+        2,
+        _run("pp-forward=delta,bits=3,rounding=stochastic", pp=2, precision="bf16", **VIRTUAL, **FIXED),
+    ),
+    "delta fp16 four stages gpipe": (
+        4,
+        _run("pp-forward=delta,bits=3", pp=4, precision="fp16", pipeline_schedule="gpipe", **FIXED),
+    ),
     "lowrank": (2, _run("pp-backward=lowrank,rank=2", pp=2)),
     "lowrank gpipe": (2, _run("pp-backward=lowrank,rank=2,when=epilogue", pp=2, pipeline_schedule="gpipe")),
     "lowrank epilogue": (4, _run("pp-backward=lowrank,rank=2,when=epilogue", pp=4)),
@@ -125,35 +138,59 @@ LOSSY: dict[str, tuple[int, Changes]] = {
 }
 
 
-def _train_and_compare(changes: Changes, iterations: int) -> tuple[Trace, list[str]]:
-    """A run, and the parameters in which this rank's replica differs from the first one."""
-    engines: Engines = tiny_engines(changes)
-    trace = tiny_train(engines, iterations)
-    wrong = []
-    for stage in engines.stages:
-        for name, param in stage.named_parameters():
-            first = param.detach().clone()
-            engines.topology.dp.broadcast(first).wait()
-            if not torch.equal(first, param):
-                wrong.append(name)
-    embedding = engines.topology.embedding
-    for stage in engines.stages:
-        if embedding is not None and (stage.part.first or stage.part.last):
-            first = stage.output_weight.detach().clone()
-            embedding.broadcast(first).wait()
-            if not torch.equal(first, stage.output_weight):
-                wrong.append("tied embedding")
-    return trace, wrong
+LONG = ("powersgd", "stable top-k", "top-k", "stochastic gradients", "lowrank", "delta lowbits, evicting")
+"""200 steps; the others take 20."""
+
+
+def _train_and_compare(changes: Changes, iterations: int, every: int) -> tuple[Trace, list[str]]:
+    """A run, and what differed between ranks that must agree, compared after every few steps."""
+    found: list[str] = []
+    steps = 0
+
+    def compare(engines: Engines) -> None:
+        nonlocal steps
+        steps += 1
+        if steps % every == 0 or steps < 10:
+            found.extend(disagreements(engines))
+
+    engines = tiny_engines(changes)
+    epoch = 8 if engines.config.data.sample_order == "fixed" else None
+    return tiny_train(engines, iterations, epoch=epoch, after_step=compare), found
 
 
 @pytest.mark.parametrize("name", LOSSY)
 def test_replicas_agree_and_the_loss_falls(name: str) -> None:
     ranks, changes = LOSSY[name]
-    results = run_ranks(ranks, _train_and_compare, changes, 20)
-    assert [wrong for _, wrong in results] == [[]] * ranks
+    iterations = 200 if name in LONG else 20
+    results = run_ranks(ranks, _train_and_compare, changes, iterations, max(iterations // 20, 1))
+    assert [found for _, found in results] == [[]] * ranks
     losses = results[-1][0].losses
-    assert losses[-1] < losses[0] - 0.1  # without compression it falls by 0.59
+    assert losses[-1] < losses[0] - 0.1  # without compression it falls by 0.59 in 20 steps
     assert all(trace.losses == losses for trace, _ in results)
+
+
+def _spoil(changes: Changes, where: str) -> list[str]:
+    engines = tiny_engines(changes)
+    tiny_train(engines, 3, epoch=8)
+    if engines.topology.rank == engines.topology.layout.world_size - 1:
+        if where == "parameter":
+            with torch.no_grad():
+                next(engines.stages[0].parameters()).view(-1)[0] += 1e-6
+        elif engines.channel is not None:
+            engines.channel.forward.received[0].cache("samples", 9).visit(5)
+    return disagreements(engines)
+
+
+@pytest.mark.parametrize(
+    ("where", "name"), [("parameter", "on ranks 0, 1, 2 and rank 3"), ("cache", "samples.ids of pp-forward boundary 0")]
+)
+def test_a_difference_is_found_and_named(where: str, name: str) -> None:
+    """One flipped bit of a replica, or one sample that only one end of a boundary remembers."""
+    changes = _run("pp-forward=delta", **({"pp": 2, **FIXED} if where == "cache" else FIXED))
+    for found in run_ranks(4, _spoil, changes, where):
+        assert found
+        assert name in found[0]
+        assert all(line.endswith("and rank 3") for line in found)
 
 
 def test_the_documented_compressor_trains(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.reducer import GradBucket, GradReducer, Place
 from megatron.compression.registry import BUILTIN, Registry
+from megatron.compression.schedule import RunLength
 from megatron.compression.spec import read_specs
 from megatron.topology.group import Group
 from tests.support.spawn import run_ranks
@@ -83,7 +84,7 @@ def _ours(steps: int, starts: dict[str, Tensor], feedback: str) -> list[dict[str
     rank, size = dist.get_rank(), dist.get_world_size()
     group = Group(dist.group.WORLD, tuple(range(size)), rank, "dp", "gloo")
     text = f"dp-grad=powersgd,rank={RANK},warmup={WARMUP},error-feedback={feedback}"
-    plan = CompressionPlan(read_specs([text], Registry(BUILTIN), None))
+    plan = CompressionPlan(read_specs([text], Registry(BUILTIN), RunLength()))
     places, position = [], 0
     for name, shape in SHAPES.items():
         places.append(Place(name, position, shape))

@@ -76,6 +76,16 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
             ],
         },
     ),
+    "delta codecs over several epochs, with evictions": (
+        4,
+        {
+            "pipeline_model_parallel_size": 2,
+            "sample_order": "fixed",
+            "seq_length": 64,
+            "max_position_embeddings": 64,
+            "compress": ["pp-forward=delta-lowbits,bits=3,cache=9,rounding=stochastic", "pp-backward=fixpoint,bits=6"],
+        },
+    ),
     "stable top-k on tensor-parallel ranks": (
         4,
         {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,14 +56,17 @@ def tiny_tokens(draw: int, seq_length: int, masked: bool = False) -> tuple[torch
     return tokens, mask
 
 
-def tiny_batches(config: RunConfig, topology: Topology, masked: bool, start: int = 0) -> Iterator[Batch]:
-    """Micro-batches of this rank, without end, in the order that the data loader keeps."""
+def tiny_batches(
+    config: RunConfig, topology: Topology, masked: bool, start: int = 0, epoch: int | None = None
+) -> Iterator[Batch]:
+    """Micro-batches of this rank, without end, in the order that the data loader keeps; ``epoch`` samples return."""
     micro, length = config.training.micro_batch_size, config.model.seq_length
     at = start
     while True:
         first = at + topology.dp.rank * micro
         draws = list(range(first, first + micro))
-        samples = [tiny_tokens(draw, length, masked) for draw in draws]
+        ids = [draw if epoch is None else draw % epoch for draw in draws]
+        samples = [tiny_tokens(sample, length, masked) for sample in ids]
         tokens = torch.stack([tokens for tokens, _ in samples])
         yield Batch(
             tokens_bs=tokens[:, :-1].contiguous(),
@@ -71,7 +74,7 @@ def tiny_batches(config: RunConfig, topology: Topology, masked: bool, start: int
             loss_mask_bs=torch.stack([mask for _, mask in samples]),
             position_ids_bs=torch.arange(length).expand(micro, length).contiguous(),
             segment_ids_bs=None,
-            sample_ids_b=torch.tensor(draws),
+            sample_ids_b=torch.tensor(ids),
             draw_ids_b=torch.tensor(draws),
         )
         at += micro * topology.dp.size
@@ -103,16 +106,23 @@ def tiny_run(changes: Mapping[str, Mapping[str, Any]], iterations: int, masked: 
     return tiny_train(engines, iterations, masked)
 
 
-def tiny_train(engines: Engines, iterations: int, masked: bool = False) -> Trace:
-    """Trains given engines from their current weights."""
+def tiny_train(
+    engines: Engines,
+    iterations: int,
+    masked: bool = False,
+    epoch: int | None = None,
+    after_step: Callable[[Engines], None] = lambda engines: None,
+) -> Trace:
+    """Trains given engines from their current weights; ``after_step`` sees them after each."""
     config = engines.config
-    batches = tiny_batches(config, engines.topology, masked)
+    batches = tiny_batches(config, engines.topology, masked, epoch=epoch)
     losses, norms = [], []
     layout = engines.topology.layout
     count = config.training.global_batch_size // (config.training.micro_batch_size * layout.dp)
     for iteration in range(iterations):
         taken = take_batches(batches, count, engines.topology.device)
         outcome = train_step(engines, taken, iteration, config.optimizer.lr, config.optimizer.weight_decay)
+        after_step(engines)
         losses.append(outcome.loss)
         norms.append(outcome.grad_norm if outcome.grad_norm is not None else float("nan"))
     sent = {point: account["wire_bytes"] for point, account in engines.ledger.take().items()}

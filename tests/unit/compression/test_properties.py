@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from megatron.compression.api import Codec, Payload, RoundCompressor
+from megatron.compression.points import Point
 from megatron.compression.registry import BUILTIN
 from megatron.compression.state import CompressorState
 from tests.support.lockstep import run_lockstep
 
 CODECS = sorted(name for name, entry in BUILTIN.items() if entry.codec is not None)
+GATHERED = [name for name in CODECS if (BUILTIN[name].points or {Point.TP_FWD}) & {Point.TP_FWD, Point.PARAM_GATHER}]
 ROUNDS = sorted(name for name, entry in BUILTIN.items() if entry.rounds is not None)
 EXACT = frozenset({"none", "identity"})
 """Compressors that lose nothing."""
@@ -52,6 +54,7 @@ def for_rounds(
 def contents(state: CompressorState) -> dict[str, Any]:
     """Everything that a state holds, staged values included, comparable with ``==``."""
     tensors = {name: state.get(name) for name in state.tensors.keys() | state._staged_tensors.keys()}
+    tensors |= {name: x for name, x in state.portable().items() if name not in tensors}
     counters = {name: state.count(name) for name in state.counters.keys() | state._staged_counters.keys()}
     return {"counters": counters, "tensors": {n: (t.dtype, t.tolist()) for n, t in tensors.items() if t is not None}}
 
@@ -59,7 +62,7 @@ def contents(state: CompressorState) -> dict[str, Any]:
 def saved_and_loaded(state: CompressorState) -> CompressorState:
     """Through a file of plain types, as a checkpoint does it."""
     file = io.BytesIO()
-    torch.save({"tensors": state.tensors, "counters": state.counters}, file)
+    torch.save({"tensors": state.portable(), "counters": state.counters}, file)
     file.seek(0)
     return CompressorState(**torch.load(file, weights_only=True))
 
@@ -91,10 +94,10 @@ class TestCodec:
             assert torch.isfinite(y).all()
             if name in EXACT:
                 assert torch.equal(y, x)
-            for shared in codec.shared:
-                assert torch.equal(*(state.get(shared) for state in ends))  # type: ignore[arg-type]
             for state in ends:
                 state.commit()
+            for shared in codec.shared:
+                assert torch.equal(*(state.portable()[shared] for state in ends))
 
     def test_strided_input(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         x = noise((*shape, 2), dtype, 0)[..., 1]
@@ -122,14 +125,18 @@ class TestCodec:
         assert torch.equal(again, other)
         assert contents(sender) == contents(resumed[0])
 
-    def test_gathered_messages(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        shape = shape or (1,)  # a scalar has no first dimension to concatenate along
-        codec = make_codec(name)
-        xs = [noise(shape, dtype, seed) for seed in range(3)]
-        wires = [codec.encode(x, CompressorState(), None).wire for x in xs]
-        y = codec.decode_gathered(Payload(torch.cat(wires)), 3, xs[0].shape, dtype, CompressorState(), None)
-        singly = [codec.decode(Payload(wire), xs[0].shape, dtype, CompressorState(), None) for wire in wires]
-        assert torch.equal(y, torch.cat(singly))
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", GATHERED)
+def test_gathered_messages(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    shape = shape or (1,)  # a scalar has no first dimension to concatenate along
+    codec = make_codec(name)
+    xs = [noise(shape, dtype, seed) for seed in range(3)]
+    wires = [codec.encode(x, CompressorState(), None).wire for x in xs]
+    y = codec.decode_gathered(Payload(torch.cat(wires)), 3, xs[0].shape, dtype, CompressorState(), None)
+    singly = [codec.decode(Payload(wire), xs[0].shape, dtype, CompressorState(), None) for wire in wires]
+    assert torch.equal(y, torch.cat(singly))
 
 
 @pytest.mark.parametrize("sharded", [False, True])

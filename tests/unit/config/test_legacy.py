@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from megatron.compression.schedule import RunLength
 from megatron.config import UserError, parse_args
 from megatron.config.legacy import LegacyConfig
 
@@ -59,13 +60,20 @@ CASES: dict[str, list[str]] = {
     "--mp_acti_comp --mp_acti_comp_type PowerSGD --mp_acti_comp_rank 2 --mp_acti_comp_warm_up 0.3": [
         "tp-forward=powersgd,rank=2,seed=714,warmup=0.3"
     ],
-    "--forward-compress-method fixpoint": ["pp-forward=fixpoint,bits=4,scale=channel,grid=asymmetric"],
+    "--forward-compress-method fixpoint": ["pp-forward=fixpoint,bits=4,scale=channel,grid=asymmetric,warmup=1epochs"],
+    "--forward-compress-method delta --max-activation-cache-size 100 --sample-order fixed": [
+        "pp-forward=delta,bits=4,scale=channel,grid=asymmetric,cache=100,first-bits=32,cache-dtype=fp16"
+    ],
+    "--forward-compress-method delta-lowbits --forward-bits-act 2 --forward-bits 3 --warmup-epochs 2 "
+    "--sample-order fixed": [
+        "pp-forward=delta-lowbits,bits=3,scale=channel,grid=asymmetric,cache=20000,first-bits=32,cache-dtype=fp16,"
+        "cache-bits=2,warmup=1epochs"
+    ],
     "--forward-compress-method fixpoint --forward-bits 3 --forward-scale-method l2 --forward-scale-dims (0,1,2)": [
-        "pp-forward=fixpoint,bits=3,scale=tensor,grid=asymmetric,scale-method=l2"
+        "pp-forward=fixpoint,bits=3,scale=tensor,grid=asymmetric,scale-method=l2,warmup=1epochs"
     ],
-    "--backward-compress-method fixpoint --backward-bits 6 --backward-scale-method max --backward-scale-dims (0,1)": [
-        "pp-backward=fixpoint,bits=6,scale=channel,grid=asymmetric"
-    ],
+    "--backward-compress-method fixpoint --backward-bits 6 --backward-scale-method max --backward-scale-dims (0,1) "
+    "--warmup-epochs 0": ["pp-backward=fixpoint,bits=6,scale=channel,grid=asymmetric"],
     "--forward-compress-method none --backward-compress-method none": [],
     "--experiment_name mine": [],
 }
@@ -78,7 +86,9 @@ def test_translation(by_iterations: list[str], flags: str) -> None:
     for spec in CASES[flags]:
         assert any(f"means --compress {spec}" in note for note in parsed.notes)
     config = parsed.resolve(1)
-    assert {point.value for point in config.compression.specs(100)} == {s.partition("=")[0] for s in CASES[flags]}
+    assert {point.value for point in config.compression.specs(RunLength(100))} == {
+        s.partition("=")[0] for s in CASES[flags]
+    }
 
 
 def test_every_old_flag_is_tested() -> None:
@@ -91,12 +101,13 @@ def test_every_old_flag_is_tested() -> None:
     [
         ("--grad_comp --grad_comp_type RandomizedSVD", ["--grad-comp-type RandomizedSVD", "use PowerSGD"]),
         ("--forward-compress-method fixpoint --forward-scale-dims (2,)", ["--forward-scale-dims", "(0,1)"]),
+        ("--forward-compress-method delta", ["--sample-order lazy no sample comes twice", "--sample-order fixed"]),
         ("--inter_grad_comp_rank 0", ["--inter-grad-comp-rank"]),
     ],
 )
 def test_refusals(by_iterations: list[str], flags: str, words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
-        parse_args([*by_iterations, *flags.split()])
+        parse_args([*by_iterations, *flags.split()]).resolve(1)
     assert all(word in str(caught.value) for word in words)
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.errors import UserError
+from megatron.data.fixed_order import FixedOrder
 from megatron.data.gpt_index import Documents, LazyOrder, MegatronOrder, SampleOrder
 from megatron.data.permute import Permutation, mix
 from tests.support.shared import shared_path
@@ -65,6 +66,31 @@ def test_lazy_draws_each_epoch_completely_before_the_next(
         start = end
     with pytest.raises(IndexError):
         order.sample_id(len(order))
+
+
+@settings(max_examples=80, deadline=None)
+@given(lengths=LENGTHS, seq_length=st.integers(1, 4), seed=st.integers(0, 2**32 - 1))
+def test_fixed_epochs_hold_the_same_samples_in_their_lanes(lengths: list[int], seq_length: int, seed: int) -> None:
+    order = FixedOrder(documents(lengths), seq_length, seed, 1000)
+    size, lanes = order.epoch_samples, order.lanes
+    blocks = (sum(lengths) - 1) // seq_length
+    assert blocks - lanes < size <= blocks
+    assert (blocks - size) * 16 <= blocks
+    drawn = [order.sample_id(index) for index in range(1000 if size else 0)]
+    for start in range(0, len(drawn) - size + 1, max(size, 1)):
+        assert sorted(drawn[start : start + size]) == list(range(size))
+    assert all(sample % lanes == index % lanes for index, sample in enumerate(drawn))
+    if size:
+        lazy = LazyOrder(documents(lengths), seq_length, seed, None)
+        assert positions(order, size - 1) == positions(lazy, size - 1)
+
+
+def test_fixed_epochs_are_shuffled_anew() -> None:
+    order = FixedOrder(documents([600]), 1, 3, None)
+    epochs = [[order.sample_id(e * len(order) + i) for i in range(64)] for e in range(1)]
+    longer = FixedOrder(documents([600]), 1, 3, 10**6)
+    assert [longer.sample_id(i) for i in range(64)] == epochs[0]
+    assert [longer.sample_id(longer.epoch_samples + i) for i in range(64)] != epochs[0]
 
 
 def test_lazy_order_does_not_depend_on_how_long_the_run_is() -> None:
@@ -142,6 +168,7 @@ def test_300_million_samples_start_at_once(tmp_path: Path) -> None:
 import resource
 from pathlib import Path
 import numpy as np
+from megatron.data.fixed_order import FixedOrder
 from megatron.data.gpt_index import Documents, LazyOrder
 from megatron.data.idx_format import read_index
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,0 +1,153 @@
+"""Messages as changes since the last visit of the same sample (AQ-SGD, Wang et al. 2022, algorithm 1).
+
+Both ends remember what the receiver got for each sample. A first visit sends the activation itself, in bf16 or fixed
+point; every later one only the quantised difference, whose error the next difference contains. Which is which both ends
+derive from the sample ids alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron.compression.api import Codec, Payload
+from megatron.compression.fixpoint import FixpointConfig, Quantiser, message_seed
+from megatron.compression.options import opt
+from megatron.compression.sample_cache import SampleCache
+from megatron.compression.state import CompressorState
+
+_CACHE = "samples"
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class DeltaConfig(FixpointConfig):
+    """Changes of a sample's activations since its last visit; for runs of several epochs."""
+
+    bits: int = opt(4, "of each number of a difference", minimum=1, maximum=8)
+    first_bits: int = opt(16, "of each number at a first visit: 32, 16 (bf16), or 1 to 8", minimum=1, maximum=32)
+    cache: int = opt(20000, "samples that each end of a boundary remembers", minimum=1)
+    cache_dtype: Literal["bf16", "fp16", "fp32"] = opt("bf16", "of what is remembered")
+    cache_bits: int = opt(0, "of each number that is remembered; 0 keeps cache-dtype", minimum=0, maximum=8)
+
+
+@dataclass(frozen=True)
+class DeltaLowBitsConfig(DeltaConfig):
+    """The same with a quantised memory."""
+
+    cache_bits: int = opt(4, "of each number that is remembered; 0 keeps cache-dtype", minimum=0, maximum=8)
+
+
+class DeltaCodec(Codec):
+    """Holds one row for each remembered sample and end; see ``SampleCache``."""
+
+    config: DeltaConfig
+    shared = (f"{_CACHE}.ids", f"{_CACHE}.rows")
+
+    def __init__(self, config: DeltaConfig | None = None) -> None:
+        super().__init__(config or DeltaConfig())
+        self.difference = Quantiser(self.config)
+        self.first = Quantiser(replace(self.config, bits=min(self.config.first_bits, 8)))
+        self.memory = Quantiser(replace(self.config, bits=max(self.config.cache_bits, 1), rounding="nearest"))
+
+    def empty_payload(
+        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
+    ) -> Payload:
+        samples, row = _split(shape, key)
+        known = self._visit(samples, state)
+        state.queue(_CACHE).append(known)
+        nbytes = sum(self._nbytes(row, is_known) for is_known in known)
+        return Payload(torch.empty(nbytes, dtype=torch.uint8, device=device))
+
+    def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
+        samples, row = _split(x.shape, key)
+        cache = self._cache(state)
+        wires = []
+        for place, (sample, known) in enumerate(zip(samples, self._visit(samples, state), strict=True)):
+            own = (x.select(1, place) if len(row) < x.dim() else x).float()
+            reference = self._recall(cache, sample, row) if known else None
+            wire = self._encode_row(own, reference, self._seed(state))
+            self._remember(cache, sample, self._decode_row(wire, reference, row))
+            wires.append(wire)
+        return Payload(torch.cat(wires) if wires else torch.empty(0, dtype=torch.uint8, device=x.device))
+
+    def decode(
+        self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
+    ) -> Tensor:
+        samples, row = _split(shape, key)
+        cache, pending = self._cache(state), state.queue(_CACHE)
+        known_samples: list[bool] = pending.popleft()
+        rows, position = [], 0
+        for sample, known in zip(samples, known_samples, strict=True):
+            nbytes = self._nbytes(row, known)
+            wire = payload.wire[position : position + nbytes]
+            position += nbytes
+            got = self._decode_row(wire, self._recall(cache, sample, row) if known else None, row)
+            self._remember(cache, sample, got)
+            rows.append(got)
+        whole = torch.stack(rows, dim=1) if len(row) < len(shape) else rows[0]
+        return whole.view(shape).to(dtype)
+
+    def _cache(self, state: CompressorState) -> SampleCache:
+        return state.cache(_CACHE, self.config.cache)
+
+    def _visit(self, samples: list[int], state: CompressorState) -> list[bool]:
+        cache = self._cache(state)
+        return [cache.visit(sample) for sample in samples]
+
+    def _seed(self, state: CompressorState) -> int | None:
+        if self.config.rounding == "nearest":
+            return None
+        state.stage("messages", state.count("messages") + 1)
+        return message_seed(self.config.seed, state.count("messages"))
+
+    def _nbytes(self, row: torch.Size, known: bool) -> int:
+        if known:
+            return self.difference.nbytes(row)
+        bits = self.config.first_bits
+        return self.first.nbytes(row) if bits <= 8 else row.numel() * (4 if bits > 16 else 2)
+
+    def _encode_row(self, own: Tensor, reference: Tensor | None, seed: int | None) -> Tensor:
+        if reference is not None:
+            return self.difference.encode(own - reference, seed)
+        if self.config.first_bits <= 8:
+            return self.first.encode(own, seed)
+        wide = torch.float32 if self.config.first_bits > 16 else torch.bfloat16
+        return own.to(wide).reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+    def _decode_row(self, wire: Tensor, reference: Tensor | None, row: torch.Size) -> Tensor:
+        """What the receiver gets, fp32; the sender computes it from the same bytes."""
+        if reference is not None:
+            return reference + self.difference.decode(wire, row)
+        if self.config.first_bits <= 8:
+            return self.first.decode(wire, row)
+        wide = torch.float32 if self.config.first_bits > 16 else torch.bfloat16
+        return wire.clone().view(wide).view(row).float()
+
+    def _remember(self, cache: SampleCache, sample: int, got: Tensor) -> None:
+        if self.config.cache_bits:
+            cache.store(sample, self.memory.encode(got, None))
+        else:
+            cache.store(sample, got.to(_DTYPES[self.config.cache_dtype]))
+
+    def _recall(self, cache: SampleCache, sample: int, row: torch.Size) -> Tensor:
+        stored = cache.row(sample)
+        return self.memory.decode(stored, row) if self.config.cache_bits else stored.float()
+
+
+def _split(shape: torch.Size, key: Hashable) -> tuple[list[int], torch.Size]:
+    """Sample ids of a message, and the shape of one sample: (s, b, h) holds b of them along dimension 1."""
+    if isinstance(key, tuple) and len(shape) > 1 and len(key) == shape[1]:
+        return [_sample(part) for part in key], torch.Size((shape[0], *shape[2:]))
+    return [_sample(key)], shape
+
+
+def _sample(key: Hashable) -> int:
+    if isinstance(key, int):
+        return key
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,79 @@
+"""What the two ends of a boundary remember of each sample: a bounded map that evicts in lockstep.
+
+Deciding what a message holds (``visit``) and storing what it brought (``store``) are apart: a receiver decides when it
+posts the receive, ahead of the messages before it. Both ends decide in the order of the messages, so they agree.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+from torch import Tensor
+
+
+class SampleCache:
+    """Rows by sample, least recently used first out; kept or undone with the optimizer's step.
+
+    Args:
+        capacity: samples.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._order: OrderedDict[int, None] = OrderedDict()
+        self._order_before: OrderedDict[int, None] | None = None
+        self._rows: dict[int, Tensor] = {}
+        self._staged: dict[int, Tensor] = {}
+
+    def visit(self, sample: int) -> bool:
+        """True when the sample is remembered. It is from now on, and the least recently used one may not be."""
+        if self._order_before is None:
+            self._order_before = self._order.copy()
+        known = sample in self._order
+        self._order[sample] = None
+        self._order.move_to_end(sample)
+        if len(self._order) > self.capacity:
+            self._order.popitem(last=False)
+        return known
+
+    def row(self, sample: int) -> Tensor:
+        """What was stored last for a sample whose visit was answered by True."""
+        staged = self._staged.get(sample)
+        return self._rows[sample] if staged is None else staged
+
+    def store(self, sample: int, row: Tensor) -> None:
+        """Remembers a row for the next visit."""
+        self._staged[sample] = row
+
+    def commit(self) -> None:
+        """Keeps what this step stored. Rows of evicted samples are dropped now: a message may have needed them."""
+        self._rows.update(self._staged)
+        self._staged.clear()
+        if self._order_before is not None:
+            for sample in [sample for sample in self._rows if sample not in self._order]:
+                del self._rows[sample]
+        self._order_before = None
+
+    def rollback(self) -> None:
+        """Forgets this step's visits and rows."""
+        if self._order_before is not None:
+            self._order = self._order_before
+        self._order_before = None
+        self._staged.clear()
+
+    def exported(self) -> tuple[Tensor, Tensor] | None:
+        """Samples (n) in the order of their use, and their rows (n, ...); None when empty."""
+        if not self._order:
+            return None
+        samples = list(self._order)
+        return torch.tensor(samples, dtype=torch.int64), torch.stack([self._rows[sample] for sample in samples])
+
+    def load(self, samples: Tensor, rows: Tensor) -> None:
+        """Takes over what ``exported`` gave; the oldest are left out beyond the capacity."""
+        pairs = list(zip(samples.tolist(), rows, strict=True))[-self.capacity :]
+        self._order = OrderedDict((sample, None) for sample, _ in pairs)
+        self._rows = {sample: row.clone() for sample, row in pairs}
+
+    def __len__(self) -> int:
+        return len(self._order)

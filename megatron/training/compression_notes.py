@@ -1,0 +1,56 @@
+"""What only the training set can say about a run's compressors."""
+
+from __future__ import annotations
+
+from megatron.compression.schedule import RunLength
+from megatron.config.run import RunConfig
+from megatron.data.build import Dataset
+from megatron.data.fixed_order import FixedOrder
+from megatron.data.gpt_dataset import GPTDataset
+from megatron.training.batch_size import BatchSizeSchedule
+
+
+def run_length(config: RunConfig, train: Dataset | None, batch_sizes: BatchSizeSchedule) -> RunLength:
+    """Iterations of the run and of its epochs, for warm-ups that are a part of them."""
+    epoch = train.epoch_samples if train is not None else 0
+    return RunLength(
+        config.training.train_iters, lambda epochs: batch_sizes.iterations_for(round(epochs * epoch)) if epoch else 0
+    )
+
+
+def compression_notes(
+    config: RunConfig, train: Dataset | None, replicas: int, length: RunLength, train_iters: int
+) -> list[str]:
+    """Compressors that will do little or nothing in this run, and why."""
+    notes = []
+    for point, spec in config.compression.specs(length).items():
+        where = f"--compress {point.value}={spec.name}"
+        warmup = spec.activation.warmup_iters
+        if warmup >= train_iters > 0:
+            notes.append(f"{where}: no effect, its warm-up of {warmup} iterations is the whole run of {train_iters}")
+        if train is None or not spec.entry.remembers_samples:
+            continue
+        visits = len(train) / max(train.epoch_samples, 1)
+        if visits < 2:
+            notes.append(
+                f"{where}: a sample comes {visits:.1f} times in this run, and the first visit sends it whole; "
+                "fixpoint would send less"
+            )
+        capacity = getattr(spec.options, "cache", 0)
+        if 0 < capacity < train.epoch_samples // replicas:
+            notes.append(
+                f"{where}: cache={capacity} is less than the {train.epoch_samples // replicas} samples that a replica "
+                "meets in an epoch, so they are forgotten before they return"
+            )
+        stays = config.training.micro_batch_size * replicas
+        if replicas > 1 and not _returns(train, stays):
+            notes.append(
+                f"{where}: samples return to other replicas than before, which do not remember them; "
+                "take a micro-batch size x replicas that divides 64, and one data set"
+            )
+    return notes
+
+
+def _returns(train: Dataset, stays: int) -> bool:
+    order = train.order if isinstance(train, GPTDataset) else None
+    return isinstance(order, FixedOrder) and order.lanes % stays == 0

@@ -1,0 +1,78 @@
+"""``--check-replicas``: whether ranks that must hold the same numbers do, bit by bit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.agree import gather_texts
+from megatron.comm.channel import Direction
+from megatron.config.errors import UserError
+from megatron.parallel.tensor.shards import collect_specs
+from megatron.training.assembly import Engines
+
+
+def check_replicas(engines: Engines, iteration: int) -> None:
+    """Compares parameters and the memories of pipeline codecs by digests. Every rank calls this between steps.
+
+    Equal must be: the same slice of a parameter wherever it is held (data-parallel replicas, tensor-parallel ranks
+    that hold it whole, both stages of the tied embedding), and what both ends of a pipeline boundary remember.
+
+    Raises:
+        UserError: on every rank, naming the first things that differ and the ranks that hold them.
+    """
+    problems = disagreements(engines)
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise UserError(
+            f"--check-replicas: replicas differ after iteration {iteration}: {'; '.join(problems[:3])}{more}. "
+            "Go on from a checkpoint before it; if it happens again, look for a faulty machine or compressor"
+        )
+
+
+def disagreements(engines: Engines) -> list[str]:
+    """What differs between ranks that should agree, the same list on every rank."""
+    topology = engines.topology
+    group = topology.control.pg if topology.layout.world_size > 1 else None
+    rows = [json.loads(text) for text in gather_texts(group, json.dumps(dict(_digests(engines))))]
+    holders: dict[str, dict[str, list[int]]] = {}
+    for rank, row in enumerate(rows):
+        for name, digest in row.items():
+            holders.setdefault(name.partition("@")[0], {}).setdefault(digest, []).append(rank)
+    found = []
+    for name, digests in sorted(holders.items()):
+        if len(digests) > 1:
+            groups = " and ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}" for r in digests.values())
+            found.append(f"{name} on {groups}")
+    return found
+
+
+def _digests(engines: Engines) -> Iterator[tuple[str, str]]:
+    """Name -> digest; the same name on several ranks (or ends, after an @) must have the same digest."""
+    for stage in engines.stages:
+        specs = collect_specs(stage)
+        for local, param in stage.named_parameters():
+            logical, spec = specs[local]
+            yield f"{logical} from {list(spec.offsets())}@{local}", _digest(param)
+    channel, at = engines.channel, engines.topology.coordinates
+    for way in (channel.forward, channel.backward) if channel is not None else ():
+        for boundary, end, name, tensor in _memories(way):
+            place = f"{way.point.value} boundary {boundary} of replica {at.dp}, tensor-parallel rank {at.tp}"
+            yield f"{name} of {place}@{end}", _digest(tensor)
+
+
+def _memories(way: Direction) -> Iterator[tuple[int, str, str, Tensor]]:
+    for end, states in (("sender", way.sent), ("receiver", way.received)):
+        for boundary, state in states.items():
+            tensors = state.portable()
+            for name in way.codec.shared:
+                yield boundary, end, name, tensors.get(name, torch.empty(0))
+
+
+def _digest(tensor: Tensor) -> str:
+    flat = tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu()
+    return hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest()

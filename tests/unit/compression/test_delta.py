@@ -1,0 +1,132 @@
+"""Delta messages against a plain loop, evictions in lockstep, receives posted ahead."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.compression.delta import DeltaCodec, DeltaConfig
+from megatron.compression.fixpoint import FixpointConfig, Quantiser
+from megatron.compression.sample_cache import SampleCache
+from megatron.compression.state import CompressorState
+
+S, H = 6, 16
+
+
+def _activation(samples: tuple[int, ...], step: int) -> Tensor:
+    """(s, b, h): each sample's own pattern, which drifts slowly, in fp32."""
+    rows = []
+    for sample in samples:
+        base = torch.randn((S, H), generator=torch.Generator().manual_seed(sample))
+        drift = torch.randn((S, H), generator=torch.Generator().manual_seed(1000 * sample + step))
+        rows.append(base + 0.01 * drift)
+    return torch.stack(rows, dim=1)
+
+
+def _same(a: CompressorState, b: CompressorState) -> bool:
+    left, right = a.portable(), b.portable()
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_the_formula_against_a_plain_loop() -> None:
+    """m <- x at a first visit, in fp32; then m <- m + Q(x - m)."""
+    options = {"bits": 3, "scale": "channel", "grid": "asymmetric"}
+    codec = DeltaCodec(DeltaConfig(first_bits=32, cache_dtype="fp32", **options))  # type: ignore[arg-type]
+    quantiser = Quantiser(FixpointConfig(**options))  # type: ignore[arg-type]
+    ends = CompressorState(), CompressorState()
+    memory: dict[int, Tensor] = {}
+    for step in range(12):
+        samples = ((3 * step) % 8, (3 * step + 1) % 8)
+        x = _activation(samples, step)
+        payload = codec.encode(x, ends[0], samples)
+        room = codec.empty_payload(x.shape, x.dtype, x.device, ends[1], samples)
+        assert room.wire.shape == payload.wire.shape
+        got = codec.decode(payload, x.shape, x.dtype, ends[1], samples)
+        for place, sample in enumerate(samples):
+            own = x[:, place]
+            if sample in memory:
+                difference = own - memory[sample]
+                own = memory[sample] + quantiser.decode(quantiser.encode(difference, None), difference.shape)
+            memory[sample] = own
+            assert torch.equal(got[:, place], own)
+        for state in ends:
+            state.commit()
+        assert _same(*ends)
+
+
+@pytest.mark.parametrize("cache_bits", [0, 4])
+@pytest.mark.parametrize("capacity", [1, 5, 9])
+def test_200_steps_with_evictions_and_skipped_steps(capacity: int, cache_bits: int) -> None:
+    """Receives are posted ahead of the decoding of earlier messages; both ends stay equal bit by bit."""
+    codec = DeltaCodec(DeltaConfig(bits=4, cache=capacity, cache_bits=cache_bits))
+    ends = CompressorState(), CompressorState()
+    generator = random.Random(capacity)
+    errors = []
+    for step in range(200):
+        keys = [tuple(generator.sample(range(12), 2)) for _ in range(3)]
+        xs = [_activation(key, step) for key in keys]
+        payloads = [codec.encode(x, ends[0], key) for x, key in zip(xs, keys, strict=True)]
+        rooms = [codec.empty_payload(x.shape, x.dtype, x.device, ends[1], k) for x, k in zip(xs, keys, strict=True)]
+        for x, key, payload, room in zip(xs, keys, payloads, rooms, strict=True):
+            room.wire.copy_(payload.wire)
+            got = codec.decode(room, x.shape, x.dtype, ends[1], key)
+            errors.append(float((got - x).norm() / x.norm()))
+        for state in ends:
+            if step % 7 == 5:
+                state.rollback()
+            else:
+                state.commit()
+        assert _same(*ends), step
+        cache = ends[0].cache("samples", capacity)
+        assert len(cache) <= capacity
+        assert len(cache._rows) == len(cache)
+    assert max(errors) < 0.2
+    assert np.mean(errors[300:]) < (0.02 if cache_bits == 0 else 0.1)
+
+
+def test_a_skipped_step_leaves_no_trace() -> None:
+    codec = DeltaCodec(DeltaConfig(cache=2))
+    state = CompressorState()
+    codec.encode(_activation((1, 2), 0), state, (1, 2))
+    state.commit()
+    before = state.portable()
+    bad = _activation((3, 1), 1)
+    bad[0, 1, 0] = torch.inf
+    codec.encode(bad, state, (3, 1))
+    state.rollback()
+    after = state.portable()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(torch.isfinite(tensor).all() for tensor in after.values())
+
+
+def test_differences_are_small_messages_and_better_than_fixed_point() -> None:
+    codec = DeltaCodec(DeltaConfig(bits=2))
+    state, x = CompressorState(), _activation((1,), 0)
+    first = codec.encode(x, state, (1,))
+    assert first.nbytes == x.numel() * 2
+    for step in range(1, 6):
+        x = _activation((1,), step)
+        payload = codec.encode(x, state, (1,))
+    assert payload.nbytes == Quantiser(FixpointConfig(bits=2)).nbytes(torch.Size((S, H)))
+    error = float((codec._recall(codec._cache(state), 1, torch.Size((S, H))) - x[:, 0]).norm() / x.norm())
+    direct = Quantiser(FixpointConfig(bits=2))
+    plain = float((direct.decode(direct.encode(x, None), x.shape) - x).norm() / x.norm())
+    assert error < plain / 10
+
+
+def test_the_oldest_sample_goes_first_and_a_visit_makes_it_young() -> None:
+    cache = SampleCache(2)
+    assert [cache.visit(sample) for sample in (1, 2, 1, 3, 2, 1)] == [False, False, True, False, False, False]
+    for sample in (1, 2):
+        cache.store(sample, torch.tensor([float(sample)]))
+    cache.commit()
+    exported = cache.exported()
+    assert exported is not None
+    assert exported[0].tolist() == [2, 1]
+    other = SampleCache(1)
+    other.load(*exported)
+    assert [other.visit(sample) for sample in (1, 2)] == [True, False]
