@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron.comm.error_probe import ErrorProbe
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan, Position
 from megatron.compression.api import Codec, Payload
+from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.identity import IdentityCodec
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
@@ -65,6 +67,7 @@ class PipelineChannel:
         self.shape = shape
         self.dtype = dtype
         self.device = device
+        self.probe: ErrorProbe | None = None
         self._scale = 1.0
         rank, size = forward_link.rank, forward_link.size
         following, previous = (rank + 1) % size, (rank - 1) % size
@@ -83,6 +86,12 @@ class PipelineChannel:
         """What the codecs remember at this rank's ends of the boundaries."""
         for way in (self.forward, self.backward):
             yield from (*way.sent.values(), *way.received.values())
+
+    def residuals(self) -> Iterator[tuple[Point, str, CompressorState]]:
+        """Point, name and state of this rank's senders."""
+        for way in (self.forward, self.backward):
+            for boundary, state in way.sent.items():
+                yield way.point, f"boundary {boundary}", state
 
     def _codec(self, way: Direction, position: Position) -> Codec:
         """The codec of one message, which both of its ends derive alike."""
@@ -105,7 +114,12 @@ class PipelineChannel:
         with self.ledger.encoding(way.point):
             wide = x.detach().to(dtype)
             state = way.sent.setdefault(position.boundary, CompressorState())
-            payload = codec.encode(wide if scale == 1.0 else wide / scale, state, key)
+            wide = wide if scale == 1.0 else wide / scale
+            payload = codec.encode(wide, state, key)
+        if self.probe is not None and way is self.backward and not codec.exact:
+            left = state.get(RESIDUAL)
+            error = wide - codec.reconstruct(payload, wide, state, key) if left is None else left
+            self.probe.error(position.boundary, position.micro_batch, error)
         pending = way.group.send(payload.wire, way.send_to, tag=position.boundary)
         self.ledger.sent(way.point, payload.nbytes, num_bytes(x))
         way.sending.append((payload, pending))
@@ -132,7 +146,10 @@ class PipelineChannel:
         dtype, scale = self._unscaled(way, codec)
         with self.ledger.encoding(way.point):
             x = codec.decode(payload, self.shape, dtype, way.received[position.boundary], key)
-            return (x if scale == 1.0 else x * scale).to(self.dtype)
+            x = (x if scale == 1.0 else x * scale).to(self.dtype)
+        if self.probe is not None and way is self.forward and position.iteration >= 0:
+            self.probe.activation(position.boundary, position.micro_batch, x)
+        return x
 
     def flush(self, keep: int = 0) -> None:
         """Waits until all but ``keep`` messages of each direction have left."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -140,6 +140,14 @@ class GradReducer:
         """
         self._on = self.plan.activation(Point.DP_GRAD).on(iteration)
         self._scale = scale
+
+    def residuals(self) -> Iterator[tuple[list[str], CompressorState]]:
+        """What each unit's residual belongs to (a stack's parameters, or a whole bucket's), and its state."""
+        for bucket, units in zip(self.buckets, self.units, strict=True):
+            for unit in units:
+                names = [place.name for place in unit.places]
+                whole = [place.name for place in bucket.places]
+                yield names or [whole[0] if len(whole) == 1 else f"{whole[0]} ... {whole[-1]}"], unit.state
 
     @property
     def wants_update(self) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.compression.api import Aggregate, Codec, Payload, Peers, Request, RoundCompressor
+from megatron.compression.health import measure, squared_norms
 from megatron.compression.state import CompressorState
 
 RESIDUAL = "residual"
@@ -43,8 +44,10 @@ class ErrorFeedback(RoundCompressor):
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
         residual = state.get(RESIDUAL)
+        gradient_k = given_k = squared_norms(x, self.stacks)
         if residual is not None:
             x.add_(residual)
+            given_k = squared_norms(x, self.stacks)
         aggregate = yield from self.inner.rounds(x, state, peers)
         if self.kind == "aggregate":
             local = aggregate.total / peers.size
@@ -54,6 +57,7 @@ class ErrorFeedback(RoundCompressor):
             local = aggregate.local
             x.sub_(local)
         state.stage(RESIDUAL, x)
+        state.stage_health(measure(state.health, gradient_k, given_k, squared_norms(x, self.stacks)))
         return Aggregate(aggregate.total, local)
 
 
@@ -77,10 +81,14 @@ class ErrorFeedbackCodec(Codec):
 
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
         residual = state.get(RESIDUAL)
+        gradient_1 = given_1 = squared_norms(x, False)
         if residual is not None and residual.shape == x.shape:
             x = x + residual
+            given_1 = squared_norms(x, False)
         payload = self.inner.encode(x, state, key)
-        state.stage(RESIDUAL, x - self.inner.reconstruct(payload, x, state, key))
+        left = x - self.inner.reconstruct(payload, x, state, key)
+        state.stage(RESIDUAL, left)
+        state.stage_health(measure(state.health, gradient_1, given_1, squared_norms(left, False)))
         return payload
 
     def decode(

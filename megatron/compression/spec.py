@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.compression.api import Codec, RoundCompressor
@@ -52,6 +52,12 @@ class Spec:
     activation: Activation = field(default_factory=Activation)
     feedback: str = "off"
     fused: bool = False
+
+    def in_evaluation(self) -> Spec:
+        """The same, on in evaluation too where that makes sense."""
+        if not self.point.forward or self.entry.remembers_samples:
+            return self
+        return replace(self, activation=replace(self.activation, evaluation=True))
 
     def rounds(self) -> RoundCompressor:
         """A new compressor of sums."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.compression.health import ResidualHealth
 from megatron.compression.sample_cache import SampleCache
 
 
@@ -28,6 +29,8 @@ class CompressorState:
     _staged_tensors: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _staged_counters: dict[str, int] = field(default_factory=dict, repr=False)
     _spare: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    _health: ResidualHealth | None = field(default=None, repr=False)
+    _staged_health: ResidualHealth | None = field(default=None, repr=False)
     _caches: dict[str, SampleCache] = field(default_factory=dict, repr=False)
     _queues: dict[str, deque[Any]] = field(default_factory=dict, repr=False)
 
@@ -47,8 +50,18 @@ class CompressorState:
         else:
             self._staged_counters[name] = value
 
+    @property
+    def health(self) -> ResidualHealth | None:
+        """How the residual fares, as of the newest step; None where there is none. Checkpoints do not hold it."""
+        return self._staged_health or self._health
+
+    def stage_health(self, health: ResidualHealth) -> None:
+        """Sets ``health`` for the rest of this step."""
+        self._staged_health = health
+
     def commit(self) -> None:
         """Keeps what was staged: the optimizer step was taken."""
+        self._health = self.health
         self._spare.update({name: self.tensors[name] for name in self._staged_tensors if name in self.tensors})
         self.tensors.update(self._staged_tensors)
         self.counters.update(self._staged_counters)
@@ -66,6 +79,7 @@ class CompressorState:
     def _forget(self) -> None:
         self._staged_tensors.clear()
         self._staged_counters.clear()
+        self._staged_health = None
         self._queues.clear()
 
     def cache(self, name: str, capacity: int) -> SampleCache:

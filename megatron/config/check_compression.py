@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
@@ -13,7 +13,9 @@ from megatron.config.run import RunConfig
 
 def check_compression(config: RunConfig, world_size: int, note: Callable[[str], None]) -> None:
     """Raises UserError for a compressor that cannot work in this run; notes one that has nothing to do."""
-    for point, spec in config.compression.specs(RunLength(config.training.train_iters)).items():
+    specs = config.compression.specs(RunLength(config.training.train_iters))
+    _check_probe(config, specs)
+    for point, spec in specs.items():
         where = f"--compress {point.value}={spec.name}"
         idle = _nothing_to_do(config, world_size, point)
         if idle and spec.name not in ("none", "identity"):
@@ -29,6 +31,19 @@ def check_compression(config: RunConfig, world_size: int, note: Callable[[str], 
                 f"{where}: with --sample-order {config.data.sample_order} no sample comes twice; use --sample-order "
                 "fixed, or fixpoint, which remembers nothing"
             )
+
+
+def _check_probe(config: RunConfig, specs: Mapping[Point, Spec]) -> None:
+    spec = specs.get(Point.PP_BWD)
+    if not config.logging.check_orth_error_acti:
+        return
+    if spec is None or spec.name in ("none", "identity") or config.parallel.pipeline_model_parallel_size == 1:
+        raise UserError(
+            "--check-orth-error-acti: nothing is compressed on the way back; add --compress pp-backward=lowrank and "
+            "--pipeline-model-parallel-size of at least 2"
+        )
+    if spec.activation.epilogue:
+        raise UserError("--check-orth-error-acti: looks at all micro-batches; leave when=epilogue out")
 
 
 def _nothing_to_do(config: RunConfig, world_size: int, point: Point) -> str:

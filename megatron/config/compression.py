@@ -31,6 +31,9 @@ class CompressionConfig:
         repeatable=True,
         metavar="FILE",
     )
+    eval_compressed: bool = option(
+        False, "Evaluate through the compressors of pp-forward and tp-forward, as eval=on in each; usually raw."
+    )
 
     def specs(self, length: RunLength) -> dict[Point, Spec]:
         """What serves each point.
@@ -43,7 +46,10 @@ class CompressionConfig:
         from megatron.compression.spec import read_specs
 
         try:
-            return read_specs(self.compress, build_registry(self.compress_module), length)
+            specs = read_specs(self.compress, build_registry(self.compress_module), length)
         except SpecError as error:
             where = "" if str(error).startswith("--") else "--compress "
             raise UserError(f"{where}{error}") from error
+        if self.eval_compressed:
+            return {point: spec.in_evaluation() for point, spec in specs.items()}
+        return specs

@@ -14,7 +14,7 @@ from megatron.config.collect import FlagTable, Given, Target, collect_yaml
 from megatron.config.convert import check_fields, check_required, spell
 from megatron.config.errors import UserError
 from megatron.config.known import KNOWN_FLAGS, SWITCH, VALUE, KnownFlag
-from megatron.config.legacy import LegacyConfig, translate
+from megatron.config.legacy import LegacyConfig, json_log, translate
 from megatron.config.option import FieldOption
 from megatron.config.run import RunConfig, run_sections
 from megatron.config.shortcuts import SHORTCUTS, Shortcut
@@ -166,6 +166,9 @@ def parse_args(
     config = RunConfig(**{name: parsed.sections[name] for name in run_sections()})
     check_fields(LEGACY, parsed.sections[LEGACY])
     given = {path.partition(".")[2] for path in parsed.explicit if _in(path, LEGACY)}
+    log_file = json_log(parsed.sections[LEGACY], parsed.notes.append)
+    if log_file is not None and config.logging.log_json_file is None:
+        config = replace(config, logging=replace(config.logging, log_json_file=log_file))
     specs = translate(parsed.sections[LEGACY], given, parsed.notes.append)
     if specs:
         both = replace(config.compression, compress=[*config.compression.compress, *specs])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from megatron.config.errors import UserError
@@ -16,7 +17,9 @@ Note = Callable[[str], None]
 class LegacyConfig:
     """Compression flags of Optimus-CC, Radius and AQ-SGD, translated into --compress."""
 
-    experiment_name: str | None = option(None, "Name of the run.", no_effect="runs are named by their folders")
+    experiment_name: str | None = option(None, "Name of the run, for --save-json-log.")
+    save_json_log: bool = option(False, "Same as --log-json-file PATH/NAME.jsonl.")
+    save_json_path: str = option("./", "Folder of --save-json-log.", metavar="FOLDER")
     comp_seed: int = option(714, "Seed of compressors.", minimum=0)
     use_error_feedback: bool = option(False, "Error feedback for --grad-comp and --inter-grad-comp.")
 
@@ -136,6 +139,17 @@ def translate(old: LegacyConfig, explicit: set[str], note: Note) -> list[str]:
     if old.selective_grad_comp and not old.grad_comp:
         note("--selective-grad-comp: no effect without --grad-comp")
     return given
+
+
+def json_log(old: LegacyConfig, note: Note) -> str | None:
+    """The file that ``--save-json-log`` stands for: written during the run, not at its end."""
+    if not old.save_json_log:
+        if old.experiment_name is not None:
+            note("--experiment-name: no effect without --save-json-log")
+        return None
+    path = str(Path(old.save_json_path) / f"{old.experiment_name or 'run'}.jsonl")
+    note(f"--save-json-log means --log-json-file {path}")
+    return path
 
 
 def _flag(name: str) -> str:

@@ -52,6 +52,15 @@ class LoggingConfig:
     log_world_size_to_tensorboard: bool = option(False, "Write the number of processes to TensorBoard.")
     log_txt_file: str | None = derived("none", "Append the log lines to this text file.", metavar="FILE")
     log_json_file: str | None = derived("none", "Append one JSON object a log line to this file.", metavar="FILE")
+    log_comm: bool = option(
+        False,
+        "With each log line another one: bytes, times and health of the residuals at each communication point.",
+    )
+    check_orth_error_acti: bool = option(
+        False,
+        "At each iteration print the cosine between the errors of compressed activation gradients and the change of "
+        "activations from one micro-batch to the next, and the means of both (of the last rank).",
+    )
     progress_bar: Literal["auto", "on", "off"] = option(
         "auto",
         "A progress bar: only on a terminal (auto), always or never.",

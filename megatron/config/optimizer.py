@@ -59,8 +59,14 @@ class OptimizerConfig:
     sgd_momentum: float = option(0.9, "Momentum of --optimizer sgd.", minimum=0, below=1)
     use_apex: bool = option(False, "Use apex's FusedAdam and FusedLayerNorm where apex is installed.")
     override_opt_param_scheduler: bool = option(
-        False, "On resuming, take the schedules from the flags instead of from the checkpoint."
+        False,
+        "On resuming, take the schedules from the flags instead of from the checkpoint.",
+        aliases=("override-lr-scheduler",),
     )
     use_checkpoint_opt_param_scheduler: bool = option(
-        False, "On resuming, take the schedules from the checkpoint whatever the flags say."
+        False,
+        "On resuming, take the schedules from the checkpoint whatever the flags say.",
+        aliases=("use-checkpoint-lr-scheduler",),
     )
+    use_new_lr: bool = option(False, "On resuming, take --lr from the flags whatever the checkpoint says.")
+    use_new_min_lr: bool = option(False, "On resuming, take --min-lr from the flags whatever the checkpoint says.")

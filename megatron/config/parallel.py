@@ -60,6 +60,9 @@ class ParallelConfig:
     ddp_bucket_size: int | None = derived(
         "chosen from the model's size", "Size of a gradient bucket.", unit="elements", minimum=1
     )
+    no_allreduce: bool = option(
+        False, "Do not sum gradients over the replicas, to time a step without it; the replicas drift apart."
+    )
     use_distributed_optimizer: bool = option(False, "Shard the optimizer state over the data-parallel processes.")
     accumulate_allreduce_grads_in_fp32: bool = option(
         False, "Accumulate and reduce gradients in fp32. Always on with --bf16."

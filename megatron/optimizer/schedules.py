@@ -8,8 +8,8 @@ integer.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from megatron.config.errors import UserError
@@ -159,12 +159,14 @@ class LRSchedule:
 
     `on_mismatch` says what happens when a checkpoint was written under other values: refuse (as Megatron
     does), take the command line's (`--override-opt_param-scheduler`) or the checkpoint's
-    (`--use-checkpoint-opt_param-scheduler`).
+    (`--use-checkpoint-opt_param-scheduler`). `ours` names values that are the command line's in any case
+    (`--use-new-lr`, `--use-new-min-lr`).
     """
 
-    def __init__(self, values: ScheduleValues, on_mismatch: OnMismatch = "refuse") -> None:
+    def __init__(self, values: ScheduleValues, on_mismatch: OnMismatch = "refuse", ours: Sequence[str] = ()) -> None:
         self.values = values
         self.on_mismatch = on_mismatch
+        self.ours = tuple(ours)
         self.consumed_samples = 0
 
     @classmethod
@@ -194,7 +196,8 @@ class LRSchedule:
             train_samples=train_samples,
             train_tokens=train_tokens,
         )
-        return cls(values, on_mismatch)
+        ours = {"max_lr": options.use_new_lr, "min_lr": options.use_new_min_lr}
+        return cls(values, on_mismatch, [name for name, wanted in ours.items() if wanted])
 
     @property
     def lr(self) -> float:
@@ -226,6 +229,7 @@ class LRSchedule:
             raise UserError(
                 f"the checkpoint's learning-rate schedule cannot be read ({error}): use --finetune"
             ) from error
+        saved = replace(saved, **{name: getattr(self.values, name) for name in self.ours})
         if self.on_mismatch == "checkpoint":
             self.values = saved
         elif self.on_mismatch == "refuse":

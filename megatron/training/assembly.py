@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.comm.channel import PipelineChannel
+from megatron.comm.error_probe import ErrorProbe
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.tensor import TensorComm
@@ -16,7 +17,7 @@ from megatron.compression.state import CompressorState
 from megatron.config.run import RunConfig
 from megatron.model.gpt import GPTStage
 from megatron.model.stages import build_stages, padded_vocab_size
-from megatron.optimizer.loss_scale import build_loss_scale
+from megatron.optimizer.loss_scale import LossScale, build_loss_scale
 from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.data.buffer import FlatBuffer, named_params
 from megatron.parallel.data.gradients import GradientSync, bucket_elements, main_grad_dtype
@@ -114,8 +115,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         vocab_size: entries of the tokenizer.
         length: of the run, for warm-ups that are a part of it.
     """
-    layout, device, precision = topology.layout, topology.device, config.precision
-    dtype = precision.params_dtype
+    layout, device, dtype = topology.layout, topology.device, config.precision.params_dtype
     ledger = Ledger()
     specs = config.compression.specs(length or RunLength(config.training.train_iters))
     plan = CompressionPlan(specs, topology.coordinates.pp, layout.pp)
@@ -149,19 +149,14 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         )
         for stage in stages
     ]
-    sync = GradientSync(buffers, topology, plan, ledger, sharded, overlap, reduce=not torch_ddp)
+    sync = GradientSync(
+        buffers, topology, plan, ledger, sharded, overlap, reduce=not (torch_ddp or config.parallel.no_allreduce)
+    )
     optimizer = Optimizer(
         buffers,
         topology,
         config.optimizer,
-        build_loss_scale(
-            fp16=precision.fp16,
-            loss_scale=precision.loss_scale,
-            initial=precision.initial_loss_scale,
-            minimum=precision.min_loss_scale,
-            window=precision.loss_scale_window,
-            hysteresis=precision.hysteresis,
-        ),
+        _build_loss_scale(config),
         plan,
         ledger,
         sharded=sharded,
@@ -187,9 +182,23 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
     )
 
 
+def _build_loss_scale(config: RunConfig) -> LossScale:
+    precision = config.precision
+    return build_loss_scale(
+        fp16=precision.fp16,
+        loss_scale=precision.loss_scale,
+        initial=precision.initial_loss_scale,
+        minimum=precision.min_loss_scale,
+        window=precision.loss_scale_window,
+        hysteresis=precision.hysteresis,
+    )
+
+
 def _build_channel(config: RunConfig, topology: Topology, plan: CompressionPlan, ledger: Ledger) -> PipelineChannel:
     """The messages to the neighbouring stages; sequence parallelism leaves each rank a part of the sequence."""
     parts = topology.layout.tp if config.parallel.sequence_parallel else 1
     shape = torch.Size((config.model.seq_length // parts, config.training.micro_batch_size, config.model.hidden_size))
     dtype, links = config.precision.params_dtype, (topology.forward_link, topology.backward_link)
-    return PipelineChannel(*links, plan, ledger, shape, dtype, topology.device)
+    channel = PipelineChannel(*links, plan, ledger, shape, dtype, topology.device)
+    channel.probe = ErrorProbe() if config.logging.check_orth_error_acti else None
+    return channel

@@ -20,6 +20,7 @@ from megatron.training.logline import (
     validation_prefix,
 )
 from megatron.training.sinks import Sink
+from megatron.training.traffic import PointTraffic
 
 
 @dataclass(frozen=True)
@@ -27,17 +28,14 @@ class HonestFigures:
     """What the log line has no room for.
 
     model_tflops: TFLOP/s per device that the model needs, without recomputation. mfu: their share of the
-    device's peak, when it is known. memory_bytes: peak memory of this rank. bytes_per_point: bytes sent per
-    iteration at each communication point, by all ranks together. waited_per_point: seconds per iteration that
-    the rank that waited longest spent blocked at each point.
+    device's peak, when it is known. memory_bytes: peak memory of this rank. traffic: of each communication point.
     """
 
     model_tflops: float
     tokens_per_second: float
     mfu: float | None = None
     memory_bytes: int | None = None
-    bytes_per_point: Mapping[str, float] = field(default_factory=dict)
-    waited_per_point: Mapping[str, float] = field(default_factory=dict)
+    traffic: Mapping[str, PointTraffic] = field(default_factory=dict)
 
 
 class MetricLogger:
@@ -147,8 +145,7 @@ class MetricLogger:
             model_tflops=figures.model_tflops,
             mfu=figures.mfu,
             memory_bytes=figures.memory_bytes,
-            bytes_per_point=dict(figures.bytes_per_point),
-            waited_per_point=dict(figures.waited_per_point),
+            comm={name: point.as_dict() for name, point in figures.traffic.items()},
             **({"timers_ms": slowest} if slowest else {}),
         )
         seconds = {"iteration-time": record.seconds_per_iteration}
@@ -170,8 +167,14 @@ class MetricLogger:
             values["MFU"] = figures.mfu
         if figures.memory_bytes is not None:
             values["mem-max-allocated-bytes"] = figures.memory_bytes
-        values.update({f"bytes per iteration/{point}": count for point, count in figures.bytes_per_point.items()})
-        values.update({f"seconds waited/{point}": seconds for point, seconds in figures.waited_per_point.items()})
+        for name, point in figures.traffic.items():
+            values[f"bytes per iteration/{name}"] = point.wire_bytes
+            values[f"compression ratio/{name}"] = point.ratio
+            values[f"seconds coding/{name}"] = point.coded_s
+            values[f"seconds waited/{name}"] = point.waited_s
+            if point.residual is not None and point.staleness is not None:
+                values[f"residual over gradient/{name}"] = point.residual
+                values[f"residual age in steps/{name}"] = point.staleness
         return values
 
     def validation(

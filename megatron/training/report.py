@@ -9,10 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron.compression.points import Point
 from megatron.config.run import RunConfig
 from megatron.optimizer.optimizer import StepOutcome
-from megatron.topology.group import Group
 from megatron.training.assembly import Engines
 from megatron.training.flops import ModelShape, benchmark_tflops, model_tflops
 from megatron.training.loggers import HonestFigures, MetricLogger
@@ -21,6 +19,7 @@ from megatron.training.progress import ProgressBar
 from megatron.training.progress_state import Progress
 from megatron.training.sinks import Sink, open_sinks
 from megatron.training.timers import Timers
+from megatron.training.traffic import TrafficMeter, format_comm_line, gather_rows
 
 LOSS = "lm loss"
 
@@ -48,14 +47,6 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def gather_rows(group: Group, values: list[float]) -> list[list[float]]:
-    """Every rank's numbers, in rank order."""
-    mine = torch.tensor([values], dtype=torch.float64)
-    rows = torch.empty((group.size, len(values)), dtype=torch.float64)
-    group.all_gather(rows, mine).wait()
-    return [[float(x) for x in row] for row in rows.tolist()]
-
-
 class Reporter:
     """Collects what a run does and reports it on the last rank; the others only take part in the gathering.
 
@@ -77,6 +68,7 @@ class Reporter:
         self.timers = timers
         self.shape = model_shape(config, engines.padded_vocab_size)
         self.window = LogWindow()
+        self.meter = TrafficMeter(engines)
         self.bar: ProgressBar | None = None
         self.logger: MetricLogger | None = None
         self._step_started = time.perf_counter()
@@ -111,6 +103,7 @@ class Reporter:
             dp_size=layout.dp,
             world_size=layout.world_size,
         )
+        self.logger.event("config", self.progress.iteration, config=self.config.to_dict())
 
     def line(self, text: str) -> None:
         """Text for people."""
@@ -152,6 +145,7 @@ class Reporter:
             params_norm=outcome.params_norm,
             weight_decay=weight_decay,
         )
+        self._report_orthogonality()
         now = time.perf_counter()
         if self.bar is not None:
             tokens = batch_size * self.config.model.seq_length
@@ -160,11 +154,34 @@ class Reporter:
         if progress.iteration % logging.log_interval == 0:
             self._report_window(outcome, batch_size, lr)
 
+    def _report_orthogonality(self) -> None:
+        """What ``--check-orth-error-acti`` found in this step, of this rank."""
+        channel = self.engines.channel
+        if channel is None or channel.probe is None or self.logger is None:
+            return
+        found = channel.probe.take()
+        columns = {
+            "Cosine Sim": [one.cosine for one in found],
+            "Error AVG": [one.error_mean for one in found],
+            "Acti Delta AVG": [one.change_mean for one in found],
+        }
+        shown = [f"{name}: [{', '.join(f'{x:.3e}' for x in values)}]" for name, values in columns.items()]
+        self.logger.line(
+            " | ".join([f" errors at iteration {self.progress.iteration:8d}", f"Total Length: {len(found)}", *shown])
+        )
+        self.logger.event(
+            "orthogonality",
+            self.progress.iteration,
+            boundaries=[one.boundary for one in found],
+            micro_batches=[one.micro_batch for one in found],
+            **{name.lower().replace(" ", "_"): values for name, values in columns.items()},
+        )
+
     def _report_window(self, outcome: StepOutcome, batch_size: int, lr: float) -> None:
         assert self.logger is not None
         topology = self.engines.topology
         summary = self.window.close()
-        sent, waited = self._traffic(summary.iterations)
+        traffic, warnings = self.meter.collect(summary.iterations)
         times = self.timers.collect(lambda values: gather_rows(topology.control, values), iterations=summary.iterations)
         if not self._speaks:
             return
@@ -192,24 +209,15 @@ class Reporter:
             model_tflops=model_tflops(self.shape, global_batch_size=batch_size, seconds=seconds, world_size=world_size),
             tokens_per_second=batch_size * self.config.model.seq_length / seconds,
             memory_bytes=peak_memory_bytes(topology.device),
-            bytes_per_point=sent,
-            waited_per_point=waited,
+            traffic=traffic,
         )
         self.logger.train(record, figures, timers=times)
+        if self.config.logging.log_comm:
+            self.logger.line(format_comm_line(self.progress.iteration, traffic))
+        for warning in warnings:
+            self.logger.line(f"warning: {warning}")
         if times and self.config.logging.timing_log_level > 0:
             self.logger.line(self.timers.report(times))
-
-    def _traffic(self, iterations: int) -> tuple[dict[str, float], dict[str, float]]:
-        """Per iteration, by point: bytes that all ranks sent together, and the longest wait of a rank, in seconds."""
-        taken = self.engines.ledger.take()
-        mine = [taken.get(point.value, {}) for point in Point]
-        values = [float(account.get(key, 0.0)) for key in ("wire_bytes", "waited_s") for account in mine]
-        columns = list(zip(*gather_rows(self.engines.topology.control, values), strict=True))
-        names = [point.value for point in Point]
-        sent = {name: sum(column) / iterations for name, column in zip(names, columns, strict=False)}
-        waited = {name: max(column) / iterations for name, column in zip(names, columns[len(names) :], strict=True)}
-        used = [name for name in names if sent[name]]
-        return {name: sent[name] for name in used}, {name: waited[name] for name in used}
 
     def validation(self, loss: float, *, samples: int | None = None, split: str = "validation") -> None:
         """The lines of an evaluation."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +216,39 @@ def test_the_documented_compressor_trains(tmp_path: Path) -> None:
     events = [json.loads(line) for line in log.read_text().splitlines()]
     losses = [event["lm_loss"] for event in events if event["kind"] == "train"]
     assert losses[-1] < losses[0] - 0.1
+
+
+def test_the_log_tells_what_each_point_did(tmp_path: Path) -> None:
+    """--log-comm, the JSON lines, --check-orth-error-acti on tensor-parallel ranks, and evaluation through codecs."""
+    log = tmp_path / "log.jsonl"
+    flags = tiny_flags(
+        write_documents(tmp_path / "tiny"),
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=2,
+        train_iters=4,
+        global_batch_size=6,
+        log_comm=True,
+        check_orth_error_acti=True,
+        check_replicas=2,
+        eval_compressed=True,
+        compress=["pp-backward=lowrank,rank=2", "pp-forward=fixpoint,bits=8", "embedding=powersgd,rank=2"],
+        log_json_file=log,
+    )
+    result = run_cli(4, ["pretrain_gpt.py", *flags]).check()
+    lines = [line for line in result.stdout.splitlines() if line.startswith(" communication at iteration")]
+    assert len(lines) == 4
+    assert "| embedding: " in lines[-1]
+    assert re.search(r"pp-backward: [\d.]+ kB of [\d.]+ kB \([\d.]+x\), coded .*residual [\d.]+ of the grad", lines[-1])
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    assert events[0]["config"]["compression"]["eval_compressed"] is True
+    comm = [event["comm"] for event in events if event["kind"] == "train"][-1]
+    # 6 micro-batches of (16, 1, 16), on both tensor-parallel ranks; rank 2: 2 (16 + 16) numbers; a byte and 4/64.
+    assert comm["pp-backward"]["raw_bytes"] == 2 * 6 * 16 * 16 * 4
+    assert comm["pp-backward"]["wire_bytes"] == 2 * 6 * 2 * (16 + 16) * 4
+    assert comm["pp-forward"]["wire_bytes"] == 2 * 6 * (256 + 4 * 4)
+    assert 0.1 < comm["pp-backward"]["residual"] < 10
+    assert 0.0 < comm["pp-backward"]["staleness"] < 10
+    probes = [event for event in events if event["kind"] == "orthogonality"]
+    assert [event["micro_batches"] for event in probes] == [[0, 1, 2, 3, 4]] * 4
+    assert all(0 < abs(cosine) < 0.6 for event in probes for cosine in event["cosine_sim"])
+    assert "Total Length: 5 | Cosine Sim: [" in result.stdout

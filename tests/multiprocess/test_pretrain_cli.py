@@ -59,11 +59,9 @@ def test_four_ranks_write_what_one_process_writes(prefix: Path, tmp_path: Path) 
     events = [json.loads(line) for line in (tmp_path / "four.jsonl").read_text().splitlines()]
     trained = [event for event in events if event["kind"] == "train"]
     assert [event["iteration"] for event in trained] == [1, 2, 3, 4, 5, 6]
-    assert {"pp-forward", "pp-backward", "tp-forward", "tp-backward", "embedding"} <= set(
-        trained[-1]["bytes_per_point"]
-    )
+    assert {"pp-forward", "pp-backward", "tp-forward", "tp-backward", "embedding"} <= set(trained[-1]["comm"])
     # Activations of 4 micro-batches of (16, 1, 16) fp32 cross the one boundary, on both tensor-parallel ranks.
-    assert trained[-1]["bytes_per_point"]["pp-forward"] == 2 * 4 * 16 * 16 * 4
+    assert trained[-1]["comm"]["pp-forward"]["wire_bytes"] == 2 * 4 * 16 * 16 * 4
     assert list((tmp_path / "four-tb").rglob("events.out.tfevents.*"))
     saved = tmp_path / "four"
     assert (saved / "latest_checkpointed_iteration.txt").read_text().strip() == "6"

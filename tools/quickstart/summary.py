@@ -56,7 +56,7 @@ def summarise(log: Path, heldout: Unigram) -> Summary:
         validation_loss=float(validation[-1]["lm_loss"]),
         unigram_entropy=heldout.nats_per_token,
         heldout_tokens=heldout.tokens,
-        bytes_per_iteration=dict(train[-1].get("bytes_per_point") or {}),
+        bytes_per_iteration={name: point["wire_bytes"] for name, point in (train[-1].get("comm") or {}).items()},
     )
 
 

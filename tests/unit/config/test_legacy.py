@@ -76,6 +76,7 @@ CASES: dict[str, list[str]] = {
     "--warmup-epochs 0": ["pp-backward=fixpoint,bits=6,scale=channel,grid=asymmetric"],
     "--forward-compress-method none --backward-compress-method none": [],
     "--experiment_name mine": [],
+    "--save_json_log --save_json_path logs": [],
 }
 
 
@@ -115,3 +116,9 @@ def test_what_has_no_effect_is_said(by_iterations: list[str]) -> None:
     parsed = parse_args([*by_iterations, "--grad_comp_rank", "8", "--selective_grad_comp"])
     assert "--grad-comp-rank: no effect without --grad-comp" in parsed.notes
     assert "--selective-grad-comp: no effect without --grad-comp" in parsed.notes
+
+
+def test_the_json_log_of_the_old_flags_is_a_file_of_lines(by_iterations: list[str]) -> None:
+    parsed = parse_args([*by_iterations, "--save_json_log", "--save_json_path", "logs/", "--experiment_name", "mine"])
+    assert parsed.config.logging.log_json_file == "logs/mine.jsonl"
+    assert "--save-json-log means --log-json-file logs/mine.jsonl" in parsed.notes

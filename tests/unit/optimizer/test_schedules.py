@@ -198,6 +198,19 @@ def test_a_constant_schedule_may_be_prolonged() -> None:
         shorter_decay.load_state_dict(LRSchedule(make_values()).state_dict())
 
 
+def test_the_new_lr_wins_over_the_checkpoint() -> None:
+    saved = LRSchedule(make_values(max_lr=1e-3, min_lr=1e-5))
+    ours = make_values(max_lr=4e-3, min_lr=2e-5)
+    resumed = LRSchedule(ours, "checkpoint", ["max_lr"])
+    resumed.load_state_dict(saved.state_dict())
+    assert (resumed.values.max_lr, resumed.values.min_lr) == (4e-3, 1e-5)
+    resumed = LRSchedule(ours, "refuse", ["max_lr", "min_lr"])
+    resumed.load_state_dict(saved.state_dict())
+    assert resumed.values == ours
+    options = make_options(use_new_lr=True)
+    assert LRSchedule.from_options(options, global_batch_size=8, seq_length=16, train_iters=10).ours == ("max_lr",)
+
+
 def test_contradicting_flags_and_damaged_states_are_refused() -> None:
     both = make_options(override_opt_param_scheduler=True, use_checkpoint_opt_param_scheduler=True)
     with pytest.raises(UserError, match="give one"):

@@ -218,9 +218,15 @@ def event(kind: str, iteration: int, **values: Any) -> str:
 def test_summary_of_a_log(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text(
-        event("train", 10, lm_loss=5.0, tokens_per_second=100.0, bytes_per_point={"dp_grad": 1.0})
+        event("train", 10, lm_loss=5.0, tokens_per_second=100.0, comm={"dp_grad": {"wire_bytes": 1.0}})
         + event("validation", 10, lm_loss=4.8)
-        + event("train", 20, lm_loss=4.0, tokens_per_second=300.0, bytes_per_point={"pp_fwd": 2e6, "pp_bwd": 5e5})
+        + event(
+            "train",
+            20,
+            lm_loss=4.0,
+            tokens_per_second=300.0,
+            comm={"pp_fwd": {"wire_bytes": 2e6}, "pp_bwd": {"wire_bytes": 5e5}},
+        )
         + event("validation", 20, lm_loss=4.25)
     )
     summary = summarise(log, Unigram(1000, 6.5))

@@ -15,6 +15,7 @@ from megatron.config.logs import LoggingConfig
 from megatron.training.loggers import HonestFigures, MetricLogger
 from megatron.training.logline import TrainRecord, format_train_line
 from megatron.training.sinks import Sink, open_sinks, read_events
+from megatron.training.traffic import PointTraffic
 
 RECORD = TrainRecord(
     iteration=20,
@@ -32,8 +33,7 @@ FIGURES = HonestFigures(
     model_tflops=0.2,
     tokens_per_second=1024.0,
     memory_bytes=10**9,
-    bytes_per_point={"dp-grad": 4096},
-    waited_per_point={"dp-grad": 0.25},
+    traffic={"dp-grad": PointTraffic(8192.0, 4096.0, 0.5, 0.25, 0.75, 3.0), "control": PointTraffic(8, 8, 0, 0)},
 )
 
 
@@ -91,8 +91,17 @@ def test_a_training_event_holds_the_honest_figures(tmp_path: Path) -> None:
         "model_tflops": 0.2,
         "mfu": None,
         "memory_bytes": 10**9,
-        "bytes_per_point": {"dp-grad": 4096},
-        "waited_per_point": {"dp-grad": 0.25},
+        "comm": {
+            "dp-grad": {
+                "raw_bytes": 8192.0,
+                "wire_bytes": 4096.0,
+                "coded_s": 0.5,
+                "waited_s": 0.25,
+                "residual": 0.75,
+                "staleness": 3.0,
+            },
+            "control": {"raw_bytes": 8, "wire_bytes": 8, "coded_s": 0, "waited_s": 0},
+        },
         "timers_ms": {"forward-backward": 12.0},
     }
     assert (validation["kind"], validation["lm_loss"], validation["samples"]) == ("validation", 3.25, None)
@@ -184,7 +193,15 @@ def test_tensorboard_tags(tmp_path: Path) -> None:
             "model TFLOPs per device": 0.2,
             "mem-max-allocated-bytes": 1e9,
             "bytes per iteration/dp-grad": 4096,
+            "compression ratio/dp-grad": 2.0,
+            "seconds coding/dp-grad": 0.5,
             "seconds waited/dp-grad": 0.25,
+            "residual over gradient/dp-grad": 0.75,
+            "residual age in steps/dp-grad": 3.0,
+            "bytes per iteration/control": 8.0,
+            "compression ratio/control": 1.0,
+            "seconds coding/control": 0.0,
+            "seconds waited/control": 0.0,
             "forward-backward-time": 12.0,
             "lm loss validation": 3.25,
             "lm loss validation ppl": math.exp(3.25),

@@ -1,0 +1,176 @@
+"""What the communication points did in a window of iterations, over all ranks, and how the residuals fare."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.agree import gather_texts
+from megatron.compression.points import Point
+from megatron.compression.state import CompressorState
+from megatron.topology.group import Group
+from megatron.training.assembly import Engines
+
+_ROWS = ("raw_bytes", "wire_bytes", "coded_s", "waited_s")
+_REPORTS_BEFORE_WARNING = 3
+_AMPLIFIED = 1.1
+_OLD_STEPS = 1000.0
+
+
+@dataclass(frozen=True)
+class PointTraffic:
+    """One communication point, per iteration.
+
+    Args:
+        raw_bytes, wire_bytes: what all ranks together would have sent uncompressed, and what they sent.
+        coded_s, waited_s: seconds of encoding and decoding, and of waiting, on the rank that spent most.
+        residual: norm of the residuals over that of the gradients; None without error feedback.
+        staleness: mean age in steps of what the residuals hold.
+    """
+
+    raw_bytes: float
+    wire_bytes: float
+    coded_s: float
+    waited_s: float
+    residual: float | None = None
+    staleness: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Raw bytes over those that were sent."""
+        return self.raw_bytes / self.wire_bytes if self.wire_bytes else 1.0
+
+    def as_dict(self) -> dict[str, float]:
+        """Its figures by name, without those that there are not."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def gather_rows(group: Group, values: list[float]) -> list[list[float]]:
+    """Every rank's numbers, in rank order."""
+    mine = torch.tensor([values], dtype=torch.float64)
+    rows = torch.empty((group.size, len(values)), dtype=torch.float64)
+    group.all_gather(rows, mine).wait()
+    return [[float(x) for x in row] for row in rows.tolist()]
+
+
+def format_comm_line(iteration: int, traffic: Mapping[str, PointTraffic]) -> str:
+    """The line of ``--log-comm``: one field for each point."""
+    fields = [f" communication at iteration {iteration:8d} | per iteration"]
+    for name, point in traffic.items():
+        words = [f"{name}: {_bytes(point.wire_bytes)} of {_bytes(point.raw_bytes)} ({point.ratio:.2f}x)"]
+        words.append(f"coded {point.coded_s * 1e3:.1f} ms, waited {point.waited_s * 1e3:.1f} ms")
+        if point.residual is not None:
+            words.append(f"residual {point.residual:.3g} of the gradient, {point.staleness:.1f} steps old")
+        fields.append(", ".join(words))
+    return " | ".join(fields) + " |"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+class TrafficMeter:
+    """Sums up the ledger and the residuals over the ranks; every rank has one and calls ``collect`` alike.
+
+    Args:
+        engines: this rank's.
+    """
+
+    def __init__(self, engines: Engines) -> None:
+        self.engines = engines
+        self._streaks: dict[str, int] = {}
+        self._warned: set[str] = set()
+
+    def collect(self, iterations: int) -> tuple[dict[str, PointTraffic], list[str]]:
+        """Closes a window.
+
+        Returns:
+            the points that had traffic, by name, and a warning for each residual that grows without bound; the same
+            on every rank.
+        """
+        topology = self.engines.topology
+        taken = self.engines.ledger.take()
+        sums, warnings = self._residuals()
+        mine = [float(taken.get(p.value, {}).get(row, 0.0)) for row in _ROWS for p in Point]
+        mine += [sums[p][row] for row in range(3) for p in Point]
+        columns = list(zip(*gather_rows(topology.control, mine), strict=True))
+        count = len(Point)
+        table = [columns[start : start + count] for start in range(0, len(columns), count)]
+        found = {}
+        for at, point in enumerate(Point):
+            raw, wire = (sum(table[row][at]) / iterations for row in (0, 1))
+            coded, waited = (max(table[row][at]) / iterations for row in (2, 3))
+            gradient, residual, aged = (sum(table[row][at]) for row in (4, 5, 6))
+            known = gradient > 0
+            if wire:
+                found[point.value] = PointTraffic(
+                    raw,
+                    wire,
+                    coded,
+                    waited,
+                    math.sqrt(residual / gradient) if known else None,
+                    (aged / residual if residual else 0.0) if known else None,
+                )
+        group = topology.control.pg if topology.layout.world_size > 1 else None
+        texts = gather_texts(group, json.dumps(warnings))
+        return found, sorted({warning for text in texts for warning in json.loads(text)})
+
+    def _residuals(self) -> tuple[dict[Point, list[float]], list[str]]:
+        """This rank's sums of squared norms (gradient, residual, age x residual) by point, and its warnings."""
+        sums = {point: [0.0, 0.0, 0.0] for point in Point}
+        warnings: list[str] = []
+        for point, group, parts in self._by_group():
+            own = torch.cat([state.health.stacked() for _, state in parts if state.health is not None], dim=1)
+            names = [name for labels, _ in parts for name in labels]
+            for row, value in enumerate(own[[0, 2, 3]].nan_to_num(nan=math.inf).sum(dim=1).tolist()):
+                sums[point][row] += value
+            if group is not None:
+                pending = group.all_reduce(own)
+                self.engines.ledger.sent(Point.CONTROL, pending.sent_bytes)
+                pending.wait()
+            warnings += self._grown(point, names, own)
+        return sums, warnings
+
+    def _by_group(self) -> Iterator[tuple[Point, Group | None, Sequence[tuple[list[str], CompressorState]]]]:
+        """Residuals that were measured, by the group over which their figures add up."""
+        sync, channel = self.engines.sync, self.engines.channel
+        reduced = [part for reducer in sync.reducers for part in reducer.residuals() if part[1].health is not None]
+        if reduced:
+            yield Point.DP_GRAD, sync.group, reduced
+        if sync.embedding is not None and sync.embedding.state.health is not None:
+            slot = sync.tied_slot
+            name = slot.logical_name if slot is not None else "the embedding"
+            yield Point.EMBED_GRAD, sync.embedding.group, [([name], sync.embedding.state)]
+        if channel is not None:
+            for point, name, state in channel.residuals():
+                if state.health is not None:
+                    yield point, None, [([name], state)]
+
+    def _grown(self, point: Point, names: Sequence[str], totals: Tensor) -> list[str]:
+        """Warnings, each once, for residuals that are not finite, are amplified, or are never sent."""
+        warnings = []
+        for name, (gradient, given, residual, aged) in zip(names, totals.t().tolist(), strict=True):
+            label = f"{point.value} {name}"
+            age = aged / residual if residual else 0.0
+            finite = math.isfinite(residual)
+            growing = residual > _AMPLIFIED**2 * given and residual > gradient
+            streak = self._streaks[label] = self._streaks.get(label, 0) + 1 if growing or age > _OLD_STEPS else 0
+            if label in self._warned or (finite and streak < _REPORTS_BEFORE_WARNING):
+                continue
+            self._warned.add(label)
+            size = math.sqrt(residual / gradient) if gradient and finite else math.inf
+            why = "what it holds is never sent" if age > _OLD_STEPS else "the compressor leaves more than it is given"
+            warnings.append(
+                f"the residual of {label} grows without bound: {size:.3g} times the gradient, {age:.0f} steps old "
+                f"({why if finite else 'it is not finite'}); compress less there, or turn error-feedback off"
+            )
+        return warnings
