@@ -27,12 +27,18 @@ class GatherInFlight:
         ledger: Ledger,
         point: Point,
         out: Tensor | None = None,
+        raw_bytes: int | None = None,
     ) -> None:
-        """Starts it. ``out``, shaped (n * x.shape[0], ...), receives the result where it is given."""
+        """Starts it.
+
+        ``out``, shaped (n * x.shape[0], ...), receives the result where it is given. ``raw_bytes`` is the size of what
+        ``x`` stands for where that is not its own.
+        """
         self.codec = codec
         self.shape, self.dtype = x.shape, x.dtype
         self.state, self.key, self.group, self.ledger, self.point = state, key, group, ledger, point
-        wire = codec.encode(x, state, key).wire
+        with ledger.encoding(point):
+            wire = codec.encode(x, state, key).wire
         self.out = out
         exact = out is not None and wire.dtype == x.dtype and wire.shape == x.shape
         self.wires = (
@@ -43,15 +49,17 @@ class GatherInFlight:
         self._alive = wire
         self.pending: Pending = group.all_gather(self.wires, wire)
         if group.size > 1:
-            ledger.sent(point, self.pending.sent_bytes, (group.size - 1) * num_bytes(x))
+            raw = num_bytes(x) if raw_bytes is None else raw_bytes
+            ledger.sent(point, self.pending.sent_bytes, (group.size - 1) * raw)
 
     def wait(self) -> Tensor:
         """Finishes it and returns the gathered tensor."""
         with self.ledger.waiting(self.point):
             self.pending.wait()
-        result = self.codec.decode_gathered(
-            Payload(self.wires), self.group.size, self.shape, self.dtype, self.state, self.key
-        )
+        with self.ledger.encoding(self.point):
+            result = self.codec.decode_gathered(
+                Payload(self.wires), self.group.size, self.shape, self.dtype, self.state, self.key
+            )
         if self.out is not None and result.data_ptr() != self.out.data_ptr():
             self.out.copy_(result)
             return self.out

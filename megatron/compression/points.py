@@ -37,8 +37,8 @@ class Point(enum.Enum):
 
     @property
     def keeps_state(self) -> bool:
-        """False where recomputation would run a compressor again, which must not advance its state."""
-        return self not in (Point.TP_FWD, Point.TP_BWD)
+        """False where recomputation would run a compressor again, and where the model itself says what was sent."""
+        return self not in (Point.TP_FWD, Point.TP_BWD, Point.PARAM_GATHER)
 
     @property
     def compressible(self) -> bool:

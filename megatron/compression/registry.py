@@ -89,7 +89,7 @@ BUILTIN: Mapping[str, Entry] = MappingProxyType(
             FixpointConfig,
             codec=FixpointCodec,
             rounds=FixpointRounds,
-            points=frozenset(Point) - {Point.PARAM_GATHER, Point.CONTROL},
+            points=frozenset(Point) - {Point.CONTROL},
         ),
         "lowrank": Entry(
             LowRankConfig,

@@ -20,6 +20,12 @@ FUSED = "fused"
 _FEEDBACKS = {True: ("off", "local", "aggregate"), False: ("off", "lazy")}
 """Kinds of residual of sums and of messages."""
 
+_STATELESS = {
+    Point.TP_FWD: "recomputation and evaluation run it again",
+    Point.TP_BWD: "recomputation and evaluation run it again",
+    Point.PARAM_GATHER: "the next difference makes up for what this one lost",
+}
+
 COMMON = {
     "when": "all or epilogue: which gradients go back compressed (pp-backward)",
     "stages": "all, first:N or last:N: which pipeline stages compress what they send",
@@ -184,10 +190,7 @@ def _feedback(point: Point, entry: Entry, name: str, given: str | None) -> str:
     if given not in kinds:
         raise SpecError(f"error-feedback={given}: the choices at {point.value} are on, {', '.join(kinds)}")
     if given != "off" and not point.keeps_state:
-        raise SpecError(
-            f"error-feedback={given}: {point.value} keeps no state, since recomputation and evaluation run it again; "
-            "leave it out"
-        )
+        raise SpecError(f"error-feedback={given}: {point.value} keeps no state ({_STATELESS[point]}); leave it out")
     if given != "off" and name in ("none", "identity"):
         raise SpecError(f"error-feedback={given}: {name} leaves no error; leave it out")
     return given

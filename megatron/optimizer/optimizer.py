@@ -9,17 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.comm.gather import GatherInFlight
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.compression.points import Point
-from megatron.compression.state import CompressorState
 from megatron.config.optimizer import OptimizerConfig
 from megatron.optimizer.inner import make_inner, set_hyperparameters, step_inner
 from megatron.optimizer.loss_scale import LossScale
 from megatron.optimizer.pieces import Piece, own_pieces
+from megatron.optimizer.publish import ParamPublisher, compresses
 from megatron.parallel.data.buffer import FlatBuffer
-from megatron.parallel.data.gradients import own_share
 from megatron.topology.topology import Topology
 
 
@@ -100,16 +98,21 @@ class Optimizer:
         self.sharded = sharded and topology.dp.size > 1
         self.log_params_norm = log_params_norm
         self.log_num_zeros = log_num_zeros
-        self.pieces = own_pieces(buffers, topology.dp, self.sharded)
-        self.separate_main = any(piece.main.dtype != piece.model.dtype for piece in self.pieces)
+        self.pieces = own_pieces(buffers, topology.dp, self.sharded, separate=compresses(plan, self.sharded))
+        self.publisher = ParamPublisher(buffers, self.pieces, topology.dp, plan, ledger, self.sharded)
         self.inner = make_inner(self.pieces, config)
-        self.gather_codec = plan.codec(Point.PARAM_GATHER)
+
+    @property
+    def separate_main(self) -> bool:
+        """Whether the optimizer's values are not the model's own memory."""
+        return self.publisher.separate_main
 
     def step(
         self,
         loss_sum: float,
         tokens: float,
         expected_tokens: int,
+        iteration: int,
         lr: float,
         weight_decay: float,
         vote: float = 0.0,
@@ -121,6 +124,7 @@ class Optimizer:
             loss_sum, tokens: this rank's contribution to ``StepTotals`` (zero where another rank reports them).
             expected_tokens: tokens of the global batch; gradients are means over these, and are corrected here
                 when a loss mask excluded some.
+            iteration: 0-based; when parameters are gathered compressed depends on it.
             lr, weight_decay: of this step.
             vote: a number that the caller wants summed over the ranks; it travels with the rest.
             publish_update: leave what was subtracted from the parameters, over the learning rate, in the gradients.
@@ -143,7 +147,7 @@ class Optimizer:
         step_inner(self.inner, self.pieces, divisor)
         for piece, old in zip(self.pieces, before, strict=False):
             piece.grad.copy_(old.sub_(piece.main).div_(lr or 1.0))
-        self._publish()
+        self.publisher.publish(iteration)
         return StepOutcome(loss, norm, False, scale, totals.votes, params_norm, num_zeros)
 
     def _world_totals(self, loss_sum: float, tokens: float, vote: float) -> StepTotals:
@@ -166,36 +170,6 @@ class Optimizer:
         if not self.sharded and self.topology.dp.rank != 0:
             return []
         return [piece for piece in self.pieces if piece.counts_in_norm(self.topology.tp.rank)]
-
-    def _publish(self) -> None:
-        """Copies updated values into the model and, when sharded, gathers the others' shares."""
-        if self.separate_main:
-            torch._foreach_copy_([piece.model for piece in self.pieces], [piece.main for piece in self.pieces])
-        if self.sharded:
-            self.gather_params()
-
-    def gather_params(self) -> None:
-        """Fills every bucket of the model's parameters from the ranks that own its shares."""
-        group = self.topology.dp
-        gathers = []
-        for buffer in self.buffers:
-            for bucket in buffer.buckets:
-                params = buffer.params_of(bucket)
-                own = params[own_share(bucket, group, True)]
-                gathers.append(
-                    GatherInFlight(
-                        self.gather_codec,
-                        own,
-                        CompressorState(),
-                        None,
-                        group,
-                        self.ledger,
-                        Point.PARAM_GATHER,
-                        out=params,
-                    )
-                )
-        for gather in gathers:
-            gather.wait()
 
     def reload_main(self) -> None:
         """Takes the model's parameters as the new main values, after the model alone was loaded."""

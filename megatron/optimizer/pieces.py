@@ -43,13 +43,14 @@ class Piece:
         return not spec.tied_copy and (spec.dim is not None or tp_rank == 0)
 
 
-def own_pieces(buffers: Sequence[FlatBuffer], group: Group, sharded: bool) -> list[Piece]:
+def own_pieces(buffers: Sequence[FlatBuffer], group: Group, sharded: bool, separate: bool = False) -> list[Piece]:
     """The pieces of this rank, over all chunks.
 
     Args:
         buffers: one per chunk.
         group: the data-parallel ranks that share the work when ``sharded``.
         sharded: own only an equal share of each bucket.
+        separate: main values have memory of their own even where the dtypes agree.
     """
     pieces = []
     for buffer in buffers:
@@ -59,6 +60,6 @@ def own_pieces(buffers: Sequence[FlatBuffer], group: Group, sharded: bool) -> li
                 slot = bucket.slots[index]
                 place = slice(slot.start + start, slot.start + stop)
                 model = buffer.params_flat[place]
-                main = model if model.dtype == main_dtype else model.to(main_dtype)
+                main = model.to(main_dtype, copy=separate)
                 pieces.append(Piece(slot, start, stop, main, model, buffer.grads_flat[place]))
     return pieces

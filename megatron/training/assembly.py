@@ -146,6 +146,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
             main_grad_dtype(dtype, config.parallel.accumulate_allreduce_grads_in_fp32),
             layout.dp if sharded else 1,
             bucket_elements(config.parallel.ddp_bucket_size, overlap, layout.dp),
+            tensor_parallel=layout.tp > 1,
         )
         for stage in stages
     ]

@@ -163,7 +163,7 @@ class RunCheckpoints:
         if optimizer.separate_main and not saved_main:
             optimizer.reload_main()
         elif saved_main and optimizer.sharded and not optimizer.separate_main:
-            optimizer.gather_params()
+            optimizer.publisher.gather()
         if not weights_only:
             self.compressors.load(root, iteration, self.group, self.log)
             set_optimizer_step_count(optimizer, int(common["optimizer_steps"]))

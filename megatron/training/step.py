@@ -138,6 +138,7 @@ def train_step(
             programs[-1].loss_sum if reports else 0.0,
             programs[-1].tokens if reports else 0.0,
             expected_tokens=count * layout.dp * config.training.micro_batch_size * config.model.seq_length,
+            iteration=iteration,
             lr=lr,
             weight_decay=weight_decay,
             vote=vote,

@@ -86,6 +86,10 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
             "compress": ["pp-forward=delta-lowbits,bits=3,cache=9,rounding=stochastic", "pp-backward=fixpoint,bits=6"],
         },
     ),
+    "parameters gathered as differences": (
+        2,
+        {"use_distributed_optimizer": True, "compress": ["param-gather=fixpoint,bits=4,rounding=stochastic"]},
+    ),
     "stable top-k on tensor-parallel ranks": (
         4,
         {

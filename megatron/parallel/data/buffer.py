@@ -21,6 +21,9 @@ class BucketKind(enum.Enum):
 
     PLAIN = "plain"
     """Reduced as soon as backward has filled it."""
+    REPLICATED = "replicated"
+    """Parameters that every tensor-parallel rank holds whole: a compressor that works on whole buckets must treat
+    them alike on all of these ranks, so nothing that differs between them may lie beside them."""
     PARTIAL = "partial"
     """Parameters whose gradients must first be summed over tensor-parallel ranks (sequence parallelism)."""
     TIED = "tied"
@@ -57,6 +60,7 @@ class FlatBuffer:
         grad_dtype: in which gradients accumulate.
         shares: number of equal parts that every bucket must divide into.
         bucket_elements: buckets are closed at this size; None puts everything in one.
+        tensor_parallel: there are several tensor-parallel ranks.
 
     After construction the parameters are views into ``params_flat``; where the dtypes agree their ``grad`` is a view
     into ``grads_flat`` that autograd accumulates into, else a hook adds each gradient there.
@@ -68,8 +72,9 @@ class FlatBuffer:
         grad_dtype: torch.dtype,
         shares: int,
         bucket_elements: int | None,
+        tensor_parallel: bool = False,
     ) -> None:
-        self.buckets = _plan_buckets(params, shares, bucket_elements)
+        self.buckets = _plan_buckets(params, shares, bucket_elements, tensor_parallel)
         first = params[0][3]
         size = self.buckets[-1].stop
         self.params_flat = torch.zeros(size, dtype=first.dtype, device=first.device)
@@ -120,14 +125,19 @@ class FlatBuffer:
         return self.grads_flat[bucket.start : bucket.stop]
 
 
-def _kind(spec: ParamSpec) -> BucketKind:
+def _kind(spec: ParamSpec, tensor_parallel: bool) -> BucketKind:
     if spec.tied:
         return BucketKind.TIED
-    return BucketKind.PARTIAL if spec.partial_grad else BucketKind.PLAIN
+    if spec.partial_grad:
+        return BucketKind.PARTIAL
+    return BucketKind.REPLICATED if tensor_parallel and spec.dim is None else BucketKind.PLAIN
 
 
 def _plan_buckets(
-    params: Sequence[tuple[str, str, ParamSpec, nn.Parameter]], shares: int, bucket_elements: int | None
+    params: Sequence[tuple[str, str, ParamSpec, nn.Parameter]],
+    shares: int,
+    bucket_elements: int | None,
+    tensor_parallel: bool,
 ) -> list[Bucket]:
     """Buckets in the order in which backward fills them: plain ones from the model's end, then the others."""
     buckets: list[Bucket] = []
@@ -135,7 +145,7 @@ def _plan_buckets(
     for kind in BucketKind:
         slots: list[ParamSlot] = []
         start = position
-        members = [p for p in reversed(params) if _kind(p[2]) is kind]
+        members = [p for p in reversed(params) if _kind(p[2], tensor_parallel) is kind]
         for i, (name, logical, spec, param) in enumerate(members):
             slots.append(ParamSlot(name, logical, spec, param, position, position + param.numel()))
             position += param.numel()

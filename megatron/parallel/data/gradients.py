@@ -110,7 +110,7 @@ class GradientSync:
         buffer, reducer = self.buffers[chunk], self.reducers[chunk]
 
         def full(index: int) -> None:
-            if buffer.buckets[index].kind is BucketKind.PLAIN:
+            if buffer.buckets[index].kind in (BucketKind.PLAIN, BucketKind.REPLICATED):
                 reducer.mark_ready(index)
 
         buffer.notify_when_full(full)

@@ -225,7 +225,7 @@ BY_ITERATIONS = [
     ("--compress dp-grad=powersgd,stages=3", 2, ["stages=3", "first:N"]),
     ("--compress dp-grad=powersgd --DDP-impl torch", 2, ["dp-grad=powersgd", "use --DDP-impl local"]),
     (f"{PP2} --compress embedding=fused --use-distributed-optimizer", 4, ["embedding=fused", "leave"]),
-    ("--compress param-gather=fixpoint", 2, ["param-gather", "fixpoint"]),
+    ("--compress param-gather=powersgd", 2, ["powersgd cannot serve param-gather", "use lowrank"]),
     ("--compress control=none", 2, ["control", "the points are"]),
     ("--compress dp-grad=mine --compress-module nowhere.py", 2, ["nowhere.py", "no such file"]),
 ]

@@ -73,7 +73,7 @@ def test_twenty_steps_equal_torchs_optimizer(kind: str, clip: float) -> None:
     for step in range(20):
         lr = 1e-2 * (1 + step % 3)
         _set_grads(buffer, step)
-        outcome = ours.step(12.0, 4.0, 4, lr=lr, weight_decay=0.1)
+        outcome = ours.step(12.0, 4.0, 4, 0, lr=lr, weight_decay=0.1)
         for name, param in theirs.items():
             param.grad = _value(name, step)
         norm = torch.nn.utils.clip_grad_norm_(theirs.values(), clip if clip > 0 else math.inf)
@@ -98,7 +98,7 @@ def test_half_precision_follows_fp32_main_values(dtype: torch.dtype, scale: floa
     reference = torch.optim.AdamW(groups, lr=1e-2)
     for step in range(10):
         _set_grads(buffer, step, scale)
-        ours.step(1.0, 1.0, 1, lr=1e-2, weight_decay=0.01)
+        ours.step(1.0, 1.0, 1, 0, lr=1e-2, weight_decay=0.01)
         for name, param in theirs.items():
             param.grad = _value(name, step)
         torch.nn.utils.clip_grad_norm_(theirs.values(), 1.0)
@@ -115,12 +115,12 @@ def test_overflow_skips_the_step_and_halves_the_scale() -> None:
     before = {name: p.detach().clone() for name, p in params.items()}
     _set_grads(buffer, 0, 2.0**16)
     buffer.grads_flat[3] = torch.inf
-    outcome = ours.step(1.0, 1.0, 1, lr=1e-2, weight_decay=0.1)
+    outcome = ours.step(1.0, 1.0, 1, 0, lr=1e-2, weight_decay=0.1)
     assert (outcome.skipped, outcome.grad_norm, outcome.loss_scale) == (True, None, 2.0**16)
     assert scale.scale == 2.0**15
     assert all(torch.equal(p.data, before[name]) for name, p in params.items())
     _set_grads(buffer, 1, 2.0**15)
-    assert not ours.step(1.0, 1.0, 1, lr=1e-2, weight_decay=0.1).skipped
+    assert not ours.step(1.0, 1.0, 1, 0, lr=1e-2, weight_decay=0.1).skipped
     assert not torch.equal(params["a.weight"].data, before["a.weight"])
 
 
@@ -129,7 +129,7 @@ def test_a_nan_skips_the_step_in_fp32() -> None:
     before = params["b.weight"].detach().clone()
     _set_grads(buffer, 0)
     buffer.grads_flat[-1] = torch.nan
-    assert ours.step(1.0, 1.0, 1, lr=1e-2, weight_decay=0.1).skipped
+    assert ours.step(1.0, 1.0, 1, 0, lr=1e-2, weight_decay=0.1).skipped
     assert torch.equal(params["b.weight"].data, before)
 
 
@@ -138,7 +138,7 @@ def test_the_published_update_is_what_was_subtracted_over_the_learning_rate() ->
     for step, lr in enumerate((1e-2, 3e-3)):
         before = {name: p.detach().clone() for name, p in params.items()}
         _set_grads(buffer, step)
-        ours.step(1.0, 1.0, 1, lr=lr, weight_decay=0.1, publish_update=True)
+        ours.step(1.0, 1.0, 1, 0, lr=lr, weight_decay=0.1, publish_update=True)
         for bucket in buffer.buckets:
             for slot in bucket.slots:
                 update = buffer.grads_flat[slot.start : slot.stop].view(slot.param.shape)
@@ -151,9 +151,9 @@ def test_a_loss_mask_weighs_tokens_not_samples() -> None:
     """Gradients are means over the expected tokens; with half of them masked they are twice too small."""
     ours, _, buffer = _build(torch.float32, torch.float32, ConstantLossScale(1.0))
     _set_grads(buffer, 0, 0.5)
-    halved = ours.step(10.0, 4.0, 8, lr=0.0, weight_decay=0.0)
+    halved = ours.step(10.0, 4.0, 8, 0, lr=0.0, weight_decay=0.0)
     _set_grads(buffer, 0)
-    whole = ours.step(10.0, 8.0, 8, lr=0.0, weight_decay=0.0)
+    whole = ours.step(10.0, 8.0, 8, 0, lr=0.0, weight_decay=0.0)
     assert halved.grad_norm == pytest.approx(whole.grad_norm)
     assert (halved.loss, whole.loss) == (2.5, 1.25)
 
@@ -163,7 +163,7 @@ def test_norms_and_zeros_are_counted() -> None:
     norm = math.sqrt(sum(float(p.detach().double().square().sum()) for p in params.values()))
     _set_grads(buffer, 0)
     buffer.grads_flat[:7] = 0.0
-    outcome = ours.step(1.0, 1.0, 1, lr=0.0, weight_decay=0.0)
+    outcome = ours.step(1.0, 1.0, 1, 0, lr=0.0, weight_decay=0.0)
     assert outcome.params_norm == pytest.approx(norm, rel=1e-6)
     assert outcome.num_zeros == 7
 
