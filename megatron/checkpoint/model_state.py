@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.logical import LogicalShard, shard_of_flat_range, shard_of_local
@@ -51,23 +50,3 @@ def _shard(piece: Piece, flat: Tensor) -> LogicalShard:
         tuple(piece.slot.param.shape), spec.offsets(), spec.logical_shape, flat, piece.start, piece.stop
     )
     return LogicalShard(spec.logical_shape, flat.dtype, pieces)
-
-
-def optimizer_step_count(optimizer: Optimizer) -> int:
-    """Updates taken so far, which bias correction depends on."""
-    for piece in optimizer.pieces:
-        step = optimizer.inner.state[piece.main].get("step")
-        if step is not None:
-            return int(step)
-    return int(optimizer.inner.param_groups[0].get("step", 0))
-
-
-def set_optimizer_step_count(optimizer: Optimizer, count: int) -> None:
-    """Restores the number of updates taken."""
-    for group in optimizer.inner.param_groups:
-        if "step" in group:  # apex keeps it with the group
-            group["step"] = count
-    for piece in optimizer.pieces:
-        state = optimizer.inner.state[piece.main]
-        if "step" in state:
-            state["step"] = torch.full_like(state["step"], float(count))

@@ -155,6 +155,11 @@ class GradReducer:
         states = (unit.state for units in self.units for unit in units)
         return self._on and self.compressor.observes and any(state.count("awaiting") for state in states)
 
+    @property
+    def freezes_variance(self) -> bool:
+        """Whether this step's sums carry noise that the optimizer's second moments must not see."""
+        return self._on and self.compressor.freezes_variance
+
     def observe(self) -> None:
         """Hands the compressor the optimizer's update, which lies in the buckets in place of the gradients."""
         for bucket, units in zip(self.buckets, self.units, strict=True):

@@ -83,6 +83,9 @@ class RoundCompressor(ABC):
     observes = False
     """Whether ``observe`` wants the optimizer's update."""
 
+    freezes_variance = False
+    """Whether the optimizer must leave Adam's second moments as they are while this compressor is on."""
+
     index_sets: tuple[str, ...] = ()
     """Names of state tensors that are indices into the flattened input."""
 

@@ -35,6 +35,7 @@ class ErrorFeedback(RoundCompressor):
         self.stacks = inner.stacks
         self.observes = inner.observes
         self.index_sets = inner.index_sets
+        self.freezes_variance = inner.freezes_variance
 
     def observe(self, update: Tensor, state: CompressorState) -> None:
         self.inner.observe(update, state)

@@ -15,6 +15,7 @@ from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
 from megatron.compression.options import SpecError
 from megatron.compression.points import Point
 from megatron.compression.powersgd import PowerSGD, PowerSGDConfig
+from megatron.compression.quantized_adam import QuantizedAdam, QuantizedAdamConfig
 from megatron.compression.topk import StableTopK, StableTopKConfig, TopK, TopKConfig
 
 
@@ -29,6 +30,8 @@ class Entry:
         feedback: the residual it has unless ``error-feedback`` says otherwise, by point; "off" where not named.
         points: where it may serve; None for everywhere that its contracts fit.
         remembers_samples: it gains from samples that come again, and from those alone: not in evaluation.
+        needs_warmup: it changes how the whole model is trained, after a warm-up: at all stages, with a residual of its
+            own.
         advice: what to use instead at the other points.
     """
 
@@ -38,6 +41,7 @@ class Entry:
     feedback: Mapping[Point, str] = field(default_factory=dict)
     points: frozenset[Point] | None = None
     remembers_samples: bool = False
+    needs_warmup: bool = False
     advice: str = ""
 
     def check(self, point: Point, name: str) -> None:
@@ -111,6 +115,13 @@ BUILTIN: Mapping[str, Entry] = MappingProxyType(
             points=frozenset({Point.PP_FWD}),
             advice="samples are met again in activations only; use fixpoint",
             remembers_samples=True,
+        ),
+        "quantized-adam": Entry(
+            QuantizedAdamConfig,
+            rounds=QuantizedAdam,
+            points=frozenset({Point.DP_GRAD}),
+            needs_warmup=True,
+            advice="use fixpoint with error-feedback=on",
         ),
         "topk": Entry(
             TopKConfig,

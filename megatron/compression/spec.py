@@ -168,6 +168,10 @@ def _activation(point: Point, entry: Entry, name: str, common: Mapping[str, str]
     first, last = read_stages(common.get("stages", "all"))
     if "stages" in common and point in (Point.EMBED_GRAD,):
         raise SpecError("stages: the embedding is on the first and the last stage only; leave it out")
+    if entry.needs_warmup and common.get("stages", "all") != "all":
+        raise SpecError(f"stages: {name} changes the update rule, which all stages must share; leave it out")
+    if entry.needs_warmup and common.get("warmup", "0") in ("0", "0.0"):
+        raise SpecError(f"{name} divides by what a warm-up measures; add warmup=N iterations, some hundreds")
     warmup = read_warmup(common.get("warmup", "0"), length)
     return Activation(warmup, first, last, when == "epilogue", evaluation == "on")
 
@@ -191,6 +195,8 @@ def _feedback(point: Point, entry: Entry, name: str, given: str | None) -> str:
         raise SpecError(f"error-feedback={given}: the choices at {point.value} are on, {', '.join(kinds)}")
     if given != "off" and not point.keeps_state:
         raise SpecError(f"error-feedback={given}: {point.value} keeps no state ({_STATELESS[point]}); leave it out")
+    if given != "off" and entry.needs_warmup:
+        raise SpecError(f"error-feedback={given}: {name} has a residual of its own; leave it out")
     if given != "off" and name in ("none", "identity"):
         raise SpecError(f"error-feedback={given}: {name} leaves no error; leave it out")
     return given

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from megatron.compression.points import Point
+from megatron.compression.quantized_adam import QuantizedAdamConfig
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import Spec
 from megatron.config.errors import UserError
@@ -22,6 +23,8 @@ def check_compression(config: RunConfig, world_size: int, note: Callable[[str], 
             note(f"{where}: no effect, {idle}")
         if point is Point.DP_GRAD and config.parallel.ddp_impl == "torch" and spec.name not in ("none", "identity"):
             raise UserError(f"{where}: --DDP-impl torch reduces gradients itself; use --DDP-impl local")
+        if isinstance(spec.options, QuantizedAdamConfig):
+            _check_adam(config, spec.options.beta, where)
         if point is Point.EMBED_GRAD:
             _check_embedding(config, spec, where)
         if point in (Point.TP_FWD, Point.TP_BWD):
@@ -62,6 +65,16 @@ def _nothing_to_do(config: RunConfig, world_size: int, point: Point) -> str:
     if point is Point.EMBED_GRAD and config.model.untie_embeddings_and_output_weights:
         return "the embeddings are not tied"
     return ""
+
+
+def _check_adam(config: RunConfig, beta: float, where: str) -> None:
+    if config.optimizer.optimizer != "adam":
+        raise UserError(f"{where}: it is a variant of Adam; use --optimizer adam, or dp-grad=fixpoint")
+    if beta != config.optimizer.adam_beta1:
+        raise UserError(
+            f"{where}: beta={beta:g} must be --adam-beta1 {config.optimizer.adam_beta1:g}; write "
+            f"beta={config.optimizer.adam_beta1:g}"
+        )
 
 
 def _check_embedding(config: RunConfig, spec: Spec, where: str) -> None:

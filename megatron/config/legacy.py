@@ -104,6 +104,10 @@ class LegacyConfig:
     backward_bits: int = option(8, "Bits of --backward-compress-method.", minimum=1, maximum=8)
     backward_scale_method: Literal["max", "l2"] = option("max", "How --backward-compress-method finds its scales.")
     backward_scale_dims: str = option("(0,1)", "Dimensions (sample, token, channel) that share a scale.")
+    dp_mode: Literal["allreduce", "central_ps", "sharded_ps", "sharded_ps_compressed"] = option(
+        "allreduce", "sharded_ps_compressed is the same as --compress dp-grad=quantized-adam."
+    )
+    dp_bits: int = option(8, "Bits of --dp-mode sharded_ps_compressed.", minimum=1, maximum=8)
 
 
 _SWITCHES = ("grad_comp", "inter_grad_comp", "inter_acti_comp", "emb_grad_comp", "mp_grad_comp", "mp_acti_comp")
@@ -127,7 +131,10 @@ def translate(old: LegacyConfig, explicit: set[str], note: Note) -> list[str]:
         *_optimus_tensor(old),
         *_fixpoint("pp-forward", "forward", old),
         *_fixpoint("pp-backward", "backward", old),
+        *_quantized_adam(old),
     ]
+    if old.dp_mode in ("central_ps", "sharded_ps"):
+        note(f"--dp-mode {old.dp_mode}: no effect, gradients are averaged by all-reduce; the result is the same")
     given: list[str] = []
     for flags, spec in specs:
         note(f"{flags} means --compress {spec}")
@@ -257,3 +264,10 @@ def _fixpoint(point: str, way: str, old: LegacyConfig) -> list[tuple[str, str]]:
     if warmup > 0:
         spec += f",warmup={warmup}epochs"
     return [(f"--{way}-compress-method", spec)]
+
+
+def _quantized_adam(old: LegacyConfig) -> list[tuple[str, str]]:
+    if old.dp_mode != "sharded_ps_compressed":
+        return []
+    spec = f"dp-grad=quantized-adam,bits={old.dp_bits},warmup={old.warmup_epochs}epochs"
+    return [("--dp-mode sharded_ps_compressed", spec)]

@@ -13,6 +13,7 @@ from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.compression.points import Point
 from megatron.config.optimizer import OptimizerConfig
+from megatron.optimizer.frozen import freeze, set_steps_taken, step_frozen, steps_taken
 from megatron.optimizer.inner import make_inner, set_hyperparameters, step_inner
 from megatron.optimizer.loss_scale import LossScale
 from megatron.optimizer.pieces import Piece, own_pieces
@@ -75,6 +76,8 @@ class Optimizer:
         plan, ledger: for the gathering of parameters.
         sharded: every data-parallel rank updates only its share (``--use-distributed-optimizer``).
         log_params_norm, log_num_zeros: also compute these.
+
+    ``frozen_at`` is the number of updates after which Adam's second moments were frozen; 0 while they are not.
     """
 
     def __init__(
@@ -101,6 +104,16 @@ class Optimizer:
         self.pieces = own_pieces(buffers, topology.dp, self.sharded, separate=compresses(plan, self.sharded))
         self.publisher = ParamPublisher(buffers, self.pieces, topology.dp, plan, ledger, self.sharded)
         self.inner = make_inner(self.pieces, config)
+        self.frozen_at = 0
+
+    @property
+    def steps(self) -> int:
+        """Updates taken so far."""
+        return steps_taken(self.inner, self.pieces)
+
+    @steps.setter
+    def steps(self, count: int) -> None:
+        set_steps_taken(self.inner, self.pieces, count)
 
     @property
     def separate_main(self) -> bool:
@@ -117,6 +130,7 @@ class Optimizer:
         weight_decay: float,
         vote: float = 0.0,
         publish_update: bool = False,
+        freeze_variance: bool = False,
     ) -> StepOutcome:
         """Takes one step on final gradients.
 
@@ -127,6 +141,7 @@ class Optimizer:
             iteration: 0-based; when parameters are gathered compressed depends on it.
             lr, weight_decay: of this step.
             vote: a number that the caller wants summed over the ranks; it travels with the rest.
+            freeze_variance: leave Adam's second moments as they are, once an update has been taken.
             publish_update: leave what was subtracted from the parameters, over the learning rate, in the gradients.
         """
         totals = self._world_totals(loss_sum, tokens, vote)
@@ -144,11 +159,20 @@ class Optimizer:
             divisor /= min(1.0, self.config.clip_grad / (norm + 1e-6))
         set_hyperparameters(self.inner, lr, weight_decay)
         before = [piece.main.clone() for piece in self.pieces] if publish_update else []
-        step_inner(self.inner, self.pieces, divisor)
+        self._update(divisor, freeze_variance)
         for piece, old in zip(self.pieces, before, strict=False):
             piece.grad.copy_(old.sub_(piece.main).div_(lr or 1.0))
         self.publisher.publish(iteration)
         return StepOutcome(loss, norm, False, scale, totals.votes, params_norm, num_zeros)
+
+    def _update(self, divisor: float, freeze_variance: bool) -> None:
+        if freeze_variance and not self.frozen_at and self.steps:
+            freeze(self.inner, self.pieces)
+            self.frozen_at = self.steps
+        if freeze_variance and self.frozen_at:
+            step_frozen(self.inner, self.pieces, divisor, self.frozen_at)
+        else:
+            step_inner(self.inner, self.pieces, divisor)
 
     def _world_totals(self, loss_sum: float, tokens: float, vote: float) -> StepTotals:
         """One small all-reduce over the world makes every decision of the step the same everywhere."""

@@ -17,9 +17,7 @@ from megatron.checkpoint.model_state import (
     OPTIMIZER,
     main_tensors,
     model_tensors,
-    optimizer_step_count,
     optimizer_tensors,
-    set_optimizer_step_count,
 )
 from megatron.checkpoint.saver import CheckpointSaver
 from megatron.config.errors import UserError
@@ -100,7 +98,8 @@ class RunCheckpoints:
             "progress": self.progress.state_dict(),
             "schedule": self.schedule.state_dict(),
             "loss_scale": self.engines.optimizer.loss_scale.state_dict(),
-            "optimizer_steps": optimizer_step_count(self.engines.optimizer),
+            "optimizer_steps": self.engines.optimizer.steps,
+            "variance_frozen_at": self.engines.optimizer.frozen_at,
             "separate_main": self.engines.optimizer.separate_main,
         }
         self.saver.save(iteration, tensors, common, None, self.config_yaml)
@@ -166,7 +165,8 @@ class RunCheckpoints:
             optimizer.publisher.gather()
         if not weights_only:
             self.compressors.load(root, iteration, self.group, self.log)
-            set_optimizer_step_count(optimizer, int(common["optimizer_steps"]))
+            optimizer.steps = int(common["optimizer_steps"])
+            optimizer.frozen_at = int(common.get("variance_frozen_at", 0))
             optimizer.loss_scale.load_state_dict(common["loss_scale"])
         if not self.config.finetune:
             self.schedule.load_state_dict(common["schedule"])

@@ -143,6 +143,7 @@ def train_step(
             weight_decay=weight_decay,
             vote=vote,
             publish_update=engines.sync.wants_update,
+            freeze_variance=engines.sync.freezes_variance,
         )
     if not outcome.skipped and engines.sync.wants_update:
         engines.sync.observe_update()

@@ -94,6 +94,15 @@ LOSSY: dict[str, tuple[int, Changes]] = {
     "fixpoint gradients": (4, _run("dp-grad=fixpoint,bits=4,error-feedback=on", pp=2, precision="bf16")),
     "stochastic gradients on tensor-parallel ranks": (4, _run("dp-grad=fixpoint,bits=4,rounding=stochastic", tp=2)),
     "stochastic gradients": (4, _run("dp-grad=fixpoint,bits=4,rounding=stochastic")),
+    "quantized adam": (4, _run("dp-grad=quantized-adam,bits=6,warmup=8", pp=2)),
+    "quantized adam, bf16 sharded": (
+        4,
+        _run("dp-grad=quantized-adam,bits=8,warmup=8", tp=2, precision="bf16", use_distributed_optimizer=True),
+    ),
+    "quantized adam, fp16 fused embedding": (
+        4,
+        _run("dp-grad=quantized-adam,bits=8,warmup=8", "embedding=fused", pp=2, precision="fp16"),
+    ),
     "fixpoint pipeline": (4, _run("pp-forward=fixpoint,bits=8", "pp-backward=fixpoint,bits=8", pp=2, tp=2)),
     "fixpoint pipeline bf16 virtual": (
         2,

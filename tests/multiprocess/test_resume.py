@@ -90,6 +90,10 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"use_distributed_optimizer": True, "compress": ["param-gather=fixpoint,bits=4,rounding=stochastic"]},
     ),
+    "quantized adam, stopped when it is on": (
+        4,
+        {"tensor_model_parallel_size": 2, "compress": ["dp-grad=quantized-adam,bits=4,warmup=2,rounding=stochastic"]},
+    ),
     "stable top-k on tensor-parallel ranks": (
         4,
         {

@@ -80,6 +80,11 @@ class GradientSync:
         """Whether a compressor asks for the optimizer's update of this step; the same on all replicas."""
         return any(reducer.wants_update for reducer in self.reducers)
 
+    @property
+    def freezes_variance(self) -> bool:
+        """Whether this step's gradients must leave the optimizer's second moments as they are."""
+        return self.group.size > 1 and self.reduce and any(reducer.freezes_variance for reducer in self.reducers)
+
     def observe_update(self) -> None:
         """Shows compressors the update that the optimizer left in the buckets (in own shares, when sharded)."""
         if self.sharded:

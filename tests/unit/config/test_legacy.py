@@ -75,6 +75,9 @@ CASES: dict[str, list[str]] = {
     "--backward-compress-method fixpoint --backward-bits 6 --backward-scale-method max --backward-scale-dims (0,1) "
     "--warmup-epochs 0": ["pp-backward=fixpoint,bits=6,scale=channel,grid=asymmetric"],
     "--forward-compress-method none --backward-compress-method none": [],
+    "--dp-mode sharded_ps_compressed": ["dp-grad=quantized-adam,bits=8,warmup=1epochs"],
+    "--dp-mode sharded_ps_compressed --dp-bits 4 --warmup-epochs 2": ["dp-grad=quantized-adam,bits=4,warmup=2epochs"],
+    "--dp-mode central_ps": [],
     "--experiment_name mine": [],
     "--save_json_log --save_json_path logs": [],
 }
@@ -103,6 +106,11 @@ def test_every_old_flag_is_tested() -> None:
         ("--grad_comp --grad_comp_type RandomizedSVD", ["--grad-comp-type RandomizedSVD", "use PowerSGD"]),
         ("--forward-compress-method fixpoint --forward-scale-dims (2,)", ["--forward-scale-dims", "(0,1)"]),
         ("--forward-compress-method delta", ["--sample-order lazy no sample comes twice", "--sample-order fixed"]),
+        ("--dp-mode sharded_ps_compressed --adam-beta1 0.95", ["beta=0.9", "write beta=0.95"]),
+        ("--dp-mode sharded_ps_compressed --optimizer sgd", ["variant of Adam", "dp-grad=fixpoint"]),
+        ("--compress dp-grad=quantized-adam", ["add warmup=N"]),
+        ("--compress dp-grad=quantized-adam,warmup=9,stages=first:1", ["all stages must share"]),
+        ("--compress dp-grad=quantized-adam,warmup=9,error-feedback=on", ["a residual of its own"]),
         ("--inter_grad_comp_rank 0", ["--inter-grad-comp-rank"]),
     ],
 )

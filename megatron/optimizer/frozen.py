@@ -1,0 +1,60 @@
+"""Adam whose second moments no longer change: the update of 1-bit Adam after its warm-up (Tang et al. 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron.optimizer.pieces import Piece
+
+
+def steps_taken(inner: torch.optim.Optimizer, pieces: Sequence[Piece]) -> int:
+    """Updates so far, which bias corrections depend on."""
+    for piece in pieces:
+        step = inner.state[piece.main].get("step")
+        if step is not None:
+            return int(step)
+    return int(inner.param_groups[0].get("step", 0))
+
+
+def set_steps_taken(inner: torch.optim.Optimizer, pieces: Sequence[Piece], count: int) -> None:
+    """Restores the number of updates."""
+    for group in inner.param_groups:
+        if "step" in group:  # apex keeps it with the group
+            group["step"] = count
+    for piece in pieces:
+        state = inner.state[piece.main]
+        if "step" in state:
+            state["step"] = torch.full_like(state["step"], float(count))
+
+
+def freeze(inner: torch.optim.Optimizer, pieces: Sequence[Piece]) -> None:
+    """Makes the second moments fit to divide by for ever.
+
+    Elements that had no gradient yet have a second moment of 0, and their first momentum would be divided by epsilon:
+    they take the mean of their tensor.
+    """
+    for piece in pieces:
+        moments = inner.state[piece.main]["exp_avg_sq"]
+        moments[moments == 0] = moments.mean()
+
+
+def step_frozen(inner: torch.optim.Optimizer, pieces: Sequence[Piece], divisor: float, frozen_at: int) -> None:
+    """One update by gradients divided by ``divisor``; the second moments are those after ``frozen_at`` updates."""
+    count = steps_taken(inner, pieces) + 1
+    by_main = {id(piece.main): piece for piece in pieces}
+    for group in inner.param_groups:
+        values: dict[str, Any] = group
+        beta1, beta2 = values["betas"]
+        mains = [p for p in values["params"] if id(p) in by_main]
+        states = [inner.state[p] for p in mains]
+        moments = [state["exp_avg"] for state in states]
+        grads = [by_main[id(p)].grad.to(p.dtype) / divisor for p in mains]
+        torch._foreach_lerp_(moments, grads, 1.0 - beta1)
+        roots = torch._foreach_sqrt(torch._foreach_div([s["exp_avg_sq"] for s in states], 1.0 - beta2**frozen_at))
+        torch._foreach_add_(roots, values["eps"])
+        torch._foreach_mul_(mains, 1.0 - values["lr"] * values["weight_decay"])
+        torch._foreach_addcdiv_(mains, moments, roots, -values["lr"] / (1.0 - beta1**count))
+    set_steps_taken(inner, pieces, count)
