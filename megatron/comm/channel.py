@@ -28,13 +28,12 @@ _IDENTITY = IdentityCodec()
 
 @dataclass
 class Direction:
-    """One way along the pipeline: who is sent to, who is received from, and what encodes the messages."""
+    """One way along the pipeline: who is sent to and who is received from, and the ends of its boundaries."""
 
     point: Point
     group: Group
     send_to: int
     recv_from: int
-    codec: Codec
     posted: dict[tuple[int, int], tuple[Payload, Pending]] = field(default_factory=dict)
     sending: deque[tuple[Payload, Pending]] = field(default_factory=deque)
     sent: dict[int, CompressorState] = field(default_factory=dict)
@@ -73,7 +72,7 @@ class PipelineChannel:
         following, previous = (rank + 1) % size, (rank - 1) % size
 
         def direction(point: Point, group: Group, send_to: int, recv_from: int) -> Direction:
-            return Direction(point, group, send_to, recv_from, plan.codec(point))
+            return Direction(point, group, send_to, recv_from)
 
         self.forward = direction(Point.PP_FWD, forward_link, following, previous)
         self.backward = direction(Point.PP_BWD, backward_link, previous, following)
@@ -98,7 +97,7 @@ class PipelineChannel:
         sender = position.boundary + (way.point is Point.PP_BWD)
         covered = self.plan.covers(way.point, sender % self.plan.stages)
         on = covered and self.plan.activation(way.point).on(position.iteration, position.epilogue)
-        return way.codec if on else _IDENTITY
+        return self.plan.codec(way.point) if on else _IDENTITY
 
     def _unscaled(self, way: Direction, codec: Codec) -> tuple[torch.dtype, float]:
         """What a codec is given: fp32 (or fp64) numbers, and gradients without the loss scale."""

@@ -30,7 +30,6 @@ class EmbeddingSync:
         self.group = group
         self.plan = plan
         self.ledger = ledger
-        self.compressor = plan.rounds(Point.EMBED_GRAD)
         self.state = CompressorState()
 
     def all_reduce(self, grad: Tensor, shape: tuple[int, ...], iteration: int, scale: float) -> None:
@@ -42,12 +41,13 @@ class EmbeddingSync:
         for size in shape:
             count *= size
         whole = count <= grad.numel()
+        compressor = self.plan.rounds(Point.EMBED_GRAD)
         on = self.plan.compressed(Point.EMBED_GRAD) and self.plan.activation(Point.EMBED_GRAD).on(iteration)
-        if not on or not whole or not self.compressor.pays(shape):
+        if not on or not whole or not compressor.pays(shape):
             self._sum(Job(IdentityRounds(), grad, CompressorState()), grad)
             return
         x = grad[:count].clone().div_(scale).view(1, *shape)
-        self._sum(Job(self.compressor, x, self.state), grad[:count])
+        self._sum(Job(compressor, x, self.state), grad[:count])
         grad[:count].mul_(scale)
 
     def _sum(self, job: Job, out: Tensor) -> None:

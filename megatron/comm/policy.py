@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.compression.api import Codec, RoundCompressor
 from megatron.compression.identity import IdentityCodec, IdentityRounds
 from megatron.compression.points import Point
 from megatron.compression.schedule import Activation
 from megatron.compression.spec import Spec
+
+_EXACT_ROUNDS = IdentityRounds()
+_EXACT_CODEC = IdentityCodec()
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,10 @@ class CompressionPlan:
         self.specs = dict(specs)
         self.stage = stage
         self.stages = stages
+        self._iteration = 0
+        self._tuned: dict[Point, dict[str, float]] = {}
+        self._rounds: dict[tuple[Point, Any], RoundCompressor] = {}
+        self._codecs: dict[tuple[Point, Any], Codec] = {}
 
     def activation(self, point: Point) -> Activation:
         """When the point's traffic is compressed."""
@@ -63,10 +71,37 @@ class CompressionPlan:
         spec = self.specs.get(Point.EMBED_GRAD)
         return spec is not None and spec.fused
 
+    def begin(self, iteration: int) -> None:
+        """A step begins, whose iteration decides about options that change over the run; evaluations (-1) do not."""
+        if iteration >= 0:
+            self._iteration = iteration
+
+    def tune(self, point: Point, values: Mapping[str, float]) -> None:
+        """Options of a point that were found while the run went on; all ranks that take part call this alike."""
+        self._tuned[point] = dict(values)
+
+    def _options(self, point: Point) -> Any:
+        return self.specs[point].options_at(self._iteration, self._tuned.get(point))
+
+    def ever_pays(self, point: Point, shape: tuple[int, ...]) -> bool:
+        """Whether parameters of this shape are worth compressing with any options that the point's may become."""
+        spec = self.specs.get(point)
+        return spec is not None and any(spec.rounds(options).pays(shape) for options in spec.variants())
+
     def rounds(self, point: Point) -> RoundCompressor:
-        """A new compressor for sums at a point."""
-        return self.specs[point].rounds() if point in self.specs else IdentityRounds()
+        """The compressor of sums at a point, with the options of this iteration; without state."""
+        if point not in self.specs:
+            return _EXACT_ROUNDS
+        options = self._options(point)
+        if (point, options) not in self._rounds:
+            self._rounds[point, options] = self.specs[point].rounds(options)
+        return self._rounds[point, options]
 
     def codec(self, point: Point) -> Codec:
-        """A new codec for messages at a point."""
-        return self.specs[point].codec() if point in self.specs else IdentityCodec()
+        """The codec of messages at a point, with the options of this iteration; without state."""
+        if point not in self.specs:
+            return _EXACT_CODEC
+        options = self._options(point)
+        if (point, options) not in self._codecs:
+            self._codecs[point, options] = self.specs[point].codec(options)
+        return self._codecs[point, options]

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.rounds import Job, RoundsInFlight
+from megatron.compression.api import RoundCompressor
 from megatron.compression.identity import IdentityRounds
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
@@ -112,12 +113,16 @@ class GradReducer:
         self.plan = plan
         self.ledger = ledger
         self.sharded = sharded
-        self.compressor = plan.rounds(Point.DP_GRAD)
         self.units = [self._units(bucket) for bucket in buckets]
         self._on = False
         self._scale = 1.0
         self._ready = [False] * len(buckets)
         self._in_flight: list[tuple[RoundsInFlight | None, list[Unit], Tensor | None]] = []
+
+    @property
+    def compressor(self) -> RoundCompressor:
+        """The algorithm, with this iteration's options."""
+        return self.plan.rounds(Point.DP_GRAD)
 
     def _units(self, bucket: GradBucket) -> list[Unit]:
         """What the compressor is given of a bucket; parameters in no unit are summed exactly."""
@@ -127,7 +132,7 @@ class GradReducer:
             return [Unit()]
         shapes: dict[tuple[int, ...], list[Place]] = {}
         for place in bucket.places:
-            if self.compressor.pays(place.shape):
+            if self.plan.ever_pays(Point.DP_GRAD, place.shape):
                 shapes.setdefault(place.shape, []).append(place)
         return [Unit(tuple(places)) for places in shapes.values()]
 
@@ -174,7 +179,8 @@ class GradReducer:
 
     def _launch(self, index: int) -> tuple[RoundsInFlight | None, list[Unit], Tensor | None]:
         bucket = self.buckets[index]
-        units = self.units[index] if self._on else []
+        compressor = self.compressor
+        units = [u for u in self.units[index] if not u.places or compressor.pays(u.places[0].shape)] if self._on else []
         exact = None
         if bucket.skipped:
             return None, [], None
@@ -182,7 +188,7 @@ class GradReducer:
             jobs = [Job(IdentityRounds(), bucket.flat, CompressorState())]
         else:
             with self.ledger.encoding(Point.DP_GRAD):
-                jobs = [Job(self.compressor, unit.collect(bucket.flat, self._scale), unit.state) for unit in units]
+                jobs = [Job(compressor, unit.collect(bucket.flat, self._scale), unit.state) for unit in units]
                 rest = self._rest(bucket, units)
                 if rest:
                     exact = torch.cat([place.view(bucket.flat).reshape(-1) for place in rest])

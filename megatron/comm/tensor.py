@@ -69,8 +69,6 @@ class TensorComm:
         self.sequence_parallel = sequence_parallel and group.size > 1
         self.asynchronous = asynchronous
         points = (Point.TP_FWD, Point.TP_BWD)
-        self._rounds = {point: plan.rounds(point) for point in points}
-        self._codecs = {point: plan.codec(point) for point in points if self.sequence_parallel}
         self._on = dict.fromkeys(points, False)
         self._iteration = 0
 
@@ -108,7 +106,7 @@ class TensorComm:
 
     def _job(self, x: Tensor, point: Point) -> Job:
         """One sum. Its state lasts for it alone, but for the iteration, so that each draws other random numbers."""
-        compressor = self._rounds[point]
+        compressor = self.plan.rounds(point)
         if not self._on[point] or (compressor.stacks and not compressor.pays(tuple(x.shape))):
             return Job(_EXACT_ROUNDS, x, CompressorState())
         state = CompressorState(counters=dict.fromkeys(("draws", "messages"), self._iteration))
@@ -117,7 +115,7 @@ class TensorComm:
 
     def start_gather(self, x: Tensor, point: Point) -> GatherInFlight:
         """Starts concatenating the ranks' ``x`` along dimension 0."""
-        codec = self._codecs[point] if self._on[point] else _EXACT_CODEC
+        codec = self.plan.codec(point) if self._on[point] else _EXACT_CODEC
         return GatherInFlight(codec, x, CompressorState(), None, self.group, self.ledger, point)
 
     def gather(self, x: Tensor, point: Point) -> Tensor:

@@ -29,7 +29,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class DeltaConfig(FixpointConfig):
     """Changes of a sample's activations since its last visit; for runs of several epochs."""
 
-    bits: int = opt(4, "of each number of a difference", minimum=1, maximum=8)
+    bits: int = opt(4, "of each number of a difference", minimum=1, maximum=8, scheduled=True)
     first_bits: int = opt(16, "of each number at a first visit: 32, 16 (bf16), or 1 to 8", minimum=1, maximum=32)
     cache: int = opt(20000, "samples that each end of a boundary remembers", minimum=1)
     cache_dtype: Literal["bf16", "fp16", "fp32"] = opt("bf16", "of what is remembered")

@@ -24,7 +24,7 @@ from megatron.kernels import reference
 class FixpointConfig:
     """1 to 8 bits a number, with a scale for each group, channel or tensor."""
 
-    bits: int = opt(8, "of each number", minimum=1, maximum=8)
+    bits: int = opt(8, "of each number", minimum=1, maximum=8, scheduled=True)
     scale: Literal["group", "channel", "tensor"] = opt("group", "what shares a scale")
     group: int = opt(64, "numbers in a group, along the last dimension", minimum=8)
     scale_method: Literal["max", "l2"] = opt("max", "largest magnitude, or twice the root mean square")

@@ -18,7 +18,7 @@ from megatron.compression.state import CompressorState
 class LowRankConfig:
     """Two thin factors of one power iteration."""
 
-    rank: int = opt(16, "columns of the factors", minimum=1)
+    rank: int = opt(16, "columns of the factors", minimum=1, scheduled=True)
     warm_start: bool = opt(True, "begin each message at the last one's factor")
     seed: int = opt(714, "of the first factor")
 
@@ -51,7 +51,9 @@ class LowRankCodec(Codec):
             return Payload(x.contiguous())
         matrix_1nm = x.reshape(1, n, m).to(_wide(x.dtype))
         q_1mr = state.get("q") if self.config.warm_start else None
-        if q_1mr is None or q_1mr.shape != (1, m, rank):
+        if q_1mr is not None and q_1mr.shape[1] == m and q_1mr.shape[2] > rank:
+            q_1mr = q_1mr[:, :, :rank]
+        elif q_1mr is None or q_1mr.shape != (1, m, rank):
             q_1mr = random_bases(1, m, rank, self.config.seed, f"{n}x{m}", matrix_1nm)
         p_1nr = orthonormalise(matrix_1nm @ orthonormalise(q_1mr))
         q_1mr = matrix_1nm.transpose(1, 2) @ p_1nr

@@ -15,15 +15,19 @@ class SpecError(ValueError):
     """A compressor was asked for what cannot be; one line that says what, why, and what works."""
 
 
-def opt(default: Any, help: str, minimum: float | None = None, maximum: float | None = None) -> Any:
+def opt(
+    default: Any, help: str, minimum: float | None = None, maximum: float | None = None, scheduled: bool = False
+) -> Any:
     """A field of an options dataclass.
 
     Args:
         default: the value when it is not given; its annotation (int, float, bool, str or a Literal) is its type.
         help: what it does, in a few words.
         minimum, maximum: inclusive bounds of a number.
+        scheduled: the number may change over the run (``megatron.compression.schedule.Schedule``).
     """
-    return dataclasses.field(default=default, metadata={"help": help, "minimum": minimum, "maximum": maximum})
+    metadata = {"help": help, "minimum": minimum, "maximum": maximum, "scheduled": scheduled}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +38,7 @@ class OptionInfo:
     kind: str
     default: Any
     help: str
+    scheduled: bool = False
 
 
 def spelled(name: str) -> str:
@@ -45,7 +50,13 @@ def option_infos(cls: type[Any]) -> list[OptionInfo]:
     """The options of a class, in order."""
     hints = typing.get_type_hints(cls)
     return [
-        OptionInfo(spelled(field.name), _kind(hints[field.name]), field.default, field.metadata.get("help", ""))
+        OptionInfo(
+            spelled(field.name),
+            _kind(hints[field.name]),
+            field.default,
+            field.metadata.get("help", ""),
+            field.metadata.get("scheduled", False),
+        )
         for field in dataclasses.fields(cls)
     ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megatron.compression.api import Aggregate, Peers, Request, RoundCompressor
@@ -17,7 +18,7 @@ from megatron.compression.state import CompressorState
 class PowerSGDConfig:
     """Low-rank sums of gradients."""
 
-    rank: int = opt(4, "columns of the factors", minimum=1)
+    rank: int = opt(4, "columns of the factors", minimum=1, scheduled=True)
     warm_start: bool = opt(True, "begin each step at the last step's factor")
     min_ratio: float = opt(
         1.0, "shapes whose factors are not smaller than the matrix by more than this are sent as they are", minimum=0
@@ -44,12 +45,7 @@ class PowerSGD(RoundCompressor):
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
         n, m = matrix_shape(x.shape[1:])
         matrices_knm = x.view(x.shape[0], n, m)
-        q_kmr = state.get("q") if self.config.warm_start else None
-        if q_kmr is None:
-            rank = min(n, m, self.config.rank)
-            name = f"{n}x{m}/{state.count('draws')}"
-            q_kmr = random_bases(x.shape[0], m, rank, self.config.seed, name, x)
-            state.stage("draws", state.count("draws") + 1)
+        q_kmr = self._start(x, min(n, m, self.config.rank), state)
         p_knr = yield Request(matrices_knm @ orthonormalise(q_kmr))
         p_knr = orthonormalise(p_knr)
         own_kmr = matrices_knm.transpose(1, 2) @ p_knr
@@ -58,3 +54,13 @@ class PowerSGD(RoundCompressor):
             state.stage("q", q_kmr)
         total = (p_knr @ q_kmr.transpose(1, 2)).view(x.shape)
         return Aggregate(total=total, local=(p_knr @ own_kmr.transpose(1, 2)).view(x.shape))
+
+    def _start(self, x: Tensor, rank: int, state: CompressorState) -> Tensor:
+        """Q (k x m x rank) to begin with: the last step's, cut or filled up where the rank has changed."""
+        n, m = matrix_shape(x.shape[1:])
+        q_kmr = state.get("q") if self.config.warm_start else None
+        if q_kmr is not None and q_kmr.shape[2] >= rank:
+            return q_kmr[:, :, :rank]
+        drawn_kmr = random_bases(x.shape[0], m, rank, self.config.seed, f"{n}x{m}/{state.count('draws')}", x)
+        state.stage("draws", state.count("draws") + 1)
+        return drawn_kmr if q_kmr is None else torch.cat([q_kmr, drawn_kmr[:, :, q_kmr.shape[2] :]], dim=2)

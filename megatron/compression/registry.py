@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from megatron.compression.api import Codec, RoundCompressor
 from megatron.compression.delta import DeltaCodec, DeltaConfig, DeltaLowBitsConfig
+from megatron.compression.edgc import EDGCConfig
 from megatron.compression.fixpoint import FixpointCodec, FixpointConfig, FixpointRounds
 from megatron.compression.identity import IdentityCodec, IdentityConfig, IdentityRounds
 from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
@@ -32,6 +33,7 @@ class Entry:
         remembers_samples: it gains from samples that come again, and from those alone: not in evaluation.
         needs_warmup: it changes how the whole model is trained, after a warm-up: at all stages, with a residual of its
             own.
+        tuned_limits: least and greatest value of each option that is found while the run goes on.
         advice: what to use instead at the other points.
     """
 
@@ -42,6 +44,7 @@ class Entry:
     points: frozenset[Point] | None = None
     remembers_samples: bool = False
     needs_warmup: bool = False
+    tuned_limits: Callable[[Any], dict[str, tuple[float, float]]] | None = None
     advice: str = ""
 
     def check(self, point: Point, name: str) -> None:
@@ -83,6 +86,10 @@ class Registry:
         return self._entries[name]
 
 
+def _edgc_limits(options: EDGCConfig) -> dict[str, tuple[float, float]]:
+    return {"rank": options.limits}
+
+
 _NONE = Entry(IdentityConfig, codec=IdentityCodec, rounds=IdentityRounds)
 
 BUILTIN: Mapping[str, Entry] = MappingProxyType(
@@ -115,6 +122,14 @@ BUILTIN: Mapping[str, Entry] = MappingProxyType(
             points=frozenset({Point.PP_FWD}),
             advice="samples are met again in activations only; use fixpoint",
             remembers_samples=True,
+        ),
+        "edgc": Entry(
+            EDGCConfig,
+            rounds=PowerSGD,
+            feedback={Point.DP_GRAD: "local"},
+            points=frozenset({Point.DP_GRAD}),
+            tuned_limits=_edgc_limits,
+            advice="elsewhere use powersgd with rank=64@0/32@1000",
         ),
         "quantized-adam": Entry(
             QuantizedAdamConfig,

@@ -99,3 +99,61 @@ def read_warmup(text: str, length: RunLength) -> int:
             return 0
         raise SpecError(f"warmup={text}: a fraction needs --train-iters; write a number of iterations instead")
     return int(fraction * length.train_iters)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A number that changes over the run, by steps or along one ramp.
+
+    Args:
+        steps: (first iteration, value) in order, the first from iteration 0.
+        ramp: (from, to, n): geometrically within the n iterations after the compressor's warm-up; its k-th value is
+            from (to / from) ^ ((k + 1) / (n + 1)), as Lin et al. 2018 (section 3.4) let a density fall.
+    """
+
+    steps: tuple[tuple[int, float], ...] = ()
+    ramp: tuple[float, float, int] | None = None
+
+    def at(self, iteration: int, warmup: int = 0) -> float:
+        """The value of an iteration (0-based) of a compressor that comes on at iteration ``warmup``."""
+        if self.ramp is not None:
+            start, end, length = self.ramp
+            done = min(max(iteration - warmup, 0) + 1, length + 1) / (length + 1)
+            return end if done == 1.0 else start * (end / start) ** done
+        return [value for first, value in self.steps if first <= iteration][-1]
+
+    @property
+    def extremes(self) -> tuple[float, float]:
+        """The least and the greatest value."""
+        values = self.ramp[:2] if self.ramp is not None else tuple(value for _, value in self.steps)
+        return min(values), max(values)
+
+
+def read_schedule(text: str, length: RunLength) -> Schedule:
+    """A schedule of steps (``64@0/32@1000/8@0.5``: value@iteration, fraction of the run, or epochs) or a ramp
+    (``1~0.01@2000``: over so many iterations after the warm-up).
+
+    Raises:
+        SpecError: for anything else.
+    """
+    how = f"{text}: write steps such as 64@0/32@1000/8@0.5, or a ramp such as 1~0.01@2000"
+    try:
+        if "~" in text:
+            values, _, over = text.partition("@")
+            start, end = (float(part) for part in values.split("~"))
+            if start <= 0 or end <= 0:
+                raise SpecError(f"{text}: a ramp goes from one positive number to another")
+            return Schedule(ramp=(start, end, read_warmup(over, length)))
+        steps = []
+        for word in text.split("/"):
+            value, _, first = word.partition("@")
+            steps.append((read_warmup(first, length), float(value)))
+    except SpecError as error:
+        raise SpecError(f"{how} ({error})") from None
+    except ValueError:
+        raise SpecError(how) from None
+    if steps[0][0] != 0:
+        raise SpecError(f"{text}: the first step must begin at iteration 0")
+    if length.iterations_of is not None and [first for first, _ in steps] != sorted({first for first, _ in steps}):
+        raise SpecError(f"{text}: the steps must begin one after the other")
+    return Schedule(steps=tuple(steps))

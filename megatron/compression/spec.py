@@ -12,7 +12,7 @@ from megatron.compression.error_feedback import ErrorFeedback, ErrorFeedbackCode
 from megatron.compression.options import SpecError, option_infos, read_options, spelled
 from megatron.compression.points import Point
 from megatron.compression.registry import Entry, Registry
-from megatron.compression.schedule import Activation, RunLength, read_stages, read_warmup
+from megatron.compression.schedule import Activation, RunLength, Schedule, read_schedule, read_stages, read_warmup
 
 FUSED = "fused"
 """The embedding's one collective over the replicas of both its stages, in place of two."""
@@ -49,6 +49,7 @@ class Spec:
         activation: where and when it is on.
         feedback: "off", "local", "aggregate" or "lazy".
         fused: one embedding collective over the replicas of both stages (``embedding`` only).
+        schedules: options that change over the run, by field; ``options`` holds their first values.
     """
 
     point: Point
@@ -58,6 +59,23 @@ class Spec:
     activation: Activation = field(default_factory=Activation)
     feedback: str = "off"
     fused: bool = False
+    schedules: Mapping[str, Schedule] = field(default_factory=dict)
+
+    def options_at(self, iteration: int, tuned: Mapping[str, float] | None = None) -> Any:
+        """The options of an iteration; ``tuned`` are values that were found while the run went on."""
+        warmup = self.activation.warmup_iters
+        values = {name: schedule.at(iteration, warmup) for name, schedule in self.schedules.items()}
+        values |= tuned or {}
+        if not values:
+            return self.options
+        kinds = {name: type(getattr(self.options, name)) for name in values}
+        return replace(self.options, **{n: kinds[n](round(v) if kinds[n] is int else v) for n, v in values.items()})
+
+    def variants(self) -> list[Any]:
+        """The options that a run may have, at their extremes."""
+        limits = {name: schedule.extremes for name, schedule in self.schedules.items()}
+        limits |= self.entry.tuned_limits(self.options) if self.entry.tuned_limits is not None else {}
+        return [self.options_at(0, {name: pair[end] for name, pair in limits.items()}) for end in (0, 1)]
 
     def in_evaluation(self) -> Spec:
         """The same, on in evaluation too where that makes sense."""
@@ -65,18 +83,18 @@ class Spec:
             return self
         return replace(self, activation=replace(self.activation, evaluation=True))
 
-    def rounds(self) -> RoundCompressor:
-        """A new compressor of sums."""
+    def rounds(self, options: Any = None) -> RoundCompressor:
+        """A new compressor of sums, of these options (default: the first ones)."""
         assert self.entry.rounds is not None
-        inner = self.entry.rounds(self.options)
+        inner = self.entry.rounds(self.options if options is None else options)
         if self.feedback == "off":
             return inner
         return ErrorFeedback(inner, "aggregate" if self.feedback == "aggregate" else "local")
 
-    def codec(self) -> Codec:
-        """A new codec of messages."""
+    def codec(self, options: Any = None) -> Codec:
+        """A new codec of messages, of these options (default: the first ones)."""
         assert self.entry.codec is not None
-        inner = self.entry.codec(self.options)
+        inner = self.entry.codec(self.options if options is None else options)
         return inner if self.feedback == "off" else ErrorFeedbackCodec(inner)
 
 
@@ -125,12 +143,17 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
         entry = registry["none" if alias else name]
     except KeyError as error:
         raise SpecError(f"{text}: {error.args[0]}{_nearest(name, registry.names)}") from None
-    entry.check(point, name)
+    try:
+        entry.check(point, name)
+    except SpecError as error:
+        fitting = [other for other in registry.names if _serves(registry[other], point, other)]
+        raise SpecError(f"{error}; {point.value} takes {', '.join(fitting)}") from None
     common = {key: given.pop(key) for key in COMMON if key in given}
     own = [info.name for info in option_infos(entry.config)] + list(COMMON)
     for key in given:
         if key not in own:
             raise SpecError(f"{name} has no option {key!r}{_nearest(key, own)}; its options are: {', '.join(own)}")
+    schedules = _schedules(entry, name, given, length)
     options = read_options(entry.config, given, name)
     return Spec(
         point,
@@ -140,7 +163,27 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
         _activation(point, entry, name, common, length),
         _feedback(point, entry, name, common.get("error-feedback")),
         alias or _fused(point, common.get("fused", "off")),
+        schedules,
     )
+
+
+def _schedules(entry: Entry, name: str, given: dict[str, str], length: RunLength) -> dict[str, Schedule]:
+    """Takes the options that change over the run out of ``given``, and leaves their first values there."""
+    found = {}
+    infos = {info.name: info for info in option_infos(entry.config)}
+    for key, text in given.items():
+        if "@" not in text and "~" not in text:
+            continue
+        if not infos[key].scheduled:
+            able = ", ".join(info.name for info in infos.values() if info.scheduled) or "none"
+            raise SpecError(f"{key}={text}: {key} cannot change over the run; of {name}'s options can: {able}")
+        schedule = read_schedule(text, length)
+        for value in schedule.extremes:
+            read_options(entry.config, {key: f"{value:g}"}, name)
+        found[key.replace("-", "_")] = schedule
+        first = schedule.at(0)
+        given[key] = str(round(first)) if infos[key].kind == "int" else repr(first)
+    return found
 
 
 def _point(place: str) -> Point:
@@ -223,7 +266,8 @@ def describe(registry: Registry) -> str:
         lines += ["", f"{name}: {summary}"]
         for info in option_infos(entry.config):
             default = ("on" if info.default else "off") if isinstance(info.default, bool) else info.default
-            lines.append(f"  {info.name:<16} {info.kind}, default {default}: {info.help}")
+            over = " (may change: 64@0/32@1000 or 64~8@1000)" if info.scheduled else ""
+            lines.append(f"  {info.name:<16} {info.kind}, default {default}: {info.help}{over}")
         usual = [f"{kind} at {point.value}" for point, kind in entry.feedback.items() if kind != "off"]
         if usual:
             lines.append(f"  {'error-feedback':<16} default {', '.join(usual)}")

@@ -30,8 +30,7 @@ class DisagreementError(RuntimeError):
 class TopKConfig:
     """Each rank's largest gradients, gathered with their indices."""
 
-    density: float = opt(0.01, "share of each parameter that is sent", minimum=0, maximum=1)
-    density_warmup: int = opt(0, "steps over which the density falls from nearly 1, exponentially", minimum=0)
+    density: float = opt(0.01, "share of each parameter that is sent", minimum=0, maximum=1, scheduled=True)
 
 
 class TopK(RoundCompressor):
@@ -44,10 +43,8 @@ class TopK(RoundCompressor):
         return len(shape) > 1
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
-        step = state.count("steps")
-        state.stage("steps", step + 1)
         flat_kn = x.view(x.shape[0], -1)
-        indices_kc = abs_topk(flat_kn, _count(self._density(step), flat_kn.shape[1]))
+        indices_kc = abs_topk(flat_kn, _count(self.config.density, flat_kn.shape[1]))
         values_kc = flat_kn.gather(1, indices_kc)
         all_values = yield Request(values_kc, Op.GATHER)
         all_indices = yield Request(indices_kc.to(torch.int32), Op.GATHER)
@@ -57,19 +54,12 @@ class TopK(RoundCompressor):
         local = torch.zeros_like(flat_kn).scatter_(1, indices_kc, values_kc)
         return Aggregate(total.view(x.shape), local.view(x.shape))
 
-    def _density(self, step: int) -> float:
-        """Lin et al. 2018, section 3.4: from nearly 1 to the wanted one."""
-        density, warmup = self.config.density, self.config.density_warmup
-        if step >= warmup or density <= 0.0:
-            return density
-        return max(density, density ** ((step + 1) / (warmup + 1)))
-
 
 @dataclass(frozen=True)
 class StableTopKConfig:
     """The coordinates of the optimizer's largest updates, the same ones for many steps."""
 
-    density: float = opt(0.1, "share of each parameter that is sent", minimum=0, maximum=1)
+    density: float = opt(0.1, "share of each parameter that is sent", minimum=0, maximum=1, scheduled=True)
     interval: int = opt(100, "steps from one choice, made on a dense step, to the next", minimum=1)
     range: int = opt(0, "neighbours on either side of a chosen coordinate that are sent as well", minimum=0)
     flush: Literal["dump", "mean", "rotate"] = opt(

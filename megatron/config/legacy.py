@@ -191,8 +191,9 @@ def _radius(old: LegacyConfig) -> list[tuple[str, str]]:
     warmup = f",warmup={old.stable_topk_threshold}" if old.stable_topk_threshold else ""
     flags = f"--grad-comp --grad-comp-type {old.grad_comp_type}"
     if kind in _CLASSIC:
-        slow = f",density-warmup={old.stable_topk_density_warmup_steps}"
-        return [(flags, f"dp-grad=topk,density={old.density:g}{slow}{warmup}")]
+        slow = old.stable_topk_density_warmup_steps
+        density = f"1~{old.density:g}@{slow}" if slow and old.density else f"{old.density:g}"
+        return [(flags, f"dp-grad=topk,density={density}{warmup}")]
     reach = old.stable_topk_range if _STABLE[kind] else 0
     spec = f"dp-grad=stable-topk,density={old.density:g},interval={old.stable_topk_interval},range={reach}{warmup}"
     return [(flags, spec)]

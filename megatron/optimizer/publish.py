@@ -46,7 +46,6 @@ class ParamPublisher:
     ) -> None:
         self.group, self.ledger, self.sharded = group, ledger, sharded
         self.plan = plan
-        self.codec = plan.codec(Point.PARAM_GATHER)
         self.separate_main = any(piece.main.dtype != piece.model.dtype for piece in pieces) or compresses(plan, sharded)
         self._pieces = list(pieces)
         self._buckets = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
@@ -86,7 +85,7 @@ class ParamPublisher:
         for number, (buffer, bucket) in enumerate(self._buckets):
             own = self._difference(buffer, bucket)
             raw = own.numel() * buffer.params_flat.element_size()
-            gathers.append(self._start(self.codec, own, (iteration, number), None, raw))
+            gathers.append(self._start(self.plan.codec(Point.PARAM_GATHER), own, (iteration, number), None, raw))
         for gather, (buffer, bucket) in zip(gathers, self._buckets, strict=True):
             differences = gather.wait()
             with self.ledger.encoding(Point.PARAM_GATHER):

@@ -44,6 +44,7 @@ class Engines:
         optimizer: None when nothing is trained.
         channel: messages to the neighbouring stages; None with a single stage.
         comm: the tensor-parallel points.
+        plan: the compressors of all points.
         replicas: torch's DistributedDataParallel around the chunk, with ``--DDP-impl torch``.
     """
 
@@ -60,10 +61,12 @@ class Engines:
     replicas: TorchReplicas | None
     channel: PipelineChannel | None
     comm: TensorComm
+    plan: CompressionPlan
 
     def begin_step(self, iteration: int) -> None:
         """Tells the communication points which step begins (-1: an evaluation), and its gradients' loss scale."""
         scale = self.optimizer.loss_scale.scale
+        self.plan.begin(iteration)
         self.comm.begin(iteration)
         self.sync.begin(iteration, scale)
         if self.channel is not None:
@@ -180,6 +183,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         replicas=replicas,
         channel=channel,
         comm=comm,
+        plan=plan,
     )
 
 

@@ -167,6 +167,8 @@ class RunCheckpoints:
             self.compressors.load(root, iteration, self.group, self.log)
             optimizer.steps = int(common["optimizer_steps"])
             optimizer.frozen_at = int(common.get("variance_frozen_at", 0))
+            if self.engines.sync.controller is not None and "rank_controller" in common:
+                self.engines.sync.controller.load_state_dict(common["rank_controller"])
             optimizer.loss_scale.load_state_dict(common["loss_scale"])
         if not self.config.finetune:
             self.schedule.load_state_dict(common["schedule"])

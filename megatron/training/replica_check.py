@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -59,17 +59,19 @@ def _digests(engines: Engines) -> Iterator[tuple[str, str]]:
             logical, spec = specs[local]
             yield f"{logical} from {list(spec.offsets())}@{local}", _digest(param)
     channel, at = engines.channel, engines.topology.coordinates
-    for way in (channel.forward, channel.backward) if channel is not None else ():
-        for boundary, end, name, tensor in _memories(way):
+    if channel is None:
+        return
+    for way in (channel.forward, channel.backward):
+        for boundary, end, name, tensor in _memories(way, channel.plan.codec(way.point).shared):
             place = f"{way.point.value} boundary {boundary} of replica {at.dp}, tensor-parallel rank {at.tp}"
             yield f"{name} of {place}@{end}", _digest(tensor)
 
 
-def _memories(way: Direction) -> Iterator[tuple[int, str, str, Tensor]]:
+def _memories(way: Direction, shared: Sequence[str]) -> Iterator[tuple[int, str, str, Tensor]]:
     for end, states in (("sender", way.sent), ("receiver", way.received)):
         for boundary, state in states.items():
             tensors = state.portable()
-            for name in way.codec.shared:
+            for name in shared:
                 yield boundary, end, name, tensors.get(name, torch.empty(0))
 
 

@@ -90,7 +90,7 @@ LOSSY: dict[str, tuple[int, Changes]] = {
         4,
         _run("dp-grad=stable-topk,density=0.3,interval=4", precision="fp16", use_distributed_optimizer=True, tp=2),
     ),
-    "top-k": (2, _run("dp-grad=topk,density=0.2,density-warmup=5")),
+    "top-k": (2, _run("dp-grad=topk,density=1~0.2@5")),
     "fixpoint gradients": (4, _run("dp-grad=fixpoint,bits=4,error-feedback=on", pp=2, precision="bf16")),
     "stochastic gradients on tensor-parallel ranks": (4, _run("dp-grad=fixpoint,bits=4,rounding=stochastic", tp=2)),
     "stochastic gradients": (4, _run("dp-grad=fixpoint,bits=4,rounding=stochastic")),
@@ -138,6 +138,23 @@ LOSSY: dict[str, tuple[int, Changes]] = {
     "delta fp16 four stages gpipe": (
         4,
         _run("pp-forward=delta,bits=3", pp=4, precision="fp16", pipeline_schedule="gpipe", **FIXED),
+    ),
+    "schedules": (
+        4,
+        _run(
+            "dp-grad=powersgd,rank=24@0/2@5/3@9",
+            "pp-forward=fixpoint,bits=8@0/4@6",
+            "pp-backward=lowrank,rank=8~2@12,warmup=3",
+            pp=2,
+        ),
+    ),
+    "edgc": (
+        8,
+        _run("dp-grad=edgc,rank=8,min-rank=2,window=4,sample-every=2,stage-slack=0.5", pp=2, tp=2, precision="fp16"),
+    ),
+    "edgc by formula, sharded": (
+        2,
+        _run("dp-grad=edgc,rank=8,window=4,sample-every=1,rule=formula", use_distributed_optimizer=True, **OVERLAP),
     ),
     "lowrank": (2, _run("pp-backward=lowrank,rank=2", pp=2)),
     "lowrank gpipe": (2, _run("pp-backward=lowrank,rank=2,when=epilogue", pp=2, pipeline_schedule="gpipe")),
@@ -198,6 +215,32 @@ def test_gathered_differences_follow_the_optimizer(dense: Trace) -> None:
     assert ours.losses == pytest.approx(dense.losses, rel=2e-3)
     assert ours.losses != exact.losses
     assert ours.bytes_by_point["param-gather"] < 0.27 * exact.bytes_by_point["param-gather"]
+
+
+def _ranks_by_entropy(changes: Changes) -> tuple[list[int], list[float]]:
+    engines = tiny_engines(changes)
+    ranks: list[int] = []
+
+    def note(engines: Engines) -> None:
+        assert engines.sync.controller is not None
+        ranks.append(engines.sync.controller.rule.rank)
+
+    tiny_train(engines, 16, after_step=note)
+    assert engines.sync.controller is not None
+    return ranks, engines.sync.controller.rule.means
+
+
+def test_ranks_follow_the_entropy_alike_on_every_rank() -> None:
+    """Decided at the ends of windows alone, by numbers that all hold, and independent of the loss scale."""
+    spec = "dp-grad=edgc,rank=8,min-rank=2,window=4,sample-every=1,max-step=2"
+    results = run_ranks(4, _ranks_by_entropy, _run(spec, pp=2))
+    assert all(result == results[0] for result in results)
+    ranks, means = results[0]
+    assert ranks[:11] == [8] * 11
+    assert ranks[11:15] == [ranks[11]] * 4
+    assert ranks[15] < 8
+    scaled = run_ranks(4, _ranks_by_entropy, _run(spec, pp=2, precision="fp16"))[0]
+    assert scaled[1] == pytest.approx(means, abs=0.1)
 
 
 def _spoil(changes: Changes, where: str) -> list[str]:

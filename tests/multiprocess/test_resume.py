@@ -94,6 +94,13 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"tensor_model_parallel_size": 2, "compress": ["dp-grad=quantized-adam,bits=4,warmup=2,rounding=stochastic"]},
     ),
+    "ranks by entropy, stopped within a window": (
+        4,
+        {
+            "pipeline_model_parallel_size": 2,
+            "compress": ["dp-grad=edgc,rank=6,min-rank=2,window=3,sample-every=1,max-step=2"],
+        },
+    ),
     "stable top-k on tensor-parallel ranks": (
         4,
         {

@@ -9,7 +9,10 @@ import torch
 from megatron.comm.embedding import EmbeddingSync
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
+from megatron.comm.rank_controller import RankController
 from megatron.comm.reducer import GradBucket, GradReducer, Place
+from megatron.compression.edgc import EDGCConfig
+from megatron.compression.linalg import matrix_shape
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
 from megatron.parallel.data.buffer import Bucket, BucketKind, FlatBuffer, ParamSlot
@@ -58,8 +61,19 @@ class GradientSync:
             )
             for buffer in buffers
         ]
+        self.controller = self._rank_controller(plan, topology)
         self._iteration = 0
         self._scale = 1.0
+
+    def _rank_controller(self, plan: CompressionPlan, topology: Topology) -> RankController | None:
+        """What finds the rank while the run goes on, where the compressor asks for that."""
+        spec = plan.specs.get(Point.DP_GRAD)
+        if spec is None or not isinstance(spec.options, EDGCConfig) or self.group.size == 1 or not self.reduce:
+            return None
+        shapes = [slot.param.shape for buffer in self.buffers for bucket in buffer.buckets for slot in bucket.slots]
+        matrices = [matrix_shape(shape) for shape in shapes if len(shape) > 1]
+        largest = max(matrices, key=lambda shape: shape[0] * shape[1], default=(1, 1))
+        return RankController(spec.options, plan, topology, self.ledger, largest)
 
     def begin(self, iteration: int, scale: float) -> None:
         """A step begins, whose gradients carry the loss scale ``scale``."""
@@ -134,6 +148,14 @@ class GradientSync:
                         own = grads[own_share(bucket, self.group, self.sharded)]
                         shape = tuple(bucket.slots[0].param.shape)
                         self.embedding.all_reduce(own, shape, self._iteration, self._scale)
+
+        if self.controller is not None:
+            owned = [
+                buffer.grads_of(bucket)[own_share(bucket, self.group, self.sharded)]
+                for buffer in self.buffers
+                for bucket in buffer.buckets
+            ]
+            self.controller.after_reduction(self._iteration, owned, self._scale)
 
     def _sum_partial(self) -> None:
         """Sums the sequence parts' shares of replicated parameters' gradients over tensor-parallel ranks."""

@@ -99,14 +99,6 @@ def test_topk_against_a_plain_loop(density: float) -> None:
             state.commit()
 
 
-def test_density_falls_to_the_wanted_one() -> None:
-    compressor = TopK(TopKConfig(density=0.1, density_warmup=4))
-    densities = [compressor._density(step) for step in range(7)]
-    assert densities == sorted(densities, reverse=True)
-    assert densities[0] == pytest.approx(0.1 ** (1 / 5))
-    assert densities[4:] == [0.1] * 3
-
-
 def test_ties_go_to_the_lower_index_and_what_is_not_finite_first() -> None:
     x = torch.tensor([[1.0, -1.0, 0.0, 1.0, torch.nan, -torch.inf]])
     assert abs_topk(x, 3).tolist() == [[0, 4, 5]]

@@ -33,11 +33,9 @@ CASES: dict[str, list[str]] = {
         "dp-grad=stable-topk,density=0.9,interval=100,range=0,warmup=200"
     ],
     "--grad_comp --grad_comp_type TopKReducerEFCorrectionResIsGradWarmup --stable_topk_density_warmup_steps 1000": [
-        "dp-grad=topk,density=0.01,density-warmup=1000,warmup=200"
+        "dp-grad=topk,density=1~0.01@1000,warmup=200"
     ],
-    "--grad_comp --grad_comp_type topk --stable_topk_threshold 5": [
-        "dp-grad=topk,density=0.01,density-warmup=20000,warmup=5"
-    ],
+    "--grad_comp --grad_comp_type topk --stable_topk_threshold 5": ["dp-grad=topk,density=1~0.01@20000,warmup=5"],
     "--inter_grad_comp": ["pp-backward=lowrank,rank=12,seed=714,error-feedback=off"],
     "--inter_grad_comp --inter_grad_comp_type PowerSGD --inter_grad_comp_rank 16 --inter_grad_comp_epilogue_only "
     "--use_error_feedback": ["pp-backward=lowrank,rank=16,seed=714,error-feedback=lazy,when=epilogue"],

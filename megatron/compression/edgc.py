@@ -1,0 +1,147 @@
+"""Ranks that follow the entropy of the gradient (EDGC, arXiv 2511.10333).
+
+Gradients lose entropy as training goes on, and fewer columns carry the same share of them. The entropy is averaged over
+windows of iterations, and at each window's end a rule turns it into the rank of the next one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron.compression.options import opt
+from megatron.compression.powersgd import PowerSGDConfig
+
+_BINS = 1000
+_GRID = 4096
+
+
+@dataclass(frozen=True)
+class EDGCConfig(PowerSGDConfig):
+    """PowerSGD whose rank follows the entropy of the gradient."""
+
+    rank: int = opt(64, "the greatest rank, and the first", minimum=2)
+    min_rank: int = opt(0, "the least rank; 0 means a quarter of the greatest", minimum=0)
+    window: int = opt(1000, "iterations after which the rank is decided anew", minimum=2)
+    sample_every: int = opt(10, "iterations between measurements of the entropy", minimum=1)
+    sample_share: int = opt(4, "one of so many elements of the gradient is measured", minimum=1)
+    rule: Literal["linear", "formula"] = opt(
+        "linear", "by the entropy's change, as the published code; or by the error that the theory keeps constant"
+    )
+    max_step: int = opt(4, "the rank moves by no more than this at a time", minimum=1)
+    stage_slack: float = opt(
+        0.0,
+        "share by which the rank of each later pipeline stage, whose reduction begins earlier, is greater",
+        minimum=0,
+    )
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The least and the greatest rank."""
+        return min(self.min_rank or max(self.rank // 4, 1), self.rank), self.rank
+
+
+def differential_entropy(x: Tensor) -> float:
+    """Entropy in nats of the finite elements' density, from a histogram of 1000 bins over their range; NaN if none.
+
+    The logarithm of the bin's width is part of it: without it the figure would not depend on the gradient's size.
+    """
+    values = x[torch.isfinite(x)].float()
+    if not values.numel():
+        return math.nan
+    low, high = (float(v) for v in torch.aminmax(values))
+    if low == high:
+        return -math.inf
+    counts = torch.histc(values, _BINS, low, high).double()
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * shares.log()).sum()) + math.log((high - low) / _BINS)
+
+
+def residual_shares(n: int, m: int) -> Tensor:
+    """g(r) for r = 0..min(n, m): norm of what the best rank-r approximation of an n x m matrix of noise leaves.
+
+    Relative to the matrix's norm: g(r)^2 is the energy share of the eigenvalues beyond the r greatest, which the
+    Marchenko-Pastur law gives.
+    """
+    small, large = sorted((n, m))
+    aspect = small / large
+    low, high = (1 - math.sqrt(aspect)) ** 2, (1 + math.sqrt(aspect)) ** 2
+    edges = torch.linspace(low, high, _GRID + 1, dtype=torch.float64)
+    middle = (edges[1:] + edges[:-1]) / 2
+    density = ((high - middle) * (middle - low)).clamp_min(0).sqrt() / middle
+    count, energy = density.cumsum(0), (density * middle).cumsum(0)
+    count, energy = count / count[-1], energy / energy[-1]
+    wanted = 1.0 - torch.arange(small + 1, dtype=torch.float64) / small
+    places = torch.searchsorted(count, wanted.clamp(max=1.0)).clamp(max=_GRID - 1)
+    shares = energy[places].clone()
+    shares[0], shares[-1] = 1.0, 0.0
+    return shares.sqrt()
+
+
+class RankByEntropy:
+    """The windows and the rule; pure numbers, equal on all ranks that are given equal entropies.
+
+    Args:
+        config: of the compressor.
+        shape: (n, m) of the matrices that the formula is about.
+    """
+
+    def __init__(self, config: EDGCConfig, shape: tuple[int, int]) -> None:
+        self.config = config
+        self.shape = shape
+        self.rank = config.rank
+        self.means: list[float] = []
+        self.sum = 0.0
+        self.count = 0
+
+    def add(self, entropy: float) -> None:
+        """A measurement; one that is not finite does not count."""
+        if math.isfinite(entropy):
+            self.sum += entropy
+            self.count += 1
+
+    def close_window(self) -> int:
+        """The rank of the next window. The first two windows only set the reference."""
+        if self.count:
+            self.means = [*self.means[:2], *self.means[2:][-1:], self.sum / self.count]
+        self.sum, self.count = 0.0, 0
+        if len(self.means) >= 3:
+            wanted = self._linear() if self.config.rule == "linear" else self._formula()
+            low, high = self.config.limits
+            step = min(max(wanted - self.rank, -self.config.max_step), self.config.max_step)
+            self.rank = int(min(max(_even(self.rank + step), low), high))
+        return self.rank
+
+    def _linear(self) -> float:
+        """min + (max - min) x change of this window / change of the first two."""
+        low, high = self.config.limits
+        first = abs(self.means[1] - self.means[0])
+        change = abs(self.means[-1] - self.means[-2])
+        return low + (high - low) * min(change / first, 1.0) if first else float(high)
+
+    def _formula(self) -> float:
+        """The rank whose error is what the greatest rank left in the first window: g(r) e^H = g(r0) e^H0."""
+        shares = residual_shares(*self.shape)
+        start = shares[min(self.config.rank, len(shares) - 1)]
+        allowed = float(start) * math.exp(self.means[0] - self.means[-1])
+        fitting = (shares <= allowed).nonzero()
+        return float(fitting[0]) if len(fitting) else float(self.config.rank)
+
+    def state_dict(self) -> dict[str, float | list[float]]:
+        """Plain numbers."""
+        return {"rank": float(self.rank), "means": list(self.means), "sum": self.sum, "count": float(self.count)}
+
+    def load_state_dict(self, state: dict[str, float | list[float]]) -> None:
+        """The inverse; a rank beyond this run's limits is brought within."""
+        means, low, high = state["means"], *self.config.limits
+        assert isinstance(means, list)
+        self.rank = min(max(int(state["rank"]), low), high)  # type: ignore[arg-type]
+        self.means, self.sum, self.count = list(means), float(state["sum"]), int(state["count"])  # type: ignore[arg-type]
+
+
+def _even(rank: float) -> int:
+    return 2 * round(rank / 2)

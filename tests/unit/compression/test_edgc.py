@@ -1,0 +1,81 @@
+"""EDGC's entropy, its two rules and its windows."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from megatron.compression.edgc import EDGCConfig, RankByEntropy, differential_entropy, residual_shares
+
+
+def test_the_entropy_of_a_gaussian_follows_its_size() -> None:
+    """H = ln(2 pi e sigma^2) / 2; the published histogram gives the same figure for every sigma."""
+    for sigma in (1e-4, 1.0, 30.0):
+        x = sigma * torch.randn(400_000, generator=torch.Generator().manual_seed(0))
+        assert differential_entropy(x) == pytest.approx(0.5 * math.log(2 * math.pi * math.e * sigma**2), abs=0.01)
+
+
+def test_what_is_not_finite_is_left_out() -> None:
+    x = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    spoiled = torch.cat([x, torch.tensor([torch.inf, -torch.inf, torch.nan])])
+    assert differential_entropy(spoiled) == differential_entropy(x)
+    assert math.isnan(differential_entropy(torch.full((3,), torch.nan)))
+    assert differential_entropy(torch.zeros(5)) == -math.inf
+
+
+@pytest.mark.parametrize("shape", [(200, 200), (100, 400), (300, 60)])
+def test_the_residual_of_noise_is_that_of_its_singular_values(shape: tuple[int, int]) -> None:
+    values = torch.linalg.svdvals(torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+    shares = residual_shares(*shape)
+    assert len(shares) == min(shape) + 1
+    for rank in range(0, min(shape), 13):
+        measured = float(values[rank:].square().sum().sqrt() / values.norm())
+        assert float(shares[rank]) == pytest.approx(measured, abs=0.03)
+
+
+def _windows(rule: RankByEntropy, entropies: list[float]) -> list[int]:
+    ranks = []
+    for entropy in entropies:
+        for _ in range(3):
+            rule.add(entropy)
+        rule.add(math.nan)
+        ranks.append(rule.close_window())
+    return ranks
+
+
+def test_the_linear_rule() -> None:
+    """min + (max - min) change / first change, even, at most 4 at a time, from the third window on."""
+    rule = RankByEntropy(EDGCConfig(rank=64, min_rank=16), (512, 512))
+    assert _windows(rule, [5.0, 4.0, 3.5, 3.5, 3.5, 3.5]) == [64, 64, 60, 56, 52, 48]
+    quick = RankByEntropy(EDGCConfig(rank=64, min_rank=16, max_step=100), (512, 512))
+    assert _windows(quick, [5.0, 4.0, 3.5, 3.25, 3.25, 9.0]) == [64, 64, 40, 28, 16, 64]
+
+
+def test_a_standstill_at_the_start_keeps_the_greatest_rank() -> None:
+    """The published code divides by the first change, which it makes zero."""
+    rule = RankByEntropy(EDGCConfig(rank=32), (512, 512))
+    assert _windows(rule, [2.0, 2.0, 2.0, 1.0]) == [32, 32, 32, 32]
+
+
+def test_the_formula_keeps_the_error() -> None:
+    shape = (256, 512)
+    rule = RankByEntropy(EDGCConfig(rank=64, min_rank=2, rule="formula", max_step=100), shape)
+    shares = residual_shares(*shape)
+    fall = 0.15
+    rank = _windows(rule, [3.0, 3.0, 3.0 - fall])[-1]
+    assert 2 < rank < 64
+    assert float(shares[rank]) * math.exp(-fall) == pytest.approx(float(shares[64]), rel=0.03)
+    assert _windows(rule, [3.5])[-1] == 64
+
+
+def test_state_goes_through_json() -> None:
+    config = EDGCConfig(rank=64, max_step=100)
+    one, other = RankByEntropy(config, (64, 64)), RankByEntropy(config, (64, 64))
+    _windows(one, [5.0, 4.0, 3.6])
+    one.add(3.3)
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert one.close_window() == other.close_window()
+    assert one.state_dict() == other.state_dict()

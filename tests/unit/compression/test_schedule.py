@@ -1,0 +1,91 @@
+"""Options that change over the run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.comm.policy import CompressionPlan
+from megatron.compression.options import SpecError
+from megatron.compression.points import Point
+from megatron.compression.powersgd import PowerSGD, PowerSGDConfig
+from megatron.compression.registry import BUILTIN, Registry
+from megatron.compression.schedule import RunLength, read_schedule
+from megatron.compression.spec import Spec, read_spec
+from megatron.compression.state import CompressorState
+from tests.support.lockstep import run_lockstep
+
+LENGTH = RunLength(1000, lambda epochs: round(100 * epochs))
+
+
+def _spec(text: str) -> Spec:
+    return read_spec(text, Registry(BUILTIN), LENGTH)
+
+
+def test_steps_begin_at_iterations_fractions_and_epochs() -> None:
+    schedule = read_schedule("64@0/32@10/16@2epochs/8@0.5", LENGTH)
+    assert [schedule.at(i) for i in (0, 9, 10, 199, 200, 499, 500, 10**6)] == [64, 64, 32, 32, 16, 16, 8, 8]
+
+
+def test_a_ramp_is_that_of_deep_gradient_compression() -> None:
+    """density ^ ((s + 1) / (W + 1)) until it is the density itself, from the end of the warm-up on."""
+    schedule = read_schedule("1~0.1@4", LENGTH)
+    values = [schedule.at(i, warmup=3) for i in range(12)]
+    assert values[3:8] == pytest.approx([0.1 ** ((s + 1) / 5) for s in range(5)])
+    assert values[7:] == [0.1] * 5
+
+
+def test_the_plan_follows() -> None:
+    plan = CompressionPlan({Point.PP_FWD: _spec("pp-forward=fixpoint,bits=8@0/4@7,warmup=2")})
+    seen = []
+    for iteration in (0, 6, 7, -1, 8):
+        plan.begin(iteration)
+        seen.append(plan.codec(Point.PP_FWD).config.bits)
+    assert seen == [8, 8, 4, 4, 4]
+    first = plan.codec(Point.PP_FWD)
+    plan.begin(9)
+    assert plan.codec(Point.PP_FWD) is first
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("dp-grad=powersgd,rank=8@5", ["begin at iteration 0"]),
+        ("dp-grad=powersgd,rank=8@0/4@300/2@100", ["one after the other"]),
+        ("dp-grad=powersgd,rank=8@0/0@10", ["rank=0", "at least 1"]),
+        ("dp-grad=powersgd,seed=8@0/9@10", ["seed cannot change", "rank"]),
+        ("dp-grad=topk,density=0~0.1@5", ["positive"]),
+        ("dp-grad=topk,density=1~0.1", ["1~0.01@2000"]),
+        ("dp-grad=topk,density=a@0", ["64@0/32@1000"]),
+        ("pp-forward=fixpoint,bits=9@0/4@10", ["bits=9", "from 1 to 8"]),
+        ("pp-forward=delta,cache=9@0/4@10", ["cache cannot change", "bits"]),
+    ],
+)
+def test_refusals(text: str, words: list[str]) -> None:
+    with pytest.raises(SpecError) as caught:
+        _spec(text)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_powersgd_keeps_its_factor_when_the_rank_changes() -> None:
+    """A falling rank cuts the warm start, a rising one fills it up; both stay a projection of the input."""
+    generator = torch.Generator().manual_seed(0)
+    low = torch.randn(1, 20, 6, generator=generator) @ torch.randn(1, 6, 12, generator=generator)
+    state = CompressorState()
+    errors = []
+    for rank in (4, 4, 4, 2, 6, 6):
+        total = run_lockstep(PowerSGD(PowerSGDConfig(rank=rank)), [low.clone()], [state])[0].total
+        state.commit()
+        q = state.get("q")
+        assert q is not None
+        assert q.shape == (1, 12, rank)
+        errors.append(float((total - low).norm() / low.norm()))
+    assert errors[3] > errors[2] > errors[4] > errors[5]
+    assert errors[5] < 1e-4
+
+
+def test_a_shape_that_pays_at_a_later_rank_is_compressed_then() -> None:
+    plan = CompressionPlan({Point.DP_GRAD: _spec("dp-grad=powersgd,rank=12@0/2@5")})
+    assert not plan.rounds(Point.DP_GRAD).pays((16, 16))
+    assert plan.ever_pays(Point.DP_GRAD, (16, 16))
+    assert not plan.ever_pays(Point.DP_GRAD, (4, 2))
