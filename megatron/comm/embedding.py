@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megatron.comm.ledger import Ledger
@@ -35,7 +36,7 @@ class EmbeddingSync:
     def all_reduce(self, grad: Tensor, shape: tuple[int, ...], iteration: int, scale: float) -> None:
         """Sums ``grad`` (flat, contiguous; a parameter of ``shape`` and padding) over the group, in place.
 
-        ``scale`` is the loss scale in the gradient, without which it is compressed.
+        ``scale`` is the loss scale in the gradient, without which it is compressed, in fp32 (or fp64).
         """
         count = 1
         for size in shape:
@@ -46,9 +47,16 @@ class EmbeddingSync:
         if not on or not whole or not compressor.pays(shape):
             self._sum(Job(IdentityRounds(), grad, CompressorState()), grad)
             return
-        x = grad[:count].clone().div_(scale).view(1, *shape)
-        self._sum(Job(compressor, x, self.state), grad[:count])
-        grad[:count].mul_(scale)
+        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        x = (grad[:count].to(wide) / scale).view(1, *shape)
+        (aggregate,) = RoundsInFlight(
+            [Job(compressor, x, self.state)],
+            self.group,
+            self.ledger,
+            Point.EMBED_GRAD,
+            raw_bytes=2 * (self.group.size - 1) * count * grad.element_size() // self.group.size,
+        ).wait()
+        grad[:count].copy_(aggregate.total.view(-1) * scale)
 
     def _sum(self, job: Job, out: Tensor) -> None:
         (aggregate,) = RoundsInFlight([job], self.group, self.ledger, Point.EMBED_GRAD).wait()

@@ -117,8 +117,8 @@ def test_double_precision_agrees_over_30_steps(world_size: int) -> None:
 def test_single_precision_agrees(world_size: int) -> None:
     reference = _reference(SINGLE, 30)
     for name, trace in _traces(world_size, SINGLE, 30).items():
-        first = Trace(trace.losses[:10], trace.grad_norms[:10], {})
-        _assert_close(first, Trace(reference.losses[:10], reference.grad_norms[:10], {}), 1e-5, name)
+        first = Trace(trace.losses[:10], trace.grad_norms[:10], {}, {})
+        _assert_close(first, Trace(reference.losses[:10], reference.grad_norms[:10], {}, {}), 1e-5, name)
         _assert_close(trace, reference, 1e-4, name)
 
 

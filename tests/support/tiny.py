@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron.config.run import RunConfig
 from megatron.data.batch import Batch
+from megatron.topology.layout import Layout
 from megatron.topology.topology import Topology, build_topology, single_process
 from megatron.training.assembly import Engines, build_engines, layout_of
 from megatron.training.step import take_batches, train_step
@@ -87,17 +88,21 @@ class Trace:
     losses: list[float]
     grad_norms: list[float]
     bytes_by_point: dict[str, float]
+    raw_by_point: dict[str, float]
 
 
-def tiny_engines(changes: Mapping[str, Mapping[str, Any]]) -> Engines:
-    """Engines of this rank; uses torch's process group when there is one."""
+def tiny_engines(changes: Mapping[str, Mapping[str, Any]], made: dict[Layout, Topology] | None = None) -> Engines:
+    """Engines of this rank; uses torch's process group when there is one.
+
+    ``made`` keeps the meshes for other runs of the same process: making one takes longer than some steps.
+    """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     config = tiny_config(changes, world_size)
-    if world_size == 1:
-        topology = single_process()
-    else:
-        topology = build_topology(layout_of(config, world_size), torch.device("cpu"))
-    return build_engines(config, topology, VOCAB)
+    layout, made = layout_of(config, world_size), {} if made is None else made
+    if layout not in made:
+        alone = world_size == 1
+        made[layout] = single_process() if alone else build_topology(layout, torch.device("cpu"))
+    return build_engines(config, made[layout], VOCAB)
 
 
 def tiny_run(changes: Mapping[str, Mapping[str, Any]], iterations: int, masked: bool = False) -> Trace:
@@ -125,5 +130,6 @@ def tiny_train(
         after_step(engines)
         losses.append(outcome.loss)
         norms.append(outcome.grad_norm if outcome.grad_norm is not None else float("nan"))
-    sent = {point: account["wire_bytes"] for point, account in engines.ledger.take().items()}
-    return Trace(losses, norms, sent)
+    accounts = engines.ledger.take()
+    sent, raw = ({p: account[kind] for p, account in accounts.items()} for kind in ("wire_bytes", "raw_bytes"))
+    return Trace(losses, norms, sent, raw)

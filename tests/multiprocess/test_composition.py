@@ -1,0 +1,190 @@
+"""Points x compressors x layouts x precisions: every pair of settings that can go together runs a few steps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+
+from megatron.config.errors import UserError
+from megatron.topology.layout import Layout
+from megatron.topology.topology import Topology
+from megatron.training.assembly import Engines
+from megatron.training.replica_check import disagreements
+from tests.support.spawn import run_ranks
+from tests.support.tiny import tiny_config, tiny_engines, tiny_train
+
+Case = dict[str, str]
+
+STEPS = 5
+
+FACTORS: dict[str, list[str]] = {
+    "layout": ["tp2 dp2", "pp2 dp2", "tp2 pp2", "dp4", "pp4", "pp2 dp2 virtual", "pp2 dp2 gpipe"],
+    "precision": ["fp32", "bf16", "fp16"],
+    "dp-grad": [
+        "none",
+        "powersgd,rank=2",
+        "powersgd,rank=2,error-feedback=aggregate,stages=first:1",
+        "edgc,rank=6,min-rank=2,window=2,sample-every=1",
+        "stable-topk,density=0.2,interval=3",
+        "stable-topk,density=0.1,interval=4,range=2,flush=rotate,warmup=1",
+        "topk,density=1~0.2@3",
+        "fixpoint,bits=8@0/3@3,error-feedback=on",
+        "quantized-adam,bits=8,warmup=2",
+    ],
+    "pp-forward": ["none", "fixpoint,bits=5", "delta,bits=3,cache=5", "delta-lowbits,first-bits=8", "lowrank,rank=12"],
+    "pp-backward": ["none", "lowrank,rank=3", "lowrank,rank=3,when=epilogue", "fixpoint,bits=6,rounding=stochastic"],
+    "embedding": ["none", "fused", "powersgd,rank=2", "powersgd,rank=2,fused=on", "fixpoint,bits=8,error-feedback=on"],
+    "tp": ["none", "fixpoint,bits=8", "powersgd,rank=14"],
+    "param-gather": ["none", "fixpoint,bits=6"],
+    "sharded": ["no", "yes"],
+    "overlap": ["no", "yes"],
+    "sequence": ["no", "yes"],
+    "recompute": ["no", "full"],
+}
+
+
+def changes_of(case: Case) -> dict[str, dict[str, Any]]:
+    """The run that a case describes."""
+    words = case["layout"].split()
+    sizes = {word[:2]: int(word[2:]) for word in words if word[2:].isdigit()}
+    parallel: dict[str, Any] = {
+        "tensor_model_parallel_size": sizes.get("tp", 1),
+        "pipeline_model_parallel_size": sizes.get("pp", 1),
+        "use_distributed_optimizer": case["sharded"] == "yes",
+        "overlap_grad_reduce": case["overlap"] == "yes",
+        "sequence_parallel": case["sequence"] == "yes",
+    }
+    if "virtual" in words:
+        parallel["num_layers_per_virtual_pipeline_stage"] = 1
+    if "gpipe" in words:
+        parallel["pipeline_schedule"] = "gpipe"
+    if case["overlap"] == "yes":
+        parallel["ddp_bucket_size"] = 3000
+    points = ["dp-grad", "pp-forward", "pp-backward", "embedding", "param-gather"]
+    specs = [f"{point}={case[point]}" for point in points if case[point] != "none"]
+    specs += [f"{point}={case['tp']}" for point in ("tp-forward", "tp-backward") if case["tp"] != "none"]
+    precision = {} if case["precision"] == "fp32" else {case["precision"]: True}
+    # The first steps of fp16 overflow and are skipped.
+    scale = {"initial_loss_scale": 2.0**22, "hysteresis": 1} if case["precision"] == "fp16" else {}
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform"} if case["recompute"] == "full" else {}
+    return {
+        "parallel": parallel,
+        "precision": {**precision, **scale},
+        "compression": {"compress": specs},
+        "recompute": recompute,
+        "data": {"sample_order": "fixed"},
+        "training": {"global_batch_size": 8},
+    }
+
+
+def works(case: Case) -> bool:
+    """Whether the settings may go together at all, and each says something."""
+    layout = case["layout"]
+    if "tp" not in layout and (case["tp"] != "none" or case["sequence"] == "yes"):
+        return False
+    if "pp" not in layout and any(case[p] != "none" for p in ("pp-forward", "pp-backward", "embedding")):
+        return False
+    if "dp" not in layout and any(case[p] != "none" for p in ("dp-grad", "param-gather")):
+        return False
+    if case["param-gather"] != "none" and case["sharded"] == "no":
+        return False
+    try:
+        tiny_config(changes_of(case), 4)
+    except UserError:
+        return False
+    return True
+
+
+def pairs(case: Mapping[str, str]) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
+    yield from itertools.combinations(sorted(case.items()), 2)
+
+
+def cover(seed: int = 0) -> tuple[list[Case], int]:
+    """Cases that hold every possible pair of settings, greedily, and the number of pairs."""
+    source = random.Random(seed)
+    missing = set()
+    for first, second in itertools.combinations(sorted(FACTORS), 2):
+        missing |= {((first, a), (second, b)) for a in FACTORS[first] for b in FACTORS[second]}
+    impossible, cases = set(), []
+    while missing:
+        wanted = min(missing)
+        found: list[Case] = []
+        for _ in range(60):
+            case = {name: source.choice(values) for name, values in FACTORS.items()} | dict(wanted)
+            if works(case):
+                found.append(case)
+        if not found:
+            impossible.add(wanted)
+            missing.discard(wanted)
+            continue
+        best = max(found, key=lambda case: len(missing.intersection(pairs(case))))
+        cases.append(best)
+        missing.difference_update(pairs(best))
+    return cases, len(impossible)
+
+
+def dense_of(case: Case) -> Case:
+    """The same run without compressors."""
+    quiet = dict.fromkeys(("dp-grad", "pp-forward", "pp-backward", "embedding", "tp", "param-gather"), "none")
+    return {**case, **quiet, "overlap": "no"}
+
+
+Account = dict[str, tuple[float, float]]
+
+
+def _note(found: list[str], engines: Engines) -> None:
+    found.extend(disagreements(engines))
+
+
+def _run_all(cases: list[tuple[Case, int]]) -> list[tuple[list[float], list[str], Account]]:
+    """Losses, disagreements, and (raw, sent) bytes by point of this rank, for each case in turn."""
+    results = []
+    made: dict[Layout, Topology] = {}
+    for case, steps in cases:
+        engines = tiny_engines(changes_of(case), made)
+        found: list[str] = []
+        trace = tiny_train(engines, steps, epoch=16, after_step=partial(_note, found))
+        taken = {p: (trace.raw_by_point[p], sent) for p, sent in trace.bytes_by_point.items()}
+        results.append((trace.losses, found, taken))
+    return results
+
+
+@pytest.fixture(scope="module")
+def all_cases() -> list[Case]:
+    return cover()[0]
+
+
+PARTS = 5
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_pair_of_settings_trains_agrees_and_counts(all_cases: list[Case], part: int) -> None:
+    cases = all_cases[part::PARTS]
+    dense: list[Case] = []
+    for case in cases:
+        if dense_of(case) not in dense:
+            dense.append(dense_of(case))
+    ranks = run_ranks(4, _run_all, [(case, 1) for case in dense] + [(case, STEPS) for case in cases], timeout=240)
+    exact = {tuple(sorted(case.items())): [rank[i][2] for rank in ranks] for i, case in enumerate(dense)}
+    for at, case in enumerate(cases, start=len(dense)):
+        label = str({name: value for name, value in case.items() if value not in ("none", "no")})
+        for number, rank in enumerate(ranks):
+            losses, found, account = rank[at]
+            assert found == [], f"{label}: {found}"
+            assert all(math.isfinite(loss) and 0 < loss < 7 for loss in losses), f"{label}: {losses}"
+            assert losses == ranks[0][at][0], label
+            before = exact[tuple(sorted(dense_of(case).items()))][number]
+            for point, (raw, sent) in account.items():
+                if point == "control" or ("fused" in case["embedding"] and point in ("embedding", "dp-grad")):
+                    continue
+                if point == "param-gather" and case["precision"] == "fp16":
+                    continue  # skipped steps gather nothing
+                assert raw == pytest.approx(STEPS * before[point][1], rel=1e-2), f"{label}: raw bytes of {point}"
+                plain = case["tp" if point.startswith("tp-") else point] == "none"
+                assert not plain or sent == raw, f"{label}: {point}"
