@@ -77,9 +77,25 @@ def _kill_until_done(prefix: Path, folder: Path, kills: int, seed: int, **change
     return done
 
 
-@pytest.mark.parametrize("async_save", [None, True])
-def test_runs_killed_at_random_moments_lose_nothing(prefix: Path, tmp_path: Path, async_save: bool | None) -> None:
-    assert _kill_until_done(prefix, tmp_path, 2, seed=5, async_save=async_save) == 2
+KILLED: dict[str, dict[str, object]] = {
+    "dense": {},
+    "asynchronous saves": {"async_save": True},
+    "delta and low-rank messages": {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 2,
+        "sample_order": "fixed",
+        "compress": ["pp-forward=delta-lowbits,bits=3,cache=30,rounding=stochastic", "pp-backward=lowrank,rank=2"],
+    },
+    "stable top-k": {
+        "tensor_model_parallel_size": 1,
+        "compress": ["dp-grad=stable-topk,density=0.2,interval=3,flush=rotate"],
+    },
+}
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_runs_killed_at_random_moments_lose_nothing(prefix: Path, tmp_path: Path, name: str) -> None:
+    assert _kill_until_done(prefix, tmp_path, 2, seed=5, **KILLED[name]) == 2
 
 
 @pytest.mark.faults

@@ -141,6 +141,27 @@ def test_resume_is_exact_at_the_same_layout(prefix: Path, tmp_path: Path, name: 
         assert any(norm is None for _, norm in whole.values()), "no step was skipped: the case tests nothing"
 
 
+def test_a_dense_run_goes_on_with_radius(prefix: Path, tmp_path: Path) -> None:
+    """Adam's moments come along; the first step is dense, so it equals the dense run's, and so does the one after
+    that at density 1."""
+    dense = tmp_path / "dense"
+    whole, radius, full = (tmp_path / f"{name}.jsonl" for name in ("whole", "radius", "full"))
+    _run(2, tiny_flags(prefix, train_iters=12, log_json_file=whole))
+    _run(2, tiny_flags(prefix, train_iters=12, exit_interval=4, save=dense))
+    for log, density in ((radius, 0.1), (full, 1)):
+        spec = f"dp-grad=stable-topk,density={density},interval=4"
+        flags = tiny_flags(prefix, train_iters=12, load=dense, save=tmp_path / log.stem, compress=[spec])
+        _run(2, [*flags, "--log-json-file", str(log)])
+    wanted = {iteration: values for iteration, values in _losses(whole).items() if iteration > 4}
+    assert _losses(full).keys() == _losses(radius).keys() == wanted.keys()
+    for iteration, (loss, norm) in _losses(full).items():
+        assert (loss, norm) == pytest.approx(wanted[iteration], rel=1e-5)
+    sparse = _losses(radius)
+    assert sparse[5] == pytest.approx(wanted[5], rel=1e-5)
+    assert sparse[12][0] != pytest.approx(wanted[12][0], rel=1e-6)
+    assert sparse[12][0] < wanted[5][0]
+
+
 SWIGLU = {"swiglu": True, "ffn_hidden_size": 32}
 
 LAYOUTS: dict[str, tuple[tuple[int, int], dict[str, Any], dict[str, Any]]] = {

@@ -22,6 +22,7 @@ WORLDS = {
     "pretrain_gpt_distributed.sh": 8,
     "pretrain_gpt_distributed_with_mp.sh": 8,
     "pretrain_gpt3_175B.sh": 1024,
+    "switch_to_radius.sh": 8,
 }
 
 
