@@ -170,7 +170,9 @@ class CompressorCheckpoint:
             group = embedding.group
             name = f"{Point.EMBED_GRAD.value}.{slot.logical_name}"
             at = (group.rank, tp[1])
-            yield _Place(name, embedding.state, (group.size, tp[0]), at, index=0, whole=1, slot=slot)
+            index_sets = embedding.plan.rounds(Point.EMBED_GRAD).index_sets
+            size = (group.size, tp[0])
+            yield _Place(name, embedding.state, size, at, index=0, whole=1, slot=slot, index_sets=index_sets)
         for way in (self.channel.forward, self.channel.backward) if self.channel is not None else ():
             if self.channel is not None and self.channel.plan.compressed(way.point):
                 for end, states, boundary in self._ends(way):

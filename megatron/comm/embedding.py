@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -32,23 +34,34 @@ class EmbeddingSync:
         self.plan = plan
         self.ledger = ledger
         self.state = CompressorState()
+        self._on = False
 
-    def all_reduce(self, grad: Tensor, shape: tuple[int, ...], iteration: int, scale: float) -> None:
+    def begin(self, iteration: int) -> None:
+        """A step begins (0-based)."""
+        self._on = self.plan.compressed(Point.EMBED_GRAD) and self.plan.activation(Point.EMBED_GRAD).on(iteration)
+
+    @property
+    def wants_update(self) -> bool:
+        """Whether the compressor asks for the optimizer's update of this step."""
+        return self._on and self.plan.rounds(Point.EMBED_GRAD).observes and bool(self.state.count("awaiting"))
+
+    def observe(self, update: Tensor, shape: tuple[int, ...]) -> None:
+        """Hands the compressor the optimizer's update of the embedding, flat and with padding."""
+        whole = update[: math.prod(shape)].view(1, *shape)
+        self.plan.rounds(Point.EMBED_GRAD).observe(whole.to(_wide(whole.dtype)), self.state)
+
+    def all_reduce(self, grad: Tensor, shape: tuple[int, ...], scale: float) -> None:
         """Sums ``grad`` (flat, contiguous; a parameter of ``shape`` and padding) over the group, in place.
 
         ``scale`` is the loss scale in the gradient, without which it is compressed, in fp32 (or fp64).
         """
-        count = 1
-        for size in shape:
-            count *= size
+        count = math.prod(shape)
         whole = count <= grad.numel()
         compressor = self.plan.rounds(Point.EMBED_GRAD)
-        on = self.plan.compressed(Point.EMBED_GRAD) and self.plan.activation(Point.EMBED_GRAD).on(iteration)
-        if not on or not whole or not compressor.pays(shape):
+        if not self._on or not whole or not compressor.pays(shape):
             self._sum(Job(IdentityRounds(), grad, CompressorState()), grad)
             return
-        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
-        x = (grad[:count].to(wide) / scale).view(1, *shape)
+        x = (grad[:count].to(_wide(grad.dtype)) / scale).view(1, *shape)
         (aggregate,) = RoundsInFlight(
             [Job(compressor, x, self.state)],
             self.group,
@@ -62,3 +75,7 @@ class EmbeddingSync:
         (aggregate,) = RoundsInFlight([job], self.group, self.ledger, Point.EMBED_GRAD).wait()
         if aggregate.total.data_ptr() != out.data_ptr():
             out.copy_(aggregate.total.view(-1))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -141,16 +141,16 @@ BUILTIN: Mapping[str, Entry] = MappingProxyType(
         "topk": Entry(
             TopKConfig,
             rounds=TopK,
-            feedback={Point.DP_GRAD: "local"},
-            points=frozenset({Point.DP_GRAD}),
+            feedback={Point.DP_GRAD: "local", Point.EMBED_GRAD: "local"},
+            points=frozenset({Point.DP_GRAD, Point.EMBED_GRAD}),
             advice="for messages use fixpoint or lowrank",
         ),
         "stable-topk": Entry(
             StableTopKConfig,
             rounds=StableTopK,
-            feedback={Point.DP_GRAD: "local"},
-            points=frozenset({Point.DP_GRAD}),
-            advice="only replicas share one choice of coordinates",
+            feedback={Point.DP_GRAD: "local", Point.EMBED_GRAD: "local"},
+            points=frozenset({Point.DP_GRAD, Point.EMBED_GRAD}),
+            advice="only sums of gradients share one choice of coordinates",
         ),
         "powersgd": Entry(
             PowerSGDConfig,

@@ -182,6 +182,9 @@ _STABLE = {
 }
 """Names of Radius, and whether they have a range."""
 
+_EMBEDDING_TOP_K = ("stable-topk", *(f"emb{name}" for name in _STABLE if name.startswith("stabletopk")))
+"""Its reducer of the tied embedding had no range."""
+
 _CLASSIC = ("topk", "topkreducerefcorrectionresisgradwarmup")
 
 
@@ -225,9 +228,14 @@ def _optimus_pipeline(old: LegacyConfig) -> list[tuple[str, str]]:
 
 def _optimus_embedding(old: LegacyConfig) -> list[tuple[str, str]]:
     if old.emb_grad_comp:
-        spec = _low_rank(old, "emb_grad_comp", "local" if old.emb_use_error_feedback else "off")
         fused = ",fused=on" if old.emb_comm_opt else ""
         flags = "--emb-comm-opt --emb-grad-comp" if old.emb_comm_opt else "--emb-grad-comp"
+        kind = old.emb_grad_comp_type.lower()
+        if kind in _EMBEDDING_TOP_K:
+            spec = f"stable-topk,density={old.density:g},interval={old.stable_topk_interval},range=0"
+            warmup = f",warmup={old.stable_topk_threshold}" if old.stable_topk_threshold else ""
+            return [(flags, f"embedding={spec}{warmup}{fused}")]
+        spec = _low_rank(old, "emb_grad_comp", "local" if old.emb_use_error_feedback else "off")
         return [(flags, f"embedding=powersgd,{spec}{fused}")]
     return [("--emb-comm-opt", "embedding=fused")] if old.emb_comm_opt else []
 

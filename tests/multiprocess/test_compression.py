@@ -59,6 +59,7 @@ LOSSLESS: dict[str, tuple[int, Changes]] = {
         2,
         _run(f"tp-forward=powersgd,{FULL_RANK}", f"tp-backward=powersgd,{FULL_RANK}", tp=2),
     ),
+    "embedding stable top-k, density 1": (8, _run("embedding=stable-topk,density=1,interval=3", pp=2, tp=2)),
     "embedding powersgd, full rank": (4, _run(f"embedding=powersgd,{FULL_RANK}", pp=2, tp=2)),
 }
 
@@ -90,6 +91,11 @@ LOSSY: dict[str, tuple[int, Changes]] = {
         4,
         _run("dp-grad=stable-topk,density=0.3,interval=4", precision="fp16", use_distributed_optimizer=True, tp=2),
     ),
+    "embedding stable top-k": (
+        4,
+        _run("embedding=stable-topk,density=0.2,interval=4", "dp-grad=stable-topk,density=0.3,interval=6", pp=2),
+    ),
+    "embedding top-k fused, fp16": (4, _run("embedding=topk,density=0.2,fused=on", pp=2, precision="fp16")),
     "top-k": (2, _run("dp-grad=topk,density=1~0.2@5")),
     "fixpoint gradients": (4, _run("dp-grad=fixpoint,bits=4,error-feedback=on", pp=2, precision="bf16")),
     "stochastic gradients on tensor-parallel ranks": (4, _run("dp-grad=fixpoint,bits=4,rounding=stochastic", tp=2)),

@@ -72,7 +72,7 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
                 "dp-grad=powersgd,rank=2",
                 "pp-backward=lowrank,rank=2,when=epilogue",
                 "pp-forward=fixpoint,bits=4,rounding=stochastic",
-                "embedding=powersgd,rank=2",
+                "embedding=stable-topk,density=0.2,interval=3",
             ],
         },
     ),

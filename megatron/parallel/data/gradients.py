@@ -80,6 +80,8 @@ class GradientSync:
         self._iteration, self._scale = iteration, scale
         for reducer in self.reducers:
             reducer.begin(iteration, scale)
+        if self.embedding is not None:
+            self.embedding.begin(iteration)
 
     def states(self) -> Iterator[CompressorState]:
         """What the compressors of gradients remember."""
@@ -92,7 +94,8 @@ class GradientSync:
     @property
     def wants_update(self) -> bool:
         """Whether a compressor asks for the optimizer's update of this step; the same on all replicas."""
-        return any(reducer.wants_update for reducer in self.reducers)
+        embedding = self.embedding is not None and self.embedding.wants_update
+        return embedding or any(reducer.wants_update for reducer in self.reducers)
 
     @property
     def freezes_variance(self) -> bool:
@@ -112,15 +115,21 @@ class GradientSync:
         for reducer in self.reducers:
             if reducer.wants_update:
                 reducer.observe()
+        if self.embedding is not None and self.embedding.wants_update:
+            for buffer, bucket in self._tied():
+                self.embedding.observe(buffer.grads_of(bucket), tuple(bucket.slots[0].param.shape))
+
+    def _tied(self) -> Iterator[tuple[FlatBuffer, Bucket]]:
+        """This rank's copies of the tied embedding."""
+        for buffer in self.buffers:
+            for bucket in buffer.buckets:
+                if bucket.kind is BucketKind.TIED:
+                    yield buffer, bucket
 
     @property
     def tied_slot(self) -> ParamSlot | None:
         """This rank's copy of the tied embedding; None where it has none."""
-        for buffer in self.buffers:
-            for bucket in buffer.buckets:
-                if bucket.kind is BucketKind.TIED:
-                    return bucket.slots[0]
-        return None
+        return next((bucket.slots[0] for _, bucket in self._tied()), None)
 
     def before_last_backward(self, chunk: int) -> None:
         """The coming backward completes the chunk's gradients."""
@@ -141,13 +150,9 @@ class GradientSync:
             for reducer in self.reducers:
                 reducer.finish()
         if self.embedding is not None:
-            for buffer in self.buffers:
-                for bucket in buffer.buckets:
-                    if bucket.kind is BucketKind.TIED:
-                        grads = buffer.grads_of(bucket)
-                        own = grads[own_share(bucket, self.group, self.sharded)]
-                        shape = tuple(bucket.slots[0].param.shape)
-                        self.embedding.all_reduce(own, shape, self._iteration, self._scale)
+            for buffer, bucket in self._tied():
+                own = buffer.grads_of(bucket)[own_share(bucket, self.group, self.sharded)]
+                self.embedding.all_reduce(own, tuple(bucket.slots[0].param.shape), self._scale)
 
         if self.controller is not None:
             owned = [

@@ -52,6 +52,9 @@ CASES: dict[str, list[str]] = {
     "--emb_grad_comp --emb_use_error_feedback --emb_comm_opt": [
         "embedding=powersgd,rank=4,seed=714,error-feedback=local,warmup=0.1,fused=on"
     ],
+    "--emb_grad_comp --emb_grad_comp_type EmbStableTopKReducerWithRangeBucketsEFCorrectionResIsGrad --density 0.2": [
+        "embedding=stable-topk,density=0.2,interval=100,range=0,warmup=200"
+    ],
     "--mp_grad_comp --mp_grad_comp_type PowerSGD --mp_grad_comp_rank 2 --mp_grad_comp_warm_up 0.3": [
         "tp-backward=powersgd,rank=2,seed=714,warmup=0.3"
     ],
