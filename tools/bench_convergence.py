@@ -22,9 +22,9 @@ from megatron.training.sinks import read_events
 
 REPO = Path(__file__).resolve().parents[1]
 
-CB = "pp-backward=lowrank,rank=2"
-RADIUS = "dp-grad=stable-topk,interval=50,warmup=40"
-SC = "dp-grad=powersgd,rank=4,stages=first:1,warmup=40"
+CB = "pp-backward=lowrank,rank=8"
+RADIUS = "dp-grad=stable-topk,interval=10,flush=rotate,warmup=200"
+SC = "dp-grad=powersgd,rank=8,stages=first:1,warmup=40"
 
 CASES: dict[str, list[str]] = {
     "dense": [],
@@ -68,7 +68,7 @@ MODEL: dict[str, Any] = {
     "lr-decay-style": "cosine",
     "lr-warmup-iters": 40,
     "weight-decay": 0.1,
-    "adam-beta2": 0.95,
+    "adam-beta2": 0.999,
     "num-workers": 0,
     "log-interval": 20,
     "eval-iters": 100,
@@ -214,7 +214,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench_out/convergence"), help="folder of data and logs")
     parser.add_argument("--cases", default=None, help=f"separated by semicolons, of: {'; '.join(CASES)}")
     parser.add_argument("--seeds", default="1,2,3", help="comma-separated")
-    parser.add_argument("--iterations", type=int, default=1200)
+    parser.add_argument("--iterations", type=int, default=1000)
     parser.add_argument("--train-bytes", type=int, default=1_200_000, help="text to train on; less means more epochs")
     parser.add_argument("--table", action="store_true", help="only print the table of what is finished")
     options = parser.parse_args()

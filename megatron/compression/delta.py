@@ -32,6 +32,8 @@ class DeltaConfig(FixpointConfig):
     bits: int = opt(4, "of each number of a difference", minimum=1, maximum=8, scheduled=True)
     first_bits: int = opt(16, "of each number at a first visit: 32, 16 (bf16), or 1 to 8", minimum=1, maximum=32)
     cache: int = opt(20000, "samples that each end of a boundary remembers", minimum=1)
+    memory: int = opt(0, "samples of these in memory, the others in a file; 0 for all", minimum=0)
+    folder: str = opt("", "of that file; the system's folder of temporary files unless given")
     cache_dtype: Literal["bf16", "fp16", "fp32"] = opt("bf16", "of what is remembered")
     cache_bits: int = opt(0, "of each number that is remembered; 0 keeps cache-dtype", minimum=0, maximum=8)
 
@@ -94,7 +96,7 @@ class DeltaCodec(Codec):
         return whole.view(shape).to(dtype)
 
     def _cache(self, state: CompressorState) -> SampleCache:
-        return state.cache(_CACHE, self.config.cache)
+        return state.cache(_CACHE, self.config.cache, self.config.memory or None, self.config.folder or None)
 
     def _visit(self, samples: list[int], state: CompressorState) -> list[bool]:
         cache = self._cache(state)

@@ -15,6 +15,10 @@ class SpecError(ValueError):
     """A compressor was asked for what cannot be; one line that says what, why, and what works."""
 
 
+class CompressorFault(RuntimeError):
+    """What a compressor relies on in a run does not hold; one line that says what, and what to do."""
+
+
 def opt(
     default: Any, help: str, minimum: float | None = None, maximum: float | None = None, scheduled: bool = False
 ) -> Any:

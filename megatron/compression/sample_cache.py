@@ -11,19 +11,24 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
+from megatron.compression.row_store import RowStore
+
 
 class SampleCache:
     """Rows by sample, least recently used first out; kept or undone with the optimizer's step.
 
     Args:
         capacity: samples.
+        memory: samples whose rows are in memory; those of the others are in a file. None for all.
+        folder: of that file; None for the system's folder of temporary files.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, memory: int | None = None, folder: str | None = None) -> None:
         self.capacity = capacity
         self._order: OrderedDict[int, None] = OrderedDict()
         self._order_before: OrderedDict[int, None] | None = None
-        self._rows: dict[int, Tensor] = {}
+        self._evicted: set[int] = set()
+        self._rows = RowStore(memory, folder)
         self._staged: dict[int, Tensor] = {}
 
     def visit(self, sample: int) -> bool:
@@ -34,13 +39,13 @@ class SampleCache:
         self._order[sample] = None
         self._order.move_to_end(sample)
         if len(self._order) > self.capacity:
-            self._order.popitem(last=False)
+            self._evicted.add(self._order.popitem(last=False)[0])
         return known
 
     def row(self, sample: int) -> Tensor:
         """What was stored last for a sample whose visit was answered by True."""
         staged = self._staged.get(sample)
-        return self._rows[sample] if staged is None else staged
+        return self._rows.get(sample) if staged is None else staged
 
     def store(self, sample: int, row: Tensor) -> None:
         """Remembers a row for the next visit."""
@@ -48,11 +53,14 @@ class SampleCache:
 
     def commit(self) -> None:
         """Keeps what this step stored. Rows of evicted samples are dropped now: a message may have needed them."""
-        self._rows.update(self._staged)
+        for sample, row in self._staged.items():
+            self._rows.put(sample, row)
         self._staged.clear()
         if self._order_before is not None:
-            for sample in [sample for sample in self._rows if sample not in self._order]:
-                del self._rows[sample]
+            for sample in self._evicted:
+                if sample not in self._order:
+                    self._rows.discard(sample)
+        self._evicted.clear()
         self._order_before = None
 
     def rollback(self) -> None:
@@ -60,6 +68,7 @@ class SampleCache:
         if self._order_before is not None:
             self._order = self._order_before
         self._order_before = None
+        self._evicted.clear()
         self._staged.clear()
 
     def exported(self) -> tuple[Tensor, Tensor] | None:
@@ -67,13 +76,16 @@ class SampleCache:
         if not self._order:
             return None
         samples = list(self._order)
-        return torch.tensor(samples, dtype=torch.int64), torch.stack([self._rows[sample] for sample in samples])
+        return torch.tensor(samples, dtype=torch.int64), torch.stack([self._rows.peek(sample) for sample in samples])
 
     def load(self, samples: Tensor, rows: Tensor) -> None:
         """Takes over what ``exported`` gave; the oldest are left out beyond the capacity."""
         pairs = list(zip(samples.tolist(), rows, strict=True))[-self.capacity :]
         self._order = OrderedDict((sample, None) for sample, _ in pairs)
-        self._rows = {sample: row.clone() for sample, row in pairs}
+        for sample in self._rows.names():
+            self._rows.discard(sample)
+        for sample, row in pairs:
+            self._rows.put(sample, row.clone())
 
     def __len__(self) -> int:
         return len(self._order)

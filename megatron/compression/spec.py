@@ -137,7 +137,7 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
         key = spelled(key.strip().lower())
         if key in given:
             raise SpecError(f"{text}: {key} is given twice; leave one out")
-        given[key] = value.strip().lower()
+        given[key] = value.strip()
     alias = point is Point.EMBED_GRAD and name == FUSED
     try:
         entry = registry["none" if alias else name]
@@ -148,7 +148,7 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
     except SpecError as error:
         fitting = [other for other in registry.names if _serves(registry[other], point, other)]
         raise SpecError(f"{error}; {point.value} takes {', '.join(fitting)}") from None
-    common = {key: given.pop(key) for key in COMMON if key in given}
+    common = {key: given.pop(key).lower() for key in COMMON if key in given}
     own = [info.name for info in option_infos(entry.config)] + list(COMMON)
     for key in given:
         if key not in own:

@@ -82,10 +82,10 @@ class CompressorState:
         self._staged_health = None
         self._queues.clear()
 
-    def cache(self, name: str, capacity: int) -> SampleCache:
+    def cache(self, name: str, capacity: int, memory: int | None = None, folder: str | None = None) -> SampleCache:
         """The memory of samples of a name; made at the first call, from ``tensors`` where they were loaded."""
         if name not in self._caches:
-            self._caches[name] = SampleCache(capacity)
+            self._caches[name] = SampleCache(capacity, memory, folder)
             samples, rows = self.tensors.pop(f"{name}.ids", None), self.tensors.pop(f"{name}.rows", None)
             if samples is not None and rows is not None:
                 self._caches[name].load(samples, rows)

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from megatron.compression.api import Aggregate, Op, Peers, Request, RoundCompressor
 from megatron.compression.error_feedback import RESIDUAL
-from megatron.compression.options import opt
+from megatron.compression.options import CompressorFault, opt
 from megatron.compression.state import CompressorState
 from megatron.kernels.reference import abs_topk, dilate
 
 
-class DisagreementError(RuntimeError):
+class DisagreementError(CompressorFault):
     """Ranks that must hold the same choice of coordinates do not."""
 
 
@@ -120,7 +120,8 @@ class StableTopK(RoundCompressor):
         everyones = yield Request(own, Op.GATHER)
         if not bool((everyones == own).all()):
             raise DisagreementError(
-                "stable-topk: the ranks of a data-parallel group chose different coordinates; their replicas differ"
+                "stable-topk: the ranks of a data-parallel group chose different coordinates, so their replicas differ; "
+                "go on from a checkpoint before, with --check-replicas"
             )
 
     def _with_slice(self, indices: Tensor, count: int, since: int) -> Tensor:

@@ -16,6 +16,7 @@ from megatron.checkpoint.agree import raise_together
 from megatron.checkpoint.files import checkpoint_folder
 from megatron.checkpoint.load import read_tracker
 from megatron.checkpoint.save import CONFIG
+from megatron.compression.options import CompressorFault
 from megatron.config.errors import UserError
 from megatron.config.flags import ParsedRun, parse_args
 from megatron.config.merge import merge_checkpoint_config
@@ -72,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         lost = watch.explain() if watch is not None else None
         why = f"{lost} ({error})" if lost else str(error)
         return _fail(env, watch, f"rank {env.rank}: {why}", EXIT_PEER_LOST)
+    except CompressorFault as error:
+        return _fail(env, watch, f"rank {env.rank}: {error}", EXIT_BUG)
     except KeyboardInterrupt:
         return _fail(env, watch, f"rank {env.rank}: interrupted", 130)
     except Exception as error:

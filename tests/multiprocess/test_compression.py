@@ -136,7 +136,7 @@ LOSSY: dict[str, tuple[int, Changes]] = {
         ),
     ),
     "delta": (2, _run("pp-forward=delta,bits=2", "pp-backward=fixpoint,bits=4", pp=2, **FIXED)),
-    "delta lowbits, evicting": (4, _run("pp-forward=delta-lowbits,bits=4,cache=5", pp=2, **FIXED)),
+    "delta lowbits, evicting": (4, _run("pp-forward=delta-lowbits,bits=4,cache=5,memory=2", pp=2, **FIXED)),
     "delta bf16 virtual stochastic": (
         2,
         _run("pp-forward=delta,bits=3,rounding=stochastic", pp=2, precision="bf16", **VIRTUAL, **FIXED),

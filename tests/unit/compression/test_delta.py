@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.compression.delta import DeltaCodec, DeltaConfig
 from megatron.compression.fixpoint import FixpointConfig, Quantiser
+from megatron.compression.row_store import DamagedRowError, RowStore
 from megatron.compression.sample_cache import SampleCache
 from megatron.compression.state import CompressorState
 
@@ -130,3 +134,63 @@ def test_the_oldest_sample_goes_first_and_a_visit_makes_it_young() -> None:
     other = SampleCache(1)
     other.load(*exported)
     assert [other.visit(sample) for sample in (1, 2)] == [True, False]
+
+
+def _visited(codec: DeltaCodec, steps: int) -> tuple[list[Tensor], tuple[CompressorState, CompressorState]]:
+    ends = CompressorState(), CompressorState()
+    got = []
+    for step in range(steps):
+        samples = (step % 7, (5 * step + 1) % 11)
+        x = _activation(samples, step)
+        payload = codec.encode(x, ends[0], samples)
+        codec.empty_payload(x.shape, x.dtype, x.device, ends[1], samples)
+        got.append(codec.decode(payload, x.shape, x.dtype, ends[1], samples))
+        for state in ends:
+            if step % 5 == 4:
+                state.rollback()
+            else:
+                state.commit()
+    return got, ends
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_bits": 4}, {"cache": 6}])
+def test_a_file_holds_what_does_not_fit_into_memory(options: dict[str, int], tmp_path: Path) -> None:
+    near, its_ends = _visited(DeltaCodec(DeltaConfig(bits=3, **options)), 60)  # type: ignore[arg-type]
+    config = DeltaConfig(bits=3, memory=2, folder=str(tmp_path / "new"), **options)  # type: ignore[arg-type]
+    far, ends = _visited(DeltaCodec(config), 60)
+    assert (tmp_path / "new").is_dir()
+    assert all(torch.equal(a, b) for a, b in zip(near, far, strict=True))
+    assert _same(ends[0], ends[1])
+    assert _same(ends[0], its_ends[0])
+
+
+def test_a_damaged_file_is_noticed(tmp_path: Path) -> None:
+    store = RowStore(memory=1, folder=str(tmp_path))
+    for name in range(4):
+        store.put(name, torch.full((3,), 1.0 + name))
+    assert [float(store.get(name)[0]) for name in (0, 3, 1, 2)] == [1.0, 4.0, 2.0, 3.0]
+    assert store._file is not None
+    store._file.seek(0)
+    store._file.write(bytes(store._slots * 12))
+    with pytest.raises(DamagedRowError, match=r"sample 0 on disk is damaged; go on from the last checkpoint"):
+        store.get(0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["put", "get", "discard"]), st.integers(0, 9)), max_size=60), st.integers(1, 4)
+)
+def test_a_store_is_a_dictionary(actions: list[tuple[str, int]], memory: int) -> None:
+    store, plain = RowStore(memory), dict[int, float]()
+    for number, (action, name) in enumerate(actions):
+        if action == "put":
+            store.put(name, torch.tensor([float(number)]))
+            plain[name] = float(number)
+        elif action == "discard":
+            store.discard(name)
+            plain.pop(name, None)
+        elif name in plain:
+            assert float(store.get(name)) == plain[name]
+        assert (name in store) == (name in plain)
+        assert sorted(store.names()) == sorted(plain)
+        assert {n: float(store.peek(n)) for n in store.names()} == plain
