@@ -250,6 +250,16 @@ def _nearest(word: str, choices: list[str]) -> str:
     return f" (did you mean {found[0]}?)" if found else ""
 
 
+_TOGETHER = (
+    "any compressors at different points, on any tensor-, pipeline- and data-parallel layout, with any precision",
+    "--use-distributed-optimizer: all but compressors at embedding; param-gather has traffic only with it",
+    "--sequence-parallel: its gathers at tp-forward and tp-backward take fixpoint, not powersgd",
+    "--DDP-impl torch: nothing at dp-grad, and no fused embedding",
+    "delta, delta-lowbits: only with --sample-order fixed, for several epochs",
+    "quantized-adam: only with --optimizer adam, beta equal to --adam-beta1, all stages, and a warm-up",
+)
+
+
 def describe(registry: Registry) -> str:
     """Points, compressors, options and defaults, for ``--list-compressors``."""
     lines = ["--compress POINT=NAME[,key=value...], once for each point", "", "points:"]
@@ -260,6 +270,7 @@ def describe(registry: Registry) -> str:
             lines.append(f"  {point.value:<14} {', '.join(extra + names)}")
     lines += ["", "options of every compressor:"]
     lines += [f"  {key:<16} {text}" for key, text in COMMON.items()]
+    lines += ["", "what goes together:", *(f"  {line}" for line in _TOGETHER)]
     for name in registry.names:
         entry = registry[name]
         summary = (entry.config.__doc__ or "").strip().splitlines()[0]

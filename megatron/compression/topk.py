@@ -120,7 +120,7 @@ class StableTopK(RoundCompressor):
         everyones = yield Request(own, Op.GATHER)
         if not bool((everyones == own).all()):
             raise DisagreementError(
-                "stable-topk: the ranks of a data-parallel group chose different coordinates, so their replicas differ; "
+                "stable-topk: the ranks of a data-parallel group chose different coordinates: their replicas differ; "
                 "go on from a checkpoint before, with --check-replicas"
             )
 

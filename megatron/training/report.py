@@ -182,7 +182,9 @@ class Reporter:
         topology = self.engines.topology
         summary = self.window.close()
         traffic, warnings = self.meter.collect(summary.iterations)
-        times = self.timers.collect(lambda values: gather_rows(topology.control, values), iterations=summary.iterations)
+        times = self.timers.collect(
+            lambda values: gather_rows(topology.control, self.engines.ledger, values), iterations=summary.iterations
+        )
         if not self._speaks:
             return
         seconds, world_size = summary.seconds_per_iteration, topology.layout.world_size

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.agree import gather_texts
+from megatron.comm.ledger import Ledger
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
 from megatron.topology.group import Group
@@ -50,11 +51,13 @@ class PointTraffic:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-def gather_rows(group: Group, values: list[float]) -> list[list[float]]:
+def gather_rows(group: Group, ledger: Ledger, values: list[float]) -> list[list[float]]:
     """Every rank's numbers, in rank order."""
     mine = torch.tensor([values], dtype=torch.float64)
     rows = torch.empty((group.size, len(values)), dtype=torch.float64)
-    group.all_gather(rows, mine).wait()
+    pending = group.all_gather(rows, mine)
+    ledger.sent(Point.CONTROL, pending.sent_bytes)
+    pending.wait()
     return [[float(x) for x in row] for row in rows.tolist()]
 
 
@@ -102,7 +105,7 @@ class TrafficMeter:
         sums, warnings = self._residuals()
         mine = [float(taken.get(p.value, {}).get(row, 0.0)) for row in _ROWS for p in Point]
         mine += [sums[p][row] for row in range(3) for p in Point]
-        columns = list(zip(*gather_rows(topology.control, mine), strict=True))
+        columns = list(zip(*gather_rows(topology.control, self.engines.ledger, mine), strict=True))
         count = len(Point)
         table = [columns[start : start + count] for start in range(0, len(columns), count)]
         found = {}
