@@ -8,11 +8,11 @@ PYTEST := -m pytest --durations=15
 ARGS ?=
 export PYTHON
 
-.PHONY: help quickstart test test-faults lint format bench-train clean clean-all
+.PHONY: help quickstart test test-faults lint format bench-train bench-memory bench-convergence clean clean-all
 .DEFAULT_GOAL := help
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 quickstart:  ## train a small GPT on four processes of this machine, end to end; again: resume
 	@$(RUN) -- -m tools.quickstart.run $(ARGS)
@@ -31,6 +31,12 @@ format:  ## rewrite the sources in the project's style
 
 bench-train:  ## measure training speed beside Hugging Face's GPT-2
 	@$(RUN) --extras test,lint -- tools/bench_train.py $(ARGS)
+
+bench-memory:  ## measure peak memory with and without compressors
+	@$(RUN) --extras test,lint -- tools/bench_memory.py $(ARGS)
+
+bench-convergence:  ## train a small GPT with and without compressors and compare losses and bytes (two hours)
+	@$(RUN) --extras test,lint -- -m tools.bench_convergence $(ARGS)
 
 clean:  ## remove caches, builds and the quickstart's output
 	rm -rf build dist *.egg-info quickstart_out bench_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
