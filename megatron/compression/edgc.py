@@ -42,7 +42,7 @@ class EDGCConfig(PowerSGDConfig):
     @property
     def limits(self) -> tuple[int, int]:
         """The least and the greatest rank."""
-        return min(self.min_rank or max(self.rank // 4, 1), self.rank), self.rank
+        return self.min_rank or max(self.rank // 4, 1), self.rank
 
 
 def differential_entropy(x: Tensor) -> float:

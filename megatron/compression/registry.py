@@ -33,6 +33,7 @@ class Entry:
         remembers_samples: it gains from samples that come again, and from those alone: not in evaluation.
         needs_warmup: it changes how the whole model is trained, after a warm-up: at all stages, with a residual of its
             own.
+        problem: why options that are right one by one cannot be right together; empty when they can.
         tuned_limits: least and greatest value of each option that is found while the run goes on.
         advice: what to use instead at the other points.
     """
@@ -44,6 +45,7 @@ class Entry:
     points: frozenset[Point] | None = None
     remembers_samples: bool = False
     needs_warmup: bool = False
+    problem: Callable[[Any], str] | None = None
     tuned_limits: Callable[[Any], dict[str, tuple[float, float]]] | None = None
     advice: str = ""
 
@@ -84,6 +86,12 @@ class Registry:
         if name not in self._entries:
             raise KeyError(f"no compressor is named {name!r}; the choices are: {', '.join(self.names)}")
         return self._entries[name]
+
+
+def _edgc_problem(options: EDGCConfig) -> str:
+    if options.min_rank > options.rank:
+        return f"min-rank={options.min_rank} is above rank={options.rank}, the greatest; lower it"
+    return ""
 
 
 def _edgc_limits(options: EDGCConfig) -> dict[str, tuple[float, float]]:
@@ -128,6 +136,7 @@ BUILTIN: Mapping[str, Entry] = MappingProxyType(
             rounds=PowerSGD,
             feedback={Point.DP_GRAD: "local"},
             points=frozenset({Point.DP_GRAD}),
+            problem=_edgc_problem,
             tuned_limits=_edgc_limits,
             advice="elsewhere use powersgd with rank=64@0/32@1000",
         ),

@@ -75,8 +75,13 @@ class RunLength:
 _EPOCHS = re.compile(r"(\d+(?:\.\d+)?)\s*epochs?")
 
 
-def read_warmup(text: str, length: RunLength) -> int:
-    """Iterations of a warm-up: ``500``, a fraction of the run (``0.1``), or epochs (``1epochs``).
+def read_iterations(text: str, length: RunLength, where: str) -> int:
+    """An iteration, or a number of them: ``500``, a fraction of the run (``0.1``), or epochs (``1epochs``).
+
+    Args:
+        text: what the user wrote.
+        length: of the run.
+        where: named in messages.
 
     Raises:
         SpecError: when it is none of these, or a fraction of a run whose length in iterations is not known.
@@ -92,12 +97,12 @@ def read_warmup(text: str, length: RunLength) -> int:
         fraction = -1.0
     if not 0.0 <= fraction <= 1.0:
         raise SpecError(
-            f"warmup={text}: write a number of iterations, a fraction of the run such as 0.1, or epochs such as 1epochs"
+            f"{where}: write a number of iterations, a fraction of the run such as 0.1, or epochs such as 1epochs"
         )
     if length.train_iters is None:
         if fraction == 0.0:
             return 0
-        raise SpecError(f"warmup={text}: a fraction needs --train-iters; write a number of iterations instead")
+        raise SpecError(f"{where}: a fraction needs --train-iters; write a number of iterations instead")
     return int(fraction * length.train_iters)
 
 
@@ -143,11 +148,11 @@ def read_schedule(text: str, length: RunLength) -> Schedule:
             start, end = (float(part) for part in values.split("~"))
             if start <= 0 or end <= 0:
                 raise SpecError(f"{text}: a ramp goes from one positive number to another")
-            return Schedule(ramp=(start, end, read_warmup(over, length)))
+            return Schedule(ramp=(start, end, read_iterations(over, length, f"@{over}")))
         steps = []
         for word in text.split("/"):
             value, _, first = word.partition("@")
-            steps.append((read_warmup(first, length), float(value)))
+            steps.append((read_iterations(first, length, f"@{first}"), float(value)))
     except SpecError as error:
         raise SpecError(f"{how} ({error})") from None
     except ValueError:

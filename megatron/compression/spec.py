@@ -12,7 +12,7 @@ from megatron.compression.error_feedback import ErrorFeedback, ErrorFeedbackCode
 from megatron.compression.options import SpecError, option_infos, read_options, spelled
 from megatron.compression.points import Point
 from megatron.compression.registry import Entry, Registry
-from megatron.compression.schedule import Activation, RunLength, Schedule, read_schedule, read_stages, read_warmup
+from megatron.compression.schedule import Activation, RunLength, Schedule, read_iterations, read_schedule, read_stages
 
 FUSED = "fused"
 """The embedding's one collective over the replicas of both its stages, in place of two."""
@@ -155,6 +155,9 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
             raise SpecError(f"{name} has no option {key!r}{_nearest(key, own)}; its options are: {', '.join(own)}")
     schedules = _schedules(entry, name, given, length)
     options = read_options(entry.config, given, name)
+    problem = entry.problem(options) if entry.problem is not None else ""
+    if problem:
+        raise SpecError(problem)
     return Spec(
         point,
         name,
@@ -213,9 +216,10 @@ def _activation(point: Point, entry: Entry, name: str, common: Mapping[str, str]
         raise SpecError("stages: the embedding is on the first and the last stage only; leave it out")
     if entry.needs_warmup and common.get("stages", "all") != "all":
         raise SpecError(f"stages: {name} changes the update rule, which all stages must share; leave it out")
-    if entry.needs_warmup and common.get("warmup", "0") in ("0", "0.0"):
+    text = common.get("warmup", "0")
+    if entry.needs_warmup and not any(digit in text for digit in "123456789"):
         raise SpecError(f"{name} divides by what a warm-up measures; add warmup=N iterations, some hundreds")
-    warmup = read_warmup(common.get("warmup", "0"), length)
+    warmup = read_iterations(text, length, f"warmup={text}")
     return Activation(warmup, first, last, when == "epilogue", evaluation == "on")
 
 

@@ -56,6 +56,8 @@ def _nothing_to_do(config: RunConfig, world_size: int, point: Point) -> str:
         return "there is one pipeline stage"
     if point in (Point.TP_FWD, Point.TP_BWD) and parallel.tensor_model_parallel_size == 1:
         return "there is one tensor-parallel rank"
+    if point is Point.DP_GRAD and parallel.no_allreduce:
+        return "--no-allreduce leaves the sums out"
     if point is Point.PARAM_GATHER and not parallel.use_distributed_optimizer:
         return "every replica updates all parameters without --use-distributed-optimizer"
     if point in (Point.DP_GRAD, Point.PARAM_GATHER) and config.data_parallel_size(world_size) == 1:

@@ -109,6 +109,8 @@ def test_every_old_flag_is_tested() -> None:
         ("--forward-compress-method delta", ["--sample-order lazy no sample comes twice", "--sample-order fixed"]),
         ("--dp-mode sharded_ps_compressed --adam-beta1 0.95", ["beta=0.9", "write beta=0.95"]),
         ("--dp-mode sharded_ps_compressed --optimizer sgd", ["variant of Adam", "dp-grad=fixpoint"]),
+        ("--dp-mode sharded_ps_compressed --warmup-epochs 0", ["add warmup=N"]),
+        ("--compress dp-grad=edgc,rank=8,min-rank=9", ["min-rank=9 is above rank=8"]),
         ("--compress dp-grad=quantized-adam", ["add warmup=N"]),
         ("--compress dp-grad=quantized-adam,warmup=9,stages=first:1", ["all stages must share"]),
         ("--compress dp-grad=quantized-adam,warmup=9,error-feedback=on", ["a residual of its own"]),
