@@ -78,8 +78,13 @@ class PipelineChannel:
         self.backward = direction(Point.PP_BWD, backward_link, previous, following)
 
     def begin(self, scale: float) -> None:
-        """A step begins, whose gradients carry the loss scale ``scale``."""
+        """A step begins, whose gradients carry the loss scale ``scale``; residuals that last a step start afresh."""
         self._scale = scale
+        for way in (self.forward, self.backward):
+            spec = self.plan.specs.get(way.point)
+            if spec is not None and spec.feedback == "lazy-reset":
+                for state in way.sent.values():
+                    state.tensors.pop(RESIDUAL, None)
 
     def states(self) -> Iterator[CompressorState]:
         """What the codecs remember at this rank's ends of the boundaries."""

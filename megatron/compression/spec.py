@@ -17,7 +17,7 @@ from megatron.compression.schedule import Activation, RunLength, Schedule, read_
 FUSED = "fused"
 """The embedding's one collective over the replicas of both its stages, in place of two."""
 
-_FEEDBACKS = {True: ("off", "local", "aggregate"), False: ("off", "lazy")}
+_FEEDBACKS = {True: ("off", "local", "aggregate"), False: ("off", "lazy", "lazy-reset")}
 """Kinds of residual of sums and of messages."""
 
 _STATELESS = {
@@ -30,7 +30,8 @@ COMMON = {
     "when": "all or epilogue: which gradients go back compressed (pp-backward)",
     "stages": "all, first:N or last:N: which pipeline stages compress what they send",
     "warmup": "iterations, a fraction of the run (0.1), or epochs (1epochs), that go uncompressed",
-    "error-feedback": "off; local or aggregate for sums, lazy for messages ('on' is the compressor's usual one)",
+    "error-feedback": "off; local or aggregate for sums; lazy, or lazy-reset within each iteration, for messages ('on' "
+    "is the compressor's usual one)",
     "fused": "on or off: one sum over the replicas of both stages (embedding)",
     "eval": "on or off: compress in evaluation (pp-forward, tp-forward)",
 }
@@ -47,7 +48,7 @@ class Spec:
         entry: its registration.
         options: an instance of its options class.
         activation: where and when it is on.
-        feedback: "off", "local", "aggregate" or "lazy".
+        feedback: "off", "local", "aggregate", "lazy" or "lazy-reset".
         fused: one embedding collective over the replicas of both stages (``embedding`` only).
         schedules: options that change over the run, by field; ``options`` holds their first values.
     """

@@ -169,7 +169,8 @@ def parse_args(
     log_file = json_log(parsed.sections[LEGACY], parsed.notes.append)
     if log_file is not None and config.logging.log_json_file is None:
         config = replace(config, logging=replace(config.logging, log_json_file=log_file))
-    specs = translate(parsed.sections[LEGACY], given, parsed.notes.append)
+    half = config.precision.fp16 or config.precision.bf16
+    specs = translate(parsed.sections[LEGACY], given, parsed.notes.append, half)
     if specs:
         both = replace(config.compression, compress=[*config.compression.compress, *specs])
         config = replace(config, compression=both)

@@ -113,13 +113,14 @@ class LegacyConfig:
 _SWITCHES = ("grad_comp", "inter_grad_comp", "inter_acti_comp", "emb_grad_comp", "mp_grad_comp", "mp_acti_comp")
 
 
-def translate(old: LegacyConfig, explicit: set[str], note: Note) -> list[str]:
+def translate(old: LegacyConfig, explicit: set[str], note: Note, half: bool = False) -> list[str]:
     """The specs that old flags stand for.
 
     Args:
         old: their values.
         explicit: names of those that were given.
         note: takes a line for each translation, and for each flag without effect.
+        half: activations have 16 bits.
 
     Raises:
         UserError: for a compressor that the old systems named but that does not exist here.
@@ -129,8 +130,8 @@ def translate(old: LegacyConfig, explicit: set[str], note: Note) -> list[str]:
         *_optimus_pipeline(old),
         *_optimus_embedding(old),
         *_optimus_tensor(old),
-        *_fixpoint("pp-forward", "forward", old),
-        *_fixpoint("pp-backward", "backward", old),
+        *_fixpoint("pp-forward", "forward", old, half),
+        *_fixpoint("pp-backward", "backward", old, half),
         *_quantized_adam(old),
     ]
     if old.dp_mode in ("central_ps", "sharded_ps"):
@@ -251,7 +252,7 @@ def _optimus_tensor(old: LegacyConfig) -> list[tuple[str, str]]:
 _SCALES = {"01": "channel", "012": "tensor"}
 
 
-def _fixpoint(point: str, way: str, old: LegacyConfig) -> list[tuple[str, str]]:
+def _fixpoint(point: str, way: str, old: LegacyConfig, half: bool) -> list[tuple[str, str]]:
     """AQ-SGD's quantiser: one scale for a channel (or tensor), and a grid that clips the positive peak."""
     if getattr(old, f"{way}_compress_method") == "none":
         return []
@@ -267,7 +268,7 @@ def _fixpoint(point: str, way: str, old: LegacyConfig) -> list[tuple[str, str]]:
         spec += ",scale-method=l2"
     warmup = old.warmup_epochs
     if method != "fixpoint":
-        spec += f",cache={old.max_activation_cache_size},first-bits=32,cache-dtype=fp16"
+        spec += f",cache={old.max_activation_cache_size},first-bits={16 if half else 32},cache-dtype=fp16"
         spec += f",cache-bits={old.forward_bits_act}" if method == "delta-lowbits" else ""
         warmup -= 1  # the epoch in which every sample comes for the first time goes as it is anyway
     if warmup > 0:

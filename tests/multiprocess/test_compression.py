@@ -249,6 +249,19 @@ def test_ranks_follow_the_entropy_alike_on_every_rank() -> None:
     assert scaled[1] == pytest.approx(means, abs=0.1)
 
 
+def test_residuals_that_are_reset_do_not_cross_iterations() -> None:
+    """With one micro-batch nothing is left to correct; with several the residual works within each iteration."""
+
+    def losses(feedback: str, micro_batches: int) -> list[float]:
+        changes = _run(f"pp-backward=lowrank,rank=2,error-feedback={feedback}", pp=2)
+        changes["training"] = {"global_batch_size": micro_batches}
+        return run_ranks(2, tiny_run, changes, 6)[0].losses
+
+    assert losses("lazy-reset", 1) == losses("off", 1)
+    assert losses("lazy-reset", 1) != losses("lazy", 1)
+    assert losses("lazy-reset", 4) != losses("off", 4)
+
+
 def _spoil(changes: Changes, where: str) -> list[str]:
     engines = tiny_engines(changes)
     tiny_train(engines, 3, epoch=8)

@@ -65,6 +65,9 @@ CASES: dict[str, list[str]] = {
     "--forward-compress-method delta --max-activation-cache-size 100 --sample-order fixed": [
         "pp-forward=delta,bits=4,scale=channel,grid=asymmetric,cache=100,first-bits=32,cache-dtype=fp16"
     ],
+    "--forward-compress-method delta --bf16 --sample-order fixed": [
+        "pp-forward=delta,bits=4,scale=channel,grid=asymmetric,cache=20000,first-bits=16,cache-dtype=fp16"
+    ],
     "--forward-compress-method delta-lowbits --forward-bits-act 2 --forward-bits 3 --warmup-epochs 2 "
     "--sample-order fixed": [
         "pp-forward=delta-lowbits,bits=3,scale=channel,grid=asymmetric,cache=20000,first-bits=32,cache-dtype=fp16,"
@@ -109,6 +112,7 @@ def test_every_old_flag_is_tested() -> None:
         ("--forward-compress-method delta", ["--sample-order lazy no sample comes twice", "--sample-order fixed"]),
         ("--dp-mode sharded_ps_compressed --adam-beta1 0.95", ["beta=0.9", "write beta=0.95"]),
         ("--dp-mode sharded_ps_compressed --optimizer sgd", ["variant of Adam", "dp-grad=fixpoint"]),
+        ("--compress pp-forward=delta,first-bits=32 --sample-order fixed --fp16", ["write first-bits=16"]),
         ("--dp-mode sharded_ps_compressed --warmup-epochs 0", ["add warmup=N"]),
         ("--compress dp-grad=edgc,rank=8,min-rank=9", ["min-rank=9 is above rank=8"]),
         ("--compress dp-grad=quantized-adam", ["add warmup=N"]),
