@@ -1,0 +1,61 @@
+"""What is said about compressors that will do little in a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.data.build import build_datasets
+from megatron.training.batch_size import BatchSizeSchedule
+from megatron.training.compression_notes import compression_notes, run_length
+from tests.support.tiny import tiny_config
+from tests.unit.data.cases import write
+
+
+def _notes(folder: Path, spec: str, samples: int, replicas: int = 1, micro: int = 1, **data: Any) -> list[str]:
+    path = write(folder / "data", np.full(40, 101).tolist(), 0)
+    config = tiny_config(
+        {
+            "compression": {"compress": [spec]},
+            "data": {"data_path": [path], "sample_order": "fixed", "split": "1,0,0", **data},
+            "parallel": {"pipeline_model_parallel_size": 2},
+            "training": {"micro_batch_size": micro, "global_batch_size": 4 * micro * replicas, "train_iters": 100},
+        },
+        2 * replicas,
+    )
+    train, _, _ = build_datasets(
+        config.data,
+        seq_length=16,
+        seed=5,
+        train_valid_test_num_samples=(samples, 0, 0),
+        eod_token=0,
+        vocab_size=None,
+    )
+    batch_sizes = BatchSizeSchedule(4 * micro * replicas, micro_batch_size=micro, dp_size=replicas)
+    length = run_length(config, train, batch_sizes)
+    return compression_notes(config, train, replicas, length, 100)
+
+
+@pytest.mark.parametrize(
+    ("spec", "samples", "words"),
+    [
+        ("pp-forward=delta", 1000, ""),
+        ("pp-forward=delta", 300, "a sample comes 1.2 times in this run"),
+        ("pp-forward=delta,cache=50", 1000, "cache=50 is less than the 248 samples"),
+        ("pp-forward=fixpoint,warmup=1epochs", 1000, ""),
+        ("pp-forward=fixpoint,warmup=2epochs", 1000, "its warm-up of 124 iterations is the whole run of 100"),
+    ],
+)
+def test_notes(tmp_path: Path, spec: str, samples: int, words: str) -> None:
+    notes = _notes(tmp_path, spec, samples)
+    assert len(notes) == bool(words)
+    assert all(words in note for note in notes)
+
+
+def test_samples_stay_with_their_replica_where_that_is_possible(tmp_path: Path) -> None:
+    assert _notes(tmp_path, "pp-forward=delta", 1000, replicas=4) == []
+    (note,) = _notes(tmp_path, "pp-forward=delta", 1000, replicas=3)
+    assert "samples return to other replicas" in note
