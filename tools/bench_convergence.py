@@ -158,7 +158,7 @@ def bytes_per_iteration(events: list[dict[str, Any]]) -> dict[str, float]:
 def table(out: Path, cases: list[str], seeds: list[int], iterations: int) -> str:
     """The results as Markdown."""
     points = ["pp-forward", "pp-backward", "dp-grad", "embedding"]
-    heads = ["case", "validation loss", "vs dense", *(f"{point} kB" for point in points), "total kB"]
+    heads = ["case", "seeds", "validation loss", "vs dense", *(f"{point} kB" for point in points), "total kB"]
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     dense: dict[int, float] = {}
     for case in cases:
@@ -173,7 +173,7 @@ def table(out: Path, cases: list[str], seeds: list[int], iterations: int) -> str
         columns = [statistics.fmean(one.get(point, 0.0) for one in sent) / 1000 for point in points]
         spread = statistics.stdev(losses.values()) if len(losses) > 1 else 0.0
         change = f"{statistics.fmean(versus):+.2%}" if versus else ""
-        cells = [case, f"{statistics.fmean(losses.values()):.4f} ± {spread:.4f}", change]
+        cells = [case, str(len(losses)), f"{statistics.fmean(losses.values()):.4f} ± {spread:.4f}", change]
         cells += [f"{column:.1f}" for column in columns] + [f"{sum(columns):.1f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
