@@ -1,0 +1,24 @@
+"""What compressors hold between steps, beside the formulas."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.cli import run_cli
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.mark.parametrize("case", ["dense", "CB+LEP+FE+SC", "Radius d=0.1"])
+def test_compressors_hold_two_residuals_at_most(case: str) -> None:
+    """One residual with its factors or indices, and the memory in which the next one is made."""
+    sizes = ["--layers", "4", "--hidden", "64", "--seq", "32", "--vocab", "64"]
+    result = run_cli(4, ["tools/bench_memory.py", "--case", case, *sizes]).check()
+    found = json.loads(next(line for line in result.stdout.splitlines() if line.startswith("{")))
+    assert found["peak"] > 0
+    if case == "dense":
+        assert found["held"] == found["formula"] == 0
+    else:
+        assert found["formula"] < found["held"] <= 2.01 * found["formula"]
