@@ -1,5 +1,94 @@
-"""The build of what pyproject.toml cannot describe: compiled extensions. There are none yet."""
+"""The build of what pyproject.toml cannot describe: the compiled kernels.
 
-from setuptools import setup
+They are optional. Without a C++17 compiler, or where the compilation fails, the package installs without them and says
+so; MEGATRON_CC_BUILD=require makes that an error, MEGATRON_CC_BUILD=skip leaves them out. The CUDA kernels are built
+where torch is a CUDA build and nvcc is found.
+"""
 
-setup()
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from setuptools import Extension, setup
+
+SOURCES = Path("megatron") / "kernels" / "csrc"
+ARCHITECTURES = ("80", "90", "100")
+TARGET = "0x020b000000000000"
+"""Oldest torch whose stable ABI the binding asks for: 2.11."""
+
+CPU_FLAGS = ["-std=c++17", "-O3", "-fopenmp", "-fvisibility=hidden"]
+# The same bits on every processor and in the pure-torch twins: no fused multiply-add, no reordering of sums.
+CPU_FLAGS += ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+CUDA_FLAGS = ["-std=c++17", "-O3", "--fmad=false", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+
+
+def gencode_flags() -> list[str]:
+    """Machine code for the supported architectures, and PTX of the newest for later ones."""
+    flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+    return [*flags, f"-gencode=arch=compute_{ARCHITECTURES[-1]},code=compute_{ARCHITECTURES[-1]}"]
+
+
+def has_cuda() -> bool:
+    """Whether the CUDA kernels can be built: a CUDA build of torch, and nvcc."""
+    import torch
+    from torch.utils import cpp_extension
+
+    return torch.version.cuda is not None and cpp_extension.CUDA_HOME is not None
+
+
+def extension() -> Extension:
+    """The kernels: portable C++ for each instruction set, plain CUDA, and a binding over torch's stable ABI."""
+    from torch.utils.cpp_extension import CppExtension, CUDAExtension
+
+    sources = [str(path) for path in sorted([SOURCES / "binding.cpp", *(SOURCES / "cpu").glob("*.cpp")])]
+    cuda = has_cuda()
+    macros = [("TORCH_TARGET_VERSION", TARGET)] + ([("MCC_CUDA", "1"), ("USE_CUDA", "1")] if cuda else [])
+    flags: Any = CPU_FLAGS
+    if cuda:
+        sources += [str(path) for path in sorted((SOURCES / "cuda").glob("*.cu"))]
+        flags = {"cxx": CPU_FLAGS, "nvcc": [*CUDA_FLAGS, *gencode_flags()]}
+    made: Extension = (CUDAExtension if cuda else CppExtension)(
+        "megatron.kernels._native",
+        sources,
+        define_macros=macros,
+        extra_compile_args=flags,
+        extra_link_args=["-fopenmp"],
+        py_limited_api=True,
+    )
+    made.optional = True
+    return made
+
+
+def builder() -> type:
+    """torch's build command, which gives up on the kernels instead of on the installation."""
+    from torch.utils.cpp_extension import BuildExtension
+
+    class Build(BuildExtension):  # type: ignore[misc]
+        def run(self) -> None:
+            try:
+                super().run()
+            except Exception as error:
+                if os.environ.get("MEGATRON_CC_BUILD") == "require":
+                    raise
+                print(f"warning: the kernels were not compiled, pure torch takes their place: {error}", file=sys.stderr)
+
+    return Build
+
+
+def main() -> None:
+    arguments: dict[str, Any] = {}
+    try:
+        if os.environ.get("MEGATRON_CC_BUILD") != "skip":
+            arguments = {"ext_modules": [extension()], "cmdclass": {"build_ext": builder()}}
+    except ImportError as error:
+        if os.environ.get("MEGATRON_CC_BUILD") == "require":
+            raise
+        print(f"warning: the kernels were not compiled, pure torch takes their place: {error}", file=sys.stderr)
+    setup(**arguments, options={"bdist_wheel": {"py_limited_api": "cp310"}} if arguments else {})
+
+
+if __name__ == "__main__":
+    main()

@@ -22,18 +22,21 @@ from megatron.training.sinks import read_events
 
 REPO = Path(__file__).resolve().parents[1]
 
-CB = "pp-backward=lowrank,rank=8"
-RADIUS = "dp-grad=stable-topk,interval=10,flush=rotate,warmup=200"
-SC = "dp-grad=powersgd,rank=8,stages=first:1,warmup=40"
+CB = "pp-backward=lowrank,rank=16"
+MEAN = f"{CB},when=epilogue,error-feedback=lazy-mean"
+RADIUS = "dp-grad=stable-topk,interval=5,flush=rotate,warmup=200"
+SC = "dp-grad=powersgd,rank=16,stages=first:1,warmup=40"
 
 CASES: dict[str, list[str]] = {
     "dense": [],
-    "CB": [f"{CB},when=epilogue"],
-    "CB without LEP": [f"{CB},when=epilogue,error-feedback=off"],
-    "CB, all micro-batches": [CB],
-    "CB, all micro-batches, without LEP": [f"{CB},error-feedback=off"],
-    "CB+FE": [f"{CB},when=epilogue", "embedding=fused"],
-    "CB+FE+SC": [f"{CB},when=epilogue", "embedding=fused", SC],
+    "CB, LEP": [f"{CB},when=epilogue"],
+    "CB, LEP of means": [MEAN],
+    "CB, no LEP": [f"{CB},when=epilogue,error-feedback=off"],
+    "CB of all, rank 4, LEP": ["pp-backward=lowrank,rank=4"],
+    "CB of all, rank 4, LEP of means": ["pp-backward=lowrank,rank=4,error-feedback=lazy-mean"],
+    "CB of all, rank 4, no LEP": ["pp-backward=lowrank,rank=4,error-feedback=off"],
+    "CB+FE": [MEAN, "embedding=fused"],
+    "CB+FE+SC": [MEAN, "embedding=fused", SC],
     "Radius d=0.5": [f"{RADIUS},density=0.5"],
     "Radius d=0.1": [f"{RADIUS},density=0.1"],
     "Radius d=0.01": [f"{RADIUS},density=0.01"],
@@ -41,12 +44,7 @@ CASES: dict[str, list[str]] = {
     "delta fw2/bw4": ["pp-forward=delta,bits=2", "pp-backward=fixpoint,bits=4"],
     "fixpoint fw4/bw8": ["pp-forward=fixpoint,bits=4", "pp-backward=fixpoint,bits=8"],
     "fixpoint fw2/bw4": ["pp-forward=fixpoint,bits=2", "pp-backward=fixpoint,bits=4"],
-    "CB+FE, delta fw4, Radius d=0.1": [
-        f"{CB},when=epilogue",
-        "embedding=fused",
-        "pp-forward=delta,bits=4",
-        f"{RADIUS},density=0.1",
-    ],
+    "CB+FE, delta fw4, Radius d=0.1": [MEAN, "embedding=fused", "pp-forward=delta,bits=4", f"{RADIUS},density=0.1"],
 }
 
 VOCAB_SIZE = 1024

@@ -207,7 +207,8 @@ def read_stamp(python: Interpreter) -> dict[str, Any]:
 
 
 def wanted_stamp(python: Interpreter) -> dict[str, Any]:
-    text = "".join((REPO / name).read_text() for name in ("pyproject.toml", "setup.py"))
+    kernels = sorted(path for path in (REPO / "megatron/kernels/csrc").rglob("*") if path.is_file())
+    text = "".join(path.read_text() for path in (REPO / "pyproject.toml", REPO / "setup.py", *kernels))
     return {"project": hashlib.sha256(text.encode()).hexdigest(), "repo": str(REPO), "torch": python.torch}
 
 

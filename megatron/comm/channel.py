@@ -122,7 +122,8 @@ class PipelineChannel:
             payload = codec.encode(wide, state, key)
         if self.probe is not None and way is self.backward and not codec.exact:
             left = state.get(RESIDUAL)
-            error = wide - codec.reconstruct(payload, wide, state, key) if left is None else left
+            whole = left is not None and left.shape == wide.shape
+            error = left if whole and left is not None else wide - codec.reconstruct(payload, wide, state, key)
             self.probe.error(position.boundary, position.micro_batch, error)
         pending = way.group.send(payload.wire, way.send_to, tag=position.boundary)
         self.ledger.sent(way.point, payload.nbytes, num_bytes(x))

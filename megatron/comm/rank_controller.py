@@ -47,7 +47,7 @@ class RankController:
 
     def _measure(self, grads: Sequence[Tensor]) -> float:
         """Mean entropy over the first stage's ranks, as EDGC has it, and over its tensors by their sizes."""
-        found = [(differential_entropy(flat[:: self.config.sample_share]), flat.numel()) for flat in grads]
+        found = [(differential_entropy(flat, self.config.sample_share), flat.numel()) for flat in grads]
         finite = [(entropy, count) for entropy, count in found if math.isfinite(entropy)]
         speaks = self.topology.is_first_stage
         pair = torch.tensor(

@@ -20,6 +20,7 @@ from megatron.compression.fixpoint import FixpointConfig, Quantiser, message_see
 from megatron.compression.options import opt
 from megatron.compression.sample_cache import SampleCache
 from megatron.compression.state import CompressorState
+from megatron.kernels.grid import Role
 
 _CACHE = "samples"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -72,9 +73,13 @@ class DeltaCodec(Codec):
         wires = []
         for place, (sample, known) in enumerate(zip(samples, self._visit(samples, state), strict=True)):
             own = (x.select(1, place) if len(row) < x.dim() else x).float()
-            reference = self._recall(cache, sample, row) if known else None
-            wire = self._encode_row(own, reference, self._seed(state))
-            self._remember(cache, sample, self._decode_row(wire, reference, row))
+            if known:
+                held = self._recall(cache, sample, row)
+                wire = self.difference.encode(own, self._seed(state), Role.DELTA, held)
+            else:
+                wire = self._encode_first(own, self._seed(state))
+                held = self._decode_first(wire, row)
+            self._remember(cache, sample, held)
             wires.append(wire)
         return Payload(torch.cat(wires) if wires else torch.empty(0, dtype=torch.uint8, device=x.device))
 
@@ -89,7 +94,11 @@ class DeltaCodec(Codec):
             nbytes = self._nbytes(row, known)
             wire = payload.wire[position : position + nbytes]
             position += nbytes
-            got = self._decode_row(wire, self._recall(cache, sample, row) if known else None, row)
+            if known:
+                got = self._recall(cache, sample, row)
+                self.difference.decode_onto(wire, got)
+            else:
+                got = self._decode_first(wire, row)
             self._remember(cache, sample, got)
             rows.append(got)
         whole = torch.stack(rows, dim=1) if len(row) < len(shape) else rows[0]
@@ -112,24 +121,22 @@ class DeltaCodec(Codec):
         if known:
             return self.difference.nbytes(row)
         bits = self.config.first_bits
-        return self.first.nbytes(row) if bits <= 8 else row.numel() * (4 if bits > 16 else 2)
+        return self.first.nbytes(row) if bits <= 8 else -(-row.numel() * (4 if bits > 16 else 2) // 4) * 4
 
-    def _encode_row(self, own: Tensor, reference: Tensor | None, seed: int | None) -> Tensor:
-        if reference is not None:
-            return self.difference.encode(own - reference, seed)
+    def _encode_first(self, own: Tensor, seed: int | None) -> Tensor:
         if self.config.first_bits <= 8:
             return self.first.encode(own, seed)
         wide = torch.float32 if self.config.first_bits > 16 else torch.bfloat16
-        return own.to(wide).reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        wire = torch.zeros(self._nbytes(own.shape, False), dtype=torch.uint8, device=own.device)
+        wire[: own.numel() * wide.itemsize].view(wide).copy_(own.reshape(-1))
+        return wire
 
-    def _decode_row(self, wire: Tensor, reference: Tensor | None, row: torch.Size) -> Tensor:
-        """What the receiver gets, fp32; the sender computes it from the same bytes."""
-        if reference is not None:
-            return reference + self.difference.decode(wire, row)
+    def _decode_first(self, wire: Tensor, row: torch.Size) -> Tensor:
+        """What the receiver gets at a first visit, fp32; the sender computes it from the same bytes."""
         if self.config.first_bits <= 8:
             return self.first.decode(wire, row)
         wide = torch.float32 if self.config.first_bits > 16 else torch.bfloat16
-        return wire.clone().view(wide).view(row).float()
+        return wire[: row.numel() * wide.itemsize].view(wide).view(row).float()
 
     def _remember(self, cache: SampleCache, sample: int, got: Tensor) -> None:
         if self.config.cache_bits:
@@ -138,8 +145,9 @@ class DeltaCodec(Codec):
             cache.store(sample, got.to(_DTYPES[self.config.cache_dtype]))
 
     def _recall(self, cache: SampleCache, sample: int, row: torch.Size) -> Tensor:
+        """What is remembered of a sample, in fp32 and free to be changed."""
         stored = cache.row(sample)
-        return self.memory.decode(stored, row) if self.config.cache_bits else stored.float()
+        return self.memory.decode(stored, row) if self.config.cache_bits else stored.to(torch.float32, copy=True)
 
 
 def _split(shape: torch.Size, key: Hashable) -> tuple[list[int], torch.Size]:

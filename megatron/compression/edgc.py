@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.compression.options import opt
 from megatron.compression.powersgd import PowerSGDConfig
+from megatron.kernels.ops import sample_histogram
 
 _BINS = 1000
 _GRID = 4096
@@ -45,18 +46,20 @@ class EDGCConfig(PowerSGDConfig):
         return self.min_rank or max(self.rank // 4, 1), self.rank
 
 
-def differential_entropy(x: Tensor) -> float:
+def differential_entropy(x: Tensor, stride: int = 1) -> float:
     """Entropy in nats of the finite elements' density, from a histogram of 1000 bins over their range; NaN if none.
+
+    Only every ``stride``-th element is looked at.
 
     The logarithm of the bin's width is part of it: without it the figure would not depend on the gradient's size.
     """
-    values = x[torch.isfinite(x)].float()
-    if not values.numel():
+    counts_b, range_2 = sample_histogram(x, stride, _BINS)
+    low, high = range_2.tolist()
+    if low > high:
         return math.nan
-    low, high = (float(v) for v in torch.aminmax(values))
     if low == high:
         return -math.inf
-    counts = torch.histc(values, _BINS, low, high).double()
+    counts = counts_b.double()
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * shares.log()).sum()) + math.log((high - low) / _BINS)
 

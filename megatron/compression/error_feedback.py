@@ -67,11 +67,18 @@ class ErrorFeedbackCodec(Codec):
 
     On the gradients that stages send back this is lazy error propagation (Optimus-CC, Song et al. 2023, section
     5.2): the error of one micro-batch enters the next compressed one, across iterations.
+
+    Args:
+        inner: the codec.
+        mean: keep the error's mean over the tokens instead of the error of each token. The next micro-batch has other
+            tokens at the same places, so what the single errors add to its gradients is noise; what is common to all
+            of them is what the layers below would have summed.
     """
 
-    def __init__(self, inner: Codec) -> None:
+    def __init__(self, inner: Codec, mean: bool = False) -> None:
         super().__init__(inner.config)
         self.inner = inner
+        self.mean = mean
         self.exact = inner.exact
         self.shared = inner.shared
 
@@ -83,11 +90,13 @@ class ErrorFeedbackCodec(Codec):
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
         residual = state.get(RESIDUAL)
         gradient_1 = given_1 = squared_norms(x, False)
-        if residual is not None and residual.shape == x.shape:
+        if residual is not None and residual.shape == (x.shape[-1:] if self.mean else x.shape):
             x = x + residual
             given_1 = squared_norms(x, False)
         payload = self.inner.encode(x, state, key)
         left = x - self.inner.reconstruct(payload, x, state, key)
+        if self.mean:
+            left = left.reshape(-1, left.shape[-1]).mean(dim=0)
         state.stage(RESIDUAL, left)
         state.stage_health(measure(state.health, gradient_1, given_1, squared_norms(left, False)))
         return payload

@@ -15,9 +15,13 @@ import torch
 from torch import Tensor
 
 from megatron.compression.api import Aggregate, Codec, Op, Payload, Peers, Request, RoundCompressor
-from megatron.compression.options import opt
+from megatron.compression.options import SpecError, opt
 from megatron.compression.state import CompressorState
-from megatron.kernels import reference
+from megatron.kernels.grid import Grid, Layout, Method, Role
+from megatron.kernels.ops import quantize_pack, unpack_dequantize
+
+_ROTATIONS = tuple(1 << power for power in range(3, 11))
+_LAYOUTS = {"group": Layout.GROUP, "channel": Layout.CHANNEL, "tensor": Layout.TENSOR}
 
 
 @dataclass(frozen=True)
@@ -26,78 +30,114 @@ class FixpointConfig:
 
     bits: int = opt(8, "of each number", minimum=1, maximum=8, scheduled=True)
     scale: Literal["group", "channel", "tensor"] = opt("group", "what shares a scale")
-    group: int = opt(64, "numbers in a group, along the last dimension", minimum=8)
+    group: int = opt(64, "numbers in a group, along the last dimension; a multiple of 8", minimum=8)
+    rotation: int = opt(0, "block of a Hadamard rotation that spreads outliers, 8 to 1024; 0 for none", minimum=0)
     scale_method: Literal["max", "l2"] = opt("max", "largest magnitude, or twice the root mean square")
     scale_dtype: Literal["fp32", "bf16"] = opt("fp32", "of the scales on the wire")
     grid: Literal["symmetric", "asymmetric"] = opt("symmetric", "asymmetric clips the positive peak, as AQ-SGD does")
     rounding: Literal["nearest", "stochastic"] = opt("nearest", "stochastic is unbiased, and seeded")
     seed: int = opt(714, "of stochastic rounding")
 
+    def __post_init__(self) -> None:
+        if self.group % 8:
+            raise SpecError(f"group={self.group}: must be a multiple of 8; use {-(-self.group // 8) * 8}")
+        if not self.rotation:
+            return
+        if self.rotation not in _ROTATIONS:
+            raise SpecError(f"rotation={self.rotation}: must be 0 or a power of two from 8 to 1024; use 64")
+        if self.scale == "channel":
+            raise SpecError(
+                f"rotation={self.rotation}: mixes channels, so their scales cannot be kept; use scale=group"
+            )
+        if self.scale == "group" and self.group & (self.group - 1):
+            raise SpecError(f"group={self.group}: must be a power of two with a rotation; use group={self.rotation}")
+
 
 class Quantiser:
-    """Tensors to bytes and back, without state. 32 and 64-bit inputs are quantised in fp32."""
+    """Tensors to bytes and back, without state. 32 and 64-bit inputs are quantised in fp32.
+
+    A message is the scales, the codes, and up to 3 bytes that make its length a multiple of 4, so that messages that
+    lie one behind the other keep their scales aligned.
+    """
 
     def __init__(self, config: FixpointConfig) -> None:
         self.config = config
-        self.symmetric = config.grid == "symmetric"
         self.scale_dtype = torch.float32 if config.scale_dtype == "fp32" else torch.bfloat16
 
-    def _grouping(self, shape: torch.Size) -> tuple[int, int]:
-        """Number of groups and numbers in each (the last group of a tensor may be padded)."""
-        count = shape.numel()
-        if self.config.scale == "tensor":
-            return 1, count
-        if self.config.scale == "channel":
-            channels = shape[-1] if len(shape) else 1
-            return channels, count // max(channels, 1)
-        return -(-count // self.config.group), self.config.group
+    def _grid(self, shape: torch.Size) -> Grid:
+        channels = shape[-1] if len(shape) else 1
+        return Grid(
+            bits=self.config.bits,
+            layout=_LAYOUTS[self.config.scale],
+            group=channels if self.config.scale == "channel" else self.config.group,
+            symmetric=self.config.grid == "symmetric",
+            method=Method.L2 if self.config.scale_method == "l2" else Method.MAX,
+            rotation=self.config.rotation,
+        )
 
     def nbytes(self, shape: torch.Size) -> int:
-        """Bytes of a tensor's message: codes, then scales."""
-        groups, size = self._grouping(shape)
-        return reference.packed_size(groups * size, self.config.bits) + groups * self.scale_dtype.itemsize
+        """Bytes of a tensor's message."""
+        grid, count = self._grid(shape), shape.numel()
+        return -(-(grid.scale_count(count) * self.scale_dtype.itemsize + grid.code_bytes(count)) // 4) * 4
 
-    def encode(self, x: Tensor, seed: int | None) -> Tensor:
-        """The message, uint8. ``seed`` draws the noise of stochastic rounding."""
-        groups, size = self._grouping(x.shape)
-        x_gn = self._to_groups(x.detach().float(), groups, size)
-        mean = self.config.bits == 1 and self.symmetric
-        if not x_gn.numel():
-            return torch.zeros(self.nbytes(x.shape), dtype=torch.uint8, device=x.device)
-        if self.config.scale_method == "l2":
-            scale_g = x_gn.square().mean(dim=1).sqrt() * 2
-        else:
-            scale_g = x_gn.abs().mean(dim=1) if mean else x_gn.abs().amax(dim=1)
-        scale_g = scale_g.to(self.scale_dtype)
-        noise = None
-        if self.config.rounding == "stochastic" and seed is not None:
-            noise = torch.rand(x_gn.shape, generator=torch.Generator().manual_seed(seed)).to(x.device)
-        codes_gn = reference.quantize(x_gn, self.config.bits, scale_g.float(), noise, self.symmetric)
-        packed = reference.pack_bits(codes_gn.flatten(), self.config.bits)
-        return torch.cat([packed, scale_g.view(torch.uint8)])
+    def _parts(self, wire: Tensor, grid: Grid, count: int) -> tuple[Tensor, Tensor]:
+        """Codes and scales of a message."""
+        if not wire.numel():
+            return wire, torch.empty(0, dtype=self.scale_dtype, device=wire.device)
+        scale_bytes = grid.scale_count(count) * self.scale_dtype.itemsize
+        codes = wire[scale_bytes : scale_bytes + grid.code_bytes(count)]
+        return codes, wire[:scale_bytes].view(self.scale_dtype)
 
-    def decode(self, wire: Tensor, shape: torch.Size) -> Tensor:
-        """The tensor of a message, fp32; NaN or infinite groups where the input was not finite."""
-        groups, size = self._grouping(shape)
-        packed = reference.packed_size(groups * size, self.config.bits)
-        codes = reference.unpack_bits(wire[:packed], self.config.bits, groups * size)
-        # A slice of bytes need not be aligned for the scales' type.
-        scale_g = wire[packed:].clone().view(self.scale_dtype).float()
-        x_gn = reference.dequantize(codes.view(groups, size), self.config.bits, scale_g, self.symmetric)
-        return self._from_groups(x_gn, shape)
+    def encode(
+        self,
+        x: Tensor,
+        seed: int | None,
+        role: Role = Role.PLAIN,
+        other: Tensor | None = None,
+        wire: Tensor | None = None,
+    ) -> Tensor:
+        """The message, uint8.
 
-    def _to_groups(self, x: Tensor, groups: int, size: int) -> Tensor:
-        if self.config.scale == "channel":
-            return x.reshape(-1, groups).t().contiguous()
-        flat = x.reshape(-1)
-        if flat.numel() == groups * size:
-            return flat.view(groups, size)
-        return torch.cat([flat, flat.new_zeros(groups * size - flat.numel())]).view(groups, size)
+        Args:
+            x: any shape.
+            seed: draws the noise of stochastic rounding.
+            role: DELTA encodes x - other, and moves ``other`` to what the receiver holds then; FEEDBACK encodes
+                x + other, and leaves in ``other`` what was not sent.
+            other: fp32 or half precision, contiguous, as large as x.
+            wire: where to write it, as long as ``nbytes`` says; a new tensor unless given.
+        """
+        x = x.detach().contiguous()
+        grid, count = self._grid(x.shape), x.numel()
+        if wire is None:
+            wire = torch.empty(self.nbytes(x.shape), dtype=torch.uint8, device=x.device)
+        codes, scales = self._parts(wire, grid, count)
+        wire[scales.numel() * scales.element_size() + codes.numel() :] = 0
+        stochastic = self.config.rounding == "stochastic"
+        narrow = x.float() if x.dtype == torch.float64 else x
+        quantize_pack(narrow, codes, scales, grid, role, other, seed if stochastic else None)
+        return wire
 
-    def _from_groups(self, x_gn: Tensor, shape: torch.Size) -> Tensor:
-        if self.config.scale == "channel":
-            return x_gn.t().reshape(shape)
-        return x_gn.flatten()[: shape.numel()].view(shape)
+    def decode(self, wire: Tensor, shape: torch.Size, out: Tensor | None = None, role: Role = Role.PLAIN) -> Tensor:
+        """The tensor of a message, fp32; NaN or infinite groups where the input was not finite.
+
+        Args:
+            wire: the message, its start aligned to 4 bytes.
+            out: where to write it, or with ``Role.ADD`` to add it, fp32 or fp64; a new tensor unless given.
+            role: PLAIN or ADD.
+        """
+        grid = self._grid(shape)
+        if wire.storage_offset() % 4:
+            wire = wire.clone()
+        codes, scales = self._parts(wire, grid, shape.numel())
+        if out is None:
+            out = torch.empty(shape, dtype=torch.float32, device=wire.device)
+        unpack_dequantize(codes, scales, out, grid, role)
+        return out
+
+    def decode_onto(self, wire: Tensor, reference: Tensor) -> None:
+        """Moves the reference, in place, by the difference that a message of ``Role.DELTA`` holds."""
+        codes, scales = self._parts(wire, self._grid(reference.shape), reference.numel())
+        unpack_dequantize(codes, scales, reference, self._grid(reference.shape), Role.ADD)
 
 
 def message_seed(seed: int, *parts: object) -> int:
@@ -151,21 +191,25 @@ class FixpointRounds(RoundCompressor):
         flat = x.reshape(-1)
         count = flat.numel()
         part = -(-count // peers.size)
+        shape = torch.Size((part,))
         parts_sn = torch.cat([flat, flat.new_zeros(part * peers.size - count)]).view(peers.size, part)
-        wires = torch.stack([self.quantiser.encode(own, self._seed(state, i)) for i, own in enumerate(parts_sn)])
-        local_sn = torch.stack([self._decode(wire, part, x.dtype) for wire in wires])
+        wires = torch.empty((peers.size, self.quantiser.nbytes(shape)), dtype=torch.uint8, device=x.device)
+        local_sn = torch.empty_like(parts_sn)
+        for i, own in enumerate(parts_sn):
+            self.quantiser.encode(own, self._seed(state, i), wire=wires[i])
+            self.quantiser.decode(wires[i], shape, local_sn[i])
         received = yield Request(wires, Op.EXCHANGE)
-        sum_n = torch.stack([self._decode(wire, part, x.dtype) for wire in received]).sum(dim=0)
-        wire = self.quantiser.encode(sum_n, self._seed(state, peers.size))
-        gathered = yield Request(wire, Op.GATHER)
-        local_sn[peers.rank] += self._decode(wire, part, x.dtype) - sum_n
-        total_sn = torch.stack([self._decode(wire, part, x.dtype) for wire in gathered])
+        sum_n = torch.zeros_like(local_sn[0])
+        for wire in received:
+            self.quantiser.decode(wire, shape, sum_n, Role.ADD)
+        gathered = yield Request(self.quantiser.encode(sum_n, self._seed(state, peers.size)), Op.GATHER)
+        total_sn = torch.empty_like(local_sn)
+        for wire, own in zip(gathered, total_sn, strict=True):
+            self.quantiser.decode(wire, shape, own)
+        local_sn[peers.rank] += total_sn[peers.rank] - sum_n
         state.stage("messages", state.count("messages") + 1)
         total, local = (t.view(-1)[:count].view(x.shape) for t in (total_sn, local_sn))
         return Aggregate(total=total, local=local)
-
-    def _decode(self, wire: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-        return self.quantiser.decode(wire, torch.Size((count,))).to(dtype)
 
     def _seed(self, state: CompressorState, part: int) -> int | None:
         if self.config.rounding == "nearest":

@@ -7,12 +7,15 @@ import hashlib
 import torch
 from torch import Tensor
 
+from megatron.kernels.ops import orthonormalize
+
 
 def orthonormalise(x_knr: Tensor) -> Tensor:
     """Orthonormal bases of the columns of a stack of matrices.
 
-    Householder QR: the result is orthonormal whatever the rank of the input, where Gram-Schmidt divides rounding
-    noise by itself. Equal inputs give equal outputs on equal hardware, so ranks that hold the same sum agree.
+    Cholesky-QR in fp64, and Gram-Schmidt with a second pass where the columns are dependent: the result is orthonormal
+    whatever the rank of the input, where a plain Gram-Schmidt divides rounding noise by itself. Equal inputs give equal
+    outputs, whatever the number of threads, so ranks that hold the same sum agree.
 
     Args:
         x_knr: k matrices, n >= r. Half precision is computed in fp32.
@@ -20,9 +23,7 @@ def orthonormalise(x_knr: Tensor) -> Tensor:
     Returns:
         (k, n, r), fp32 or fp64; NaN where the input is not finite.
     """
-    wide = x_knr if x_knr.dtype == torch.float64 else x_knr.float()
-    bases: Tensor = torch.linalg.qr(wide, mode="reduced").Q
-    return bases
+    return orthonormalize(x_knr)
 
 
 def random_bases(k: int, m: int, r: int, seed: int, name: str, like: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from megatron.compression.schedule import Activation, RunLength, Schedule, read_
 FUSED = "fused"
 """The embedding's one collective over the replicas of both its stages, in place of two."""
 
-_FEEDBACKS = {True: ("off", "local", "aggregate"), False: ("off", "lazy", "lazy-reset")}
+_FEEDBACKS = {True: ("off", "local", "aggregate"), False: ("off", "lazy", "lazy-reset", "lazy-mean")}
 """Kinds of residual of sums and of messages."""
 
 _STATELESS = {
@@ -30,7 +30,8 @@ COMMON = {
     "when": "all or epilogue: which gradients go back compressed (pp-backward)",
     "stages": "all, first:N or last:N: which pipeline stages compress what they send",
     "warmup": "iterations, a fraction of the run (0.1), or epochs (1epochs), that go uncompressed",
-    "error-feedback": "off; local or aggregate for sums; lazy, or lazy-reset within each iteration, for messages ('on' "
+    "error-feedback": "off; local or aggregate for sums; lazy, lazy-reset within each iteration, or lazy-mean "
+    "over the tokens, for messages ('on' "
     "is the compressor's usual one)",
     "fused": "on or off: one sum over the replicas of both stages (embedding)",
     "eval": "on or off: compress in evaluation (pp-forward, tp-forward)",
@@ -48,7 +49,7 @@ class Spec:
         entry: its registration.
         options: an instance of its options class.
         activation: where and when it is on.
-        feedback: "off", "local", "aggregate", "lazy" or "lazy-reset".
+        feedback: "off", "local", "aggregate", "lazy", "lazy-reset" or "lazy-mean".
         fused: one embedding collective over the replicas of both stages (``embedding`` only).
         schedules: options that change over the run, by field; ``options`` holds their first values.
     """
@@ -96,7 +97,7 @@ class Spec:
         """A new codec of messages, of these options (default: the first ones)."""
         assert self.entry.codec is not None
         inner = self.entry.codec(self.options if options is None else options)
-        return inner if self.feedback == "off" else ErrorFeedbackCodec(inner)
+        return inner if self.feedback == "off" else ErrorFeedbackCodec(inner, self.feedback == "lazy-mean")
 
 
 def read_specs(texts: Sequence[str], registry: Registry, length: RunLength) -> dict[Point, Spec]:

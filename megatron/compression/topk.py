@@ -19,7 +19,7 @@ from megatron.compression.api import Aggregate, Op, Peers, Request, RoundCompres
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.options import CompressorFault, opt
 from megatron.compression.state import CompressorState
-from megatron.kernels.reference import abs_topk, dilate
+from megatron.kernels.ops import abs_topk, dilate, gather_packed, scatter_add_packed
 
 
 class DisagreementError(CompressorFault):
@@ -98,12 +98,12 @@ class StableTopK(RoundCompressor):
         flat = x.view(-1)
         if self.config.flush == "rotate":
             indices = self._with_slice(indices, flat.numel(), since)
-        values = flat[indices]
-        summed = yield Request(values.clone())
-        total = torch.zeros_like(flat)
-        total[indices] = summed
+        values = gather_packed(flat, indices)
         local = torch.zeros_like(flat)
-        local[indices] = values
+        scatter_add_packed(local, indices, values)
+        summed = yield Request(values)
+        total = torch.zeros_like(flat)
+        scatter_add_packed(total, indices, summed)
         return Aggregate(total.view(x.shape), local.view(x.shape))
 
     def _dense(self, x: Tensor, state: CompressorState) -> Generator[Request, Tensor, Aggregate]:

@@ -1,9 +1,17 @@
-"""Pure-torch forms of the hot operations: what native ones are compared with, and what runs without them."""
+"""Pure-torch twins of the native kernels: what they are compared with, and what runs without them.
+
+Every function writes into tensors that its caller made, as the native operator of the same name does, and defines its
+result to the bit, but where a note says otherwise. They run on any device and also take fp64.
+"""
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from megatron.kernels.grid import Grid, Layout, Method, Role
 
 
 def pack_bits(codes_n: Tensor, bits: int) -> Tensor:
@@ -17,10 +25,6 @@ def pack_bits(codes_n: Tensor, bits: int) -> Tensor:
         uint8, ceil(n / 8) * bits long: eight codes make ``bits`` bytes, the first code in the lowest bits, the
         first byte the lowest. Padding codes are 0.
     """
-    if bits == 8:
-        padded = torch.zeros(-(-codes_n.numel() // 8) * 8, dtype=torch.uint8, device=codes_n.device)
-        padded[: codes_n.numel()] = codes_n
-        return padded
     groups = -(-codes_n.numel() // 8)
     padded = torch.zeros(groups * 8, dtype=torch.int64, device=codes_n.device)
     padded[: codes_n.numel()] = codes_n
@@ -32,8 +36,6 @@ def pack_bits(codes_n: Tensor, bits: int) -> Tensor:
 
 def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     """The first ``count`` codes of what ``pack_bits`` made, as uint8."""
-    if bits == 8:
-        return packed[:count]
     places = torch.arange(bits, device=packed.device) * 8
     words_g = (packed.view(-1, bits).to(torch.int64) << places).sum(dim=1)
     shifts = torch.arange(8, device=packed.device) * bits
@@ -41,60 +43,214 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     return codes.to(torch.uint8).flatten()[:count]
 
 
-def packed_size(count: int, bits: int) -> int:
-    """Bytes of ``count`` packed codes."""
-    return -(-count // 8) * bits
+def noise(count: int, seed: int, device: torch.device) -> Tensor:
+    """Uniform numbers in [0, 1), fp32; each a function of the seed and its index alone, whatever computes it."""
+    mask = 0xFFFFFFFF
+
+    def mixed(x: Tensor) -> Tensor:
+        x = x ^ (x >> 16)
+        x = (x * 0x7FEB352D) & mask
+        x = x ^ (x >> 15)
+        x = (x * 0x846CA68B) & mask
+        return x ^ (x >> 16)
+
+    index = torch.arange(count, device=device) & mask
+    drawn = mixed(mixed(index ^ (seed & mask)) ^ ((seed >> 32) & mask))
+    return (drawn >> 8).to(torch.float32) * 2.0**-24
 
 
-def quantize(x_gn: Tensor, bits: int, scale_g: Tensor, noise_gn: Tensor | None, symmetric: bool) -> Tensor:
-    """Codes of numbers on a uniform grid.
+def rotate(x_n: Tensor, block: int) -> Tensor:
+    """Walsh-Hadamard transform of consecutive blocks, over the root of their size: its own inverse."""
+    h = 1
+    while h < block:
+        pairs = x_n.view(-1, block // (2 * h), 2, h)
+        x_n = torch.cat([pairs[:, :, :1] + pairs[:, :, 1:], pairs[:, :, :1] - pairs[:, :, 1:]], dim=2)
+        h *= 2
+    return x_n.reshape(-1) * (1.0 / torch.sqrt(torch.tensor(float(block))).to(x_n.device))
+
+
+def _scales(x_n: Tensor, grid: Grid) -> Tensor:
+    """Scales of flat numbers, fp32. Sums may differ by one unit in the last place from other implementations'."""
+    count = x_n.numel()
+    if grid.layout is Layout.CHANNEL:
+        groups_gn = x_n.view(-1, grid.group).t()
+    elif grid.layout is Layout.TENSOR:
+        groups_gn = x_n.view(1, count)
+    else:
+        groups = -(-count // grid.group)
+        groups_gn = torch.nn.functional.pad(x_n, (0, groups * grid.group - count)).view(groups, grid.group)
+    if groups_gn.numel() == 0:
+        return torch.zeros(grid.scale_count(0) if count == 0 else groups_gn.shape[0], device=x_n.device)
+    if grid.method is Method.L2:
+        return (groups_gn.double().square().mean(dim=1).sqrt() * 2.0).float()
+    if grid.is_sign:
+        return groups_gn.abs().mean(dim=1, dtype=torch.float64).float()
+    return groups_gn.abs().amax(dim=1)
+
+
+def _spread(scale_g: Tensor, count: int, grid: Grid) -> Tensor:
+    """The scale of each of ``count`` numbers."""
+    if grid.layout is Layout.CHANNEL:
+        return scale_g.repeat(count // max(grid.group, 1))
+    if grid.layout is Layout.TENSOR:
+        return scale_g.expand(count)
+    return scale_g.repeat_interleave(grid.group)[:count]
+
+
+def _codes(x_n: Tensor, scale_g: Tensor, grid: Grid, seed: int | None) -> Tensor:
+    if grid.is_sign:
+        return (x_n >= 0).to(torch.uint8)
+    # A number over a tensor would be torch's reciprocal times the number, which rounds twice.
+    steps_g = torch.where(scale_g > 0, torch.full_like(scale_g, grid.top) / scale_g, 0.0)
+    steps_n = x_n * _spread(steps_g, x_n.numel(), grid)
+    low = -grid.top if grid.symmetric else -grid.offset
+    high = grid.top if grid.symmetric else grid.offset - 1
+    if seed is not None:
+        steps_n = (steps_n + noise(x_n.numel(), seed, x_n.device)).floor()
+    else:
+        steps_n = steps_n.round()
+    finite_n = torch.where(steps_n.isnan(), float(low), steps_n).clamp(low, high)
+    return (finite_n + grid.offset).to(torch.uint8)
+
+
+def _values(codes_n: Tensor, scale_g: Tensor, grid: Grid) -> Tensor:
+    levels_n = codes_n.to(torch.float32)
+    if grid.is_sign:
+        return (levels_n * 2 - 1) * _spread(scale_g, codes_n.numel(), grid)
+    return (levels_n - grid.offset) * _spread(scale_g / grid.top, codes_n.numel(), grid)
+
+
+def quantize_pack(
+    x: Tensor, other: Tensor | None, codes: Tensor, scales: Tensor, grid: Grid, role: Role, seed: int | None
+) -> None:
+    """Encodes numbers on a uniform grid.
 
     Args:
-        x_gn: groups of n numbers, fp32.
-        bits: 1 to 8.
-        scale_g: largest magnitude of each group (for 1 symmetric bit: the mean one); 0 marks a group of zeros.
-        noise_gn: uniform numbers in [0, 1) for stochastic rounding (unbiased); None rounds to nearest.
-        symmetric: levels k/(2^(b-1) - 1), both peaks representable; else k/2^(b-1), whose positive peak is clipped.
-
-    Returns:
-        uint8 codes; a number that is not finite gives an arbitrary one.
+        x: contiguous, any shape.
+        other: the reference (``Role.DELTA``) or the residual (``Role.FEEDBACK``), as large; updated in place.
+        codes: uint8, ``grid.code_bytes`` long; written.
+        scales: fp32 or bf16, ``grid.scale_count`` long; written. Codes are made with what it holds after rounding. A
+            scale of zeros is 0; one of a group with an infinite or NaN number is that, and decodes to NaN.
+        role: what is encoded: x, x - other, or x + other.
+        seed: of stochastic rounding (unbiased); None rounds to nearest, ties to even.
     """
-    if bits == 1 and symmetric:
-        return (x_gn >= 0).to(torch.uint8)
-    top = _top(bits, symmetric)
-    step = torch.where(scale_g > 0, top / scale_g, 0.0).unsqueeze(1)
-    steps = x_gn * step
-    steps = torch.round(steps) if noise_gn is None else torch.floor(steps + noise_gn)
-    low = -top if symmetric else -(1 << (bits - 1))
-    high = top if symmetric else (1 << (bits - 1)) - 1
-    return (steps.nan_to_num_(0.0).clamp_(low, high) + (1 << (bits - 1))).to(torch.uint8)
+    given_n = x.reshape(-1).float()
+    if role is Role.DELTA and other is not None:
+        given_n = given_n - other.reshape(-1).float()
+    elif role is Role.FEEDBACK and other is not None:
+        given_n = given_n + other.reshape(-1).float()
+    count, coded = given_n.numel(), grid.coded(given_n.numel())
+    coded_n = torch.nn.functional.pad(given_n, (0, coded - count))
+    coded_n = rotate(coded_n, grid.rotation) if grid.rotation and count else coded_n
+    scales.copy_(_scales(coded_n, grid))
+    codes_n = _codes(coded_n, scales.float(), grid, seed)
+    codes.copy_(pack_bits(codes_n, grid.bits))
+    if role is Role.PLAIN or other is None:
+        return
+    decoded_n = _values(codes_n, scales.float(), grid)
+    decoded_n = (rotate(decoded_n, grid.rotation) if grid.rotation and count else decoded_n)[:count]
+    if role is Role.DELTA:
+        other.copy_((other.reshape(-1).float() + decoded_n).view(other.shape))
+    else:
+        other.copy_((given_n - decoded_n).view(other.shape))
 
 
-def dequantize(codes_gn: Tensor, bits: int, scale_g: Tensor, symmetric: bool) -> Tensor:
-    """Numbers of codes, fp32; see ``quantize``."""
-    scale = scale_g.unsqueeze(1)
-    if bits == 1 and symmetric:
-        return (codes_gn.to(torch.float32) * 2 - 1) * scale
-    return (codes_gn.to(torch.float32) - (1 << (bits - 1))) * (scale / _top(bits, symmetric))
+def unpack_dequantize(
+    codes: Tensor, scales: Tensor, other: Tensor | None, out: Tensor | None, grid: Grid, role: Role
+) -> None:
+    """Decodes what ``quantize_pack`` made.
+
+    Args:
+        codes, scales: as it wrote them.
+        other: with ``Role.DELTA`` the reference, which the numbers are added to.
+        out: where the numbers go: written, or with ``Role.ADD`` added in fp32; may be None with ``Role.DELTA``.
+        grid: the encoder's.
+        role: PLAIN, DELTA or ADD.
+    """
+    like = out if out is not None else other
+    assert like is not None
+    count, coded = like.numel(), grid.coded(like.numel())
+    values_n = _values(unpack_bits(codes, grid.bits, coded), scales.float(), grid)
+    values_n = (rotate(values_n, grid.rotation) if grid.rotation and count else values_n)[:count]
+    if role is Role.DELTA and other is not None:
+        values_n = other.reshape(-1).float() + values_n
+        other.copy_(values_n.view(other.shape))
+    if out is None:
+        return
+    if role is Role.ADD:
+        out.add_(values_n.view(out.shape))
+    else:
+        out.copy_(values_n.view(out.shape))
 
 
-def _top(bits: int, symmetric: bool) -> int:
-    return (1 << (bits - 1)) - 1 if symmetric else 1 << (bits - 1)
-
-
-def abs_topk(x_kn: Tensor, count: int) -> Tensor:
-    """Indices of the ``count`` largest magnitudes in each row, (k, count), ascending; ties go to the lower index.
+def abs_topk(x_kn: Tensor, indices_kc: Tensor) -> None:
+    """Indices of the largest magnitudes in each row, ascending; ties go to the lower index.
 
     A number that is not finite counts as larger than all others.
     """
     magnitude = x_kn.abs().nan_to_num(torch.inf, posinf=torch.inf)
     order = torch.sort(magnitude, dim=1, descending=True, stable=True).indices
-    return order[:, :count].sort(dim=1).values
+    indices_kc.copy_(order[:, : indices_kc.shape[1]].sort(dim=1).values)
 
 
-def dilate(mask_kn: Tensor, radius: int) -> Tensor:
+def dilate(mask_kn: Tensor, radius: int, out_kn: Tensor) -> None:
     """True where a True lies within ``radius`` places in the same row."""
     ones = torch.nn.functional.pad(mask_kn.to(torch.int64).cumsum(dim=1), (1, 0))
     n = mask_kn.shape[1]
     places = torch.arange(n, device=mask_kn.device)
-    return ones[:, (places + radius + 1).clamp(max=n)] > ones[:, (places - radius).clamp(min=0)]
+    out_kn.copy_(ones[:, (places + radius + 1).clamp(max=n)] > ones[:, (places - radius).clamp(min=0)])
+
+
+def gather_packed(x_n: Tensor, indices_c: Tensor, packed_c: Tensor) -> None:
+    """The numbers at ascending indices, behind each other."""
+    torch.take(x_n, indices_c, out=packed_c)
+
+
+def scatter_add_packed(x_n: Tensor, indices_c: Tensor, packed_c: Tensor) -> None:
+    """Adds packed numbers where they came from; the indices ascend and differ."""
+    x_n.index_add_(0, indices_c, packed_c)
+
+
+def finite_norm(x: Tensor, out_2: Tensor) -> None:
+    """Sum of squares, in fp64, and whether all are finite (1 or 0).
+
+    The sum may differ from other implementations' in the last digits of fp64.
+    """
+    out_2[0] = torch.linalg.vector_norm(x.reshape(-1), dtype=torch.float64).square()
+    out_2[1] = torch.isfinite(x).all()
+
+
+def sample_histogram(x: Tensor, stride: int, counts_b: Tensor, range_2: Tensor) -> None:
+    """Counts of equal bins over the range of the finite ones among every ``stride``-th number; the range as well.
+
+    Bins are [low + i w, low + (i + 1) w), the last one with its upper end; none finite: counts of 0, (inf, -inf).
+    """
+    values = x.reshape(-1)[::stride]
+    values = values[torch.isfinite(values)].double()
+    counts_b.zero_()
+    if not values.numel():
+        range_2.copy_(torch.tensor([math.inf, -math.inf]))
+        return
+    low, high = torch.aminmax(values)
+    range_2.copy_(torch.stack([low, high]))
+    bins = counts_b.numel()
+    factor = bins / (high - low) if high > low else torch.zeros_like(low)
+    places = ((values - low) * factor).to(torch.int64).clamp(max=bins - 1)
+    counts_b.add_(torch.bincount(places, minlength=bins))
+
+
+def orthonormalize(x_knr: Tensor, q_knr: Tensor) -> None:
+    """Orthonormal bases of the columns of a stack of matrices, n >= r, with the signs of a positive triangular factor.
+
+    Unique up to rounding (1e-6 of any entry, times the columns' condition, relative to 1) where the columns are
+    independent; else orthonormal all the same, and the dependent columns' directions are any. NaN where a matrix is
+    not finite.
+    """
+    q, r_krr = torch.linalg.qr(x_knr.double(), mode="reduced")
+    signs_kr = torch.where(torch.diagonal(r_krr, dim1=1, dim2=2) < 0, -1.0, 1.0)
+    q_knr.copy_(q * signs_kr.unsqueeze(1))
+
+
+def subtract_lowrank(m_knc: Tensor, p_knr: Tensor, q_kcr: Tensor) -> None:
+    """M - P Q^T in place; sums of r products may differ by their rounding."""
+    m_knc.baddbmm_(p_knr, q_kcr.transpose(1, 2), alpha=-1)

@@ -13,6 +13,7 @@ from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.compression.points import Point
 from megatron.config.optimizer import OptimizerConfig
+from megatron.kernels.ops import finite_norm
 from megatron.optimizer.frozen import freeze, set_steps_taken, step_frozen, steps_taken
 from megatron.optimizer.inner import make_inner, set_hyperparameters, step_inner
 from megatron.optimizer.loss_scale import LossScale
@@ -202,16 +203,6 @@ class Optimizer:
                 piece.main.copy_(piece.model)
 
 
-_NORM_ELEMENTS = 1 << 12
-"""Elements whose squares are summed in fp32 at once: the CPU's sum of 40 M of them is wrong in the second digit."""
-
-
 def _sum_of_squares(tensors: list[Tensor]) -> float:
-    """Sum of squares of all elements, accumulated over short runs in fp64; inf or nan when any element is."""
-    if not tensors:
-        return 0.0
-    parts = [part for x in tensors for part in (x.split(_NORM_ELEMENTS) if x.device.type == "cpu" else (x,))]
-    # The norm of finite fp16 numbers need not be finite in fp16.
-    half = tensors[0].dtype in (torch.float16, torch.bfloat16)
-    norms = torch._foreach_norm(parts, 2, torch.float32) if half else torch._foreach_norm(parts)
-    return float(torch.stack(norms).double().square().sum())
+    """Sum of squares of all elements, in fp64; inf or nan when any element is. One synchronisation of the device."""
+    return float(torch.stack([finite_norm(x)[0] for x in tensors]).sum()) if tensors else 0.0

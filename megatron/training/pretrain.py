@@ -31,6 +31,7 @@ from megatron.topology.topology import Topology, build_topology, single_process
 from megatron.training.assembly import build_engines, layout_of
 from megatron.training.batch_size import BatchSizeSchedule
 from megatron.training.compression_notes import compression_notes, run_length
+from megatron.training.kernel_check import check_kernels
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.progress_state import Progress
 from megatron.training.report import Reporter
@@ -138,7 +139,8 @@ def run(config: RunConfig, notes: Sequence[str], env: LaunchEnvironment, started
         if topology.is_last_rank:
             print(text, flush=True)
 
-    for note in notes:
+    kernel_note = check_kernels(topology)
+    for note in (*notes, *([kernel_note] if kernel_note else [])):
         say(f"note: {note}")
     say(config.describe())
     batch_sizes = BatchSizeSchedule(

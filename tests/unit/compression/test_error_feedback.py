@@ -99,6 +99,24 @@ def test_lazy_error_propagation_against_a_plain_loop(warm_start: bool) -> None:
     assert receiver.empty
 
 
+def test_the_mean_of_what_tokens_were_sent_is_conserved() -> None:
+    """lazy-mean: over the messages, the means over the tokens of what was sent and of what was meant differ by the
+    residual, one number for each channel."""
+    codec = ErrorFeedbackCodec(LowRankCodec(LowRankConfig(rank=1)), mean=True)
+    sender, receiver = CompressorState(), CompressorState()
+    sent, meant = torch.zeros(7, dtype=torch.float64), torch.zeros(7, dtype=torch.float64)
+    for message in range(50):
+        x = _noise((4, 3, 7), message)
+        got = codec.decode(codec.encode(x, sender, message), x.shape, x.dtype, receiver, message)
+        sent += got.reshape(12, 7).mean(dim=0)
+        meant += x.reshape(12, 7).mean(dim=0)
+        residual = sender.get(RESIDUAL)
+        assert residual is not None
+        assert residual.shape == (7,)
+        torch.testing.assert_close(sent + residual, meant, rtol=0, atol=1e-12)
+        sender.commit()
+
+
 def _first_q(m: int, rank: int, n: int) -> np.ndarray:
     from megatron.compression.linalg import random_bases
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback
 from megatron.compression.state import CompressorState
 from megatron.compression.topk import DisagreementError, StableTopK, StableTopKConfig, TopK, TopKConfig
-from megatron.kernels.reference import abs_topk, dilate
+from megatron.kernels.ops import abs_topk, dilate
 from tests.support.lockstep import run_lockstep
 
 SHAPE = (2, 4, 5)

@@ -1,0 +1,327 @@
+/* torch.ops.megatron_cc: checks, and calls of the C interface. Only torch's stable ABI, so that one build serves every
+ * torch of the supported range. Every operator writes into tensors that its caller made. */
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "mcc.h"
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+int dtype_of(const Tensor &t, const char *what) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float:
+      return MCC_FP32;
+    case ScalarType::BFloat16:
+      return MCC_BF16;
+    case ScalarType::Half:
+      return MCC_FP16;
+    default:
+      STD_TORCH_CHECK(false, what, " must be fp32, bf16 or fp16");
+  }
+  return -1;
+}
+
+void check_plain(const Tensor &t, const char *what) { STD_TORCH_CHECK(t.is_contiguous(), what, " must be contiguous"); }
+
+void check_fp32(const Tensor &t, const char *what) {
+  check_plain(t, what);
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float, what, " must be fp32");
+}
+
+void check_same(const Tensor &a, const Tensor &b, const char *what) {
+  check_plain(a, what);
+  STD_TORCH_CHECK(a.numel() == b.numel() && a.scalar_type() == b.scalar_type(), what,
+                  " must be as large as the input and of its type");
+}
+
+int64_t up(int64_t n, int64_t block) { return (n + block - 1) / block * block; }
+
+mcc_codec codec_of(int64_t count, const Tensor &codes, const Tensor &scales, int64_t bits, int64_t layout, int64_t group,
+                   bool symmetric, int64_t method, int64_t rotation) {
+  STD_TORCH_CHECK(bits >= 1 && bits <= 8, "bits must be 1 to 8, is ", bits);
+  STD_TORCH_CHECK(layout >= MCC_GROUP && layout <= MCC_TENSOR, "no such layout of scales: ", layout);
+  STD_TORCH_CHECK(method == MCC_MAX || method == MCC_L2, "no such scale method: ", method);
+  STD_TORCH_CHECK(rotation == 0 || (rotation >= 8 && rotation <= 1024 && (rotation & (rotation - 1)) == 0),
+                  "rotation must be 0 or a power of two from 8 to 1024, is ", rotation);
+  const int64_t coded = rotation ? up(count, rotation) : count;
+  int64_t groups = 1;
+  if (layout == MCC_GROUP) {
+    STD_TORCH_CHECK(group >= 8 && group % 8 == 0, "group must be a multiple of 8, is ", group);
+    STD_TORCH_CHECK(!rotation || (group & (group - 1)) == 0, "with a rotation, group must be a power of two");
+    groups = (coded + group - 1) / group;
+  } else if (layout == MCC_CHANNEL) {
+    STD_TORCH_CHECK(group >= 1 && count % group == 0, "the numbers must divide by the channels, ", group);
+    STD_TORCH_CHECK(!rotation, "a rotation mixes channels: their scales cannot be kept apart");
+    groups = group;
+  }
+  check_plain(codes, "codes");
+  check_plain(scales, "scales");
+  STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Byte && codes.numel() == up(coded, 8) / 8 * bits,
+                  "codes must be uint8, ceil(n / 8) * bits long");
+  STD_TORCH_CHECK(scales.numel() == groups && scales.scalar_type() != ScalarType::Half,
+                  "scales must be fp32 or bf16, one for each of ", groups, " groups");
+  mcc_codec c = {};
+  c.grid.bits = int(bits);
+  c.grid.layout = int(layout);
+  c.grid.symmetric = symmetric;
+  c.grid.method = int(method);
+  c.grid.rotation = int(rotation);
+  c.grid.group = group;
+  c.codes = static_cast<uint8_t *>(codes.data_ptr());
+  c.scales = scales.data_ptr();
+  c.scale_dtype = dtype_of(scales, "scales");
+  c.count = count;
+  return c;
+}
+
+/* What a device's kernels are called through. */
+struct Cpu {
+  static void quantize(const mcc_codec &c, const Tensor &) { mcc_cpu(nullptr)->quantize(&c); }
+  static void dequantize(const mcc_codec &c, const Tensor &) { mcc_cpu(nullptr)->dequantize(&c); }
+};
+
+template <class Device>
+void quantize_pack(const Tensor &x, const Tensor &other, const Tensor &codes, const Tensor &scales, int64_t role,
+                   int64_t bits, int64_t layout, int64_t group, bool symmetric, int64_t method, int64_t rotation,
+                   bool stochastic, int64_t seed) {
+  check_plain(x, "x");
+  STD_TORCH_CHECK(role >= MCC_PLAIN && role <= MCC_FEEDBACK, "no such role: ", role);
+  mcc_codec c = codec_of(x.numel(), codes, scales, bits, layout, group, symmetric, method, rotation);
+  c.x = x.data_ptr();
+  c.x_dtype = dtype_of(x, "x");
+  c.role = int(role);
+  c.grid.stochastic = stochastic;
+  c.grid.seed = uint64_t(seed);
+  if (role != MCC_PLAIN) {
+    check_plain(other, "the reference or residual");
+    STD_TORCH_CHECK(other.numel() == x.numel(), "the reference or residual must be as large as x");
+    c.other = other.data_ptr();
+    c.other_dtype = dtype_of(other, "the reference or residual");
+  }
+  Device::quantize(c, x);
+}
+
+template <class Device>
+void unpack_dequantize(const Tensor &codes, const Tensor &scales, const Tensor &other, const Tensor &out, int64_t role,
+                       int64_t bits, int64_t layout, int64_t group, bool symmetric, int64_t method, int64_t rotation) {
+  check_plain(out, "out");
+  STD_TORCH_CHECK(role == MCC_PLAIN || role == MCC_DELTA || role == MCC_ADD, "no such role: ", role);
+  STD_TORCH_CHECK(role != MCC_ADD || out.scalar_type() == ScalarType::Float, "out must be fp32 to accumulate in");
+  mcc_codec c = codec_of(out.numel(), codes, scales, bits, layout, group, symmetric, method, rotation);
+  c.out = out.data_ptr();
+  c.out_dtype = dtype_of(out, "out");
+  c.role = int(role);
+  if (role == MCC_DELTA) {
+    check_plain(other, "the reference");
+    STD_TORCH_CHECK(other.numel() == out.numel(), "the reference must be as large as out");
+    c.other = other.data_ptr();
+    c.other_dtype = dtype_of(other, "the reference");
+  }
+  Device::dequantize(c, out);
+}
+
+void abs_topk(const Tensor &x, const Tensor &indices) {
+  check_fp32(x, "x");
+  check_plain(indices, "indices");
+  STD_TORCH_CHECK(x.dim() == 2 && indices.dim() == 2 && indices.size(0) == x.size(0) && indices.size(1) <= x.size(1) &&
+                      indices.scalar_type() == ScalarType::Long,
+                  "x must be (k, n) and indices int64, (k, count) with count <= n");
+  mcc_cpu(nullptr)->abs_topk(static_cast<const float *>(x.data_ptr()), x.size(0), x.size(1), indices.size(1),
+                             static_cast<int64_t *>(indices.data_ptr()));
+}
+
+void dilate(const Tensor &mask, int64_t radius, const Tensor &out) {
+  check_plain(mask, "mask");
+  check_same(out, mask, "out");
+  STD_TORCH_CHECK(mask.dim() == 2 && mask.scalar_type() == ScalarType::Bool && radius >= 0,
+                  "mask must be bool, (k, n), and radius at least 0");
+  mcc_cpu(nullptr)->dilate(static_cast<const uint8_t *>(mask.data_ptr()), mask.size(0), mask.size(1), radius,
+                           static_cast<uint8_t *>(out.data_ptr()));
+}
+
+void check_places(const Tensor &x, const Tensor &indices, const Tensor &packed) {
+  check_fp32(x, "x");
+  check_fp32(packed, "packed");
+  check_plain(indices, "indices");
+  STD_TORCH_CHECK(indices.scalar_type() == ScalarType::Long && indices.numel() == packed.numel(),
+                  "indices must be int64, one for each packed number");
+  /* They ascend, so the ends tell whether all lie inside. */
+  const int64_t n = indices.numel();
+  const int64_t *at = static_cast<const int64_t *>(indices.data_ptr());
+  STD_TORCH_CHECK(n == 0 || (at[0] >= 0 && at[n - 1] < x.numel()), "indices reach beyond x");
+}
+
+void gather_packed(const Tensor &x, const Tensor &indices, const Tensor &packed) {
+  check_places(x, indices, packed);
+  mcc_cpu(nullptr)->gather(static_cast<const float *>(x.data_ptr()), static_cast<const int64_t *>(indices.data_ptr()),
+                           indices.numel(), static_cast<float *>(packed.data_ptr()));
+}
+
+void scatter_add_packed(const Tensor &x, const Tensor &indices, const Tensor &packed) {
+  check_places(x, indices, packed);
+  mcc_cpu(nullptr)->scatter_add(static_cast<float *>(x.data_ptr()), static_cast<const int64_t *>(indices.data_ptr()),
+                                indices.numel(), static_cast<const float *>(packed.data_ptr()));
+}
+
+void finite_norm(const Tensor &x, const Tensor &out) {
+  check_plain(x, "x");
+  check_plain(out, "out");
+  STD_TORCH_CHECK(out.scalar_type() == ScalarType::Double && out.numel() == 2, "out must be fp64, 2 long");
+  mcc_cpu(nullptr)->finite_norm(x.data_ptr(), dtype_of(x, "x"), x.numel(), static_cast<double *>(out.data_ptr()));
+}
+
+void sample_histogram(const Tensor &x, int64_t stride, const Tensor &counts, const Tensor &range) {
+  check_plain(x, "x");
+  check_plain(counts, "counts");
+  check_plain(range, "range");
+  STD_TORCH_CHECK(stride >= 1 && counts.scalar_type() == ScalarType::Long && counts.numel() >= 1 &&
+                      range.scalar_type() == ScalarType::Double && range.numel() == 2,
+                  "stride must be at least 1, counts int64 and range fp64, 2 long");
+  mcc_cpu(nullptr)->histogram(x.data_ptr(), dtype_of(x, "x"), x.numel(), stride, counts.numel(),
+                              static_cast<int64_t *>(counts.data_ptr()), static_cast<double *>(range.data_ptr()));
+}
+
+void orthonormalize(const Tensor &x, const Tensor &q) {
+  check_fp32(x, "x");
+  check_same(q, x, "q");
+  STD_TORCH_CHECK(x.dim() == 3 && x.size(1) >= x.size(2), "x must be (k, n, r) with n >= r");
+  mcc_cpu(nullptr)->orthonormalize(static_cast<const float *>(x.data_ptr()), x.size(0), x.size(1), x.size(2),
+                                   static_cast<float *>(q.data_ptr()));
+}
+
+void subtract_lowrank(const Tensor &m, const Tensor &p, const Tensor &q) {
+  check_fp32(m, "m");
+  check_fp32(p, "p");
+  check_fp32(q, "q");
+  STD_TORCH_CHECK(m.dim() == 3 && p.dim() == 3 && q.dim() == 3 && p.size(0) == m.size(0) && q.size(0) == m.size(0) &&
+                      p.size(1) == m.size(1) && q.size(1) == m.size(2) && p.size(2) == q.size(2),
+                  "m must be (k, n, c), p (k, n, r) and q (k, c, r)");
+  mcc_cpu(nullptr)->subtract_lowrank(static_cast<float *>(m.data_ptr()), static_cast<const float *>(p.data_ptr()),
+                                     static_cast<const float *>(q.data_ptr()), m.size(0), m.size(1), m.size(2),
+                                     p.size(2));
+}
+
+void causal_softmax(const Tensor &x, double scale, const Tensor &y) {
+  check_plain(x, "x");
+  check_same(y, x, "y");
+  STD_TORCH_CHECK(x.dim() == 3, "x must be (matrices, rows, columns)");
+  mcc_cpu(nullptr)->causal_softmax(x.data_ptr(), y.data_ptr(), dtype_of(x, "x"), x.size(0), x.size(1), x.size(2),
+                                   float(scale));
+}
+
+void causal_softmax_grad(const Tensor &y, const Tensor &dy, double scale, const Tensor &dx) {
+  check_plain(y, "y");
+  check_same(dy, y, "dy");
+  check_same(dx, y, "dx");
+  STD_TORCH_CHECK(y.dim() == 3, "y must be (matrices, rows, columns)");
+  mcc_cpu(nullptr)->causal_softmax_grad(y.data_ptr(), dy.data_ptr(), dx.data_ptr(), dtype_of(y, "y"), y.size(0),
+                                        y.size(1), y.size(2), float(scale));
+}
+
+void check_rows(const Tensor &x, const Tensor &vector, const char *what) {
+  check_plain(x, "x");
+  check_plain(vector, what);
+  STD_TORCH_CHECK(x.dim() == 2 && vector.numel() == x.size(1) && vector.scalar_type() == x.scalar_type(), what,
+                  " must be as long as a row of x, and of its type");
+}
+
+void bias_gelu(const Tensor &x, const Tensor &bias, const Tensor &y) {
+  check_rows(x, bias, "bias");
+  check_same(y, x, "y");
+  mcc_cpu(nullptr)->bias_gelu(x.data_ptr(), bias.data_ptr(), y.data_ptr(), dtype_of(x, "x"), x.size(0), x.size(1));
+}
+
+void bias_gelu_grad(const Tensor &x, const Tensor &bias, const Tensor &dy, const Tensor &dx) {
+  check_rows(x, bias, "bias");
+  check_same(dy, x, "dy");
+  check_same(dx, x, "dx");
+  mcc_cpu(nullptr)->bias_gelu_grad(x.data_ptr(), bias.data_ptr(), dy.data_ptr(), dx.data_ptr(), dtype_of(x, "x"),
+                                   x.size(0), x.size(1));
+}
+
+float *stats(const Tensor &t, const Tensor &x, const char *what) {
+  check_fp32(t, what);
+  STD_TORCH_CHECK(t.numel() == x.size(0), what, " must have one number for each row");
+  return static_cast<float *>(t.data_ptr());
+}
+
+void add_norm(const Tensor &x, const Tensor &residual, const Tensor &weight, std::optional<Tensor> bias, double eps,
+              const Tensor &sum, const Tensor &y, const Tensor &mean, const Tensor &rstd) {
+  check_rows(x, weight, "weight");
+  if (bias) check_rows(x, *bias, "bias");
+  check_same(residual, x, "residual");
+  check_same(sum, x, "sum");
+  check_same(y, x, "y");
+  mcc_cpu(nullptr)->add_norm(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), bias ? bias->data_ptr() : nullptr,
+                             sum.data_ptr(), y.data_ptr(), stats(mean, x, "mean"), stats(rstd, x, "rstd"),
+                             dtype_of(x, "x"), x.size(0), x.size(1), float(eps));
+}
+
+void add_norm_grad(const Tensor &sum, const Tensor &weight, const Tensor &mean, const Tensor &rstd, const Tensor &dy,
+                   const Tensor &dsum, const Tensor &dx, const Tensor &dweight, std::optional<Tensor> dbias) {
+  check_rows(sum, weight, "weight");
+  check_same(dy, sum, "dy");
+  check_same(dsum, sum, "dsum");
+  check_same(dx, sum, "dx");
+  check_fp32(dweight, "dweight");
+  STD_TORCH_CHECK(dweight.numel() == sum.size(1) && (!dbias || dbias->numel() == sum.size(1)),
+                  "dweight and dbias must be as long as a row");
+  if (dbias) check_fp32(*dbias, "dbias");
+  mcc_cpu(nullptr)->add_norm_grad(sum.data_ptr(), weight.data_ptr(), stats(mean, sum, "mean"), stats(rstd, sum, "rstd"),
+                                  dy.data_ptr(), dsum.data_ptr(), dx.data_ptr(),
+                                  static_cast<float *>(dweight.data_ptr()),
+                                  dbias ? static_cast<float *>(dbias->data_ptr()) : nullptr, dtype_of(sum, "sum"),
+                                  !dbias, sum.size(0), sum.size(1));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(megatron_cc, m) {
+  m.def(
+      "quantize_pack(Tensor x, Tensor(a!) other, Tensor(b!) codes, Tensor(c!) scales, int role, int bits, int layout, "
+      "int group, bool symmetric, int method, int rotation, bool stochastic, int seed) -> ()");
+  m.def(
+      "unpack_dequantize(Tensor codes, Tensor scales, Tensor(a!) other, Tensor(b!) out, int role, int bits, int layout, "
+      "int group, bool symmetric, int method, int rotation) -> ()");
+  m.def("abs_topk(Tensor x, Tensor(a!) indices) -> ()");
+  m.def("dilate(Tensor mask, int radius, Tensor(a!) out) -> ()");
+  m.def("gather_packed(Tensor x, Tensor indices, Tensor(a!) packed) -> ()");
+  m.def("scatter_add_packed(Tensor(a!) x, Tensor indices, Tensor packed) -> ()");
+  m.def("finite_norm(Tensor x, Tensor(a!) out) -> ()");
+  m.def("sample_histogram(Tensor x, int stride, Tensor(a!) counts, Tensor(b!) range) -> ()");
+  m.def("orthonormalize(Tensor x, Tensor(a!) q) -> ()");
+  m.def("subtract_lowrank(Tensor(a!) m, Tensor p, Tensor q) -> ()");
+  m.def("causal_softmax(Tensor x, float scale, Tensor(a!) y) -> ()");
+  m.def("causal_softmax_grad(Tensor y, Tensor dy, float scale, Tensor(a!) dx) -> ()");
+  m.def("bias_gelu(Tensor x, Tensor bias, Tensor(a!) y) -> ()");
+  m.def("bias_gelu_grad(Tensor x, Tensor bias, Tensor dy, Tensor(a!) dx) -> ()");
+  m.def(
+      "add_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias, float eps, Tensor(a!) sum, Tensor(b!) y, "
+      "Tensor(c!) mean, Tensor(d!) rstd) -> ()");
+  m.def(
+      "add_norm_grad(Tensor sum, Tensor weight, Tensor mean, Tensor rstd, Tensor dy, Tensor dsum, Tensor(a!) dx, "
+      "Tensor(b!) dweight, Tensor(c!)? dbias) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(megatron_cc, CPU, m) {
+  m.impl("quantize_pack", TORCH_BOX(&quantize_pack<Cpu>));
+  m.impl("unpack_dequantize", TORCH_BOX(&unpack_dequantize<Cpu>));
+  m.impl("abs_topk", TORCH_BOX(&abs_topk));
+  m.impl("dilate", TORCH_BOX(&dilate));
+  m.impl("gather_packed", TORCH_BOX(&gather_packed));
+  m.impl("scatter_add_packed", TORCH_BOX(&scatter_add_packed));
+  m.impl("finite_norm", TORCH_BOX(&finite_norm));
+  m.impl("sample_histogram", TORCH_BOX(&sample_histogram));
+  m.impl("orthonormalize", TORCH_BOX(&orthonormalize));
+  m.impl("subtract_lowrank", TORCH_BOX(&subtract_lowrank));
+  m.impl("causal_softmax", TORCH_BOX(&causal_softmax));
+  m.impl("causal_softmax_grad", TORCH_BOX(&causal_softmax_grad));
+  m.impl("bias_gelu", TORCH_BOX(&bias_gelu));
+  m.impl("bias_gelu_grad", TORCH_BOX(&bias_gelu_grad));
+  m.impl("add_norm", TORCH_BOX(&add_norm));
+  m.impl("add_norm_grad", TORCH_BOX(&add_norm_grad));
+}

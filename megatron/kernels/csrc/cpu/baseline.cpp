@@ -1,0 +1,7 @@
+/* For any processor. */
+#include "standard.h"
+
+#define MCC_ISA baseline
+#define MCC_PEXT 0
+#define MCC_AVX512 0
+#include "kernels.h"

@@ -1,0 +1,34 @@
+/* All CPU kernels, for the instruction set that MCC_ISA names. Each instruction set's file includes this once, after
+ * switching the compiler to it; the standard headers come before that, so that what they define stays portable. */
+
+namespace mcc {
+namespace MCC_ISA {
+
+inline int thread_count() {
+#ifdef _OPENMP
+  return omp_get_max_threads();
+#else
+  return 1;
+#endif
+}
+
+#include "portable.h"
+
+#include "quantize.inl"
+
+#include "topk.inl"
+
+#include "reduce.inl"
+
+#include "lowrank.inl"
+
+#include "fused.inl"
+
+extern const mcc_cpu_table table;
+const mcc_cpu_table table = {
+    quantize,       dequantize, abs_topk,  dilate,         gather,   scatter_add,   finite_norm, histogram, orthonormalize,
+    subtract_lowrank, causal_softmax, causal_softmax_grad, bias_gelu, bias_gelu_grad, add_norm, add_norm_grad,
+};
+
+}  // namespace MCC_ISA
+}  // namespace mcc

@@ -1,0 +1,223 @@
+/* Orthonormal bases by Cholesky-QR in fp64, and the residual of a low-rank approximation. */
+
+constexpr int64_t kPanel = 64;  /* rows that are taken together */
+constexpr int64_t kSplits = 16; /* partial Gram matrices, whatever the number of threads: equal sums everywhere */
+
+/* gram (r x r) += panel^T panel, upper triangle, for ``rows`` rows of doubles. */
+inline void add_gram(const double *__restrict panel, int64_t rows, int64_t r, double *__restrict gram) {
+  constexpr int64_t kWide = 32, kTall = 4;
+  for (int64_t i = 0; i < r; i += kTall) {
+    for (int64_t j = i / kWide * kWide; j < r; j += kWide) {
+      if (i + kTall <= r && j + kWide <= r) {
+        double sums[kTall][kWide] = {{0}};
+        for (int64_t row = 0; row < rows; ++row) {
+          const double *x = panel + row * r;
+          for (int64_t a = 0; a < kTall; ++a)
+            for (int64_t b = 0; b < kWide; ++b) sums[a][b] += x[i + a] * x[j + b];
+        }
+        for (int64_t a = 0; a < kTall; ++a)
+          for (int64_t b = 0; b < kWide; ++b) gram[(i + a) * r + j + b] += sums[a][b];
+        continue;
+      }
+      const int64_t tall = std::min(kTall, r - i), wide = std::min(kWide, r - j);
+      for (int64_t a = 0; a < tall; ++a) {
+        double sums[kWide] = {0};
+        for (int64_t row = 0; row < rows; ++row) {
+          const double *x = panel + row * r;
+          for (int64_t b = 0; b < wide; ++b) sums[b] += x[i + a] * x[j + b];
+        }
+        for (int64_t b = 0; b < wide; ++b) gram[(i + a) * r + j + b] += sums[b];
+      }
+    }
+  }
+}
+
+/* out (rows x r) = panel (rows x r) times inverse, upper triangular. */
+inline void times_upper(const double *__restrict panel, int64_t rows, int64_t r, const double *__restrict inverse,
+                        double *__restrict out) {
+  constexpr int64_t kWide = 32, kTall = 4;
+  for (int64_t row = 0; row < rows; row += kTall) {
+    const int64_t tall = std::min(kTall, rows - row);
+    for (int64_t j = 0; j < r; j += kWide) {
+      const int64_t wide = std::min(kWide, r - j), depth = std::min(j + wide, r);
+      double sums[kTall][kWide] = {{0}};
+      if (tall == kTall && wide == kWide) {
+        for (int64_t i = 0; i < depth; ++i)
+          for (int64_t a = 0; a < kTall; ++a)
+            for (int64_t b = 0; b < kWide; ++b) sums[a][b] += panel[(row + a) * r + i] * inverse[i * r + j + b];
+      } else {
+        for (int64_t i = 0; i < depth; ++i)
+          for (int64_t a = 0; a < tall; ++a)
+            for (int64_t b = 0; b < wide; ++b) sums[a][b] += panel[(row + a) * r + i] * inverse[i * r + j + b];
+      }
+      for (int64_t a = 0; a < tall; ++a)
+        for (int64_t b = 0; b < wide; ++b) out[(row + a) * r + j + b] = sums[a][b];
+    }
+  }
+}
+
+inline void widen(const float *x, int64_t n, double *out) {
+  for (int64_t i = 0; i < n; ++i) out[i] = double(x[i]);
+}
+
+/* The Gram matrix of x (n x r), upper triangle; the same bits for any number of threads. */
+inline void gram_of(const float *x, int64_t n, int64_t r, double *gram, bool threads) {
+  const int64_t splits = std::min(kSplits, (n + kPanel - 1) / kPanel);
+  const int64_t share = (n + splits - 1) / splits;
+  std::vector<double> partial(size_t(splits * r * r), 0.0);
+#pragma omp parallel for schedule(static) if (threads)
+  for (int64_t s = 0; s < splits; ++s) {
+    std::vector<double> panel(size_t(kPanel * r));
+    const int64_t end = std::min((s + 1) * share, n);
+    for (int64_t row = s * share; row < end; row += kPanel) {
+      const int64_t rows = std::min(kPanel, end - row);
+      widen(x + row * r, rows * r, panel.data());
+      add_gram(panel.data(), rows, r, partial.data() + s * r * r);
+    }
+  }
+  std::fill(gram, gram + r * r, 0.0);
+  for (int64_t s = 0; s < splits; ++s)
+    for (int64_t i = 0; i < r * r; ++i) gram[i] += partial[size_t(s * r * r + i)];
+}
+
+/* Upper triangular R with R^T R = gram, and its inverse in place of it. False when a pivot is too small against the
+ * column's own length for the division to leave digits. */
+inline bool inverse_factor(double *gram, int64_t r) {
+  std::vector<double> length(static_cast<size_t>(r));
+  for (int64_t i = 0; i < r; ++i) length[size_t(i)] = gram[i * r + i];
+  for (int64_t k = 0; k < r; ++k) {
+    const double pivot = gram[k * r + k];
+    if (!(pivot > 1e-10 * length[size_t(k)]) || !std::isfinite(pivot)) return false;
+    const double root = std::sqrt(pivot);
+    for (int64_t j = k; j < r; ++j) gram[k * r + j] /= root;
+    for (int64_t i = k + 1; i < r; ++i) {
+      const double f = gram[k * r + i];
+      for (int64_t j = i; j < r; ++j) gram[i * r + j] -= f * gram[k * r + j];
+    }
+  }
+  /* Row i of the inverse from the rows below it: R X = 1. */
+  for (int64_t i = r - 1; i >= 0; --i) {
+    const double diagonal = 1.0 / gram[i * r + i];
+    std::vector<double> row(size_t(r), 0.0);
+    row[size_t(i)] = diagonal;
+    for (int64_t k = i + 1; k < r; ++k) {
+      const double f = gram[i * r + k] * diagonal;
+      for (int64_t j = k; j < r; ++j) row[size_t(j)] -= f * gram[k * r + j];
+    }
+    for (int64_t j = 0; j < r; ++j) gram[i * r + j] = row[size_t(j)];
+  }
+  return true;
+}
+
+/* Gram-Schmidt, each column twice, in fp64. A column that the ones before it hold already is replaced by the first unit
+ * vector that they do not. */
+inline void gram_schmidt(const float *x, int64_t n, int64_t r, float *q) {
+  std::vector<double> columns(size_t(n * r));
+  for (int64_t i = 0; i < n; ++i)
+    for (int64_t j = 0; j < r; ++j) columns[size_t(j * n + i)] = double(x[i * r + j]);
+  int64_t unit = 0;
+  auto dot = [&](const double *a, const double *b) {
+    double lanes[16] = {0}, sum = 0;
+    const int64_t whole = n / 16 * 16;
+    for (int64_t i = 0; i < whole; i += 16)
+      for (int64_t j = 0; j < 16; ++j) lanes[j] += a[i + j] * b[i + j];
+    for (int64_t i = whole; i < n; ++i) lanes[i - whole] += a[i] * b[i];
+    for (double lane : lanes) sum += lane;
+    return sum;
+  };
+  for (int64_t j = 0; j < r; ++j) {
+    double *own = columns.data() + j * n;
+    bool given = true;
+    while (true) {
+      const double before = std::sqrt(dot(own, own));
+      for (int pass = 0; pass < 2; ++pass)
+        for (int64_t k = 0; k < j; ++k) {
+          const double *other = columns.data() + k * n, f = dot(own, other);
+          for (int64_t i = 0; i < n; ++i) own[i] -= f * other[i];
+        }
+      const double after = std::sqrt(dot(own, own));
+      if (!std::isfinite(after)) {
+        std::fill(own, own + n, std::numeric_limits<double>::quiet_NaN());
+        break;
+      }
+      if (after > (given ? 1e-7 : 1e-3) * before && after > 0) {
+        for (int64_t i = 0; i < n; ++i) own[i] /= after;
+        break;
+      }
+      std::fill(own, own + n, 0.0);
+      own[unit++ % n] = 1.0;
+      given = false;
+    }
+  }
+  for (int64_t i = 0; i < n; ++i)
+    for (int64_t j = 0; j < r; ++j) q[i * r + j] = float(columns[size_t(j * n + i)]);
+}
+
+inline void orthonormalize_one(const float *x, int64_t n, int64_t r, float *q, bool threads) {
+  std::vector<double> gram(size_t(r * r));
+  gram_of(x, n, r, gram.data(), threads);
+  if (!inverse_factor(gram.data(), r)) {
+    gram_schmidt(x, n, r, q);
+    return;
+  }
+#pragma omp parallel if (threads)
+  {
+    std::vector<double> panel(size_t(kPanel * r)), product(size_t(kPanel * r));
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < n; row += kPanel) {
+      const int64_t rows = std::min(kPanel, n - row);
+      widen(x + row * r, rows * r, panel.data());
+      times_upper(panel.data(), rows, r, gram.data(), product.data());
+      for (int64_t i = 0; i < rows * r; ++i) q[row * r + i] = float(product[size_t(i)]);
+    }
+  }
+}
+
+void orthonormalize(const float *x, int64_t k, int64_t n, int64_t r, float *q) {
+  if (k == 0 || n == 0 || r == 0) return;
+  const bool many = k >= thread_count();
+#pragma omp parallel for schedule(dynamic) if (many && k * n * r > kSerial)
+  for (int64_t i = 0; i < k; ++i)
+    orthonormalize_one(x + i * n * r, n, r, q + i * n * r, !many && n * r > kSerial);
+}
+
+void subtract_lowrank(float *m, const float *p, const float *q, int64_t k, int64_t n, int64_t c, int64_t r) {
+  if (k == 0 || n == 0 || c == 0 || r == 0) return;
+  constexpr int64_t kTall = 8, kWide = 64;
+#pragma omp parallel if (k * n * c > kSerial)
+  {
+    std::vector<float> across(size_t(r * c)); /* q^T, so that columns of m lie together */
+    int64_t held = -1;
+    const int64_t tiles = (n + kPanel - 1) / kPanel;
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < k * tiles; ++t) {
+      const int64_t matrix = t / tiles, first = t % tiles * kPanel, last = std::min(first + kPanel, n);
+      if (matrix != held) {
+        const float *own = q + matrix * c * r;
+        for (int64_t j = 0; j < c; ++j)
+          for (int64_t i = 0; i < r; ++i) across[size_t(i * c + j)] = own[j * r + i];
+        held = matrix;
+      }
+      for (int64_t column = 0; column < c; column += kWide) {
+        const int64_t wide = std::min(kWide, c - column);
+        for (int64_t row = first; row < last; row += kTall) {
+          const int64_t tall = std::min(kTall, last - row);
+          const float *left = p + (matrix * n + row) * r;
+          float *to = m + (matrix * n + row) * c + column;
+          float sums[kTall][kWide] = {{0}};
+          if (tall == kTall && wide == kWide) {
+            for (int64_t i = 0; i < r; ++i)
+              for (int64_t a = 0; a < kTall; ++a)
+                for (int64_t b = 0; b < kWide; ++b) sums[a][b] += left[a * r + i] * across[size_t(i * c + column + b)];
+          } else {
+            for (int64_t i = 0; i < r; ++i)
+              for (int64_t a = 0; a < tall; ++a)
+                for (int64_t b = 0; b < wide; ++b) sums[a][b] += left[a * r + i] * across[size_t(i * c + column + b)];
+          }
+          for (int64_t a = 0; a < tall; ++a)
+            for (int64_t b = 0; b < wide; ++b) to[a * c + b] -= sums[a][b];
+        }
+      }
+    }
+  }
+}

@@ -1,0 +1,85 @@
+/* The kernels' C interface: what the bindings call, on the CPU and on CUDA devices.
+ *
+ * Pointers are to contiguous memory; counts are in elements. The meaning of every argument, and of every bit of the
+ * results, is that of the pure-torch twin of the same name in reference.py.
+ */
+#ifndef MCC_H
+#define MCC_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum mcc_dtype { MCC_FP32 = 0, MCC_BF16 = 1, MCC_FP16 = 2 };
+enum mcc_layout { MCC_GROUP = 0, MCC_CHANNEL = 1, MCC_TENSOR = 2 };
+enum mcc_method { MCC_MAX = 0, MCC_L2 = 1 };
+/* What the second tensor of an encoder is, and what a decoder does with its numbers. */
+enum mcc_role { MCC_PLAIN = 0, MCC_DELTA = 1, MCC_FEEDBACK = 2, MCC_ADD = 3 };
+
+/* How numbers become codes. */
+typedef struct {
+  int bits;         /* 1 to 8 */
+  int layout;       /* mcc_layout */
+  int symmetric;    /* both peaks representable */
+  int method;       /* mcc_method */
+  int rotation;     /* block of the Hadamard rotation, a power of two; 0 for none */
+  int stochastic;   /* round by noise instead of to nearest */
+  int64_t group;    /* numbers that share a scale, a multiple of 8; channels when layout is MCC_CHANNEL */
+  uint64_t seed;    /* of the noise */
+} mcc_grid;
+
+typedef struct {
+  mcc_grid grid;
+  const void *x;    /* numbers to encode; unused by decoders */
+  void *other;      /* MCC_DELTA: the reference; MCC_FEEDBACK: the residual; updated in place */
+  void *out;        /* decoders: where the numbers go; may be null for MCC_DELTA */
+  uint8_t *codes;
+  void *scales;
+  int64_t count;    /* numbers */
+  int role;         /* mcc_role */
+  int x_dtype, other_dtype, out_dtype, scale_dtype;
+} mcc_codec;
+
+typedef struct {
+  void (*quantize)(const mcc_codec *);
+  void (*dequantize)(const mcc_codec *);
+  /* Largest magnitudes of each of k rows of n: ascending indices (k x count). */
+  void (*abs_topk)(const float *x, int64_t k, int64_t n, int64_t count, int64_t *indices);
+  void (*dilate)(const uint8_t *mask, int64_t k, int64_t n, int64_t radius, uint8_t *out);
+  void (*gather)(const float *x, const int64_t *indices, int64_t count, float *packed);
+  void (*scatter_add)(float *x, const int64_t *indices, int64_t count, const float *packed);
+  /* out[0]: sum of squares; out[1]: 1 when all are finite, else 0. */
+  void (*finite_norm)(const void *x, int dtype, int64_t count, double *out);
+  /* Finite elements 0, stride, 2 stride, ... : range (low, high; inf, -inf when none) and counts of equal bins. */
+  void (*histogram)(const void *x, int dtype, int64_t count, int64_t stride, int64_t bins, int64_t *counts,
+                    double *range);
+  /* k matrices n x r -> orthonormal bases of their columns, through work (see mcc_orthonormalize_work). */
+  void (*orthonormalize)(const float *x, int64_t k, int64_t n, int64_t r, float *q);
+  /* m (k x n x c) -= p (k x n x r) q^T (k x c x r) */
+  void (*subtract_lowrank)(float *m, const float *p, const float *q, int64_t k, int64_t n, int64_t c, int64_t r);
+  void (*causal_softmax)(const void *x, void *y, int dtype, int64_t matrices, int64_t rows, int64_t columns,
+                         float scale);
+  void (*causal_softmax_grad)(const void *y, const void *dy, void *dx, int dtype, int64_t matrices, int64_t rows,
+                              int64_t columns, float scale);
+  void (*bias_gelu)(const void *x, const void *bias, void *y, int dtype, int64_t rows, int64_t columns);
+  void (*bias_gelu_grad)(const void *x, const void *bias, const void *dy, void *dx, int dtype, int64_t rows,
+                         int64_t columns);
+  /* sum = x + residual; y = norm(sum) * weight + bias. bias null: RMSNorm. rstd and mean: fp32 per row. */
+  void (*add_norm)(const void *x, const void *residual, const void *weight, const void *bias, void *sum, void *y,
+                   float *mean, float *rstd, int dtype, int64_t rows, int64_t columns, float eps);
+  void (*add_norm_grad)(const void *sum, const void *weight, const float *mean, const float *rstd, const void *dy,
+                        const void *dsum, void *dx, float *dweight, float *dbias, int dtype, int rms, int64_t rows,
+                        int64_t columns);
+} mcc_cpu_table;
+
+/* The table for this processor, chosen once; "baseline" etc. in *name. */
+const mcc_cpu_table *mcc_cpu(const char **name);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,99 @@
+"""The compiled kernels: where they lie, whether they load, and their shapes for torch.compile."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+CHOICE = "MEGATRON_CC_KERNELS"
+"""Environment variable: ``reference`` runs without the compiled kernels, ``native`` refuses to run without them."""
+
+_LIBRARY = "megatron_cc"
+
+
+def library_path() -> Path | None:
+    """The compiled extension beside this file; None where it was not built."""
+    found = sorted(Path(__file__).parent.glob("_native*.so"))
+    return found[0] if found else None
+
+
+@functools.cache
+def problem() -> str | None:
+    """Loads the compiled kernels, once.
+
+    Returns:
+        None when they are in use, else why not, in words.
+
+    Raises:
+        RuntimeError: when ``MEGATRON_CC_KERNELS=native`` asks for them and they cannot be used.
+    """
+    choice = os.environ.get(CHOICE, "")
+    if choice not in ("", "native", "reference"):
+        raise RuntimeError(f"{CHOICE}={choice}: the choices are native and reference")
+    why = f"{CHOICE}=reference asks for it" if choice == "reference" else _load()
+    if why is not None and choice == "native":
+        raise RuntimeError(f"{CHOICE}=native, but {why}")
+    return why
+
+
+def _load() -> str | None:
+    path = library_path()
+    if path is None:
+        return "they were not built: run `pip install -e .` where a C++17 compiler is"
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        return f"{path.name} does not load ({str(error).splitlines()[0]}): run `pip install -e .` again"
+    register_shapes()
+    return None
+
+
+def serves(*tensors: Tensor | None) -> bool:
+    """Whether the compiled kernels take these tensors: on a device that they were built for, none of them fp64."""
+    if problem() is not None:
+        return False
+    given = [t for t in tensors if t is not None]
+    on_device = all(t.device.type in devices() for t in given)
+    return on_device and all(t.dtype != torch.float64 for t in given if t.is_floating_point())
+
+
+@functools.cache
+def devices() -> frozenset[str]:
+    """The devices that the compiled kernels were built for."""
+    name = f"{_LIBRARY}::quantize_pack"
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return frozenset(device for device, key in (("cpu", "CPU"), ("cuda", "CUDA")) if has(name, key))
+
+
+def register_shapes() -> None:
+    """Tells torch.compile that the operators only write into their arguments."""
+
+    def nothing(*args: object, **kwargs: object) -> None:
+        return None
+
+    for name in OPERATORS:
+        torch.library.register_fake(f"{_LIBRARY}::{name}", nothing)
+
+
+OPERATORS = (
+    "quantize_pack",
+    "unpack_dequantize",
+    "abs_topk",
+    "dilate",
+    "gather_packed",
+    "scatter_add_packed",
+    "finite_norm",
+    "sample_histogram",
+    "orthonormalize",
+    "subtract_lowrank",
+    "causal_softmax",
+    "causal_softmax_grad",
+    "bias_gelu",
+    "bias_gelu_grad",
+    "add_norm",
+    "add_norm_grad",
+)

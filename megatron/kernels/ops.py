@@ -1,0 +1,133 @@
+"""The kernels as the rest of the package calls them: compiled where they are built, else their pure-torch twins.
+
+What they compute is defined in ``reference`` and ``reference_fused``. Both give the same bits where ``reference`` does
+not say otherwise.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.kernels import native, reference
+from megatron.kernels.grid import Grid, Role
+
+
+def quantize_pack(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    grid: Grid,
+    role: Role = Role.PLAIN,
+    other: Tensor | None = None,
+    seed: int | None = None,
+) -> None:
+    """See ``reference.quantize_pack``."""
+    if native.serves(x, other, scales):
+        given = _none(x) if other is None else other
+        torch.ops.megatron_cc.quantize_pack(x, given, codes, scales, role, *_numbers(grid), seed is not None, seed or 0)
+    else:
+        reference.quantize_pack(x, other, codes, scales, grid, role, seed)
+
+
+def unpack_dequantize(
+    codes: Tensor,
+    scales: Tensor,
+    out: Tensor,
+    grid: Grid,
+    role: Role = Role.PLAIN,
+    other: Tensor | None = None,
+) -> None:
+    """See ``reference.unpack_dequantize``."""
+    if native.serves(codes, scales, other, out):
+        given = _none(out) if other is None else other
+        torch.ops.megatron_cc.unpack_dequantize(codes, scales, given, out, role, *_numbers(grid))
+    else:
+        reference.unpack_dequantize(codes, scales, other, out, grid, role)
+
+
+def _numbers(grid: Grid) -> tuple[int, int, int, bool, int, int]:
+    return grid.bits, grid.layout, grid.group, grid.symmetric, grid.method, grid.rotation
+
+
+def _none(like: Tensor) -> Tensor:
+    """Stands for a tensor that an operator does not read."""
+    return like.new_empty(0)
+
+
+def abs_topk(x_kn: Tensor, count: int) -> Tensor:
+    """Indices of the ``count`` largest magnitudes in each row, (k, count), int64, ascending; see ``reference``."""
+    indices_kc = torch.empty((x_kn.shape[0], min(count, x_kn.shape[1])), dtype=torch.int64, device=x_kn.device)
+    if native.serves(x_kn) and x_kn.dtype == torch.float32:
+        torch.ops.megatron_cc.abs_topk(x_kn.contiguous(), indices_kc)
+    else:
+        reference.abs_topk(x_kn, indices_kc)
+    return indices_kc
+
+
+def dilate(mask_kn: Tensor, radius: int) -> Tensor:
+    """True where a True lies within ``radius`` places in the same row."""
+    out_kn = torch.empty_like(mask_kn)
+    if native.serves(mask_kn):
+        torch.ops.megatron_cc.dilate(mask_kn, radius, out_kn)
+    else:
+        reference.dilate(mask_kn, radius, out_kn)
+    return out_kn
+
+
+def gather_packed(x_n: Tensor, indices_c: Tensor) -> Tensor:
+    """The numbers at ascending indices of a flat tensor, behind each other."""
+    packed_c = torch.empty(indices_c.shape, dtype=x_n.dtype, device=x_n.device)
+    if native.serves(x_n) and x_n.dtype == torch.float32:
+        torch.ops.megatron_cc.gather_packed(x_n, indices_c, packed_c)
+    else:
+        reference.gather_packed(x_n, indices_c, packed_c)
+    return packed_c
+
+
+def scatter_add_packed(x_n: Tensor, indices_c: Tensor, packed_c: Tensor) -> None:
+    """Adds packed numbers at ascending, distinct indices of a flat tensor, in place."""
+    if native.serves(x_n, packed_c) and x_n.dtype == torch.float32:
+        torch.ops.megatron_cc.scatter_add_packed(x_n, indices_c, packed_c)
+    else:
+        reference.scatter_add_packed(x_n, indices_c, packed_c)
+
+
+def finite_norm(x: Tensor) -> Tensor:
+    """(sum of squares, 1 if all are finite else 0), fp64, in one pass."""
+    out_2 = torch.empty(2, dtype=torch.float64, device=x.device)
+    if native.serves(x):
+        torch.ops.megatron_cc.finite_norm(x.contiguous(), out_2)
+    else:
+        reference.finite_norm(x, out_2)
+    return out_2
+
+
+def sample_histogram(x: Tensor, stride: int, bins: int) -> tuple[Tensor, Tensor]:
+    """Counts (bins, int64) and range (low, high; fp64) of the finite ones among every ``stride``-th number."""
+    counts_b = torch.empty(bins, dtype=torch.int64, device=x.device)
+    range_2 = torch.empty(2, dtype=torch.float64, device=x.device)
+    if native.serves(x):
+        torch.ops.megatron_cc.sample_histogram(x.contiguous(), stride, counts_b, range_2)
+    else:
+        reference.sample_histogram(x, stride, counts_b, range_2)
+    return counts_b, range_2
+
+
+def orthonormalize(x_knr: Tensor) -> Tensor:
+    """Orthonormal bases of the columns of a stack of matrices, n >= r, in fp32 or fp64."""
+    wide = x_knr if x_knr.dtype == torch.float64 else x_knr.float()
+    q_knr = torch.empty(wide.shape, dtype=wide.dtype, device=wide.device)
+    if native.serves(wide):
+        torch.ops.megatron_cc.orthonormalize(wide.contiguous(), q_knr)
+    else:
+        reference.orthonormalize(wide, q_knr)
+    return q_knr
+
+
+def subtract_lowrank(m_knc: Tensor, p_knr: Tensor, q_kcr: Tensor) -> None:
+    """M - P Q^T in place, for a stack of matrices."""
+    if native.serves(m_knc, p_knr, q_kcr) and m_knc.dtype == torch.float32:
+        torch.ops.megatron_cc.subtract_lowrank(m_knc, p_knr.contiguous(), q_kcr.contiguous())
+    else:
+        reference.subtract_lowrank(m_knc, p_knr, q_kcr)

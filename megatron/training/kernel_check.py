@@ -1,0 +1,35 @@
+"""Whether the compiled kernels run, and on all ranks alike."""
+
+from __future__ import annotations
+
+from megatron.checkpoint.agree import gather_texts
+from megatron.config.errors import UserError
+from megatron.kernels import native
+from megatron.topology.topology import Topology
+
+
+def check_kernels(topology: Topology) -> str | None:
+    """A note when the run goes without compiled kernels. Every rank calls this.
+
+    Replicas must compute alike: an orthonormal basis of the compiled kernel and one of its pure-torch twin span the
+    same space but differ in their last digits.
+
+    Raises:
+        UserError: on every rank, when only some ranks have the kernels.
+    """
+    try:
+        why = native.problem() or ""
+    except RuntimeError as error:
+        why = f"!{error}"
+    group = topology.control.pg if topology.layout.world_size > 1 else None
+    reasons = gather_texts(group, why)
+    refused = next((reason[1:] for reason in reasons if reason.startswith("!")), None)
+    if refused is not None:
+        raise UserError(refused)
+    without = [rank for rank, reason in enumerate(reasons) if reason]
+    if 0 < len(without) < len(reasons):
+        raise UserError(
+            f"rank {without[0]} has no compiled kernels while others do ({reasons[without[0]]}): "
+            f"make all ranks alike, or set {native.CHOICE}=reference on all"
+        )
+    return f"compiled kernels are not in use, pure torch is slower: {why}" if why else None

@@ -1,0 +1,42 @@
+"""Ranks with and without compiled kernels do not train together."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.config.errors import UserError
+from megatron.kernels import native
+from megatron.topology.layout import Layout
+from megatron.topology.topology import build_topology
+from megatron.training.kernel_check import check_kernels
+from tests.support.spawn import run_ranks
+
+pytestmark = pytest.mark.multiprocess
+
+
+def _check(choices: list[str]) -> str | None:
+    os.environ[native.CHOICE] = choices[dist.get_rank()]
+    topology = build_topology(Layout(dp=2), torch.device("cpu"))
+    try:
+        return check_kernels(topology)
+    except UserError as error:
+        return f"refused: {error}"
+
+
+@pytest.mark.skipif(native.library_path() is None, reason="the kernels were not compiled")
+def test_all_ranks_or_none() -> None:
+    for found in run_ranks(2, _check, ["", "reference"]):
+        assert found.startswith("refused: rank 1 has no compiled kernels while others do")
+    assert run_ranks(2, _check, ["native", ""]) == [None, None]
+
+
+def test_a_run_without_them_says_so() -> None:
+    for found in run_ranks(2, _check, ["reference", "reference"]):
+        assert "not in use" in found
+    for found in run_ranks(2, _check, ["reference", "fast"]):
+        assert found.startswith("refused:")
+        assert "the choices are native and reference" in found

@@ -1,0 +1,222 @@
+"""What compiled kernels must satisfy on any device: equality with their pure-torch twins, bit by bit where defined."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.kernels import fused, ops, reference, reference_fused
+from megatron.kernels.grid import Grid, Layout, Method, Role
+
+HALVES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, *HALVES)
+SPECIAL = (0.0, -0.0, math.nan, math.inf, -math.inf, 1e-40, -3e-45, 3e38, -3e38)
+
+
+def noise(shape: tuple[int, ...], seed: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers, the same on every device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device=device, dtype=dtype)
+
+
+def spoil(x: Tensor, seed: int) -> Tensor:
+    """A few numbers of x replaced by special ones."""
+    flat = x.clone().view(-1)
+    generator = torch.Generator().manual_seed(seed)
+    for value in SPECIAL:
+        if flat.numel():
+            flat[int(torch.randint(flat.numel(), (1,), generator=generator))] = value
+    return flat.view(x.shape)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal values; NaN equals NaN."""
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0.0), b.nan_to_num(0.0))
+
+
+def check_codec(x: Tensor, other: Tensor | None, grid: Grid, role: Role, seed: int | None, scale: torch.dtype) -> None:
+    """Codes, scales, the second tensor and what is decoded equal the twin's."""
+    found = []
+    for run in (_encode_native, _encode_reference):
+        codes = torch.full((grid.code_bytes(x.numel()),), 77, dtype=torch.uint8, device=x.device)
+        scales = torch.full((grid.scale_count(x.numel()),), 7.0, dtype=scale, device=x.device)
+        moved = None if other is None else other.clone()
+        run(x, moved, codes, scales, grid, role, seed)
+        found.append((codes, scales, moved))
+    (codes, scales, moved), (wanted_codes, wanted_scales, wanted_moved) = found
+    if grid.method is Method.L2 or grid.is_sign:
+        # Sums in another order may round to the neighbouring number; then the codes have another grid.
+        torch.testing.assert_close(scales.float(), wanted_scales.float(), rtol=2**-7, atol=0, equal_nan=True)
+        if not same(scales, wanted_scales):
+            return
+    assert same(scales, wanted_scales)
+    assert torch.equal(codes, wanted_codes)
+    if moved is not None and wanted_moved is not None:
+        assert same(moved, wanted_moved)
+    _check_decoding(codes, scales, other, grid, x.dtype, role)
+    if role is Role.DELTA and other is not None and moved is not None:
+        received = other.clone()
+        ops.unpack_dequantize(codes, scales, torch.empty_like(x), grid, Role.DELTA, received)
+        assert same(received, moved)
+
+
+def _encode_native(x: Tensor, other: Tensor | None, codes: Tensor, scales: Tensor, *rest: object) -> None:
+    grid, role, seed = rest
+    assert isinstance(grid, Grid)
+    assert isinstance(role, Role)
+    assert seed is None or isinstance(seed, int)
+    ops.quantize_pack(x, codes, scales, grid, role, other, seed)
+
+
+def _encode_reference(x: Tensor, other: Tensor | None, codes: Tensor, scales: Tensor, *rest: object) -> None:
+    grid, role, seed = rest
+    assert isinstance(grid, Grid)
+    assert isinstance(role, Role)
+    assert seed is None or isinstance(seed, int)
+    reference.quantize_pack(x, other, codes, scales, grid, role, seed)
+
+
+def _check_decoding(
+    codes: Tensor, scales: Tensor, other: Tensor | None, grid: Grid, dtype: torch.dtype, role: Role
+) -> None:
+    count = other.numel() if other is not None else codes.numel() // grid.bits * 8
+    if grid.layout is Layout.CHANNEL:
+        count = count // grid.group * grid.group
+    if grid.code_bytes(count) != codes.numel() or grid.scale_count(count) != scales.numel():
+        return
+    for how, kind in ((Role.PLAIN, dtype), (Role.ADD, torch.float32)):
+        out = torch.ones(count, dtype=kind, device=codes.device)
+        wanted = out.clone()
+        ops.unpack_dequantize(codes, scales, out, grid, how)
+        reference.unpack_dequantize(codes, scales, None, wanted, grid, how)
+        assert same(out, wanted)
+
+
+def grids() -> Iterator[Grid]:
+    """Every width with every layout, method and grid, and rotations."""
+    for bits in range(1, 9):
+        for symmetric in (True, False):
+            for method in Method:
+                yield Grid(bits, Layout.GROUP, 64 if bits % 2 else 24, symmetric, method)
+                yield Grid(bits, Layout.GROUP, 2048, symmetric, method)
+                yield Grid(bits, Layout.CHANNEL, 40, symmetric, method)
+                yield Grid(bits, Layout.TENSOR, 64, symmetric, method)
+            yield Grid(bits, Layout.GROUP, 256 if bits % 2 else 32, symmetric, Method.MAX, 64)
+            yield Grid(bits, Layout.TENSOR, 64, symmetric, Method.MAX, 128)
+
+
+def check_topk(x_kn: Tensor, count: int) -> None:
+    """The same indices as a stable sort's."""
+    wanted = torch.empty((x_kn.shape[0], count), dtype=torch.int64, device=x_kn.device)
+    reference.abs_topk(x_kn, wanted)
+    assert torch.equal(ops.abs_topk(x_kn, count), wanted)
+
+
+def check_places(x_n: Tensor, indices_c: Tensor) -> None:
+    """Gather and scatter-add at a choice of coordinates."""
+    packed = ops.gather_packed(x_n, indices_c)
+    assert torch.equal(packed, x_n[indices_c])
+    summed = x_n.clone()
+    ops.scatter_add_packed(summed, indices_c, packed)
+    wanted = x_n.clone()
+    wanted[indices_c] *= 2
+    assert torch.equal(summed, wanted)
+
+
+def check_dilate(mask_kn: Tensor, radius: int) -> None:
+    wanted = torch.empty_like(mask_kn)
+    reference.dilate(mask_kn, radius, wanted)
+    assert torch.equal(ops.dilate(mask_kn, radius), wanted)
+
+
+def check_norm(x: Tensor) -> None:
+    """Sum of squares to 1e-12, and the flag."""
+    total, finite = ops.finite_norm(x).tolist()
+    assert bool(finite) is bool(torch.isfinite(x).all())
+    wanted = float(x.double().square().sum())
+    assert (math.isnan(total) and math.isnan(wanted)) or math.isclose(total, wanted, rel_tol=1e-12)
+
+
+def check_histogram(x: Tensor, stride: int, bins: int) -> None:
+    counts, limits = ops.sample_histogram(x, stride, bins)
+    wanted_counts, wanted_limits = torch.empty_like(counts), torch.empty_like(limits)
+    reference.sample_histogram(x, stride, wanted_counts, wanted_limits)
+    assert torch.equal(limits, wanted_limits)
+    assert torch.equal(counts, wanted_counts)
+
+
+def check_bases(x_knr: Tensor) -> None:
+    """Orthonormal to 2e-6, and spanning the columns wherever they are independent."""
+    q_knr = ops.orthonormalize(x_knr)
+    gram = q_knr.double().transpose(1, 2) @ q_knr.double()
+    torch.testing.assert_close(gram, torch.eye(x_knr.shape[2], device=x_knr.device).double().expand_as(gram), **_CLOSE)
+    wide = x_knr.double()
+    left = wide - q_knr.double() @ (q_knr.double().transpose(1, 2) @ wide)
+    assert float(left.norm()) <= 1e-6 * float(wide.norm()) + 1e-300
+
+
+_CLOSE: dict[str, Any] = {"rtol": 0, "atol": 2e-6}
+
+
+def check_lowrank(m_knc: Tensor, p_knr: Tensor, q_kcr: Tensor) -> None:
+    """M - P Q^T to the rounding of sums of r fp32 products."""
+    wanted = m_knc.double() - p_knr.double() @ q_kcr.double().transpose(1, 2)
+    ops.subtract_lowrank(m_knc, p_knr, q_kcr)
+    scale = 1e-6 * max(p_knr.shape[2], 1)
+    torch.testing.assert_close(m_knc.double(), wanted, rtol=1e-6, atol=scale)
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, Any]:
+    """A few units in the last place of a type."""
+    return {torch.float32: {"rtol": 2e-5, "atol": 2e-6}, torch.bfloat16: {"rtol": 1.6e-2, "atol": 1e-2}}.get(
+        dtype, {"rtol": 2e-3, "atol": 2e-3}
+    )
+
+
+def check_fused(device: str, dtype: torch.dtype, rows: int, columns: int) -> None:
+    """Results and gradients of the fused model operations against autograd of their definitions."""
+    x, r = (noise((rows, columns), seed, device, dtype).requires_grad_() for seed in (1, 2))
+    w, b = (noise((columns,), seed, device, dtype).requires_grad_() for seed in (3, 4))
+    dy, ds = (noise((rows, columns), seed, device, dtype) for seed in (5, 6))
+    near = tolerance(dtype)
+    if rows <= columns:
+        y = fused.causal_softmax(x, 0.3)
+        future = torch.ones(rows, columns, dtype=torch.bool, device=device).triu(1 + columns - rows)
+        wanted = (x.float() * 0.3).masked_fill(future, -torch.inf).softmax(dim=-1)
+        _compare((y,), (wanted,), (dy,), (x,), near)
+    y = fused.bias_gelu(x, b)
+    wanted = torch.nn.functional.gelu(x.float() + b.float(), approximate="tanh")
+    _compare((y,), (wanted,), (dy,), (x, b), near)
+    for bias in (b, None):
+        both = fused.add_norm(x, r, w, bias, 1e-5)
+        total = (x.float() + r.float()).to(dtype).float()
+        if bias is not None:
+            normed = torch.nn.functional.layer_norm(total, (columns,), w.float(), bias.float(), 1e-5)
+        else:
+            normed = torch.nn.functional.rms_norm(total, (columns,), w.float(), 1e-5)
+        inputs = (x, r, w) if bias is None else (x, r, w, b)
+        _compare(both, (total, normed), (ds, dy), inputs, near)
+    empty = torch.empty(0, columns, device=device, dtype=dtype)
+    assert fused.bias_gelu(empty, b).shape == (0, columns)
+    out = torch.empty_like(x)
+    reference_fused.bias_gelu(x, b, out)
+    torch.testing.assert_close(out, fused.bias_gelu(x, b), **near)
+
+
+def _compare(
+    found: tuple[Tensor, ...],
+    wanted: tuple[Tensor, ...],
+    grads: tuple[Tensor, ...],
+    inputs: tuple[Tensor, ...],
+    near: dict[str, Any],
+) -> None:
+    for own, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(own.float(), other.float(), **near)
+    own_grads = torch.autograd.grad(found, inputs, grads, retain_graph=True)
+    other_grads = torch.autograd.grad(wanted, inputs, [g.to(t.dtype) for g, t in zip(grads, wanted, strict=True)])
+    for own, other in zip(own_grads, other_grads, strict=True):
+        spread = float(other.float().abs().max()) + 1.0
+        torch.testing.assert_close(own.float() / spread, other.float() / spread, **near)

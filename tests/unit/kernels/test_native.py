@@ -1,0 +1,276 @@
+"""The compiled kernels against their pure-torch twins, on the CPU; tests/gpu runs the same checks on CUDA."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.kernels import native, ops
+from megatron.kernels.grid import Grid, Layout, Role
+from tests.support import kernels as checks
+
+pytestmark = pytest.mark.skipif(native.library_path() is None, reason="the kernels were not compiled")
+
+DEVICE = "cpu"
+
+
+@pytest.mark.parametrize("role", [Role.PLAIN, Role.DELTA, Role.FEEDBACK])
+@pytest.mark.parametrize("seed", [None, (5 << 40) + 7])
+def test_codecs_give_the_twins_bits(role: Role, seed: int | None) -> None:
+    """All widths, layouts, methods and grids, over lengths around the kernels' chunks, in all types."""
+    for number, grid in enumerate(checks.grids()):
+        for count in (0, 1, 39, 1000, 5000) if grid.layout is not Layout.CHANNEL else (0, 40, 1000, 5000):
+            dtype = checks.DTYPES[number % 3]
+            x = checks.noise((count,), number, DEVICE, dtype)
+            other = None if role is Role.PLAIN else checks.noise((count,), count, DEVICE, checks.DTYPES[number % 2])
+            scale = torch.bfloat16 if number % 2 else torch.float32
+            checks.check_codec(x, other, grid, role, seed, scale)
+
+
+def test_codecs_split_over_threads_give_the_twins_bits() -> None:
+    for grid in (Grid(4), Grid(3, Layout.CHANNEL, 64), Grid(8, Layout.TENSOR), Grid(2, rotation=32)):
+        checks.check_codec(checks.noise((1 << 17,), 1, DEVICE), None, grid, Role.PLAIN, None, torch.float32)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    grid=st.sampled_from(list(checks.grids())),
+    count=st.integers(0, 700),
+    dtype=st.sampled_from(checks.DTYPES),
+    power=st.integers(-40, 30),
+    seed=st.integers(0, 99),
+)
+def test_special_numbers_give_the_twins_bits(grid: Grid, count: int, dtype: torch.dtype, power: int, seed: int) -> None:
+    """Zeros of both signs, NaN, infinities, subnormal and huge ones."""
+    count = count // grid.group * grid.group if grid.layout is Layout.CHANNEL else count
+    x = checks.spoil(checks.noise((count,), seed, DEVICE) * 2.0**power, seed).to(dtype)
+    checks.check_codec(x, None, grid, Role.PLAIN, None, torch.float32)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.integers(0, 4),
+    n=st.integers(1, 400),
+    share=st.floats(0, 1),
+    levels=st.sampled_from([1, 3, 50, 0]),
+    seed=st.integers(0, 99),
+)
+def test_topk_is_the_stable_sorts(rows: int, n: int, share: float, levels: int, seed: int) -> None:
+    """With many ties (few levels), and with numbers that are not finite."""
+    x = checks.noise((rows, n), seed, DEVICE)
+    x = (x * levels).round() if levels else checks.spoil(x, seed)
+    checks.check_topk(x, int(share * n))
+
+
+def test_topk_over_threads() -> None:
+    x = checks.noise((1, 300_000), 0, DEVICE)
+    for threads in (1, 2, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            for count in (1, 3000, 150_000, 299_999):
+                checks.check_topk(x, count)
+                checks.check_topk((x * 2).round(), count)
+        finally:
+            torch.set_num_threads(before)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(0, 3), n=st.integers(1, 300), radius=st.integers(0, 400), seed=st.integers(0, 99))
+def test_dilation_and_places(rows: int, n: int, radius: int, seed: int) -> None:
+    mask = checks.noise((rows, n), seed, DEVICE) > 1.5
+    checks.check_dilate(mask, radius)
+    checks.check_places(checks.noise((rows * n,), seed, DEVICE), mask.view(-1).nonzero().view(-1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(0, 40_000),
+    dtype=st.sampled_from(checks.DTYPES),
+    stride=st.integers(1, 9),
+    spoiled=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_norms_and_histograms(count: int, dtype: torch.dtype, stride: int, spoiled: bool, seed: int) -> None:
+    x = checks.noise((count,), seed, DEVICE, dtype)
+    x = checks.spoil(x, seed) if spoiled else x
+    checks.check_norm(x)
+    checks.check_histogram(x, stride, 1 + seed * 10)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    k=st.integers(0, 3),
+    n=st.integers(1, 150),
+    r=st.integers(1, 70),
+    rank=st.integers(0, 70),
+    power=st.integers(-60, 60),
+    seed=st.integers(0, 9),
+)
+def test_bases_of_any_rank(k: int, n: int, r: int, rank: int, power: int, seed: int) -> None:
+    """Full rank, deficient, zero; tiny and huge."""
+    r, rank = min(n, r), min(n, r, rank)
+    x = checks.noise((k, n, rank), seed, DEVICE) @ checks.noise((k, rank, r), seed + 1, DEVICE) * 2.0**power
+    checks.check_bases(x)
+
+
+def test_bases_do_not_depend_on_threads_and_keep_nan() -> None:
+    x = checks.noise((1, 5000, 40), 3, DEVICE)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = ops.orthonormalize(x)
+        torch.set_num_threads(4)
+        assert torch.equal(ops.orthonormalize(x), one)
+    finally:
+        torch.set_num_threads(before)
+    x[0, 7, 3] = torch.nan
+    assert ops.orthonormalize(x).isnan().any()
+
+
+@pytest.mark.parametrize(("n", "c", "r"), [(1, 1, 1), (70, 130, 5), (64, 64, 8), (9, 200, 33)])
+def test_lowrank_residual(n: int, c: int, r: int) -> None:
+    m, p, q = (checks.noise(s, 0, DEVICE) for s in ((3, n, c), (3, n, r), (3, c, r)))
+    checks.check_lowrank(m, p, q)
+
+
+@pytest.mark.parametrize("dtype", checks.DTYPES)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 3), (7, 7), (5, 64), (33, 100), (130, 48)])
+def test_fused_model_operations(dtype: torch.dtype, rows: int, columns: int) -> None:
+    checks.check_fused(DEVICE, dtype, rows, columns)
+
+
+def _operands() -> dict[str, tuple[object, ...]]:
+    x, mask = torch.randn(64), torch.zeros(2, 9, dtype=torch.bool)
+    codes, scales = torch.zeros(32, dtype=torch.uint8), torch.zeros(1)
+    rows, vector, stats = torch.randn(4, 8), torch.randn(8), torch.ones(4)
+    matrix = torch.randn(2, 9, 3)
+    index = torch.tensor([1, 5])
+    return {
+        "quantize_pack": (x, torch.zeros(64), codes, scales, 1, 4, 0, 64, True, 0, 0, False, 0),
+        "unpack_dequantize": (codes, scales, torch.zeros(64), x, 1, 4, 0, 64, True, 0, 0),
+        "abs_topk": (rows, torch.zeros(4, 2, dtype=torch.int64)),
+        "dilate": (mask, 2, mask.clone()),
+        "gather_packed": (x, index, torch.zeros(2)),
+        "scatter_add_packed": (x, index, torch.zeros(2)),
+        "finite_norm": (x, torch.zeros(2, dtype=torch.float64)),
+        "sample_histogram": (x, 2, torch.zeros(5, dtype=torch.int64), torch.zeros(2, dtype=torch.float64)),
+        "orthonormalize": (matrix, torch.zeros(2, 9, 3)),
+        "subtract_lowrank": (torch.randn(2, 9, 5), matrix, torch.randn(2, 5, 3)),
+        "causal_softmax": (matrix, 0.5, torch.zeros(2, 9, 3)),
+        "causal_softmax_grad": (matrix, matrix, 0.5, torch.zeros(2, 9, 3)),
+        "bias_gelu": (rows, vector, torch.zeros(4, 8)),
+        "bias_gelu_grad": (rows, vector, rows, torch.zeros(4, 8)),
+        "add_norm": (
+            rows,
+            rows,
+            vector,
+            vector,
+            1e-5,
+            *(torch.zeros(4, 8) for _ in "sy"),
+            stats.clone(),
+            stats.clone(),
+        ),
+        "add_norm_grad": (rows, vector, stats, stats, rows, rows, torch.zeros(4, 8), vector.clone(), vector.clone()),
+    }
+
+
+@pytest.mark.parametrize("name", native.OPERATORS)
+def test_torch_finds_nothing_wrong_with_an_operator(name: str) -> None:
+    assert native.problem() is None
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(getattr(torch.ops.megatron_cc, name).default, _operands()[name], test_utils=tests)
+
+
+def test_every_operator_is_in_the_list() -> None:
+    assert native.problem() is None
+    registered = {n.split("::")[1].split(".")[0] for n in torch._C._dispatch_get_all_op_names() if "megatron_cc::" in n}
+    assert registered == set(native.OPERATORS) == set(_operands())
+
+
+def test_operators_compile_in_one_graph() -> None:
+    grid = Grid(4)
+
+    def round_trip(x: torch.Tensor) -> torch.Tensor:
+        codes = torch.empty(grid.code_bytes(x.numel()), dtype=torch.uint8)
+        scales = torch.empty(grid.scale_count(x.numel()))
+        empty = x.new_empty(0)
+        torch.ops.megatron_cc.quantize_pack(x, empty, codes, scales, 0, 4, 0, 64, True, 0, 0, False, 0)
+        out = torch.empty_like(x)
+        torch.ops.megatron_cc.unpack_dequantize(codes, scales, empty, out, 0, 4, 0, 64, True, 0, 0)
+        return out * 2
+
+    assert native.problem() is None
+    x = torch.randn(1000)
+    assert torch.equal(torch.compile(round_trip, fullgraph=True, backend="aot_eager")(x), round_trip(x))
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    [
+        ("quantize_pack", 0, torch.randn(64).double()),
+        ("quantize_pack", 0, torch.randn(128)[::2]),
+        ("quantize_pack", 2, torch.zeros(31, dtype=torch.uint8)),
+        ("quantize_pack", 5, 9),
+        ("quantize_pack", 7, 12),
+        ("quantize_pack", 10, 24),
+        ("unpack_dequantize", 1, torch.zeros(2)),
+        ("abs_topk", 1, torch.zeros(4, 9, dtype=torch.int64)),
+        ("gather_packed", 1, torch.tensor([1, 64])),
+        ("scatter_add_packed", 1, torch.tensor([-1, 5])),
+        ("orthonormalize", 0, torch.randn(2, 3, 9)),
+        ("subtract_lowrank", 2, torch.randn(2, 5, 4)),
+        ("add_norm", 2, torch.randn(9)),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(name: str, place: int, value: object) -> None:
+    assert native.problem() is None
+    operands = list(_operands()[name])
+    operands[place] = value
+    with pytest.raises(RuntimeError):
+        getattr(torch.ops.megatron_cc, name)(*operands)
+
+
+def test_every_instruction_set_gives_the_same_bits() -> None:
+    """Each in a process of its own; a processor without it uses the next lesser one."""
+    script = (
+        "import torch, hashlib\n"
+        "from megatron.kernels import ops\n"
+        "from megatron.kernels.grid import Grid, Layout, Role\n"
+        "x = torch.randn(5003, generator=torch.Generator().manual_seed(0))\n"
+        "digest = hashlib.sha256()\n"
+        "for bits in range(1, 9):\n"
+        "    for grid in (Grid(bits), Grid(bits, Layout.TENSOR), Grid(bits, rotation=64)):\n"
+        "        codes = torch.empty(grid.code_bytes(5003), dtype=torch.uint8)\n"
+        "        scales, left = torch.empty(grid.scale_count(5003)), torch.zeros(5003)\n"
+        "        ops.quantize_pack(x, codes, scales, grid, Role.FEEDBACK, left, seed=3)\n"
+        "        for t in (codes, scales, left):\n"
+        "            digest.update(t.numpy().tobytes())\n"
+        "digest.update(ops.abs_topk(x.view(1, -1), 700).numpy().tobytes())\n"
+        "digest.update(ops.finite_norm(x).numpy().tobytes())\n"
+        "digest.update(ops.orthonormalize(x[:5000].view(1, -1, 40)).numpy().tobytes())\n"
+        "print(digest.hexdigest())\n"
+    )
+
+    def digest(name: str) -> str:
+        env = {"MCC_ISA": name, "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=env)
+        return done.stdout
+
+    assert digest("baseline") == digest("avx2") == digest("")
+
+
+def test_without_the_kernels_everything_works() -> None:
+    script = (
+        "import torch\n"
+        "from megatron.kernels import native, ops\n"
+        "assert 'asks for it' in native.problem()\n"
+        "assert ops.abs_topk(torch.tensor([[1.0, -3.0, 2.0]]), 2).tolist() == [[1, 2]]\n"
+    )
+    env = {"MEGATRON_CC_KERNELS": "reference", "PATH": "/usr/bin:/bin"}
+    subprocess.run([sys.executable, "-c", script], check=True, env=env)
