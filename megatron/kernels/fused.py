@@ -18,7 +18,7 @@ class _CausalSoftmax(torch.autograd.Function):
     def forward(ctx: Any, x_mrc: Tensor, scale: float) -> Tensor:
         y_mrc = torch.empty_like(x_mrc)
         if native.serves(x_mrc):
-            torch.ops.megatron_cc.causal_softmax(x_mrc, scale, y_mrc)
+            native.operators().causal_softmax(x_mrc, scale, y_mrc)
         else:
             reference_fused.causal_softmax(x_mrc, scale, y_mrc)
         ctx.save_for_backward(y_mrc)
@@ -31,7 +31,7 @@ class _CausalSoftmax(torch.autograd.Function):
         dy_mrc = grads[0].contiguous()
         dx_mrc = torch.empty_like(y_mrc)
         if native.serves(y_mrc, dy_mrc):
-            torch.ops.megatron_cc.causal_softmax_grad(y_mrc, dy_mrc, ctx.scale, dx_mrc)
+            native.operators().causal_softmax_grad(y_mrc, dy_mrc, ctx.scale, dx_mrc)
         else:
             reference_fused.causal_softmax_grad(y_mrc, dy_mrc, ctx.scale, dx_mrc)
         return dx_mrc, None
@@ -49,7 +49,7 @@ class _BiasGelu(torch.autograd.Function):
     def forward(ctx: Any, x_rc: Tensor, bias_c: Tensor) -> Tensor:
         y_rc = torch.empty_like(x_rc)
         if native.serves(x_rc, bias_c):
-            torch.ops.megatron_cc.bias_gelu(x_rc, bias_c, y_rc)
+            native.operators().bias_gelu(x_rc, bias_c, y_rc)
         else:
             reference_fused.bias_gelu(x_rc, bias_c, y_rc)
         ctx.save_for_backward(x_rc, bias_c)
@@ -61,7 +61,7 @@ class _BiasGelu(torch.autograd.Function):
         dy_rc = grads[0].contiguous()
         dx_rc = torch.empty_like(x_rc)
         if native.serves(x_rc, bias_c, dy_rc):
-            torch.ops.megatron_cc.bias_gelu_grad(x_rc, bias_c, dy_rc, dx_rc)
+            native.operators().bias_gelu_grad(x_rc, bias_c, dy_rc, dx_rc)
         else:
             reference_fused.bias_gelu_grad(x_rc, bias_c, dy_rc, dx_rc)
         return dx_rc, dx_rc.sum(dim=0)
@@ -83,7 +83,7 @@ class _AddNorm(torch.autograd.Function):
         wide = torch.float64 if x_rc.dtype == torch.float64 else torch.float32
         mean_r, rstd_r = (torch.empty(x_rc.shape[0], dtype=wide, device=x_rc.device) for _ in range(2))
         if native.serves(x_rc, residual_rc, weight_c, bias_c):
-            torch.ops.megatron_cc.add_norm(x_rc, residual_rc, weight_c, bias_c, eps, sum_rc, y_rc, mean_r, rstd_r)
+            native.operators().add_norm(x_rc, residual_rc, weight_c, bias_c, eps, sum_rc, y_rc, mean_r, rstd_r)
         else:
             reference_fused.add_norm(x_rc, residual_rc, weight_c, bias_c, eps, sum_rc, y_rc, mean_r, rstd_r)
         ctx.save_for_backward(sum_rc, weight_c, mean_r, rstd_r)
@@ -99,7 +99,7 @@ class _AddNorm(torch.autograd.Function):
         dbias_c = torch.empty_like(dweight_c) if ctx.has_bias else None
         given = (sum_rc, weight_c, mean_r, rstd_r, dy_rc, dsum_rc, dx_rc, dweight_c, dbias_c)
         if native.serves(*given):
-            torch.ops.megatron_cc.add_norm_grad(*given)
+            native.operators().add_norm_grad(*given)
         else:
             reference_fused.add_norm_grad(*given)
         dbias = None if dbias_c is None else dbias_c.to(weight_c.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +51,11 @@ def _load() -> str | None:
         return f"{path.name} does not load ({str(error).splitlines()[0]}): run `pip install -e .` again"
     register_shapes()
     return None
+
+
+def operators() -> Any:
+    """The compiled operators, by name."""
+    return torch.ops.megatron_cc
 
 
 def serves(*tensors: Tensor | None) -> bool:

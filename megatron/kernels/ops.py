@@ -25,7 +25,7 @@ def quantize_pack(
     """See ``reference.quantize_pack``."""
     if native.serves(x, other, scales):
         given = _none(x) if other is None else other
-        torch.ops.megatron_cc.quantize_pack(x, given, codes, scales, role, *_numbers(grid), seed is not None, seed or 0)
+        native.operators().quantize_pack(x, given, codes, scales, role, *_numbers(grid), seed is not None, seed or 0)
     else:
         reference.quantize_pack(x, other, codes, scales, grid, role, seed)
 
@@ -41,7 +41,7 @@ def unpack_dequantize(
     """See ``reference.unpack_dequantize``."""
     if native.serves(codes, scales, other, out):
         given = _none(out) if other is None else other
-        torch.ops.megatron_cc.unpack_dequantize(codes, scales, given, out, role, *_numbers(grid))
+        native.operators().unpack_dequantize(codes, scales, given, out, role, *_numbers(grid))
     else:
         reference.unpack_dequantize(codes, scales, other, out, grid, role)
 
@@ -59,7 +59,7 @@ def abs_topk(x_kn: Tensor, count: int) -> Tensor:
     """Indices of the ``count`` largest magnitudes in each row, (k, count), int64, ascending; see ``reference``."""
     indices_kc = torch.empty((x_kn.shape[0], min(count, x_kn.shape[1])), dtype=torch.int64, device=x_kn.device)
     if native.serves(x_kn) and x_kn.dtype == torch.float32:
-        torch.ops.megatron_cc.abs_topk(x_kn.contiguous(), indices_kc)
+        native.operators().abs_topk(x_kn.contiguous(), indices_kc)
     else:
         reference.abs_topk(x_kn, indices_kc)
     return indices_kc
@@ -69,7 +69,7 @@ def dilate(mask_kn: Tensor, radius: int) -> Tensor:
     """True where a True lies within ``radius`` places in the same row."""
     out_kn = torch.empty_like(mask_kn)
     if native.serves(mask_kn):
-        torch.ops.megatron_cc.dilate(mask_kn, radius, out_kn)
+        native.operators().dilate(mask_kn, radius, out_kn)
     else:
         reference.dilate(mask_kn, radius, out_kn)
     return out_kn
@@ -79,7 +79,7 @@ def gather_packed(x_n: Tensor, indices_c: Tensor) -> Tensor:
     """The numbers at ascending indices of a flat tensor, behind each other."""
     packed_c = torch.empty(indices_c.shape, dtype=x_n.dtype, device=x_n.device)
     if native.serves(x_n) and x_n.dtype == torch.float32:
-        torch.ops.megatron_cc.gather_packed(x_n, indices_c, packed_c)
+        native.operators().gather_packed(x_n, indices_c, packed_c)
     else:
         reference.gather_packed(x_n, indices_c, packed_c)
     return packed_c
@@ -88,7 +88,7 @@ def gather_packed(x_n: Tensor, indices_c: Tensor) -> Tensor:
 def scatter_add_packed(x_n: Tensor, indices_c: Tensor, packed_c: Tensor) -> None:
     """Adds packed numbers at ascending, distinct indices of a flat tensor, in place."""
     if native.serves(x_n, packed_c) and x_n.dtype == torch.float32:
-        torch.ops.megatron_cc.scatter_add_packed(x_n, indices_c, packed_c)
+        native.operators().scatter_add_packed(x_n, indices_c, packed_c)
     else:
         reference.scatter_add_packed(x_n, indices_c, packed_c)
 
@@ -97,7 +97,7 @@ def finite_norm(x: Tensor) -> Tensor:
     """(sum of squares, 1 if all are finite else 0), fp64, in one pass."""
     out_2 = torch.empty(2, dtype=torch.float64, device=x.device)
     if native.serves(x):
-        torch.ops.megatron_cc.finite_norm(x.contiguous(), out_2)
+        native.operators().finite_norm(x.contiguous(), out_2)
     else:
         reference.finite_norm(x, out_2)
     return out_2
@@ -108,7 +108,7 @@ def sample_histogram(x: Tensor, stride: int, bins: int) -> tuple[Tensor, Tensor]
     counts_b = torch.empty(bins, dtype=torch.int64, device=x.device)
     range_2 = torch.empty(2, dtype=torch.float64, device=x.device)
     if native.serves(x):
-        torch.ops.megatron_cc.sample_histogram(x.contiguous(), stride, counts_b, range_2)
+        native.operators().sample_histogram(x.contiguous(), stride, counts_b, range_2)
     else:
         reference.sample_histogram(x, stride, counts_b, range_2)
     return counts_b, range_2
@@ -119,7 +119,7 @@ def orthonormalize(x_knr: Tensor) -> Tensor:
     wide = x_knr if x_knr.dtype == torch.float64 else x_knr.float()
     q_knr = torch.empty(wide.shape, dtype=wide.dtype, device=wide.device)
     if native.serves(wide):
-        torch.ops.megatron_cc.orthonormalize(wide.contiguous(), q_knr)
+        native.operators().orthonormalize(wide.contiguous(), q_knr)
     else:
         reference.orthonormalize(wide, q_knr)
     return q_knr
@@ -128,6 +128,6 @@ def orthonormalize(x_knr: Tensor) -> Tensor:
 def subtract_lowrank(m_knc: Tensor, p_knr: Tensor, q_kcr: Tensor) -> None:
     """M - P Q^T in place, for a stack of matrices."""
     if native.serves(m_knc, p_knr, q_kcr) and m_knc.dtype == torch.float32:
-        torch.ops.megatron_cc.subtract_lowrank(m_knc, p_knr.contiguous(), q_kcr.contiguous())
+        native.operators().subtract_lowrank(m_knc, p_knr.contiguous(), q_kcr.contiguous())
     else:
         reference.subtract_lowrank(m_knc, p_knr, q_kcr)

@@ -4,7 +4,23 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#ifdef MCC_CUDA
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#endif
+
+#include <vector>
+
 #include "mcc.h"
+
+/* A test runs the CUDA kernels' sources on the CPU, under a name of their own. */
+#ifdef MCC_EMULATED
+#define MCC_NAMESPACE megatron_cc_emulated
+#define MCC_CPU_DEVICE Emulated
+#else
+#define MCC_NAMESPACE megatron_cc
+#define MCC_CPU_DEVICE Cpu
+#endif
 
 namespace {
 
@@ -78,11 +94,44 @@ mcc_codec codec_of(int64_t count, const Tensor &codes, const Tensor &scales, int
   return c;
 }
 
-/* What a device's kernels are called through. */
-struct Cpu {
-  static void quantize(const mcc_codec &c, const Tensor &) { mcc_cpu(nullptr)->quantize(&c); }
-  static void dequantize(const mcc_codec &c, const Tensor &) { mcc_cpu(nullptr)->dequantize(&c); }
+/* What a call runs in, on the device of a tensor. */
+struct Call {
+  mcc_context context = {};
+  const Tensor &like;
+  std::vector<Tensor> kept;
+
+  explicit Call(const Tensor &t) : like(t) {
+    context.owner = this;
+    context.workspace = [](void *owner, size_t bytes) -> void * {
+      Call &self = *static_cast<Call *>(owner);
+      self.kept.push_back(torch::stable::new_empty(self.like, {int64_t(bytes)}, ScalarType::Byte));
+      return self.kept.back().data_ptr();
+    };
+  }
 };
+
+struct Cpu : Call {
+  using Call::Call;
+  static constexpr bool kReadable = true; /* this code may look at what lies in tensors */
+  const mcc_table *operator->() const { return mcc_cpu(nullptr); }
+};
+
+#ifdef MCC_EMULATED
+struct Emulated : Call {
+  using Call::Call;
+  static constexpr bool kReadable = true;
+  const mcc_table *operator->() const { return mcc_cuda(); }
+};
+#elif defined(MCC_CUDA)
+struct Cuda : Call {
+  torch::stable::accelerator::DeviceGuard guard;
+  static constexpr bool kReadable = false;
+  explicit Cuda(const Tensor &t) : Call(t), guard(t.get_device_index()) {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &context.stream));
+  }
+  const mcc_table *operator->() const { return mcc_cuda(); }
+};
+#endif
 
 template <class Device>
 void quantize_pack(const Tensor &x, const Tensor &other, const Tensor &codes, const Tensor &scales, int64_t role,
@@ -102,7 +151,8 @@ void quantize_pack(const Tensor &x, const Tensor &other, const Tensor &codes, co
     c.other = other.data_ptr();
     c.other_dtype = dtype_of(other, "the reference or residual");
   }
-  Device::quantize(c, x);
+  Device device(x);
+  device->quantize(&device.context, &c);
 }
 
 template <class Device>
@@ -121,59 +171,74 @@ void unpack_dequantize(const Tensor &codes, const Tensor &scales, const Tensor &
     c.other = other.data_ptr();
     c.other_dtype = dtype_of(other, "the reference");
   }
-  Device::dequantize(c, out);
+  Device device(out);
+  device->dequantize(&device.context, &c);
 }
 
+template <class Device>
 void abs_topk(const Tensor &x, const Tensor &indices) {
   check_fp32(x, "x");
   check_plain(indices, "indices");
   STD_TORCH_CHECK(x.dim() == 2 && indices.dim() == 2 && indices.size(0) == x.size(0) && indices.size(1) <= x.size(1) &&
                       indices.scalar_type() == ScalarType::Long,
                   "x must be (k, n) and indices int64, (k, count) with count <= n");
-  mcc_cpu(nullptr)->abs_topk(static_cast<const float *>(x.data_ptr()), x.size(0), x.size(1), indices.size(1),
+  Device device(x);
+  device->abs_topk(&device.context, static_cast<const float *>(x.data_ptr()), x.size(0), x.size(1), indices.size(1),
                              static_cast<int64_t *>(indices.data_ptr()));
 }
 
+template <class Device>
 void dilate(const Tensor &mask, int64_t radius, const Tensor &out) {
   check_plain(mask, "mask");
   check_same(out, mask, "out");
   STD_TORCH_CHECK(mask.dim() == 2 && mask.scalar_type() == ScalarType::Bool && radius >= 0,
                   "mask must be bool, (k, n), and radius at least 0");
-  mcc_cpu(nullptr)->dilate(static_cast<const uint8_t *>(mask.data_ptr()), mask.size(0), mask.size(1), radius,
+  Device device(mask);
+  device->dilate(&device.context, static_cast<const uint8_t *>(mask.data_ptr()), mask.size(0), mask.size(1), radius,
                            static_cast<uint8_t *>(out.data_ptr()));
 }
 
+template <class Device>
 void check_places(const Tensor &x, const Tensor &indices, const Tensor &packed) {
   check_fp32(x, "x");
   check_fp32(packed, "packed");
   check_plain(indices, "indices");
   STD_TORCH_CHECK(indices.scalar_type() == ScalarType::Long && indices.numel() == packed.numel(),
                   "indices must be int64, one for each packed number");
-  /* They ascend, so the ends tell whether all lie inside. */
-  const int64_t n = indices.numel();
-  const int64_t *at = static_cast<const int64_t *>(indices.data_ptr());
-  STD_TORCH_CHECK(n == 0 || (at[0] >= 0 && at[n - 1] < x.numel()), "indices reach beyond x");
+  if constexpr (Device::kReadable) {
+    /* They ascend, so the ends tell whether all lie inside. CUDA kernels leave out those that do not. */
+    const int64_t n = indices.numel();
+    const int64_t *at = static_cast<const int64_t *>(indices.data_ptr());
+    STD_TORCH_CHECK(n == 0 || (at[0] >= 0 && at[n - 1] < x.numel()), "indices reach beyond x");
+  }
 }
 
+template <class Device>
 void gather_packed(const Tensor &x, const Tensor &indices, const Tensor &packed) {
-  check_places(x, indices, packed);
-  mcc_cpu(nullptr)->gather(static_cast<const float *>(x.data_ptr()), static_cast<const int64_t *>(indices.data_ptr()),
+  check_places<Device>(x, indices, packed);
+  Device device(x);
+  device->gather(&device.context, static_cast<const float *>(x.data_ptr()), static_cast<const int64_t *>(indices.data_ptr()),
                            indices.numel(), static_cast<float *>(packed.data_ptr()));
 }
 
+template <class Device>
 void scatter_add_packed(const Tensor &x, const Tensor &indices, const Tensor &packed) {
-  check_places(x, indices, packed);
-  mcc_cpu(nullptr)->scatter_add(static_cast<float *>(x.data_ptr()), static_cast<const int64_t *>(indices.data_ptr()),
+  check_places<Device>(x, indices, packed);
+  Device device(x);
+  device->scatter_add(&device.context, static_cast<float *>(x.data_ptr()), static_cast<const int64_t *>(indices.data_ptr()),
                                 indices.numel(), static_cast<const float *>(packed.data_ptr()));
 }
 
+template <class Device>
 void finite_norm(const Tensor &x, const Tensor &out) {
   check_plain(x, "x");
   check_plain(out, "out");
   STD_TORCH_CHECK(out.scalar_type() == ScalarType::Double && out.numel() == 2, "out must be fp64, 2 long");
-  mcc_cpu(nullptr)->finite_norm(x.data_ptr(), dtype_of(x, "x"), x.numel(), static_cast<double *>(out.data_ptr()));
+  Device device(x);
+  device->finite_norm(&device.context, x.data_ptr(), dtype_of(x, "x"), x.numel(), static_cast<double *>(out.data_ptr()));
 }
 
+template <class Device>
 void sample_histogram(const Tensor &x, int64_t stride, const Tensor &counts, const Tensor &range) {
   check_plain(x, "x");
   check_plain(counts, "counts");
@@ -181,18 +246,22 @@ void sample_histogram(const Tensor &x, int64_t stride, const Tensor &counts, con
   STD_TORCH_CHECK(stride >= 1 && counts.scalar_type() == ScalarType::Long && counts.numel() >= 1 &&
                       range.scalar_type() == ScalarType::Double && range.numel() == 2,
                   "stride must be at least 1, counts int64 and range fp64, 2 long");
-  mcc_cpu(nullptr)->histogram(x.data_ptr(), dtype_of(x, "x"), x.numel(), stride, counts.numel(),
+  Device device(x);
+  device->histogram(&device.context, x.data_ptr(), dtype_of(x, "x"), x.numel(), stride, counts.numel(),
                               static_cast<int64_t *>(counts.data_ptr()), static_cast<double *>(range.data_ptr()));
 }
 
+template <class Device>
 void orthonormalize(const Tensor &x, const Tensor &q) {
   check_fp32(x, "x");
   check_same(q, x, "q");
   STD_TORCH_CHECK(x.dim() == 3 && x.size(1) >= x.size(2), "x must be (k, n, r) with n >= r");
-  mcc_cpu(nullptr)->orthonormalize(static_cast<const float *>(x.data_ptr()), x.size(0), x.size(1), x.size(2),
+  Device device(x);
+  device->orthonormalize(&device.context, static_cast<const float *>(x.data_ptr()), x.size(0), x.size(1), x.size(2),
                                    static_cast<float *>(q.data_ptr()));
 }
 
+template <class Device>
 void subtract_lowrank(const Tensor &m, const Tensor &p, const Tensor &q) {
   check_fp32(m, "m");
   check_fp32(p, "p");
@@ -200,25 +269,30 @@ void subtract_lowrank(const Tensor &m, const Tensor &p, const Tensor &q) {
   STD_TORCH_CHECK(m.dim() == 3 && p.dim() == 3 && q.dim() == 3 && p.size(0) == m.size(0) && q.size(0) == m.size(0) &&
                       p.size(1) == m.size(1) && q.size(1) == m.size(2) && p.size(2) == q.size(2),
                   "m must be (k, n, c), p (k, n, r) and q (k, c, r)");
-  mcc_cpu(nullptr)->subtract_lowrank(static_cast<float *>(m.data_ptr()), static_cast<const float *>(p.data_ptr()),
+  Device device(m);
+  device->subtract_lowrank(&device.context, static_cast<float *>(m.data_ptr()), static_cast<const float *>(p.data_ptr()),
                                      static_cast<const float *>(q.data_ptr()), m.size(0), m.size(1), m.size(2),
                                      p.size(2));
 }
 
+template <class Device>
 void causal_softmax(const Tensor &x, double scale, const Tensor &y) {
   check_plain(x, "x");
   check_same(y, x, "y");
   STD_TORCH_CHECK(x.dim() == 3, "x must be (matrices, rows, columns)");
-  mcc_cpu(nullptr)->causal_softmax(x.data_ptr(), y.data_ptr(), dtype_of(x, "x"), x.size(0), x.size(1), x.size(2),
+  Device device(x);
+  device->causal_softmax(&device.context, x.data_ptr(), y.data_ptr(), dtype_of(x, "x"), x.size(0), x.size(1), x.size(2),
                                    float(scale));
 }
 
+template <class Device>
 void causal_softmax_grad(const Tensor &y, const Tensor &dy, double scale, const Tensor &dx) {
   check_plain(y, "y");
   check_same(dy, y, "dy");
   check_same(dx, y, "dx");
   STD_TORCH_CHECK(y.dim() == 3, "y must be (matrices, rows, columns)");
-  mcc_cpu(nullptr)->causal_softmax_grad(y.data_ptr(), dy.data_ptr(), dx.data_ptr(), dtype_of(y, "y"), y.size(0),
+  Device device(y);
+  device->causal_softmax_grad(&device.context, y.data_ptr(), dy.data_ptr(), dx.data_ptr(), dtype_of(y, "y"), y.size(0),
                                         y.size(1), y.size(2), float(scale));
 }
 
@@ -229,17 +303,21 @@ void check_rows(const Tensor &x, const Tensor &vector, const char *what) {
                   " must be as long as a row of x, and of its type");
 }
 
+template <class Device>
 void bias_gelu(const Tensor &x, const Tensor &bias, const Tensor &y) {
   check_rows(x, bias, "bias");
   check_same(y, x, "y");
-  mcc_cpu(nullptr)->bias_gelu(x.data_ptr(), bias.data_ptr(), y.data_ptr(), dtype_of(x, "x"), x.size(0), x.size(1));
+  Device device(x);
+  device->bias_gelu(&device.context, x.data_ptr(), bias.data_ptr(), y.data_ptr(), dtype_of(x, "x"), x.size(0), x.size(1));
 }
 
+template <class Device>
 void bias_gelu_grad(const Tensor &x, const Tensor &bias, const Tensor &dy, const Tensor &dx) {
   check_rows(x, bias, "bias");
   check_same(dy, x, "dy");
   check_same(dx, x, "dx");
-  mcc_cpu(nullptr)->bias_gelu_grad(x.data_ptr(), bias.data_ptr(), dy.data_ptr(), dx.data_ptr(), dtype_of(x, "x"),
+  Device device(x);
+  device->bias_gelu_grad(&device.context, x.data_ptr(), bias.data_ptr(), dy.data_ptr(), dx.data_ptr(), dtype_of(x, "x"),
                                    x.size(0), x.size(1));
 }
 
@@ -249,6 +327,7 @@ float *stats(const Tensor &t, const Tensor &x, const char *what) {
   return static_cast<float *>(t.data_ptr());
 }
 
+template <class Device>
 void add_norm(const Tensor &x, const Tensor &residual, const Tensor &weight, std::optional<Tensor> bias, double eps,
               const Tensor &sum, const Tensor &y, const Tensor &mean, const Tensor &rstd) {
   check_rows(x, weight, "weight");
@@ -256,11 +335,13 @@ void add_norm(const Tensor &x, const Tensor &residual, const Tensor &weight, std
   check_same(residual, x, "residual");
   check_same(sum, x, "sum");
   check_same(y, x, "y");
-  mcc_cpu(nullptr)->add_norm(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), bias ? bias->data_ptr() : nullptr,
+  Device device(x);
+  device->add_norm(&device.context, x.data_ptr(), residual.data_ptr(), weight.data_ptr(), bias ? bias->data_ptr() : nullptr,
                              sum.data_ptr(), y.data_ptr(), stats(mean, x, "mean"), stats(rstd, x, "rstd"),
                              dtype_of(x, "x"), x.size(0), x.size(1), float(eps));
 }
 
+template <class Device>
 void add_norm_grad(const Tensor &sum, const Tensor &weight, const Tensor &mean, const Tensor &rstd, const Tensor &dy,
                    const Tensor &dsum, const Tensor &dx, const Tensor &dweight, std::optional<Tensor> dbias) {
   check_rows(sum, weight, "weight");
@@ -271,7 +352,8 @@ void add_norm_grad(const Tensor &sum, const Tensor &weight, const Tensor &mean, 
   STD_TORCH_CHECK(dweight.numel() == sum.size(1) && (!dbias || dbias->numel() == sum.size(1)),
                   "dweight and dbias must be as long as a row");
   if (dbias) check_fp32(*dbias, "dbias");
-  mcc_cpu(nullptr)->add_norm_grad(sum.data_ptr(), weight.data_ptr(), stats(mean, sum, "mean"), stats(rstd, sum, "rstd"),
+  Device device(sum);
+  device->add_norm_grad(&device.context, sum.data_ptr(), weight.data_ptr(), stats(mean, sum, "mean"), stats(rstd, sum, "rstd"),
                                   dy.data_ptr(), dsum.data_ptr(), dx.data_ptr(),
                                   static_cast<float *>(dweight.data_ptr()),
                                   dbias ? static_cast<float *>(dbias->data_ptr()) : nullptr, dtype_of(sum, "sum"),
@@ -280,7 +362,7 @@ void add_norm_grad(const Tensor &sum, const Tensor &weight, const Tensor &mean, 
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY(megatron_cc, m) {
+STABLE_TORCH_LIBRARY(MCC_NAMESPACE, m) {
   m.def(
       "quantize_pack(Tensor x, Tensor(a!) other, Tensor(b!) codes, Tensor(c!) scales, int role, int bits, int layout, "
       "int group, bool symmetric, int method, int rotation, bool stochastic, int seed) -> ()");
@@ -307,21 +389,28 @@ STABLE_TORCH_LIBRARY(megatron_cc, m) {
       "Tensor(b!) dweight, Tensor(c!)? dbias) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(megatron_cc, CPU, m) {
-  m.impl("quantize_pack", TORCH_BOX(&quantize_pack<Cpu>));
-  m.impl("unpack_dequantize", TORCH_BOX(&unpack_dequantize<Cpu>));
-  m.impl("abs_topk", TORCH_BOX(&abs_topk));
-  m.impl("dilate", TORCH_BOX(&dilate));
-  m.impl("gather_packed", TORCH_BOX(&gather_packed));
-  m.impl("scatter_add_packed", TORCH_BOX(&scatter_add_packed));
-  m.impl("finite_norm", TORCH_BOX(&finite_norm));
-  m.impl("sample_histogram", TORCH_BOX(&sample_histogram));
-  m.impl("orthonormalize", TORCH_BOX(&orthonormalize));
-  m.impl("subtract_lowrank", TORCH_BOX(&subtract_lowrank));
-  m.impl("causal_softmax", TORCH_BOX(&causal_softmax));
-  m.impl("causal_softmax_grad", TORCH_BOX(&causal_softmax_grad));
-  m.impl("bias_gelu", TORCH_BOX(&bias_gelu));
-  m.impl("bias_gelu_grad", TORCH_BOX(&bias_gelu_grad));
-  m.impl("add_norm", TORCH_BOX(&add_norm));
-  m.impl("add_norm_grad", TORCH_BOX(&add_norm_grad));
+template <class Device>
+void implement(torch::stable::detail::StableLibrary &m) {
+  m.impl("quantize_pack", TORCH_BOX(&quantize_pack<Device>));
+  m.impl("unpack_dequantize", TORCH_BOX(&unpack_dequantize<Device>));
+  m.impl("abs_topk", TORCH_BOX(&abs_topk<Device>));
+  m.impl("dilate", TORCH_BOX(&dilate<Device>));
+  m.impl("gather_packed", TORCH_BOX(&gather_packed<Device>));
+  m.impl("scatter_add_packed", TORCH_BOX(&scatter_add_packed<Device>));
+  m.impl("finite_norm", TORCH_BOX(&finite_norm<Device>));
+  m.impl("sample_histogram", TORCH_BOX(&sample_histogram<Device>));
+  m.impl("orthonormalize", TORCH_BOX(&orthonormalize<Device>));
+  m.impl("subtract_lowrank", TORCH_BOX(&subtract_lowrank<Device>));
+  m.impl("causal_softmax", TORCH_BOX(&causal_softmax<Device>));
+  m.impl("causal_softmax_grad", TORCH_BOX(&causal_softmax_grad<Device>));
+  m.impl("bias_gelu", TORCH_BOX(&bias_gelu<Device>));
+  m.impl("bias_gelu_grad", TORCH_BOX(&bias_gelu_grad<Device>));
+  m.impl("add_norm", TORCH_BOX(&add_norm<Device>));
+  m.impl("add_norm_grad", TORCH_BOX(&add_norm_grad<Device>));
 }
+
+STABLE_TORCH_LIBRARY_IMPL(MCC_NAMESPACE, CPU, m) { implement<MCC_CPU_DEVICE>(m); }
+
+#if defined(MCC_CUDA) && !defined(MCC_EMULATED)
+STABLE_TORCH_LIBRARY_IMPL(MCC_NAMESPACE, CUDA, m) { implement<Cuda>(m); }
+#endif

@@ -43,40 +43,50 @@ typedef struct {
   int x_dtype, other_dtype, out_dtype, scale_dtype;
 } mcc_codec;
 
+/* What a call runs in. CPU kernels use none of it. */
 typedef struct {
-  void (*quantize)(const mcc_codec *);
-  void (*dequantize)(const mcc_codec *);
+  void *stream;                                     /* CUDA's */
+  void *(*workspace)(void *owner, size_t bytes);    /* device memory until the call's work is done; 256-byte aligned */
+  void *owner;
+} mcc_context;
+
+typedef struct {
+  void (*quantize)(const mcc_context *, const mcc_codec *);
+  void (*dequantize)(const mcc_context *, const mcc_codec *);
   /* Largest magnitudes of each of k rows of n: ascending indices (k x count). */
-  void (*abs_topk)(const float *x, int64_t k, int64_t n, int64_t count, int64_t *indices);
-  void (*dilate)(const uint8_t *mask, int64_t k, int64_t n, int64_t radius, uint8_t *out);
-  void (*gather)(const float *x, const int64_t *indices, int64_t count, float *packed);
-  void (*scatter_add)(float *x, const int64_t *indices, int64_t count, const float *packed);
+  void (*abs_topk)(const mcc_context *, const float *x, int64_t k, int64_t n, int64_t count, int64_t *indices);
+  void (*dilate)(const mcc_context *, const uint8_t *mask, int64_t k, int64_t n, int64_t radius, uint8_t *out);
+  void (*gather)(const mcc_context *, const float *x, const int64_t *indices, int64_t count, float *packed);
+  void (*scatter_add)(const mcc_context *, float *x, const int64_t *indices, int64_t count, const float *packed);
   /* out[0]: sum of squares; out[1]: 1 when all are finite, else 0. */
-  void (*finite_norm)(const void *x, int dtype, int64_t count, double *out);
+  void (*finite_norm)(const mcc_context *, const void *x, int dtype, int64_t count, double *out);
   /* Finite elements 0, stride, 2 stride, ... : range (low, high; inf, -inf when none) and counts of equal bins. */
-  void (*histogram)(const void *x, int dtype, int64_t count, int64_t stride, int64_t bins, int64_t *counts,
+  void (*histogram)(const mcc_context *, const void *x, int dtype, int64_t count, int64_t stride, int64_t bins, int64_t *counts,
                     double *range);
-  /* k matrices n x r -> orthonormal bases of their columns, through work (see mcc_orthonormalize_work). */
-  void (*orthonormalize)(const float *x, int64_t k, int64_t n, int64_t r, float *q);
+  /* k matrices n x r -> orthonormal bases of their columns, n >= r. */
+  void (*orthonormalize)(const mcc_context *, const float *x, int64_t k, int64_t n, int64_t r, float *q);
   /* m (k x n x c) -= p (k x n x r) q^T (k x c x r) */
-  void (*subtract_lowrank)(float *m, const float *p, const float *q, int64_t k, int64_t n, int64_t c, int64_t r);
-  void (*causal_softmax)(const void *x, void *y, int dtype, int64_t matrices, int64_t rows, int64_t columns,
+  void (*subtract_lowrank)(const mcc_context *, float *m, const float *p, const float *q, int64_t k, int64_t n, int64_t c, int64_t r);
+  void (*causal_softmax)(const mcc_context *, const void *x, void *y, int dtype, int64_t matrices, int64_t rows, int64_t columns,
                          float scale);
-  void (*causal_softmax_grad)(const void *y, const void *dy, void *dx, int dtype, int64_t matrices, int64_t rows,
+  void (*causal_softmax_grad)(const mcc_context *, const void *y, const void *dy, void *dx, int dtype, int64_t matrices, int64_t rows,
                               int64_t columns, float scale);
-  void (*bias_gelu)(const void *x, const void *bias, void *y, int dtype, int64_t rows, int64_t columns);
-  void (*bias_gelu_grad)(const void *x, const void *bias, const void *dy, void *dx, int dtype, int64_t rows,
+  void (*bias_gelu)(const mcc_context *, const void *x, const void *bias, void *y, int dtype, int64_t rows, int64_t columns);
+  void (*bias_gelu_grad)(const mcc_context *, const void *x, const void *bias, const void *dy, void *dx, int dtype, int64_t rows,
                          int64_t columns);
   /* sum = x + residual; y = norm(sum) * weight + bias. bias null: RMSNorm. rstd and mean: fp32 per row. */
-  void (*add_norm)(const void *x, const void *residual, const void *weight, const void *bias, void *sum, void *y,
+  void (*add_norm)(const mcc_context *, const void *x, const void *residual, const void *weight, const void *bias, void *sum, void *y,
                    float *mean, float *rstd, int dtype, int64_t rows, int64_t columns, float eps);
-  void (*add_norm_grad)(const void *sum, const void *weight, const float *mean, const float *rstd, const void *dy,
+  void (*add_norm_grad)(const mcc_context *, const void *sum, const void *weight, const float *mean, const float *rstd, const void *dy,
                         const void *dsum, void *dx, float *dweight, float *dbias, int dtype, int rms, int64_t rows,
                         int64_t columns);
-} mcc_cpu_table;
+} mcc_table;
 
 /* The table for this processor, chosen once; "baseline" etc. in *name. */
-const mcc_cpu_table *mcc_cpu(const char **name);
+const mcc_table *mcc_cpu(const char **name);
+
+/* The table for CUDA devices. */
+const mcc_table *mcc_cuda(void);
 
 #ifdef __cplusplus
 }

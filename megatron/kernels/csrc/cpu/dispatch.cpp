@@ -6,20 +6,20 @@
 
 namespace mcc {
 namespace baseline {
-extern const mcc_cpu_table table;
+extern const mcc_table table;
 }
 namespace avx2 {
-extern const mcc_cpu_table table;
+extern const mcc_table table;
 }
 namespace avx512 {
-extern const mcc_cpu_table table;
+extern const mcc_table table;
 }
 }  // namespace mcc
 
 namespace {
 
 struct Choice {
-  const mcc_cpu_table *table;
+  const mcc_table *table;
   const char *name;
 };
 
@@ -38,7 +38,7 @@ Choice choose() {
 
 }  // namespace
 
-extern "C" const mcc_cpu_table *mcc_cpu(const char **name) {
+extern "C" const mcc_table *mcc_cpu(const char **name) {
   static const Choice choice = choose();
   if (name != nullptr) *name = choice.name;
   return choice.table;

@@ -42,7 +42,7 @@ inline void for_rows(int64_t rows, int64_t columns, Row row) {
   }
 }
 
-void causal_softmax(const void *x, void *y, int dtype, int64_t matrices, int64_t rows, int64_t columns, float scale) {
+void causal_softmax(const mcc_context *, const void *x, void *y, int dtype, int64_t matrices, int64_t rows, int64_t columns, float scale) {
   for_rows(matrices * rows, columns, [&](int64_t row, float *buffer) {
     const int64_t seen = std::min(row % rows + 1 + (columns > rows ? columns - rows : 0), columns);
     const float *v = view(buffer, x, dtype, row * columns, seen);
@@ -64,7 +64,7 @@ void causal_softmax(const void *x, void *y, int dtype, int64_t matrices, int64_t
   });
 }
 
-void causal_softmax_grad(const void *y, const void *dy, void *dx, int dtype, int64_t matrices, int64_t rows,
+void causal_softmax_grad(const mcc_context *, const void *y, const void *dy, void *dx, int dtype, int64_t matrices, int64_t rows,
                          int64_t columns, float scale) {
   for_rows(matrices * rows, columns, [&](int64_t row, float *buffer) {
     const float *p = view(buffer, y, dtype, row * columns, columns);
@@ -80,7 +80,7 @@ void causal_softmax_grad(const void *y, const void *dy, void *dx, int dtype, int
 
 constexpr float kGeluScale = 0.7978845608028654f, kGeluCube = 0.044715f;
 
-void bias_gelu(const void *x, const void *bias, void *y, int dtype, int64_t rows, int64_t columns) {
+void bias_gelu(const mcc_context *, const void *x, const void *bias, void *y, int dtype, int64_t rows, int64_t columns) {
   for_rows(rows, columns, [&](int64_t row, float *buffer) {
     const float *v = view(buffer, x, dtype, row * columns, columns);
     const float *b = view(buffer + columns, bias, dtype, 0, columns);
@@ -93,7 +93,7 @@ void bias_gelu(const void *x, const void *bias, void *y, int dtype, int64_t rows
   });
 }
 
-void bias_gelu_grad(const void *x, const void *bias, const void *dy, void *dx, int dtype, int64_t rows,
+void bias_gelu_grad(const mcc_context *, const void *x, const void *bias, const void *dy, void *dx, int dtype, int64_t rows,
                     int64_t columns) {
   for_rows(rows, columns, [&](int64_t row, float *buffer) {
     const float *v = view(buffer, x, dtype, row * columns, columns);
@@ -110,7 +110,7 @@ void bias_gelu_grad(const void *x, const void *bias, const void *dy, void *dx, i
   });
 }
 
-void add_norm(const void *x, const void *residual, const void *weight, const void *bias, void *sum, void *y,
+void add_norm(const mcc_context *, const void *x, const void *residual, const void *weight, const void *bias, void *sum, void *y,
               float *mean, float *rstd, int dtype, int64_t rows, int64_t columns, float eps) {
   for_rows(rows, columns, [&](int64_t row, float *buffer) {
     float *s = buffer, *other = buffer + columns;
@@ -141,7 +141,7 @@ void add_norm(const void *x, const void *residual, const void *weight, const voi
   });
 }
 
-void add_norm_grad(const void *sum, const void *weight, const float *mean, const float *rstd, const void *dy,
+void add_norm_grad(const mcc_context *, const void *sum, const void *weight, const float *mean, const float *rstd, const void *dy,
                    const void *dsum, void *dx, float *dweight, float *dbias, int dtype, int rms, int64_t rows,
                    int64_t columns) {
   std::fill(dweight, dweight + columns, 0.0f);

@@ -12,6 +12,9 @@ inline int thread_count() {
 #endif
 }
 
+#define MCC_FN inline
+#include "../numbers.h"
+
 #include "portable.h"
 
 #include "quantize.inl"
@@ -24,8 +27,8 @@ inline int thread_count() {
 
 #include "fused.inl"
 
-extern const mcc_cpu_table table;
-const mcc_cpu_table table = {
+extern const mcc_table table;
+const mcc_table table = {
     quantize,       dequantize, abs_topk,  dilate,         gather,   scatter_add,   finite_norm, histogram, orthonormalize,
     subtract_lowrank, causal_softmax, causal_softmax_grad, bias_gelu, bias_gelu_grad, add_norm, add_norm_grad,
 };

@@ -173,7 +173,7 @@ inline void orthonormalize_one(const float *x, int64_t n, int64_t r, float *q, b
   }
 }
 
-void orthonormalize(const float *x, int64_t k, int64_t n, int64_t r, float *q) {
+void orthonormalize(const mcc_context *, const float *x, int64_t k, int64_t n, int64_t r, float *q) {
   if (k == 0 || n == 0 || r == 0) return;
   const bool many = k >= thread_count();
 #pragma omp parallel for schedule(dynamic) if (many && k * n * r > kSerial)
@@ -181,7 +181,7 @@ void orthonormalize(const float *x, int64_t k, int64_t n, int64_t r, float *q) {
     orthonormalize_one(x + i * n * r, n, r, q + i * n * r, !many && n * r > kSerial);
 }
 
-void subtract_lowrank(float *m, const float *p, const float *q, int64_t k, int64_t n, int64_t c, int64_t r) {
+void subtract_lowrank(const mcc_context *, float *m, const float *p, const float *q, int64_t k, int64_t n, int64_t c, int64_t r) {
   if (k == 0 || n == 0 || c == 0 || r == 0) return;
   constexpr int64_t kTall = 8, kWide = 64;
 #pragma omp parallel if (k * n * c > kSerial)

@@ -1,29 +1,5 @@
 /* Quantise, pack, unpack, dequantise: one pass over memory, in chunks that stay in the first-level cache. */
 
-inline int top_of(const mcc_grid &g) { return g.symmetric ? (1 << (g.bits - 1)) - 1 : 1 << (g.bits - 1); }
-inline bool is_sign(const mcc_grid &g) { return g.bits == 1 && g.symmetric; }
-
-inline float load_scale(const void *scales, int dtype, int64_t i) {
-  return dtype == MCC_FP32 ? static_cast<const float *>(scales)[i]
-                           : bf16_to_float(static_cast<const uint16_t *>(scales)[i]);
-}
-
-/* Stores a scale in its type and returns what the receiver will read. */
-inline float store_scale(void *scales, int dtype, int64_t i, float scale) {
-  if (dtype == MCC_FP32) {
-    static_cast<float *>(scales)[i] = scale;
-    return scale;
-  }
-  uint16_t h = float_to_bf16(scale);
-  static_cast<uint16_t *>(scales)[i] = h;
-  return bf16_to_float(h);
-}
-
-/* Steps per unit: what a number is multiplied by before it is rounded. */
-inline float step_of(const mcc_grid &g, float scale) { return scale > 0 ? float(top_of(g)) / scale : 0.0f; }
-/* Units per step: what a level is multiplied by. */
-inline float unit_of(const mcc_grid &g, float scale) { return is_sign(g) ? scale : scale / float(top_of(g)); }
-
 /* What a scale is made of: the largest magnitude's bits (so that NaN counts as the largest), or a sum. */
 struct Extent {
   uint32_t most = 0;
@@ -58,24 +34,6 @@ inline float scale_of(const mcc_grid &g, const Extent &e, int64_t n) {
   return is_sign(g) ? float(e.sum / double(n)) : float_of(e.most);
 }
 
-inline uint32_t mixed(uint32_t x) {
-  x ^= x >> 16;
-  x *= 0x7feb352du;
-  x ^= x >> 15;
-  x *= 0x846ca68bu;
-  return x ^ (x >> 16);
-}
-
-/* Uniform in [0, 1), a function of seed and index alone. */
-struct Noise {
-  uint32_t first, second;
-  explicit Noise(uint64_t seed) : first(uint32_t(seed)), second(uint32_t(seed >> 32)) {}
-  float at(uint32_t index) const { return float(int32_t(mixed(mixed(index ^ first) ^ second) >> 8)) * 0x1p-24f; }
-};
-
-constexpr float kMagic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer, which its low bits then hold */
-constexpr int32_t kMagicBits = 0x4b400000;
-
 /* Codes of n numbers; ``step`` is one number (kEach = 0) or n of them (1). */
 template <int kEach>
 inline void quantize_run(const mcc_grid &g, const float *__restrict v, const float *__restrict step, int64_t n,
@@ -84,28 +42,15 @@ inline void quantize_run(const mcc_grid &g, const float *__restrict v, const flo
     for (int64_t i = 0; i < n; ++i) codes[i] = v[i] >= 0.0f;
     return;
   }
-  const int offset = 1 << (g.bits - 1);
-  const float low = float(g.symmetric ? -top_of(g) : -offset), high = float(g.symmetric ? top_of(g) : offset - 1);
-  const int32_t bias = kMagicBits - offset;
+  const int32_t offset = 1 << (g.bits - 1);
+  const float low = lowest(g), high = highest(g);
   if (!g.stochastic) {
-    for (int64_t i = 0; i < n; ++i) {
-      float y = v[i] * step[i * kEach];
-      y = y > low ? y : low; /* also where y is NaN */
-      y = y < high ? y : high;
-      codes[i] = uint8_t(int32_t(bits_of(y + kMagic)) - bias);
-    }
+    for (int64_t i = 0; i < n; ++i) codes[i] = nearest_code(v[i] * step[i * kEach], low, high, offset);
     return;
   }
   const Noise noise(g.seed);
-  const float ceiling = high + 0.5f;
-  for (int64_t i = 0; i < n; ++i) {
-    float y = v[i] * step[i * kEach] + noise.at(uint32_t(index + i));
-    y = y > low ? y : low;
-    y = y < ceiling ? y : ceiling;
-    float nearest = (y + kMagic) - kMagic;
-    float floored = nearest > y ? nearest - 1.0f : nearest;
-    codes[i] = uint8_t(int32_t(floored) + offset);
-  }
+  for (int64_t i = 0; i < n; ++i)
+    codes[i] = stochastic_code(v[i] * step[i * kEach], low, high, offset, noise.at(uint32_t(index + i)));
 }
 
 template <int kEach>
@@ -363,7 +308,7 @@ inline void update_other(const mcc_codec &c, const float *units, int64_t begin, 
   store(c.other, decoded, c.other_dtype, begin, n);
 }
 
-void quantize(const mcc_codec *codec) {
+void quantize(const mcc_context *, const mcc_codec *codec) {
   const mcc_codec &c = *codec;
   const mcc_grid &g = c.grid;
   const int64_t total = padded_count(c, c.count);
@@ -408,7 +353,7 @@ void quantize(const mcc_codec *codec) {
   }
 }
 
-void dequantize(const mcc_codec *codec) {
+void dequantize(const mcc_context *, const mcc_codec *codec) {
   const mcc_codec &c = *codec;
   const mcc_grid &g = c.grid;
   const int64_t total = padded_count(c, c.count), chunks = (total + kChunk - 1) / kChunk;

@@ -2,7 +2,7 @@
 
 constexpr int64_t kPiece = 1 << 14; /* elements of a partial sum, whatever the number of threads */
 
-void finite_norm(const void *x, int dtype, int64_t count, double *out) {
+void finite_norm(const mcc_context *, const void *x, int dtype, int64_t count, double *out) {
   const int64_t pieces = (count + kPiece - 1) / kPiece;
   std::vector<double> sums(static_cast<size_t>(pieces));
   int bad = 0;
@@ -42,7 +42,7 @@ inline float element(const void *x, int dtype, int64_t i) {
   return dtype == MCC_BF16 ? bf16_to_float(h) : fp16_to_float(h);
 }
 
-void histogram(const void *x, int dtype, int64_t count, int64_t stride, int64_t bins, int64_t *counts, double *range) {
+void histogram(const mcc_context *, const void *x, int dtype, int64_t count, int64_t stride, int64_t bins, int64_t *counts, double *range) {
   const int64_t samples = (count + stride - 1) / stride;
   float low = INFINITY, high = -INFINITY;
 #pragma omp parallel for schedule(static) reduction(min : low) reduction(max : high) if (samples > kSerial)

@@ -142,7 +142,7 @@ inline void topk_row(const float *x, int64_t n, int64_t count, int64_t *indices,
     emit(x + begin(p), begin(p + 1) - begin(p), begin(p), threshold, ties[size_t(p)], indices + offsets[size_t(p)]);
 }
 
-void abs_topk(const float *x, int64_t k, int64_t n, int64_t count, int64_t *indices) {
+void abs_topk(const mcc_context *, const float *x, int64_t k, int64_t n, int64_t count, int64_t *indices) {
   if (k == 0 || n == 0 || count <= 0) return;
   const int threads = thread_count();
   if (k >= threads || n * k < kSerial) {
@@ -153,7 +153,7 @@ void abs_topk(const float *x, int64_t k, int64_t n, int64_t count, int64_t *indi
   for (int64_t row = 0; row < k; ++row) topk_row(x + row * n, n, count, indices + row * std::min(count, n), threads);
 }
 
-void dilate(const uint8_t *mask, int64_t k, int64_t n, int64_t radius, uint8_t *out) {
+void dilate(const mcc_context *, const uint8_t *mask, int64_t k, int64_t n, int64_t radius, uint8_t *out) {
 #pragma omp parallel for schedule(static) if (n * k > kSerial)
   for (int64_t row = 0; row < k; ++row) {
     const uint8_t *m = mask + row * n;
@@ -178,12 +178,12 @@ void dilate(const uint8_t *mask, int64_t k, int64_t n, int64_t radius, uint8_t *
   }
 }
 
-void gather(const float *x, const int64_t *indices, int64_t count, float *packed) {
+void gather(const mcc_context *, const float *x, const int64_t *indices, int64_t count, float *packed) {
 #pragma omp parallel for schedule(static) if (count > kSerial)
   for (int64_t i = 0; i < count; ++i) packed[i] = x[indices[i]];
 }
 
-void scatter_add(float *x, const int64_t *indices, int64_t count, const float *packed) {
+void scatter_add(const mcc_context *, float *x, const int64_t *indices, int64_t count, const float *packed) {
 #pragma omp parallel for schedule(static) if (count > kSerial)
   for (int64_t i = 0; i < count; ++i) x[indices[i]] += packed[i];
 }

@@ -1,0 +1,214 @@
+/* Orthonormal bases by Cholesky-QR in fp64, all matrices of a stack at once, and the residual of a low-rank
+ * approximation. */
+#include "platform.h"
+
+namespace mcc {
+namespace cuda {
+
+constexpr int kTile = 32, kThreads = 256, kRowsEach = kTile * kTile / kThreads;
+constexpr int64_t kSplits = 16;
+
+/* Partial Gram matrices: one block to a tile of 32 x 32 columns, a split of the rows, and a matrix. */
+__global__ void gram_tiles(const float *x, int64_t n, int64_t r, int64_t tiles, double *partial) {
+  __shared__ double left[kTile][kTile + 1], right[kTile][kTile + 1];
+  int64_t b = blockIdx.x;
+  const int64_t tj = b % tiles, ti = (b /= tiles) % tiles, split = (b /= tiles) % kSplits, matrix = b / kSplits;
+  if (tj < ti) return;
+  const int64_t share = (n + kSplits - 1) / kSplits;
+  const int64_t end = (split + 1) * share < n ? (split + 1) * share : n;
+  const int column = threadIdx.x % kTile, first = threadIdx.x / kTile * kRowsEach;
+  double sums[kRowsEach] = {0};
+  const float *own = x + matrix * n * r;
+  for (int64_t row = split * share; row < end; row += kTile) {
+    for (int i = threadIdx.x; i < kTile * kTile; i += kThreads) {
+      const int64_t at = row + i / kTile, a = ti * kTile + i % kTile, c = tj * kTile + i % kTile;
+      left[i / kTile][i % kTile] = at < end && a < r ? double(own[at * r + a]) : 0.0;
+      right[i / kTile][i % kTile] = at < end && c < r ? double(own[at * r + c]) : 0.0;
+    }
+    __syncthreads();
+    for (int i = 0; i < kTile; ++i)
+      for (int j = 0; j < kRowsEach; ++j) sums[j] += left[i][first + j] * right[i][column];
+    __syncthreads();
+  }
+  for (int j = 0; j < kRowsEach; ++j) {
+    const int64_t i = ti * kTile + first + j, c = tj * kTile + column;
+    if (i < r && c < r) partial[((matrix * kSplits + split) * r + i) * r + c] = sums[j];
+  }
+}
+
+__global__ void sum_splits(const double *partial, int64_t k, int64_t r, double *gram) {
+  for (int64_t at = thread_index(); at < k * r * r; at += thread_total()) {
+    const int64_t matrix = at / (r * r), i = at / r % r, j = at % r;
+    double sum = 0;
+    if (j >= i)
+      for (int64_t s = 0; s < kSplits; ++s) sum += partial[((matrix * kSplits + s) * r + i) * r + j];
+    gram[at] = sum;
+  }
+}
+
+/* One block to a matrix: the inverse of its upper triangular factor in place; failed[matrix] where a pivot is too small
+ * against its column's length for the division to leave digits. */
+__global__ void invert_factors(double *grams, int64_t r, double *lengths, int *failed) {
+  __shared__ int bad;
+  double *g = grams + int64_t(blockIdx.x) * r * r, *length = lengths + int64_t(blockIdx.x) * r;
+  if (threadIdx.x == 0) bad = 0;
+  for (int64_t i = threadIdx.x; i < r; i += blockDim.x) length[i] = g[i * r + i];
+  __syncthreads();
+  for (int64_t k = 0; k < r; ++k) {
+    const double pivot = g[k * r + k];
+    if (threadIdx.x == 0 && (!(pivot > 1e-10 * length[k]) || !(pivot < INFINITY))) bad = 1;
+    __syncthreads();
+    if (bad) break;
+    const double root = sqrt(pivot);
+    __syncthreads();
+    for (int64_t j = k + threadIdx.x; j < r; j += blockDim.x) g[k * r + j] /= root;
+    __syncthreads();
+    const int64_t rest = r - k - 1;
+    for (int64_t at = threadIdx.x; at < rest * rest; at += blockDim.x) {
+      const int64_t i = k + 1 + at / rest, j = k + 1 + at % rest;
+      if (j >= i) g[i * r + j] -= g[k * r + i] * g[k * r + j];
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) failed[blockIdx.x] = bad;
+  if (bad) return;
+  /* Row i of the inverse from the rows below it. A thread owns columns, which do not meet. */
+  for (int64_t i = r - 1; i >= 0; --i) {
+    const double diagonal = 1.0 / g[i * r + i];
+    for (int64_t j = i + threadIdx.x; j < r; j += blockDim.x) {
+      double value = j == i ? diagonal : 0.0;
+      for (int64_t k = i + 1; k <= j; ++k) value -= g[i * r + k] * diagonal * g[k * r + j];
+      length[j] = value; /* the lengths are not needed any more */
+    }
+    __syncthreads();
+    for (int64_t j = i + threadIdx.x; j < r; j += blockDim.x) g[i * r + j] = length[j];
+    __syncthreads();
+  }
+}
+
+__global__ void multiply(const float *x, const double *inverses, int64_t n, int64_t r, int64_t row_tiles,
+                         int64_t tiles, const int *failed, float *q) {
+  __shared__ double left[kTile][kTile + 1], right[kTile][kTile + 1];
+  int64_t b = blockIdx.x;
+  const int64_t tj = b % tiles, ti = (b /= tiles) % row_tiles, matrix = b / row_tiles;
+  if (failed[matrix]) return;
+  const float *own = x + matrix * n * r;
+  const double *inverse = inverses + matrix * r * r;
+  const int column = threadIdx.x % kTile, first = threadIdx.x / kTile * kRowsEach;
+  double sums[kRowsEach] = {0};
+  for (int64_t depth = 0; depth <= tj * kTile; depth += kTile) {
+    for (int i = threadIdx.x; i < kTile * kTile; i += kThreads) {
+      const int64_t row = ti * kTile + i / kTile, d = depth + i % kTile;
+      left[i / kTile][i % kTile] = row < n && d < r ? double(own[row * r + d]) : 0.0;
+      const int64_t d2 = depth + i / kTile, c = tj * kTile + i % kTile;
+      right[i / kTile][i % kTile] = d2 < r && c < r ? inverse[d2 * r + c] : 0.0;
+    }
+    __syncthreads();
+    for (int i = 0; i < kTile; ++i)
+      for (int j = 0; j < kRowsEach; ++j) sums[j] += left[first + j][i] * right[i][column];
+    __syncthreads();
+  }
+  for (int j = 0; j < kRowsEach; ++j) {
+    const int64_t row = ti * kTile + first + j, c = tj * kTile + column;
+    if (row < n && c < r) q[(matrix * n + row) * r + c] = float(sums[j]);
+  }
+}
+
+/* One block to a matrix that failed: Gram-Schmidt, each column twice, with sums in fp64. A column that the ones before it
+ * hold already is replaced by the first unit vector that they do not. */
+__global__ void gram_schmidt(const float *x, int64_t n, int64_t r, const int *failed, float *q) {
+  __shared__ double room[33];
+  if (!failed[blockIdx.x]) return;
+  const float *given = x + int64_t(blockIdx.x) * n * r;
+  float *own = q + int64_t(blockIdx.x) * n * r;
+  int64_t unit = 0;
+  for (int64_t j = 0; j < r; ++j) {
+    bool first = true;
+    while (true) {
+      double square = 0;
+      for (int64_t i = threadIdx.x; i < n; i += blockDim.x) {
+        const float v = first ? given[i * r + j] : float(i == unit % n);
+        own[i * r + j] = v;
+        square += double(v) * double(v);
+      }
+      if (!first) ++unit;
+      const double before = sqrt(block_sum(square, room));
+      if (!(before < INFINITY)) {
+        for (int64_t i = threadIdx.x; i < n; i += blockDim.x) own[i * r + j] = NAN;
+        __syncthreads();
+        break;
+      }
+      /* In units of its length: sums of fp32 numbers neither overflow nor vanish then. */
+      const double scale = before > 0 ? 1.0 / before : 0.0;
+      for (int64_t i = threadIdx.x; i < n; i += blockDim.x) own[i * r + j] = float(double(own[i * r + j]) * scale);
+      __syncthreads();
+      for (int pass = 0; pass < 2; ++pass) {
+        for (int64_t k = 0; k < j; ++k) {
+          double dot = 0;
+          for (int64_t i = threadIdx.x; i < n; i += blockDim.x) dot += double(own[i * r + j]) * double(own[i * r + k]);
+          dot = block_sum(dot, room);
+          for (int64_t i = threadIdx.x; i < n; i += blockDim.x)
+            own[i * r + j] = float(double(own[i * r + j]) - dot * double(own[i * r + k]));
+        }
+      }
+      double left = 0;
+      for (int64_t i = threadIdx.x; i < n; i += blockDim.x) left += double(own[i * r + j]) * double(own[i * r + j]);
+      const double after = sqrt(block_sum(left, room));
+      if (after > (first ? 1e-5 : 1e-3)) {
+        for (int64_t i = threadIdx.x; i < n; i += blockDim.x) own[i * r + j] = float(double(own[i * r + j]) / after);
+        __syncthreads();
+        break;
+      }
+      first = false;
+    }
+  }
+}
+
+void orthonormalize(const mcc_context *context, const float *x, int64_t k, int64_t n, int64_t r, float *q) {
+  if (k == 0 || n == 0 || r == 0) return;
+  const int64_t tiles = blocks_for(r, kTile), row_tiles = blocks_for(n, kTile);
+  void *owner = context->owner;
+  double *partial = static_cast<double *>(context->workspace(owner, size_t(k * kSplits * r * r) * 8));
+  double *gram = static_cast<double *>(context->workspace(owner, size_t(k * r * r) * 8));
+  double *lengths = static_cast<double *>(context->workspace(owner, size_t(k * r) * 8));
+  int *failed = static_cast<int *>(context->workspace(owner, size_t(k) * 4));
+  MCC_LAUNCH(gram_tiles, grid_of(k * kSplits * tiles * tiles), kThreads, context, x, n, r, tiles, partial);
+  MCC_LAUNCH(sum_splits, grid_of(blocks_for(k * r * r, kThreads)), kThreads, context, partial, k, r, gram);
+  MCC_LAUNCH(invert_factors, grid_of(k), kThreads, context, gram, r, lengths, failed);
+  MCC_LAUNCH(multiply, grid_of(k * row_tiles * tiles), kThreads, context, x, gram, n, r, row_tiles, tiles, failed, q);
+  MCC_LAUNCH(gram_schmidt, grid_of(k), kThreads, context, x, n, r, failed, q);
+}
+
+__global__ void subtract_tiles(float *m, const float *p, const float *q, int64_t n, int64_t c, int64_t r,
+                               int64_t row_tiles, int64_t tiles) {
+  __shared__ float left[kTile][kTile + 1], right[kTile][kTile + 1];
+  int64_t b = blockIdx.x;
+  const int64_t tj = b % tiles, ti = (b /= tiles) % row_tiles, matrix = b / row_tiles;
+  const int column = threadIdx.x % kTile, first = threadIdx.x / kTile * kRowsEach;
+  float sums[kRowsEach] = {0};
+  for (int64_t depth = 0; depth < r; depth += kTile) {
+    for (int i = threadIdx.x; i < kTile * kTile; i += kThreads) {
+      const int64_t row = ti * kTile + i / kTile, c2 = tj * kTile + i / kTile, d = depth + i % kTile;
+      left[i / kTile][i % kTile] = row < n && d < r ? p[(matrix * n + row) * r + d] : 0.0f;
+      right[i / kTile][i % kTile] = c2 < c && d < r ? q[(matrix * c + c2) * r + d] : 0.0f;
+    }
+    __syncthreads();
+    for (int i = 0; i < kTile; ++i)
+      for (int j = 0; j < kRowsEach; ++j) sums[j] += left[first + j][i] * right[column][i];
+    __syncthreads();
+  }
+  for (int j = 0; j < kRowsEach; ++j) {
+    const int64_t row = ti * kTile + first + j, at = tj * kTile + column;
+    if (row < n && at < c) m[(matrix * n + row) * c + at] -= sums[j];
+  }
+}
+
+void subtract_lowrank(const mcc_context *context, float *m, const float *p, const float *q, int64_t k, int64_t n,
+                      int64_t c, int64_t r) {
+  if (k == 0 || n == 0 || c == 0 || r == 0) return;
+  const int64_t row_tiles = blocks_for(n, kTile), tiles = blocks_for(c, kTile);
+  MCC_LAUNCH(subtract_tiles, grid_of(k * row_tiles * tiles), kThreads, context, m, p, q, n, c, r, row_tiles, tiles);
+}
+
+}  // namespace cuda
+}  // namespace mcc

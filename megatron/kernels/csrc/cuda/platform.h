@@ -1,0 +1,88 @@
+/* What the .cu files stand on: CUDA, or with MCC_EMULATED a header that runs their blocks on a CPU (a test's). */
+#ifndef MCC_CUDA_PLATFORM_H
+#define MCC_CUDA_PLATFORM_H
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#ifdef MCC_EMULATED
+#include "cuda_emulator.h"
+#else
+#include <cuda_runtime.h>
+#define MCC_LAUNCH(kernel, blocks, threads, context, ...) \
+  kernel<<<blocks, threads, 0, static_cast<cudaStream_t>((context)->stream)>>>(__VA_ARGS__)
+#endif
+
+#include "../mcc.h"
+
+namespace mcc {
+namespace cuda {
+
+#define MCC_FN __host__ __device__ __forceinline__
+#include "../numbers.h"
+
+constexpr int kWarp = 32;
+constexpr unsigned kAll = 0xffffffffu;
+
+inline int64_t blocks_for(int64_t items, int64_t each) { return (items + each - 1) / each; }
+inline unsigned grid_of(int64_t blocks) { return unsigned(blocks < 1 ? 1 : blocks > 0x7fffffff ? 0x7fffffff : blocks); }
+
+__device__ __forceinline__ int64_t thread_index() { return int64_t(blockIdx.x) * blockDim.x + threadIdx.x; }
+__device__ __forceinline__ int64_t thread_total() { return int64_t(gridDim.x) * blockDim.x; }
+
+__device__ __forceinline__ float read(const void *p, int dtype, int64_t i) {
+  if (dtype == MCC_FP32) return static_cast<const float *>(p)[i];
+  const uint16_t h = static_cast<const uint16_t *>(p)[i];
+  return dtype == MCC_BF16 ? bf16_to_float(h) : fp16_to_float(h);
+}
+
+__device__ __forceinline__ void write(void *p, int dtype, int64_t i, float x) {
+  if (dtype == MCC_FP32)
+    static_cast<float *>(p)[i] = x;
+  else
+    static_cast<uint16_t *>(p)[i] = dtype == MCC_BF16 ? float_to_bf16(x) : float_to_fp16(x);
+}
+
+/* Sums over a block of up to 1024 threads, on every thread; ``room`` holds 33 numbers. Lanes add in a fixed order. */
+template <class T>
+__device__ __forceinline__ T block_sum(T x, T *room) {
+  for (int d = kWarp / 2; d > 0; d /= 2) x += __shfl_xor_sync(kAll, x, d);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = (blockDim.x + kWarp - 1) / kWarp;
+  if (lane == 0) room[warp] = x;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    T total = room[0];
+    for (int i = 1; i < warps; ++i) total += room[i];
+    room[32] = total;
+  }
+  __syncthreads();
+  const T total = room[32];
+  __syncthreads();
+  return total;
+}
+
+template <class T>
+__device__ __forceinline__ T block_max(T x, T *room) {
+  for (int d = kWarp / 2; d > 0; d /= 2) {
+    const T other = __shfl_xor_sync(kAll, x, d);
+    x = other > x ? other : x;
+  }
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = (blockDim.x + kWarp - 1) / kWarp;
+  if (lane == 0) room[warp] = x;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    T most = room[0];
+    for (int i = 1; i < warps; ++i) most = room[i] > most ? room[i] : most;
+    room[32] = most;
+  }
+  __syncthreads();
+  const T most = room[32];
+  __syncthreads();
+  return most;
+}
+
+}  // namespace cuda
+}  // namespace mcc
+
+#endif

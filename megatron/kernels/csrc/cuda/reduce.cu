@@ -1,0 +1,135 @@
+/* One pass over a bucket: its norm and whether it is finite; and the histogram of a sample. */
+#include "platform.h"
+
+namespace mcc {
+namespace cuda {
+
+constexpr int kThreads = 256;
+constexpr int64_t kPiece = 1 << 14;
+
+__global__ void norm_pieces(const void *x, int dtype, int64_t count, double *sums, uint32_t *most) {
+  __shared__ double room[33];
+  __shared__ uint32_t places[33];
+  const int64_t begin = int64_t(blockIdx.x) * kPiece, end = begin + kPiece < count ? begin + kPiece : count;
+  double sum = 0;
+  uint32_t largest = 0;
+  for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
+    const float v = read(x, dtype, i);
+    const uint32_t u = bits_of(v) & 0x7fffffffu;
+    sum += double(v) * double(v);
+    largest = u > largest ? u : largest;
+  }
+  sum = block_sum(sum, room);
+  largest = block_max(largest, places);
+  if (threadIdx.x == 0) {
+    sums[blockIdx.x] = sum;
+    most[blockIdx.x] = largest;
+  }
+}
+
+__global__ void norm_whole(const double *sums, const uint32_t *most, int64_t pieces, double *out) {
+  __shared__ double room[33];
+  __shared__ uint32_t places[33];
+  double sum = 0;
+  uint32_t largest = 0;
+  for (int64_t p = threadIdx.x; p < pieces; p += blockDim.x) {
+    sum += sums[p];
+    largest = most[p] > largest ? most[p] : largest;
+  }
+  sum = block_sum(sum, room);
+  largest = block_max(largest, places);
+  if (threadIdx.x == 0) {
+    out[0] = sum;
+    out[1] = largest < 0x7f800000u ? 1.0 : 0.0;
+  }
+}
+
+void finite_norm(const mcc_context *context, const void *x, int dtype, int64_t count, double *out) {
+  const int64_t pieces = blocks_for(count, kPiece);
+  double *sums = static_cast<double *>(context->workspace(context->owner, size_t(pieces + 1) * 8));
+  uint32_t *most = static_cast<uint32_t *>(context->workspace(context->owner, size_t(pieces + 1) * 4));
+  if (pieces > 0) MCC_LAUNCH(norm_pieces, grid_of(pieces), kThreads, context, x, dtype, count, sums, most);
+  MCC_LAUNCH(norm_whole, 1, kThreads, context, sums, most, pieces, out);
+}
+
+/* Finite numbers' order as integers'. */
+__device__ __forceinline__ uint32_t ordered(float x) {
+  const uint32_t u = bits_of(x);
+  return u & 0x80000000u ? ~u : u | 0x80000000u;
+}
+__device__ __forceinline__ float from_ordered(uint32_t u) { return float_of(u & 0x80000000u ? u & 0x7fffffffu : ~u); }
+
+__global__ void begin_range(uint32_t *limits, int64_t bins, int64_t *counts) {
+  for (int64_t b = thread_index(); b < bins; b += thread_total()) counts[b] = 0;
+  if (thread_index() == 0) {
+    limits[0] = 0xffffffffu;
+    limits[1] = 0;
+  }
+}
+
+__global__ void find_range(const void *x, int dtype, int64_t samples, int64_t stride, uint32_t *limits) {
+  __shared__ uint32_t room[33];
+  uint32_t below = 0, above = 0; /* both as maxima; 0 stands for none */
+  for (int64_t i = thread_index(); i < samples; i += thread_total()) {
+    const float v = read(x, dtype, i * stride);
+    if ((bits_of(v) & 0x7fffffffu) >= 0x7f800000u) continue;
+    const uint32_t o = ordered(v);
+    below = ~o > below ? ~o : below;
+    above = o > above ? o : above;
+  }
+  below = block_max(below, room);
+  above = block_max(above, room);
+  if (threadIdx.x == 0 && above != 0) {
+    atomicMin(&limits[0], ~below);
+    atomicMax(&limits[1], above);
+  }
+}
+
+__global__ void write_range(const uint32_t *limits, double *range) {
+  if (threadIdx.x != 0) return;
+  const bool any = limits[1] != 0;
+  range[0] = any ? double(from_ordered(limits[0])) : INFINITY;
+  range[1] = any ? double(from_ordered(limits[1])) : -INFINITY;
+}
+
+constexpr int64_t kShared = 4096;
+
+__global__ void count_bins(const void *x, int dtype, int64_t samples, int64_t stride, int64_t bins, const double *range,
+                           unsigned long long *counts) {
+  __shared__ uint32_t own[kShared];
+  const double low = range[0], width = range[1] - low;
+  if (!(width >= 0)) return; /* for all threads alike: none is finite */
+  for (int64_t b = threadIdx.x; b < kShared; b += blockDim.x) own[b] = 0;
+  __syncthreads();
+  const double factor = width > 0 ? double(bins) / width : 0.0;
+  for (int64_t i = thread_index(); i < samples; i += thread_total()) {
+    const float v = read(x, dtype, i * stride);
+    if ((bits_of(v) & 0x7fffffffu) >= 0x7f800000u) continue;
+    int64_t bin = int64_t((double(v) - low) * factor);
+    bin = bin < bins ? bin : bins - 1;
+    if (bins <= kShared)
+      atomicAdd(&own[bin], 1u);
+    else
+      atomicAdd(&counts[bin], 1ull);
+  }
+  __syncthreads();
+  if (bins > kShared) return;
+  for (int64_t b = threadIdx.x; b < bins; b += blockDim.x)
+    if (own[b]) atomicAdd(&counts[b], static_cast<unsigned long long>(own[b]));
+}
+
+void histogram(const mcc_context *context, const void *x, int dtype, int64_t count, int64_t stride, int64_t bins,
+               int64_t *counts, double *range) {
+  const int64_t samples = blocks_for(count, stride), wanted = blocks_for(samples, kThreads * 8);
+  const unsigned blocks = grid_of(wanted < 1024 ? wanted : 1024);
+  uint32_t *limits = static_cast<uint32_t *>(context->workspace(context->owner, 8));
+  MCC_LAUNCH(begin_range, grid_of(blocks_for(bins, kThreads)), kThreads, context, limits, bins, counts);
+  if (samples > 0) MCC_LAUNCH(find_range, blocks, kThreads, context, x, dtype, samples, stride, limits);
+  MCC_LAUNCH(write_range, 1, kWarp, context, limits, range);
+  if (samples == 0) return;
+  MCC_LAUNCH(count_bins, blocks, kThreads, context, x, dtype, samples, stride, bins, range,
+             reinterpret_cast<unsigned long long *>(counts));
+}
+
+}  // namespace cuda
+}  // namespace mcc

@@ -1,0 +1,93 @@
+"""The CUDA kernels on a device: the checks that the CPU's pass, over longer inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.kernels import native, ops
+from megatron.kernels.grid import Grid, Layout, Method, Role
+from tests.support import kernels as checks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif("cuda" not in (native.devices() if native.problem() is None else ()), reason="no CUDA kernels"),
+]
+
+DEVICE = "cuda"
+
+
+@pytest.mark.parametrize("role", [Role.PLAIN, Role.DELTA, Role.FEEDBACK])
+@pytest.mark.parametrize("seed", [None, (5 << 40) + 7])
+def test_codecs_give_the_twins_bits(role: Role, seed: int | None) -> None:
+    for number, grid in enumerate(checks.grids()):
+        for count in (0, 1, 999, 70_001) if grid.layout is not Layout.CHANNEL else (0, 40, 100_000):
+            dtype = checks.DTYPES[number % 3]
+            x = checks.spoil(checks.noise((count,), number, DEVICE, dtype), number)
+            other = None if role is Role.PLAIN else checks.noise((count,), count, DEVICE, checks.DTYPES[number % 2])
+            checks.check_codec(x, other, grid, role, seed, torch.bfloat16 if number % 2 else torch.float32)
+
+
+def test_codes_equal_the_cpus() -> None:
+    """Bit by bit, so that a run's ends may be a GPU and a CPU."""
+    x = checks.noise((123_457,), 0, "cpu")
+    for grid in checks.grids():
+        if grid.method is Method.L2 or grid.is_sign or grid.layout is Layout.CHANNEL:
+            continue
+        found = []
+        for device in ("cpu", DEVICE):
+            codes = torch.empty(grid.code_bytes(x.numel()), dtype=torch.uint8, device=device)
+            scales = torch.empty(grid.scale_count(x.numel()), device=device)
+            ops.quantize_pack(x.to(device), codes, scales, grid, seed=11)
+            found.append((codes.cpu(), scales.cpu()))
+        assert torch.equal(found[0][0], found[1][0])
+        assert torch.equal(found[0][1], found[1][1])
+
+
+def test_unaligned_views() -> None:
+    """Halves and codes that do not begin at 16 bytes."""
+    for start in (1, 2, 3, 5):
+        x = checks.noise((5000,), start, DEVICE, torch.bfloat16)[start:]
+        checks.check_codec(x, None, Grid(4), Role.PLAIN, None, torch.float32)
+
+
+def test_topk() -> None:
+    for seed, (rows, n) in enumerate([(1, 1), (3, 100), (2, 20_000), (1, 3_000_000), (64, 65_536)]):
+        x = checks.spoil(checks.noise((rows, n), seed, DEVICE), seed)
+        for share in (0.0, 0.01, 0.5, 0.99, 1.0):
+            checks.check_topk(x, int(share * n))
+            checks.check_topk((x * 2).nan_to_num(0.0).round(), int(share * n))
+
+
+def test_dilation_and_places() -> None:
+    for radius in (0, 1, 7, 500):
+        mask = checks.noise((3, 30_000), radius, DEVICE) > 1.3
+        checks.check_dilate(mask, radius)
+        checks.check_places(checks.noise((90_000,), radius, DEVICE), mask.view(-1).nonzero().view(-1))
+
+
+def test_norms_and_histograms() -> None:
+    for seed, count in enumerate((0, 1, 500, 4_000_000)):
+        for x in (y := checks.noise((count,), seed, DEVICE, checks.DTYPES[seed % 3]), checks.spoil(y, seed)):
+            checks.check_norm(x)
+            for bins in (1, 100, 5000):
+                checks.check_histogram(x, 1 + seed, bins)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 5, 128])
+def test_bases(rank: int) -> None:
+    for n, r, power in ((1, 1, 0), (37, 37, -60), (1000, 40, 60), (4096, 128, 0)):
+        own = min(rank, n, r)
+        checks.check_bases(checks.noise((2, n, own), 0, DEVICE) @ checks.noise((2, own, r), 1, DEVICE) * 2.0**power)
+
+
+def test_lowrank_residual() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for n, c, r in ((1, 1, 1), (70, 45, 5), (1000, 300, 128)):
+        checks.check_lowrank(*(checks.noise(s, 0, DEVICE) for s in ((2, n, c), (2, n, r), (2, c, r))))
+
+
+@pytest.mark.parametrize("dtype", checks.DTYPES)
+def test_fused_model_operations(dtype: torch.dtype) -> None:
+    for rows, columns in ((1, 3), (7, 7), (33, 200), (128, 1024)):
+        checks.check_fused(DEVICE, dtype, rows, columns)

@@ -1,0 +1,173 @@
+"""The CUDA kernels where there is no GPU: they compile for every architecture, and an emulator runs their logic."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+import setup as build
+from megatron.kernels import native
+from megatron.kernels.grid import Grid, Layout, Method, Role
+from tests.support import kernels as checks
+
+REPO = Path(__file__).resolve().parents[3]
+CSRC = REPO / "megatron" / "kernels" / "csrc"
+CXX = os.environ.get("CXX", "g++")
+COMMON = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", f"-DTORCH_TARGET_VERSION={build.TARGET}"]
+INCLUDES = [word for path in cpp_extension.include_paths() for word in ("-isystem", path)]
+LIBRARIES = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-ltorch", "-ltorch_cpu", "-lc10"]
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def _sources() -> list[Path]:
+    return sorted((CSRC / "cuda").glob("*.cu"))
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An extension whose operators (torch.ops.megatron_cc_emulated) run the CUDA sources on the CPU."""
+    if shutil.which(CXX) is None:
+        pytest.skip("no C++ compiler")
+    folder = tmp_path_factory.mktemp("emulated")
+    shim = [
+        "-O1",
+        "-U_FORTIFY_SOURCE",
+        "-DMCC_EMULATED",
+        "-DMCC_CUDA",
+        f"-I{REPO / 'tests/support/cuda_emulator'}",
+        "-Wno-unknown-pragmas",
+    ]
+
+    def compile_one(source: Path) -> str:
+        target = folder / f"{source.stem}.o"
+        language = ["-x", "c++"] if source.suffix == ".cu" else []
+        _run([CXX, *COMMON, *shim, *INCLUDES, *language, "-c", str(source), "-o", str(target)])
+        return str(target)
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compile_one, [CSRC / "binding.cpp", *_sources()]))
+    library = folder / "emulated.so"
+    _run([CXX, "-shared", *objects, *LIBRARIES, "-o", str(library)])
+    torch.ops.load_library(str(library))
+    return library
+
+
+@pytest.fixture
+def device(emulated: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(native, "operators", lambda: torch.ops.megatron_cc_emulated)
+    monkeypatch.setattr(native, "problem", lambda: None)
+    monkeypatch.setattr(native, "devices", lambda: frozenset({"cpu"}))
+    return "cpu"
+
+
+@pytest.mark.parametrize("role", [Role.PLAIN, Role.DELTA, Role.FEEDBACK])
+def test_codecs(device: str, role: Role) -> None:
+    for number, grid in enumerate(checks.grids()):
+        for count in (0, 1, 999, 2600) if grid.layout is not Layout.CHANNEL else (0, 40, 1000):
+            dtype = checks.DTYPES[number % 3]
+            x = checks.spoil(checks.noise((count,), number, device, dtype), number)
+            other = None if role is Role.PLAIN else checks.noise((count,), count, device, checks.DTYPES[number % 2])
+            scale = torch.bfloat16 if number % 2 else torch.float32
+            checks.check_codec(x, other, grid, role, 77 if number % 5 == 0 else None, scale)
+
+
+def test_scales_over_many_pieces(device: str) -> None:
+    for method in Method:
+        grid = Grid(4, Layout.TENSOR, method=method)
+        checks.check_codec(checks.noise((40_000,), 1, device), None, grid, Role.PLAIN, None, torch.float32)
+
+
+def test_topk(device: str) -> None:
+    for seed, (rows, n) in enumerate([(1, 1), (3, 100), (2, 20_000), (1, 33_000)]):
+        x = checks.spoil(checks.noise((rows, n), seed, device), seed)
+        for share in (0.0, 0.01, 0.5, 0.99, 1.0):
+            checks.check_topk(x, int(share * n))
+            checks.check_topk((x * 2).nan_to_num(0.0).round(), int(share * n))
+
+
+def test_dilation_and_places(device: str) -> None:
+    for radius in (0, 1, 7, 500):
+        mask = checks.noise((3, 300), radius, device) > 1.3
+        checks.check_dilate(mask, radius)
+        checks.check_places(checks.noise((900,), radius, device), mask.view(-1).nonzero().view(-1))
+
+
+def test_norms_and_histograms(device: str) -> None:
+    for seed, count in enumerate((0, 1, 500, 40_000)):
+        for x in (y := checks.noise((count,), seed, device, checks.DTYPES[seed % 3]), checks.spoil(y, seed)):
+            checks.check_norm(x)
+            for bins in (1, 100, 5000):
+                checks.check_histogram(x, 1 + seed, bins)
+
+
+@pytest.mark.parametrize("rank", [0, 5, 37])
+def test_bases(device: str, rank: int) -> None:
+    for n, r, power in ((1, 1, 0), (37, 37, -60), (70, 33, 60)):
+        own = min(rank, n, r)
+        checks.check_bases(checks.noise((2, n, own), 0, device) @ checks.noise((2, own, r), 1, device) * 2.0**power)
+
+
+def test_lowrank_residual(device: str) -> None:
+    for n, c, r in ((1, 1, 1), (70, 45, 5), (33, 64, 40)):
+        m, p, q = (checks.noise(s, 0, device) for s in ((2, n, c), (2, n, r), (2, c, r)))
+        checks.check_lowrank(m, p, q)
+
+
+@pytest.mark.parametrize("dtype", checks.DTYPES)
+def test_fused_model_operations(device: str, dtype: torch.dtype) -> None:
+    for rows, columns in ((1, 3), (7, 7), (5, 200)):
+        checks.check_fused(device, dtype, rows, columns)
+
+
+NVCC = shutil.which("nvcc")
+
+
+@pytest.mark.skipif(NVCC is None, reason="no nvcc")
+def test_every_kernel_compiles_for_every_architecture_and_the_whole_links(tmp_path: Path) -> None:
+    """Warnings are errors and no kernel spills registers. The extension loads as far as a torch without CUDA goes: its
+    CPU, CUDA and meta operators register, the one function that only a CUDA torch has is bound when it is called."""
+    assert NVCC is not None
+    flags = [*build.CUDA_FLAGS, *build.gencode_flags(), "-Werror=all-warnings", "-Xptxas=-v,-warn-spills"]
+
+    def compile_cuda(source: Path) -> tuple[str, str]:
+        target = str(tmp_path / f"{source.stem}.cu.o")
+        return target, _run([str(NVCC), *flags, "-c", str(source), "-o", target])
+
+    def compile_cpp(source: Path) -> str:
+        target = str(tmp_path / f"{source.stem}.o")
+        toolkit = Path(str(NVCC)).resolve().parents[1] / "include"
+        macros = ["-DMCC_CUDA", "-DUSE_CUDA", "-isystem", str(toolkit)]
+        fast = ["-O0"]  # the code itself is compiled and tested elsewhere
+        _run([CXX, *COMMON, *fast, "-fopenmp", *macros, *INCLUDES, "-c", str(source), "-o", target])
+        return target
+
+    with ThreadPoolExecutor(2) as pool:
+        compiled = list(pool.map(compile_cuda, _sources()))
+        objects = list(pool.map(compile_cpp, [CSRC / "binding.cpp", *sorted((CSRC / "cpu").glob("*.cpp"))]))
+    log = "".join(text for _, text in compiled)
+    assert len(re.findall(r"Function properties", log)) >= 3 * 25
+    assert re.findall(r"[1-9]\d* bytes spill (?:stores|loads)", log) == []
+    library = tmp_path / "whole.so"
+    _run([str(NVCC), "-shared", "-cudart=static", "-Xcompiler=-fopenmp", *objects, *(t for t, _ in compiled),
+          *LIBRARIES, "-o", str(library)])  # fmt: skip
+    script = (
+        "import ctypes, os, torch\n"
+        f"ctypes.CDLL({str(library)!r}, mode=os.RTLD_LAZY)\n"
+        "has = torch._C._dispatch_has_kernel_for_dispatch_key\n"
+        "assert has('megatron_cc::quantize_pack', 'CUDA') and has('megatron_cc::quantize_pack', 'CPU')\n"
+    )
+    _run([sys.executable, "-c", script])
