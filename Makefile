@@ -8,7 +8,7 @@ PYTEST := -m pytest --durations=15
 ARGS ?=
 export PYTHON
 
-.PHONY: help quickstart test test-faults lint format bench-train bench-memory bench-convergence clean clean-all
+.PHONY: help quickstart test test-faults lint format bench-train bench-kernels bench-memory bench-convergence clean clean-all
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -31,6 +31,9 @@ format:  ## rewrite the sources in the project's style
 
 bench-train:  ## measure training speed beside Hugging Face's GPT-2
 	@$(RUN) --extras test,lint -- tools/bench_train.py $(ARGS)
+
+bench-kernels:  ## measure the compressors' kernels beside a copy and their pure-torch twins
+	@$(RUN) --extras test,lint -- -m tools.bench_kernels $(ARGS)
 
 bench-memory:  ## measure peak memory with and without compressors
 	@$(RUN) --extras test,lint -- tools/bench_memory.py $(ARGS)

@@ -66,7 +66,7 @@ def builder() -> type:
     """torch's build command, which gives up on the kernels instead of on the installation."""
     from torch.utils.cpp_extension import BuildExtension
 
-    class Build(BuildExtension):  # type: ignore[misc]
+    class Build(BuildExtension):
         def run(self) -> None:
             try:
                 super().run()

@@ -1,0 +1,381 @@
+"""Throughput of the compressors' kernels, beside a plain copy and their pure-torch twins in the same run.
+
+    make bench-kernels                          on the CPU, or on a GPU where the CUDA kernels are built
+    make bench-kernels ARGS="--models 2.5B --quick"
+
+Shapes are those of Optimus-CC's models: activations of one micro-batch (s x b x h / TP) and the gradients of a layer's
+matrices. GB/s counts the input's bytes. The limit is the time that a copy of the operation's smallest possible traffic
+(each input read once, each output written once) would take at the copy's speed, measured on as many bytes; "of limit"
+is that over the measured time. Prints Markdown and writes it with a plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.kernels import fused, native, ops, reference
+from megatron.kernels.grid import Grid, Layout, Role
+
+TP, MICRO_BATCH, SEQUENCE = 8, 8, 1024
+MODELS = {"2.5B": 1920, "8.3B": 3072, "175B": 12288}
+BITS, DENSITIES, RANKS = (2, 4, 8), (0.01, 0.1, 0.5), (8, 32, 128)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One operation on one shape.
+
+    Args:
+        op, model, shape, setting: for the table.
+        run: the operation, compiled.
+        twin: the same in pure torch.
+        input_bytes: what GB/s counts.
+        traffic: the least that must be read and written.
+        rival, rival_name: what else it is compared with.
+    """
+
+    op: str
+    model: str
+    shape: str
+    setting: str
+    run: Callable[[], Any]
+    twin: Callable[[], Any]
+    input_bytes: int
+    traffic: int
+    rival: Callable[[], Any] | None = None
+    rival_name: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What was measured, in seconds but for the first lines."""
+
+    op: str
+    model: str
+    shape: str
+    setting: str
+    gbps: float
+    copy_gbps: float
+    of_limit: float
+    times_twin: float
+    times_rival: float
+    rival: str
+
+
+def matrices(hidden: int) -> dict[str, tuple[int, int]]:
+    """The gradients of a layer's weights on one tensor-parallel rank."""
+    return {
+        "qkv": (3 * hidden // TP, hidden),
+        "dense": (hidden, hidden // TP),
+        "h-4h": (4 * hidden // TP, hidden),
+        "4h-h": (hidden, 4 * hidden // TP),
+    }
+
+
+def nbytes(*tensors: Tensor) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+Pair = tuple[Callable[[], Any], Callable[[], Any]]
+"""An operation and its twin."""
+
+
+def codec_cases(model: str, device: str, quick: bool) -> Iterator[Case]:
+    """Quantisers on activations."""
+    hidden = MODELS[model]
+    x = torch.randn(SEQUENCE * MICRO_BATCH // TP, hidden, device=device)
+    for bits in BITS:
+        yield from _grid_cases(model, x, f"{bits} bits, group", Grid(bits))
+        if not quick:
+            yield from _scale_cases(model, x, f"{bits} bits, channel", Grid(bits, Layout.CHANNEL, hidden))
+            yield from _scale_cases(model, x, f"{bits} bits, tensor", Grid(bits, Layout.TENSOR))
+
+
+def _message(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(grid.code_bytes(x.numel()), dtype=torch.uint8, device=x.device)
+    return codes, torch.empty(grid.scale_count(x.numel()), device=x.device)
+
+
+def _encode(x: Tensor, grid: Grid, role: Role = Role.PLAIN, seed: int | None = None) -> Pair:
+    codes, scales = _message(x, grid)
+    other = None if role is Role.PLAIN else torch.zeros_like(x)
+    return (
+        lambda: ops.quantize_pack(x, codes, scales, grid, role, other, seed),
+        lambda: reference.quantize_pack(x, other, codes, scales, grid, role, seed),
+    )
+
+
+def _decode(x: Tensor, grid: Grid, role: Role = Role.PLAIN) -> Pair:
+    codes, scales = _message(x, grid)
+    ops.quantize_pack(x, codes, scales, grid)
+    out = torch.zeros_like(x)
+    return (
+        lambda: ops.unpack_dequantize(codes, scales, out, grid, role),
+        lambda: reference.unpack_dequantize(codes, scales, None, out, grid, role),
+    )
+
+
+def _scale_cases(model: str, x: Tensor, setting: str, grid: Grid) -> Iterator[Case]:
+    shape, size, message = f"{x.shape[0]} x {x.shape[1]}", nbytes(x), nbytes(*_message(x, grid))
+    yield Case("quantize", model, shape, setting, *_encode(x, grid), size, size + message)
+    yield Case("dequantize", model, shape, setting, *_decode(x, grid), size, size + message)
+
+
+def _grid_cases(model: str, x: Tensor, setting: str, grid: Grid) -> Iterator[Case]:
+    yield from _scale_cases(model, x, setting, grid)
+    shape, size, message = f"{x.shape[0]} x {x.shape[1]}", nbytes(x), nbytes(*_message(x, grid))
+    for role, name in ((Role.DELTA, "quantize, delta"), (Role.FEEDBACK, "quantize, feedback")):
+        yield Case(name, model, shape, setting, *_encode(x, grid, role), size, 3 * size + message)
+    yield Case("dequantize, add", model, shape, setting, *_decode(x, grid, Role.ADD), size, 2 * size + message)
+    if grid.bits == 4:
+        yield Case("quantize, stochastic", model, shape, setting, *_encode(x, grid, seed=7), size, size + message)
+        rotated = dataclasses.replace(grid, rotation=64)
+        yield Case("quantize, rotated", model, shape, setting, *_encode(x, rotated), size, size + message)
+
+
+def gram_schmidt(x_nr: Tensor) -> Tensor:
+    """Column by column, as PowerSGD's published codes have it."""
+    q_nr = x_nr.clone()
+    for i in range(q_nr.shape[1]):
+        column = q_nr[:, i : i + 1]
+        column /= torch.sqrt(torch.sum(column**2)) + 1e-8
+        if i + 1 < q_nr.shape[1]:
+            rest = q_nr[:, i + 1 :]
+            rest -= torch.sum(column * rest, dim=0) * column
+    return q_nr
+
+
+def gradient_cases(model: str, device: str, quick: bool) -> Iterator[Case]:
+    """Top-k, low rank, norm and entropy on gradients."""
+    for name, (n, m) in matrices(MODELS[model]).items():
+        if quick and name != "qkv":
+            continue
+        x_nm = torch.randn(n, m, device=device)
+        shape, size = f"{name} {n} x {m}", nbytes(x_nm)
+        for density in DENSITIES:
+            yield from _choice_cases(model, x_nm.view(1, -1), shape, density)
+        yield Case("finite_norm", model, shape, "", *_norm(x_nm), size, size)
+        yield Case("histogram", model, shape, "every 4th, 1000 bins", *_histogram(x_nm), size // 4, size // 4)
+        for rank in RANKS:
+            yield from _rank_cases(model, x_nm.unsqueeze(0), shape, rank)
+
+
+def _choice_cases(model: str, x: Tensor, shape: str, density: float) -> Iterator[Case]:
+    flat, count, setting = x.view(-1), int(density * x.numel()), f"{density:.0%}"
+    chosen, packed = ops.abs_topk(x, count), torch.zeros(count, device=x.device)
+    where, traffic = chosen.view(-1), nbytes(chosen, packed, packed)
+    yield Case(
+        "abs_topk", model, shape, setting, lambda: ops.abs_topk(x, count), lambda: reference.abs_topk(x, chosen.clone()),
+        nbytes(x), nbytes(x, chosen), lambda: torch.topk(x.abs(), count, dim=1, sorted=False), "torch.topk",
+    )  # fmt: skip
+    twin = torch.empty_like(packed)
+    yield Case(
+        "gather", model, shape, setting, lambda: ops.gather_packed(flat, where),
+        lambda: reference.gather_packed(flat, where, twin), nbytes(packed), traffic,
+    )  # fmt: skip
+    yield Case(
+        "scatter-add", model, shape, setting, lambda: ops.scatter_add_packed(flat, where, packed),
+        lambda: reference.scatter_add_packed(flat, where, packed), nbytes(packed), traffic + nbytes(packed),
+    )  # fmt: skip
+
+
+def _rank_cases(model: str, m_knc: Tensor, shape: str, rank: int) -> Iterator[Case]:
+    p_knr = torch.randn(1, m_knc.shape[1], rank, device=m_knc.device)
+    q_kcr = torch.randn(1, m_knc.shape[2], rank, device=m_knc.device) * 1e-3
+    out, setting = torch.empty_like(p_knr), f"rank {rank}"
+    yield Case(
+        "orthonormalize", model, f"{p_knr.shape[1]} x {rank}", setting, lambda: ops.orthonormalize(p_knr),
+        lambda: reference.orthonormalize(p_knr, out), nbytes(p_knr), 2 * nbytes(p_knr),
+        lambda: gram_schmidt(p_knr[0]), "Gram-Schmidt by columns",
+    )  # fmt: skip
+    yield Case(
+        "M - P Q^T", model, shape, setting, lambda: ops.subtract_lowrank(m_knc, p_knr, q_kcr),
+        lambda: reference.subtract_lowrank(m_knc, p_knr, q_kcr), nbytes(m_knc), nbytes(m_knc, m_knc, p_knr, q_kcr),
+    )  # fmt: skip
+
+
+def _norm(x: Tensor) -> Pair:
+    out = torch.empty(2, dtype=torch.float64, device=x.device)
+    return lambda: ops.finite_norm(x), lambda: reference.finite_norm(x, out)
+
+
+def _histogram(x: Tensor) -> Pair:
+    counts = torch.empty(1000, dtype=torch.int64, device=x.device)
+    limits = torch.empty(2, dtype=torch.float64, device=x.device)
+    return lambda: ops.sample_histogram(x, 4, 1000), lambda: reference.sample_histogram(x, 4, counts, limits)
+
+
+def model_cases(model: str, device: str, quick: bool) -> Iterator[Case]:
+    """Fused model operations, forward and backward, against what torch runs without a compiler."""
+    hidden = MODELS[model]
+    rows, s = SEQUENCE * MICRO_BATCH // TP, 512
+    x, r = (torch.randn(rows, hidden, device=device, requires_grad=True) for _ in range(2))
+    w, b = (torch.randn(hidden, device=device, requires_grad=True) for _ in range(2))
+    scores = torch.randn(hidden // 128 // TP + 1, s, s, device=device, requires_grad=True)
+    future = torch.ones(s, s, dtype=torch.bool, device=device).triu(1)
+    seed, seed_scores = torch.randn_like(x), torch.randn_like(scores)
+
+    def both(forward: Callable[[], Tensor | tuple[Tensor, ...]], grad: Tensor) -> Callable[[], None]:
+        def run() -> None:
+            made = forward()
+            made = made if isinstance(made, tuple) else (made,)
+            torch.autograd.backward(made, [grad] * len(made))
+
+        return run
+
+    gelu = both(lambda: torch.nn.functional.gelu(x + b, approximate="tanh"), seed)
+    yield Case("bias_gelu + grad", model, f"{rows} x {hidden}", "", both(lambda: fused.bias_gelu(x, b), seed), gelu,
+               nbytes(x), 5 * nbytes(x))  # fmt: skip
+
+    def plain_norm() -> tuple[Tensor, Tensor]:
+        total = x + r
+        return total, torch.nn.functional.layer_norm(total, (hidden,), w, b, 1e-5)
+
+    yield Case("add_norm + grad", model, f"{rows} x {hidden}", "", both(lambda: fused.add_norm(x, r, w, b, 1e-5), seed),
+               both(plain_norm, seed), nbytes(x), 8 * nbytes(x))  # fmt: skip
+    plain = both(lambda: (scores * 0.1).masked_fill(future, -torch.inf).softmax(dim=-1), seed_scores)
+    shape = " x ".join(map(str, scores.shape))
+    yield Case("causal_softmax + grad", model, shape, "",
+               both(lambda: fused.causal_softmax(scores, 0.1), seed_scores), plain, nbytes(scores), 5 * nbytes(scores))  # fmt: skip
+
+
+def timed(run: Callable[[], Any], device: str, budget: float) -> float:
+    """Median seconds of one run, over at least three and as many as the budget allows."""
+
+    def once() -> float:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    first = once()
+    if first > budget:
+        return first
+    return statistics.median(once() for _ in range(max(3, min(30, int(budget / max(first, 1e-6))))))
+
+
+def measure(case: Case, device: str, budget: float) -> Row:
+    """The case, its twin, its rival, and a copy of as many bytes."""
+    elements = max(case.traffic // 8, 1)
+    source, target = torch.ones(elements, device=device), torch.empty(elements, device=device)
+    copy = timed(lambda: target.copy_(source), device, budget)
+    own, twin = timed(case.run, device, budget), timed(case.twin, device, budget)
+    rival = timed(case.rival, device, budget) if case.rival is not None else 0.0
+    copied = 8 * elements / copy
+    return Row(
+        case.op, case.model, case.shape, case.setting, case.input_bytes / own / 1e9, copied / 1e9,
+        case.traffic / copied / own, twin / own, rival / own, case.rival_name,
+    )  # fmt: skip
+
+
+def line(row: Row) -> str:
+    rival = f"{row.times_rival:.1f} x {row.rival}" if row.rival else ""
+    return (
+        f"| {row.op} | {row.model} | {row.shape} | {row.setting} | {row.gbps:.1f} | {row.copy_gbps:.1f} "
+        f"| {row.of_limit:.2f} | {row.times_twin:.1f} | {rival} |"
+    )
+
+
+HEAD = (
+    "| operation | model | shape | setting | GB/s of input | copy GB/s | of limit | x twin | x others |\n"
+    "|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def summary(rows: list[Row]) -> str:
+    """One line for each operation and setting: the range over models and shapes."""
+    kinds: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        kinds.setdefault((row.op, row.setting), []).append(row)
+    lines = ["| operation | setting | GB/s of input | of limit | x twin | x others |", "|---|---|---|---|---|---|"]
+
+    def span(values: list[float], digits: int) -> str:
+        low, high = min(values), max(values)
+        return f"{low:.{digits}f}" if low == high else f"{low:.{digits}f} to {high:.{digits}f}"
+
+    for (op, setting), own in kinds.items():
+        rival = f"{span([r.times_rival for r in own], 1)} x {own[0].rival}" if own[0].rival else ""
+        lines.append(
+            f"| {op} | {setting} | {span([r.gbps for r in own], 1)} | {span([r.of_limit for r in own], 2)} "
+            f"| {span([r.times_twin for r in own], 1)} | {rival} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(rows: list[Row], path: Path, title: str) -> None:
+    """Bars of throughput, with what a copy would allow behind them."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    kinds: dict[str, list[Row]] = {}
+    for row in rows:
+        kinds.setdefault(f"{row.op}, {row.setting}".rstrip(", "), []).append(row)
+    names = list(kinds)
+    figure, axis = plt.subplots(figsize=(9, 0.26 * len(names) + 1.5))
+    limits = [statistics.fmean(r.gbps / r.of_limit for r in own) for own in kinds.values()]
+    speeds = [statistics.fmean(r.gbps for r in own) for own in kinds.values()]
+    axis.barh(names, limits, color="lightgrey", label="limit: a copy of the least traffic")
+    axis.barh(names, speeds, color="tab:blue", height=0.5, label="measured")
+    axis.set_xscale("log")
+    axis.set_xlabel("GB/s of input")
+    axis.set_title(title, fontsize=9)
+    axis.invert_yaxis()
+    axis.tick_params(labelsize=7)
+    axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS), help=f"comma-separated, of {', '.join(MODELS)}")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--quick", action="store_true", help="one gradient shape, scales of groups only")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the CPU's kernels")
+    parser.add_argument("--budget", type=float, default=0.3, help="seconds for each measurement")
+    parser.add_argument("--out", type=Path, default=Path("bench_out/kernels"), help="folder of table and plot")
+    options = parser.parse_args()
+    unknown = [name for name in options.models.split(",") if name not in MODELS]
+    if unknown:
+        parser.error(f"--models: no model is named {unknown[0]!r}; the choices are {', '.join(MODELS)}")
+    why = native.problem()
+    if why is not None or options.device not in native.devices():
+        parser.error(f"the kernels are not compiled for {options.device}: {why or 'build them where nvcc is'}")
+    torch.set_num_threads(options.threads)
+    name = (
+        torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()}, {options.threads} threads"
+    )
+    rows: list[Row] = []
+    print(HEAD, flush=True)
+    for model in options.models.split(","):
+        for cases in (codec_cases, gradient_cases, model_cases):
+            for case in cases(model, options.device, options.quick):
+                rows.append(measure(case, options.device, options.budget))
+                print(line(rows[-1]), flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "table.md").write_text("\n".join([HEAD, *map(line, rows)]) + "\n")
+    (options.out / "summary.md").write_text(summary(rows) + "\n")
+    (options.out / "rows.json").write_text(json.dumps([dataclasses.asdict(row) for row in rows]))
+    plot(rows, options.out / "kernels.png", f"{name}, torch {torch.__version__}")
+    print(f"\n{summary(rows)}\n\nwritten to {options.out}")
+
+
+if __name__ == "__main__":
+    main()
