@@ -177,8 +177,9 @@ def _choice_cases(model: str, x: Tensor, shape: str, density: float) -> Iterator
     chosen, packed = ops.abs_topk(x, count), torch.zeros(count, device=x.device)
     where, traffic = chosen.view(-1), nbytes(chosen, packed, packed)
     yield Case(
-        "abs_topk", model, shape, setting, lambda: ops.abs_topk(x, count), lambda: reference.abs_topk(x, chosen.clone()),
-        nbytes(x), nbytes(x, chosen), lambda: torch.topk(x.abs(), count, dim=1, sorted=False), "torch.topk",
+        "abs_topk", model, shape, setting, lambda: ops.abs_topk(x, count),
+        lambda: reference.abs_topk(x, chosen.clone()), nbytes(x), nbytes(x, chosen),
+        lambda: torch.topk(x.abs(), count, dim=1, sorted=False), "torch.topk",
     )  # fmt: skip
     twin = torch.empty_like(packed)
     yield Case(
@@ -248,7 +249,8 @@ def model_cases(model: str, device: str, quick: bool) -> Iterator[Case]:
     plain = both(lambda: (scores * 0.1).masked_fill(future, -torch.inf).softmax(dim=-1), seed_scores)
     shape = " x ".join(map(str, scores.shape))
     yield Case("causal_softmax + grad", model, shape, "",
-               both(lambda: fused.causal_softmax(scores, 0.1), seed_scores), plain, nbytes(scores), 5 * nbytes(scores))  # fmt: skip
+               both(lambda: fused.causal_softmax(scores, 0.1), seed_scores), plain,
+               nbytes(scores), 5 * nbytes(scores))  # fmt: skip
 
 
 def timed(run: Callable[[], Any], device: str, budget: float) -> float:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.comm.tensor import TensorComm
 from megatron.config.model import ModelConfig
+from megatron.kernels.fused import causal_softmax
 from megatron.model.context import ForwardContext
 from megatron.model.rotary import apply_rotary
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -107,12 +108,12 @@ class SelfAttention(ShardedModule):
         key = key.repeat_interleave(self.queries_per_group, dim=1)
         value = value.repeat_interleave(self.queries_per_group, dim=1)
         s = query.shape[2]
+        scores = query @ key.transpose(-1, -2)
         if context.segment_ids_bs is not None:
             allowed = _causal_within_segments(context.segment_ids_bs)
+            probs = scores.div(math.sqrt(self.head_dim)).masked_fill(~allowed, -torch.inf).softmax(dim=-1)
         else:
-            allowed = torch.ones((s, s), dtype=torch.bool, device=query.device).tril()
-        scores = (query @ key.transpose(-1, -2)).div(math.sqrt(self.head_dim))
-        probs = scores.masked_fill(~allowed, -torch.inf).softmax(dim=-1)
+            probs = causal_softmax(scores, 1 / math.sqrt(self.head_dim))
         heads = query.shape[1]
         masks = [
             context.dropout.keep_mask(
