@@ -5,6 +5,7 @@
 BOOTSTRAP := $(if $(PYTHON),$(PYTHON),$(shell command -v python3 || command -v python || echo python3))
 RUN := $(BOOTSTRAP) tools/setup_env.py
 PYTEST := -m pytest --durations=15
+WORKERS := -n 2 --dist loadgroup
 ARGS ?=
 export PYTHON
 
@@ -18,7 +19,7 @@ quickstart:  ## train a small GPT on four processes of this machine, end to end;
 	@$(RUN) -- -m tools.quickstart.run $(ARGS)
 
 test:  ## run the tests
-	@OMP_NUM_THREADS=1 $(RUN) --extras test,lint --oracle -- $(PYTEST) $(ARGS)
+	@OMP_NUM_THREADS=1 $(RUN) --extras test,lint --oracle -- $(PYTEST) $(WORKERS) $(ARGS)
 
 test-faults:  ## run the long fault-injection tests: processes killed at many random moments
 	@OMP_NUM_THREADS=1 $(RUN) --extras test,lint -- $(PYTEST) --faults -m faults $(ARGS)

@@ -22,7 +22,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips what this machine or this call cannot run, with the reason."""
+    """Skips what this machine or this call cannot run, with the reason, and shares the work out.
+
+    With pytest-xdist one worker runs all tests that start several processes, first and one after the other; the others
+    take the rest, file by file.
+    """
+    if config.pluginmanager.hasplugin("xdist"):
+        items.sort(key=lambda item: "multiprocess" not in item.path.parts)
+        for item in items:
+            together = "multiprocess" if "multiprocess" in item.path.parts else item.path.name
+            item.add_marker(pytest.mark.xdist_group(together))
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
     no_faults = pytest.mark.skip(reason="long fault injection: run `make test-faults`")
     for item in items:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.kernels.ops import finite_norm
+
 
 @dataclass(frozen=True)
 class ResidualHealth:
@@ -32,9 +34,11 @@ class ResidualHealth:
 
 
 def squared_norms(x: Tensor, stacked: bool) -> Tensor:
-    """Squared norms (k) of a stack of k tensors, or (1) of one."""
+    """Squared norms (k) of a stack of k tensors, or (1) of one, fp64."""
     flat_kn = x.reshape(x.shape[0], -1) if stacked else x.reshape(1, -1)
-    return torch.linalg.vector_norm(flat_kn, dim=1).square()
+    if not flat_kn.shape[0]:
+        return torch.zeros(0, dtype=torch.float64, device=x.device)
+    return torch.stack([finite_norm(row)[0] for row in flat_kn])
 
 
 def measure(before: ResidualHealth | None, gradient_k: Tensor, given_k: Tensor, residual_k: Tensor) -> ResidualHealth:
