@@ -7,6 +7,7 @@ where torch is a CUDA build and nvcc is found.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from pathlib import Path
@@ -31,6 +32,14 @@ def gencode_flags() -> list[str]:
     return [*flags, f"-gencode=arch=compute_{ARCHITECTURES[-1]},code=compute_{ARCHITECTURES[-1]}"]
 
 
+def sources_digest(folder: Path) -> int:
+    """60 bits that change with any of the kernels' sources; a library that has others is not used."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return int.from_bytes(digest.digest()[:8], "little") >> 4
+
+
 def has_cuda() -> bool:
     """Whether the CUDA kernels can be built: a CUDA build of torch, and nvcc."""
     import torch
@@ -45,7 +54,8 @@ def extension() -> Extension:
 
     sources = [str(path) for path in sorted([SOURCES / "binding.cpp", *(SOURCES / "cpu").glob("*.cpp")])]
     cuda = has_cuda()
-    macros = [("TORCH_TARGET_VERSION", TARGET)] + ([("MCC_CUDA", "1"), ("USE_CUDA", "1")] if cuda else [])
+    macros = [("TORCH_TARGET_VERSION", TARGET), ("MCC_SOURCES", f"{sources_digest(SOURCES)}ll")]
+    macros += [("MCC_CUDA", "1"), ("USE_CUDA", "1")] if cuda else []
     flags: Any = CPU_FLAGS
     if cuda:
         sources += [str(path) for path in sorted((SOURCES / "cuda").glob("*.cu"))]
@@ -55,7 +65,7 @@ def extension() -> Extension:
         sources,
         define_macros=macros,
         extra_compile_args=flags,
-        extra_link_args=["-fopenmp"],
+        extra_link_args=["-fopenmp", "-s"],
         py_limited_api=True,
     )
     made.optional = True

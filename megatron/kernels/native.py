@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ CHOICE = "MEGATRON_CC_KERNELS"
 """Environment variable: ``reference`` runs without the compiled kernels, ``native`` refuses to run without them."""
 
 _LIBRARY = "megatron_cc"
+_SOURCES = Path(__file__).parent / "csrc"
 
 
 def library_path() -> Path | None:
@@ -49,8 +51,22 @@ def _load() -> str | None:
         torch.ops.load_library(str(path))
     except OSError as error:
         return f"{path.name} does not load ({str(error).splitlines()[0]}): run `pip install -e .` again"
+    try:
+        built = torch.ops.megatron_cc.sources()
+    except AttributeError:
+        built = None
+    if built is None or (_SOURCES.is_dir() and built != sources_digest()):
+        return f"{path.name} was compiled from other sources: run `pip install -e .` again"
     register_shapes()
     return None
+
+
+def sources_digest() -> int:
+    """60 bits that change with any of the kernels' sources, as ``setup.py`` computes them."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in _SOURCES.rglob("*") if path.is_file()):
+        digest.update(path.relative_to(_SOURCES).as_posix().encode() + b"\0" + path.read_bytes())
+    return int.from_bytes(digest.digest()[:8], "little") >> 4
 
 
 def operators() -> Any:

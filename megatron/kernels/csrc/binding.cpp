@@ -360,6 +360,12 @@ void add_norm_grad(const Tensor &sum, const Tensor &weight, const Tensor &mean, 
                                   !dbias, sum.size(0), sum.size(1));
 }
 
+/* Which sources this was compiled from (setup.py). */
+#ifndef MCC_SOURCES
+#define MCC_SOURCES 0ll
+#endif
+int64_t sources() { return MCC_SOURCES; }
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(MCC_NAMESPACE, m) {
@@ -369,6 +375,7 @@ STABLE_TORCH_LIBRARY(MCC_NAMESPACE, m) {
   m.def(
       "unpack_dequantize(Tensor codes, Tensor scales, Tensor(a!) other, Tensor(b!) out, int role, int bits, int layout, "
       "int group, bool symmetric, int method, int rotation) -> ()");
+  m.def("sources() -> int");
   m.def("abs_topk(Tensor x, Tensor(a!) indices) -> ()");
   m.def("dilate(Tensor mask, int radius, Tensor(a!) out) -> ()");
   m.def("gather_packed(Tensor x, Tensor indices, Tensor(a!) packed) -> ()");
@@ -408,6 +415,8 @@ void implement(torch::stable::detail::StableLibrary &m) {
   m.impl("add_norm", TORCH_BOX(&add_norm<Device>));
   m.impl("add_norm_grad", TORCH_BOX(&add_norm_grad<Device>));
 }
+
+STABLE_TORCH_LIBRARY_IMPL(MCC_NAMESPACE, CompositeExplicitAutograd, m) { m.impl("sources", TORCH_BOX(&sources)); }
 
 STABLE_TORCH_LIBRARY_IMPL(MCC_NAMESPACE, CPU, m) { implement<MCC_CPU_DEVICE>(m); }
 

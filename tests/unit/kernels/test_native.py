@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -190,7 +192,16 @@ def test_torch_finds_nothing_wrong_with_an_operator(name: str) -> None:
 def test_every_operator_is_in_the_list() -> None:
     assert native.problem() is None
     registered = {n.split("::")[1].split(".")[0] for n in torch._C._dispatch_get_all_op_names() if "megatron_cc::" in n}
-    assert registered == set(native.OPERATORS) == set(_operands())
+    assert registered - {"sources"} == set(native.OPERATORS) == set(_operands())
+
+
+def test_a_library_of_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native.problem() is None
+    shutil.copytree(native._SOURCES, tmp_path / "csrc")
+    monkeypatch.setattr(native, "_SOURCES", tmp_path / "csrc")
+    assert native._load() is None
+    (tmp_path / "csrc" / "mcc.h").write_text("/* newer */")
+    assert "other sources" in str(native._load())
 
 
 def test_operators_compile_in_one_graph() -> None:
