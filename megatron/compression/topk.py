@@ -127,10 +127,11 @@ class StableTopK(RoundCompressor):
     def _with_slice(self, indices: Tensor, count: int, since: int) -> Tensor:
         """The choice and the slice of all coordinates whose turn it is."""
         width = -(-count // max(self.config.interval - 1, 1))
-        chosen = torch.zeros(count, dtype=torch.bool, device=indices.device)
-        chosen[indices] = True
-        chosen[(since - 1) * width : since * width] = True
-        return chosen.nonzero().view(-1)
+        begin, end = min((since - 1) * width, count), min(since * width, count)
+        edges = torch.tensor([begin, end], dtype=indices.dtype, device=indices.device)
+        low, high = torch.searchsorted(indices, edges).tolist()
+        turn = torch.arange(begin, end, dtype=indices.dtype, device=indices.device)
+        return torch.cat([indices[:low], turn, indices[high:]])
 
     def observe(self, update: Tensor, state: CompressorState) -> None:
         """Chooses the coordinates of the coming steps after a dense one.

@@ -100,6 +100,8 @@ struct Call {
   const Tensor &like;
   std::vector<Tensor> kept;
 
+  void done() const {} /* after the kernels were started */
+
   explicit Call(const Tensor &t) : like(t) {
     context.owner = this;
     context.workspace = [](void *owner, size_t bytes) -> void * {
@@ -130,6 +132,10 @@ struct Cuda : Call {
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &context.stream));
   }
   const mcc_table *operator->() const { return mcc_cuda(); }
+  void done() const {
+    const char *problem = mcc_cuda_error();
+    STD_TORCH_CHECK(problem == nullptr, "a kernel could not be started: ", problem);
+  }
 };
 #endif
 
@@ -153,6 +159,7 @@ void quantize_pack(const Tensor &x, const Tensor &other, const Tensor &codes, co
   }
   Device device(x);
   device->quantize(&device.context, &c);
+  device.done();
 }
 
 template <class Device>
@@ -173,6 +180,7 @@ void unpack_dequantize(const Tensor &codes, const Tensor &scales, const Tensor &
   }
   Device device(out);
   device->dequantize(&device.context, &c);
+  device.done();
 }
 
 template <class Device>
@@ -185,6 +193,7 @@ void abs_topk(const Tensor &x, const Tensor &indices) {
   Device device(x);
   device->abs_topk(&device.context, static_cast<const float *>(x.data_ptr()), x.size(0), x.size(1), indices.size(1),
                              static_cast<int64_t *>(indices.data_ptr()));
+  device.done();
 }
 
 template <class Device>
@@ -196,6 +205,7 @@ void dilate(const Tensor &mask, int64_t radius, const Tensor &out) {
   Device device(mask);
   device->dilate(&device.context, static_cast<const uint8_t *>(mask.data_ptr()), mask.size(0), mask.size(1), radius,
                            static_cast<uint8_t *>(out.data_ptr()));
+  device.done();
 }
 
 template <class Device>
@@ -219,6 +229,7 @@ void gather_packed(const Tensor &x, const Tensor &indices, const Tensor &packed)
   Device device(x);
   device->gather(&device.context, static_cast<const float *>(x.data_ptr()), static_cast<const int64_t *>(indices.data_ptr()),
                            indices.numel(), static_cast<float *>(packed.data_ptr()));
+  device.done();
 }
 
 template <class Device>
@@ -227,6 +238,7 @@ void scatter_add_packed(const Tensor &x, const Tensor &indices, const Tensor &pa
   Device device(x);
   device->scatter_add(&device.context, static_cast<float *>(x.data_ptr()), static_cast<const int64_t *>(indices.data_ptr()),
                                 indices.numel(), static_cast<const float *>(packed.data_ptr()));
+  device.done();
 }
 
 template <class Device>
@@ -236,6 +248,7 @@ void finite_norm(const Tensor &x, const Tensor &out) {
   STD_TORCH_CHECK(out.scalar_type() == ScalarType::Double && out.numel() == 2, "out must be fp64, 2 long");
   Device device(x);
   device->finite_norm(&device.context, x.data_ptr(), dtype_of(x, "x"), x.numel(), static_cast<double *>(out.data_ptr()));
+  device.done();
 }
 
 template <class Device>
@@ -249,6 +262,7 @@ void sample_histogram(const Tensor &x, int64_t stride, const Tensor &counts, con
   Device device(x);
   device->histogram(&device.context, x.data_ptr(), dtype_of(x, "x"), x.numel(), stride, counts.numel(),
                               static_cast<int64_t *>(counts.data_ptr()), static_cast<double *>(range.data_ptr()));
+  device.done();
 }
 
 template <class Device>
@@ -259,6 +273,7 @@ void orthonormalize(const Tensor &x, const Tensor &q) {
   Device device(x);
   device->orthonormalize(&device.context, static_cast<const float *>(x.data_ptr()), x.size(0), x.size(1), x.size(2),
                                    static_cast<float *>(q.data_ptr()));
+  device.done();
 }
 
 template <class Device>
@@ -273,6 +288,7 @@ void subtract_lowrank(const Tensor &m, const Tensor &p, const Tensor &q) {
   device->subtract_lowrank(&device.context, static_cast<float *>(m.data_ptr()), static_cast<const float *>(p.data_ptr()),
                                      static_cast<const float *>(q.data_ptr()), m.size(0), m.size(1), m.size(2),
                                      p.size(2));
+  device.done();
 }
 
 template <class Device>
@@ -283,6 +299,7 @@ void causal_softmax(const Tensor &x, double scale, const Tensor &y) {
   Device device(x);
   device->causal_softmax(&device.context, x.data_ptr(), y.data_ptr(), dtype_of(x, "x"), x.size(0), x.size(1), x.size(2),
                                    float(scale));
+  device.done();
 }
 
 template <class Device>
@@ -294,6 +311,7 @@ void causal_softmax_grad(const Tensor &y, const Tensor &dy, double scale, const 
   Device device(y);
   device->causal_softmax_grad(&device.context, y.data_ptr(), dy.data_ptr(), dx.data_ptr(), dtype_of(y, "y"), y.size(0),
                                         y.size(1), y.size(2), float(scale));
+  device.done();
 }
 
 void check_rows(const Tensor &x, const Tensor &vector, const char *what) {
@@ -309,6 +327,7 @@ void bias_gelu(const Tensor &x, const Tensor &bias, const Tensor &y) {
   check_same(y, x, "y");
   Device device(x);
   device->bias_gelu(&device.context, x.data_ptr(), bias.data_ptr(), y.data_ptr(), dtype_of(x, "x"), x.size(0), x.size(1));
+  device.done();
 }
 
 template <class Device>
@@ -319,6 +338,7 @@ void bias_gelu_grad(const Tensor &x, const Tensor &bias, const Tensor &dy, const
   Device device(x);
   device->bias_gelu_grad(&device.context, x.data_ptr(), bias.data_ptr(), dy.data_ptr(), dx.data_ptr(), dtype_of(x, "x"),
                                    x.size(0), x.size(1));
+  device.done();
 }
 
 float *stats(const Tensor &t, const Tensor &x, const char *what) {
@@ -339,6 +359,7 @@ void add_norm(const Tensor &x, const Tensor &residual, const Tensor &weight, std
   device->add_norm(&device.context, x.data_ptr(), residual.data_ptr(), weight.data_ptr(), bias ? bias->data_ptr() : nullptr,
                              sum.data_ptr(), y.data_ptr(), stats(mean, x, "mean"), stats(rstd, x, "rstd"),
                              dtype_of(x, "x"), x.size(0), x.size(1), float(eps));
+  device.done();
 }
 
 template <class Device>
@@ -358,6 +379,7 @@ void add_norm_grad(const Tensor &sum, const Tensor &weight, const Tensor &mean, 
                                   static_cast<float *>(dweight.data_ptr()),
                                   dbias ? static_cast<float *>(dbias->data_ptr()) : nullptr, dtype_of(sum, "sum"),
                                   !dbias, sum.size(0), sum.size(1));
+  device.done();
 }
 
 /* Which sources this was compiled from (setup.py). */

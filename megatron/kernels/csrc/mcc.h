@@ -88,6 +88,9 @@ const mcc_table *mcc_cpu(const char **name);
 /* The table for CUDA devices. */
 const mcc_table *mcc_cuda(void);
 
+/* What went wrong in starting kernels since the last call, in words; null for nothing. */
+const char *mcc_cuda_error(void);
+
 #ifdef __cplusplus
 }
 #endif

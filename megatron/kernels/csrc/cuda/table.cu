@@ -36,3 +36,8 @@ static const mcc_table table = {
 }  // namespace mcc
 
 extern "C" const mcc_table *mcc_cuda(void) { return &mcc::cuda::table; }
+
+extern "C" const char *mcc_cuda_error(void) {
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}

@@ -1,0 +1,112 @@
+"""The network laboratory: bytes, rates, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tools import netlab
+
+pytestmark = pytest.mark.multiprocess
+
+REPO = Path(__file__).resolve().parents[2]
+
+try:
+    netlab.check_permission()
+except netlab.LabError as problem:
+    pytest.skip(str(problem), allow_module_level=True)
+
+REDUCE = """
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.ones(1 << 20)
+dist.all_reduce(x)
+dist.barrier()
+start = time.perf_counter()
+dist.all_reduce(x)
+seconds = time.perf_counter() - start
+if dist.get_rank() == 0:
+    print(f"seconds {seconds:.4f}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def _start(tmp_path: Path, script: str, *arguments: str) -> subprocess.Popen[str]:
+    path = tmp_path / f"script{len(list(tmp_path.iterdir()))}.py"
+    path.write_text(script)
+    command = [sys.executable, str(REPO / "tools" / "netlab.py"), *arguments, "--", str(path)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def _left(pid: int) -> str:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    listed += subprocess.run(["ip", "-o", "link", "show"], capture_output=True, text=True).stdout
+    return " ".join(re.findall(rf"\bnl{pid}[bhv]\d*\b", listed))
+
+
+def _wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path.name} did not appear"
+        time.sleep(0.1)
+
+
+def test_the_link_shapes_and_its_interface_counts(tmp_path: Path) -> None:
+    """Two all-reduces of 4 MiB between two hosts at 50 Mbit/s: 8.4 MB each way, none of them faster than the link."""
+    lab = _start(tmp_path, REDUCE, "--hosts", "2", "--rate", "50mbit", "--timeout", "100")
+    out, err = lab.communicate(timeout=120)
+    assert lab.returncode == 0, err
+    seconds = float(re.findall(r"seconds ([\d.]+)", out)[0])
+    limit = (1 << 20) * 32 / 50e6
+    assert 0.85 * limit < seconds < 5 * limit  # the bucket lets 64 KiB through at once; other work may slow it
+    for host in range(2):
+        (row,) = re.findall(rf"^ +{host} +50mbit +([\d.]+) +([\d.]+)", out, re.MULTILINE)
+        for megabytes in map(float, row):
+            assert megabytes == pytest.approx(2 * (1 << 20) * 4 / 1e6, rel=0.06)
+    assert _left(lab.pid) == ""
+
+
+def test_a_command_that_fails_ends_the_laboratory_with_its_status(tmp_path: Path) -> None:
+    lab = _start(tmp_path, "import sys; sys.exit('no such text')", "--hosts", "2")
+    _, err = lab.communicate(timeout=120)
+    assert lab.returncode == 1, err
+    assert _left(lab.pid) == ""
+
+
+def test_two_at_once_and_interrupts(tmp_path: Path) -> None:
+    """They do not meet, and each is removed by the signal that ends it, with the processes inside."""
+    sleep = "import pathlib, time, os\npathlib.Path({!r}).write_text(str(os.getpid()))\ntime.sleep(600)"
+    marks = [tmp_path / "first.mark", tmp_path / "second.mark"]
+    labs = [_start(tmp_path, sleep.format(str(mark)), "--hosts", "1", "--rate", "1gbit") for mark in marks]
+    for mark in marks:
+        _wait_for(mark)
+    time.sleep(0.2)
+    inside = [int(mark.read_text()) for mark in marks]
+    for number, lab, status in ((signal.SIGINT, labs[0], 130), (signal.SIGTERM, labs[1], 130)):
+        assert _left(lab.pid) != ""
+        lab.send_signal(number)
+        _, err = lab.communicate(timeout=60)
+        assert lab.returncode == status, err
+        assert "the hosts are removed" in err
+        assert _left(lab.pid) == ""
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in inside)
+
+
+def test_what_a_killed_laboratory_leaves_is_cleaned(tmp_path: Path) -> None:
+    mark = tmp_path / "killed.mark"
+    lab = _start(tmp_path, f"import pathlib, time\npathlib.Path({str(mark)!r}).touch()\ntime.sleep(15)", "--hosts", "2")
+    _wait_for(mark)
+    lab.kill()
+    lab.communicate()
+    assert _left(lab.pid) != ""
+    done = subprocess.run([sys.executable, str(REPO / "tools/netlab.py"), "clean"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"removed nl{lab.pid}" in done.stdout
+    assert _left(lab.pid) == ""
