@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.compression.fixpoint import FixpointConfig, Quantiser
+from megatron.compression.options import SpecError
 from megatron.kernels.reference import pack_bits, unpack_bits
 
 
@@ -90,3 +91,27 @@ def test_what_is_not_finite_stays_visible(bad: float) -> None:
     y = _round_trip(x, bits=4)
     assert not torch.isfinite(y[64:128]).all()
     torch.testing.assert_close(y[:64], x[:64])
+
+
+def test_a_rotation_spreads_outliers() -> None:
+    """One large number in each group: without the rotation its neighbours vanish."""
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    x[:, 7] = 100.0
+    plain, rotated = (_round_trip(x, bits=4, rotation=rotation) for rotation in (0, 64))
+    assert float((rotated - x).norm()) < 0.8 * float((plain - x).norm())
+    small = [(y - x)[:, :7].norm() / x[:, :7].norm() for y in (plain, rotated)]
+    assert float(small[0]) > 0.95
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"group": 12}, "multiple of 8; use 16"),
+        ({"rotation": 48}, "power of two from 8 to 1024"),
+        ({"rotation": 64, "scale": "channel"}, "use scale=group"),
+        ({"rotation": 64, "group": 24}, "must be a power of two with a rotation"),
+    ],
+)
+def test_grids_that_cannot_be_are_refused(options: dict[str, object], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        FixpointConfig(**options)  # type: ignore[arg-type]
