@@ -223,7 +223,7 @@ def install(python: Interpreter, extras: set[str]) -> None:
     start = time.monotonic()
     if shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("c++") is None:
         say("no C++ compiler found: that is fine, the compiled kernels are optional")
-    build_tools = ["setuptools>=77", "wheel"]
+    build_tools = ["setuptools>=77", "wheel", "ninja"]
     if python.has_suitable_torch:
         say(f"using torch {python.torch} as it is")
         pip_install(python, build_tools, "cannot install the build tools")

@@ -121,6 +121,12 @@ def test_bases(device: str, rank: int) -> None:
         checks.check_bases(checks.noise((2, n, own), 0, device) @ checks.noise((2, own, r), 1, device) * 2.0**power)
 
 
+def test_bases_that_take_a_second_round(device: str) -> None:
+    u, v = (torch.linalg.qr(checks.noise((40, 40), i, device).double()).Q for i in range(2))
+    stack = [(u * torch.logspace(0, -power, 40, dtype=torch.float64) @ v).float() for power in (0, 3, 4, 8)]
+    checks.check_bases(torch.stack(stack))
+
+
 def test_lowrank_residual(device: str) -> None:
     for n, c, r in ((1, 1, 1), (70, 45, 5), (33, 64, 40)):
         m, p, q = (checks.noise(s, 0, device) for s in ((2, n, c), (2, n, r), (2, c, r)))

@@ -80,14 +80,19 @@ inline void gram_of(const float *x, int64_t n, int64_t r, double *gram, bool thr
     for (int64_t i = 0; i < r * r; ++i) gram[i] += partial[size_t(s * r * r + i)];
 }
 
-/* Upper triangular R with R^T R = gram, and its inverse in place of it. False when a pivot is too small against the
- * column's own length for the division to leave digits. */
-inline bool inverse_factor(double *gram, int64_t r) {
+/* Squares of a column's part outside the ones before it, over its length: below the first, too few digits are left for a
+ * factor; below the second, what the factor gives is not quite orthonormal, and is factored once more. */
+constexpr double kFailed = 1e-10, kWeak = 1e-4;
+
+/* Upper triangular R with R^T R = gram, and its inverse in place of it. Returns the least such share. */
+inline double inverse_factor(double *gram, int64_t r) {
+  double least = 1.0;
   std::vector<double> length(static_cast<size_t>(r));
   for (int64_t i = 0; i < r; ++i) length[size_t(i)] = gram[i * r + i];
   for (int64_t k = 0; k < r; ++k) {
     const double pivot = gram[k * r + k];
-    if (!(pivot > 1e-10 * length[size_t(k)]) || !std::isfinite(pivot)) return false;
+    if (!(pivot > kFailed * length[size_t(k)]) || !std::isfinite(pivot)) return 0.0;
+    least = std::min(least, pivot / length[size_t(k)]);
     const double root = std::sqrt(pivot);
     for (int64_t j = k; j < r; ++j) gram[k * r + j] /= root;
     for (int64_t i = k + 1; i < r; ++i) {
@@ -106,7 +111,7 @@ inline bool inverse_factor(double *gram, int64_t r) {
     }
     for (int64_t j = 0; j < r; ++j) gram[i * r + j] = row[size_t(j)];
   }
-  return true;
+  return least;
 }
 
 /* Gram-Schmidt, each column twice, in fp64. A column that the ones before it hold already is replaced by the first unit
@@ -153,13 +158,8 @@ inline void gram_schmidt(const float *x, int64_t n, int64_t r, float *q) {
     for (int64_t j = 0; j < r; ++j) q[i * r + j] = float(columns[size_t(j * n + i)]);
 }
 
-inline void orthonormalize_one(const float *x, int64_t n, int64_t r, float *q, bool threads) {
-  std::vector<double> gram(size_t(r * r));
-  gram_of(x, n, r, gram.data(), threads);
-  if (!inverse_factor(gram.data(), r)) {
-    gram_schmidt(x, n, r, q);
-    return;
-  }
+/* q = x times inverse, upper triangular; q may be x. */
+inline void apply_inverse(const float *x, int64_t n, int64_t r, const double *inverse, float *q, bool threads) {
 #pragma omp parallel if (threads)
   {
     std::vector<double> panel(size_t(kPanel * r)), product(size_t(kPanel * r));
@@ -167,10 +167,27 @@ inline void orthonormalize_one(const float *x, int64_t n, int64_t r, float *q, b
     for (int64_t row = 0; row < n; row += kPanel) {
       const int64_t rows = std::min(kPanel, n - row);
       widen(x + row * r, rows * r, panel.data());
-      times_upper(panel.data(), rows, r, gram.data(), product.data());
+      times_upper(panel.data(), rows, r, inverse, product.data());
       for (int64_t i = 0; i < rows * r; ++i) q[row * r + i] = float(product[size_t(i)]);
     }
   }
+}
+
+inline void orthonormalize_one(const float *x, int64_t n, int64_t r, float *q, bool threads) {
+  std::vector<double> gram(size_t(r * r));
+  gram_of(x, n, r, gram.data(), threads);
+  const double share = inverse_factor(gram.data(), r);
+  if (share == 0.0) {
+    gram_schmidt(x, n, r, q);
+    return;
+  }
+  apply_inverse(x, n, r, gram.data(), q, threads);
+  if (share >= kWeak) return;
+  gram_of(q, n, r, gram.data(), threads);
+  if (inverse_factor(gram.data(), r) == 0.0)
+    gram_schmidt(x, n, r, q);
+  else
+    apply_inverse(q, n, r, gram.data(), q, threads);
 }
 
 void orthonormalize(const mcc_context *, const float *x, int64_t k, int64_t n, int64_t r, float *q) {

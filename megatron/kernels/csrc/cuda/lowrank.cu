@@ -8,12 +8,17 @@ namespace cuda {
 constexpr int kTile = 32, kThreads = 256, kRowsEach = kTile * kTile / kThreads;
 constexpr int64_t kSplits = 16;
 
+/* How a matrix's factorisation went: the first factor was good; there is none; or what it gave is factored once more. See
+ * cpu/lowrank.inl for the shares. */
+enum Status { kGood = 0, kNone = 1, kAgain = 2 };
+constexpr double kFailed = 1e-10, kWeak = 1e-4;
+
 /* Partial Gram matrices: one block to a tile of 32 x 32 columns, a split of the rows, and a matrix. */
-__global__ void gram_tiles(const float *x, int64_t n, int64_t r, int64_t tiles, double *partial) {
+__global__ void gram_tiles(const float *x, int64_t n, int64_t r, int64_t tiles, const int *status, double *partial) {
   __shared__ double left[kTile][kTile + 1], right[kTile][kTile + 1];
   int64_t b = blockIdx.x;
   const int64_t tj = b % tiles, ti = (b /= tiles) % tiles, split = (b /= tiles) % kSplits, matrix = b / kSplits;
-  if (tj < ti) return;
+  if (tj < ti || (status != nullptr && status[matrix] != kAgain)) return;
   const int64_t share = (n + kSplits - 1) / kSplits;
   const int64_t end = (split + 1) * share < n ? (split + 1) * share : n;
   const int column = threadIdx.x % kTile, first = threadIdx.x / kTile * kRowsEach;
@@ -46,17 +51,20 @@ __global__ void sum_splits(const double *partial, int64_t k, int64_t r, double *
   }
 }
 
-/* One block to a matrix: the inverse of its upper triangular factor in place; failed[matrix] where a pivot is too small
- * against its column's length for the division to leave digits. */
-__global__ void invert_factors(double *grams, int64_t r, double *lengths, int *failed) {
-  __shared__ int bad;
+/* One block to a matrix: the inverse of its upper triangular factor in place, and its status. */
+__global__ void invert_factors(double *grams, int64_t r, double *lengths, int round, int *status) {
+  __shared__ int bad, weak;
+  if (round == 1 && status[blockIdx.x] != kAgain) return;
   double *g = grams + int64_t(blockIdx.x) * r * r, *length = lengths + int64_t(blockIdx.x) * r;
-  if (threadIdx.x == 0) bad = 0;
+  if (threadIdx.x == 0) bad = weak = 0;
   for (int64_t i = threadIdx.x; i < r; i += blockDim.x) length[i] = g[i * r + i];
   __syncthreads();
   for (int64_t k = 0; k < r; ++k) {
     const double pivot = g[k * r + k];
-    if (threadIdx.x == 0 && (!(pivot > 1e-10 * length[k]) || !(pivot < INFINITY))) bad = 1;
+    if (threadIdx.x == 0) {
+      if (!(pivot > kFailed * length[k]) || !(pivot < INFINITY)) bad = 1;
+      if (pivot < kWeak * length[k]) weak = 1;
+    }
     __syncthreads();
     if (bad) break;
     const double root = sqrt(pivot);
@@ -70,7 +78,7 @@ __global__ void invert_factors(double *grams, int64_t r, double *lengths, int *f
     }
     __syncthreads();
   }
-  if (threadIdx.x == 0) failed[blockIdx.x] = bad;
+  if (threadIdx.x == 0) status[blockIdx.x] = bad ? kNone : weak || round == 1 ? kAgain : kGood;
   if (bad) return;
   /* Row i of the inverse from the rows below it. A thread owns columns, which do not meet. */
   for (int64_t i = r - 1; i >= 0; --i) {
@@ -87,11 +95,11 @@ __global__ void invert_factors(double *grams, int64_t r, double *lengths, int *f
 }
 
 __global__ void multiply(const float *x, const double *inverses, int64_t n, int64_t r, int64_t row_tiles,
-                         int64_t tiles, const int *failed, float *q) {
+                         int64_t tiles, int round, const int *status, float *q) {
   __shared__ double left[kTile][kTile + 1], right[kTile][kTile + 1];
   int64_t b = blockIdx.x;
   const int64_t tj = b % tiles, ti = (b /= tiles) % row_tiles, matrix = b / row_tiles;
-  if (failed[matrix]) return;
+  if (status[matrix] == kNone || (round == 1 && status[matrix] != kAgain)) return;
   const float *own = x + matrix * n * r;
   const double *inverse = inverses + matrix * r * r;
   const int column = threadIdx.x % kTile, first = threadIdx.x / kTile * kRowsEach;
@@ -114,11 +122,16 @@ __global__ void multiply(const float *x, const double *inverses, int64_t n, int6
   }
 }
 
-/* One block to a matrix that failed: Gram-Schmidt, each column twice, with sums in fp64. A column that the ones before it
+__global__ void copy_good(const float *first, int64_t total, int64_t size, const int *status, float *q) {
+  for (int64_t i = thread_index(); i < total; i += thread_total())
+    if (status[i / size] == kGood) q[i] = first[i];
+}
+
+/* One block to a matrix without a factor: Gram-Schmidt, each column twice, with sums in fp64. A column that the ones before it
  * hold already is replaced by the first unit vector that they do not. */
-__global__ void gram_schmidt(const float *x, int64_t n, int64_t r, const int *failed, float *q) {
+__global__ void gram_schmidt(const float *x, int64_t n, int64_t r, const int *status, float *q) {
   __shared__ double room[33];
-  if (!failed[blockIdx.x]) return;
+  if (status[blockIdx.x] != kNone) return;
   const float *given = x + int64_t(blockIdx.x) * n * r;
   float *own = q + int64_t(blockIdx.x) * n * r;
   int64_t unit = 0;
@@ -171,12 +184,20 @@ void orthonormalize(const mcc_context *context, const float *x, int64_t k, int64
   double *partial = static_cast<double *>(context->workspace(owner, size_t(k * kSplits * r * r) * 8));
   double *gram = static_cast<double *>(context->workspace(owner, size_t(k * r * r) * 8));
   double *lengths = static_cast<double *>(context->workspace(owner, size_t(k * r) * 8));
-  int *failed = static_cast<int *>(context->workspace(owner, size_t(k) * 4));
-  MCC_LAUNCH(gram_tiles, grid_of(k * kSplits * tiles * tiles), kThreads, context, x, n, r, tiles, partial);
-  MCC_LAUNCH(sum_splits, grid_of(blocks_for(k * r * r, kThreads)), kThreads, context, partial, k, r, gram);
-  MCC_LAUNCH(invert_factors, grid_of(k), kThreads, context, gram, r, lengths, failed);
-  MCC_LAUNCH(multiply, grid_of(k * row_tiles * tiles), kThreads, context, x, gram, n, r, row_tiles, tiles, failed, q);
-  MCC_LAUNCH(gram_schmidt, grid_of(k), kThreads, context, x, n, r, failed, q);
+  int *status = static_cast<int *>(context->workspace(owner, size_t(k) * 4));
+  float *first = static_cast<float *>(context->workspace(owner, size_t(k * n * r) * 4));
+  const unsigned grams = grid_of(k * kSplits * tiles * tiles), sums = grid_of(blocks_for(k * r * r, kThreads));
+  const unsigned products = grid_of(k * row_tiles * tiles);
+  MCC_LAUNCH(gram_tiles, grams, kThreads, context, x, n, r, tiles, static_cast<const int *>(nullptr), partial);
+  MCC_LAUNCH(sum_splits, sums, kThreads, context, partial, k, r, gram);
+  MCC_LAUNCH(invert_factors, grid_of(k), kThreads, context, gram, r, lengths, 0, status);
+  MCC_LAUNCH(multiply, products, kThreads, context, x, gram, n, r, row_tiles, tiles, 0, status, first);
+  MCC_LAUNCH(copy_good, grid_of(blocks_for(k * n * r, kThreads)), kThreads, context, first, k * n * r, n * r, status, q);
+  MCC_LAUNCH(gram_tiles, grams, kThreads, context, first, n, r, tiles, status, partial);
+  MCC_LAUNCH(sum_splits, sums, kThreads, context, partial, k, r, gram);
+  MCC_LAUNCH(invert_factors, grid_of(k), kThreads, context, gram, r, lengths, 1, status);
+  MCC_LAUNCH(multiply, products, kThreads, context, first, gram, n, r, row_tiles, tiles, 1, status, q);
+  MCC_LAUNCH(gram_schmidt, grid_of(k), kThreads, context, x, n, r, status, q);
 }
 
 __global__ void subtract_tiles(float *m, const float *p, const float *q, int64_t n, int64_t c, int64_t r,
