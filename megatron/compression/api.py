@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.compression.state import CompressorState
+from megatron.kernels.ops import subtract_lowrank
 
 
 class Op(enum.Enum):
@@ -49,6 +50,23 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Factors:
+    """A stack of k matrices as thin factors, P Q^T: (k, n, r) and (k, m, r)."""
+
+    p_knr: Tensor
+    q_kmr: Tensor
+
+    def dense(self) -> Tensor:
+        """The matrices, (k, n, m)."""
+        return self.p_knr @ self.q_kmr.transpose(1, 2)
+
+    def subtract_from(self, x: Tensor) -> None:
+        """x - P Q^T in place, x of k n m elements, without making the matrices."""
+        n, m = self.p_knr.shape[1], self.q_kmr.shape[1]
+        subtract_lowrank(x.view(-1, n, m), self.p_knr, self.q_kmr)
+
+
+@dataclass(frozen=True)
 class Aggregate:
     """What a ``RoundCompressor`` returns.
 
@@ -59,7 +77,13 @@ class Aggregate:
     """
 
     total: Tensor
-    local: Tensor | None
+    local: Tensor | Factors | None
+
+    def dense_local(self, x: Tensor) -> Tensor:
+        """``local`` as a tensor like the input x, which it is where ``local`` is None."""
+        if self.local is None:
+            return x
+        return self.local.dense().view(x.shape) if isinstance(self.local, Factors) else self.local
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron.compression.api import Aggregate, Codec, Payload, Peers, Request, RoundCompressor
+from megatron.compression.api import Aggregate, Codec, Factors, Payload, Peers, Request, RoundCompressor
 from megatron.compression.health import measure, squared_norms
 from megatron.compression.state import CompressorState
 
@@ -50,12 +50,11 @@ class ErrorFeedback(RoundCompressor):
             x.add_(residual)
             given_k = squared_norms(x, self.stacks)
         aggregate = yield from self.inner.rounds(x, state, peers)
-        if self.kind == "aggregate":
-            local = aggregate.total / peers.size
-            x.sub_(local)
+        local = aggregate.total / peers.size if self.kind == "aggregate" else aggregate.local
+        assert local is not None
+        if isinstance(local, Factors):
+            local.subtract_from(x)
         else:
-            assert aggregate.local is not None
-            local = aggregate.local
             x.sub_(local)
         state.stage(RESIDUAL, x)
         state.stage_health(measure(state.health, gradient_k, given_k, squared_norms(x, self.stacks)))

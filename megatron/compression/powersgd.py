@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.compression.api import Aggregate, Peers, Request, RoundCompressor
+from megatron.compression.api import Aggregate, Factors, Peers, Request, RoundCompressor
 from megatron.compression.linalg import matrix_shape, orthonormalise, random_bases
 from megatron.compression.options import opt
 from megatron.compression.state import CompressorState
@@ -53,7 +53,7 @@ class PowerSGD(RoundCompressor):
         if self.config.warm_start:
             state.stage("q", q_kmr)
         total = (p_knr @ q_kmr.transpose(1, 2)).view(x.shape)
-        return Aggregate(total=total, local=(p_knr @ own_kmr.transpose(1, 2)).view(x.shape))
+        return Aggregate(total=total, local=Factors(p_knr, own_kmr))
 
     def _start(self, x: Tensor, rank: int, state: CompressorState) -> Tensor:
         """Q (k x m x rank) to begin with: the last step's, cut or filled up where the rank has changed."""

@@ -48,8 +48,7 @@ class QuantizedAdam(RoundCompressor):
         if momentum is not None:
             x.add_(momentum, alpha=beta / peers.size)
         aggregate = yield from self.exchange.rounds(x, state, peers)
-        assert aggregate.local is not None
-        total, local = aggregate.total.clone(), aggregate.local
+        total, local = aggregate.total.clone(), aggregate.dense_local(x)
         state.stage("momentum", aggregate.total)
         if momentum is not None:
             total.sub_(momentum, alpha=beta)

@@ -156,7 +156,7 @@ class TestRounds:
             shares = sharded and xs[0].numel() % ranks == 0
             total = self._assemble([a.total for a in aggregates], shares)
             assert (total.shape, total.dtype) == (shape, dtype)
-            locals_ = [x if a.local is None else a.local for x, a in zip(inputs, aggregates, strict=True)]
+            locals_ = [a.dense_local(x) for x, a in zip(inputs, aggregates, strict=True)]
             assert all(x.shape == torch.Size(shape) for x in locals_)
             tolerance = 1e-5 if dtype is torch.float32 else 1e-12
             torch.testing.assert_close(total, torch.stack(locals_).sum(dim=0), rtol=tolerance, atol=tolerance)
