@@ -184,7 +184,9 @@ def plot(out: Path, cases: list[str], seeds: list[int], iterations: int, path: P
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(13, 5))
+    figure, axes = plt.subplots(1, 2, figsize=(15, 5.5))
+    colours = mpl.colormaps["tab20"]
+    finals: dict[str, float] = {}
     for number, case in enumerate(cases):
         points: dict[int, list[float]] = {}
         for seed in seeds:
@@ -194,14 +196,19 @@ def plot(out: Path, cases: list[str], seeds: list[int], iterations: int, path: P
                     points.setdefault(event["iteration"], []).append(event["lm_loss"])
         xs = sorted(points)
         ys = [statistics.fmean(points[x]) for x in xs]
+        if not ys:
+            continue
+        finals[case] = ys[-1]
+        colour = "black" if case == "dense" else colours(number % 20)
         for axis, start in zip(axes, (0, len(xs) // 2), strict=True):
-            style = "k-" if case == "dense" else "--" if number % 2 else "-"
-            axis.plot(xs[start:], ys[start:], style, label=case, linewidth=1.2)
+            axis.plot(xs[start:], ys[start:], "-o", color=colour, label=case, linewidth=1.2, markersize=2.5)
     for axis in axes:
         axis.set_xlabel("iteration")
         axis.set_ylabel("validation loss, nats per token")
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=7)
+    if "dense" in finals:
+        axes[1].set_ylim(finals["dense"] * 0.998, finals["dense"] * 1.045)
+    axes[1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
