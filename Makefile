@@ -5,7 +5,7 @@
 BOOTSTRAP := $(if $(PYTHON),$(PYTHON),$(shell command -v python3 || command -v python || echo python3))
 RUN := $(BOOTSTRAP) tools/setup_env.py
 PYTEST := -m pytest --durations=15
-WORKERS := -n 2 --dist loadgroup
+WORKERS := -n 2 --no-loadscope-reorder
 ARGS ?=
 export PYTHON
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the processes started
 
@@ -21,17 +22,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults", action="store_true", help="run the long fault-injection tests too")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips what this machine or this call cannot run, with the reason, and shares the work out.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With pytest-xdist one worker runs all tests that start several processes, and the others the rest, by files."""
+    from xdist.scheduler import LoadScopeScheduling
 
-    With pytest-xdist one worker runs all tests that start several processes, first and one after the other; the others
-    take the rest, file by file.
-    """
-    if config.pluginmanager.hasplugin("xdist"):
-        items.sort(key=lambda item: "multiprocess" not in item.path.parts)
-        for item in items:
-            together = "multiprocess" if "multiprocess" in item.path.parts else item.path.name
-            item.add_marker(pytest.mark.xdist_group(together))
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return "multiprocess" if "multiprocess" in path.split("/") else path
+
+    return Scheduler(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips what this machine or this call cannot run, with the reason. What starts several processes comes first."""
+    items.sort(key=lambda item: "multiprocess" not in item.path.parts)
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
     no_faults = pytest.mark.skip(reason="long fault injection: run `make test-faults`")
     for item in items:
