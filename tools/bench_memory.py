@@ -74,8 +74,8 @@ def config_of(specs: list[str], options: argparse.Namespace) -> RunConfig:
 
 
 def held_bytes(state: CompressorState) -> int:
-    """Everything that a state keeps between steps, work space included."""
-    return sum(t.numel() * t.element_size() for t in (*state.tensors.values(), *state._spare.values()))
+    """Everything that a state keeps between steps."""
+    return sum(t.numel() * t.element_size() for t in state.tensors.values())
 
 
 def formula_bytes(engines: Engines) -> int:

@@ -17,6 +17,7 @@ from megatron.comm.error_probe import ErrorProbe
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan, Position
 from megatron.compression.api import Codec, Payload
+from megatron.compression.approximation import subtract
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.identity import IdentityCodec
 from megatron.compression.points import Point
@@ -123,13 +124,22 @@ class PipelineChannel:
         if self.probe is not None and way is self.backward and not codec.exact:
             left = state.get(RESIDUAL)
             whole = left is not None and left.shape == wide.shape
-            error = left if whole and left is not None else wide - codec.reconstruct(payload, wide, state, key)
+            if whole and left is not None:
+                error = left
+            else:
+                error = wide.clone(memory_format=torch.contiguous_format)
+                subtract(codec.reconstruct(payload, wide, state, key), error)
             self.probe.error(position.boundary, position.micro_batch, error)
         pending = way.group.send(payload.wire, way.send_to, tag=position.boundary)
         self.ledger.sent(way.point, payload.nbytes, num_bytes(x))
         way.sending.append((payload, pending))
         while way.sending and way.sending[0][1].done():
             way.sending.popleft()[1].wait()
+
+    def expect(self, way: Direction, position: Position, key: Hashable) -> None:
+        """Something will soon be sent from a position."""
+        state = way.sent.setdefault(position.boundary, CompressorState())
+        self._codec(way, position).expect(self.shape, state, key)
 
     def post(self, way: Direction, position: Position, key: Hashable) -> None:
         """Starts receiving the message of a position, unless that was done already."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.rounds import Job, RoundsInFlight
+from megatron.compression.approximation import write
 from megatron.compression.identity import IdentityRounds
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
@@ -59,22 +60,18 @@ class EmbeddingSync:
         whole = count <= grad.numel()
         compressor = self.plan.rounds(Point.EMBED_GRAD)
         if not self._on or not whole or not compressor.pays(shape):
-            self._sum(Job(IdentityRounds(), grad, CompressorState()), grad)
+            self._sum(Job(IdentityRounds(), grad, CompressorState()), None)
             return
-        x = (grad[:count].to(_wide(grad.dtype)) / scale).view(1, *shape)
-        (aggregate,) = RoundsInFlight(
-            [Job(compressor, x, self.state)],
-            self.group,
-            self.ledger,
-            Point.EMBED_GRAD,
-            raw_bytes=2 * (self.group.size - 1) * count * grad.element_size() // self.group.size,
-        ).wait()
-        grad[:count].copy_(aggregate.total.view(-1) * scale)
+        own = grad[:count].view(1, *shape)
+        with self.ledger.encoding(Point.EMBED_GRAD):
+            x = own.to(_wide(own.dtype)).mul_(1.0 / scale)
+        raw = 2 * (self.group.size - 1) * count * grad.element_size() // self.group.size
+        self._sum(Job(compressor, x, self.state), raw)
+        with self.ledger.encoding(Point.EMBED_GRAD):
+            write(x.mul_(scale), own)
 
-    def _sum(self, job: Job, out: Tensor) -> None:
-        (aggregate,) = RoundsInFlight([job], self.group, self.ledger, Point.EMBED_GRAD).wait()
-        if aggregate.total.data_ptr() != out.data_ptr():
-            out.copy_(aggregate.total.view(-1))
+    def _sum(self, job: Job, raw_bytes: int | None) -> None:
+        RoundsInFlight([job], self.group, self.ledger, Point.EMBED_GRAD, raw_bytes=raw_bytes).settle()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

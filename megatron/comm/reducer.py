@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -12,9 +14,11 @@ from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.rounds import Job, RoundsInFlight
 from megatron.compression.api import RoundCompressor
+from megatron.compression.approximation import write
 from megatron.compression.identity import IdentityRounds
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
+from megatron.kernels.ops import finite_norm
 from megatron.topology.group import Group, num_bytes
 
 
@@ -32,12 +36,10 @@ class Place:
     start: int
     shape: tuple[int, ...]
 
-    def view(self, flat: Tensor) -> Tensor:
-        """Its part of the bucket, in its shape."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return flat[self.start : self.start + count].view(self.shape)
+    @property
+    def stop(self) -> int:
+        """Index behind its last element."""
+        return self.start + math.prod(self.shape)
 
 
 @dataclass
@@ -46,7 +48,7 @@ class GradBucket:
 
     Args:
         flat: the gradients, contiguous.
-        places: the parameters in it.
+        places: the parameters in it, in their order; equal shapes adjoin.
         skipped: something else reduces it (the fused embedding).
     """
 
@@ -60,42 +62,57 @@ class Unit:
     """Equally shaped parameters of one bucket that are compressed in one stack, or a whole bucket.
 
     Args:
-        places: the parameters; empty for a whole bucket.
+        places: the parameters, one behind the other in the bucket; empty for a whole bucket.
         state: what the compressor remembers of them.
+
+    Raises:
+        ValueError: when there is something between the parameters.
     """
 
     places: tuple[Place, ...] = ()
     state: CompressorState = field(default_factory=CompressorState)
 
-    def collect(self, flat: Tensor, scale: float) -> Tensor:
-        """The unit's gradients without the loss scale, in fp32 or fp64: (k, *shape), or the whole bucket."""
-        wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
-        if not self.places:
-            return torch.mul(flat, 1.0 / scale).to(wide)
-        shape = (len(self.places), *self.places[0].shape)
-        stack = self.state.take_spare(shape, wide)
-        if stack is None:
-            stack = torch.empty(shape, dtype=wide, device=flat.device)
-        for own, place in zip(stack, self.places, strict=True):
-            torch.mul(place.view(flat), 1.0 / scale, out=own) if flat.dtype == wide else own.copy_(
-                place.view(flat)
-            ).mul_(1.0 / scale)
-        return stack
+    def __post_init__(self) -> None:
+        for before, after in itertools.pairwise(self.places):
+            if before.stop != after.start:
+                raise ValueError(f"{before.name} and {after.name} do not lie one behind the other in their bucket")
 
-    def scatter(self, flat: Tensor, total: Tensor, scale: float) -> None:
-        """Writes the sums, with the loss scale, where the gradients came from."""
+    def view(self, flat: Tensor) -> Tensor:
+        """Its part of the bucket: (k, *shape), or the whole bucket."""
         if not self.places:
-            torch.mul(total, scale, out=flat) if flat.dtype == total.dtype else flat.copy_(total.mul_(scale))
-            return
-        for own, place in zip(total, self.places, strict=True):
-            place.view(flat).copy_(own if scale == 1.0 else own.mul_(scale))
+            return flat
+        return flat[self.places[0].start : self.places[-1].stop].view(len(self.places), *self.places[0].shape)
+
+    def take(self, flat: Tensor, scale: float) -> Tensor:
+        """Its gradients without the loss scale, in fp32 or fp64: the bucket's memory where its dtype allows."""
+        own = self.view(flat)
+        x = own if own.dtype == torch.float64 else own.float()
+        return x if scale == 1.0 else x.mul_(1.0 / scale)
+
+    def give(self, flat: Tensor, x: Tensor, scale: float) -> None:
+        """Leaves the sums ``x``, in the memory that ``take`` returned, in the bucket, with the loss scale."""
+        write(x if scale == 1.0 else x.mul_(scale), self.view(flat))
+
+
+@dataclass
+class _InFlight:
+    """A bucket on its way.
+
+    Args:
+        rounds: its sums; None where something else reduces it.
+        units: what is compressed of it, in the order of the first jobs.
+    """
+
+    rounds: RoundsInFlight | None
+    units: list[Unit]
 
 
 class GradReducer:
     """Sums buckets over a group, each as soon as it and all before it are ready.
 
     Buckets are launched in the order of the list, whatever the order in which they become ready, so that every
-    rank issues its collectives in the same order by construction.
+    rank issues its collectives in the same order by construction. Nothing is copied: compressors are given views of the
+    buckets, and the sums replace the gradients there.
 
     Args:
         buckets: with ``sharded`` each length divides by the group's size.
@@ -116,8 +133,10 @@ class GradReducer:
         self.units = [self._units(bucket) for bucket in buckets]
         self._on = False
         self._scale = 1.0
+        self._checks = False
         self._ready = [False] * len(buckets)
-        self._in_flight: list[tuple[RoundsInFlight | None, list[Unit], Tensor | None]] = []
+        self._in_flight: list[_InFlight] = []
+        self._finite: list[Tensor] = []
 
     @property
     def compressor(self) -> RoundCompressor:
@@ -136,15 +155,18 @@ class GradReducer:
                 shapes.setdefault(place.shape, []).append(place)
         return [Unit(tuple(places)) for places in shapes.values()]
 
-    def begin(self, iteration: int, scale: float) -> None:
+    def begin(self, iteration: int, scale: float, checks: bool = False) -> None:
         """A step begins.
 
         Args:
             iteration: 0-based.
             scale: the loss scale that its gradients carry.
+            checks: look whether the local gradients are finite (``finite``).
         """
         self._on = self.plan.activation(Point.DP_GRAD).on(iteration)
         self._scale = scale
+        self._checks = checks
+        self._finite = []
 
     def residuals(self) -> Iterator[tuple[list[str], CompressorState]]:
         """What each unit's residual belongs to (a stack's parameters, or a whole bucket's), and its state."""
@@ -169,67 +191,72 @@ class GradReducer:
         """Hands the compressor the optimizer's update, which lies in the buckets in place of the gradients."""
         for bucket, units in zip(self.buckets, self.units, strict=True):
             for unit in units:
-                self.compressor.observe(unit.collect(bucket.flat, 1.0), unit.state)
+                self.compressor.observe(unit.take(bucket.flat, 1.0), unit.state)
 
     def mark_ready(self, index: int) -> None:
         """Bucket ``index`` holds its final local gradient; launches every bucket whose turn has come."""
         self._ready[index] = True
         while len(self._in_flight) < len(self.buckets) and self._ready[len(self._in_flight)]:
-            self._in_flight.append(self._launch(len(self._in_flight)))
+            self._in_flight.append(self._launch(self.buckets[len(self._in_flight)], self.units[len(self._in_flight)]))
 
-    def _launch(self, index: int) -> tuple[RoundsInFlight | None, list[Unit], Tensor | None]:
-        bucket = self.buckets[index]
-        compressor = self.compressor
-        units = [u for u in self.units[index] if not u.places or compressor.pays(u.places[0].shape)] if self._on else []
-        exact = None
-        if bucket.skipped:
-            return None, [], None
-        if not units:
-            jobs = [Job(IdentityRounds(), bucket.flat, CompressorState())]
-        else:
-            with self.ledger.encoding(Point.DP_GRAD):
-                jobs = [Job(compressor, unit.collect(bucket.flat, self._scale), unit.state) for unit in units]
-                rest = self._rest(bucket, units)
-                if rest:
-                    exact = torch.cat([place.view(bucket.flat).reshape(-1) for place in rest])
-                    jobs.append(Job(IdentityRounds(), exact, CompressorState()))
-        steps = 1 if self.sharded else 2
-        raw = steps * (self.group.size - 1) * num_bytes(bucket.flat) // self.group.size
-        in_flight = RoundsInFlight(
-            jobs, self.group, self.ledger, Point.DP_GRAD, self.sharded and not units, raw_bytes=raw
-        )
-        return in_flight, units, exact
-
-    def _rest(self, bucket: GradBucket, units: Sequence[Unit]) -> list[Place]:
-        """The parameters that are summed exactly beside compressed ones."""
-        if any(not unit.places for unit in units):
-            return []
-        compressed = {place.start for unit in units for place in unit.places}
-        return [place for place in bucket.places if place.start not in compressed]
-
-    def finish(self) -> None:
-        """Launches what was not launched yet, waits for all, and leaves the sums in the buckets."""
+    def launch(self) -> None:
+        """Launches what was not launched yet: all local gradients are final."""
         for index in range(len(self.buckets)):
             self.mark_ready(index)
-        for bucket, (rounds, units, exact) in zip(self.buckets, self._in_flight, strict=True):
-            if rounds is None:
-                continue
-            totals = [aggregate.total for aggregate in rounds.wait()]
-            if not units:
-                if totals[0].data_ptr() != bucket.flat.data_ptr():
-                    bucket.flat.copy_(totals[0])
-                continue
+
+    def check(self, flat: Tensor) -> None:
+        """Notes whether a local gradient is finite, where the step is to know."""
+        if self._checks:
             with self.ledger.encoding(Point.DP_GRAD):
-                for unit, total in zip(units, totals, strict=False):
-                    unit.scatter(bucket.flat, total, self._scale)
-                if exact is not None:
-                    self._scatter_rest(bucket, units, totals[-1])
+                self._finite.append(finite_norm(flat)[1])
+
+    def finite(self) -> Tensor:
+        """1 where all the local gradients that were looked at are finite, else 0."""
+        none = self.buckets[0].flat.new_ones((), dtype=torch.float64)
+        return torch.stack([none, *self._finite]).amin()
+
+    def _launch(self, bucket: GradBucket, units: Sequence[Unit]) -> _InFlight:
+        self.check(bucket.flat)
+        if bucket.skipped:
+            return _InFlight(None, [])
+        compressor = self.compressor
+        used = [u for u in units if not u.places or compressor.pays(u.places[0].shape)] if self._on else []
+        with self.ledger.encoding(Point.DP_GRAD):
+            jobs = [Job(compressor, unit.take(bucket.flat, self._scale), unit.state) for unit in used]
+        jobs += [Job(IdentityRounds(), bucket.flat[span], CompressorState()) for span in _rest(bucket, used)]
+        raw = (1 if self.sharded else 2) * (self.group.size - 1) * num_bytes(bucket.flat) // self.group.size
+        shares = self.sharded and not used
+        rounds = RoundsInFlight(jobs, self.group, self.ledger, Point.DP_GRAD, shares, raw_bytes=raw)
+        return _InFlight(rounds, used)
+
+    def finish(self, finite: bool = True) -> None:
+        """Waits for all buckets and leaves the sums in them; if not ``finite``, anything."""
+        self.launch()
+        for bucket, flying in zip(self.buckets, self._in_flight, strict=True):
+            if flying.rounds is None:
+                continue
+            if not finite:
+                flying.rounds.abandon()
+                continue
+            flying.rounds.settle()
+            with self.ledger.encoding(Point.DP_GRAD):
+                for unit, job in zip(flying.units, flying.rounds.jobs, strict=False):
+                    unit.give(bucket.flat, job.x, self._scale)
         self._ready = [False] * len(self.buckets)
         self._in_flight = []
 
-    def _scatter_rest(self, bucket: GradBucket, units: Sequence[Unit], total: Tensor) -> None:
-        position = 0
-        for place in self._rest(bucket, units):
-            view = place.view(bucket.flat)
-            view.copy_(total[position : position + view.numel()].view(place.shape))
-            position += view.numel()
+
+def _rest(bucket: GradBucket, units: Sequence[Unit]) -> list[slice]:
+    """What is summed exactly beside compressed units: all of the bucket where there are none."""
+    if not units:
+        return [slice(0, bucket.flat.numel())]
+    if any(not unit.places for unit in units):
+        return []
+    compressed = {place.start for unit in units for place in unit.places}
+    spans: list[slice] = []
+    for place in bucket.places:
+        if place.start in compressed:
+            continue
+        adjoins = bool(spans) and spans[-1].stop == place.start
+        spans.append(slice(spans.pop().start if adjoins else place.start, place.stop))
+    return spans

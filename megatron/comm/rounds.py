@@ -21,7 +21,7 @@ class Job:
 
     Args:
         compressor: the algorithm.
-        x: this rank's contribution, contiguous; it belongs to the algorithm from now on.
+        x: this rank's contribution, contiguous; it belongs to the algorithm, which leaves the sum there.
         state: what the algorithm remembers of this tensor.
     """
 
@@ -33,7 +33,8 @@ class Job:
 class RoundsInFlight:
     """Sums under way, whose requests of one round share a collective.
 
-    The first round starts at construction, so it overlaps with what the caller does next; the others run in ``wait``.
+    The first round starts at construction, so it overlaps with what the caller does next; the others run in ``settle``,
+    which leaves the sums in the jobs' tensors.
 
     Args:
         jobs: the tensors, in the same order on every rank.
@@ -54,9 +55,10 @@ class RoundsInFlight:
     ) -> None:
         self.group, self.ledger, self.point, self.sharded = group, ledger, point, sharded
         self._raw_left = sum(self._raw_bytes(job.x) for job in jobs) if raw_bytes is None else raw_bytes
-        peers = Peers(group.rank, group.size)
+        self.jobs = jobs
+        self._peers = Peers(group.rank, group.size)
         self._generators: list[Generator[Request, Tensor, Aggregate]] = [
-            job.compressor.rounds(job.x, job.state, peers) for job in jobs
+            job.compressor.rounds(job.x, job.state, self._peers) for job in jobs
         ]
         self._aggregates: list[Aggregate | None] = [None] * len(jobs)
         self._pending: list[tuple[Pending, list[tuple[int, Tensor]]]] = []
@@ -119,8 +121,8 @@ class RoundsInFlight:
             return group.exchange(received, x), received
         return group.broadcast(x), x
 
-    def wait(self) -> list[Aggregate]:
-        """Runs the remaining rounds; the results are in the order of the jobs."""
+    def wait(self) -> None:
+        """Runs the remaining rounds."""
         while self._pending:
             pending, self._pending = self._pending, []
             results: dict[int, Tensor | None] = {}
@@ -129,4 +131,20 @@ class RoundsInFlight:
                     communication.wait()
                 results.update(members)
             self._resume(dict(sorted(results.items())))
-        return [aggregate for aggregate in self._aggregates if aggregate is not None]
+
+    def settle(self) -> None:
+        """Finishes; the sums are in the jobs' tensors then, and what the compressors keep has changed."""
+        self.wait()
+        with self.ledger.encoding(self.point):
+            for job, aggregate in zip(self.jobs, self._aggregates, strict=True):
+                assert aggregate is not None
+                job.compressor.settle(job.x, aggregate, job.state, self._peers)
+        self._aggregates = []
+
+    def abandon(self) -> None:
+        """Lets the round that was started end, and leaves it at that; all ranks of the group do the same."""
+        for communication, _ in self._pending:
+            communication.wait()
+        for generator in self._generators:
+            generator.close()
+        self._pending = []

@@ -17,6 +17,7 @@ from megatron.comm.gather import GatherInFlight
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.rounds import Job, RoundsInFlight
+from megatron.compression.approximation import write
 from megatron.compression.identity import IdentityCodec, IdentityRounds
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
@@ -34,12 +35,12 @@ class SumInFlight:
 
     def wait(self) -> Tensor:
         """The sum, or this rank's part of it along dimension 0."""
-        total = self.x
         if self.rounds is not None:
-            total = self.rounds.wait()[0].total.view(self.x.shape).to(self.x.dtype)
+            self.rounds.settle()
+            write(self.rounds.jobs[0].x, self.x)
         if not self.scatter:
-            return total
-        return total.chunk(self.group.size, dim=0)[self.group.rank]
+            return self.x
+        return self.x.chunk(self.group.size, dim=0)[self.group.rank]
 
 
 class TensorComm:
@@ -88,10 +89,10 @@ class TensorComm:
         return self.group.rank
 
     def start_sum(self, x: Tensor, point: Point, scatter: bool = False) -> SumInFlight:
-        """Starts summing ``x`` over the group; it may be overwritten.
+        """Starts summing ``x`` over the group.
 
         Args:
-            x: this rank's contribution, contiguous.
+            x: this rank's contribution, contiguous; the sum replaces it.
             point: TP_FWD or TP_BWD.
             scatter: return only this rank's equal part of dimension 0.
         """
@@ -144,8 +145,7 @@ class _Reduce(torch.autograd.Function):
         if not x.is_contiguous():
             return comm.start_sum(x.contiguous(), Point.TP_FWD).wait()
         ctx.mark_dirty(x)
-        total = comm.start_sum(x, Point.TP_FWD).wait()
-        return x if total.data_ptr() == x.data_ptr() else x.copy_(total)
+        return comm.start_sum(x, Point.TP_FWD).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.compression.approximation import Approximation, write
 from megatron.compression.state import CompressorState
-from megatron.kernels.ops import subtract_lowrank
 
 
 class Op(enum.Enum):
@@ -50,40 +50,17 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Factors:
-    """A stack of k matrices as thin factors, P Q^T: (k, n, r) and (k, m, r)."""
-
-    p_knr: Tensor
-    q_kmr: Tensor
-
-    def dense(self) -> Tensor:
-        """The matrices, (k, n, m)."""
-        return self.p_knr @ self.q_kmr.transpose(1, 2)
-
-    def subtract_from(self, x: Tensor) -> None:
-        """x - P Q^T in place, x of k n m elements, without making the matrices."""
-        n, m = self.p_knr.shape[1], self.q_kmr.shape[1]
-        subtract_lowrank(x.view(-1, n, m), self.p_knr, self.q_kmr)
-
-
-@dataclass(frozen=True)
 class Aggregate:
-    """What a ``RoundCompressor`` returns.
+    """What ``RoundCompressor.rounds`` returns.
 
     Args:
-        total: the (approximate) sum over the group, with the input's shape and dtype.
+        total: the (approximate) sum over the group, with the input's shape and dtype where it is a tensor.
         local: what this rank contributed to that sum; error feedback keeps ``input - local``. None stands for
             exactly the input, which may be overwritten by now.
     """
 
-    total: Tensor
-    local: Tensor | Factors | None
-
-    def dense_local(self, x: Tensor) -> Tensor:
-        """``local`` as a tensor like the input x, which it is where ``local`` is None."""
-        if self.local is None:
-            return x
-        return self.local.dense().view(x.shape) if isinstance(self.local, Factors) else self.local
+    total: Tensor | Approximation
+    local: Tensor | Approximation | None
 
 
 @dataclass(frozen=True)
@@ -103,6 +80,9 @@ class RoundCompressor(ABC):
     """
 
     stacks = False
+
+    settles = False
+    """Whether ``settle`` changes what is kept: then all ranks agree before that the step's gradients are finite."""
 
     observes = False
     """Whether ``observe`` wants the optimizer's update."""
@@ -135,13 +115,26 @@ class RoundCompressor(ABC):
         """Yields requests, receives their results, and returns the aggregate.
 
         Args:
-            x: contiguous; it belongs to the compressor, which may overwrite or keep it.
+            x: contiguous; it belongs to the compressor, which may change it, until ``settle``.
             state: what this tensor's earlier sums left.
             peers: who sums.
 
         Every rank of the group must yield the same sequence of operations and shapes; that is a property of the
         algorithm, the caller cannot check it.
         """
+
+    def settle(self, x: Tensor, aggregate: Aggregate, state: CompressorState, peers: Peers) -> None:
+        """Leaves the sum in ``x``. Called once it is known that the gradients are finite on all ranks, if ``settles``.
+
+        State as large as ``x`` is changed here, in place (``state.owned``), as there is no way back from this point;
+        ``stage`` would need room for both its old and its new value.
+
+        Args:
+            x: as ``rounds`` left it.
+            aggregate: what ``rounds`` returned.
+            state, peers: those of ``rounds``.
+        """
+        write(aggregate.total, x)
 
 
 @dataclass(frozen=True)
@@ -180,6 +173,9 @@ class Codec(ABC):
         Called once for each message, in the order of the messages; ``key`` names the content that will come.
         """
 
+    def expect(self, shape: torch.Size, state: CompressorState, key: Hashable) -> None:  # noqa: B027  # optional
+        """A tensor of this shape will soon be encoded under ``key``: time to fetch what that needs. Changes nothing."""
+
     @abstractmethod
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
         """Turns ``x`` into a message. ``key`` names the content (sample ids), for codecs with a memory."""
@@ -190,7 +186,7 @@ class Codec(ABC):
     ) -> Tensor:
         """Turns a message back into a tensor of the given shape and dtype."""
 
-    def reconstruct(self, payload: Payload, x: Tensor, state: CompressorState, key: Hashable) -> Tensor:
+    def reconstruct(self, payload: Payload, x: Tensor, state: CompressorState, key: Hashable) -> Tensor | Approximation:
         """What the receiver of ``encode``'s message of ``x`` will decode; called by the sender."""
         return self.decode(payload, x.shape, x.dtype, state, key)
 

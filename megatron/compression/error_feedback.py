@@ -6,27 +6,45 @@ Seide et al. 2014; Karimireddy et al. 2019. This is the only residual in the cod
 from __future__ import annotations
 
 from collections.abc import Generator, Hashable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megatron.compression.api import Aggregate, Codec, Factors, Payload, Peers, Request, RoundCompressor
+from megatron.compression.api import Aggregate, Codec, Payload, Peers, Request, RoundCompressor
+from megatron.compression.approximation import subtract
 from megatron.compression.health import measure, squared_norms
 from megatron.compression.state import CompressorState
 
 RESIDUAL = "residual"
 
 
+@dataclass(frozen=True)
+class _Fed(Aggregate):
+    """With what error feedback has measured on the way.
+
+    Args:
+        inner: the compressor's own aggregate.
+        gradient_k, given_k: squared norms of what came in, and of that with the residual.
+    """
+
+    inner: Aggregate
+    gradient_k: Tensor
+    given_k: Tensor
+
+
 class ErrorFeedback(RoundCompressor):
     """A ``RoundCompressor`` with a residual: ``x`` becomes ``x + residual``, and keeps what was not sent.
 
     Args:
-        inner: the compressor; it must leave its input as it is.
+        inner: the compressor; it must leave its input as it is, unless it returns no ``local``.
         kind: "local" keeps input - own contribution to the sum. "aggregate" keeps input - sum / n, the definition
             of PowerSGD's published code (Vogels et al. 2019, algorithm 2), where the ranks' residuals differ by
             their gradients' differences.
     """
+
+    settles = True
 
     def __init__(self, inner: RoundCompressor, kind: Literal["local", "aggregate"] = "local") -> None:
         super().__init__(inner.config)
@@ -49,16 +67,23 @@ class ErrorFeedback(RoundCompressor):
         if residual is not None:
             x.add_(residual)
             given_k = squared_norms(x, self.stacks)
-        aggregate = yield from self.inner.rounds(x, state, peers)
-        local = aggregate.total / peers.size if self.kind == "aggregate" else aggregate.local
-        assert local is not None
-        if isinstance(local, Factors):
-            local.subtract_from(x)
+        inner = yield from self.inner.rounds(x, state, peers)
+        return _Fed(inner.total, inner.local, inner, gradient_k, given_k)
+
+    def settle(self, x: Tensor, aggregate: Aggregate, state: CompressorState, peers: Peers) -> None:
+        assert isinstance(aggregate, _Fed)
+        residual = state.owned(RESIDUAL, x)
+        if aggregate.local is None:
+            residual.zero_()
         else:
-            x.sub_(local)
-        state.stage(RESIDUAL, x)
-        state.stage_health(measure(state.health, gradient_k, given_k, squared_norms(x, self.stacks)))
-        return Aggregate(aggregate.total, local)
+            residual.copy_(x)
+            if self.kind == "aggregate":
+                subtract(aggregate.total, residual, 1.0 / peers.size)
+            else:
+                subtract(aggregate.local, residual)
+        left_k = squared_norms(residual, self.stacks)
+        state.stage_health(measure(state.health, aggregate.gradient_k, aggregate.given_k, left_k))
+        self.inner.settle(x, aggregate.inner, state, peers)
 
 
 class ErrorFeedbackCodec(Codec):
@@ -87,18 +112,25 @@ class ErrorFeedbackCodec(Codec):
         return self.inner.empty_payload(shape, dtype, device, state, key)
 
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
-        residual = state.get(RESIDUAL)
         gradient_1 = given_1 = squared_norms(x, False)
-        if residual is not None and residual.shape == (x.shape[-1:] if self.mean else x.shape):
-            x = x + residual
-            given_1 = squared_norms(x, False)
-        payload = self.inner.encode(x, state, key)
-        left = x - self.inner.reconstruct(payload, x, state, key)
-        if self.mean:
-            left = left.reshape(-1, left.shape[-1]).mean(dim=0)
+        residual = state.get(RESIDUAL)
+        whole = self._with_residual(x, residual, state)
+        if residual is not None:
+            given_1 = squared_norms(whole, False)
+        payload = self.inner.encode(whole, state, key)
+        subtract(self.inner.reconstruct(payload, whole, state, key), whole)
+        left = whole.reshape(-1, whole.shape[-1]).mean(dim=0) if self.mean else whole
         state.stage(RESIDUAL, left)
         state.stage_health(measure(state.health, gradient_1, given_1, squared_norms(left, False)))
         return payload
+
+    def _with_residual(self, x: Tensor, residual: Tensor | None, state: CompressorState) -> Tensor:
+        """x + residual in memory that may be changed: that of the residual from the step's second message on."""
+        if residual is None or residual.shape != (x.shape[-1:] if self.mean else x.shape):
+            return x.clone(memory_format=torch.contiguous_format)
+        if self.mean or residual is state.tensors.get(RESIDUAL):
+            return (x + residual).contiguous()
+        return residual.add_(x)
 
     def decode(
         self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable

@@ -7,7 +7,7 @@ peaks. Scales are fp32 or bf16 without an epsilon, so tiny gradients keep their 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Hashable
+from collections.abc import Generator, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.compression.api import Aggregate, Codec, Op, Payload, Peers, Request, RoundCompressor
+from megatron.compression.approximation import Approximation
 from megatron.compression.options import SpecError, opt
 from megatron.compression.state import CompressorState
 from megatron.kernels.grid import Grid, Layout, Method, Role
@@ -117,18 +118,28 @@ class Quantiser:
         quantize_pack(narrow, codes, scales, grid, role, other, seed if stochastic else None)
         return wire
 
-    def decode(self, wire: Tensor, shape: torch.Size, out: Tensor | None = None, role: Role = Role.PLAIN) -> Tensor:
+    def decode(
+        self,
+        wire: Tensor,
+        shape: torch.Size,
+        out: Tensor | None = None,
+        role: Role = Role.PLAIN,
+        negative: bool = False,
+    ) -> Tensor:
         """The tensor of a message, fp32; NaN or infinite groups where the input was not finite.
 
         Args:
             wire: the message, its start aligned to 4 bytes.
             out: where to write it, or with ``Role.ADD`` to add it, fp32 or fp64; a new tensor unless given.
             role: PLAIN or ADD.
+            negative: the tensor's opposite.
         """
         grid = self._grid(shape)
         if wire.storage_offset() % 4:
             wire = wire.clone()
         codes, scales = self._parts(wire, grid, shape.numel())
+        if negative:
+            scales = -scales
         if out is None:
             out = torch.empty(shape, dtype=torch.float32, device=wire.device)
         unpack_dequantize(codes, scales, out, grid, role)
@@ -173,6 +184,47 @@ class FixpointCodec(Codec):
         return self.quantiser.decode(payload.wire, shape).to(dtype)
 
 
+@dataclass(frozen=True)
+class Messages(Approximation):
+    """A flattened tensor as messages of its consecutive parts, some of which may be empty."""
+
+    quantiser: Quantiser
+    wires: Tensor
+    spans: Sequence[slice]
+
+    def write_to(self, out: Tensor) -> None:
+        for wire, part in self._parts(out):
+            self.quantiser.decode(wire, part.shape, part)
+
+    def subtract_from(self, x: Tensor, share: float = 1.0) -> None:
+        for wire, part in self._parts(x):
+            if share == 1.0:
+                self.quantiser.decode(wire, part.shape, part, Role.ADD, negative=True)
+            else:
+                part.sub_(self.quantiser.decode(wire, part.shape), alpha=share)
+
+    def _parts(self, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        flat = x.view(-1)
+        yield from ((wire, flat[span]) for wire, span in zip(self.wires, self.spans, strict=True))
+
+
+@dataclass(frozen=True)
+class _Contribution(Approximation):
+    """What a rank's messages hold, and the error of quantising the sum of the part that it serves."""
+
+    sent: Messages
+    span: slice
+    error_n: Tensor
+
+    def write_to(self, out: Tensor) -> None:
+        self.sent.write_to(out)
+        out.view(-1)[self.span].add_(self.error_n)
+
+    def subtract_from(self, x: Tensor, share: float = 1.0) -> None:
+        self.sent.subtract_from(x, share)
+        x.view(-1)[self.span].sub_(self.error_n, alpha=share)
+
+
 class FixpointRounds(RoundCompressor):
     """The sum in two quantised steps: parts are exchanged and summed in fp32, and the sums are gathered.
 
@@ -188,28 +240,32 @@ class FixpointRounds(RoundCompressor):
         self.quantiser = Quantiser(self.config)
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
-        flat = x.reshape(-1)
-        count = flat.numel()
-        part = -(-count // peers.size)
-        shape = torch.Size((part,))
-        parts_sn = torch.cat([flat, flat.new_zeros(part * peers.size - count)]).view(peers.size, part)
-        wires = torch.empty((peers.size, self.quantiser.nbytes(shape)), dtype=torch.uint8, device=x.device)
-        local_sn = torch.empty_like(parts_sn)
-        for i, own in enumerate(parts_sn):
-            self.quantiser.encode(own, self._seed(state, i), wire=wires[i])
-            self.quantiser.decode(wires[i], shape, local_sn[i])
+        flat = x.view(-1)
+        part = -(-flat.numel() // peers.size)
+        spans = [slice(i * part, (i + 1) * part) for i in range(peers.size)]
+        size = self.quantiser.nbytes(torch.Size((part,)))
+        wires = torch.zeros((peers.size, size), dtype=torch.uint8, device=x.device)
+        for i, span in enumerate(spans):
+            self._encode(flat[span], self._seed(state, i), wires[i])
         received = yield Request(wires, Op.EXCHANGE)
-        sum_n = torch.zeros_like(local_sn[0])
+        # In fp32, and from here on less: zero, minus the sum, minus the sum plus what is sent of it.
+        own = flat[spans[peers.rank]]
+        error_n = torch.zeros_like(own)
         for wire in received:
-            self.quantiser.decode(wire, shape, sum_n, Role.ADD)
-        gathered = yield Request(self.quantiser.encode(sum_n, self._seed(state, peers.size)), Op.GATHER)
-        total_sn = torch.empty_like(local_sn)
-        for wire, own in zip(gathered, total_sn, strict=True):
-            self.quantiser.decode(wire, shape, own)
-        local_sn[peers.rank] += total_sn[peers.rank] - sum_n
+            self.quantiser.decode(wire, own.shape, error_n, Role.ADD)
+        wire = torch.zeros(size, dtype=torch.uint8, device=x.device)
+        self._encode(error_n, self._seed(state, peers.size), wire)
+        self.quantiser.decode(wire, own.shape, error_n.neg_(), Role.ADD)
+        gathered = yield Request(wire, Op.GATHER)
         state.stage("messages", state.count("messages") + 1)
-        total, local = (t.view(-1)[:count].view(x.shape) for t in (total_sn, local_sn))
-        return Aggregate(total=total, local=local)
+        sent = Messages(self.quantiser, wires, spans)
+        return Aggregate(
+            total=Messages(self.quantiser, gathered, spans), local=_Contribution(sent, spans[peers.rank], error_n)
+        )
+
+    def _encode(self, x: Tensor, seed: int | None, row: Tensor) -> None:
+        """Writes a message to the beginning of a row, which the shorter last part does not fill."""
+        self.quantiser.encode(x, seed, wire=row[: self.quantiser.nbytes(x.shape)])
 
     def _seed(self, state: CompressorState, part: int) -> int | None:
         if self.config.rounding == "nearest":

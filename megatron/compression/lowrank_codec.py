@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.compression.api import Codec, Payload
+from megatron.compression.approximation import Approximation, Factors, dense
 from megatron.compression.linalg import matrix_shape, orthonormalise, random_bases
 from megatron.compression.options import opt
 from megatron.compression.state import CompressorState
@@ -64,11 +65,18 @@ class LowRankCodec(Codec):
     def decode(
         self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
     ) -> Tensor:
+        factors = self._factors(payload, shape)
+        return payload.wire if factors is None else dense(factors, payload.wire.new_empty(shape)).to(dtype)
+
+    def reconstruct(self, payload: Payload, x: Tensor, state: CompressorState, key: Hashable) -> Tensor | Approximation:
+        return self._factors(payload, x.shape) or payload.wire
+
+    def _factors(self, payload: Payload, shape: torch.Size) -> Factors | None:
+        """Those in a message; None where the matrix itself was sent."""
         rank, (n, m) = self._rank(shape), matrix_shape(shape)
         if rank is None:
-            return payload.wire
-        p_nr, q_mr = payload.wire[: n * rank].view(n, rank), payload.wire[n * rank :].view(m, rank)
-        return (p_nr @ q_mr.t()).view(shape).to(dtype)
+            return None
+        return Factors(payload.wire[: n * rank].view(1, n, rank), payload.wire[n * rank :].view(1, m, rank))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

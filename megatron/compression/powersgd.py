@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.compression.api import Aggregate, Factors, Peers, Request, RoundCompressor
+from megatron.compression.api import Aggregate, Peers, Request, RoundCompressor
+from megatron.compression.approximation import Factors
 from megatron.compression.linalg import matrix_shape, orthonormalise, random_bases
 from megatron.compression.options import opt
 from megatron.compression.state import CompressorState
@@ -52,8 +53,7 @@ class PowerSGD(RoundCompressor):
         q_kmr = yield Request(own_kmr.clone())
         if self.config.warm_start:
             state.stage("q", q_kmr)
-        total = (p_knr @ q_kmr.transpose(1, 2)).view(x.shape)
-        return Aggregate(total=total, local=Factors(p_knr, own_kmr))
+        return Aggregate(total=Factors(p_knr, q_kmr), local=Factors(p_knr, own_kmr))
 
     def _start(self, x: Tensor, rank: int, state: CompressorState) -> Tensor:
         """Q (k x m x rank) to begin with: the last step's, cut or filled up where the rank has changed."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron.compression.api import Aggregate, Peers, Request, RoundCompressor
+from megatron.compression.approximation import Approximation, write
 from megatron.compression.error_feedback import ErrorFeedback
 from megatron.compression.fixpoint import FixpointConfig, FixpointRounds
 from megatron.compression.options import opt
@@ -23,6 +24,29 @@ class QuantizedAdamConfig(FixpointConfig):
     """Sums of momenta with two-sided error feedback, under Adam with frozen second moments."""
 
     beta: float = opt(0.9, "decay of the momentum, that of --adam-beta1", minimum=0, maximum=0.999)
+
+
+@dataclass(frozen=True)
+class _Answer(Approximation):
+    """(M - share m) / (1 - beta), of an exchanged momentum M and the last one, m."""
+
+    exchanged: Tensor | Approximation
+    momentum: Tensor | None
+    share: float
+    beta: float
+
+    def write_to(self, out: Tensor) -> None:
+        write(self.exchanged, out)
+        if self.momentum is not None:
+            out.sub_(self.momentum, alpha=self.share)
+        out.div_(1.0 - self.beta)
+
+
+@dataclass(frozen=True)
+class _Moved(Aggregate):
+    """With the exchange of momenta that it was made of."""
+
+    exchanged: Aggregate
 
 
 class QuantizedAdam(RoundCompressor):
@@ -37,6 +61,7 @@ class QuantizedAdam(RoundCompressor):
 
     config: QuantizedAdamConfig
     freezes_variance = True
+    settles = True
 
     def __init__(self, config: QuantizedAdamConfig | None = None) -> None:
         super().__init__(config or QuantizedAdamConfig())
@@ -47,10 +72,16 @@ class QuantizedAdam(RoundCompressor):
         x.mul_(1.0 - beta)
         if momentum is not None:
             x.add_(momentum, alpha=beta / peers.size)
-        aggregate = yield from self.exchange.rounds(x, state, peers)
-        total, local = aggregate.total.clone(), aggregate.dense_local(x)
-        state.stage("momentum", aggregate.total)
-        if momentum is not None:
-            total.sub_(momentum, alpha=beta)
-            local = local.sub(momentum, alpha=beta / peers.size)
-        return Aggregate(total.div_(1.0 - beta), local / (1.0 - beta))
+        exchanged = yield from self.exchange.rounds(x, state, peers)
+        assert exchanged.local is not None
+        return _Moved(
+            _Answer(exchanged.total, momentum, beta, beta),
+            _Answer(exchanged.local, momentum, beta / peers.size, beta),
+            exchanged,
+        )
+
+    def settle(self, x: Tensor, aggregate: Aggregate, state: CompressorState, peers: Peers) -> None:
+        assert isinstance(aggregate, _Moved)
+        self.exchange.settle(x, aggregate.exchanged, state, peers)
+        write(aggregate.total, x)
+        write(aggregate.exchanged.total, state.owned("momentum", x))

@@ -19,16 +19,14 @@ class CompressorState:
 
     Writes go to a staging area and become visible to later reads of the same step at once, but are only kept
     when the optimizer step is taken: ``commit`` keeps them, ``rollback`` (a skipped step) forgets them. Staged
-    tensors must be new tensors, not in-place updates of committed ones. The last tensor that was replaced is kept
-    as work space for the next step (``take_spare``), so that a residual and the sum that becomes the next one take
-    turns in two pieces of memory.
+    tensors must be new tensors, not in-place updates of committed ones. What changes only after the step is known to
+    be sound (``RoundCompressor.settle``) is changed in place instead, and exists once.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     _staged_tensors: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _staged_counters: dict[str, int] = field(default_factory=dict, repr=False)
-    _spare: dict[str, Tensor] = field(default_factory=dict, repr=False)
     _health: ResidualHealth | None = field(default=None, repr=False)
     _staged_health: ResidualHealth | None = field(default=None, repr=False)
     _caches: dict[str, SampleCache] = field(default_factory=dict, repr=False)
@@ -50,6 +48,12 @@ class CompressorState:
         else:
             self._staged_counters[name] = value
 
+    def owned(self, name: str, like: Tensor) -> Tensor:
+        """A tensor that is kept and may be changed in place, whatever becomes of the step; zeros at first."""
+        if name not in self.tensors:
+            self.tensors[name] = torch.zeros_like(like, memory_format=torch.contiguous_format)
+        return self.tensors[name]
+
     @property
     def health(self) -> ResidualHealth | None:
         """How the residual fares, as of the newest step; None where there is none. Checkpoints do not hold it."""
@@ -62,7 +66,6 @@ class CompressorState:
     def commit(self) -> None:
         """Keeps what was staged: the optimizer step was taken."""
         self._health = self.health
-        self._spare.update({name: self.tensors[name] for name in self._staged_tensors if name in self.tensors})
         self.tensors.update(self._staged_tensors)
         self.counters.update(self._staged_counters)
         for cache in self._caches.values():
@@ -71,7 +74,6 @@ class CompressorState:
 
     def rollback(self) -> None:
         """Forgets what was staged: the optimizer step was skipped."""
-        self._spare.update(self._staged_tensors)
         for cache in self._caches.values():
             cache.rollback()
         self._forget()
@@ -103,13 +105,6 @@ class CompressorState:
             if exported is not None:
                 found[f"{name}.ids"], found[f"{name}.rows"] = exported
         return found
-
-    def take_spare(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Memory of a tensor that is no longer needed, for one of this shape and dtype; None when there is none."""
-        for name, tensor in self._spare.items():
-            if tensor.shape == torch.Size(shape) and tensor.dtype == dtype:
-                return self._spare.pop(name)
-        return None
 
     @property
     def empty(self) -> bool:

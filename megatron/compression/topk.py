@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from megatron.compression.api import Aggregate, Op, Peers, Request, RoundCompressor
+from megatron.compression.approximation import Sparse
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.options import CompressorFault, opt
 from megatron.compression.state import CompressorState
-from megatron.kernels.ops import abs_topk, dilate, gather_packed, scatter_add_packed
+from megatron.kernels.ops import abs_topk, dilate, gather_packed
 
 
 class DisagreementError(CompressorFault):
@@ -44,15 +45,15 @@ class TopK(RoundCompressor):
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
         flat_kn = x.view(x.shape[0], -1)
-        indices_kc = abs_topk(flat_kn, _count(self.config.density, flat_kn.shape[1]))
-        values_kc = flat_kn.gather(1, indices_kc)
+        k, n = flat_kn.shape
+        starts_k1 = torch.arange(k, device=x.device).unsqueeze(1) * n
+        indices_kc = abs_topk(flat_kn, _count(self.config.density, n))
+        places = (indices_kc + starts_k1).view(-1)
+        values_kc = gather_packed(x.view(-1), places).view(indices_kc.shape)
         all_values = yield Request(values_kc, Op.GATHER)
         all_indices = yield Request(indices_kc.to(torch.int32), Op.GATHER)
-        total = torch.zeros_like(flat_kn)
-        for values, indices in zip(all_values, all_indices, strict=True):
-            total.scatter_add_(1, indices.to(torch.int64), values)
-        local = torch.zeros_like(flat_kn).scatter_(1, indices_kc, values_kc)
-        return Aggregate(total.view(x.shape), local.view(x.shape))
+        pieces = [((i + starts_k1).view(-1), v.view(-1)) for i, v in zip(all_indices, all_values, strict=True)]
+        return Aggregate(Sparse(pieces), Sparse([(places, values_kc.view(-1))]))
 
 
 @dataclass(frozen=True)
@@ -99,20 +100,15 @@ class StableTopK(RoundCompressor):
         if self.config.flush == "rotate":
             indices = self._with_slice(indices, flat.numel(), since)
         values = gather_packed(flat, indices)
-        local = torch.zeros_like(flat)
-        scatter_add_packed(local, indices, values)
-        summed = yield Request(values)
-        total = torch.zeros_like(flat)
-        scatter_add_packed(total, indices, summed)
-        return Aggregate(total.view(x.shape), local.view(x.shape))
+        summed = yield Request(values.clone())
+        return Aggregate(Sparse([(indices, summed)]), Sparse([(indices, values)]))
 
     def _dense(self, x: Tensor, state: CompressorState) -> Generator[Request, Tensor, Aggregate]:
         residual = state.get(RESIDUAL)
         if self.config.flush == "mean" and residual is not None:
             # x holds the residual already; what is forgotten counts as sent.
             x.sub_(residual, alpha=1.0 - 1.0 / self.config.interval)
-        total = yield Request(x.clone())
-        return Aggregate(total, x)
+        return Aggregate((yield Request(x)), None)
 
     def _check(self, indices: Tensor) -> Generator[Request, Tensor, None]:
         digest = hashlib.blake2b(indices.cpu().numpy().tobytes(), digest_size=8).digest()

@@ -132,6 +132,7 @@ class Optimizer:
         vote: float = 0.0,
         publish_update: bool = False,
         freeze_variance: bool = False,
+        sound: bool = True,
     ) -> StepOutcome:
         """Takes one step on final gradients.
 
@@ -143,6 +144,7 @@ class Optimizer:
             lr, weight_decay: of this step.
             vote: a number that the caller wants summed over the ranks; it travels with the rest.
             freeze_variance: leave Adam's second moments as they are, once an update has been taken.
+            sound: False when all ranks know already that the gradients are not finite, or nothing at all.
             publish_update: leave what was subtracted from the parameters, over the learning rate, in the gradients.
         """
         totals = self._world_totals(loss_sum, tokens, vote)
@@ -150,7 +152,7 @@ class Optimizer:
         scale = self.loss_scale.scale
         params_norm = math.sqrt(totals.params_sq) if self.log_params_norm else None
         num_zeros = totals.zeros if self.log_num_zeros else None
-        finite = math.isfinite(totals.grad_sq)
+        finite = sound and math.isfinite(totals.grad_sq)
         self.loss_scale.update(found_inf=not finite)
         if not finite or not totals.tokens:
             return StepOutcome(loss, None, True, scale, totals.votes, params_norm, num_zeros)

@@ -131,12 +131,13 @@ def train_step(
     with timers("forward-backward", level=1):
         engines.pipeline.run(schedules, programs, iteration, count, loss_grad, span=lambda name: timers(name, level=2))
     with timers("grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce", level=1):
-        engines.sync.finish()
-    reports = engines.holds_loss and engines.topology.tp.rank == 0
+        reports = engines.holds_loss and engines.topology.tp.rank == 0
+        tokens = programs[-1].tokens if reports else 0.0
+        sound = engines.sync.finish(tokens)
     with timers("optimizer", level=1):
         outcome = engines.optimizer.step(
             programs[-1].loss_sum if reports else 0.0,
-            programs[-1].tokens if reports else 0.0,
+            tokens,
             expected_tokens=count * layout.dp * config.training.micro_batch_size * config.model.seq_length,
             iteration=iteration,
             lr=lr,
@@ -144,6 +145,7 @@ def train_step(
             vote=vote,
             publish_update=engines.sync.wants_update,
             freeze_variance=engines.sync.freezes_variance,
+            sound=sound,
         )
     if not outcome.skipped and engines.sync.wants_update:
         engines.sync.observe_update()

@@ -96,12 +96,12 @@ def _ours(steps: int, starts: dict[str, Tensor], feedback: str) -> list[dict[str
     averages = []
     for step in range(steps):
         for place in places:
-            place.view(flat).copy_(_gradient(place.name, step, rank) / size)
+            flat[place.start : place.stop].view(place.shape).copy_(_gradient(place.name, step, rank) / size)
         reducer.begin(step, 1.0)
         reducer.finish()
         for unit in reducer.units[0]:
             unit.state.commit()
-        averages.append({place.name: place.view(flat).clone() for place in places})
+        averages.append({place.name: flat[place.start : place.stop].view(place.shape).clone() for place in places})
     return averages
 
 

@@ -3,24 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megatron.compression.api import Aggregate, Op, Peers, Request, RoundCompressor
+from megatron.compression.approximation import dense
 from megatron.compression.state import CompressorState
 
 
+@dataclass(frozen=True)
+class Summed:
+    """One rank's result, as tensors: the sum, and what it contributed to it."""
+
+    total: Tensor
+    local: Tensor
+
+
 def run_lockstep(
-    compressor: RoundCompressor, xs: Sequence[Tensor], states: Sequence[CompressorState], sharded: bool = False
-) -> list[Aggregate]:
-    """Each rank's aggregate; ``xs`` may be overwritten, as in a run.
+    compressor: RoundCompressor,
+    xs: Sequence[Tensor],
+    states: Sequence[CompressorState],
+    sharded: bool = False,
+    taken: bool = True,
+) -> list[Summed]:
+    """Each rank's result; ``xs`` hold the sums afterwards, unless one is not finite or the step is not ``taken``.
 
     With ``sharded`` a reduce-scatter serves the requests that allow one: elements of other ranks' shares become NaN.
 
     Raises:
         AssertionError: when the ranks do not ask for the same things in the same order.
     """
+    taken = taken and all(bool(torch.isfinite(x).all()) for x in xs)
+    given = [x.clone() for x in xs]
+    aggregates = _rounds(compressor, xs, states, sharded)
+    results = []
+    for rank, (x, aggregate) in enumerate(zip(xs, aggregates, strict=True)):
+        total = dense(aggregate.total, x)
+        local = given[rank] if aggregate.local is None else dense(aggregate.local, x)
+        results.append(Summed(total, local))
+        if taken:
+            compressor.settle(x, aggregate, states[rank], Peers(rank, len(xs)))
+            torch.testing.assert_close(x, total, rtol=0, atol=0, equal_nan=True)
+    return results
+
+
+def _rounds(
+    compressor: RoundCompressor, xs: Sequence[Tensor], states: Sequence[CompressorState], sharded: bool
+) -> list[Aggregate]:
     generators = [
         compressor.rounds(x, state, Peers(rank, len(xs)))
         for rank, (x, state) in enumerate(zip(xs, states, strict=True))

@@ -141,20 +141,37 @@ def _plan_buckets(
 ) -> list[Bucket]:
     """Buckets in the order in which backward fills them: plain ones from the model's end, then the others."""
     buckets: list[Bucket] = []
-    position = 0
     for kind in BucketKind:
-        slots: list[ParamSlot] = []
-        start = position
         members = [p for p in reversed(params) if _kind(p[2], tensor_parallel) is kind]
-        for i, (name, logical, spec, param) in enumerate(members):
-            slots.append(ParamSlot(name, logical, spec, param, position, position + param.numel()))
-            position += param.numel()
-            full = bucket_elements is not None and position - start >= bucket_elements
-            if full or i == len(members) - 1:
-                position = start + -(-(position - start) // shares) * shares
-                buckets.append(Bucket(kind, start, position, tuple(slots)))
-                slots, start = [], position
+        for chosen in _fill(members, bucket_elements):
+            start = position = buckets[-1].stop if buckets else 0
+            slots: list[ParamSlot] = []
+            for name, logical, spec, param in _equal_shapes_adjoin(chosen):
+                slots.append(ParamSlot(name, logical, spec, param, position, position + param.numel()))
+                position += param.numel()
+            buckets.append(Bucket(kind, start, start + -(-(position - start) // shares) * shares, tuple(slots)))
     return buckets
+
+
+_Params = Sequence[tuple[str, str, ParamSpec, nn.Parameter]]
+
+
+def _fill(members: _Params, bucket_elements: int | None) -> list[_Params]:
+    """Cuts a list of parameters as soon as a part has so many elements."""
+    parts: list[_Params] = []
+    begin = size = 0
+    for end, member in enumerate(members, 1):
+        size += member[3].numel()
+        if end == len(members) or (bucket_elements is not None and size >= bucket_elements):
+            parts.append(members[begin:end])
+            begin, size = end, 0
+    return parts
+
+
+def _equal_shapes_adjoin(members: _Params) -> list[tuple[str, str, ParamSpec, nn.Parameter]]:
+    """Matrices before vectors, and equal shapes behind each other, so that compressors get stacks without a copy."""
+    shapes = list(dict.fromkeys(member[3].shape for member in members))
+    return sorted(members, key=lambda member: (member[3].dim() < 2, shapes.index(member[3].shape)))
 
 
 def named_params(

@@ -46,6 +46,8 @@ class GradientSync:
         self.buffers = buffers
         self.group = topology.dp
         self.tp = topology.tp
+        self.world = topology.world
+        self.plan = plan
         self.ledger = ledger
         self.sharded = sharded
         self.overlap = overlap and self.group.size > 1 and reduce
@@ -64,6 +66,7 @@ class GradientSync:
         self.controller = self._rank_controller(plan, topology)
         self._iteration = 0
         self._scale = 1.0
+        self._asks = False
 
     def _rank_controller(self, plan: CompressionPlan, topology: Topology) -> RankController | None:
         """What finds the rank while the run goes on, where the compressor asks for that."""
@@ -78,8 +81,11 @@ class GradientSync:
     def begin(self, iteration: int, scale: float) -> None:
         """A step begins, whose gradients carry the loss scale ``scale``."""
         self._iteration, self._scale = iteration, scale
+        # Said of the whole mesh, not of this stage: all ranks ask, or none.
+        points = (point for point in (Point.DP_GRAD, Point.EMBED_GRAD) if self.plan.activation(point).on(iteration))
+        self._asks = any(self.plan.rounds(point).settles for point in points)
         for reducer in self.reducers:
-            reducer.begin(iteration, scale)
+            reducer.begin(iteration, scale, self._asks)
         if self.embedding is not None:
             self.embedding.begin(iteration)
 
@@ -143,24 +149,52 @@ class GradientSync:
 
         buffer.notify_when_full(full)
 
-    def finish(self) -> None:
-        """Leaves final gradients in the buckets (with ``sharded``: in this rank's shares)."""
+    def finish(self, tokens: float) -> bool:
+        """Leaves final gradients in the buckets (with ``sharded``: in this rank's shares).
+
+        Args:
+            tokens: that count in the losses of this rank; zero where another rank reports them.
+
+        Returns:
+            False where compressors with a memory had to know whether the step can be taken, and it cannot: a
+            gradient of some rank is not finite, or there are no tokens. Then the buckets hold anything. True says
+            nothing about steps where none had to know.
+        """
         self._sum_partial()
-        if self.group.size > 1 and self.reduce:
+        reduces = self.group.size > 1 and self.reduce
+        for reducer in self.reducers:
+            if reduces:
+                reducer.launch()
+            else:
+                for untouched in reducer.buckets:
+                    reducer.check(untouched.flat)
+        sound = not self._asks or self._agree_that_sound(tokens)
+        if reduces:
             for reducer in self.reducers:
-                reducer.finish()
-        if self.embedding is not None:
+                reducer.finish(sound)
+        if self.embedding is not None and sound:
             for buffer, bucket in self._tied():
                 own = buffer.grads_of(bucket)[own_share(bucket, self.group, self.sharded)]
                 self.embedding.all_reduce(own, tuple(bucket.slots[0].param.shape), self._scale)
-
         if self.controller is not None:
             owned = [
                 buffer.grads_of(bucket)[own_share(bucket, self.group, self.sharded)]
                 for buffer in self.buffers
                 for bucket in buffer.buckets
             ]
-            self.controller.after_reduction(self._iteration, owned, self._scale)
+            self.controller.after_reduction(self._iteration, owned if sound else [], self._scale)
+        return sound
+
+    def _agree_that_sound(self, tokens: float) -> bool:
+        """Whether all local gradients of all ranks are finite and some tokens count."""
+        bad = torch.stack([1.0 - reducer.finite() for reducer in self.reducers]).sum()
+        pair = torch.stack([bad, torch.full_like(bad, tokens)])
+        pending = self.world.all_reduce(pair)
+        self.ledger.sent(Point.CONTROL, pending.sent_bytes)
+        with self.ledger.waiting(Point.CONTROL):
+            pending.wait()
+        bad_count, all_tokens = pair.tolist()
+        return bad_count == 0 and all_tokens > 0
 
     def _sum_partial(self) -> None:
         """Sums the sequence parts' shares of replicated parameters' gradients over tensor-parallel ranks."""

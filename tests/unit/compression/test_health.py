@@ -59,7 +59,6 @@ def test_a_skipped_step_leaves_no_trace() -> None:
     state = _run(0.0, 3)
     before = state.health
     run_lockstep(ErrorFeedback(_Share(0.0)), [torch.full((2, 3, 4), torch.inf)], [state])
-    assert state.health is not before
     state.rollback()
     assert state.health is before
 

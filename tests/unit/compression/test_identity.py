@@ -32,6 +32,6 @@ def test_the_contribution_is_the_input_although_the_sum_overwrites_it() -> None:
     for x, aggregate in zip(
         inputs, run_lockstep(IdentityRounds(), xs, [CompressorState(), CompressorState()]), strict=True
     ):
-        local = aggregate.dense_local(x)
+        local = aggregate.local
         assert torch.equal(local, x)
         assert torch.equal(aggregate.total, torch.ones(3))

@@ -1,0 +1,87 @@
+"""Tensors held as what was sent of them, so that nothing of their full size exists until someone gives it room."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.kernels.ops import scatter_add_packed, subtract_lowrank
+
+
+class Approximation(ABC):
+    """A tensor in some shorter form."""
+
+    @abstractmethod
+    def write_to(self, out: Tensor) -> None:
+        """Overwrites ``out``, which is contiguous and has the tensor's shape."""
+
+    def subtract_from(self, x: Tensor, share: float = 1.0) -> None:
+        """Takes ``share`` of the tensor from ``x``, in place."""
+        dense = torch.empty_like(x)
+        self.write_to(dense)
+        x.sub_(dense, alpha=share)
+
+
+@dataclass(frozen=True)
+class Factors(Approximation):
+    """A stack of k matrices as thin factors, P Q^T: (k, n, r) and (k, m, r)."""
+
+    p_knr: Tensor
+    q_kmr: Tensor
+
+    def _matrices(self, x: Tensor) -> Tensor:
+        return x.view(self.p_knr.shape[0], self.p_knr.shape[1], self.q_kmr.shape[1])
+
+    def write_to(self, out: Tensor) -> None:
+        torch.bmm(self.p_knr, self.q_kmr.transpose(1, 2), out=self._matrices(out))
+
+    def subtract_from(self, x: Tensor, share: float = 1.0) -> None:
+        q_kmr = self.q_kmr if share == 1.0 else self.q_kmr * share
+        subtract_lowrank(self._matrices(x), self.p_knr, q_kmr)
+
+
+@dataclass(frozen=True)
+class Sparse(Approximation):
+    """Some numbers of a flattened tensor, zero elsewhere; pieces that meet at a place add up.
+
+    Args:
+        pieces: ascending, distinct indices (int64), and the numbers there.
+    """
+
+    pieces: Sequence[tuple[Tensor, Tensor]]
+
+    def write_to(self, out: Tensor) -> None:
+        flat = out.zero_().view(-1)
+        for indices, values in self.pieces:
+            scatter_add_packed(flat, indices, values)
+
+    def subtract_from(self, x: Tensor, share: float = 1.0) -> None:
+        for indices, values in self.pieces:
+            scatter_add_packed(x.view(-1), indices, values * -share)
+
+
+def write(value: Tensor | Approximation, out: Tensor) -> None:
+    """Overwrites ``out`` by a tensor in either form."""
+    if isinstance(value, Approximation):
+        value.write_to(out)
+    elif value.data_ptr() != out.data_ptr():
+        out.copy_(value.view(out.shape))
+
+
+def subtract(value: Tensor | Approximation, x: Tensor, share: float = 1.0) -> None:
+    """Takes ``share`` of a tensor in either form from ``x``, in place."""
+    if isinstance(value, Approximation):
+        value.subtract_from(x, share)
+    else:
+        x.sub_(value.view(x.shape), alpha=share)
+
+
+def dense(value: Tensor | Approximation, like: Tensor) -> Tensor:
+    """A tensor in either form as a new one of the shape and dtype of ``like``."""
+    out = torch.empty_like(like, memory_format=torch.contiguous_format)
+    write(value, out)
+    return out
