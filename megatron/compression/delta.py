@@ -64,8 +64,15 @@ class DeltaCodec(Codec):
         samples, row = _split(shape, key)
         known = self._visit(samples, state)
         state.queue(_CACHE).append(known)
+        for sample, is_known in zip(samples, known, strict=True):
+            if is_known:
+                self._cache(state).expect(sample)
         nbytes = sum(self._nbytes(row, is_known) for is_known in known)
         return Payload(torch.empty(nbytes, dtype=torch.uint8, device=device))
+
+    def expect(self, shape: torch.Size, state: CompressorState, key: Hashable) -> None:
+        for sample in _split(shape, key)[0]:
+            self._cache(state).expect(sample)
 
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
         samples, row = _split(x.shape, key)

@@ -1,10 +1,15 @@
-"""Rows of equal size by number: the newest in memory, the rest in a file of this process."""
+"""Rows of equal size by number: the newest in memory, the rest in a file of this process.
+
+A thread of its own reads ahead and writes behind, in the order in which it is asked, so a row that is called for
+(``prefetch``) while something else computes is there when it is needed.
+"""
 
 from __future__ import annotations
 
 import tempfile
 import zlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
@@ -16,6 +21,14 @@ from megatron.compression.options import CompressorFault
 
 class DamagedRowError(CompressorFault):
     """A row on disk is not what was written."""
+
+
+class RowFileError(CompressorFault):
+    """The file of rows cannot be written."""
+
+
+_BEHIND = 8
+"""Rows that may wait to be written."""
 
 
 class RowStore:
@@ -30,7 +43,10 @@ class RowStore:
         self.memory = memory
         self.folder = folder
         self._near: OrderedDict[int, Tensor] = OrderedDict()
-        self._far: dict[int, tuple[int, int]] = {}
+        self._far: dict[int, tuple[int, Future[int]]] = {}
+        self._ahead: dict[int, Future[Tensor]] = {}
+        self._behind: deque[Future[int]] = deque()
+        self._worker: ThreadPoolExecutor | None = None
         self._free: list[int] = []
         self._slots = 0
         self._file: IO[bytes] | None = None
@@ -55,18 +71,24 @@ class RowStore:
             oldest, kept = self._near.popitem(last=False)
             self._write(oldest, kept)
 
+    def prefetch(self, name: int) -> None:
+        """A row will be asked for soon; begins to read it if it is in the file."""
+        if name in self._far and name not in self._ahead:
+            self._ahead[name] = self._submit_read(name)
+
     def get(self, name: int) -> Tensor:
         """A row; it counts as used.
 
         Raises:
             KeyError: when there is none.
             DamagedRowError: when the file does not hold what was written.
+            RowFileError: when the file cannot be written.
         """
         if name in self._near:
             self._near.move_to_end(name)
             return self._near[name]
-        slot, checksum = self._far[name]
-        row = self._read(slot, checksum, name)
+        self.prefetch(name)
+        row = self._ahead[name].result()
         self.put(name, row)
         return row
 
@@ -77,35 +99,61 @@ class RowStore:
 
     def peek(self, name: int) -> Tensor:
         """A row, which stays where it is."""
-        return self._near[name] if name in self._near else self._read(*self._far[name], name)
+        return self._near[name] if name in self._near else self._submit_read(name).result()
 
     def _drop_far(self, name: int) -> None:
+        # A write to the slot waits behind the reads of it that are under way.
+        self._ahead.pop(name, None)
         if name in self._far:
             self._free.append(self._far.pop(name)[0])
 
     def _write(self, name: int, row: Tensor) -> None:
-        data = row.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        if self._file is None:
-            folder = None if self.folder is None else Path(self.folder)
-            if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile(prefix="samples-", dir=folder)  # noqa: SIM115  # open for the run
+        kept = row.detach().cpu().contiguous()
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="samples")
             self._like = torch.empty_like(row, device=row.device)
         if self._free:
             slot = self._free.pop()
         else:
             slot, self._slots = self._slots, self._slots + 1
-        self._file.seek(slot * len(data))
-        self._file.write(data)
-        self._far[name] = (slot, zlib.crc32(data))
+        while len(self._behind) >= _BEHIND:
+            self._behind.popleft().result()
+        written = self._worker.submit(self._store, slot, kept)
+        self._behind.append(written)
+        self._far[name] = (slot, written)
 
-    def _read(self, slot: int, checksum: int, name: int) -> Tensor:
-        assert self._file is not None
+    def _submit_read(self, name: int) -> Future[Tensor]:
+        assert self._worker is not None
+        slot, written = self._far[name]
+        return self._worker.submit(self._load, slot, written, name)
+
+    def _store(self, slot: int, row: Tensor) -> int:
+        """Writes a row, in the thread; its checksum."""
+        data = row.view(torch.uint8).view(-1).numpy().data
+        try:
+            if self._file is None:
+                if self.folder is not None:
+                    Path(self.folder).mkdir(parents=True, exist_ok=True)
+                self._file = tempfile.TemporaryFile(prefix="samples-", dir=self.folder)  # noqa: SIM115  # open for the run
+            self._file.seek(slot * data.nbytes)
+            self._file.write(data)
+        except OSError as error:
+            folder = self.folder or tempfile.gettempdir()
+            raise RowFileError(
+                f"the memory of samples cannot be written to {folder}: {error}; make room, name another folder with "
+                "folder=, or keep all samples in memory with memory=0"
+            ) from error
+        return zlib.crc32(data)
+
+    def _load(self, slot: int, written: Future[int], name: int) -> Tensor:
+        """Reads a row, in the thread."""
         assert self._like is not None
+        checksum = written.result()
+        assert self._file is not None
         size = self._like.numel() * self._like.element_size()
         self._file.seek(slot * size)
-        data = self._file.read(size)
+        data = bytearray(self._file.read(size))
         if len(data) != size or zlib.crc32(data) != checksum:
             raise DamagedRowError(f"the memory of sample {name} on disk is damaged; go on from the last checkpoint")
-        flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        flat = torch.frombuffer(data, dtype=torch.uint8)
         return flat.view(self._like.dtype).view(self._like.shape).to(self._like.device)

@@ -42,6 +42,11 @@ class SampleCache:
             self._evicted.add(self._order.popitem(last=False)[0])
         return known
 
+    def expect(self, sample: int) -> None:
+        """The row of a sample, if it is remembered, will be asked for soon."""
+        if sample in self._order and sample not in self._staged:
+            self._rows.prefetch(sample)
+
     def row(self, sample: int) -> Tensor:
         """What was stored last for a sample whose visit was answered by True."""
         staged = self._staged.get(sample)

@@ -160,11 +160,16 @@ class _Run:
         return Position(self.iteration, boundary, op.micro_batch, self.num_micro_batches, late)
 
     def post(self, op: PipelineOp) -> None:
-        boundary = self._boundary(op, incoming=True)
-        if self.channel is not None and boundary is not None:
-            way = self.channel.forward if op.forward else self.channel.backward
-            key = self.programs[op.chunk].key(op.micro_batch)
-            self.channel.post(way, self._position(op, boundary, incoming=True), key)
+        """Prepares for what an operation receives, and for what it sends."""
+        if self.channel is None:
+            return
+        way = self.channel.forward if op.forward else self.channel.backward
+        key = self.programs[op.chunk].key(op.micro_batch)
+        incoming, outgoing = self._boundary(op, incoming=True), self._boundary(op, incoming=False)
+        if incoming is not None:
+            self.channel.post(way, self._position(op, incoming, incoming=True), key)
+        if outgoing is not None:
+            self.channel.expect(way, self._position(op, outgoing, incoming=False), key)
 
     def receive(self, op: PipelineOp) -> Tensor | None:
         boundary = self._boundary(op, incoming=True)

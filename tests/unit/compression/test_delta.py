@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.compression.delta import DeltaCodec, DeltaConfig
 from megatron.compression.fixpoint import FixpointConfig, Quantiser
-from megatron.compression.row_store import DamagedRowError, RowStore
+from megatron.compression.row_store import DamagedRowError, RowFileError, RowStore
 from megatron.compression.sample_cache import SampleCache
 from megatron.compression.state import CompressorState
 
@@ -176,9 +176,45 @@ def test_a_damaged_file_is_noticed(tmp_path: Path) -> None:
         store.get(0)
 
 
+def test_rows_that_are_called_for_are_read_before_they_are_needed(tmp_path: Path) -> None:
+    store = RowStore(memory=1, folder=str(tmp_path))
+    for name in range(4):
+        store.put(name, torch.full((3,), 1.0 + name))
+    for name in (1, 3, 7):
+        store.prefetch(name)
+    assert list(store._ahead) == [1]  # 3 is in memory, 7 nowhere
+    assert torch.equal(store._ahead[1].result(), torch.full((3,), 2.0))
+    assert store.get(1) is not store.peek(2)
+    assert not store._ahead
+    store.prefetch(0)
+    store.put(0, torch.zeros(3))
+    assert float(store.get(0)[0]) == 0.0
+
+
+def test_a_codec_calls_for_what_it_will_need(tmp_path: Path) -> None:
+    """The sender when it is told what comes, the receiver when it posts the receive."""
+    codec = DeltaCodec(DeltaConfig(memory=1, folder=str(tmp_path)))
+    _, (sender, receiver) = _visited(codec, 6)
+    shape, known = torch.Size((4, 1, 6)), (next(iter(sender.cache("samples", 9)._order)),)
+    codec.expect(shape, sender, known)
+    assert len(sender.cache("samples", 9)._rows._ahead) == 1
+    codec.empty_payload(shape, torch.float32, torch.device("cpu"), receiver, known)
+    assert len(receiver.cache("samples", 9)._rows._ahead) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store = RowStore(memory=1, folder=str(tmp_path / "file"))
+    store.put(0, torch.zeros(3))
+    store.put(1, torch.zeros(3))
+    with pytest.raises(RowFileError, match=r"cannot be written to .*file: .*make room, name another folder"):
+        store.get(0)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from(["put", "get", "discard"]), st.integers(0, 9)), max_size=60), st.integers(1, 4)
+    st.lists(st.tuples(st.sampled_from(["put", "get", "discard", "prefetch"]), st.integers(0, 9)), max_size=60),
+    st.integers(1, 4),
 )
 def test_a_store_is_a_dictionary(actions: list[tuple[str, int]], memory: int) -> None:
     store, plain = RowStore(memory), dict[int, float]()
@@ -186,6 +222,8 @@ def test_a_store_is_a_dictionary(actions: list[tuple[str, int]], memory: int) ->
         if action == "put":
             store.put(name, torch.tensor([float(number)]))
             plain[name] = float(number)
+        elif action == "prefetch":
+            store.prefetch(name)
         elif action == "discard":
             store.discard(name)
             plain.pop(name, None)
