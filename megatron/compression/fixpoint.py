@@ -7,17 +7,17 @@ peaks. Scales are fp32 or bf16 without an epsilon, so tiny gradients keep their 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Hashable, Iterator, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from megatron.compression.api import Aggregate, Codec, Op, Payload, Peers, Request, RoundCompressor
-from megatron.compression.approximation import Approximation
+from megatron.compression.api import Codec, Payload
 from megatron.compression.options import SpecError, opt
 from megatron.compression.state import CompressorState
+from megatron.compression.two_step import TwoStepSum
 from megatron.kernels.grid import Grid, Layout, Method, Role
 from megatron.kernels.ops import quantize_pack, unpack_dequantize
 
@@ -95,6 +95,7 @@ class Quantiser:
         seed: int | None,
         role: Role = Role.PLAIN,
         other: Tensor | None = None,
+        *,
         wire: Tensor | None = None,
     ) -> Tensor:
         """The message, uint8.
@@ -184,90 +185,16 @@ class FixpointCodec(Codec):
         return self.quantiser.decode(payload.wire, shape).to(dtype)
 
 
-@dataclass(frozen=True)
-class Messages(Approximation):
-    """A flattened tensor as messages of its consecutive parts, some of which may be empty."""
-
-    quantiser: Quantiser
-    wires: Tensor
-    spans: Sequence[slice]
-
-    def write_to(self, out: Tensor) -> None:
-        for wire, part in self._parts(out):
-            self.quantiser.decode(wire, part.shape, part)
-
-    def subtract_from(self, x: Tensor, share: float = 1.0) -> None:
-        for wire, part in self._parts(x):
-            if share == 1.0:
-                self.quantiser.decode(wire, part.shape, part, Role.ADD, negative=True)
-            else:
-                part.sub_(self.quantiser.decode(wire, part.shape), alpha=share)
-
-    def _parts(self, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        flat = x.view(-1)
-        yield from ((wire, flat[span]) for wire, span in zip(self.wires, self.spans, strict=True))
-
-
-@dataclass(frozen=True)
-class _Contribution(Approximation):
-    """What a rank's messages hold, and the error of quantising the sum of the part that it serves."""
-
-    sent: Messages
-    span: slice
-    error_n: Tensor
-
-    def write_to(self, out: Tensor) -> None:
-        self.sent.write_to(out)
-        out.view(-1)[self.span].add_(self.error_n)
-
-    def subtract_from(self, x: Tensor, share: float = 1.0) -> None:
-        self.sent.subtract_from(x, share)
-        x.view(-1)[self.span].sub_(self.error_n, alpha=share)
-
-
-class FixpointRounds(RoundCompressor):
-    """The sum in two quantised steps: parts are exchanged and summed in fp32, and the sums are gathered.
-
-    Each rank sends (n - 1)/n of the codes twice, as a ring all-reduce would of the numbers. A rank's contribution is
-    its quantised input, and in the part that it sums, the error of quantising the sum as well: with error feedback
-    both are made up for, each by the rank that made it.
-    """
+class FixpointRounds(TwoStepSum):
+    """The two-step sum with quantised messages."""
 
     config: FixpointConfig
 
     def __init__(self, config: FixpointConfig | None = None) -> None:
         super().__init__(config or FixpointConfig())
-        self.quantiser = Quantiser(self.config)
+        self.format = Quantiser(self.config)
 
-    def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
-        flat = x.view(-1)
-        part = -(-flat.numel() // peers.size)
-        spans = [slice(i * part, (i + 1) * part) for i in range(peers.size)]
-        size = self.quantiser.nbytes(torch.Size((part,)))
-        wires = torch.zeros((peers.size, size), dtype=torch.uint8, device=x.device)
-        for i, span in enumerate(spans):
-            self._encode(flat[span], self._seed(state, i), wires[i])
-        received = yield Request(wires, Op.EXCHANGE)
-        # In fp32, and from here on less: zero, minus the sum, minus the sum plus what is sent of it.
-        own = flat[spans[peers.rank]]
-        error_n = torch.zeros_like(own)
-        for wire in received:
-            self.quantiser.decode(wire, own.shape, error_n, Role.ADD)
-        wire = torch.zeros(size, dtype=torch.uint8, device=x.device)
-        self._encode(error_n, self._seed(state, peers.size), wire)
-        self.quantiser.decode(wire, own.shape, error_n.neg_(), Role.ADD)
-        gathered = yield Request(wire, Op.GATHER)
-        state.stage("messages", state.count("messages") + 1)
-        sent = Messages(self.quantiser, wires, spans)
-        return Aggregate(
-            total=Messages(self.quantiser, gathered, spans), local=_Contribution(sent, spans[peers.rank], error_n)
-        )
-
-    def _encode(self, x: Tensor, seed: int | None, row: Tensor) -> None:
-        """Writes a message to the beginning of a row, which the shorter last part does not fill."""
-        self.quantiser.encode(x, seed, wire=row[: self.quantiser.nbytes(x.shape)])
-
-    def _seed(self, state: CompressorState, part: int) -> int | None:
+    def seed(self, state: CompressorState, message: int) -> int | None:
         if self.config.rounding == "nearest":
             return None
-        return message_seed(self.config.seed, state.count("messages"), part)
+        return message_seed(self.config.seed, state.count("messages"), message)

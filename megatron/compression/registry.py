@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.compression.api import Codec, RoundCompressor
+from megatron.compression.cast import CastCodec, CastConfig, CastRounds
 from megatron.compression.delta import DeltaCodec, DeltaConfig, DeltaLowBitsConfig
 from megatron.compression.edgc import EDGCConfig
 from megatron.compression.fixpoint import FixpointCodec, FixpointConfig, FixpointRounds
@@ -108,6 +109,12 @@ BUILTIN: Mapping[str, Entry] = MappingProxyType(
             FixpointConfig,
             codec=FixpointCodec,
             rounds=FixpointRounds,
+            points=frozenset(Point) - {Point.CONTROL},
+        ),
+        "cast": Entry(
+            CastConfig,
+            codec=CastCodec,
+            rounds=CastRounds,
             points=frozenset(Point) - {Point.CONTROL},
         ),
         "lowrank": Entry(

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.multiprocess
 
 
 @pytest.mark.parametrize("case", ["dense", "CB+LEP+FE+SC", "Radius d=0.1"])
-def test_compressors_hold_two_residuals_at_most(case: str) -> None:
-    """One residual with its factors or indices, and the memory in which the next one is made."""
+def test_compressors_hold_one_residual(case: str) -> None:
+    """One residual with its factors or indices, and nothing else."""
     sizes = ["--layers", "4", "--hidden", "64", "--seq", "32", "--vocab", "64"]
     result = run_cli(4, ["tools/bench_memory.py", "--case", case, *sizes]).check()
     found = json.loads(next(line for line in result.stdout.splitlines() if line.startswith("{")))
