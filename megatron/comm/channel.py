@@ -134,7 +134,7 @@ class PipelineChannel:
         self.ledger.sent(way.point, payload.nbytes, num_bytes(x))
         way.sending.append((payload, pending))
         while way.sending and way.sending[0][1].done():
-            way.sending.popleft()[1].wait()
+            self.ledger.wait(way.point, way.sending.popleft()[1])
 
     def expect(self, way: Direction, position: Position, key: Hashable) -> None:
         """Something will soon be sent from a position."""
@@ -155,11 +155,10 @@ class PipelineChannel:
         """Waits for the message of a position and decodes it."""
         self.post(way, position, key)
         payload, pending = way.posted.pop((position.boundary, position.micro_batch))
-        with self.ledger.waiting(way.point):
-            pending.wait()
+        self.ledger.wait(way.point, pending)
         codec = self._codec(way, position)
         dtype, scale = self._unscaled(way, codec)
-        with self.ledger.encoding(way.point):
+        with self.ledger.decoding(way.point):
             x = codec.decode(payload, self.shape, dtype, way.received[position.boundary], key)
             x = (x if scale == 1.0 else x * scale).to(self.dtype)
         if self.probe is not None and way is self.forward and position.iteration >= 0:
@@ -170,5 +169,4 @@ class PipelineChannel:
         """Waits until all but ``keep`` messages of each direction have left."""
         for way in (self.forward, self.backward):
             while len(way.sending) > keep:
-                with self.ledger.waiting(way.point):
-                    way.sending.popleft()[1].wait()
+                self.ledger.wait(way.point, way.sending.popleft()[1])

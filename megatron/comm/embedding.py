@@ -67,7 +67,7 @@ class EmbeddingSync:
             x = own.to(_wide(own.dtype)).mul_(1.0 / scale)
         raw = 2 * (self.group.size - 1) * count * grad.element_size() // self.group.size
         self._sum(Job(compressor, x, self.state), raw)
-        with self.ledger.encoding(Point.EMBED_GRAD):
+        with self.ledger.decoding(Point.EMBED_GRAD):
             write(x.mul_(scale), own)
 
     def _sum(self, job: Job, raw_bytes: int | None) -> None:

@@ -54,9 +54,8 @@ class GatherInFlight:
 
     def wait(self) -> Tensor:
         """Finishes it and returns the gathered tensor."""
-        with self.ledger.waiting(self.point):
-            self.pending.wait()
-        with self.ledger.encoding(self.point):
+        self.ledger.wait(self.point, self.pending)
+        with self.ledger.decoding(self.point):
             result = self.codec.decode_gathered(
                 Payload(self.wires), self.group.size, self.shape, self.dtype, self.state, self.key
             )

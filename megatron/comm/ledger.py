@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 
+from megatron.comm.trace import Trace
 from megatron.compression.points import Point
+from megatron.topology.group import Pending
+
+_FLIGHTS = {"all-reduce": "reduce", "reduce-scatter": "reduce", "all-gather": "gather"}
 
 
 @dataclass
@@ -30,9 +34,14 @@ class Account:
 
 
 class Ledger:
-    """Accounts of all points, since the last ``take``."""
+    """Accounts of all points, since the last ``take``; what it times goes to the trace as well.
 
-    def __init__(self) -> None:
+    Args:
+        trace: of this rank; by default one that records nothing.
+    """
+
+    def __init__(self, trace: Trace | None = None) -> None:
+        self.trace = trace or Trace()
         self.accounts = {point: Account() for point in Point}
 
     def sent(self, point: Point, wire_bytes: int, raw_bytes: int | None = None) -> None:
@@ -42,21 +51,34 @@ class Ledger:
         account.wire_bytes += wire_bytes
         account.raw_bytes += wire_bytes if raw_bytes is None else raw_bytes
 
-    @contextmanager
-    def waiting(self, point: Point) -> Iterator[None]:
-        """Times a blocking wait."""
+    def wait(self, point: Point, pending: Pending) -> None:
+        """Waits for a communication, and times how long that blocks.
+
+        Raises:
+            CommunicationError: when a peer is gone or too slow.
+        """
         start = time.perf_counter()
         try:
-            yield
+            with self.trace.span("wait", point=point.value):
+                pending.wait()
         finally:
             self.accounts[point].waited_s += time.perf_counter() - start
+        self.trace.flight(_FLIGHTS.get(pending.kind, pending.kind), point.value, pending.started, pending.sent_bytes)
+
+    def encoding(self, point: Point) -> AbstractContextManager[None]:
+        """Times what is done to a tensor before it is sent."""
+        return self._coding(point, "encode")
+
+    def decoding(self, point: Point) -> AbstractContextManager[None]:
+        """Times what is done to what arrived."""
+        return self._coding(point, "decode")
 
     @contextmanager
-    def encoding(self, point: Point) -> Iterator[None]:
-        """Times encoding or decoding."""
+    def _coding(self, point: Point, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with self.trace.span(name, point=point.value):
+                yield
         finally:
             self.accounts[point].coded_s += time.perf_counter() - start
 

@@ -55,8 +55,7 @@ class RankController:
         )
         pending = self.topology.control.all_reduce(pair)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
-        with self.ledger.waiting(Point.CONTROL):
-            pending.wait()
+        self.ledger.wait(Point.CONTROL, pending)
         total, count = pair.tolist()
         return total / count if count else math.nan
 

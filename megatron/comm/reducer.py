@@ -239,7 +239,7 @@ class GradReducer:
                 flying.rounds.abandon()
                 continue
             flying.rounds.settle()
-            with self.ledger.encoding(Point.DP_GRAD):
+            with self.ledger.decoding(Point.DP_GRAD):
                 for unit, job in zip(flying.units, flying.rounds.jobs, strict=False):
                     unit.give(bucket.flat, job.x, self._scale)
         self._ready = [False] * len(self.buckets)

@@ -127,15 +127,14 @@ class RoundsInFlight:
             pending, self._pending = self._pending, []
             results: dict[int, Tensor | None] = {}
             for communication, members in pending:
-                with self.ledger.waiting(self.point):
-                    communication.wait()
+                self.ledger.wait(self.point, communication)
                 results.update(members)
             self._resume(dict(sorted(results.items())))
 
     def settle(self) -> None:
         """Finishes; the sums are in the jobs' tensors then, and what the compressors keep has changed."""
         self.wait()
-        with self.ledger.encoding(self.point):
+        with self.ledger.decoding(self.point):
             for job, aggregate in zip(self.jobs, self._aggregates, strict=True):
                 assert aggregate is not None
                 job.compressor.settle(job.x, aggregate, job.state, self._peers)

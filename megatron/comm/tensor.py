@@ -128,8 +128,7 @@ class TensorComm:
         out = torch.empty((self.group.size * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
         pending = self.group.all_gather(out, x.contiguous())
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
-        with self.ledger.waiting(Point.CONTROL):
-            pending.wait()
+        self.ledger.wait(Point.CONTROL, pending)
         return out.view(self.group.size, *x.shape)
 
     def own_part(self, x: Tensor) -> Tensor:

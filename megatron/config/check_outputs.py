@@ -91,8 +91,18 @@ def check_data_given(config: RunConfig) -> None:
         raise UserError("no dataset: give its prefix (without .bin or .idx) with --data-path")
 
 
+def _check_trace(config: RunConfig) -> None:
+    start, end = config.logging.profile_step_start, config.logging.profile_step_end
+    if end <= start:
+        raise UserError(
+            f"--profile-step-end {end} must be greater than --profile-step-start {start}; use {start + 2} for a trace "
+            "of two iterations"
+        )
+
+
 def check_outputs(config: RunConfig) -> None:
-    """Raise UserError for checkpoint settings that need another flag."""
+    """Raise UserError for checkpoint settings that need another flag, and for a trace of nothing."""
+    _check_trace(config)
     checkpoint = config.checkpoint
     needs = (
         (checkpoint.save_interval is not None, "--save-interval", checkpoint.save, "--save"),

@@ -142,8 +142,8 @@ _HARMLESS = [
         values="wandb-project wandb-exp-name wandb-save-dir",
     ),
     _harmless(
-        "see --timing-log-level for where time goes",
-        values="profile profile-steps profile-step-start profile-step-end",
+        "see --profile-trace and --timing-log-level for where time goes",
+        values="profile profile-steps",
         lists="profile-ranks",
     ),
     _harmless(

@@ -61,6 +61,14 @@ class LoggingConfig:
         "At each iteration print the cosine between the errors of compressed activation gradients and the change of "
         "activations from one micro-batch to the next, and the means of both (of the last rank).",
     )
+    profile_trace: str | None = derived(
+        "none",
+        "Write a Chrome trace of some iterations for each rank to this folder: forward, backward, encode, send, wait, "
+        "decode, reduce, optimizer, with bytes. tools/merge_traces.py makes one file of them.",
+        metavar="FOLDER",
+    )
+    profile_step_start: int = option(10, "First iteration of the trace, counted from 0.", minimum=0)
+    profile_step_end: int = option(12, "Iteration behind the trace's last.", minimum=1)
     progress_bar: Literal["auto", "on", "off"] = option(
         "auto",
         "A progress bar: only on a terminal (auto), always or never.",

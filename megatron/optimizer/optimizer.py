@@ -188,8 +188,7 @@ class Optimizer:
         vector = torch.tensor(values, dtype=torch.float64, device=device)
         pending = self.topology.world.all_reduce(vector)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
-        with self.ledger.waiting(Point.CONTROL):
-            pending.wait()
+        self.ledger.wait(Point.CONTROL, pending)
         return StepTotals(*vector.tolist())
 
     def _counted(self) -> list[Piece]:

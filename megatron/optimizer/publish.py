@@ -88,7 +88,7 @@ class ParamPublisher:
             gathers.append(self._start(self.plan.codec(Point.PARAM_GATHER), own, (iteration, number), None, raw))
         for gather, (buffer, bucket) in zip(gathers, self._buckets, strict=True):
             differences = gather.wait()
-            with self.ledger.encoding(Point.PARAM_GATHER):
+            with self.ledger.decoding(Point.PARAM_GATHER):
                 params = buffer.params_of(bucket)
                 params.copy_(params.to(differences.dtype) + differences)
 

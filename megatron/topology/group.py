@@ -6,8 +6,9 @@ never disagree with what was sent. A group of one rank communicates nothing and 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,12 +31,19 @@ class Pending:
         sent_bytes: bytes that this rank sends for it.
         what: the operation and its group, for error messages.
         finish: local work that completes the operation, run by ``wait``.
+        started: ``time.perf_counter()`` at its start.
     """
 
     work: dist.Work | None
     sent_bytes: int
     what: str
     finish: Callable[[], None] | None = None
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def kind(self) -> str:
+        """The operation alone: all-reduce, send, ..."""
+        return self.what.split(" ", 1)[0]
 
     def wait(self) -> None:
         """Returns when the result may be used.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -12,8 +13,10 @@ from megatron.comm.error_probe import ErrorProbe
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.tensor import TensorComm
+from megatron.comm.trace import Trace
 from megatron.compression.schedule import RunLength
 from megatron.compression.state import CompressorState
+from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.model.gpt import GPTStage
 from megatron.model.stages import build_stages, padded_vocab_size
@@ -66,6 +69,7 @@ class Engines:
     def begin_step(self, iteration: int) -> None:
         """Tells the communication points which step begins (-1: an evaluation), and its gradients' loss scale."""
         scale = self.optimizer.loss_scale.scale
+        self.ledger.trace.begin(iteration, self.topology.control.barrier)
         self.plan.begin(iteration)
         self.comm.begin(iteration)
         self.sync.begin(iteration, scale)
@@ -98,6 +102,31 @@ class Engines:
         return restarts or any(stage.part.first or stage.part.last for stage in self.stages)
 
 
+def _build_trace(config: RunConfig, topology: Topology) -> Trace:
+    """What this rank records of its steps.
+
+    Raises:
+        UserError: when the folder cannot be made.
+    """
+    logs, at = config.logging, topology.coordinates
+    if logs.profile_trace is None:
+        return Trace()
+    folder = Path(logs.profile_trace)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--profile-trace {folder}: {error.strerror}; name a folder that can be written") from error
+    cuda = topology.device.type == "cuda"
+    return Trace(
+        folder / f"trace_rank_{topology.rank:05d}.json",
+        topology.rank,
+        f"tp {at.tp} pp {at.pp} dp {at.dp}",
+        logs.profile_step_start,
+        logs.profile_step_end,
+        synchronise=torch.cuda.synchronize if cuda else lambda: None,
+    )
+
+
 def layout_of(config: RunConfig, world_size: int) -> Layout:
     """The mesh that a configuration describes."""
     parallel = config.parallel
@@ -119,7 +148,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         length: of the run, for warm-ups that are a part of it.
     """
     layout, device, dtype = topology.layout, topology.device, config.precision.params_dtype
-    ledger = Ledger()
+    ledger = Ledger(_build_trace(config, topology))
     specs = config.compression.specs(length or RunLength(config.training.train_iters))
     plan = CompressionPlan(specs, topology.coordinates.pp, layout.pp)
     comm = TensorComm(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
+from megatron.comm.trace import Trace
 from megatron.data.batch import Batch
 from megatron.model.context import ForwardContext
 from megatron.model.gpt import GPTStage
 from megatron.optimizer.optimizer import StepOutcome
-from megatron.parallel.pipeline.schedule import forward_only, training_schedule
+from megatron.parallel.pipeline.engine import Span
+from megatron.parallel.pipeline.schedule import PipelineOp, forward_only, training_schedule
 from megatron.parallel.tensor.random import DropoutKeys
 from megatron.training.assembly import Engines
 from megatron.training.timers import Timers
@@ -128,13 +131,15 @@ def train_step(
         dtype=torch.float64 if config.precision.fp64 else torch.float32,
         device=engines.topology.device,
     )
+    trace = engines.ledger.trace
     with timers("forward-backward", level=1):
-        engines.pipeline.run(schedules, programs, iteration, count, loss_grad, span=lambda name: timers(name, level=2))
+        span = pipeline_span(timers, trace)
+        engines.pipeline.run(schedules, programs, iteration, count, loss_grad, span=span)
     with timers("grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce", level=1):
         reports = engines.holds_loss and engines.topology.tp.rank == 0
         tokens = programs[-1].tokens if reports else 0.0
         sound = engines.sync.finish(tokens)
-    with timers("optimizer", level=1):
+    with timers("optimizer", level=1), trace.span("optimizer"):
         outcome = engines.optimizer.step(
             programs[-1].loss_sum if reports else 0.0,
             tokens,
@@ -150,7 +155,30 @@ def train_step(
     if not outcome.skipped and engines.sync.wants_update:
         engines.sync.observe_update()
     engines.end_step(taken=not outcome.skipped)
+    trace.end()
     return outcome
+
+
+_TRACED = {
+    "forward-compute": "forward",
+    "backward-compute": "backward",
+    "forward-send": "send",
+    "backward-send": "send",
+}
+
+
+def pipeline_span(timers: Timers, trace: Trace) -> Span:
+    """Timers of the pipeline's operations, and where a trace is recorded, its spans as well."""
+
+    @contextmanager
+    def both(name: str, op: PipelineOp) -> Iterator[None]:
+        with timers(name, level=2), trace.span(_TRACED[name], micro_batch=op.micro_batch, chunk=op.chunk):
+            yield
+
+    def span(name: str, op: PipelineOp) -> AbstractContextManager[object]:
+        return both(name, op) if trace.on and name in _TRACED else timers(name, level=2)
+
+    return span
 
 
 @torch.no_grad()

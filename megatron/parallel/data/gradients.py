@@ -116,8 +116,7 @@ class GradientSync:
                     whole = buffer.grads_of(bucket)
                     pending = self.group.all_gather(whole, whole[own_share(bucket, self.group, True)])
                     self.ledger.sent(Point.DP_GRAD, pending.sent_bytes, 0)
-                    with self.ledger.waiting(Point.DP_GRAD):
-                        pending.wait()
+                    self.ledger.wait(Point.DP_GRAD, pending)
         for reducer in self.reducers:
             if reducer.wants_update:
                 reducer.observe()
@@ -191,8 +190,7 @@ class GradientSync:
         pair = torch.stack([bad, torch.full_like(bad, tokens)])
         pending = self.world.all_reduce(pair)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
-        with self.ledger.waiting(Point.CONTROL):
-            pending.wait()
+        self.ledger.wait(Point.CONTROL, pending)
         bad_count, all_tokens = pair.tolist()
         return bad_count == 0 and all_tokens > 0
 
@@ -203,8 +201,7 @@ class GradientSync:
                 if bucket.kind is BucketKind.PARTIAL and self.tp.size > 1:
                     pending = self.tp.all_reduce(buffer.grads_of(bucket))
                     self.ledger.sent(Point.TP_BWD, pending.sent_bytes)
-                    with self.ledger.waiting(Point.TP_BWD):
-                        pending.wait()
+                    self.ledger.wait(Point.TP_BWD, pending)
 
 
 def _reduced(buffer: FlatBuffer, bucket: Bucket, fused_embedding: bool) -> GradBucket:

@@ -28,11 +28,11 @@ class StageProgram(Protocol):
         """Names the samples of a micro-batch, for codecs that remember them."""
 
 
-Span = Callable[[str], AbstractContextManager[object]]
-"""Times what happens inside under a name."""
+Span = Callable[[str, PipelineOp], AbstractContextManager[object]]
+"""Times a part of an operation under a name."""
 
 
-def untimed(name: str) -> AbstractContextManager[object]:
+def untimed(name: str, op: PipelineOp) -> AbstractContextManager[object]:
     """A span that times nothing."""
     return nullcontext()
 
@@ -89,13 +89,13 @@ class PipelineEngine:
                 run.post(following)
             slot = (op.chunk, op.micro_batch)
             if op.forward:
-                with span("forward-recv"):
+                with span("forward-recv", op):
                     x_sbh = run.receive(op)
                 if x_sbh is not None and loss_grad is not None:
                     x_sbh.requires_grad_()
-                with span("forward-compute"):
+                with span("forward-compute", op):
                     out = programs[op.chunk].forward(op.micro_batch, x_sbh)
-                with span("forward-send"):
+                with span("forward-send", op):
                     run.send(op, out)
                 if loss_grad is not None:
                     held[slot] = (x_sbh, out)
@@ -104,13 +104,13 @@ class PipelineEngine:
             if backwards_left[op.chunk] == 0:
                 self.before_last_backward(op.chunk)
             x_sbh, out = held.pop(slot)
-            with span("backward-recv"):
+            with span("backward-recv", op):
                 grad = run.receive(op)
-            with span("backward-compute"):
+            with span("backward-compute", op):
                 torch.autograd.backward(out, loss_grad if grad is None else grad)
             if x_sbh is not None:
                 assert x_sbh.grad is not None
-                with span("backward-send"):
+                with span("backward-send", op):
                     run.send(op, x_sbh.grad)
         if self.channel is not None:
             self.channel.flush()
