@@ -126,8 +126,11 @@ def orthonormalize(x_knr: Tensor) -> Tensor:
 
 
 def subtract_lowrank(m_knc: Tensor, p_knr: Tensor, q_kcr: Tensor) -> None:
-    """M - P Q^T in place, for a stack of matrices."""
-    if native.serves(m_knc, p_knr, q_kcr) and m_knc.dtype == torch.float32:
+    """M - P Q^T in place, for a stack of matrices.
+
+    On CPUs torch's batched product does it in as few passes, with the vendor's matrix kernels.
+    """
+    if m_knc.is_cuda and native.serves(m_knc, p_knr, q_kcr) and m_knc.dtype == torch.float32:
         native.operators().subtract_lowrank(m_knc, p_knr.contiguous(), q_kcr.contiguous())
     else:
         reference.subtract_lowrank(m_knc, p_knr, q_kcr)

@@ -35,7 +35,7 @@ def _of(engines: Engines) -> CompressorCheckpoint:
 def _boxes(state: CompressorCheckpoint) -> Boxes:
     return [
         (name, shard.global_shape, piece.offsets, piece.tensor.clone())
-        for name, shard in state.tensors().items()
+        for name, shard in sorted(state.tensors().items())
         for piece in shard.pieces
     ]
 

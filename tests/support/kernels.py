@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.kernels import fused, ops, reference, reference_fused
+from megatron.kernels import fused, native, ops, reference, reference_fused
 from megatron.kernels.grid import Grid, Layout, Method, Role
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -148,6 +148,22 @@ def check_histogram(x: Tensor, stride: int, bins: int) -> None:
     assert torch.equal(counts, wanted_counts)
 
 
+def check_whole_64s(device: str, bits: int) -> None:
+    """Lengths and groups that fill vector registers have a path of their own on some processors."""
+    for n in (64, 192, 1024, 4096 + 64):
+        plain = noise((n,), n, device)
+        for layout, group in _WHOLE:
+            for symmetric in (True, False):
+                grid = Grid(bits, layout, group, symmetric)
+                for x in (plain, spoil(plain, n), plain.bfloat16()):
+                    check_codec(x, None, grid, Role.PLAIN, None, torch.float32)
+                check_codec(plain, None, grid, Role.PLAIN, 3, torch.bfloat16)
+                check_codec(plain, plain * 0.9, grid, Role.DELTA, None, torch.bfloat16)
+
+
+_WHOLE = ((Layout.GROUP, 64), (Layout.GROUP, 128), (Layout.GROUP, 2048), (Layout.TENSOR, 64), (Layout.CHANNEL, 64))
+
+
 def check_bases(x_knr: Tensor) -> None:
     """Orthonormal to 2e-6, and spanning the columns wherever they are independent."""
     q_knr = ops.orthonormalize(x_knr)
@@ -162,11 +178,13 @@ _CLOSE: dict[str, Any] = {"rtol": 0, "atol": 2e-6}
 
 
 def check_lowrank(m_knc: Tensor, p_knr: Tensor, q_kcr: Tensor) -> None:
-    """M - P Q^T to the rounding of sums of r fp32 products."""
+    """M - P Q^T to the rounding of sums of r fp32 products, by the operator and by what the package calls."""
     wanted = m_knc.double() - p_knr.double() @ q_kcr.double().transpose(1, 2)
-    ops.subtract_lowrank(m_knc, p_knr, q_kcr)
     scale = 1e-6 * max(p_knr.shape[2], 1)
-    torch.testing.assert_close(m_knc.double(), wanted, rtol=1e-6, atol=scale)
+    for run in (native.operators().subtract_lowrank, ops.subtract_lowrank):
+        result = m_knc.clone()
+        run(result, p_knr, q_kcr)
+        torch.testing.assert_close(result.double(), wanted, rtol=1e-6, atol=scale)
 
 
 def tolerance(dtype: torch.dtype) -> dict[str, Any]:

@@ -60,6 +60,11 @@ def test_special_numbers_give_the_twins_bits(grid: Grid, count: int, dtype: torc
     checks.check_codec(x, None, grid, Role.PLAIN, None, torch.float32)
 
 
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+def test_whole_sixty_fours(bits: int) -> None:
+    checks.check_whole_64s(DEVICE, bits)
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     rows=st.integers(0, 4),

@@ -4,6 +4,7 @@
 
 #define MCC_ISA avx512
 #define MCC_PEXT 1
+#define MCC_FMA(a, b, c) __builtin_fmaf(a, b, c)
 #define MCC_AVX512 1
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,bmi,bmi2,f16c"))), apply_to = function)

@@ -1,5 +1,7 @@
 /* Quantise, pack, unpack, dequantise: one pass over memory, in chunks that stay in the first-level cache. */
 
+#include "groups512.inl"
+
 /* What a scale is made of: the largest magnitude's bits (so that NaN counts as the largest), or a sum. */
 struct Extent {
   uint32_t most = 0;
@@ -109,6 +111,8 @@ inline void unpack_words(const uint8_t *in, int64_t words, uint8_t *codes) {
   }
 
 inline void pack(const uint8_t *codes, int64_t n, int bits, uint8_t *out) {
+  const int64_t done = pack_whole_64(codes, n, bits, out);
+  codes += done, n -= done, out += done / 8 * bits;
   const int64_t words = (n + 7) / 8;
   if (bits == 8) {
     std::memcpy(out, codes, size_t(words) * 8);
@@ -122,6 +126,8 @@ inline void pack(const uint8_t *codes, int64_t n, int bits, uint8_t *out) {
 }
 
 inline void unpack(const uint8_t *in, int64_t n, int bits, uint8_t *codes) {
+  const int64_t done = unpack_whole_64(in, n, bits, codes);
+  in += done / 8 * bits, n -= done, codes += done;
   const int64_t words = (n + 7) / 8;
   if (bits == 8) {
     std::memcpy(codes, in, size_t(words) * 8);
@@ -330,6 +336,10 @@ void quantize(const mcc_context *, const mcc_codec *codec) {
       const int64_t begin = k * chunk, padded = std::min(chunk, total - begin);
       const int64_t n = std::max<int64_t>(std::min(padded, c.count - begin), 0);
       const float *v = source(c, begin, n, padded, b);
+      if (wide == (g.layout == MCC_TENSOR) && quantizes_64(c, padded)) {
+        quantize_64(c, v, wide ? steps.data() : nullptr, begin, padded);
+        continue;
+      }
       if (!wide) {
         for (int64_t i = 0; i < padded; i += g.group) {
           const int64_t m = std::min(g.group, padded - i);
@@ -365,6 +375,10 @@ void dequantize(const mcc_context *, const mcc_codec *codec) {
     for (int64_t k = 0; k < chunks; ++k) {
       const int64_t begin = k * kChunk, padded = std::min(kChunk, total - begin);
       const int64_t n = std::max<int64_t>(std::min(padded, c.count - begin), 0);
+      if (padded == n && dequantizes_64(c, n)) {
+        dequantize_64(c, g.layout == MCC_TENSOR ? units.data() : nullptr, begin, n);
+        continue;
+      }
       unpack(c.codes + begin / 8 * g.bits, padded, g.bits, b.codes);
       const bool direct = c.role == MCC_PLAIN && c.out_dtype == MCC_FP32 && padded == n && !g.rotation;
       float *v = direct ? static_cast<float *>(c.out) + begin : b.value;

@@ -1,0 +1,141 @@
+/* What is used most, in registers: 2, 4 or 8 bits, scales of the largest magnitude, to nearest, 64 numbers at a time. The
+ * same operations in the same order as in quantize.inl, so the same bits. */
+
+#if MCC_AVX512
+
+inline bool even_bits(const mcc_grid &g) { return (g.bits == 2 || g.bits == 4 || g.bits == 8) && !is_sign(g); }
+
+inline bool quantizes_64(const mcc_codec &c, int64_t n) {
+  const mcc_grid &g = c.grid;
+  const bool even = g.layout == MCC_TENSOR ? n % 64 == 0
+                                           : g.layout == MCC_GROUP && g.group % 64 == 0 && n % g.group == 0 &&
+                                                 g.group <= kChunk && g.method != MCC_L2;
+  return even_bits(g) && even && !g.stochastic && c.role == MCC_PLAIN;
+}
+
+inline bool dequantizes_64(const mcc_codec &c, int64_t n) {
+  const mcc_grid &g = c.grid;
+  const bool even = g.layout == MCC_TENSOR || (g.layout == MCC_GROUP && g.group % 64 == 0);
+  return even_bits(g) && even && n % 64 == 0 && !g.rotation && (c.role == MCC_PLAIN || c.role == MCC_ADD) &&
+         c.out_dtype == MCC_FP32;
+}
+
+/* 64 codes, a byte each, to 8 bytes for each bit. */
+inline void pack_64(__m512i codes, int bits, uint8_t *out) {
+  if (bits == 8) {
+    _mm512_storeu_si512(out, codes);
+    return;
+  }
+  const __m512i pairs = _mm512_maddubs_epi16(codes, _mm512_set1_epi16(bits == 4 ? 0x1001 : 0x0401));
+  if (bits == 4) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(out), _mm512_cvtepi16_epi8(pairs));
+    return;
+  }
+  const __m512i fours = _mm512_madd_epi16(pairs, _mm512_set1_epi32(0x00100001));
+  _mm_storeu_si128(reinterpret_cast<__m128i *>(out), _mm512_cvtepi32_epi8(fours));
+}
+
+/* 16 of 64 codes, as bytes. */
+template <int kQuarter>
+inline __m128i unpack_16(const uint8_t *in, int bits) {
+  if (bits == 8) return _mm_loadu_si128(reinterpret_cast<const __m128i *>(in) + kQuarter);
+  if (bits == 4) {
+    const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(in + 8 * kQuarter));
+    const __m128i low = _mm_set1_epi8(0x0f);
+    return _mm_unpacklo_epi8(_mm_and_si128(eight, low), _mm_and_si128(_mm_srli_epi16(eight, 4), low));
+  }
+  int32_t four;
+  std::memcpy(&four, in + 4 * kQuarter, 4);
+  const __m128i x = _mm_cvtepu8_epi32(_mm_cvtsi32_si128(four));
+  const __m128i spread = _mm_or_si128(_mm_or_si128(x, _mm_slli_epi32(x, 6)),
+                                      _mm_or_si128(_mm_slli_epi32(x, 12), _mm_slli_epi32(x, 18)));
+  return _mm_and_si128(spread, _mm_set1_epi8(3));
+}
+
+/* Scales and packed codes of whole groups, from ``begin`` on; codes alone where one step is ``shared`` by all. */
+inline void quantize_64(const mcc_codec &c, const float *v, const float *shared, int64_t begin, int64_t n) {
+  const mcc_grid &g = c.grid;
+  const __m512 low = _mm512_set1_ps(lowest(g)), high = _mm512_set1_ps(highest(g)), magic = _mm512_set1_ps(kMagic);
+  const __m512i shift = _mm512_set1_epi32(kMagicBits - (1 << (g.bits - 1))), sign = _mm512_set1_epi32(0x7fffffff);
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  uint8_t *out = c.codes + begin / 8 * g.bits;
+  const int64_t group = shared ? n : g.group;
+  for (int64_t i = 0; i < n; i += group) {
+    __m512 step;
+    if (shared) {
+      step = _mm512_set1_ps(*shared);
+    } else {
+      __m512i most = _mm512_setzero_si512();
+      for (int64_t j = i; j < i + group; j += 16)
+        most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_loadu_si512(v + j), sign));
+      const float largest = float_of(_mm512_reduce_max_epu32(most));
+      step = _mm512_set1_ps(step_of(g, store_scale(c.scales, c.scale_dtype, (begin + i) / group, largest)));
+    }
+    for (int64_t j = i; j < i + group; j += 64, out += 8 * g.bits) {
+      __m512i level[4];
+      for (int k = 0; k < 4; ++k) {
+        __m512 y = _mm512_mul_ps(_mm512_loadu_ps(v + j + 16 * k), step);
+        y = _mm512_min_ps(_mm512_max_ps(y, low), high); /* NaN takes the second: the lowest level */
+        level[k] = _mm512_sub_epi32(_mm512_castps_si512(_mm512_add_ps(y, magic)), shift);
+      }
+      const __m512i words0 = _mm512_packs_epi32(level[0], level[1]), words1 = _mm512_packs_epi32(level[2], level[3]);
+      pack_64(_mm512_permutexvar_epi32(order, _mm512_packus_epi16(words0, words1)), g.bits, out);
+    }
+  }
+}
+
+/* Packs and unpacks the whole 64s among n codes; returns how many those are. */
+inline int64_t pack_whole_64(const uint8_t *codes, int64_t n, int bits, uint8_t *out) {
+  if (bits != 2 && bits != 4) return 0;
+  int64_t i = 0;
+  for (; i + 64 <= n; i += 64) pack_64(_mm512_loadu_si512(codes + i), bits, out + i / 8 * bits);
+  return i;
+}
+
+inline int64_t unpack_whole_64(const uint8_t *in, int64_t n, int bits, uint8_t *codes) {
+  if (bits != 2 && bits != 4) return 0;
+  int64_t i = 0;
+  for (; i + 64 <= n; i += 64, in += 8 * bits) {
+    __m128i *to = reinterpret_cast<__m128i *>(codes + i);
+    _mm_storeu_si128(to, unpack_16<0>(in, bits));
+    _mm_storeu_si128(to + 1, unpack_16<1>(in, bits));
+    _mm_storeu_si128(to + 2, unpack_16<2>(in, bits));
+    _mm_storeu_si128(to + 3, unpack_16<3>(in, bits));
+  }
+  return i;
+}
+
+template <int kQuarter>
+inline void dequantize_16(const uint8_t *in, int bits, __m512i offset, __m512 unit, bool add, float *out) {
+  const __m512i level = _mm512_sub_epi32(_mm512_cvtepu8_epi32(unpack_16<kQuarter>(in, bits)), offset);
+  const __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(level), unit);
+  float *to = out + 16 * kQuarter;
+  _mm512_storeu_ps(to, add ? _mm512_add_ps(_mm512_loadu_ps(to), value) : value);
+}
+
+inline void dequantize_64(const mcc_codec &c, const float *shared, int64_t begin, int64_t n) {
+  const mcc_grid &g = c.grid;
+  const __m512i offset = _mm512_set1_epi32(1 << (g.bits - 1));
+  const bool add = c.role == MCC_ADD;
+  float *out = static_cast<float *>(c.out) + begin;
+  const uint8_t *in = c.codes + begin / 8 * g.bits;
+  for (int64_t i = 0; i < n; i += 64, in += 8 * g.bits) {
+    const float one = shared ? *shared : unit_of(g, load_scale(c.scales, c.scale_dtype, (begin + i) / g.group));
+    const __m512 unit = _mm512_set1_ps(one);
+    dequantize_16<0>(in, g.bits, offset, unit, add, out + i);
+    dequantize_16<1>(in, g.bits, offset, unit, add, out + i);
+    dequantize_16<2>(in, g.bits, offset, unit, add, out + i);
+    dequantize_16<3>(in, g.bits, offset, unit, add, out + i);
+  }
+}
+
+#else
+
+inline int64_t pack_whole_64(const uint8_t *, int64_t, int, uint8_t *) { return 0; }
+inline int64_t unpack_whole_64(const uint8_t *, int64_t, int, uint8_t *) { return 0; }
+inline bool quantizes_64(const mcc_codec &, int64_t) { return false; }
+inline bool dequantizes_64(const mcc_codec &, int64_t) { return false; }
+inline void quantize_64(const mcc_codec &, const float *, const float *, int64_t, int64_t) {}
+inline void dequantize_64(const mcc_codec &, const float *, int64_t, int64_t) {}
+
+#endif
