@@ -6,8 +6,9 @@
     sudo python tools/netlab.py clean          removes what killed runs left behind
 
 Every host is a network namespace on a bridge; its link is shaped in both directions by `tc tbf`, and the processes
-inside talk over loopback. The command runs under torchrun, one node to a host, over gloo. When it ends, however it
-ends, everything is removed; the interfaces' own byte counters are printed. Two laboratories at once do not meet.
+inside talk over loopback. `--cpus-per-host 0.5` gives each a processor share of its own. The command runs under
+torchrun, one node to a host, over gloo. When it ends, however it ends, everything is removed; the interfaces' own byte
+counters are printed. Two laboratories at once do not meet.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType, TracebackType
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.cpu_limit import CpuLimit, CpuLimitError
+from tools.cpu_limit import clean as remove_limits
 
 SUBNET = "10.77.0"
 """The same in every laboratory: a bridge without an address joins nothing but its own hosts."""
@@ -110,15 +118,18 @@ class Lab:
 
     Args:
         rates: bits per second of every host's link, each way; None leaves it unshaped.
+        cpus: processors that each host has for itself, such as 0.5; None lets all share what there is. With a limit a
+            host computes as fast while others wait for the network as while they compute.
 
     Raises:
-        LabError: where namespaces are not permitted or iproute2 is missing.
+        LabError: where namespaces (or limits) are not permitted or iproute2 is missing.
     """
 
-    def __init__(self, rates: Sequence[int | None]) -> None:
+    def __init__(self, rates: Sequence[int | None], cpus: float | None = None) -> None:
         self.rates = list(rates)
         self.key = f"nl{os.getpid()}"
         self.bridge = f"{self.key}b"
+        self.limits = [] if cpus is None else [CpuLimit(self.host(index), cpus) for index in range(len(rates))]
 
     def host(self, index: int) -> str:
         """A host's namespace."""
@@ -140,6 +151,11 @@ class Lab:
             for index, rate in enumerate(self.rates):
                 self._add(index)
                 self.shape(index, rate)
+            for limit in self.limits:
+                limit.__enter__()
+        except CpuLimitError as error:
+            self.remove()
+            raise LabError(f"--cpus-per-host: {error}") from error
         except BaseException:
             self.remove()
             raise
@@ -201,11 +217,16 @@ class Lab:
         # Hosts have no names, which the rendezvous would warn of once for each connection.
         quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         env = {**quiet, **os.environ, "GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
-        return subprocess.Popen(["ip", "netns", "exec", self.host(index), *torchrun], env=env, start_new_session=True)
+        words = ["ip", "netns", "exec", self.host(index), *torchrun]
+        if self.limits:
+            words = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.limits[index].members), *words]
+        return subprocess.Popen(words, env=env, start_new_session=True)
 
     def remove(self) -> None:
         """Removes the hosts and the bridge; what is gone already is left out."""
         _remove(self.key)
+        for limit in self.limits:
+            limit.remove()
 
 
 def check_permission() -> None:
@@ -241,6 +262,7 @@ def clean() -> list[str]:
     dead = sorted(f"nl{pid}" for pid in pids if not os.path.exists(f"/proc/{pid}"))
     for key in dead:
         _remove(key)
+        remove_limits(f"{key}h")
     return dead
 
 
@@ -307,6 +329,13 @@ def main() -> int:
         metavar="[HOST=]RATE",
         help="of links, such as 100mbit; 0=1gbit for one host",
     )
+    parser.add_argument(
+        "--cpus-per-host",
+        type=float,
+        default=None,
+        metavar="N",
+        help="processors that each host has for itself, such as 0.5; all share what there is unless given",
+    )
     parser.add_argument("--timeout", type=float, default=None, help="seconds after which the run is ended")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and a Python script with its arguments, or clean")
     options = parser.parse_args()
@@ -320,7 +349,9 @@ def main() -> int:
             parser.error("give the command after --, such as: -- pretrain_gpt.py --num-layers 4 ...")
         if not 1 <= options.hosts <= 200 or options.ranks_per_host < 1:
             raise LabError("--hosts must be 1 to 200, and --ranks-per-host at least 1")
-        with interruptible(), Lab(parse_rates(options.rate, options.hosts)) as lab:
+        if options.cpus_per_host is not None and not 0.1 <= options.cpus_per_host <= 1024:
+            raise LabError(f"--cpus-per-host {options.cpus_per_host:g}: must be at least 0.1")
+        with interruptible(), Lab(parse_rates(options.rate, options.hosts), options.cpus_per_host) as lab:
             before, start = lab.traffic(), time.monotonic()
             status = lab.run(command, options.ranks_per_host, options.timeout)
             seconds = time.monotonic() - start

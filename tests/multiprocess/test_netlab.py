@@ -110,3 +110,25 @@ def test_what_a_killed_laboratory_leaves_is_cleaned(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert f"removed nl{lab.pid}" in done.stdout
     assert _left(lab.pid) == ""
+
+
+BUSY = """
+import os, time
+start, used = time.monotonic(), time.process_time()
+while time.monotonic() < start + 2:
+    pass
+print(f"share {(time.process_time() - used) / 2:.3f} of {os.environ['RANK']}", flush=True)
+"""
+
+
+def test_hosts_have_processors_of_their_own(tmp_path: Path) -> None:
+    """A quarter for each, although half of the machine would be idle; and the groups are gone afterwards."""
+    process = _start(tmp_path, BUSY, "--hosts", "2", "--cpus-per-host", "0.25")
+    out, err = process.communicate(timeout=200)
+    if "processors cannot be shared out here" in err:
+        pytest.skip(err.strip())
+    assert process.returncode == 0, out + err
+    shares = [float(share) for share in re.findall(r"share ([\d.]+) of", out)]
+    assert len(shares) == 2
+    assert all(0.02 < share < 0.4 for share in shares), shares
+    assert not list(Path("/sys/fs/cgroup").glob(f"**/nl{process.pid}h*"))
