@@ -18,26 +18,39 @@ settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, p
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
+BESIDE = frozenset(
+    f"test_{name}.py"
+    for name in (
+        *("asplos23", "bench_memory", "bench_network", "bench_train", "faults"),
+        *("gradient_records", "lsf", "netlab", "slurm", "trace"),
+    )
+)
+"""Files of tests/multiprocess that mostly wait, for processes to start or for limits to pass."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults", action="store_true", help="run the long fault-injection tests too")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With pytest-xdist one worker runs all tests that start several processes, and the others the rest, by files."""
+    """With pytest-xdist one worker runs the tests that keep several processes busy, one those that wait for processes
+    (``BESIDE``), and whoever is free the rest, by files."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduler(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            path = nodeid.partition("::")[0]
-            return "multiprocess" if "multiprocess" in path.split("/") else path
+            *folders, file = nodeid.partition("::")[0].split("/")
+            if "multiprocess" not in folders:
+                return "/".join([*folders, file])
+            return "beside" if file in BESIDE else "multiprocess"
 
     return Scheduler(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips what this machine or this call cannot run, with the reason. What starts several processes comes first."""
-    items.sort(key=lambda item: "multiprocess" not in item.path.parts)
+    """Skips what this machine or this call cannot run, with the reason. What takes longest comes first."""
+    items.sort(key=lambda item: ("multiprocess" not in item.path.parts, item.path.name in BESIDE))
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
     no_faults = pytest.mark.skip(reason="long fault injection: run `make test-faults`")
     for item in items:

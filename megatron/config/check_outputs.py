@@ -100,9 +100,20 @@ def _check_trace(config: RunConfig) -> None:
         )
 
 
+def _check_gradients(config: RunConfig) -> None:
+    if config.logging.log_gradients and config.logging.log_json_file is None:
+        raise UserError("--log-gradients writes to --log-json-file FILE; add it or leave --log-gradients out")
+    if config.logging.log_gradients and config.parallel.use_distributed_optimizer:
+        raise UserError(
+            "--log-gradients looks at whole gradients, of which --use-distributed-optimizer leaves each rank a share; "
+            "leave one of them out"
+        )
+
+
 def check_outputs(config: RunConfig) -> None:
     """Raise UserError for checkpoint settings that need another flag, and for a trace of nothing."""
     _check_trace(config)
+    _check_gradients(config)
     checkpoint = config.checkpoint
     needs = (
         (checkpoint.save_interval is not None, "--save-interval", checkpoint.save, "--save"),

@@ -61,6 +61,14 @@ class LoggingConfig:
         "At each iteration print the cosine between the errors of compressed activation gradients and the change of "
         "activations from one micro-batch to the next, and the means of both (of the last rank).",
     )
+    log_gradients: bool = option(
+        False,
+        "Every --log-gradients-interval iterations record where the largest gradients of each matrix are: the share of "
+        "them that was there the last time, and their share of the norm (in --log-json-file; "
+        "tools/plot_grad_distribution.py draws it).",
+    )
+    log_gradients_interval: int = option(100, "Iterations between records.", unit="iterations", minimum=1)
+    log_gradients_density: float = option(0.01, "Share of each matrix that counts as largest.", minimum=0, maximum=1)
     profile_trace: str | None = derived(
         "none",
         "Write a Chrome trace of some iterations for each rank to this folder: forward, backward, encode, send, wait, "

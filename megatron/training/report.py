@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import time
 from collections.abc import Iterator
@@ -9,10 +10,12 @@ from contextlib import contextmanager
 
 import torch
 
+from megatron.checkpoint.agree import gather_texts
 from megatron.config.run import RunConfig
 from megatron.optimizer.optimizer import StepOutcome
 from megatron.training.assembly import Engines
 from megatron.training.flops import ModelShape, benchmark_tflops, model_tflops
+from megatron.training.gradient_probe import GradientProbe
 from megatron.training.loggers import HonestFigures, MetricLogger
 from megatron.training.logline import LogWindow, TrainRecord
 from megatron.training.progress import ProgressBar
@@ -71,6 +74,8 @@ class Reporter:
         self.meter = TrafficMeter(engines)
         self.bar: ProgressBar | None = None
         self.logger: MetricLogger | None = None
+        logging = config.logging
+        self.gradients = GradientProbe(logging.log_gradients_density) if logging.log_gradients else None
         self._step_started = time.perf_counter()
         self._speaks = engines.topology.is_last_rank
 
@@ -146,6 +151,7 @@ class Reporter:
             weight_decay=weight_decay,
         )
         self._report_orthogonality()
+        self._report_gradients()
         now = time.perf_counter()
         if self.bar is not None:
             tokens = batch_size * self.config.model.seq_length
@@ -176,6 +182,18 @@ class Reporter:
             micro_batches=[one.micro_batch for one in found],
             **{name.lower().replace(" ", "_"): values for name, values in columns.items()},
         )
+
+    def _report_gradients(self) -> None:
+        """What ``--log-gradients`` finds, of the first replica and tensor-parallel rank of each stage."""
+        logging, iteration, topology = self.config.logging, self.progress.iteration, self.engines.topology
+        if self.gradients is None or iteration % logging.log_gradients_interval or self.logger is None:
+            return
+        looks = topology.dp.rank == 0 and topology.tp.rank == 0
+        own = self.gradients.look(self.engines.buffers) if looks else {}
+        parameters: dict[str, dict[str, float]] = {}
+        for text in gather_texts(topology.control.pg, json.dumps(own)):
+            parameters.update(json.loads(text))
+        self.logger.event("gradients", iteration, density=logging.log_gradients_density, parameters=parameters)
 
     def _report_window(self, outcome: StepOutcome, batch_size: int, lr: float) -> None:
         assert self.logger is not None

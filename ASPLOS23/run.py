@@ -1,0 +1,290 @@
+#!/usr/bin/env python3
+"""Runs the experiments of Optimus-CC: on this machine, through Slurm or LSF, or prints the commands.
+
+    python ASPLOS23/run.py fig10 --model 335M --scheme CB-FE-SC --print
+    python ASPLOS23/run.py fig10 --model 335M --slurm --data-path web_text_document
+    python ASPLOS23/run.py fig10 --model 335M --report
+    python ASPLOS23/run.py tbl2 --local                       a toy model, all schemes, then the report
+
+Each scheme of an experiment is a run of its own, whose log is OUT/EXPERIMENT/MODEL/SCHEME/log.jsonl; the report reads
+what is there. What follows -- goes to pretrain_gpt.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path.insert(0, str(REPO))
+
+import numpy as np  # noqa: E402
+
+from ASPLOS23.report import write_report  # noqa: E402
+from megatron.config.errors import UserError  # noqa: E402
+from megatron.config.yaml_file import read_yaml  # noqa: E402
+from megatron.data.indexed import IndexedWriter  # noqa: E402
+
+CASES = Path(__file__).resolve().parent / "cases"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A case file of ``cases/experiments``.
+
+    Args:
+        name, title: of the experiment.
+        iterations, local_iterations: of each run; the second on this machine.
+        schemes: names in ``cases/schemes.yaml``.
+        report: how the logs are read.
+        flags: further ones.
+    """
+
+    name: str
+    title: str
+    iterations: int
+    schemes: tuple[str, ...]
+    report: str
+    local_iterations: int | None = None
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Model:
+    """A case file of ``cases/models``.
+
+    Args:
+        name: of the model.
+        ranks, ranks_per_node: processes.
+        config: sections of a run's configuration.
+    """
+
+    name: str
+    ranks: int
+    ranks_per_node: int
+    config: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def flags(self) -> list[str]:
+        """Its settings as flags."""
+        words: list[str] = []
+        for section in self.config.values():
+            for name, value in section.items():
+                flag = f"--{name.replace('_', '-')}"
+                words += [flag] if value is True else [] if value is False else [flag, str(value)]
+        return words
+
+
+def names_in(folder: str) -> list[str]:
+    """Names of the case files."""
+    return sorted(path.stem for path in (CASES / folder).glob("*.yaml"))
+
+
+def read_experiment(name: str) -> Experiment:
+    """Reads a case file.
+
+    Raises:
+        UserError: when there is none of the name.
+    """
+    if name not in names_in("experiments"):
+        raise UserError(f"{name}: the experiments are {', '.join([*names_in('experiments'), 'fig14'])}")
+    content = read_yaml(CASES / "experiments" / f"{name}.yaml")
+    lists: dict[str, Any] = {key: tuple(content.pop(key, ())) for key in ("schemes", "flags")}
+    return Experiment(name, **content, **lists)
+
+
+def read_model(name: str) -> Model:
+    """Reads a case file.
+
+    Raises:
+        UserError: when there is none of the name.
+    """
+    if name not in names_in("models"):
+        raise UserError(f"--model {name}: the models are {', '.join(names_in('models'))}")
+    return Model(name, **read_yaml(CASES / "models" / f"{name}.yaml"))
+
+
+def toy_data(folder: Path, vocab_size: int) -> Path:
+    """Documents in which each token nearly says the next one; made once. Returns the prefix."""
+    prefix = folder / "toy_document"
+    if not prefix.with_suffix(".idx").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        random = np.random.default_rng(0)
+        with IndexedWriter(prefix, dtype=np.dtype(np.uint16)) as writer:
+            for _ in range(400):
+                steps = random.integers(1, 4, int(random.integers(50, 200)))
+                writer.add_document(np.append(np.cumsum(steps) * 3 % vocab_size, vocab_size))
+    return prefix
+
+
+@dataclass(frozen=True)
+class Run:
+    """One scheme of an experiment on a model.
+
+    Args:
+        experiment, model, scheme: what is run.
+        specs: of ``--compress``.
+        out: folder of its log and checkpoints.
+        extra: further flags.
+        local: on this machine.
+    """
+
+    experiment: Experiment
+    model: Model
+    scheme: str
+    specs: tuple[str, ...]
+    out: Path
+    extra: tuple[str, ...]
+    local: bool
+
+    def flags(self) -> list[str]:
+        """Everything for pretrain_gpt.py."""
+        experiment = self.experiment
+        short = self.local and experiment.local_iterations is not None
+        iterations = experiment.local_iterations if short else experiment.iterations
+        words = [*self.model.flags(), "--train-iters", str(iterations), "--log-interval", "1", "--log-comm"]
+        words += ["--log-json-file", str(self.out / "log.jsonl"), *experiment.flags]
+        if not self.local:
+            words += ["--save", str(self.out / "checkpoints"), "--load", str(self.out / "checkpoints")]
+        for spec in self.specs:
+            words += ["--compress", spec]
+        return [*words, *self.extra]
+
+    def command(self) -> list[str]:
+        """On one node."""
+        return ["torchrun", "--nproc-per-node", str(self.model.ranks), "pretrain_gpt.py", *self.flags()]
+
+    @property
+    def _nodes(self) -> int:
+        return -(-self.model.ranks // self.model.ranks_per_node)
+
+    @property
+    def _job(self) -> str:
+        return f"{self.experiment.name}-{self.model.name}-{self.scheme}"
+
+    def slurm(self) -> list[str]:
+        """A submission of ``examples/slurm/pretrain_gpt.sbatch``."""
+        own = [f"--job-name={self._job}", f"--nodes={self._nodes}", f"--gpus-per-node={self.model.ranks_per_node}"]
+        return ["sbatch", *own, "examples/slurm/pretrain_gpt.sbatch", *self.flags()]
+
+    def lsf(self) -> list[str]:
+        """A submission of ``examples/lsf/pretrain_gpt.lsf``, whose flags are in the environment."""
+        return ["bsub", "-J", self._job, "-n", str(self._nodes), "-gpu", f"num={self.model.ranks_per_node}"]
+
+    def environment(self) -> dict[str, str]:
+        """Of the jobs' scripts."""
+        ranks = str(min(self.model.ranks, self.model.ranks_per_node))
+        return {"RUN_DIR": str(self.out), "RANKS_PER_NODE": ranks, "FLAGS": shlex.join(self.flags())}
+
+
+def start(run: Run, how: str) -> None:
+    """Prints, runs or submits one run.
+
+    Raises:
+        UserError: when it fails.
+    """
+    if how == "print":
+        print(f"# {run.scheme}\n{shlex.join(run.command())}\n", flush=True)
+        return
+    run.out.mkdir(parents=True, exist_ok=True)
+    if how == "local":
+        (run.out / "log.jsonl").unlink(missing_ok=True)
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *run.command()[1:]]
+        env, given = {"OMP_NUM_THREADS": "1", **os.environ}, None
+    else:
+        words = run.slurm() if how == "slurm" else run.lsf()
+        env = {**os.environ, **run.environment()}
+        given = None if how == "slurm" else (REPO / "examples" / "lsf" / "pretrain_gpt.lsf").read_text()
+    print(f"{run.experiment.name} {run.model.name} {run.scheme}: {words[0]}", flush=True)
+    try:
+        done = subprocess.run(words, cwd=REPO, env=env, input=given, text=True, capture_output=how == "local")
+    except OSError as error:
+        raise UserError(f"{words[0]}: {error.strerror}; is it installed here?") from error
+    if done.returncode:
+        shown = f"\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}" if how == "local" else ""
+        raise UserError(f"{run.scheme}: {words[0]} ended with exit status {done.returncode}{shown}")
+
+
+def runs_of(options: argparse.Namespace, experiment: Experiment, model: Model, extra: Sequence[str]) -> list[Run]:
+    """One for each scheme asked for.
+
+    Raises:
+        UserError: for a scheme that the experiment does not have, or data that is not given.
+    """
+    schemes = read_yaml(CASES / "schemes.yaml")
+    chosen = options.scheme.split(",") if options.scheme else list(experiment.schemes)
+    unknown = [name for name in chosen if name not in schemes]
+    if unknown:
+        raise UserError(f"--scheme {unknown[0]}: the schemes are {', '.join(schemes)}")
+    out = Path(options.out).resolve()
+    data: list[str] = []
+    given = {"data-path": options.data_path, "vocab-file": options.vocab_file, "merge-file": options.merge_file}
+    for flag, value in given.items():
+        data += [f"--{flag}", value] if value else []
+    if not options.data_path and not options.report:
+        if model.name != "toy":
+            raise UserError(f"--data-path is needed for {model.name}; only the model toy makes its own data")
+        data += ["--data-path", str(toy_data(out / "data", int(model.config["tokenizer"]["vocab_size"])))]
+    return [
+        Run(
+            experiment, model, name, tuple(schemes[name]), out / experiment.name / model.name / name,
+            (*data, *extra), options.how == "local",
+        )
+        for name in chosen
+    ]  # fmt: skip
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("experiment", help=f"{', '.join([*names_in('experiments'), 'fig14'])}")
+    made.add_argument("--model", help=f"{', '.join(names_in('models'))}; toy with --local unless given")
+    made.add_argument("--scheme", help="comma-separated; all of the experiment unless given")
+    how = made.add_mutually_exclusive_group()
+    for name, text in (
+        ("print", "print the commands (what happens unless another is asked for)"),
+        ("local", "run on this machine, one scheme after the other, and report"),
+        ("slurm", "submit a job for each scheme with sbatch"),
+        ("lsf", "submit a job for each scheme with bsub"),
+    ):
+        how.add_argument(f"--{name}", dest="how", action="store_const", const=name, default="print", help=text)
+    how.add_argument("--report", action="store_true", help="read the logs and write the table and the figure")
+    made.add_argument("--out", default="asplos23_out", help="folder of logs and reports (asplos23_out)")
+    made.add_argument("--data-path", help="prefix of the data")
+    made.add_argument("--vocab-file", help="of the tokenizer")
+    made.add_argument("--merge-file", help="of the tokenizer")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    cut = words.index("--") if "--" in words else len(words)
+    options = parser().parse_args(words[:cut])
+    try:
+        if options.experiment == "fig14":
+            bench = [sys.executable, "-m", "tools.bench_kernels", "--out", str(Path(options.out).resolve() / "fig14")]
+            return subprocess.run([*bench, *words[cut + 1 :]], cwd=REPO).returncode
+        experiment = read_experiment(options.experiment)
+        if options.model is None and options.how != "local":
+            raise UserError(f"--model is needed: {', '.join(names_in('models'))}")
+        runs = runs_of(options, experiment, read_model(options.model or "toy"), words[cut + 1 :])
+        for run in () if options.report else runs:
+            start(run, options.how)
+        if options.report or options.how == "local":
+            folder = runs[0].out.parent
+            print(write_report(experiment.report, experiment.title, {run.scheme: run.out for run in runs}, folder))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

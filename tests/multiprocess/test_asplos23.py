@@ -1,0 +1,118 @@
+"""Every experiment of ASPLOS23/ at toy size, and what the runner prints and submits."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from ASPLOS23.report import breakdown
+from ASPLOS23.run import main, names_in, read_model
+from megatron.config.flags import parse_args
+from megatron.training.sinks import read_events
+
+pytestmark = pytest.mark.multiprocess
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("experiment", "schemes", "says"),
+    [
+        ("functionality", "Baseline,CB-FE-SC", "| CB-FE-SC | 10 |"),
+        ("fig10", "Baseline,CB", "exposed: pp-backward"),
+        ("tbl2", "Baseline,CB-NON-LEP", "| Baseline | 20 |"),
+        ("fig11", "CB-ALL", "| CB-ALL | "),
+        ("fig12", "Baseline,CB", "| CB | "),
+    ],
+)
+def test_locally(experiment: str, schemes: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = main([experiment, "--local", "--scheme", schemes, "--out", str(tmp_path)])
+    printed = capsys.readouterr()
+    assert status == 0, printed.err
+    assert says in printed.out
+    folder = tmp_path / experiment / "toy"
+    assert (folder / "report.md").read_text().startswith("## ")
+    assert (folder / "figure.png").exists() == (experiment != "functionality")
+    for scheme in schemes.split(","):
+        events = read_events(folder / scheme / "log.jsonl")
+        train = [event for event in events if event["kind"] == "train"]
+        assert train[-1]["lm_loss"] < train[0]["lm_loss"] - 0.2
+        parts = breakdown(events)
+        assert 0 < parts["compute"] <= parts["all"]
+        comm = train[-1]["comm"]
+        assert comm.keys() >= {"embedding", "pp-backward", "pp-forward", "dp-grad", "tp-forward"}
+        # In the epilogue one of four messages is compressed at the first boundary, without epilogue all of them.
+        ratio = comm["pp-backward"]["raw_bytes"] / comm["pp-backward"]["wire_bytes"]
+        assert (ratio > 1.0) == (scheme != "Baseline")
+    assert main([experiment, "--model", "toy", "--report", "--out", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize("model", names_in("models"))
+def test_commands_are_runs_that_resolve(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for experiment in names_in("experiments"):
+        assert (
+            main([experiment, "--model", model, "--data-path", "x", "--out", str(tmp_path), "--", "--seed", "5"]) == 0
+        )
+        commands = [line for line in capsys.readouterr().out.splitlines() if line.startswith("torchrun")]
+        assert commands
+        for command in commands:
+            words = shlex.split(command)
+            given = [*words[words.index("pretrain_gpt.py") + 1 :], "--vocab-file", "v.json", "--merge-file", "m.txt"]
+            config = parse_args(given).config.resolve(read_model(model).ranks)
+            assert config.training.seed == 5
+
+
+def _recorder(folder: Path, name: str) -> Path:
+    """A stand-in for a command that writes down how it was called."""
+    path = folder / name
+    path.write_text(f'#!/bin/sh\nprintf "%s\\n" "$0" "$@" "RUN_DIR=$RUN_DIR" "FLAGS=$FLAGS" >> {folder}/calls\n')
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(("how", "command"), [("slurm", "sbatch"), ("lsf", "bsub")])
+def test_jobs_are_submitted(how: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _recorder(tmp_path, command)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    words = ["fig10", "--model", "335M", "--scheme", "CB,CB-FE", "--data-path", "d", "--out", str(tmp_path / "o")]
+    assert main([*words, f"--{how}"]) == 0
+    calls = (tmp_path / "calls").read_text()
+    assert calls.count(f"/{command}\n") == 2
+    assert f"RUN_DIR={tmp_path / 'o' / 'fig10' / '335M' / 'CB-FE'}" in calls
+    assert "embedding=fused" in calls
+    assert ("--nodes=4" if how == "slurm" else "-n\n4") in calls
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["fig13"], "fig13: the experiments are fig10, fig11"),
+        (["fig10"], "--model is needed: 2.5B, 335M, 8.3B, toy"),
+        (["fig10", "--model", "1B"], "--model 1B: the models are"),
+        (["fig10", "--model", "toy", "--scheme", "XX"], "--scheme XX: the schemes are Baseline, CB"),
+        (["fig10", "--model", "335M"], "--data-path is needed for 335M"),
+        (["fig10", "--model", "335M", "--report"], "no logs in"),
+    ],
+)
+def test_what_cannot_be_run_is_said_in_a_line(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--out", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_report_tells_what_has_no_log_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "fig12" / "335M" / "CB"
+    folder.mkdir(parents=True)
+    event = {"kind": "train", "iteration": 1, "lm_loss": 1.0, "memory_bytes": 5e6}
+    (folder / "log.jsonl").write_text(json.dumps(event) + "\n")
+    assert main(["fig12", "--model", "335M", "--report", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "| CB | 5 | +0 | 1.000 |" in printed
+    assert "No log yet of Baseline, CB-NON-LEP." in printed

@@ -1,0 +1,71 @@
+"""The network benchmark at toy size: what it measures adds up."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tools import netlab
+from tools.bench_network.report import figure, table
+from tools.bench_network.run import BENCHES, FP32, Bench, Case, link_rate, measure
+from tools.bench_network.setups import Setup, aqsgd_data, aqsgd_pipeline, optimus_pipeline, radius_data
+
+pytestmark = pytest.mark.multiprocess
+
+
+def test_published_ratios() -> None:
+    """By hand: 6.55 MB at 100 Mb/s is 524 ms; 6 layers of GPT-2 XL, recomputed, are 1.67 TFLOP at 7.85 TFLOP/s."""
+    by_name = {setup.name: setup for setup in aqsgd_pipeline()}
+    assert by_name["AQ-SGD 100 Mb/s"].ratio == pytest.approx(0.5243 / (1.671e12 / 7.85e12), rel=1e-3)
+    assert by_name["AQ-SGD 100 Mb/s"].ratio == pytest.approx(100 * by_name["AQ-SGD 10 Gb/s"].ratio)
+    assert aqsgd_data(4)[0].ratio == pytest.approx(1.5 * 6 * 12 * 1600**2 * 32 / 1e9 / 6.81, rel=1e-3)
+    assert radius_data().ratio == pytest.approx(0.636 / 0.707, rel=1e-2)
+    assert optimus_pipeline().ratio < 0.05
+
+
+def test_a_link_is_as_slow_as_its_ratio_says() -> None:
+    computed = {"slowest_compute_s": 0.8}
+    message = Bench(4, 1, 1, 4, (8, 512, 256), 8, (), ())
+    assert link_rate(message, Setup("", 2.0, ""), computed) == pytest.approx(512 * 256 * 32 / (2.0 * 0.1))
+    gradients = Bench(4, 1, 1, 1, (4, 256, 256), 4, (), (), "gradients")
+    parameters = 12 * 4 * 256**2 + (2048 + 256) * 256
+    assert link_rate(gradients, Setup("", 2.0, ""), computed) == pytest.approx(1.5 * parameters * 32 / (2.0 * 0.8))
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_layouts_fill_their_hosts(name: str) -> None:
+    bench = BENCHES[name]
+    assert bench.dp * bench.tp * bench.pp == bench.hosts * bench.ranks_per_host
+    assert bench.cases[0] == FP32
+
+
+def test_toy_runs_on_shaped_hosts(tmp_path: Path) -> None:
+    try:
+        netlab.check_permission()
+    except netlab.LabError as problem:
+        pytest.skip(str(problem))
+    cases = (
+        FP32,
+        Case("bf16 traffic", ("dp-grad=cast",)),
+        Case("torch DDP, powerSGD_hook, rank 4", peer="ddp-powersgd", rank=4),
+    )
+    bench = Bench(2, 1, 1, 1, (2, 64, 32), 2, (), cases, "gradients")
+    rows = measure("toy", bench, [Setup("slow", 30.0, "for the test")], steps=1)
+    assert [(row.setup, row.case) for row in rows] == [
+        (setup, case.name) for case in cases for setup in ("unshaped", "slow")
+    ]
+    slow = {row.case: row for row in rows if row.setup == "slow"}
+    parameters = 12 * 2 * 64**2 + (2048 + 32) * 64
+    # A ring of two sends all of it once; frames and the control messages come on top.
+    assert 1.0 < slow["fp32 traffic"].host_mb / (parameters * 4 / 1e6) < 1.3
+    assert 0.4 < slow["bf16 traffic"].host_mb / slow["fp32 traffic"].host_mb < 0.7
+    assert slow["fp32 traffic"].waited_s > slow["fp32 traffic"].compute_s
+    assert slow["fp32 traffic"].loss < 7.7
+    plain = [asdict(row) for row in rows]
+    text = table(plain)
+    assert "### toy, slow (" in text
+    assert "| fp32 traffic | " in text
+    figure(plain, tmp_path / "network.png")
+    assert (tmp_path / "network.png").stat().st_size > 1000

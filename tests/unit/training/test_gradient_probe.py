@@ -1,0 +1,29 @@
+"""Where the largest gradients are, against counting by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.parallel.data.buffer import FlatBuffer
+from megatron.parallel.tensor.shards import ParamSpec
+from megatron.training.gradient_probe import GradientProbe
+
+
+def test_kept_places_and_their_energy() -> None:
+    params = {"w": nn.Parameter(torch.zeros(4, 5)), "b": nn.Parameter(torch.zeros(5))}
+    buffer = FlatBuffer(
+        [(name, name, ParamSpec(tuple(p.shape)), p) for name, p in params.items()], torch.float32, 1, None
+    )
+    probe = GradientProbe(0.2)  # 4 of 20
+    slot = next(slot for bucket in buffer.buckets for slot in bucket.slots if slot.name == "w")
+    grad = buffer.grads_flat[slot.start : slot.stop]
+    grad[:] = 0.5
+    grad[:4] = torch.tensor([3.0, -4.0, 5.0, 1.0])
+    assert probe.look([buffer]) == {"w": {"energy": pytest.approx(51 / (51 + 16 * 0.25))}}
+    grad[:] = 0.0
+    grad[2:6] = 1.0
+    assert probe.look([buffer]) == {"w": {"energy": 1.0, "kept": 0.5}}
+    grad[:] = 0.0
+    assert probe.look([buffer])["w"]["energy"] == 0.0

@@ -1,0 +1,369 @@
+#!/usr/bin/env python3
+"""Trains the same model on hosts with shaped links, uncompressed, compressed, and beside torch's own DDP hooks.
+
+    sudo make bench-network                              every layout, about half an hour
+    sudo make bench-network ARGS="--layouts pp4 --quick" one layout, its extreme links
+
+Each host is a network namespace with a processor share of its own. A link's rate is not the published one: it is such
+that the uncompressed fp32 traffic takes as long, relative to the computing time measured here, as in the published
+set-up (setups.py holds the arithmetic). Prints Markdown; writes it with a plot and every measurement to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+if __name__ == "__main__":
+    sys.path.insert(0, str(REPO))
+
+from tools.bench_network.report import figure, rate_of, table  # noqa: E402
+from tools.bench_network.setups import Setup, aqsgd_data, aqsgd_pipeline, optimus_pipeline, radius_data  # noqa: E402
+from tools.netlab import Lab, LabError, Traffic, interruptible  # noqa: E402
+
+WARM_STEPS = 3
+"""On fast links: first visits of samples, first choices of coordinates, exact steps before a peer's hook."""
+START_SECONDS = 300.0
+STEP_SECONDS = 900.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured.
+
+    Args:
+        name: as the tables show it.
+        specs: of ``--compress``.
+        peer: a peer of ``peers.py`` instead; with a rank.
+    """
+
+    name: str
+    specs: tuple[str, ...] = ()
+    peer: str = ""
+    rank: int = 0
+
+
+CAST = Case("bf16 traffic", ("pp-forward=cast", "pp-backward=cast", "dp-grad=cast"))
+FP32 = Case("fp32 traffic")
+PIPELINE = (
+    FP32,
+    Case("bf16 traffic", ("pp-forward=cast", "pp-backward=cast")),
+    Case("fixpoint 4/8 bits", ("pp-forward=fixpoint,bits=4", "pp-backward=fixpoint,bits=8")),
+    Case("delta 4, fixpoint 8 (AQ-SGD)", ("pp-forward=delta,bits=4", "pp-backward=fixpoint,bits=8")),
+    Case("delta 2, fixpoint 4 (AQ-SGD)", ("pp-forward=delta,bits=2", "pp-backward=fixpoint,bits=4")),
+    Case("CB: lowrank 16, epilogue", ("pp-backward=lowrank,rank=16,when=epilogue",)),
+)
+DATA = (
+    FP32,
+    Case("bf16 traffic", ("dp-grad=cast",)),
+    Case("powersgd, rank 4", ("dp-grad=powersgd,rank=4",)),
+    Case("powersgd, rank 32", ("dp-grad=powersgd,rank=32",)),
+    Case("stable Top-K 10% (Radius)", ("dp-grad=stable-topk,density=0.1,interval=1000",)),
+    Case("fixpoint 4 bits", ("dp-grad=fixpoint,bits=4,error-feedback=on",)),
+    Case("torch DDP", peer="ddp"),
+    Case("torch DDP, fp16 hook", peer="ddp-fp16"),
+    Case("torch DDP, powerSGD_hook, rank 4", peer="ddp-powersgd", rank=4),
+    Case("torch DDP, powerSGD_hook, rank 32", peer="ddp-powersgd", rank=32),
+)
+MIXED = (
+    FP32,
+    CAST,
+    Case(
+        "CB + FE + SC (Optimus-CC)",
+        (
+            "pp-backward=lowrank,rank=16,when=epilogue",
+            "embedding=fused",
+            "dp-grad=powersgd,rank=32,stages=first:1",
+        ),
+    ),
+    Case(
+        "delta 4, fixpoint 8, powersgd 32, FE",
+        ("pp-forward=delta,bits=4", "pp-backward=fixpoint,bits=8", "dp-grad=powersgd,rank=32", "embedding=fused"),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A layout on hosts.
+
+    Args:
+        hosts, ranks_per_host: where the ranks are.
+        tp, pp: the layout; data parallelism is the rest.
+        model: layers, hidden size, sequence length.
+        micro_batches: of each replica and step.
+        setups: links to imitate.
+        cases: what is measured on each.
+        paced_by: "message": the set-up's ratio is a micro-batch's; "gradients": an iteration's.
+    """
+
+    hosts: int
+    ranks_per_host: int
+    tp: int
+    pp: int
+    model: tuple[int, int, int]
+    micro_batches: int
+    setups: tuple[Setup, ...]
+    cases: tuple[Case, ...]
+    paced_by: str = "message"
+
+    @property
+    def dp(self) -> int:
+        """Replicas."""
+        return self.hosts * self.ranks_per_host // (self.tp * self.pp)
+
+
+BENCHES = {
+    "pp4": Bench(4, 1, 1, 4, (8, 512, 256), 8, tuple(aqsgd_pipeline()), PIPELINE),
+    "pp8": Bench(8, 1, 1, 8, (8, 512, 256), 8, tuple(aqsgd_pipeline()[0::2]), PIPELINE),
+    "dp4": Bench(4, 1, 1, 1, (4, 256, 256), 4, (*aqsgd_data(4), radius_data()), DATA, "gradients"),
+    "dp8": Bench(8, 1, 1, 1, (4, 256, 256), 4, (*aqsgd_data(8)[:1], radius_data()), DATA, "gradients"),
+    "3d": Bench(4, 2, 2, 2, (8, 512, 256), 4, (optimus_pipeline(), *aqsgd_pipeline()[1:5:3]), MIXED),
+}
+VOCAB = 2048
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A case on a link.
+
+    Args:
+        layout, setup, rate: where; the rate in bits per second, None unshaped.
+        case: what.
+        seconds: of an iteration, on the slowest rank; the median.
+        tokens_per_s: of the whole run.
+        compute_s, coded_s, waited_s: means over the ranks, of an iteration.
+        host_mb: sent by a host in an iteration, by its interface's counter; the host that sent most.
+        loss: of the last step.
+        waited: by point, where it is known.
+    """
+
+    layout: str
+    setup: str
+    rate: float | None
+    case: str
+    seconds: float
+    tokens_per_s: float
+    compute_s: float
+    coded_s: float
+    waited_s: float
+    host_mb: float
+    loss: float
+    waited: dict[str, float] = field(default_factory=dict)
+
+
+def plan_of(bench: Bench) -> dict[str, Any]:
+    """What every rank is told at the start."""
+    layers, hidden, sequence = bench.model
+    return {
+        "vocab": VOCAB,
+        "micro_batches": bench.micro_batches,
+        "config": {
+            "model": {
+                "num_layers": layers,
+                "hidden_size": hidden,
+                "num_attention_heads": hidden // 64,
+                "seq_length": sequence,
+                "max_position_embeddings": sequence,
+                "attention_dropout": 0.0,
+                "hidden_dropout": 0.0,
+            },
+            "training": {
+                "micro_batch_size": 1,
+                "global_batch_size": bench.micro_batches * bench.dp,
+                "train_iters": 1_000_000,
+            },
+            "optimizer": {"lr": 1e-3},
+            "data": {"sample_order": "fixed"},
+            "tokenizer": {"vocab_size": VOCAB},
+            "parallel": {
+                "tensor_model_parallel_size": bench.tp,
+                "pipeline_model_parallel_size": bench.pp,
+                "distributed_backend": "gloo",
+                "overlap_grad_reduce": True,
+            },
+        },
+    }
+
+
+class Workers:
+    """The ranks on the hosts, which take commands from a folder."""
+
+    def __init__(self, lab: Lab, bench: Bench, folder: Path) -> None:
+        self.lab, self.folder = lab, folder
+        self._number = 0
+        self._status: int | None = None
+        (folder / "plan.json").write_text(json.dumps(plan_of(bench)))
+        command = [str(REPO / "tools" / "bench_network" / "worker.py"), str(folder)]
+        self._thread = threading.Thread(target=self._run, args=(command, bench.ranks_per_host), daemon=True)
+        self._thread.start()
+
+    def _run(self, command: Sequence[str], ranks_per_host: int) -> None:
+        self._status = self.lab.run(command, ranks_per_host)
+
+    def ask(self, timeout: float, **command: Any) -> list[dict[str, float]]:
+        """Gives a command to all ranks and waits for the first one's answer.
+
+        Raises:
+            LabError: when the ranks are gone, or too slow.
+        """
+        partial = self.folder / "command.partial"
+        partial.write_text(json.dumps(command))
+        os.replace(partial, self.folder / f"command{self._number}.json")
+        answer, deadline = self.folder / f"result{self._number}.json", time.monotonic() + timeout
+        self._number += 1
+        while not answer.exists():
+            if self._status is not None:
+                raise LabError(f"the ranks ended with status {self._status}; their messages are above")
+            if time.monotonic() > deadline:
+                raise LabError(f"no answer within {timeout:g} s to {command}")
+            time.sleep(0.02)
+        found: list[dict[str, float]] = json.loads(answer.read_text())
+        return found
+
+    def stop(self) -> None:
+        """Lets the ranks end."""
+        if self._status is None:
+            (self.folder / f"command{self._number}.json").write_text('{"do": "stop"}')
+            self._thread.join(60)
+
+
+@contextmanager
+def workers(bench: Bench) -> Iterator[tuple[Lab, Workers]]:
+    """Hosts with equal shares of the processors, and ranks on them."""
+    share = (os.cpu_count() or 1) / bench.hosts
+    with tempfile.TemporaryDirectory(prefix="bench-network-") as folder, Lab([None] * bench.hosts, share) as lab:
+        started = Workers(lab, bench, Path(folder))
+        try:
+            yield lab, started
+        finally:
+            started.stop()
+
+
+def link_rate(bench: Bench, setup: Setup, computed: dict[str, float]) -> float:
+    """Bits per second at which uncompressed traffic takes ``ratio`` times as long as computing.
+
+    Args:
+        computed: figures of an uncompressed step on unshaped links.
+    """
+    layers, hidden, sequence = bench.model
+    if bench.paced_by == "message":
+        piece = computed["slowest_compute_s"] / bench.micro_batches
+        return sequence * hidden * 32 / (setup.ratio * piece)
+    parameters = 12 * layers * hidden**2 + (VOCAB + sequence) * hidden
+    return 2 * (bench.dp - 1) / bench.dp * parameters * 32 / (setup.ratio * computed["slowest_compute_s"])
+
+
+def measure(name: str, bench: Bench, setups: Sequence[Setup], steps: int) -> list[Measurement]:
+    """Every case on every link of a layout."""
+    found: list[Measurement] = []
+    with workers(bench) as (lab, ranks):
+        reference = ranks.ask(START_SECONDS, do="build", case=asdict(FP32), steps=3)
+        computed = {key: statistics.median(step[key] for step in reference[1:]) for key in reference[0]}
+        print(
+            f"{name}: an iteration computes for {computed['slowest_compute_s']:.2f} s on the slowest rank, "
+            f"and takes {computed['seconds']:.2f} s on unshaped links",
+            flush=True,
+        )
+        links: list[tuple[str, float | None]] = [("unshaped", None)]
+        for setup in setups:
+            links.append((setup.name, link_rate(bench, setup, computed)))
+            here = rate_of(links[-1][1])
+            print(f"  {setup.name}: {setup.arithmetic}; ratio {setup.ratio:.3f}, here {here}", flush=True)
+        for case in bench.cases:
+            shape(lab, None)
+            ranks.ask(STEP_SECONDS, do="build", case=asdict(case), steps=WARM_STEPS)
+            for setup_name, rate in links:
+                shape(lab, rate)
+                before = lab.traffic()
+                answer = ranks.ask(STEP_SECONDS, do="steps", steps=steps)
+                sent = [now - then for now, then in zip(lab.traffic(), before, strict=True)]
+                found.append(summarise(name, bench, setup_name, rate, case, answer, sent))
+                print(f"  {setup_name}: {case.name}: {found[-1].seconds:.2f} s", flush=True)
+    return found
+
+
+def shape(lab: Lab, rate: float | None) -> None:
+    """Gives all links a rate."""
+    for host in range(len(lab.rates)):
+        lab.shape(host, None if rate is None else int(rate))
+
+
+def summarise(
+    name: str,
+    bench: Bench,
+    setup: str,
+    rate: float | None,
+    case: Case,
+    answer: Sequence[dict[str, float]],
+    sent: Sequence[Traffic],
+) -> Measurement:
+    """Medians over the steps."""
+    median = {key: statistics.median(step[key] for step in answer) for key in answer[0]}
+    tokens = bench.micro_batches * bench.dp * bench.model[2]
+    return Measurement(
+        name,
+        setup,
+        rate,
+        case.name,
+        median["seconds"],
+        tokens / median["seconds"],
+        median["compute_s"],
+        median["coded_s"],
+        median["waited_s"],
+        max(traffic.sent for traffic in sent) / 1e6 / len(answer),
+        answer[-1]["loss"],
+        {key.removeprefix("waited "): value for key, value in median.items() if key.startswith("waited ") and value},
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", default=",".join(BENCHES), help=f"comma-separated, of {', '.join(BENCHES)}")
+    parser.add_argument("--steps", type=int, default=2, help="measured steps of each case on each link (2)")
+    parser.add_argument("--quick", action="store_true", help="the first and the last link of each layout only")
+    parser.add_argument("--out", default="bench_out/network", help="folder of tables, plots and measurements")
+    options = parser.parse_args()
+    names = options.layouts.split(",")
+    unknown = [name for name in names if name not in BENCHES]
+    if unknown:
+        parser.error(f"--layouts {unknown[0]}: choose from {', '.join(BENCHES)}")
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    found: list[Measurement] = []
+    try:
+        with interruptible():
+            for name in names:
+                bench = BENCHES[name]
+                setups = [bench.setups[0], bench.setups[-1]] if options.quick else bench.setups
+                found += measure(name, bench, setups, options.steps)
+                rows = [asdict(row) for row in found]
+                (out / "rows.json").write_text(json.dumps(rows, indent=1))
+                (out / "table.md").write_text(table(rows) + "\n")
+                figure(rows, out / "network.png")
+    except (LabError, subprocess.SubprocessError) as error:
+        print(f"bench-network: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("bench-network: interrupted; the hosts are removed", file=sys.stderr)
+        return 130
+    print("\n" + table([asdict(row) for row in found]))
+    print(f"\nwritten to {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Published set-ups as ratios of communication to computation, which is all that carries over to another machine.
+
+A ratio is the time that the uncompressed fp32 traffic of a piece of work takes on its link, over the time of computing
+that piece: a micro-batch on one stage for pipelines, an iteration for data parallelism. Links here are given the rate
+at which the measured computing time of this machine makes the same ratio.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+V100_FP32 = 15.7e12 * 0.5
+"""FLOP/s: half of the peak, which matrix products of this size reach."""
+A100_BF16 = 312e12 * 0.45
+_RATES = {"10 Gb/s": 10e9, "1 Gb/s": 1e9, "500 Mb/s": 500e6, "300 Mb/s": 300e6, "100 Mb/s": 100e6}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A link of a published system.
+
+    Args:
+        name: as the tables show it.
+        ratio: communication over computation, uncompressed.
+        arithmetic: how it was found.
+    """
+
+    name: str
+    ratio: float
+    arithmetic: str
+
+
+def _layer_flops(tokens: int, hidden: int, sequence: int, factor: int) -> float:
+    """Of one layer: 24 T h^2 + 4 T s h forward, times 3 with the backward pass, or 4 with recomputation as well."""
+    return factor * (24.0 * tokens * hidden**2 + 4.0 * tokens * sequence * hidden)
+
+
+def aqsgd_pipeline() -> list[Setup]:
+    """AQ-SGD: GPT-2 XL in fp32 on 8 V100, 6 layers a stage, micro-batches of one sequence, activations recomputed."""
+    compute = 6 * _layer_flops(1024, 1600, 1024, 4) / V100_FP32
+    message = 1024 * 1600 * 4 * 8
+    return [
+        Setup(
+            f"AQ-SGD {name}",
+            message / rate / compute,
+            f"a micro-batch: {message / 8e6:.2f} MB in {1e3 * message / rate:.0f} ms, "
+            f"computed in {1e3 * compute:.0f} ms",
+        )
+        for name, rate in _RATES.items()
+    ]
+
+
+def aqsgd_data(replicas: int) -> list[Setup]:
+    """AQ-SGD with data parallelism: a stage's fp32 gradients after 32 micro-batches of one sequence."""
+    compute = 32 * 6 * _layer_flops(1024, 1600, 1024, 4) / V100_FP32
+    sent = 2 * (replicas - 1) / replicas * 6 * 12 * 1600**2 * 4 * 8
+    return [
+        Setup(
+            f"AQ-SGD {name}",
+            sent / _RATES[name] / compute,
+            f"an iteration: {sent / 8e9:.2f} GB in {sent / _RATES[name]:.1f} s, computed in {compute:.1f} s",
+        )
+        for name in ("1 Gb/s", "500 Mb/s")
+    ]
+
+
+def radius_data() -> Setup:
+    """Radius: 2.0B parameters, fp32 gradients, 64 A100 with 200 Gb/s each, 8 sequences of 1024 tokens on each."""
+    parameters, tokens = 2.02e9, 8 * 1024
+    compute = 6 * parameters * tokens / A100_BF16
+    sent = 2 * 63 / 64 * parameters * 4 * 8
+    arithmetic = f"an iteration: {sent / 8e9:.1f} GB in {sent / 200e9:.2f} s, computed in {compute:.2f} s"
+    return Setup("Radius 200 Gb/s", sent / 200e9 / compute, arithmetic)
+
+
+def optimus_pipeline() -> Setup:
+    """Optimus-CC: GPT-8.3B on 128 A100, TP 8 in a node, PP 4, 18 layers a stage, 200 Gb/s a node, micro-batch 8."""
+    tokens, hidden = 8 * 1024, 3072
+    compute = 18 * _layer_flops(tokens, hidden, 1024, 4) / (8 * A100_BF16)
+    seconds = tokens * hidden * 4 * 8 / 200e9
+    arithmetic = f"a micro-batch: 101 MB in {1e3 * seconds:.1f} ms, computed in {1e3 * compute:.0f} ms"
+    return Setup("Optimus-CC 200 Gb/s", seconds / compute, arithmetic)

@@ -1,0 +1,145 @@
+"""One rank of the network benchmark: builds what it is told, steps, and writes down what it measured.
+
+The process outside the hosts leaves commands in a folder that both see, ``command0.json`` and so on: ``build`` a case,
+take ``steps``, or ``stop``. The first rank answers each in ``result0.json``. Links are shaped anew in between.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[2]
+if __name__ == "__main__":
+    sys.path.insert(0, str(REPO))
+
+import torch  # noqa: E402
+
+from megatron.comm.ledger import Ledger  # noqa: E402
+from megatron.config.run import RunConfig  # noqa: E402
+from megatron.data.batch import Batch  # noqa: E402
+from megatron.topology.launch import LaunchEnvironment, init_process_group, shutdown  # noqa: E402
+from megatron.topology.topology import Topology, build_topology  # noqa: E402
+from megatron.training.assembly import build_engines, layout_of  # noqa: E402
+from megatron.training.step import train_step  # noqa: E402
+from megatron.training.timers import Timers  # noqa: E402
+from megatron.training.traffic import gather_rows  # noqa: E402
+from tools.bench_network.peers import peer_step  # noqa: E402
+
+POLL_SECONDS = 0.02
+Step = Callable[[int], dict[str, float]]
+
+
+def config_of(plan: dict[str, Any], specs: list[str], world_size: int) -> RunConfig:
+    """The resolved configuration of a case on the plan's layout."""
+    return RunConfig.from_dict({**plan["config"], "compression": {"compress": specs}}).resolve(world_size)
+
+
+def batches_of(plan: dict[str, Any], config: RunConfig, topology: Topology) -> list[Batch]:
+    """The same micro-batches at every step, so that codecs with a memory meet their samples again."""
+    count = plan["micro_batches"]
+    size, length, vocab = config.training.micro_batch_size, config.model.seq_length, plan["vocab"]
+    made = []
+    for number in range(count):
+        first = (topology.dp.rank * count + number) * size
+        ids = torch.arange(first, first + size)
+        tokens = torch.randint(0, vocab, (size, length + 1), generator=torch.Generator().manual_seed(first))
+        made.append(
+            Batch(
+                sample_ids_b=ids,
+                draw_ids_b=ids,
+                tokens_bs=tokens[:, :-1].contiguous(),
+                labels_bs=tokens[:, 1:].contiguous(),
+                loss_mask_bs=torch.ones(size, length),
+            )
+        )
+    return made
+
+
+def our_step(plan: dict[str, Any], specs: list[str], topology: Topology, world_size: int) -> Step:
+    """Builds the engines; the function takes a step and says where its time went on this rank."""
+    config = config_of(plan, specs, world_size)
+    engines = build_engines(config, topology, plan["vocab"])
+    batches = batches_of(plan, config, topology)
+
+    def step(iteration: int) -> dict[str, float]:
+        timers = Timers(level=2)
+        engines.ledger.take()
+        topology.control.barrier()
+        start = time.perf_counter()
+        outcome = train_step(engines, batches, iteration, 1e-3, 0.01, timers=timers)
+        figures = {"seconds": time.perf_counter() - start, "loss": outcome.loss}
+        inside = [timers(name, 2).elapsed() for name in ("forward-compute", "backward-compute", "optimizer")]
+        accounts = engines.ledger.take()
+        for kind in ("coded_s", "waited_s"):
+            figures[kind] = sum(account[kind] for account in accounts.values())
+        nested = sum(
+            accounts[p]["coded_s"] + accounts[p]["waited_s"] for p in ("tp-forward", "tp-backward") if p in accounts
+        )
+        figures["compute_s"] = sum(inside[:2]) - nested
+        for point in ("pp-forward", "pp-backward", "dp-grad", "embedding", "tp-forward", "tp-backward"):
+            figures[f"waited {point}"] = accounts.get(point, {}).get("waited_s", 0.0)
+        return figures
+
+    return step
+
+
+def wait_for(path: Path) -> dict[str, Any]:
+    """A command, once it is there."""
+    while not path.exists():
+        time.sleep(POLL_SECONDS)
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    plan = json.loads((folder / "plan.json").read_text())
+    torch.set_num_threads(1)
+    env = LaunchEnvironment.read()
+    config = config_of(plan, [], env.world_size)
+    init_process_group(env, "gloo", 30)
+    topology = build_topology(layout_of(config, env.world_size), torch.device("cpu"))
+    step: Step | None = None
+    taken = number = 0
+    while True:
+        command = wait_for(folder / f"command{number}.json")
+        answer: list[dict[str, float]] = []
+        if command["do"] == "stop":
+            break
+        if command["do"] == "build":
+            case, step, taken = command["case"], None, 0
+            batches = batches_of(plan, config, topology)
+            if case["peer"]:
+                step = peer_step(case["peer"], case["rank"], plan, config, topology, batches)
+            else:
+                step = our_step(plan, case["specs"], topology, env.world_size)
+        for _ in range(command["steps"]):
+            assert step is not None
+            figures = step(taken)
+            taken += 1
+            rows = gather_rows(topology.control, Ledger(), list(figures.values()))
+            columns = zip(*rows, strict=True)
+            # The slowest rank's time, the loss of the rank that has it, and the mean of the rest.
+            answer.append(
+                {
+                    name: max(column) if name in ("seconds", "loss") else sum(column) / len(column)
+                    for name, column in zip(figures, columns, strict=True)
+                }
+            )
+            answer[-1]["slowest_compute_s"] = max(row[list(figures).index("compute_s")] for row in rows)
+        if env.rank == 0:
+            partial = folder / f"result{number}.partial"
+            partial.write_text(json.dumps(answer))
+            os.replace(partial, folder / f"result{number}.json")
+        number += 1
+    shutdown()
+
+
+if __name__ == "__main__":
+    main()
