@@ -30,7 +30,7 @@ def test_a_link_is_as_slow_as_its_ratio_says() -> None:
     message = Bench(4, 1, 1, 4, (8, 512, 256), 8, (), ())
     assert link_rate(message, Setup("", 2.0, ""), computed) == pytest.approx(512 * 256 * 32 / (2.0 * 0.1))
     gradients = Bench(4, 1, 1, 1, (4, 256, 256), 4, (), (), "gradients")
-    parameters = 12 * 4 * 256**2 + (2048 + 256) * 256
+    parameters = 12 * 4 * 256**2 + (2 * 2048 + 256) * 256
     assert link_rate(gradients, Setup("", 2.0, ""), computed) == pytest.approx(1.5 * parameters * 32 / (2.0 * 0.8))
 
 
@@ -57,7 +57,7 @@ def test_toy_runs_on_shaped_hosts(tmp_path: Path) -> None:
         (setup, case.name) for case in cases for setup in ("unshaped", "slow")
     ]
     slow = {row.case: row for row in rows if row.setup == "slow"}
-    parameters = 12 * 2 * 64**2 + (2048 + 32) * 64
+    parameters = 12 * 2 * 64**2 + (2 * 2048 + 32) * 64
     # A ring of two sends all of it once; frames and the control messages come on top.
     assert 1.0 < slow["fp32 traffic"].host_mb / (parameters * 4 / 1e6) < 1.3
     assert 0.4 < slow["bf16 traffic"].host_mb / slow["fp32 traffic"].host_mb < 0.7

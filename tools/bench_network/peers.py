@@ -40,7 +40,9 @@ def peer_step(
     (stage,) = build_stages(
         config.model, config.recompute, topology.layout, 0, plan["vocab"], comm, topology.device, torch.float32, 1
     )
-    replica = DistributedDataParallel(stage, process_group=topology.dp.pg)
+    # With several buckets over gloo the hook's later rounds start in another order on each rank, and collide.
+    bucket_mb = 100_000 if kind == "ddp-powersgd" else None
+    replica = DistributedDataParallel(stage, process_group=topology.dp.pg, bucket_cap_mb=bucket_mb)
     if kind == "ddp-fp16":
         replica.register_comm_hook(topology.dp.pg, default_hooks.fp16_compress_hook)
     elif kind == "ddp-powersgd":
@@ -63,7 +65,7 @@ def peer_step(
                 assert batch.loss_mask_bs is not None
                 loss, _ = stage.loss(out_sbh, batch.labels_bs, batch.loss_mask_bs / batch.loss_mask_bs.numel())
                 (loss / len(batches)).backward()
-            total += float(loss) / len(batches)
+            total += float(loss.detach()) / len(batches)
             computed += 0.0 if last else time.perf_counter() - begin
         torch.nn.utils.clip_grad_norm_(replica.parameters(), 1.0)
         optimizer.step()

@@ -108,6 +108,7 @@ class Bench:
         setups: links to imitate.
         cases: what is measured on each.
         paced_by: "message": the set-up's ratio is a micro-batch's; "gradients": an iteration's.
+        tied: the output projection is the embedding, whose gradient the first and the last stage must then add up.
     """
 
     hosts: int
@@ -119,6 +120,7 @@ class Bench:
     setups: tuple[Setup, ...]
     cases: tuple[Case, ...]
     paced_by: str = "message"
+    tied: bool = False
 
     @property
     def dp(self) -> int:
@@ -131,7 +133,7 @@ BENCHES = {
     "pp8": Bench(8, 1, 1, 8, (8, 512, 256), 8, tuple(aqsgd_pipeline()[0::2]), PIPELINE),
     "dp4": Bench(4, 1, 1, 1, (4, 256, 256), 4, (*aqsgd_data(4), radius_data()), DATA, "gradients"),
     "dp8": Bench(8, 1, 1, 1, (4, 256, 256), 4, (*aqsgd_data(8)[:1], radius_data()), DATA, "gradients"),
-    "3d": Bench(4, 2, 2, 2, (8, 512, 256), 4, (optimus_pipeline(), *aqsgd_pipeline()[1:5:3]), MIXED),
+    "3d": Bench(4, 2, 2, 2, (8, 512, 256), 4, (optimus_pipeline(), *aqsgd_pipeline()[1:5:3]), MIXED, tied=True),
 }
 VOCAB = 2048
 
@@ -180,6 +182,7 @@ def plan_of(bench: Bench) -> dict[str, Any]:
                 "max_position_embeddings": sequence,
                 "attention_dropout": 0.0,
                 "hidden_dropout": 0.0,
+                "untie_embeddings_and_output_weights": not bench.tied,
             },
             "training": {
                 "micro_batch_size": 1,
@@ -263,7 +266,7 @@ def link_rate(bench: Bench, setup: Setup, computed: dict[str, float]) -> float:
     if bench.paced_by == "message":
         piece = computed["slowest_compute_s"] / bench.micro_batches
         return sequence * hidden * 32 / (setup.ratio * piece)
-    parameters = 12 * layers * hidden**2 + (VOCAB + sequence) * hidden
+    parameters = 12 * layers * hidden**2 + ((1 if bench.tied else 2) * VOCAB + sequence) * hidden
     return 2 * (bench.dp - 1) / bench.dp * parameters * 32 / (setup.ratio * computed["slowest_compute_s"])
 
 
