@@ -103,3 +103,29 @@ def test_every_package_has_a_readme() -> None:
     assert len(packages) >= 13
     for package in packages:
         assert (package / "README.md").is_file(), package
+
+
+@pytest.mark.parametrize("model", ["355M", "2.0B"])
+@pytest.mark.parametrize("scheme", ["dense", "radius", "topk"])
+def test_radius_runs_resolve(model: str, scheme: str, tmp_path: Path) -> None:
+    """What examples/slurm/radius.sh submits, and where a run that is not dense begins."""
+    record, dense, run = tmp_path / "argv", tmp_path / "dense", tmp_path / "run"
+    (tmp_path / "sbatch").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {shlex.quote(str(record))}\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN_DIR": str(run), "DENSE_DIR": str(dense)}
+    command = ["bash", "examples/slurm/radius.sh", model, scheme, "--seed", "5"]
+    done = subprocess.run(command, env=env, cwd=REPO, capture_output=True, text=True)
+    if scheme != "dense":
+        assert done.returncode == 1
+        assert "holds no checkpoint: run the dense one first" in done.stderr
+        (dense / "iter_0000070").mkdir(parents=True)
+        (dense / "latest_checkpointed_iteration.txt").write_text("70")
+        done = subprocess.run(command, env=env, cwd=REPO, capture_output=True, text=True)
+        assert (run / "checkpoints" / "iter_0000070").is_dir()
+        assert (run / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "70"
+    assert done.returncode == 0, done.stderr
+    words = record.read_text().splitlines()
+    given = ["--save", "checkpoints", *words[words.index("examples/slurm/pretrain_gpt.sbatch") + 1 :]]
+    config = parse_args(given).resolve(64, cuda_available=True)
+    assert config.training.seed == 5
+    assert bool(config.compression.compress) == (scheme != "dense")
