@@ -294,12 +294,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind like Ctrl-C, so that the hosts are removed."""
+    """Signals unwind like Ctrl-C, so that the hosts are removed; so does Ctrl-C where the shell had it ignored."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
