@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.errors import UserError
+from megatron.training.plots import new_figure, save_figure
 from megatron.training.sinks import read_events
 
 Events = list[dict[str, Any]]
@@ -41,23 +42,15 @@ def write_report(kind: str, title: str, runs: Mapping[str, Path], folder: Path) 
     text = f"## {title}\n\n{table}{note}"
     (folder / "report.md").write_text(text + "\n")
     if draw is not None:
-        _save(draw, folder / "figure.png")
+        figure = new_figure(7.5, 4.5)
+        draw(figure.add_subplot())
+        save_figure(figure, folder / "figure.png")
         text += f"\n\n{folder / 'figure.png'}"
     return text
 
 
 Drawing = Callable[[Any], None]
 Report = tuple[str, Drawing | None]
-
-
-def _save(draw: Drawing, path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.5, 4.5), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    draw(figure.add_subplot())
-    figure.savefig(path)
 
 
 def _of(events: Events, kind: str) -> Events:

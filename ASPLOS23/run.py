@@ -108,7 +108,13 @@ def read_model(name: str) -> Model:
     """
     if name not in names_in("models"):
         raise UserError(f"--model {name}: the models are {', '.join(names_in('models'))}")
-    return Model(name, **read_yaml(CASES / "models" / f"{name}.yaml"))
+    content = read_yaml(CASES / "models" / f"{name}.yaml")
+    if "base" in content:
+        base = read_yaml(CASES / f"{content['base']}.yaml")
+        for section, values in content["config"].items():
+            base["config"].setdefault(section, {}).update(values)
+        content = base
+    return Model(name, **content)
 
 
 def toy_data(folder: Path, vocab_size: int) -> Path:

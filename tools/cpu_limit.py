@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from types import TracebackType
 
 ROOT = Path("/sys/fs/cgroup")
 PERIOD_US = 10_000
@@ -25,7 +24,7 @@ def _parent() -> tuple[Path, bool]:
 
 
 class CpuLimit:
-    """A context manager that makes and removes the group.
+    """The group: ``make`` it, let processes join, ``remove`` it.
 
     Args:
         name: of the group, unique on this machine.
@@ -42,7 +41,12 @@ class CpuLimit:
         """A process joins by writing its number here; its children are members from the start."""
         return self.folder / "cgroup.procs"
 
-    def __enter__(self) -> CpuLimit:
+    def make(self) -> None:
+        """Makes the group.
+
+        Raises:
+            CpuLimitError: where that cannot be done.
+        """
         quota = max(int(self.cpus * PERIOD_US), 1000)
         try:
             if self.unified and "cpu" not in (self.parent / "cgroup.subtree_control").read_text().split():
@@ -59,12 +63,6 @@ class CpuLimit:
                 f"processors cannot be shared out here: {self.folder}: {error.strerror}; run as root where control "
                 "groups with the cpu controller can be written, or leave the limit out"
             ) from error
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
 
     def remove(self) -> None:
         """Removes the group once its last process is gone."""

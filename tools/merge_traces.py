@@ -13,12 +13,16 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.data.atomic import atomic_write
 
 COLUMNS = ("forward", "backward", "optimizer", "encode", "decode", "wait")
 
@@ -120,10 +124,9 @@ def summary(traces: Sequence[RankTrace]) -> str:
 
 def write(content: dict[str, Any], path: Path) -> None:
     """Writes a trace, compressed where the name ends in .gz; whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
     data = json.dumps(content).encode()
-    partial.write_bytes(gzip.compress(data, 6, mtime=0) if path.suffix == ".gz" else data)
-    os.replace(partial, path)
+    with atomic_write(path) as stream:
+        stream.write(gzip.compress(data, 6, mtime=0) if path.suffix == ".gz" else data)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -152,7 +152,7 @@ class Lab:
                 self._add(index)
                 self.shape(index, rate)
             for limit in self.limits:
-                limit.__enter__()
+                limit.make()
         except CpuLimitError as error:
             self.remove()
             raise LabError(f"--cpus-per-host: {error}") from error

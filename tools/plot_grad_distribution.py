@@ -25,6 +25,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(REPO))
 
 from megatron.config.errors import UserError  # noqa: E402
+from megatron.training.plots import new_figure, save_figure  # noqa: E402
 from megatron.training.sinks import read_events  # noqa: E402
 
 Series = dict[str, dict[int, list[float]]]
@@ -74,21 +75,14 @@ def table(found: dict[str, Series]) -> str:
 
 def draw(found: dict[str, Series], density: float, out: Path) -> None:
     """Both panels."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11.0, 4.4), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11.0, 4.4)
     left, right = figure.subplots(1, 2)
     _panel(left, found["kept"], "share kept since the record before")
     left.axhline(density, color="black", linewidth=0.8, linestyle="--", label="at random")
     _panel(right, found["energy"], "share of the squared norm")
     left.legend(frameon=False, fontsize=7)
     figure.suptitle(f"the largest {density:.3g} of each matrix's gradients")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.partial")
-    figure.savefig(partial, format=out.suffix.lstrip(".") or "png")
-    partial.replace(out)
+    save_figure(figure, out)
 
 
 def _panel(axes: Any, series: Series, label: str) -> None:

@@ -26,6 +26,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(REPO))
 
 from megatron.config.errors import UserError  # noqa: E402
+from megatron.training.plots import new_figure, save_figure  # noqa: E402
 from megatron.training.sinks import read_events  # noqa: E402
 
 AXES = {"iterations": "iteration", "tokens": "tokens", "hours": "hours of training"}
@@ -176,12 +177,8 @@ def draw(runs: Sequence[Run], baseline: Run | None, axes: Sequence[str], smooth:
     Raises:
         UserError: when an axis needs what a log does not say.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     rows = 2 if baseline is not None else 1
-    figure = Figure(figsize=(6.0 * len(axes), 4.2 * rows), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(6.0 * len(axes), 4.2 * rows)
     panels = figure.subplots(rows, len(axes), squeeze=False)
     for column, axis in enumerate(axes):
         for number, run in enumerate(runs):
@@ -196,10 +193,7 @@ def draw(runs: Sequence[Run], baseline: Run | None, axes: Sequence[str], smooth:
             panels[1][column].set(xlabel=AXES[axis], ylabel=f"difference to {baseline.name}")
     for panel in panels.flat:
         panel.grid(alpha=0.3)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.partial")
-    figure.savefig(partial, format=out.suffix.lstrip(".") or "png")
-    partial.replace(out)
+    save_figure(figure, out)
 
 
 def _places(run: Run, points: Sequence[Point], axis: str) -> list[float]:

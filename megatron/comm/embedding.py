@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
+from megatron.comm.reducer import Place, Unit
 from megatron.comm.rounds import Job, RoundsInFlight
-from megatron.compression.approximation import write
 from megatron.compression.identity import IdentityRounds
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
@@ -48,8 +47,10 @@ class EmbeddingSync:
 
     def observe(self, update: Tensor, shape: tuple[int, ...]) -> None:
         """Hands the compressor the optimizer's update of the embedding, flat and with padding."""
-        whole = update[: math.prod(shape)].view(1, *shape)
-        self.plan.rounds(Point.EMBED_GRAD).observe(whole.to(_wide(whole.dtype)), self.state)
+        self.plan.rounds(Point.EMBED_GRAD).observe(self._unit(shape).take(update, 1.0), self.state)
+
+    def _unit(self, shape: tuple[int, ...]) -> Unit:
+        return Unit((Place("embedding", 0, shape),), self.state)
 
     def all_reduce(self, grad: Tensor, shape: tuple[int, ...], scale: float) -> None:
         """Sums ``grad`` (flat, contiguous; a parameter of ``shape`` and padding) over the group, in place.
@@ -62,17 +63,13 @@ class EmbeddingSync:
         if not self._on or not whole or not compressor.pays(shape):
             self._sum(Job(IdentityRounds(), grad, CompressorState()), None)
             return
-        own = grad[:count].view(1, *shape)
+        unit = self._unit(shape)
         with self.ledger.encoding(Point.EMBED_GRAD):
-            x = own.to(_wide(own.dtype)).mul_(1.0 / scale)
+            x = unit.take(grad, scale)
         raw = 2 * (self.group.size - 1) * count * grad.element_size() // self.group.size
         self._sum(Job(compressor, x, self.state), raw)
         with self.ledger.decoding(Point.EMBED_GRAD):
-            write(x.mul_(scale), own)
+            unit.give(grad, x, scale)
 
     def _sum(self, job: Job, raw_bytes: int | None) -> None:
         RoundsInFlight([job], self.group, self.ledger, Point.EMBED_GRAD, raw_bytes=raw_bytes).settle()
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

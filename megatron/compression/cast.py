@@ -13,7 +13,6 @@ from megatron.compression.api import Codec, Payload
 from megatron.compression.options import opt
 from megatron.compression.state import CompressorState
 from megatron.compression.two_step import TwoStepSum
-from megatron.kernels.grid import Role
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -35,32 +34,25 @@ class HalfFormat:
         """Bytes of a tensor's message."""
         return -(-shape.numel() // 2) * 4
 
-    def encode(self, x: Tensor, seed: int | None, *, wire: Tensor | None = None) -> Tensor:
-        """The message, uint8, in ``wire`` where that is given; nothing is drawn."""
-        if wire is None:
-            wire = torch.zeros(self.nbytes(x.shape), dtype=torch.uint8, device=x.device)
+    def encode(self, x: Tensor, seed: int | None, *, wire: Tensor) -> Tensor:
+        """Writes the message, uint8, to ``wire``; nothing is drawn."""
         if x.numel():
-            wire[: 2 * x.numel()].view(self.dtype).copy_(x.reshape(-1))
+            self._values(wire, x.shape).copy_(x)
         return wire
 
-    def decode(
-        self,
-        wire: Tensor,
-        shape: torch.Size,
-        out: Tensor | None = None,
-        role: Role = Role.PLAIN,
-        negative: bool = False,
-    ) -> Tensor:
-        """The tensor of a message, or its opposite, fp32: new, written to ``out``, or (``Role.ADD``) added to it."""
+    def decode(self, wire: Tensor, shape: torch.Size, out: Tensor | None = None) -> Tensor:
+        """The tensor of a message, fp32: new, or in ``out``."""
         if out is None:
-            out = torch.zeros(shape, dtype=torch.float32, device=wire.device)
-        if not shape.numel():
-            return out
-        values = wire[: 2 * shape.numel()].view(self.dtype).view(shape)
-        if role is Role.ADD:
-            return out.add_(values, alpha=-1 if negative else 1)
-        out.copy_(values)
-        return out.neg_() if negative else out
+            out = torch.empty(shape, dtype=torch.float32, device=wire.device)
+        return out.copy_(self._values(wire, shape)) if shape.numel() else out
+
+    def add_to(self, out: Tensor, wire: Tensor, negative: bool = False) -> Tensor:
+        """Adds the tensor of a message, or its opposite, to ``out``, in place."""
+        return out.add_(self._values(wire, out.shape), alpha=-1 if negative else 1) if out.numel() else out
+
+    def _values(self, wire: Tensor, shape: torch.Size) -> Tensor:
+        """The numbers in a message; a message of none may lie where no number could."""
+        return wire[: 2 * shape.numel()].view(self.dtype).view(shape)
 
 
 class CastCodec(Codec):

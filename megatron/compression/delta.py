@@ -103,7 +103,7 @@ class DeltaCodec(Codec):
             position += nbytes
             if known:
                 got = self._recall(cache, sample, row)
-                self.difference.decode_onto(wire, got)
+                self.difference.add_to(got, wire)
             else:
                 got = self._decode_first(wire, row)
             self._remember(cache, sample, got)

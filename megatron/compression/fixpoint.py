@@ -119,37 +119,33 @@ class Quantiser:
         quantize_pack(narrow, codes, scales, grid, role, other, seed if stochastic else None)
         return wire
 
-    def decode(
-        self,
-        wire: Tensor,
-        shape: torch.Size,
-        out: Tensor | None = None,
-        role: Role = Role.PLAIN,
-        negative: bool = False,
-    ) -> Tensor:
+    def decode(self, wire: Tensor, shape: torch.Size, out: Tensor | None = None) -> Tensor:
         """The tensor of a message, fp32; NaN or infinite groups where the input was not finite.
 
         Args:
-            wire: the message, its start aligned to 4 bytes.
-            out: where to write it, or with ``Role.ADD`` to add it, fp32 or fp64; a new tensor unless given.
-            role: PLAIN or ADD.
-            negative: the tensor's opposite.
+            wire: the message.
+            out: where to write it, fp32 or fp64; a new tensor unless given.
         """
-        grid = self._grid(shape)
-        if wire.storage_offset() % 4:
-            wire = wire.clone()
-        codes, scales = self._parts(wire, grid, shape.numel())
-        if negative:
-            scales = -scales
         if out is None:
             out = torch.empty(shape, dtype=torch.float32, device=wire.device)
-        unpack_dequantize(codes, scales, out, grid, role)
+        grid = self._grid(shape)
+        unpack_dequantize(*self._parts(_aligned(wire), grid, shape.numel()), out, grid)
         return out
 
-    def decode_onto(self, wire: Tensor, reference: Tensor) -> None:
-        """Moves the reference, in place, by the difference that a message of ``Role.DELTA`` holds."""
-        codes, scales = self._parts(wire, self._grid(reference.shape), reference.numel())
-        unpack_dequantize(codes, scales, reference, self._grid(reference.shape), Role.ADD)
+    def add_to(self, out: Tensor, wire: Tensor, negative: bool = False) -> Tensor:
+        """Adds the tensor of a message, or its opposite, to ``out`` (fp32 or fp64), in place.
+
+        With a message of ``Role.DELTA`` that moves the reference to what the sender holds.
+        """
+        grid = self._grid(out.shape)
+        codes, scales = self._parts(_aligned(wire), grid, out.numel())
+        unpack_dequantize(codes, -scales if negative else scales, out, grid, Role.ADD)
+        return out
+
+
+def _aligned(wire: Tensor) -> Tensor:
+    """A message whose start is aligned to 4 bytes, for its scales."""
+    return wire.clone() if wire.storage_offset() % 4 else wire
 
 
 def message_seed(seed: int, *parts: object) -> int:

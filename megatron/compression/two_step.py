@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron.compression.api import Aggregate, Op, Peers, Request, RoundCompressor
 from megatron.compression.approximation import Approximation
 from megatron.compression.state import CompressorState
-from megatron.kernels.grid import Role
 
 
 class Format(Protocol):
@@ -22,18 +21,14 @@ class Format(Protocol):
     def nbytes(self, shape: torch.Size) -> int:
         """Bytes of a tensor's message, a multiple of 4."""
 
-    def encode(self, x: Tensor, seed: int | None, *, wire: Tensor | None = None) -> Tensor:
-        """The message, uint8, in ``wire`` where that is given; ``seed`` draws the noise of stochastic rounding."""
+    def encode(self, x: Tensor, seed: int | None, *, wire: Tensor) -> Tensor:
+        """Writes the message, uint8, to ``wire``; ``seed`` draws the noise of stochastic rounding."""
 
-    def decode(
-        self,
-        wire: Tensor,
-        shape: torch.Size,
-        out: Tensor | None = None,
-        role: Role = Role.PLAIN,
-        negative: bool = False,
-    ) -> Tensor:
-        """The tensor of a message, or its opposite, fp32: new, written to ``out``, or (``Role.ADD``) added to it."""
+    def decode(self, wire: Tensor, shape: torch.Size, out: Tensor | None = None) -> Tensor:
+        """The tensor of a message, fp32: new, or in ``out``."""
+
+    def add_to(self, out: Tensor, wire: Tensor, negative: bool = False) -> Tensor:
+        """Adds the tensor of a message, or its opposite, to ``out``, in place."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,7 @@ class Messages(Approximation):
     def subtract_from(self, x: Tensor, share: float = 1.0) -> None:
         for wire, part in self._parts(x):
             if share == 1.0:
-                self.format.decode(wire, part.shape, part, Role.ADD, negative=True)
+                self.format.add_to(part, wire, negative=True)
             else:
                 part.sub_(self.format.decode(wire, part.shape), alpha=share)
 
@@ -102,10 +97,10 @@ class TwoStepSum(RoundCompressor):
         own = flat[spans[peers.rank]]
         sum_n = torch.zeros_like(own)
         for wire in received:
-            self.format.decode(wire, own.shape, sum_n, Role.ADD)
+            self.format.add_to(sum_n, wire)
         wire = torch.zeros(size, dtype=torch.uint8, device=x.device)
         self._encode(sum_n, self.seed(state, peers.size), wire)
-        error_n = self.format.decode(wire, own.shape, sum_n.neg_(), Role.ADD)
+        error_n = self.format.add_to(sum_n.neg_(), wire)
         gathered = yield Request(wire, Op.GATHER)
         state.stage("messages", state.count("messages") + 1)
         local = _Contribution(Messages(self.format, wires, spans), spans[peers.rank], error_n)

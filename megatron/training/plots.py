@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.config.errors import UserError
+from megatron.data.atomic import atomic_write
 from megatron.training.sinks import read_events
 
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
@@ -30,15 +30,7 @@ def plot_loss_curve(
 
     Returns the picture's path. Raises UserError when matplotlib is missing or a file has no training events.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError("drawing needs the matplotlib package: pip install matplotlib") from error
-
-    # The object interface: no global state, no display.
-    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 4.8)
     axes = figure.add_subplot()
     runs = [_Run(Path(path), loss) for path in jsonl_paths]
     for i, (run, label) in enumerate(zip(runs, _labels(runs), strict=True)):
@@ -56,15 +48,30 @@ def plot_loss_curve(
     if len(runs) == 1 and runs[0].tokens_per_iteration:
         _add_token_axis(axes, runs[0].tokens_per_iteration)
 
-    out = Path(out_png)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    return save_figure(figure, Path(out_png))
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty matplotlib figure of a size in inches; without global state or a display.
+
+    Raises:
+        UserError: when matplotlib is missing.
+    """
     try:
-        figure.savefig(temporary, format="png")
-        os.replace(temporary, out)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return out
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("drawing needs the matplotlib package: pip install matplotlib") from error
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Any, path: Path) -> Path:
+    """Writes a figure whole or not at all, in the format that the name's ending says (png unless it has one)."""
+    with atomic_write(path) as stream:
+        figure.savefig(stream, format=path.suffix.lstrip(".") or "png")
+    return path
 
 
 class _Run:

@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -16,7 +16,7 @@ _START_SECONDS = 30.0
 
 
 class NoSlurm(Exception):
-    """Why it cannot be started here."""
+    """It is not installed, or not permitted; one that is and does not start is an error."""
 
 
 class Slurm:
@@ -82,7 +82,7 @@ class Slurm:
         files |= {"log-file": munge / "log", "seed-file": munge / "seed"}
         self._run("munged", "--foreground", "--force", *(f"--{name}={path}" for name, path in files.items()))
         self._write_configuration()
-        _until((munge / "sock").exists, "munged did not start")
+        _until((munge / "sock").exists, self._logs)
         self._run("slurmctld", "-D", "-c")
         for number in range(1, self.nodes + 1):
             (self.folder / "spool" / f"n{number}").mkdir()
@@ -155,9 +155,14 @@ class Slurm:
                 process.wait()
 
 
-def _until(condition: object, otherwise: object) -> None:
+def _until(condition: Callable[[], bool], story: Callable[[], str]) -> None:
+    """Waits for the start of something.
+
+    Raises:
+        RuntimeError: with the story, when that takes too long.
+    """
     deadline = time.monotonic() + _START_SECONDS
-    while not condition():  # type: ignore[operator]
+    while not condition():
         if time.monotonic() > deadline:
-            raise NoSlurm(otherwise() if callable(otherwise) else str(otherwise))
+            raise RuntimeError(f"Slurm did not start\n{story()}")
         time.sleep(0.2)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.training.plots import new_figure, save_figure
+
 Row = dict[str, Any]
 
 
@@ -55,13 +57,9 @@ def table(rows: Sequence[Row]) -> str:
 
 def figure(rows: Sequence[Row], path: Path) -> None:
     """Tokens/s against the link's rate, a panel for each layout."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
     layouts = list(dict.fromkeys(row["layout"] for row in rows))
-    fig, axes = plt.subplots(1, len(layouts), figsize=(5.5 * len(layouts), 4.2), squeeze=False)
+    drawn = new_figure(5.5 * len(layouts), 4.2)
+    axes = drawn.subplots(1, len(layouts), squeeze=False)
     for axis, layout in zip(axes[0], layouts, strict=True):
         own = [row for row in rows if row["layout"] == layout and row["rate"] is not None]
         for case in dict.fromkeys(row["case"] for row in own):
@@ -72,6 +70,4 @@ def figure(rows: Sequence[Row], path: Path) -> None:
         axis.set_ylim(bottom=0)
         axis.legend(fontsize=6)
         axis.grid(alpha=0.3)
-    fig.tight_layout()
-    fig.savefig(path, dpi=120)
-    plt.close(fig)
+    save_figure(drawn, path)

@@ -56,11 +56,11 @@ class Case:
     rank: int = 0
 
 
-CAST = Case("bf16 traffic", ("pp-forward=cast", "pp-backward=cast", "dp-grad=cast"))
 FP32 = Case("fp32 traffic")
+CAST = Case("bf16 traffic", ("pp-forward=cast", "pp-backward=cast", "dp-grad=cast"))
 PIPELINE = (
     FP32,
-    Case("bf16 traffic", ("pp-forward=cast", "pp-backward=cast")),
+    CAST,
     Case("fixpoint 4/8 bits", ("pp-forward=fixpoint,bits=4", "pp-backward=fixpoint,bits=8")),
     Case("delta 4, fixpoint 8 (AQ-SGD)", ("pp-forward=delta,bits=4", "pp-backward=fixpoint,bits=8")),
     Case("delta 2, fixpoint 4 (AQ-SGD)", ("pp-forward=delta,bits=2", "pp-backward=fixpoint,bits=4")),
@@ -68,7 +68,7 @@ PIPELINE = (
 )
 DATA = (
     FP32,
-    Case("bf16 traffic", ("dp-grad=cast",)),
+    CAST,
     Case("powersgd, rank 4", ("dp-grad=powersgd,rank=4",)),
     Case("powersgd, rank 32", ("dp-grad=powersgd,rank=32",)),
     Case("stable Top-K 10% (Radius)", ("dp-grad=stable-topk,density=0.1,interval=1000",)),
