@@ -37,6 +37,11 @@ from tools.cpu_limit import clean as remove_limits
 SUBNET = "10.77.0"
 """The same in every laboratory: a bridge without an address joins nothing but its own hosts."""
 PORT = 29500
+FRAME = 1514
+"""Bytes of a full Ethernet frame."""
+QUEUE = 1 << 20
+"""Least bytes that wait at a link before any are dropped: what a switch holds for a port. 50 ms of a link where that is
+more. With less, a message's burst loses its own end, and waits for TCP to notice."""
 GRACE_SECONDS = 45.0
 """How long the other hosts may take to notice that one has gone."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
@@ -174,6 +179,7 @@ class Lab:
         call("ip", "-n", host, "addr", "add", f"{self.address(index)}/24", "dev", "eth0")
         for device in ("eth0", "lo"):
             call("ip", "-n", host, "link", "set", device, "up")
+        call("ip", "-n", host, "route", "replace", f"{SUBNET}.0/24", "dev", "eth0", "congctl", "cubic")
 
     def shape(self, index: int, rate: int | None) -> None:
         """Gives a host's link another rate, also while something runs on it."""
@@ -184,9 +190,10 @@ class Lab:
                 with contextlib.suppress(LabError):  # there was none
                     call("tc", *where, "qdisc", "del", "dev", device, "root")
                 continue
-            # A bucket of a millisecond, and no less than one segment that the kernel hands over at once.
-            burst = max(rate // 8 // 1000, 65536)
-            words = ("rate", f"{rate}bit", "burst", str(burst), "latency", "50ms")
+            # A bucket of a millisecond: what a larger one lets through at once is no slow link for short messages.
+            burst = max(rate // 8 // 1000, 2 * FRAME)
+            limit = max(rate // 8 // 20, QUEUE)
+            words = ("rate", f"{rate}bit", "burst", str(burst), "limit", str(limit))
             call("tc", *where, "qdisc", "replace", "dev", device, "root", "tbf", *words)
 
     def traffic(self) -> list[Traffic]:

@@ -56,8 +56,10 @@ def _check_interleaving(config: RunConfig) -> None:
     flag = f"--num-layers-per-virtual-pipeline-stage {parallel.num_layers_per_virtual_pipeline_stage}"
     if stages < 2:
         raise UserError(f"{flag} needs --pipeline-model-parallel-size of at least 2; raise it or leave the flag out")
-    if parallel.pipeline_schedule == "gpipe":
-        raise UserError(f"{flag} needs --pipeline-schedule 1f1b, not gpipe; change it or leave the flag out")
+    if parallel.pipeline_schedule != "1f1b":
+        raise UserError(
+            f"{flag} needs --pipeline-schedule 1f1b, not {parallel.pipeline_schedule}; change it or leave the flag out"
+        )
     if chunks < 2:
         raise UserError(f"{flag} leaves one chunk in each stage; choose fewer layers or leave the flag out")
 

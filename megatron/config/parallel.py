@@ -31,9 +31,10 @@ class ParallelConfig:
         unit="chunks",
         minimum=1,
     )
-    pipeline_schedule: Literal["1f1b", "gpipe"] = option(
+    pipeline_schedule: Literal["1f1b", "eager-1f1b", "gpipe"] = option(
         "1f1b",
-        "Order of forward and backward passes. Interleaving is 1f1b with virtual stages.",
+        "Order of forward and backward passes. Interleaving is 1f1b with virtual stages; eager-1f1b hides messages "
+        "over slow links behind twice the warm-up, for up to twice the activations.",
     )
     sequence_parallel: bool = option(
         False, "Split the sequence over the tensor-parallel processes outside attention and MLP."

@@ -164,6 +164,7 @@ LOSSY: dict[str, tuple[int, Changes]] = {
     ),
     "lowrank": (2, _run("pp-backward=lowrank,rank=2", pp=2)),
     "lowrank gpipe": (2, _run("pp-backward=lowrank,rank=2,when=epilogue", pp=2, pipeline_schedule="gpipe")),
+    "lowrank eager": (2, _run("pp-backward=lowrank,rank=2,when=epilogue", pp=2, pipeline_schedule="eager-1f1b")),
     "lowrank epilogue": (4, _run("pp-backward=lowrank,rank=2,when=epilogue", pp=4)),
     "lowrank epilogue virtual fp16": (
         2,

@@ -41,6 +41,7 @@ LAYOUTS: dict[int, dict[str, Changes]] = {
         "tp2 synchronous": _parallel(tp=2, async_tensor_model_parallel_allreduce=False),
         "pp2": _parallel(pp=2),
         "pp2 gpipe": _parallel(pp=2, pipeline_schedule="gpipe"),
+        "pp2 eager": _parallel(pp=2, pipeline_schedule="eager-1f1b"),
         "pp2 virtual": _parallel(pp=2, **VIRTUAL),
         "pp2 micro 2": {**_parallel(pp=2), **MICRO2},
         "dp2": _parallel(),

@@ -35,13 +35,15 @@ def table(rows: Sequence[Row]) -> str:
         own = [row for row in rows if (row["layout"], row["setup"]) == (layout, setup)]
         parts.append(f"### {layout}, {setup} ({rate_of(own[0]['rate'])} here)\n")
         parts.append(
-            "| case | s / iteration | tokens/s | compute s | coding s | exposed s | MB a host | x fp32 | x bf16 |"
+            "| case | s / iteration | predicted | tokens/s | compute s | coding s | exposed s | MB a host "
+            "| x fp32 | x bf16 |"
         )
-        parts.append("|---|---|---|---|---|---|---|---|---|")
+        parts.append("|---|---|---|---|---|---|---|---|---|---|")
         for row in own:
             cells = [
                 row["case"],
                 f"{row['seconds']:.2f}",
+                "" if row["predicted_s"] is None else f"{row['predicted_s']:.2f}",
                 f"{row['tokens_per_s']:.0f}",
                 f"{row['compute_s']:.2f}",
                 f"{row['coded_s']:.3f}",

@@ -20,9 +20,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,17 @@ if __name__ == "__main__":
 
 from tools.bench_network.report import figure, rate_of, table  # noqa: E402
 from tools.bench_network.setups import Setup, aqsgd_data, aqsgd_pipeline, optimus_pipeline, radius_data  # noqa: E402
+from tools.bench_network.worker import config_of  # noqa: E402
 from tools.netlab import Lab, LabError, Traffic, interruptible  # noqa: E402
+from tools.planner.choice import choice_of  # noqa: E402
+from tools.planner.cluster import Cluster, write_cluster  # noqa: E402
+from tools.planner.measure import described  # noqa: E402
+from tools.planner.predict import Predictor  # noqa: E402
 
 WARM_STEPS = 3
 """On fast links: first visits of samples, first choices of coordinates, exact steps before a peer's hook."""
+PAYLOAD = 1448 / 1514
+"""Of an Ethernet frame that is full of TCP."""
 START_SECONDS = 300.0
 STEP_SECONDS = 900.0
 
@@ -47,24 +54,32 @@ class Case:
     Args:
         name: as the tables show it.
         specs: of ``--compress``.
+        schedule: of the pipeline.
         peer: a peer of ``peers.py`` instead; with a rank.
     """
 
     name: str
     specs: tuple[str, ...] = ()
+    schedule: str = "1f1b"
     peer: str = ""
     rank: int = 0
 
 
 FP32 = Case("fp32 traffic")
 CAST = Case("bf16 traffic", ("pp-forward=cast", "pp-backward=cast", "dp-grad=cast"))
+_AQSGD_4 = ("pp-forward=delta,bits=4", "pp-backward=fixpoint,bits=8")
+_AQSGD_2 = ("pp-forward=delta,bits=2", "pp-backward=fixpoint,bits=4")
 PIPELINE = (
     FP32,
     CAST,
     Case("fixpoint 4/8 bits", ("pp-forward=fixpoint,bits=4", "pp-backward=fixpoint,bits=8")),
-    Case("delta 4, fixpoint 8 (AQ-SGD)", ("pp-forward=delta,bits=4", "pp-backward=fixpoint,bits=8")),
-    Case("delta 2, fixpoint 4 (AQ-SGD)", ("pp-forward=delta,bits=2", "pp-backward=fixpoint,bits=4")),
+    Case("delta 4, fixpoint 8 (AQ-SGD)", _AQSGD_4),
+    Case("delta 2, fixpoint 4 (AQ-SGD)", _AQSGD_2),
     Case("CB: lowrank 16, epilogue", ("pp-backward=lowrank,rank=16,when=epilogue",)),
+    Case("fp32 traffic, eager 1F1B", schedule="eager-1f1b"),
+    Case("bf16 traffic, eager 1F1B", CAST.specs, "eager-1f1b"),
+    Case("delta 4, fixpoint 8, eager 1F1B", _AQSGD_4, "eager-1f1b"),
+    Case("delta 2, fixpoint 4, eager 1F1B", _AQSGD_2, "eager-1f1b"),
 )
 DATA = (
     FP32,
@@ -150,6 +165,7 @@ class Measurement:
         compute_s, coded_s, waited_s: means over the ranks, of an iteration.
         host_mb: sent by a host in an iteration, by its interface's counter; the host that sent most.
         loss: of the last step.
+        predicted_s: of an iteration, by the planner; None for what it does not know.
         waited: by point, where it is known.
     """
 
@@ -164,6 +180,7 @@ class Measurement:
     waited_s: float
     host_mb: float
     loss: float
+    predicted_s: float | None
     waited: dict[str, float] = field(default_factory=dict)
 
 
@@ -270,8 +287,26 @@ def link_rate(bench: Bench, setup: Setup, computed: dict[str, float]) -> float:
     return 2 * (bench.dp - 1) / bench.dp * parameters * 32 / (setup.ratio * computed["slowest_compute_s"])
 
 
-def measure(name: str, bench: Bench, setups: Sequence[Setup], steps: int) -> list[Measurement]:
-    """Every case on every link of a layout."""
+def cluster_of(name: str, bench: Bench, rates: Mapping[str, float], rate: float | None) -> Cluster:
+    """The hosts as the planner sees them; a shaped link's rate counts the frames around what they carry."""
+    base = Cluster(name, bench.hosts * bench.ranks_per_host, bench.ranks_per_host)
+    cluster = described(rates, base)
+    if rate is None:
+        return cluster
+    carried = min(cluster.across.gbit_per_s, rate / 1e9 * PAYLOAD)
+    return replace(cluster, across=replace(cluster.across, gbit_per_s=carried))
+
+
+def predicted(bench: Bench, case: Case, cluster: Cluster) -> float | None:
+    """Seconds of an iteration, by the planner."""
+    if case.peer:
+        return None
+    config = config_of(plan_of(bench), list(case.specs), cluster.gpus, case.schedule)
+    return Predictor(config, cluster, VOCAB).predict(choice_of(config, cluster.gpus)).seconds
+
+
+def measure(name: str, bench: Bench, setups: Sequence[Setup], steps: int, out: Path) -> list[Measurement]:
+    """Every case on every link of a layout; what the planner is told of the hosts goes to the folder ``out``."""
     found: list[Measurement] = []
     with workers(bench) as (lab, ranks):
         reference = ranks.ask(START_SECONDS, do="build", case=asdict(FP32), steps=3)
@@ -281,6 +316,9 @@ def measure(name: str, bench: Bench, setups: Sequence[Setup], steps: int) -> lis
             f"and takes {computed['seconds']:.2f} s on unshaped links",
             flush=True,
         )
+        specs = sorted({spec for case in bench.cases for spec in case.specs})
+        (rates,) = ranks.ask(STEP_SECONDS, do="measure", specs=specs, ranks_per_host=bench.ranks_per_host)
+        (out / f"cluster-{name}.yaml").write_text(write_cluster(cluster_of(name, bench, rates, None)))
         links: list[tuple[str, float | None]] = [("unshaped", None)]
         for setup in setups:
             links.append((setup.name, link_rate(bench, setup, computed)))
@@ -294,8 +332,10 @@ def measure(name: str, bench: Bench, setups: Sequence[Setup], steps: int) -> lis
                 before = lab.traffic()
                 answer = ranks.ask(STEP_SECONDS, do="steps", steps=steps)
                 sent = [now - then for now, then in zip(lab.traffic(), before, strict=True)]
-                found.append(summarise(name, bench, setup_name, rate, case, answer, sent))
-                print(f"  {setup_name}: {case.name}: {found[-1].seconds:.2f} s", flush=True)
+                expected = predicted(bench, case, cluster_of(name, bench, rates, rate))
+                found.append(summarise(name, bench, setup_name, rate, case, answer, sent, expected))
+                foreseen = "" if expected is None else f" (predicted {expected:.2f})"
+                print(f"  {setup_name}: {case.name}: {found[-1].seconds:.2f} s{foreseen}", flush=True)
     return found
 
 
@@ -313,6 +353,7 @@ def summarise(
     case: Case,
     answer: Sequence[dict[str, float]],
     sent: Sequence[Traffic],
+    expected: float | None,
 ) -> Measurement:
     """Medians over the steps."""
     median = {key: statistics.median(step[key] for step in answer) for key in answer[0]}
@@ -329,6 +370,7 @@ def summarise(
         median["waited_s"],
         max(traffic.sent for traffic in sent) / 1e6 / len(answer),
         answer[-1]["loss"],
+        expected,
         {key.removeprefix("waited "): value for key, value in median.items() if key.startswith("waited ") and value},
     )
 
@@ -352,7 +394,7 @@ def main() -> int:
             for name in names:
                 bench = BENCHES[name]
                 setups = [bench.setups[0], bench.setups[-1]] if options.quick else bench.setups
-                found += measure(name, bench, setups, options.steps)
+                found += measure(name, bench, setups, options.steps, out)
                 rows = [asdict(row) for row in found]
                 (out / "rows.json").write_text(json.dumps(rows, indent=1))
                 (out / "table.md").write_text(table(rows) + "\n")

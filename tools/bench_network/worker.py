@@ -1,7 +1,8 @@
 """One rank of the network benchmark: builds what it is told, steps, and writes down what it measured.
 
 The process outside the hosts leaves commands in a folder that both see, ``command0.json`` and so on: ``build`` a case,
-take ``steps``, or ``stop``. The first rank answers each in ``result0.json``. Links are shaped anew in between.
+take ``steps``, ``measure`` rates for the planner, or ``stop``. The first rank answers each in ``result0.json``. Links
+are shaped anew in between.
 """
 
 from __future__ import annotations
@@ -30,14 +31,17 @@ from megatron.training.step import train_step  # noqa: E402
 from megatron.training.timers import Timers  # noqa: E402
 from megatron.training.traffic import gather_rows  # noqa: E402
 from tools.bench_network.peers import peer_step  # noqa: E402
+from tools.planner.measure import measure_all  # noqa: E402
 
 POLL_SECONDS = 0.02
 Step = Callable[[int], dict[str, float]]
 
 
-def config_of(plan: dict[str, Any], specs: list[str], world_size: int) -> RunConfig:
+def config_of(plan: dict[str, Any], specs: list[str], world_size: int, schedule: str = "1f1b") -> RunConfig:
     """The resolved configuration of a case on the plan's layout."""
-    return RunConfig.from_dict({**plan["config"], "compression": {"compress": specs}}).resolve(world_size)
+    parallel = {**plan["config"]["parallel"], "pipeline_schedule": schedule}
+    sections = {**plan["config"], "parallel": parallel, "compression": {"compress": specs}}
+    return RunConfig.from_dict(sections).resolve(world_size)
 
 
 def batches_of(plan: dict[str, Any], config: RunConfig, topology: Topology) -> list[Batch]:
@@ -111,13 +115,16 @@ def main() -> None:
         answer: list[dict[str, float]] = []
         if command["do"] == "stop":
             break
-        if command["do"] == "build":
+        if command["do"] == "measure":
+            answer = [measure_all(config, plan["vocab"], command["specs"], topology, command["ranks_per_host"])]
+        elif command["do"] == "build":
             case, step, taken = command["case"], None, 0
             if case["peer"]:
                 step = peer_step(case["peer"], case["rank"], plan, config, topology, batches)
             else:
-                step = our_step(plan, config_of(plan, case["specs"], env.world_size), topology, batches)
-        for _ in range(command["steps"]):
+                own = config_of(plan, case["specs"], env.world_size, case["schedule"])
+                step = our_step(plan, own, topology, batches)
+        for _ in range(command.get("steps", 0)):
             assert step is not None
             figures = step(taken)
             taken += 1

@@ -59,7 +59,7 @@ class GradientSync:
             self.embedding = EmbeddingSync(holders, plan, ledger)
         self.reducers = [
             GradReducer(
-                [_reduced(buffer, bucket, fused) for bucket in buffer.buckets], self.group, plan, ledger, sharded
+                [reduced_bucket(buffer, bucket, fused) for bucket in buffer.buckets], self.group, plan, ledger, sharded
             )
             for buffer in buffers
         ]
@@ -204,7 +204,7 @@ class GradientSync:
                     self.ledger.wait(Point.TP_BWD, pending)
 
 
-def _reduced(buffer: FlatBuffer, bucket: Bucket, fused_embedding: bool) -> GradBucket:
+def reduced_bucket(buffer: FlatBuffer, bucket: Bucket, fused_embedding: bool) -> GradBucket:
     """A bucket as the reducer sees it."""
     places = tuple(
         Place(slot.logical_name, slot.start - bucket.start, tuple(slot.param.shape)) for slot in bucket.slots

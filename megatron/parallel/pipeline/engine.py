@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -84,9 +85,10 @@ class PipelineEngine:
         backwards_left = [sum(not op.forward and op.chunk == c for op in ops) for c in range(self.layout.chunks)]
         run = _Run(self, schedules, iteration, num_micro_batches, programs)
         for op, following in zip(ops, [*ops[1:], None], strict=True):
-            run.post(op)
-            if following is not None:
-                run.post(following)
+            run.post()
+            for soon in (op, following):
+                if soon is not None:
+                    run.expect(soon)
             slot = (op.chunk, op.micro_batch)
             if op.forward:
                 with span("forward-recv", op):
@@ -125,6 +127,14 @@ def max_sending(layout: Layout) -> int:
     return 2 * layout.num_virtual_stages
 
 
+POSTED_AHEAD = 2
+"""Receives of each direction that wait for their messages at a time.
+
+A send begins when its receive is posted: one that is posted late leaves the link idle while this rank computes. In 1F1B
+the sender is at most one message ahead of the receiver, in eager 1F1B two.
+"""
+
+
 class _Run:
     """Addresses of one step's messages."""
 
@@ -143,6 +153,12 @@ class _Run:
         self.num_micro_batches = num_micro_batches
         self.programs = programs
         self.epilogues = [epilogue(ops) for ops in schedules]
+        ops = schedules[self.stage]
+        self._coming = {
+            forward: deque(op for op in ops if op.forward is forward and self._boundary(op, incoming=True) is not None)
+            for forward in (True, False)
+        }
+        self._posted = {True: 0, False: 0}
 
     def _boundary(self, op: PipelineOp, incoming: bool) -> int | None:
         """The boundary over which an operation's input comes or its output goes; None at the model's ends."""
@@ -159,17 +175,27 @@ class _Run:
             late = sent in self.epilogues[sender % self.layout.pp]
         return Position(self.iteration, boundary, op.micro_batch, self.num_micro_batches, late)
 
-    def post(self, op: PipelineOp) -> None:
-        """Prepares for what an operation receives, and for what it sends."""
+    def post(self) -> None:
+        """Posts the coming receives of both directions."""
         if self.channel is None:
             return
-        way = self.channel.forward if op.forward else self.channel.backward
-        key = self.programs[op.chunk].key(op.micro_batch)
-        incoming, outgoing = self._boundary(op, incoming=True), self._boundary(op, incoming=False)
-        if incoming is not None:
-            self.channel.post(way, self._position(op, incoming, incoming=True), key)
-        if outgoing is not None:
-            self.channel.expect(way, self._position(op, outgoing, incoming=False), key)
+        for forward, coming in self._coming.items():
+            way = self.channel.forward if forward else self.channel.backward
+            while coming and self._posted[forward] < POSTED_AHEAD:
+                op = coming.popleft()
+                boundary = self._boundary(op, incoming=True)
+                assert boundary is not None
+                key = self.programs[op.chunk].key(op.micro_batch)
+                self.channel.post(way, self._position(op, boundary, incoming=True), key)
+                self._posted[forward] += 1
+
+    def expect(self, op: PipelineOp) -> None:
+        """Prepares for what an operation will send."""
+        boundary = self._boundary(op, incoming=False)
+        if self.channel is not None and boundary is not None:
+            way = self.channel.forward if op.forward else self.channel.backward
+            key = self.programs[op.chunk].key(op.micro_batch)
+            self.channel.expect(way, self._position(op, boundary, incoming=False), key)
 
     def receive(self, op: PipelineOp) -> Tensor | None:
         boundary = self._boundary(op, incoming=True)
@@ -177,6 +203,7 @@ class _Run:
             return None
         way = self.channel.forward if op.forward else self.channel.backward
         key = self.programs[op.chunk].key(op.micro_batch)
+        self._posted[op.forward] -= 1
         return self.channel.recv(way, self._position(op, boundary, incoming=True), key)
 
     def send(self, op: PipelineOp, x: Tensor) -> None:

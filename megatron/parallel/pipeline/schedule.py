@@ -39,6 +39,19 @@ def one_f_one_b(pp: int, stage: int, num_micro_batches: int) -> list[PipelineOp]
     )
 
 
+def eager_one_f_one_b(pp: int, stage: int, num_micro_batches: int) -> list[PipelineOp]:
+    """1F1B with twice the warm-up, so that a message has the time of a micro-batch to arrive before it is missed.
+
+    Zhuang et al. 2023 (On Optimizing the Communication of Model Parallelism), section 4: for links that are slow beside
+    the computing. At most 2 (pp - stage) - 1 activations are held.
+    """
+    return _alternate(
+        warm_up=min(num_micro_batches, 2 * (pp - stage - 1)),
+        forwards=[PipelineOp(True, 0, m) for m in range(num_micro_batches)],
+        backwards=[PipelineOp(False, 0, m) for m in range(num_micro_batches)],
+    )
+
+
 def interleaved(pp: int, stage: int, chunks: int, num_micro_batches: int) -> list[PipelineOp]:
     """1F1B over several chunks a rank (Narayanan et al. 2021, section 2.2.2).
 
@@ -65,11 +78,14 @@ def _alternate(warm_up: int, forwards: list[PipelineOp], backwards: list[Pipelin
     return ops + backwards[len(forwards) - warm_up :]
 
 
+SCHEDULES = ("1f1b", "eager-1f1b", "gpipe")
+
+
 def training_schedule(kind: str, pp: int, stage: int, chunks: int, num_micro_batches: int) -> list[PipelineOp]:
     """The schedule of one rank.
 
     Args:
-        kind: "1f1b" or "gpipe"; several chunks mean the interleaved form of 1f1b.
+        kind: of ``SCHEDULES``; several chunks mean the interleaved form of 1f1b.
         pp, stage: number of pipeline ranks, and this one's.
         chunks: virtual stages on each rank.
         num_micro_batches: micro-batches of the step.
@@ -77,6 +93,8 @@ def training_schedule(kind: str, pp: int, stage: int, chunks: int, num_micro_bat
     Raises:
         ValueError: for a combination that has no schedule.
     """
+    if kind not in SCHEDULES:
+        raise ValueError(f"no pipeline schedule is named {kind!r}; the choices are {', '.join(SCHEDULES)}")
     if chunks > 1:
         if kind != "1f1b" or num_micro_batches % pp:
             raise ValueError(
@@ -86,9 +104,7 @@ def training_schedule(kind: str, pp: int, stage: int, chunks: int, num_micro_bat
         return interleaved(pp, stage, chunks, num_micro_batches)
     if kind == "gpipe":
         return gpipe(num_micro_batches)
-    if kind != "1f1b":
-        raise ValueError(f"no pipeline schedule is named {kind!r}; the choices are 1f1b and gpipe")
-    return one_f_one_b(pp, stage, num_micro_batches)
+    return (one_f_one_b if kind == "1f1b" else eager_one_f_one_b)(pp, stage, num_micro_batches)
 
 
 def epilogue(ops: Sequence[PipelineOp]) -> frozenset[PipelineOp]:

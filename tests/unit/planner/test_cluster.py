@@ -1,0 +1,117 @@
+"""Descriptions of clusters, and the time of messages and collectives on them."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from megatron.config.errors import UserError
+from megatron.topology.layout import Layout
+from tools.planner.cluster import Cluster, Device, Link, Wire, read_cluster, wire_between, write_cluster
+
+REPO = Path(__file__).parents[3]
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    cluster = Cluster(
+        "two nodes", 16, 8, Device("x", 100.0, 0.5, 24.0, 900.0, 4.0), Link(900.0, 2.0), Link(50.0, 9.0),
+        {"layer forward": 1.25, "coding dp-grad=powersgd,rank=32": 0.7},
+    )  # fmt: skip
+    path = tmp_path / "cluster.yaml"
+    path.write_text(write_cluster(cluster))
+    assert read_cluster(path) == cluster
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "examples" / "clusters").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_examples_are_read(path: Path) -> None:
+    cluster = read_cluster(path)
+    assert cluster.gpus % cluster.gpus_per_node == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("gpus: 0", "gpus must be a positive number, not 0"),
+        ("gpus: 2.5", "gpus must be a whole number"),
+        ("gpus: many", "gpus must be a positive number, not 'many'"),
+        ("gpu: 8", "unknown name 'gpu'"),
+        ("device: {peak_tflops: -1}", "device: peak_tflops must be a positive number"),
+        ("device: {memory_gib: .inf}", "device: memory_gib must be a positive number"),
+        ("inside: 5", "inside: expected names and values, not 5"),
+        ("across: {gbps: 5}", "across: unknown name 'gbps'"),
+        ("corrections: {layer: 1.0}", "corrections: 'layer' is none of"),
+        ("corrections: {layer forward: 0}", "corrections must hold names and positive numbers"),
+        ("gpus: [", "is not valid YAML"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        read_cluster(path)
+    assert str(path) in str(caught.value)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"none\.yaml"):
+        read_cluster(tmp_path / "none.yaml")
+
+
+def test_an_operation_is_bound_by_what_takes_longest() -> None:
+    device = Device(peak_tflops=100.0, efficiency=0.5, memory_gbyte_per_s=1000.0, op_us=4.0)
+    assert device.seconds(1e12, 1e9) == pytest.approx(0.02)
+    assert device.seconds(1e6, 1e9) == pytest.approx(1e-3)
+    assert device.seconds(1e6, 1e3) == pytest.approx(4e-6)
+
+
+def test_collectives_take_what_a_ring_takes() -> None:
+    wire = Wire(1e9, 0.0)
+    assert wire.collective("all-reduce", 1e9, 4) == pytest.approx(1.5)
+    assert wire.collective("reduce-scatter", 1e9, 4) == pytest.approx(0.75)
+    assert wire.collective("all-gather", 1e9, 4) == pytest.approx(0.75)
+    assert wire.collective("all-to-all", 1e9, 4) == pytest.approx(0.75)
+    assert wire.collective("broadcast", 1e9, 4) == pytest.approx(1.0)
+    assert wire.collective("all-reduce", 1e9, 1) == 0.0
+    slow = Wire(1e9, 1e-3)
+    assert slow.collective("all-gather", 1e6, 4) == pytest.approx(3e-3 + 0.75e-3)
+    # Small sums over many ranks go along a tree.
+    assert slow.collective("all-reduce", 8, 1024) == pytest.approx(20e-3, rel=1e-3)
+    assert slow.message(1e6) == pytest.approx(2e-3)
+
+
+CLUSTER = Cluster("c", 32, 4, Device(), Link(800.0, 1.0), Link(80.0, 10.0))
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "gbyte_per_s", "per_node"),
+    [
+        (4, 1, 100.0, 4),  # a whole node
+        (2, 1, 100.0, 2),  # half of one
+        (2, 2, 100.0, 2),
+        (8, 1, 10.0, 4),  # two nodes, all of whose links one group has
+        (8, 4, 2.5, 1),  # one rank in each of eight nodes, and three other groups like it
+        (4, 2, 5.0, 2),  # two in each of two nodes, and one other group like it
+    ],
+)
+def test_a_group_gets_its_share_of_the_links(size: int, stride: int, gbyte_per_s: float, per_node: int) -> None:
+    wire = wire_between(CLUSTER, size, stride)
+    assert wire.bytes_per_s == pytest.approx(gbyte_per_s * 1e9)
+    assert wire.per_node == per_node
+
+
+def test_strides_are_those_of_the_layout() -> None:
+    layout = Layout(tp=2, pp=4, dp=4)
+    assert {b - a for group in layout.tp_groups() for a, b in pairwise(group)} == {1}
+    assert {b - a for group in layout.dp_groups() for a, b in pairwise(group)} == {2}
+    assert {b - a for group in layout.pp_groups() for a, b in pairwise(group)} == {8}
+
+
+def test_all_to_all_crosses_nodes_once_for_each_member() -> None:
+    group = wire_between(dataclasses.replace(CLUSTER, gpus=8), 8, 1)
+    # Each of the node's four ranks sends half of its bytes to the other node.
+    assert group.collective("all-to-all", 1e9, 8) == pytest.approx(4 * 0.5e9 / 10e9, rel=1e-2)

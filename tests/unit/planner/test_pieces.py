@@ -1,0 +1,107 @@
+"""What the dry run finds, beside formulas and real runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config.errors import UserError
+from megatron.training.flops import model_flops_per_sample
+from megatron.training.report import model_shape
+from tests.unit.planner.support import VOCAB, predictor_of, small_run
+from tools.planner.measure import LiveStand
+from tools.planner.pieces import Pieces
+
+
+@pytest.mark.parametrize(
+    "model",
+    [{}, {"num_query_groups": 2}, {"swiglu": True, "add_bias_linear": False, "normalization": "RMSNorm"}],
+    ids=["gpt2", "grouped queries", "llama"],
+)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_operations_are_what_the_formula_counts(model: dict[str, Any], tp: int) -> None:
+    config = small_run(model=model, parallel={"tensor_model_parallel_size": tp})
+    predictor, choice = predictor_of(config)
+    total = 0.0
+    for name, count in (("embedding", 1), ("layer", config.model.num_layers), ("head", 1)):
+        piece = predictor.book.piece(choice, name)
+        total += count * (piece.forward.flops + piece.backward.flops)
+    # The fused attention's backward computes its scores again: a fifth product where the formula has four, of 2 s^2 h.
+    width = config.model.num_attention_heads * config.model.kv_channels
+    again = config.model.num_layers * 2 * config.model.seq_length**2 * width
+    # The products leave the vocabulary's padding out, which lies on the last rank; the first is looked at.
+    vocab = VOCAB if tp == 1 else 1024
+    expected = model_flops_per_sample(model_shape(config, vocab), causal=False) + again
+    assert total * tp == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (1, 2), (2, 2), (4, 1)])
+def test_parameters_are_those_of_the_model(layout: tuple[int, int]) -> None:
+    tp, pp = layout
+    config = small_run(
+        parallel={"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "sequence_parallel": tp > 1}
+    )
+    predictor, choice = predictor_of(config)
+    h, layers = 64, 8
+    layer = 12 * h * h // tp + (3 * h + 4 * h) // tp + 6 * h
+    embedding = 1024 // tp * h if tp < 8 else 0
+    found = sum(predictor.stages.elements(choice, rank) for rank in range(pp))
+    copies = 2 if pp > 1 else 1
+    assert found == layers * layer + copies * embedding + 32 * h + 2 * h
+
+
+def test_recomputing_costs_a_forward_and_saves_memory() -> None:
+    kept, choice = predictor_of(small_run())
+    again, chosen = predictor_of(small_run(recompute={"recompute_granularity": "full"}))
+    dense, full = kept.book.piece(choice, "layer"), again.book.piece(chosen, "layer")
+    ratio = full.backward.flops / dense.backward.flops
+    assert 1.3 < ratio < 1.5
+    assert full.saved_bytes == 32 * 64 * 4
+    assert full.working_bytes == dense.saved_bytes > 10 * full.saved_bytes
+
+
+def test_saved_bytes_are_those_of_a_real_run() -> None:
+    config = small_run()
+    predictor, choice = predictor_of(config)
+    real = Pieces(config, VOCAB, LiveStand(torch.device("cpu"), repeats=2), predictor.book._dry(choice, {}).plan, 50)
+    # The CPU's fused attention keeps its own few bytes beside the output.
+    assert real.piece("layer").saved_bytes == pytest.approx(predictor.book.piece(choice, "layer").saved_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("spec", "of_matrices", "of_vectors"),
+    [
+        ("dp-grad=none", 4.0, 4.0),
+        ("dp-grad=cast", 2.0, 2.0),
+        ("dp-grad=fixpoint,bits=4,group=64", 0.5 + 4 / 64, 0.5 + 4 / 64),
+        ("dp-grad=stable-topk,density=0.1,interval=10", 0.4, 4.0),
+    ],
+)
+def test_gradients_are_sent_as_the_compressor_says(spec: str, of_matrices: float, of_vectors: float) -> None:
+    config = small_run(specs=(spec,))
+    predictor, choice = predictor_of(config)
+    part = predictor.book.reduction(choice, "layer", 0)
+    elements = predictor.book.piece(choice, "layer").parameters
+    halves = {"all-reduce": 1.0, "all-to-all": 0.5, "all-gather": 0.5}
+    sent = sum(halves[talk.kind] * talk.nbytes for talks in part.rounds for talk in talks)
+    matrices = 12 * 64**2
+    assert sent == pytest.approx(of_matrices * matrices + of_vectors * (elements - matrices), rel=0.01)
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    predictor, choice = predictor_of(small_run(specs=("dp-grad=stable-topk,density=0.1,flush=rotate",)))
+    with pytest.raises(UserError, match=r"--compress dp-grad=stable-topk.*cannot be planned.*leave it out"):
+        predictor.predict(choice)
+
+
+def test_the_memory_of_samples_counts() -> None:
+    specs = ("pp-forward=delta,bits=4,cache=100",)
+    config = small_run(specs=specs, parallel={"pipeline_model_parallel_size": 2}, data={"sample_order": "fixed"})
+    predictor, choice = predictor_of(config)
+    kept = predictor.predict(choice).memory["compressors"]
+    assert kept == pytest.approx(100 * 32 * 64 * 2, rel=0.01)
+    less = dataclasses.replace(choice, specs=("pp-forward=delta,bits=4,cache=100,memory=10",))
+    assert predictor.predict(less).memory["compressors"] == pytest.approx(10 * 32 * 64 * 2, rel=0.01)

@@ -1,0 +1,77 @@
+"""Pipelines played through."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tools.planner.simulate import Hop, Pipeline
+
+FREE = Hop()
+KINDS = ("1f1b", "eager-1f1b", "gpipe")
+
+
+def _pipeline(kind: str, stages: int, chunks: int, forward: float, backward: float, hop: Hop) -> Pipeline:
+    virtual = stages * chunks
+    return Pipeline(kind, [forward] * virtual, [backward] * virtual, stages, lambda *_: hop)
+
+
+@given(st.sampled_from(KINDS), st.integers(1, 6), st.integers(1, 40), st.floats(0.1, 3), st.floats(0.1, 3))
+def test_without_messages_the_bubble_is_what_the_papers_say(
+    kind: str, stages: int, count: int, forward: float, backward: float
+) -> None:
+    times = _pipeline(kind, stages, 1, forward, backward, FREE).run(count)
+    assert max(time.end for time in times) == pytest.approx((count + stages - 1) * (forward + backward))
+    assert all(time.busy == pytest.approx(count * (forward + backward)) for time in times)
+
+
+@given(st.integers(2, 4), st.integers(2, 4), st.integers(1, 12), st.floats(0.1, 3), st.floats(0.1, 3))
+def test_interleaving_divides_the_bubble(stages: int, chunks: int, groups: int, f: float, b: float) -> None:
+    count = groups * stages
+    times = _pipeline("1f1b", stages, chunks, f, b, FREE).run(count)
+    assert max(time.end for time in times) == pytest.approx((count * chunks + stages - 1) * (f + b))
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(KINDS),
+    st.integers(2, 4),
+    st.integers(1, 60),
+    st.lists(st.floats(0.5, 2.0), min_size=8, max_size=8),
+    st.builds(Hop, st.floats(0, 0.3), st.floats(0, 0.2), st.floats(0, 0.2), st.floats(0, 0.3)),
+)
+def test_long_steps_are_what_playing_them_whole_gives(
+    kind: str, stages: int, count: int, seconds: list[float], hop: Hop
+) -> None:
+    pipeline = Pipeline(kind, seconds[:stages], seconds[4 : 4 + stages], stages, lambda *_: hop)
+    whole = pipeline.run(count)
+    for short, long in zip(pipeline._lengthened(count), whole, strict=True) if kind != "gpipe" else ():
+        assert short.end == pytest.approx(long.end, rel=0.01)
+        assert short.busy == pytest.approx(long.busy)
+    assert pipeline.lower_bound(count) <= max(time.end for time in whole) * (1 + 1e-9)
+
+
+def test_a_slow_link_is_shared_by_both_directions() -> None:
+    """The middle of three stages sends each micro-batch's activation and another's gradient through one interface."""
+    hop = Hop(transfer_s=1.0)
+    times = _pipeline("eager-1f1b", 3, 1, 1e-3, 1e-3, hop).run(50)
+    assert max(time.end for time in times) == pytest.approx(2 * 50, rel=0.1)
+
+
+def test_coding_keeps_ranks_busy() -> None:
+    times = _pipeline("1f1b", 2, 1, 1.0, 1.0, Hop(encode_s=0.5, decode_s=0.25)).run(4)
+    # The first stage encodes four activations and decodes four gradients; the last one the other way round.
+    assert [time.coding for time in times] == pytest.approx([4 * 0.5 + 4 * 0.25, 4 * 0.5 + 4 * 0.25])
+
+
+def test_late_messages_are_told_apart() -> None:
+    seen: set[tuple[bool, int, bool]] = set()
+
+    def hops(forward: bool, boundary: int, late: bool) -> Hop:
+        seen.add((forward, boundary, late))
+        return FREE
+
+    Pipeline("1f1b", [1.0] * 3, [1.0] * 3, 3, hops).run(6)
+    assert seen == {(True, 0, False), (True, 1, False), (False, 0, False), (False, 0, True), (False, 1, False),
+                    (False, 1, True)}  # fmt: skip

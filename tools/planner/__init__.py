@@ -1,0 +1,1 @@
+"""Predicts what a layout and a compression cost on a cluster."""

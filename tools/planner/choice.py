@@ -1,0 +1,86 @@
+"""What can be chosen: the layout, the schedule, and what compresses the traffic."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.config.recompute import RecomputeConfig
+from megatron.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run a model on a cluster.
+
+    Args:
+        tp, pp, dp: the layout.
+        chunks: virtual stages on each pipeline rank.
+        schedule: 1f1b, eager-1f1b or gpipe.
+        micro_batch: sequences of a micro-batch.
+        micro_batches: of each replica and step.
+        sequence_parallel: activations between tensor-parallel regions are split along the sequence.
+        recompute: what backward computes again.
+        sharded: the optimizer's state is split over the replicas.
+        overlap: gradients are summed while backward goes on.
+        specs: of ``--compress``.
+    """
+
+    tp: int
+    pp: int
+    dp: int
+    chunks: int = 1
+    schedule: Literal["1f1b", "eager-1f1b", "gpipe"] = "1f1b"
+    micro_batch: int = 1
+    micro_batches: int = 1
+    sequence_parallel: bool = False
+    recompute: RecomputeConfig = dataclasses.field(default_factory=RecomputeConfig)
+    sharded: bool = False
+    overlap: bool = False
+    specs: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.tp * self.pp * self.dp
+
+    def configure(self, config: RunConfig) -> RunConfig:
+        """The configuration with this choice in it, unresolved."""
+        return dataclasses.replace(
+            config,
+            parallel=dataclasses.replace(
+                config.parallel,
+                tensor_model_parallel_size=self.tp,
+                pipeline_model_parallel_size=self.pp,
+                virtual_pipeline_model_parallel_size=self.chunks if self.chunks > 1 else None,
+                num_layers_per_virtual_pipeline_stage=None,
+                pipeline_schedule=self.schedule,
+                sequence_parallel=self.sequence_parallel,
+                use_distributed_optimizer=self.sharded,
+                overlap_grad_reduce=self.overlap,
+            ),
+            recompute=self.recompute,
+            training=dataclasses.replace(config.training, micro_batch_size=self.micro_batch),
+            compression=dataclasses.replace(config.compression, compress=list(self.specs)),
+        )
+
+
+def choice_of(config: RunConfig, world_size: int) -> Choice:
+    """What a resolved configuration chose."""
+    parallel, training = config.parallel, config.training
+    dp = config.data_parallel_size(world_size)
+    return Choice(
+        tp=parallel.tensor_model_parallel_size,
+        pp=parallel.pipeline_model_parallel_size,
+        dp=dp,
+        chunks=parallel.virtual_pipeline_model_parallel_size or 1,
+        schedule=parallel.pipeline_schedule,
+        micro_batch=training.micro_batch_size,
+        micro_batches=training.global_batch_size // (dp * training.micro_batch_size),
+        sequence_parallel=parallel.sequence_parallel,
+        recompute=config.recompute,
+        sharded=parallel.use_distributed_optimizer and dp > 1,
+        overlap=parallel.overlap_grad_reduce and dp > 1,
+        specs=tuple(config.compression.compress),
+    )

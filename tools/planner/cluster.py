@@ -1,0 +1,204 @@
+"""A cluster: what its devices compute, and what its links carry. Read from YAML, or filled in by ``measure``."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.config.errors import UserError
+from megatron.config.yaml_file import dump_yaml, read_yaml
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU, or one process on CPUs.
+
+    Args:
+        name: for people.
+        peak_tflops: of matrix products, in the precision that is trained in.
+        efficiency: share of the peak that large products reach.
+        memory_gib: that a run may fill.
+        memory_gbyte_per_s: read and written by operations that are no products.
+        op_us: least time of one operation (a kernel's launch), microseconds.
+    """
+
+    name: str = "device"
+    peak_tflops: float = 312.0
+    efficiency: float = 0.6
+    memory_gib: float = 40.0
+    memory_gbyte_per_s: float = 1400.0
+    op_us: float = 3.0
+
+    @property
+    def flops(self) -> float:
+        """FLOP/s of large products."""
+        return self.peak_tflops * 1e12 * self.efficiency
+
+    def seconds(self, flops: float, moved: float) -> float:
+        """Of one operation: what bounds it, products or memory."""
+        return max(flops / self.flops, moved / (self.memory_gbyte_per_s * 1e9), self.op_us * 1e-6)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What carries messages.
+
+    Args:
+        gbit_per_s: in each direction, payload; inside a node of one device, across nodes of a whole node.
+        latency_us: of a small message, microseconds.
+    """
+
+    gbit_per_s: float = 100.0
+    latency_us: float = 10.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal devices in equal nodes.
+
+    Args:
+        name: for people.
+        gpus: devices.
+        gpus_per_node: of a node; ranks fill a node before the next.
+        device: one of them.
+        inside, across: the links in a node and between nodes.
+        corrections: measured seconds over what ``Device.seconds`` adds up to, by part of the step (see ``PARTS``) and
+            by compressor (``coding dp-grad=powersgd,rank=32``).
+    """
+
+    name: str = "cluster"
+    gpus: int = 8
+    gpus_per_node: int = 8
+    device: Device = field(default_factory=Device)
+    inside: Link = field(default_factory=lambda: Link(2000.0, 3.0))
+    across: Link = field(default_factory=lambda: Link(200.0, 8.0))
+    corrections: Mapping[str, float] = field(default_factory=dict)
+
+    def correction(self, part: str) -> float:
+        """What a part's computed time is multiplied by."""
+        return self.corrections.get(part, 1.0)
+
+
+PARTS = (
+    "embedding forward",
+    "embedding backward",
+    "layer forward",
+    "layer backward",
+    "head forward",
+    "head backward",
+    "optimizer",
+)
+"""Parts of a step that have a correction of their own."""
+
+CODING = "coding "
+"""Beginning of the corrections of compressors."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What one group of ranks gets of the links.
+
+    Args:
+        bytes_per_s: of a ring through the group, or of a message.
+        latency_s: of a step of the ring.
+        per_node: members of the group in one node.
+    """
+
+    bytes_per_s: float
+    latency_s: float
+    per_node: int = 1
+
+    def message(self, nbytes: float) -> float:
+        """Seconds of a message."""
+        return self.latency_s + nbytes / self.bytes_per_s
+
+    def collective(self, kind: str, nbytes: float, size: int) -> float:
+        """Seconds of a collective over ``size`` ranks.
+
+        Args:
+            kind: all-reduce, reduce-scatter, all-gather, all-to-all or broadcast.
+            nbytes: of the whole tensor: what is summed, what is gathered together, what one rank exchanges.
+            size: ranks of the group.
+        """
+        if size == 1 or nbytes == 0:
+            return 0.0
+        whole = nbytes / self.bytes_per_s
+        share = (size - 1) / size * whole
+        hops = math.ceil(math.log2(size)) * self.latency_s
+        ring = (size - 1) * self.latency_s
+        if kind == "all-reduce":
+            return min(2 * (ring + share), 2 * (hops + whole))
+        if kind == "all-to-all":
+            # What stays in a node is no load on its link, what leaves it leaves once for each member.
+            crossing = self.per_node * (size - self.per_node) / size
+            return ring + max(crossing, (size - 1) / size) * whole
+        if kind == "broadcast":
+            return hops + whole
+        return ring + share
+
+
+def wire_between(cluster: Cluster, size: int, stride: int) -> Wire:
+    """What a group gets whose members are every ``stride``-th rank, while all groups like it communicate.
+
+    Args:
+        cluster: the links.
+        size: ranks of the group.
+        stride: from one member to the next.
+    """
+    node = cluster.gpus_per_node
+    per_node = min(size, max(1, node // stride)) if stride < node else 1
+    inside = cluster.inside.gbit_per_s * 1e9 / 8
+    if (size - 1) * stride < node:
+        return Wire(inside, cluster.inside.latency_us * 1e-6, size)
+    share = cluster.across.gbit_per_s * 1e9 / 8 * per_node / node
+    return Wire(min(share, inside) if per_node > 1 else share, cluster.across.latency_us * 1e-6, per_node)
+
+
+def read_cluster(path: str | Path) -> Cluster:
+    """A cluster from a YAML file.
+
+    Raises:
+        UserError: naming the file and what is wrong in it.
+    """
+    values = read_yaml(path)
+    nested = {"device": Device, "inside": Link, "across": Link}
+    built = {
+        name: _section(nested[name], content, f"{path}: {name}") if name in nested else content
+        for name, content in values.items()
+    }
+    corrections = built.pop("corrections", {})
+    if not isinstance(corrections, dict) or not all(_positive(value) for value in corrections.values()):
+        raise UserError(f"{path}: corrections must hold names and positive numbers")
+    for name in corrections:
+        if name not in PARTS and not str(name).startswith(CODING):
+            raise UserError(f"{path}: corrections: {name!r} is none of {', '.join(PARTS)} or '{CODING}SPEC'")
+    cluster: Cluster = _section(Cluster, built, str(path))
+    return dataclasses.replace(cluster, corrections={str(k): float(v) for k, v in corrections.items()})
+
+
+def write_cluster(cluster: Cluster) -> str:
+    """YAML text that ``read_cluster`` reads."""
+    return dump_yaml(dataclasses.asdict(cluster))
+
+
+def _section(kind: type[Any], content: object, where: str) -> Any:
+    """An instance of a dataclass, whose numbers are positive."""
+    if not isinstance(content, dict):
+        raise UserError(f"{where}: expected names and values, not {content!r}")
+    fields = {entry.name: entry for entry in dataclasses.fields(kind)}
+    for name, value in content.items():
+        if name not in fields:
+            raise UserError(f"{where}: unknown name {name!r}; the names are {', '.join(fields)}")
+        if fields[name].type in ("int", "float") and not _positive(value):
+            raise UserError(f"{where}: {name} must be a positive number, not {value!r}")
+        if fields[name].type == "int" and value != int(value):
+            raise UserError(f"{where}: {name} must be a whole number, not {value!r}")
+    return kind(**content)
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

@@ -1,0 +1,304 @@
+"""Plays a pipeline's schedule forward in time: who computes when, and what each waits for."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from megatron.parallel.pipeline.schedule import PipelineOp, epilogue, training_schedule
+
+_WHOLE = 4096
+"""Operations, forward, of steps that are played from the beginning to the end."""
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One message between two virtual stages.
+
+    Args:
+        encode_s, decode_s: at its ends; they keep the ranks busy.
+        transfer_s: for which it fills the link.
+        latency_s: after that, until it is there.
+    """
+
+    encode_s: float = 0.0
+    transfer_s: float = 0.0
+    latency_s: float = 0.0
+    decode_s: float = 0.0
+
+
+Hops = Callable[[bool, int, bool], Hop]
+"""(forward, boundary, late) -> the message; late ones are sent in the sender's epilogue."""
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """One pipeline rank's step.
+
+    Args:
+        end: when its last operation is done.
+        busy: of that, computing.
+        coding: encoding and decoding messages.
+    """
+
+    end: float
+    busy: float
+    coding: float
+
+    @property
+    def waiting(self) -> float:
+        """For messages that were not there yet."""
+        return self.end - self.busy - self.coding
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A pipeline's shape and the times of its chunks.
+
+    Args:
+        kind: of schedule: 1f1b, eager-1f1b or gpipe.
+        forward_s, backward_s: of one micro-batch, by virtual stage.
+        stages: pipeline ranks; virtual stage v is on rank v % stages.
+        hops: its messages.
+    """
+
+    kind: str
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    stages: int
+    hops: Hops
+
+    @property
+    def chunks(self) -> int:
+        """Virtual stages on each rank."""
+        return len(self.forward_s) // self.stages
+
+    def lower_bound(self, micro_batches: int) -> float:
+        """Seconds that no order of operations can undercut.
+
+        A rank computes for all micro-batches, after the first forward has come through the ranks before it and before
+        the last backward has gone back through them.
+        """
+        bound = way = 0.0
+        for rank in range(self.stages):
+            own = sum(self.forward_s[rank :: self.stages]) + sum(self.backward_s[rank :: self.stages])
+            bound = max(bound, way + micro_batches * own)
+            if rank < self.stages - 1:
+                there, back = self.hops(True, rank, False), self.hops(False, rank, True)
+                way += self.forward_s[rank] + self.backward_s[rank]
+                way += sum(hop.encode_s + hop.transfer_s + hop.latency_s + hop.decode_s for hop in (there, back))
+        return bound
+
+    def run(self, micro_batches: int) -> list[StageTimes]:
+        """The times of every rank."""
+        if self.kind == "gpipe" or micro_batches * len(self.forward_s) <= _WHOLE:
+            return self._play(micro_batches)
+        return self._lengthened(micro_batches)
+
+    def _lengthened(self, micro_batches: int) -> list[StageTimes]:
+        """Of a long step, only the beginning is played, and the rest is added.
+
+        Once 1F1B is in its stride, every further group of micro-batches takes equally long. Where links are what it
+        waits for, it finds its stride late, and this may be a tenth off.
+        """
+        short, period = 3 * self.stages + 12, 2 * self.stages
+        if self.chunks > 1:
+            short = -(-short // self.stages) * self.stages
+        if micro_batches <= short + period:
+            return self._play(micro_batches)
+        rest = (micro_batches - short) % period if self.chunks == 1 else 0
+        less, more = self._play(short + rest), self._play(short + rest + period)
+        periods = (micro_batches - short - rest) / period
+        return [
+            StageTimes(
+                a.end + periods * (b.end - a.end),
+                a.busy + periods * (b.busy - a.busy),
+                a.coding + periods * (b.coding - a.coding),
+            )
+            for a, b in zip(less, more, strict=True)
+        ]
+
+    def schedules(self, micro_batches: int) -> list[list[PipelineOp]]:
+        """The operations of every rank."""
+        return [
+            training_schedule(self.kind, self.stages, rank, self.chunks, micro_batches) for rank in range(self.stages)
+        ]
+
+    def _play(self, micro_batches: int) -> list[StageTimes]:
+        schedules = self.schedules(micro_batches)
+        play = _Play(self, schedules)
+        play.run()
+        return [StageTimes(rank.clock, rank.busy, rank.coding) for rank in play.ranks]
+
+
+@dataclass
+class _Rank:
+    """One rank while it is played.
+
+    Args:
+        ops: its operations.
+        next: the number of those that are done.
+        clock: when it is free.
+        busy, coding: seconds of these so far.
+    """
+
+    ops: Sequence[PipelineOp]
+    next: int = 0
+    clock: float = 0.0
+    busy: float = 0.0
+    coding: float = 0.0
+
+
+Message = tuple[bool, int, int]
+"""(forward, boundary, micro-batch)."""
+
+
+@dataclass
+class _Flow:
+    """The messages from one rank to a neighbour, one after the other.
+
+    Args:
+        sender, receiver: its ends.
+        queue: messages that have not left, with their sizes (seconds of a free link) and latencies.
+        left: of the first one's size.
+        rate: of a free link's, at which it moves.
+        since: when ``left`` was so much.
+        version: counts the changes of the rate.
+    """
+
+    sender: int
+    receiver: int
+    queue: deque[tuple[Message, float, float]] = field(default_factory=deque)
+    left: float = 0.0
+    rate: float = 1.0
+    since: float = 0.0
+    version: int = 0
+
+
+class _Play:
+    """Events in the order of time.
+
+    Flows that leave a rank at the same time share its way out, and those that arrive share its way in: the first
+    message of two is not there earlier because it was sent earlier.
+    """
+
+    def __init__(self, pipeline: Pipeline, schedules: Sequence[Sequence[PipelineOp]]) -> None:
+        self.pipeline = pipeline
+        self.ranks = [_Rank(ops) for ops in schedules]
+        self.late = [epilogue(ops) for ops in schedules]
+        self.last = len(pipeline.forward_s) - 1
+        self.arrived: dict[Message, float] = {}
+        self.missed: dict[Message, int] = {}
+        self.flows: dict[tuple[int, int], _Flow] = {}
+        self.leaving: list[list[_Flow]] = [[] for _ in schedules]
+        self.arriving: list[list[_Flow]] = [[] for _ in schedules]
+        self.events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._count = 0
+
+    def run(self) -> None:
+        """Plays all operations.
+
+        Raises:
+            RuntimeError: when the schedule waits for a message that is never sent.
+        """
+        for rank in range(len(self.ranks)):
+            self._queue(rank)
+        while self.events:
+            time, _, event = heapq.heappop(self.events)
+            event(time)
+        if self.missed:
+            raise RuntimeError("the schedule waits for a message that is never sent")
+
+    def _at(self, time: float, event: Callable[[float], None]) -> None:
+        self._count += 1
+        heapq.heappush(self.events, (time, self._count, event))
+
+    def _queue(self, number: int) -> None:
+        """Lets a rank's next operation wait for its turn, or for its message."""
+        rank = self.ranks[number]
+        if rank.next == len(rank.ops):
+            return
+        needs = self._needs(number, rank.ops[rank.next])
+        if needs is None or needs in self.arrived:
+            start = rank.clock if needs is None else max(rank.clock, self.arrived[needs])
+            self._at(start, lambda _: self._do(number))
+        else:
+            self.missed[needs] = number
+
+    def _needs(self, number: int, op: PipelineOp) -> Message | None:
+        """The message that an operation waits for."""
+        virtual = op.chunk * self.pipeline.stages + number
+        boundary = virtual - 1 if op.forward else virtual
+        return (op.forward, boundary, op.micro_batch) if 0 <= boundary < self.last else None
+
+    def _do(self, number: int) -> None:
+        pipeline, rank = self.pipeline, self.ranks[number]
+        op = rank.ops[rank.next]
+        virtual = op.chunk * pipeline.stages + number
+        needs = self._needs(number, op)
+        if needs is not None:
+            sender = needs[1] if op.forward else needs[1] + 1
+            sent = PipelineOp(op.forward, sender // pipeline.stages, op.micro_batch)
+            decode = pipeline.hops(op.forward, needs[1], sent in self.late[sender % pipeline.stages]).decode_s
+            rank.clock = max(rank.clock, self.arrived.pop(needs)) + decode
+            rank.coding += decode
+        spent = (pipeline.forward_s if op.forward else pipeline.backward_s)[virtual]
+        rank.clock += spent
+        rank.busy += spent
+        goes = virtual if op.forward else virtual - 1
+        if 0 <= goes < self.last:
+            hop = pipeline.hops(op.forward, goes, op in self.late[number])
+            rank.clock += hop.encode_s
+            rank.coding += hop.encode_s
+            message = (op.forward, goes, op.micro_batch)
+            to = (number + (1 if op.forward else -1)) % pipeline.stages
+            self._at(rank.clock, lambda time: self._send(number, to, message, hop, time))
+        rank.next += 1
+        self._queue(number)
+
+    def _send(self, number: int, to: int, message: Message, hop: Hop, time: float) -> None:
+        if hop.transfer_s == 0.0:
+            self._arrive(message, time + hop.latency_s)
+            return
+        flow = self.flows.setdefault((number, to), _Flow(number, to))
+        flow.queue.append((message, hop.transfer_s, hop.latency_s))
+        if len(flow.queue) == 1:
+            flow.left, flow.since, flow.rate = hop.transfer_s, time, 0.0
+            self.leaving[number].append(flow)
+            self.arriving[to].append(flow)
+            self._share(number, to, time)
+
+    def _share(self, sender: int, receiver: int, time: float) -> None:
+        """Divides the ends of a link that one flow more, or one less, goes through."""
+        for flow in {id(flow): flow for flow in (*self.leaving[sender], *self.arriving[receiver])}.values():
+            flow.left -= (time - flow.since) * flow.rate
+            flow.since = time
+            flow.rate = 1.0 / max(len(self.leaving[flow.sender]), len(self.arriving[flow.receiver]))
+            self._expect_end(flow)
+
+    def _expect_end(self, flow: _Flow) -> None:
+        flow.version += 1
+        version = flow.version
+        self._at(flow.since + max(flow.left, 0.0) / flow.rate, lambda time: self._end(flow, version, time))
+
+    def _end(self, flow: _Flow, version: int, time: float) -> None:
+        """The first message of a flow is through, unless its rate has changed since."""
+        if version != flow.version:
+            return
+        message, _, latency = flow.queue.popleft()
+        self._arrive(message, time + latency)
+        if flow.queue:
+            flow.left, flow.since = flow.queue[0][1], time
+            self._expect_end(flow)
+            return
+        self.leaving[flow.sender].remove(flow)
+        self.arriving[flow.receiver].remove(flow)
+        self._share(flow.sender, flow.receiver, time)
+
+    def _arrive(self, message: Message, time: float) -> None:
+        self.arrived[message] = time
+        waiting = self.missed.pop(message, None)
+        if waiting is not None:
+            self._queue(waiting)
