@@ -35,6 +35,7 @@ import torch  # noqa: E402
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.run import RunConfig  # noqa: E402
 from megatron.data.atomic import atomic_write  # noqa: E402
+from megatron.tokenizer.build import build_tokenizer  # noqa: E402
 from megatron.topology.launch import LaunchEnvironment, init_process_group, pick_device, shutdown  # noqa: E402
 from megatron.topology.topology import build_topology  # noqa: E402
 from megatron.training.assembly import layout_of  # noqa: E402
@@ -65,10 +66,26 @@ def parser() -> argparse.ArgumentParser:
         'usual ones; "" is no compression',
     )
     made.add_argument(
-        "--vocab-size", type=int, metavar="N", help=f"entries of the vocabulary, where --config has none ({GPT2_VOCAB})"
+        "--vocab-size", type=int, metavar="N", help="entries of the vocabulary, instead of the tokenizer's"
     )
     made.add_argument("--json", metavar="FILE", help="write the predictions there, too")
     return made
+
+
+def entries_of(config: RunConfig) -> int:
+    """Entries of the run's vocabulary.
+
+    Raises:
+        UserError: when its tokenizer cannot be built here.
+    """
+    if config.tokenizer.tokenizer_type is None:
+        return config.tokenizer.vocab_size or GPT2_VOCAB
+    try:
+        return build_tokenizer(config.tokenizer).vocab_size
+    except UserError as error:
+        if config.tokenizer.tokenizer_type == "GPT2BPETokenizer":
+            return GPT2_VOCAB
+        raise UserError(f"{error}; or give the number of its entries with --vocab-size") from error
 
 
 def _without_pipeline(config: RunConfig, world_size: int) -> RunConfig:
@@ -141,15 +158,13 @@ def run(options: argparse.Namespace) -> None:
     cluster = read_cluster(path) if path.exists() or not options.measure else Cluster()
     if options.gpus is not None:
         cluster = dataclasses.replace(cluster, gpus=options.gpus)
-    vocab_size = options.vocab_size or config.tokenizer.vocab_size or GPT2_VOCAB
+    vocab_size = options.vocab_size or entries_of(config)
     if options.measure:
         measured = measure(config, cluster, vocab_size, config.compression.compress, path)
         if measured is None:
             return
         print(f"measured; written to {path}\n")
         cluster = measured
-    if config.tokenizer.vocab_size is None and config.tokenizer.tokenizer_type is None:
-        config = dataclasses.replace(config, tokenizer=dataclasses.replace(config.tokenizer, vocab_size=vocab_size))
     resolved = config.resolve(cluster.gpus)
     predictor = Predictor(resolved, cluster, vocab_size)
     given = predictor.predict(choice_of(resolved, cluster.gpus))

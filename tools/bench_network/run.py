@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -287,10 +287,8 @@ def link_rate(bench: Bench, setup: Setup, computed: dict[str, float]) -> float:
     return 2 * (bench.dp - 1) / bench.dp * parameters * 32 / (setup.ratio * computed["slowest_compute_s"])
 
 
-def cluster_of(name: str, bench: Bench, rates: Mapping[str, float], rate: float | None) -> Cluster:
-    """The hosts as the planner sees them; a shaped link's rate counts the frames around what they carry."""
-    base = Cluster(name, bench.hosts * bench.ranks_per_host, bench.ranks_per_host)
-    cluster = described(rates, base)
+def linked(cluster: Cluster, rate: float | None) -> Cluster:
+    """The hosts with shaped links, whose rate counts the frames around what they carry."""
     if rate is None:
         return cluster
     carried = min(cluster.across.gbit_per_s, rate / 1e9 * PAYLOAD)
@@ -318,7 +316,8 @@ def measure(name: str, bench: Bench, setups: Sequence[Setup], steps: int, out: P
         )
         specs = sorted({spec for case in bench.cases for spec in case.specs})
         (rates,) = ranks.ask(STEP_SECONDS, do="measure", specs=specs, ranks_per_host=bench.ranks_per_host)
-        (out / f"cluster-{name}.yaml").write_text(write_cluster(cluster_of(name, bench, rates, None)))
+        cluster = described(rates, Cluster(name, bench.hosts * bench.ranks_per_host, bench.ranks_per_host))
+        (out / f"cluster-{name}.yaml").write_text(write_cluster(cluster))
         links: list[tuple[str, float | None]] = [("unshaped", None)]
         for setup in setups:
             links.append((setup.name, link_rate(bench, setup, computed)))
@@ -332,7 +331,7 @@ def measure(name: str, bench: Bench, setups: Sequence[Setup], steps: int, out: P
                 before = lab.traffic()
                 answer = ranks.ask(STEP_SECONDS, do="steps", steps=steps)
                 sent = [now - then for now, then in zip(lab.traffic(), before, strict=True)]
-                expected = predicted(bench, case, cluster_of(name, bench, rates, rate))
+                expected = predicted(bench, case, linked(cluster, rate))
                 found.append(summarise(name, bench, setup_name, rate, case, answer, sent, expected))
                 foreseen = "" if expected is None else f" (predicted {expected:.2f})"
                 print(f"  {setup_name}: {case.name}: {found[-1].seconds:.2f} s{foreseen}", flush=True)

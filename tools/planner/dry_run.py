@@ -55,12 +55,14 @@ class Tally:
         coding_s: of encoding and decoding.
         flops: of all its products.
         talks: collectives, in their order.
+        sent: bytes that one rank sends, by point.
     """
 
     seconds: float = 0.0
     coding_s: float = 0.0
     flops: float = 0.0
     talks: list[Talk] = field(default_factory=list)
+    sent: dict[Point, int] = field(default_factory=dict)
 
     @staticmethod
     def mean(tallies: Sequence[Tally]) -> Tally:
@@ -116,11 +118,15 @@ class Recorder(TorchDispatchMode):
 
 
 class _ToldLedger(Ledger):
-    """Tells a recorder what is coding."""
+    """Tells a recorder what is coding, and what is sent."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
+
+    def sent(self, point: Point, wire_bytes: int, raw_bytes: int | None = None) -> None:
+        tally = self.recorder.tally
+        tally.sent[point] = tally.sent.get(point, 0) + wire_bytes
 
     @contextmanager
     def _coding(self, point: Point, name: str) -> Iterator[None]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 
 from megatron.compression.points import Point
+from megatron.config.recompute import RecomputeConfig
 from megatron.parallel.pipeline.schedule import training_schedule
 from tools.planner.choice import Choice
 from tools.planner.costs import Wires
@@ -41,18 +43,30 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
         elements = stages.elements(choice, rank)
         owned = elements / (choice.dp if choice.sharded else 1)
         contents = stages.contents(choice, rank)
-        reductions = [(n, book.reduction(choice, name, rank)) for name, n in contents.items() if n and choice.dp > 1]
+        summed = choice.dp > 1 and Point.DP_GRAD in book.specs(choice)
+        reductions = [(n, book.reduction(choice, name, rank)) for name, n in contents.items() if n and summed]
         filled = {
             "parameters": float(elements * stages.param_bytes),
             "gradients": float(elements * stages.grad_bytes),
             "optimizer": owned * (12.0 if stages.param_bytes < 4 else 8.0),
             "activations": held * max(saved),
-            "work space": max(book.piece(choice, name).working_bytes for name, n in contents.items() if n),
+            "work space": _working_bytes(stages, choice, contents),
             "compressors": sum(n * part.state_bytes for n, part in reductions) + _channel_bytes(stages, choice, rank),
         }
         if sum(filled.values()) > sum(fullest.values()):
             fullest = filled
     return fullest
+
+
+def _working_bytes(stages: Stages, choice: Choice, contents: Mapping[str, int]) -> float:
+    """What is needed at once, such as one group of layers while it is computed again."""
+    book = stages.book
+    found = max(book.piece(choice, name).working_bytes for name, n in contents.items() if n)
+    if choice.recompute.recompute_granularity == "full":
+        plain = book.piece(replace(choice, recompute=RecomputeConfig()), "layer").saved_bytes
+        groups = choice.recompute.recompute_method == "uniform"
+        found = max(found, plain * (choice.recompute.recompute_num_layers if groups else 1))
+    return found
 
 
 def _channel_bytes(stages: Stages, choice: Choice, rank: int) -> float:
@@ -81,8 +95,11 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
         for rank in range(choice.pp):
             for name, count in stages.contents(choice, rank).items():
                 piece = book.piece(choice, name)
-                total += count * sent_bytes((piece.forward if forward else piece.backward).talks, choice.tp)
-        found[point.value] = total * choice.micro_batches / choice.pp
+                tally = piece.forward if forward else piece.backward
+                total += count * choice.micro_batches * tally.sent.get(point, 0)
+            if not forward:
+                total += sent_bytes([stages.partial_sum(choice, rank)], choice.tp)
+        found[point.value] = total / choice.pp
     for point in (Point.PP_FWD, Point.PP_BWD):
         found[point.value] = _messages(stages, choice, point) / choice.pp
     found[Point.DP_GRAD.value] = sum(stages.stage(choice, rank, wires).sent for rank in range(choice.pp)) / choice.pp

@@ -94,8 +94,10 @@ class Piece:
     Args:
         forward, backward: of one micro-batch.
         saved_bytes: kept from the forward to the backward of a micro-batch.
-        working_bytes: needed at once while it is computed, whatever the number of micro-batches.
+        working_bytes: needed at once while it is computed, whatever the number of micro-batches; without those of
+            recomputing.
         parameters: elements.
+        partial: of these, those whose gradients the tensor-parallel ranks sum once a step (sequence parallelism).
         tied_shape: of the tied embedding's part, where the piece holds one.
     """
 
@@ -104,6 +106,7 @@ class Piece:
     saved_bytes: float
     working_bytes: float
     parameters: int
+    partial: int = 0
     tied_shape: tuple[int, ...] = ()
 
 
@@ -165,14 +168,9 @@ class Pieces:
 
     def piece(self, name: str) -> Piece:
         """Forward and backward of a piece."""
-        recompute = self.config.recompute
-        built = self._build(name, recompute)
+        built = self._build(name, self.config.recompute)
         saved, forward, backward = _passes(built)
         working = 0.0
-        if name == "layer" and recompute.recompute_granularity == "full":
-            # One group of layers is alive at a time, as it would be without recomputation.
-            alone = _passes(self._build(name, RecomputeConfig()))[0]
-            working = alone * (recompute.recompute_num_layers if recompute.recompute_method == "uniform" else 1)
         if name == "head":
             tokens = self.config.training.micro_batch_size * self.config.model.seq_length
             dtype = self.config.precision.params_dtype
@@ -184,6 +182,7 @@ class Pieces:
             saved,
             working,
             sum(parameter.numel() for parameter in built.stage.parameters()),
+            sum(b.stop - b.start for b in built.buffer.buckets if b.kind is BucketKind.PARTIAL),
             tuple(tied[0].param.shape) if tied else (),
         )
 

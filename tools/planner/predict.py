@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -64,10 +65,17 @@ class Predictor:
         self.vocab_size = vocab_size
         self.stages = Stages(config, cluster, vocab_size)
         self.book = self.stages.book
+        self._bounds: dict[Choice, float] = {}
 
     def lower_bound(self, choice: Choice) -> float:
         """Seconds that the choice cannot undercut, cheaper to find than its prediction."""
-        return self.stages.pipeline(choice, wires_of(self.cluster, choice)).lower_bound(choice.micro_batches)
+        # The optimizer and the sum of gradients come on top, whatever they are.
+        specs = tuple(spec for spec in choice.specs if spec.startswith(("pp-", "tp-")))
+        alone = dataclasses.replace(choice, sharded=False, overlap=False, specs=specs)
+        if alone not in self._bounds:
+            pipeline = self.stages.pipeline(alone, wires_of(self.cluster, alone))
+            self._bounds[alone] = pipeline.lower_bound(alone.micro_batches)
+        return self._bounds[alone]
 
     def memory_bytes(self, choice: Choice) -> float:
         """Bytes on the fullest rank."""
@@ -122,7 +130,7 @@ class Predictor:
         everyone = max(time.end for time in times) + self._world_s(wires, choice)
         ready = []
         for rank, (time, stage) in enumerate(zip(times, stages, strict=True)):
-            end = time.end + stage.coding_s
+            end = time.end + stage.coding_s + talk_seconds([self.stages.partial_sum(choice, rank)], wires.tp, choice.tp)
             if stage.rounds:
                 end = max(end, self._first_round(choice, pipeline, rank, time, stage))
             if asks:

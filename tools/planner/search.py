@@ -26,11 +26,8 @@ SPEC_SETS: tuple[tuple[str, ...], ...] = (
 MICRO_BATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 3, 4, 6, 8)
 
-_RECOMPUTE = (
-    RecomputeConfig(),
-    RecomputeConfig(recompute_granularity="selective"),
-    RecomputeConfig(recompute_granularity="full", recompute_method="uniform"),
-)
+_RECOMPUTE = (RecomputeConfig(), RecomputeConfig(recompute_granularity="full", recompute_method="uniform"))
+"""Selective recomputation is left out: fused attention keeps nothing worth it."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +136,10 @@ def search(
         bound, _, choice = heapq.heappop(queue)
         if len(best) >= top and bound >= best[-1].seconds:
             break
-        needed = predictor.memory_bytes(choice)
+        # What compressors keep comes on top, and is not looked for in vain.
+        needed = predictor.memory_bytes(replace(choice, specs=()))
+        if needed <= limit and choice.specs:
+            needed = predictor.memory_bytes(choice)
         smallest = min(smallest, needed)
         if needed > limit:
             too_large += 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from megatron.parallel.pipeline.schedule import PipelineOp, epilogue, training_schedule
 
-_WHOLE = 4096
+_WHOLE = 1024
 """Operations, forward, of steps that are played from the beginning to the end."""
 
 

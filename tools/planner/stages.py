@@ -127,6 +127,12 @@ class Stages:
         tied = self.book.piece(choice, "embedding").tied_shape
         return found - (math.prod(tied) if tied and choice.pp == 1 else 0)
 
+    def partial_sum(self, choice: Choice, rank: int) -> Talk:
+        """What tensor-parallel ranks sum once a step, of parameters that each uses for its part of the sequence."""
+        contents = self.contents(choice, rank).items()
+        elements = sum(n * self.book.piece(choice, name).partial for name, n in contents)
+        return Talk("all-reduce", float(elements * self.grad_bytes))
+
     def tied_elements(self, choice: Choice) -> int:
         """Of the tied embedding, what one holder sums with the others: all, or a replica's share."""
         elements = math.prod(self.book.piece(choice, "embedding").tied_shape)

@@ -1,0 +1,111 @@
+"""Predictions beside published figures, and beside measurements of the laboratory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.run import RunConfig
+from megatron.training.flops import benchmark_tflops
+from megatron.training.report import model_shape
+from tests.unit.planner.support import predictor_of, small_run
+from tools.bench_network.run import BENCHES, linked, predicted
+from tools.planner.choice import choice_of
+from tools.planner.cluster import Link, read_cluster
+from tools.planner.predict import Predictor
+
+REPO = Path(__file__).parents[3]
+A100 = REPO / "examples" / "clusters" / "a100-40gb-hdr.yaml"
+RECORDED = sorted((REPO / "tests" / "golden" / "laboratory").glob("*.json"))
+
+
+def _jupiter(layers: int, hidden: int, heads: int, batch: int, tp: int, pp: int, gpus: int) -> RunConfig:
+    plain: dict[str, dict[str, Any]] = {
+        "model": {
+            "num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "seq_length": 2048,
+            "position_embedding_type": "rope",
+        },
+        "training": {"micro_batch_size": 1, "global_batch_size": batch, "train_iters": 100},
+        "optimizer": {"lr": 1e-4},
+        "tokenizer": {"vocab_size": 50257},
+        "precision": {"fp16": True},
+        "parallel": {
+            "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "sequence_parallel": True,
+            "use_distributed_optimizer": True,
+        },
+        "recompute": {"recompute_granularity": "selective"},
+    }  # fmt: skip
+    return RunConfig.from_dict(plain).resolve(gpus)
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "gbit", "published"),
+    [
+        (_jupiter(96, 12288, 96, 96, 8, 8, 384), 384, 700.0, 137.89),
+        (_jupiter(40, 5120, 32, 1024, 2, 4, 32), 32, 350.0, 206.9),
+    ],
+    ids=["175B on 96 nodes of 4 A100", "13B on 8 nodes of 4 A100"],
+)
+def test_published_figures_of_the_jupiter_benchmark(
+    config: RunConfig, gpus: int, gbit: float, published: float
+) -> None:
+    """TFLOP/s by the benchmark's formula; the cluster file assumes what products reach of the peak."""
+    cluster = dataclasses.replace(read_cluster(A100), gpus=gpus, across=Link(gbit, 6.0))
+    found = Predictor(config, cluster, 50257).predict(choice_of(config, gpus))
+    tflops = benchmark_tflops(
+        model_shape(config, 50257),
+        global_batch_size=config.training.global_batch_size,
+        seconds=found.seconds,
+        world_size=gpus,
+        recompute=True,
+    )
+    assert tflops == pytest.approx(published, rel=0.15)
+    assert found.memory_bytes < cluster.device.memory_gib * 2**30
+
+
+@pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
+def test_measurements_of_the_laboratory(file: Path) -> None:
+    """Iterations as ``make bench-network`` measured them, after the rates of the same hosts (the YAML beside them)."""
+    bench, cluster = BENCHES[file.stem], read_cluster(file.with_suffix(".yaml"))
+    cases = {case.name: case for case in bench.cases}
+    errors = {}
+    for row in json.loads(file.read_text()):
+        seconds = predicted(bench, cases[row["case"]], linked(cluster, row["rate"]))
+        if seconds is not None:
+            errors[row["setup"], row["case"]] = seconds / row["seconds"] - 1
+    off = {name: error for name, error in errors.items() if abs(error) > 0.15}
+    assert not off
+    assert len(errors) >= 12
+
+
+def test_parts_add_up_to_the_whole() -> None:
+    parallel = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "use_distributed_optimizer": True}
+    specs = ("pp-forward=fixpoint,bits=4", "dp-grad=powersgd,rank=4", "tp-forward=fixpoint,bits=8")
+    predictor, choice = predictor_of(small_run(specs=specs, parallel=parallel))
+    found = predictor.predict(choice)
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    assert all(seconds >= 0 for seconds in found.parts.values())
+    assert found.parts["coding"] > 0
+    assert found.tokens_per_s == pytest.approx(32 * 32 / found.seconds)
+    assert 0 < found.mfu < 1
+    assert set(found.across) <= set(found.sent)
+
+
+def test_corrections_multiply_what_they_name() -> None:
+    predictor, choice = predictor_of(small_run(specs=("dp-grad=fixpoint,bits=4",)))
+    plain = predictor.predict(choice)
+    corrections = {"layer forward": 3.0, "coding dp-grad=fixpoint,bits=4": 2.0, "optimizer": 5.0}
+    slower = Predictor(
+        predictor.config, dataclasses.replace(predictor.cluster, corrections=corrections), predictor.vocab_size
+    ).predict(choice)
+    piece = predictor.book.piece(choice, "layer")
+    more = 2 * choice.micro_batches * 8 * piece.forward.seconds
+    assert slower.parts["compute"] - plain.parts["compute"] == pytest.approx(more)
+    assert slower.parts["coding"] == pytest.approx(2 * plain.parts["coding"])
+    moved = predictor.stages.elements(choice, 0) * (4 + 2 * 4 + 24)
+    update = moved / (predictor.cluster.device.memory_gbyte_per_s * 1e9)
+    assert slower.parts["optimizer"] - plain.parts["optimizer"] == pytest.approx(4 * update)
