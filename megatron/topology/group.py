@@ -6,10 +6,13 @@ never disagree with what was sent. A group of one rank communicates nothing and 
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +23,62 @@ from megatron.topology.errors import CommunicationError
 # torch 2.13 renamed these two and warns at the old names.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class Work(Protocol):
+    """What ``Pending`` waits for: torch's handle, or steps in a thread."""
+
+    def wait(self) -> object:
+        """Returns when it is done; raises RuntimeError when it failed."""
+
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would not block."""
+
+
+_STEPWISE_BYTES = 1 << 20
+"""What a rank must have to send for an exchange that is worth several steps."""
+
+
+class _Steps:
+    """Exchanges that a thread carries out one partner at a time, in the order in which they are asked for.
+
+    gloo's own send to all partners at once. Their flows then compete for every link, and on slow ones a third of its
+    rate is lost; one flow at a time reaches it.
+    """
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
+        # A daemon: a process that has to end does not wait for peers.
+        threading.Thread(target=self._main, name="exchange", daemon=True).start()
+
+    def _main(self) -> None:
+        while True:
+            call, done = self._asked.get()
+            try:
+                call()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+    def start(self, call: Callable[[], None]) -> Work:
+        """Carries out ``call`` after those before it."""
+        done: Future[None] = Future()
+        self._asked.put((call, done))
+        return _InThread(done)
+
+
+@dataclass(frozen=True)
+class _InThread:
+    """Steps on their way."""
+
+    done: Future[None]
+
+    def wait(self) -> None:
+        self.done.result()
+
+    def is_completed(self) -> bool:
+        return self.done.done()
 
 
 @dataclass
@@ -34,7 +93,7 @@ class Pending:
         started: ``time.perf_counter()`` at its start.
     """
 
-    work: dist.Work | None
+    work: Work | None
     sent_bytes: int
     what: str
     finish: Callable[[], None] | None = None
@@ -96,12 +155,13 @@ class Group:
         self.name = name
         self.backend = backend
         self._spare: list[Tensor] = []
+        self._steps: _Steps | None = None
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
-    def _start(self, what: str, sent: int, call: Callable[[], dist.Work | None]) -> Pending:
+    def _start(self, what: str, sent: int, call: Callable[[], Work | None]) -> Pending:
         label = f"{what} over {self.name} (ranks {', '.join(map(str, self.ranks))})"
         try:
             return Pending(call(), sent, label)
@@ -122,7 +182,39 @@ class Group:
                 out.copy_(x)
             return Pending(None, 0, "nothing")
         sent = (self.size - 1) * num_bytes(x)
+        if self._in_steps(sent):
+            rows = out.view(self.size, *x.shape)
+            rows[self.rank].copy_(x)
+            return self._start("all-gather", sent, lambda: self._stepwise([x] * self.size, list(rows)))
         return self._start("all-gather", sent, lambda: _ALL_GATHER(out, x, group=self.pg, async_op=True))
+
+    def _in_steps(self, sent: int) -> bool:
+        """Whether to exchange with one partner at a time; the same on all ranks."""
+        return self.backend == "gloo" and self.size > 2 and sent >= _STEPWISE_BYTES
+
+    def _stepwise(self, out: Sequence[Tensor], into: Sequence[Tensor]) -> Work:
+        """Sends ``out[i]`` to rank i and receives ``into[i]`` from it, for all i but this rank's own."""
+
+        def steps() -> None:
+            for step in range(1, self.size):
+                to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+                coming = dist.irecv(into[source], src=self.ranks[source], group=self.pg)
+                going = dist.isend(out[to], dst=self.ranks[to], group=self.pg)
+                for work in (coming, going):
+                    assert work is not None
+                    work.wait()
+
+        if self._steps is None:
+            self._steps = _Steps()
+        return self._steps.start(steps)
+
+    def _exchange(self, out: Tensor, x: Tensor, what: str, sent: int) -> Pending:
+        """Row i of ``x`` to rank i; row i of ``out`` from rank i."""
+        if not self._in_steps(sent):
+            return self._start(what, sent, lambda: dist.all_to_all_single(out, x, group=self.pg, async_op=True))
+        to, source = x.chunk(self.size), out.chunk(self.size)
+        source[self.rank].copy_(to[self.rank])
+        return self._start(what, sent, lambda: self._stepwise(to, source))
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
         """Sums ``x`` over the group; rank r gets the r-th equal part of dimension 0 in ``out``.
@@ -142,9 +234,7 @@ class Group:
                 lambda: _REDUCE_SCATTER(out, x, group=self.pg, async_op=True),
             )
         parts = self._take_spare(x)
-        pending = self._start(
-            "reduce-scatter", sent, lambda: dist.all_to_all_single(parts, x, group=self.pg, async_op=True)
-        )
+        pending = self._exchange(parts, x, "reduce-scatter", sent)
 
         def finish() -> None:
             _sum_into(out, parts.view(self.size, *out.shape))
@@ -159,7 +249,7 @@ class Group:
             out.copy_(x)
             return Pending(None, 0, "nothing")
         sent = (self.size - 1) * num_bytes(x) // self.size
-        return self._start("all-to-all", sent, lambda: dist.all_to_all_single(out, x, group=self.pg, async_op=True))
+        return self._exchange(out, x, "all-to-all", sent)
 
     def _take_spare(self, x: Tensor) -> Tensor:
         """Work space like ``x``, that of an earlier call where one fits: fresh memory costs a fault per page."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from megatron.topology.group import Group, Link
 from megatron.topology.launch import LaunchEnvironment, init_process_group
 from megatron.topology.layout import Layout
 from megatron.topology.topology import build_topology
-from tests.support.spawn import run_ranks
+from tests.support.spawn import RankFailure, run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
@@ -106,6 +107,57 @@ def _check_collectives() -> list[str]:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_collectives_equal_plain_torch(world_size: int) -> None:
     assert run_ranks(world_size, _check_collectives) == [[]] * world_size
+
+
+def _check_large_exchanges() -> list[str]:
+    """Several at once, large enough to go one partner at a time, beside a small collective of the same group."""
+    group = _world()
+    n, rank, size = group.size, group.rank, 1 << 18
+    rows = [torch.stack([_values(100 * r + to, (size,), torch.float32) for to in range(n)]) for r in range(n)]
+    exchanged, gathered = torch.empty(n, size), torch.empty(n * size)
+    reduced, small = torch.empty(size), torch.ones(3)
+    pendings = [
+        group.exchange(exchanged, rows[rank].clone()),
+        group.all_gather(gathered, rows[rank][0].clone()),
+        group.all_reduce(small),
+        group.reduce_scatter(reduced, rows[rank].clone().view(-1)),
+    ]
+    for pending in reversed(pendings):
+        pending.wait()
+        assert pending.done()
+    wrong = []
+    for what, found, expected in (
+        ("exchange", exchanged, torch.stack([rows[r][rank] for r in range(n)])),
+        ("all-gather", gathered, torch.cat([rows[r][0] for r in range(n)])),
+        ("all-reduce", small, torch.full((3,), float(n))),
+        ("reduce-scatter", reduced, torch.stack([rows[r][rank] for r in range(n)]).sum(dim=0)),
+    ):
+        if not torch.allclose(found, expected, rtol=1e-6, atol=1e-6):
+            wrong.append(what)
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_large_exchanges_go_one_partner_at_a_time(world_size: int) -> None:
+    assert run_ranks(world_size, _check_large_exchanges) == [[]] * world_size
+
+
+def _lose_a_peer(folder: Path) -> None:
+    group = _world()
+    if group.rank == 2:
+        os._exit(0)
+    try:
+        group.exchange(torch.empty(3, 1 << 20), torch.ones(3, 1 << 20)).wait()
+    except CommunicationError as error:
+        (folder / str(group.rank)).write_text(str(error))
+
+
+def test_a_partner_that_goes_in_the_middle_of_a_large_exchange_is_noticed(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure):
+        run_ranks(3, _lose_a_peer, tmp_path, timeout=60)
+    said = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert said.keys() >= {"0"} or said.keys() >= {"1"}
+    assert all("all-to-all over world (ranks 0, 1, 2) failed" in text for text in said.values())
 
 
 def _half_precision_sum() -> float:

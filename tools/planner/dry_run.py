@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron.comm.ledger import Ledger
 from megatron.compression.points import Point
-from megatron.topology.group import Group, Pending, num_bytes
+from megatron.topology.group import Group, Pending, Work, num_bytes
 from tools.planner.cluster import Device
 
 META = torch.device("meta")
@@ -149,7 +148,7 @@ class DryGroup(Group):
         super().__init__(None, tuple(range(size)), 0, "a dry run", "nccl")
         self.recorder = recorder
 
-    def _start(self, what: str, sent: int, call: Callable[[], dist.Work | None]) -> Pending:
+    def _start(self, what: str, sent: int, call: Callable[[], Work | None]) -> Pending:
         rounds = 2 if what == "all-reduce" else 1
         whole = sent if what == "broadcast" else sent * self.size / (rounds * (self.size - 1))
         self.recorder.tally.talks.append(Talk(what, whole))
