@@ -9,7 +9,7 @@ WORKERS := -n 2 --no-loadscope-reorder
 ARGS ?=
 export PYTHON
 
-.PHONY: help quickstart test test-faults lint format bench-train bench-kernels bench-memory bench-convergence bench-network clean clean-all
+.PHONY: help quickstart test test-faults lint format bench-train bench-kernels bench-memory bench-convergence bench-network bench-time-to-loss clean clean-all
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -44,6 +44,9 @@ bench-convergence:  ## train a small GPT with and without compressors and compar
 
 bench-network:  ## train on shaped links with and without compressors, beside torch DDP's hooks (Linux, root, half an hour)
 	@$(RUN) --extras test,lint -- -m tools.bench_network.run $(ARGS)
+
+bench-time-to-loss:  ## losses over time on slow links, compressed and not (Linux, root, a quarter of an hour)
+	@$(RUN) --extras test,lint -- -m tools.bench_network.time_to_loss $(ARGS)
 
 clean:  ## remove caches, builds and the quickstart's output
 	rm -rf build dist *.egg-info quickstart_out bench_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
