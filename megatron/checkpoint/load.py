@@ -83,7 +83,12 @@ def _fallback(root: Path, broken: Iteration | None) -> str:
     return f"; {root} has no other complete checkpoint"
 
 
-def _open(root: Path, iteration: Iteration) -> tuple[Path, Manifest]:
+def open_checkpoint(root: Path, iteration: Iteration) -> tuple[Path, Manifest]:
+    """A checkpoint's folder and table of contents.
+
+    Raises:
+        UserError: when it is missing or damaged; the message names one that is complete.
+    """
     folder = checkpoint_folder(root, iteration)
     if not folder.is_dir():
         raise UserError(f"{folder} is not there{_fallback(root, iteration)}")
@@ -94,7 +99,7 @@ def _open(root: Path, iteration: Iteration) -> tuple[Path, Manifest]:
 
 
 def _read_checked(root: Path, iteration: Iteration, pick: Callable[[Manifest], StoredItem]) -> bytes:
-    folder, manifest = _open(root, iteration)
+    folder, manifest = open_checkpoint(root, iteration)
     item = pick(manifest)
     data = read_item(folder, item)
     if data is None:
@@ -132,7 +137,7 @@ def load_per_rank(root: str | Path, iteration: Iteration, rank: int) -> dict[str
         UserError: when the checkpoint is missing or damaged.
     """
     name = per_rank_name(rank)
-    _, manifest = _open(Path(root), iteration)
+    _, manifest = open_checkpoint(Path(root), iteration)
     if name not in manifest.blobs:
         return None
     value = decode_plain(_read_checked(Path(root), iteration, lambda m: m.blobs[name]))
@@ -146,7 +151,7 @@ def saved_shapes(root: str | Path, iteration: Iteration, prefix: str) -> dict[st
     Raises:
         UserError: when the checkpoint is missing or damaged.
     """
-    tensors = _open(Path(root), iteration)[1].tensors
+    tensors = open_checkpoint(Path(root), iteration)[1].tensors
     return {n: (tuple(t.size), t.properties.dtype) for n, t in tensors.items() if n.startswith(prefix)}
 
 
@@ -156,7 +161,7 @@ def saved_world_size(root: str | Path, iteration: Iteration) -> int:
     Raises:
         UserError: when the checkpoint is missing or damaged.
     """
-    return _open(Path(root), iteration)[1].world_size
+    return open_checkpoint(Path(root), iteration)[1].world_size
 
 
 def load_tensors(
@@ -215,7 +220,7 @@ def _open_together(root: Path, iteration: Iteration, group: dist.ProcessGroup | 
     """Reads the table of contents and checks the sizes of all files, each on one of the ranks."""
     problem, opened = None, None
     try:
-        opened = _open(root, iteration)
+        opened = open_checkpoint(root, iteration)
     except UserError as error:
         problem = str(error)
     raise_together(group, problem)

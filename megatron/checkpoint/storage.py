@@ -296,13 +296,18 @@ def _checksum(stream: io.FileIO, item: StoredItem, buffer: memoryview) -> int:
     return crc32
 
 
-def read_item(folder: Path, item: StoredItem) -> bytes | None:
-    """The bytes of an item; None when they do not have their checksum or cannot be read."""
+def read_into(folder: Path, item: StoredItem, memory: memoryview) -> bool:
+    """Reads an item into memory of its length; whether it could be read and has its checksum."""
     try:
         with (folder / item.file).open("rb", buffering=0) as stream:
             stream.seek(item.offset)
-            data = bytearray(item.length)
-            _read_exactly(stream, memoryview(data))
+            _read_exactly(stream, memory)
     except (OSError, EOFError):
-        return None
-    return bytes(data) if zlib.crc32(data) == item.crc32 else None
+        return False
+    return zlib.crc32(memory) == item.crc32
+
+
+def read_item(folder: Path, item: StoredItem) -> bytes | None:
+    """The bytes of an item; None when they do not have their checksum or cannot be read."""
+    data = bytearray(item.length)
+    return bytes(data) if read_into(folder, item, memoryview(data)) else None

@@ -1,0 +1,53 @@
+"""Reads single tensors of a checkpoint, whole, whatever layout wrote it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.files import Iteration
+from megatron.checkpoint.load import open_checkpoint
+from megatron.checkpoint.storage import bytes_of, read_into
+from megatron.config.errors import UserError
+
+
+class StoredTensors:
+    """The tensors of a checkpoint, each read when it is asked for, with its checksum.
+
+    Args:
+        root: the folder of all checkpoints.
+        iteration: which one.
+
+    Raises:
+        UserError: when the checkpoint is missing or its table of contents damaged.
+    """
+
+    def __init__(self, root: str | Path, iteration: Iteration) -> None:
+        self.folder, self.manifest = open_checkpoint(Path(root), iteration)
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor, in memory of its own; beside it no more than one stored part is held.
+
+        Raises:
+            UserError: when its bytes are missing or damaged.
+            KeyError: when there is none of this name.
+        """
+        stored = self.manifest.tensors[name]
+        whole = torch.empty(tuple(stored.size), dtype=stored.properties.dtype)
+        for chunk in stored.chunks:
+            item = self.manifest.items[name, tuple(chunk.offsets)]
+            sizes = tuple(chunk.sizes)
+            alone = math.prod(sizes) == whole.numel()
+            part = whole if alone else torch.empty(sizes, dtype=whole.dtype)
+            if part.numel() and not read_into(self.folder, item, bytes_of(part)):
+                raise UserError(
+                    f"{self.folder / item.file} is missing, truncated or damaged: {item.length} bytes from "
+                    f"{item.offset}, a part of {name}, do not have their checksum"
+                )
+            if not alone:
+                box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, sizes, strict=True))
+                whole[box] = part
+        return whole

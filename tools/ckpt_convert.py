@@ -1,0 +1,139 @@
+#!/usr/bin/env python3
+"""Converts checkpoints between our own format, Hugging Face folders (GPT-2, Llama) and the classic Megatron layout.
+
+    python tools/ckpt_convert.py --load checkpoints --save gpt2-mine --to hf
+    python tools/ckpt_convert.py --load gpt2 --save checkpoints --to megatron-cc
+    python tools/ckpt_convert.py --load checkpoints --save classic --to classic --target-tensor-model-parallel-size 2
+    python tools/ckpt_convert.py --load checkpoints --iteration 1000 --save half --to hf --dtype bf16
+
+What --load is, is found out: any layout of ours, a Hugging Face folder, or mp_rank_TT[_PPP] files of Megatron-LM and
+its forks (checkpoint versions 0 to 3, any tensor- and pipeline-parallel size). Weights only: a converted checkpoint is
+gone on from with pretrain_gpt.py --load DIR --finetune --use-checkpoint-args. Tensors are read and written one by one,
+so memory holds the largest one and not the model. --save is complete or not there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path.insert(0, str(REPO))
+
+import torch  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+from megatron.checkpoint.files import TRACKER  # noqa: E402
+from megatron.config.errors import UserError  # noqa: E402
+from megatron.config.tokenizer import TokenizerConfig  # noqa: E402
+from tools.convert.classic import find_classic, read_classic  # noqa: E402
+from tools.convert.classic_write import write_classic  # noqa: E402
+from tools.convert.hugging_face import is_hf, read_hf, write_hf  # noqa: E402
+from tools.convert.model import Weights, expected_shapes  # noqa: E402
+from tools.convert.ours import check_complete, read_ours, write_ours  # noqa: E402
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--load", required=True, metavar="DIR", help="what is converted")
+    made.add_argument("--save", required=True, metavar="DIR", help="a folder for the result; it must not hold one yet")
+    made.add_argument("--to", required=True, choices=("hf", "megatron-cc", "classic"), help="format of the result")
+    made.add_argument("--iteration", type=int, metavar="N", help="of our own checkpoint (the newest)")
+    made.add_argument("--dtype", choices=list(DTYPES), help="of the result's weights (as they are)")
+    made.add_argument("--target-tensor-model-parallel-size", type=int, default=1, metavar="N", help="of classic (1)")
+    made.add_argument("--target-pipeline-model-parallel-size", type=int, default=1, metavar="N", help="of classic (1)")
+    made.add_argument(
+        "--vocab-size", type=int, metavar="N", help="entries without padding, where a classic file has none"
+    )
+    made.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer's files out")
+    return made
+
+
+def read(options: argparse.Namespace) -> Weights:
+    """What is converted.
+
+    Raises:
+        UserError: when it is nothing that can be.
+    """
+    folder = Path(options.load)
+    classic = find_classic(folder, options.iteration)
+    if classic is not None:
+        weights = read_classic(classic, options.vocab_size)
+    elif (folder / TRACKER).is_file():
+        weights = read_ours(folder, options.iteration)
+    elif is_hf(folder):
+        if options.iteration is not None:
+            raise UserError(f"--iteration {options.iteration}: {folder} is a Hugging Face folder, which has none")
+        weights = read_hf(folder)
+    else:
+        raise UserError(
+            f"--load {folder} holds neither a checkpoint ({TRACKER}) nor a Hugging Face model (config.json)"
+        )
+    check_complete(weights, expected_shapes(weights.model, weights.vocab_size), str(folder))
+    dtype = DTYPES.get(options.dtype)
+    entries = {name: entry.to(dtype) for name, entry in weights.entries.items()}
+    tokenizer = TokenizerConfig() if options.no_tokenizer else weights.tokenizer
+    return dataclasses.replace(weights, entries=entries, tokenizer=tokenizer)
+
+
+def write(weights: Weights, options: argparse.Namespace, done: Callable[[int], None]) -> None:
+    """Writes the result.
+
+    Raises:
+        UserError: when it cannot be written; nothing is left behind then.
+    """
+    folder = Path(options.save)
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(f"--save {folder}: is not empty; name another folder")
+    if options.to == "megatron-cc":
+        write_ours(weights, folder, done)
+        return
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir(parents=True)
+        if options.to == "hf":
+            write_hf(weights, partial, done)
+        else:
+            tp, pp = options.target_tensor_model_parallel_size, options.target_pipeline_model_parallel_size
+            write_classic(weights, partial, tp, pp, done)
+        if folder.exists():
+            folder.rmdir()
+        partial.rename(folder)
+    except OSError as error:
+        raise UserError(f"--save {folder}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    made = parser()
+    options = made.parse_args(arguments)
+    for name in ("target_tensor_model_parallel_size", "target_pipeline_model_parallel_size"):
+        if getattr(options, name) < 1:
+            made.error(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least 1")
+    try:
+        weights = read(options)
+        with tqdm(total=weights.nbytes, unit="B", unit_scale=True, desc="converted") as bar:
+
+            def done(nbytes: int) -> None:
+                bar.update(nbytes)
+
+            write(weights, options, done)
+    except UserError as error:
+        print(f"ckpt_convert: error: {error}", file=sys.stderr)
+        return 2
+    print(f"{options.save}: {len(weights.entries)} tensors, {weights.nbytes / 1e6:,.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Checkpoints to and from other formats, tensor by tensor."""

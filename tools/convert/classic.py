@@ -1,0 +1,291 @@
+"""The classic Megatron layout: ``mp_rank_TT[_PPP]/model_optim_rng.pt``, one file for each rank of the model.
+
+Read are versions 0 to 3, of any tensor- and pipeline-parallel size, interleaved ones too; written is version 3. Files
+are unpickled with torch's weights-only loader: what else they hold (an argparse namespace, enums of the code that wrote
+them) becomes plain stand-ins, and no code of theirs runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.config.errors import UserError
+from megatron.config.model import ModelConfig
+from megatron.config.tokenizer import TokenizerConfig
+from tools.convert.model import Entry, Weights, expected_shapes, model_of
+
+FILE = "model_optim_rng.pt"
+TRACKER = "latest_checkpointed_iteration.txt"
+_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
+GPT2_ENTRIES = 50257
+
+COLUMN = ("query_key_value.weight", "query_key_value.bias", "dense_h_to_4h.weight", "dense_h_to_4h.bias")
+ROW = ("self_attention.dense.weight", "mlp.dense_4h_to_h.weight")
+
+
+def find_classic(root: Path, iteration: int | None = None) -> Path | None:
+    """The folder of a classic checkpoint's ranks: ``root`` itself, or the iteration that its tracker names."""
+    if _ranks(root):
+        return root
+    tracker = root / TRACKER
+    name = f"iter_{iteration:07d}" if iteration is not None else None
+    if name is None and tracker.is_file():
+        text = tracker.read_text(errors="replace").strip()
+        name = "release" if text == "release" else f"iter_{int(text):07d}" if text.isdigit() else None
+    return root / name if name is not None and _ranks(root / name) else None
+
+
+def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
+    """Files by (tensor-parallel, pipeline) rank."""
+    found = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _FOLDER.fullmatch(path.name)
+        if match and (path / FILE).is_file():
+            found[int(match[1]), int(match[2] or 0)] = path / FILE
+    return found
+
+
+# Reading
+
+
+class _Opaque:
+    """Stands in for objects of the code that wrote a file, whose values nothing here needs."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _safe_globals(path: Path) -> list[Any]:
+    """What a file may name: plain containers, numpy's arrays of random states, and stand-ins for the writer's code."""
+    allowed: list[Any] = [argparse.Namespace, np.ndarray, np.dtype]
+    allowed += [type(np.dtype(kind)) for kind in (np.uint32, np.int64, np.float64)]
+    rebuild = np.zeros(1).__reduce__()[0]
+    allowed += [(rebuild, f"{module}.multiarray._reconstruct") for module in ("numpy.core", "numpy._core")]
+    try:
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # no archive: a file of before torch 1.6, or none of torch's; the loader says which
+        named = []
+    return allowed + [(_Opaque, name) for name in named if name.split(".")[0] in ("megatron", "deepspeed", "apex")]
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """A rank's file, its tensors mapped and not read where torch's format allows.
+
+    Raises:
+        UserError: when it is damaged, or holds what the weights-only loader refuses.
+    """
+    mapped = zipfile.is_zipfile(path)
+    try:
+        with torch.serialization.safe_globals(_safe_globals(path)):
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # torch raises many kinds for files that are none of its own
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{path}: cannot be read safely ({first}); is it damaged, or no checkpoint?") from error
+    if not isinstance(loaded, dict) or not ("model" in loaded or "model0" in loaded):
+        raise UserError(f"{path}: holds no model; give the folder of a classic Megatron checkpoint")
+    return loaded
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One tensor-parallel rank's tensors of the whole pipeline, flat, by logical name."""
+
+    tensors: Mapping[str, Tensor]
+
+
+def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
+    """Nested dictionaries as dotted names."""
+    found: dict[str, Tensor] = {}
+    for name, value in nested.items():
+        if isinstance(value, Tensor):
+            found[prefix + name] = value
+        elif isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{name}.")
+    return found
+
+
+def _logical(name: str, first_layer: int) -> str | None:
+    """Our name of a tensor of a file; None for what is no parameter (masks, copies)."""
+    name = name.removeprefix("language_model.")
+    name = re.sub(r"^(transformer|encoder)\.", "", name).replace(".attention.", ".self_attention.")
+    for later, earlier in (("input_norm", "input_layernorm"), ("post_attention_norm", "post_attention_layernorm")):
+        name = name.replace(f".{later}.", f".{earlier}.")
+    name = re.sub(r"^final_norm\.", "final_layernorm.", name)
+    if name.startswith("word_embeddings_for_head."):
+        return None
+    match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+    if match:
+        own = match[2].removesuffix("_extra_state")
+        return f"layers.{first_layer + int(match[1])}.{own}" if own == match[2] and "rotary" not in own else None
+    return name if name.startswith(("embedding.", "final_layernorm.", "output_layer.")) else None
+
+
+def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
+    """A checkpoint of any tensor- and pipeline-parallel size.
+
+    Args:
+        folder: of the ranks.
+        vocab_size: entries of the vocabulary without padding; None where the file or its tokenizer says.
+
+    Raises:
+        UserError: when files are missing, damaged, or of another kind of model.
+    """
+    paths = _ranks(folder)
+    tps, pps = sorted({tp for tp, _ in paths}), sorted({pp for _, pp in paths})
+    for tp in range(tps[-1] + 1):
+        for pp in range(pps[-1] + 1):
+            if (tp, pp) not in paths:
+                raise UserError(
+                    f"{folder}: of the {tps[-1] + 1} x {pps[-1] + 1} ranks, mp_rank_{tp:02d}_{pp:03d} is missing"
+                )
+    files = {place: _load(path) for place, path in paths.items()}
+    first = files[0, 0]
+    model, padded = _model_of(first, folder)
+    version = float(first.get("checkpoint_version") or 0)
+    shards = [_pipeline_of(files, tp, len(pps), model, folder) for tp in range(len(tps))]
+    entries_size = _vocab_size(first.get("args"), vocab_size, padded, len(tps))
+    shapes = expected_shapes(model, entries_size)
+    entries = {}
+    for name, shape in shapes.items():
+        parts = [shard.tensors[name] for shard in shards if name in shard.tensors]
+        if len(parts) != len(shards):
+            raise UserError(f"{folder}: {name} is in {len(parts)} of {len(shards)} tensor-parallel ranks")
+        entries[name] = Entry(shape, parts[0].dtype, _merged(name, parts, shape, model, version, folder))
+    iteration = first.get("iteration", 0)
+    return Weights(model, entries_size, entries, _tokenizer_of(first.get("args")), int(iteration or 0))
+
+
+def _pipeline_of(
+    files: Mapping[tuple[int, int], Mapping[str, Any]], tp: int, stages: int, model: ModelConfig, folder: Path
+) -> _Shard:
+    """Puts the layers of all stages, and of all chunks of interleaved ones, in their order."""
+    chunks = max((int(name[5:]) + 1 for name in files[tp, 0] if re.fullmatch(r"model\d+", name)), default=1)
+    found: dict[str, Tensor] = {}
+    done = 0
+    for chunk in range(chunks):
+        for stage in range(stages):
+            name = f"model{chunk}" if chunks > 1 else "model"
+            flat = _flat(files[tp, stage][name])
+            layers = {int(m[1]) for m in (re.search(r"layers\.(\d+)\.", key) for key in flat) if m}
+            for key, tensor in flat.items():
+                logical = _logical(key, done)
+                if logical is not None:
+                    found.setdefault(logical, tensor)
+            done += len(layers)
+    if done != model.num_layers:
+        raise UserError(f"{folder}: the files hold {done} layers, their arguments say {model.num_layers}")
+    return _Shard(found)
+
+
+def _merged(
+    name: str, parts: Sequence[Tensor], shape: tuple[int, ...], model: ModelConfig, version: float, folder: Path
+) -> Callable[[], Tensor]:
+    def read() -> Tensor:
+        if "query_key_value" in name:
+            whole = torch.cat([_by_head(part, model, len(parts), version) for part in parts])
+        elif "dense_h_to_4h" in name and model.swiglu:
+            whole = torch.cat([part.view(2, -1, *part.shape[1:]) for part in parts], dim=1)
+        elif name.endswith(COLUMN) or "word_embeddings" in name or name.startswith("output_layer"):
+            whole = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+        elif name.endswith(ROW):
+            whole = torch.cat(list(parts), dim=1) if len(parts) > 1 else parts[0]
+        else:
+            whole = parts[0]
+        if whole.dim() == len(shape) and whole.shape[0] > shape[0] and whole.shape[1:] == shape[1:]:
+            whole = whole[: shape[0]]  # the vocabulary's padding
+        if tuple(whole.shape) != shape:
+            raise UserError(f"{folder}: {name} has shape {tuple(whole.shape)}, its arguments ask for {shape}")
+        return whole
+
+    return read
+
+
+def _by_head(part: Tensor, model: ModelConfig, tp: int, version: float) -> Tensor:
+    """A rank's fused projection with its rows ordered [head, query/key/value, channel], as since version 2."""
+    heads, width, rest = model.num_attention_heads // tp, model.kv_channels, part.shape[1:]
+    if version >= 2 or model.num_query_groups != model.num_attention_heads:
+        return part
+    if version == 0:
+        return part.view(3, heads, width, *rest).transpose(0, 1).reshape(part.shape)
+    return part.view(heads, width, 3, *rest).transpose(1, 2).reshape(part.shape)
+
+
+def _vocab_size(args: Any, given: int | None, padded: int, tp: int) -> int:
+    """Entries without padding."""
+    if given is not None:
+        if not 0 < given <= padded:
+            raise UserError(f"--vocab-size {given}: the checkpoint's embedding has {padded} rows")
+        return given
+    own = getattr(args, "orig_vocab_size", None) or getattr(args, "vocab_size", None)
+    if isinstance(own, int) and 0 < own <= padded:
+        return own
+    kind = getattr(args, "tokenizer_type", None)
+    multiple = (getattr(args, "make_vocab_size_divisible_by", None) or 128) * tp
+    if kind == "GPT2BPETokenizer" and -(-GPT2_ENTRIES // multiple) * multiple == padded:
+        return GPT2_ENTRIES
+    return padded
+
+
+def _tokenizer_of(args: Any) -> TokenizerConfig:
+    """The tokenizer that the arguments name, where its files still are."""
+    kind = getattr(args, "tokenizer_type", None)
+    vocab, merges = getattr(args, "vocab_file", None), getattr(args, "merge_file", None)
+    if kind == "GPT2BPETokenizer" and vocab and merges and Path(vocab).is_file() and Path(merges).is_file():
+        return TokenizerConfig(tokenizer_type=kind, vocab_file=str(vocab), merge_file=str(merges))
+    return TokenizerConfig()
+
+
+def _model_of(file: Mapping[str, Any], folder: Path) -> tuple[ModelConfig, int]:
+    """The model that a file's arguments describe, and the rows of its padded embedding.
+
+    Raises:
+        UserError: when the file has none, as those of version 0 may.
+    """
+    args = file.get("args")
+    if not isinstance(args, argparse.Namespace) or not hasattr(args, "num_layers"):
+        raise UserError(f"{folder}: the checkpoint does not hold the arguments that it was made with")
+    values = vars(args)
+    rotary = values.get("position_embedding_type") == "rope" or bool(values.get("use_rotary_position_embeddings"))
+    names = {
+        "num_layers": "num_layers",
+        "hidden_size": "hidden_size",
+        "num_attention_heads": "num_attention_heads",
+        "ffn_hidden_size": "ffn_hidden_size",
+        "kv_channels": "kv_channels",
+        "max_position_embeddings": "max_position_embeddings",
+        "seq_length": "seq_length",
+        "norm_epsilon": "layernorm_epsilon",
+        "openai_gelu": "openai_gelu",
+        "squared_relu": "squared_relu",
+        "bias_gelu_fusion": "bias_gelu_fusion",
+        "swiglu": "swiglu",
+        "normalization": "normalization",
+        "untie_embeddings_and_output_weights": "untie_embeddings_and_output_weights",
+        "add_bias_linear": "add_bias_linear",
+        "rotary_percent": "rotary_percent",
+        "rotary_base": "rotary_base",
+        "make_vocab_size_divisible_by": "make_vocab_size_divisible_by",
+    }
+    known = {ours: values[theirs] for ours, theirs in names.items() if values.get(theirs) is not None}
+    known["position_embedding_type"] = "rope" if rotary else "learned_absolute"
+    groups = values.get("num_query_groups") if values.get("group_query_attention") else None
+    if groups:
+        known["num_query_groups"] = groups
+    known.setdefault("seq_length", known.get("max_position_embeddings"))
+    padded = values.get("padded_vocab_size")
+    if not isinstance(padded, int):
+        raise UserError(f"{folder}: the arguments in it have no padded_vocab_size")
+    return model_of(**known), padded

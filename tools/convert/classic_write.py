@@ -1,0 +1,227 @@
+"""Writes the classic Megatron layout, version 3, at any tensor- and pipeline-parallel size.
+
+torch lays the files out with room for the tensors' bytes, which are filled in tensor by tensor afterwards, so no file
+has to be in memory as a whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config.errors import UserError
+from megatron.config.model import ModelConfig
+from megatron.model.stages import padded_vocab_size
+from tools.convert.classic import FILE, TRACKER
+from tools.convert.model import Weights, expected_shapes
+
+_LOCAL_CRC, _CENTRAL_CRC = 14, 16
+"""Where the checksum stands in a zip archive's local and central headers."""
+
+
+@dataclass
+class _RankFile:
+    """One rank's file while it is filled.
+
+    Args:
+        path: of it.
+        places: offset of each tensor's bytes, by logical name.
+        records: the archive's name of each of them.
+        crcs: checksums of what was written, by the archive's name.
+    """
+
+    path: Path
+    places: dict[str, int] = field(default_factory=dict)
+    records: dict[int, str] = field(default_factory=dict)
+    crcs: dict[str, int] = field(default_factory=dict)
+
+    def fill(self, name: str, part: Tensor) -> None:
+        """Writes a tensor's bytes into its place."""
+        data = part.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        with self.path.open("r+b") as stream:
+            stream.seek(self.places[name])
+            stream.write(data)
+        self.crcs[self.records[self.places[name]]] = zlib.crc32(data)
+
+    def seal(self) -> None:
+        """Gives the archive the checksums of what it holds now."""
+        with zipfile.ZipFile(self.path) as archive:
+            start, infos = archive.start_dir, archive.infolist()
+        with self.path.open("r+b") as stream:
+            for info in sorted(infos, key=lambda one: infos.index(one)):
+                stream.seek(start)
+                header = stream.read(46)
+                lengths = struct.unpack("<HHH", header[28:34])
+                if info.filename in self.crcs:
+                    packed = struct.pack("<I", self.crcs[info.filename])
+                    for place in (start + _CENTRAL_CRC, info.header_offset + _LOCAL_CRC):
+                        stream.seek(place)
+                        stream.write(packed)
+                start += 46 + sum(lengths)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def write_classic(weights: Weights, root: Path, tp: int, pp: int, done: Callable[[int], None]) -> None:
+    """Writes ``root/iter_NNNNNNN/mp_rank_TT[_PPP]/model_optim_rng.pt`` and the tracker.
+
+    Args:
+        weights: what to write.
+        root: an existing, empty folder.
+        tp, pp: tensor- and pipeline-parallel size of the result.
+        done: called with the bytes of each tensor that was written.
+
+    Raises:
+        UserError: when the model does not divide so.
+    """
+    model = weights.model
+    for flag, size, count, what in (
+        ("--target-tensor-model-parallel-size", tp, model.num_attention_heads, "heads"),
+        ("--target-tensor-model-parallel-size", tp, model.num_query_groups, "query groups"),
+        ("--target-tensor-model-parallel-size", tp, model.ffn_hidden_size, "rows of the MLP"),
+        ("--target-pipeline-model-parallel-size", pp, model.num_layers, "layers"),
+    ):
+        if count % size:
+            raise UserError(f"{flag} {size} does not divide the {count} {what}; choose a divisor")
+    folder = root / f"iter_{weights.iteration:07d}"
+    padded = padded_vocab_size(weights.vocab_size, model.make_vocab_size_divisible_by, tp)
+    shapes = expected_shapes(model, padded)
+    files = {(t, p): _laid_out(weights, shapes, folder, t, p, tp, pp, padded) for p in range(pp) for t in range(tp)}
+    for name, entry in weights.entries.items():
+        whole = entry.read()
+        if name.endswith(("word_embeddings.weight", "output_layer.weight")) and padded > whole.shape[0]:
+            whole = torch.cat([whole, whole.new_zeros(padded - whole.shape[0], whole.shape[1])])
+        for (t, _), file in files.items():
+            if name in file.places:
+                file.fill(name, _part(name, whole, model, t, tp))
+            if f"copy of {name}" in file.places:
+                file.fill(f"copy of {name}", _part(name, whole, model, t, tp))
+        done(whole.numel() * whole.element_size())
+    for file in files.values():
+        file.seal()
+    (root / TRACKER).write_text(f"{weights.iteration}\n")
+
+
+def _part(name: str, whole: Tensor, model: ModelConfig, t: int, tp: int) -> Tensor:
+    """A tensor-parallel rank's slice."""
+    if "query_key_value" in name or "word_embeddings" in name or name.startswith("output_layer"):
+        return whole.chunk(tp)[t]
+    if "dense_h_to_4h" in name:
+        return whole.chunk(tp, dim=1)[t].flatten(0, 1) if model.swiglu else whole.chunk(tp)[t]
+    if name.endswith(("self_attention.dense.weight", "mlp.dense_4h_to_h.weight")):
+        return whole.chunk(tp, dim=1)[t]
+    return whole
+
+
+def _laid_out(
+    weights: Weights, shapes: dict[str, tuple[int, ...]], folder: Path, t: int, p: int, tp: int, pp: int, padded: int
+) -> _RankFile:
+    """Writes a rank's file with room for its tensors."""
+    model = weights.model
+    per_stage = model.num_layers // pp
+    dtype = weights.entries["embedding.word_embeddings.weight"].dtype
+    room: dict[str, Tensor] = {}
+
+    def space(name: str, key: str | None = None) -> Tensor:
+        # Memory that is never touched takes up none.
+        part = _part(name, torch.empty(shapes[name], dtype=dtype, device="meta"), model, t, tp)
+        room[key or name] = torch.empty(part.shape, dtype=dtype)
+        return room[key or name]
+
+    language: dict[str, Any] = {}
+    if p == 0:
+        language["embedding"] = {"word_embeddings": {"weight": space("embedding.word_embeddings.weight")}}
+        if "embedding.position_embeddings.weight" in shapes:
+            positions = {"weight": space("embedding.position_embeddings.weight")}
+            language["embedding"]["position_embeddings"] = positions
+    encoder: dict[str, Tensor] = {}
+    for own in range(per_stage):
+        at = f"layers.{p * per_stage + own}."
+        for name in (name for name in shapes if name.startswith(at)):
+            encoder[f"layers.{own}.{name.removeprefix(at)}"] = space(name)
+    if p == pp - 1:
+        encoder |= {name: space(name) for name in shapes if name.startswith("final_layernorm.")}
+    language["encoder"] = encoder
+    held: dict[str, Any] = {"language_model": language}
+    if p == pp - 1 and "output_layer.weight" in shapes:
+        language["output_layer"] = {"weight": space("output_layer.weight")}
+    elif p == pp - 1 and pp > 1:
+        tied = "embedding.word_embeddings.weight"
+        held["word_embeddings_for_head"] = {"weight": space(tied, f"copy of {tied}")}
+    name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "")
+    path = folder / name / FILE
+    path.parent.mkdir(parents=True)
+    content = {
+        "args": argparse.Namespace(**_arguments(weights, tp, pp, padded, dtype)),
+        "checkpoint_version": 3.0,
+        "iteration": weights.iteration,
+        "model": held,
+    }
+    with torch.serialization.skip_data():
+        torch.save(content, path)
+    return _RankFile(path, *_places(path, room))
+
+
+def _places(path: Path, room: dict[str, Tensor]) -> tuple[dict[str, int], dict[int, str]]:
+    """Where each tensor's bytes belong, and which record of the archive that is.
+
+    torch writes storages in the order in which it meets them, which is that of ``room``.
+    """
+    reader: Any = torch._C.PyTorchFileReader(str(path))
+    prefix = path.stem
+    places, records = {}, {}
+    for number, name in enumerate(room):
+        offset = reader.get_record_offset(f"data/{number}")
+        places[name] = offset
+        records[offset] = f"{prefix}/data/{number}"
+    return places, records
+
+
+def _arguments(weights: Weights, tp: int, pp: int, padded: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments that readers of the layout look for, as plain types."""
+    model, tokenizer = weights.model, weights.tokenizer
+    grouped = model.num_query_groups != model.num_attention_heads
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "kv_channels": model.kv_channels,
+        "seq_length": model.seq_length,
+        "max_position_embeddings": model.max_position_embeddings,
+        "layernorm_epsilon": model.norm_epsilon,
+        "openai_gelu": model.openai_gelu,
+        "squared_relu": model.squared_relu,
+        "bias_gelu_fusion": model.bias_gelu_fusion,
+        "swiglu": model.swiglu,
+        "normalization": model.normalization,
+        "add_bias_linear": model.add_bias_linear,
+        "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
+        "position_embedding_type": "rope" if model.position_embedding_type == "rope" else "learned_absolute",
+        "use_rotary_position_embeddings": model.position_embedding_type == "rope",
+        "rotary_percent": model.rotary_percent,
+        "rotary_base": model.rotary_base,
+        "group_query_attention": grouped,
+        "num_query_groups": model.num_query_groups if grouped else 1,
+        "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
+        "orig_vocab_size": weights.vocab_size,
+        "padded_vocab_size": padded,
+        "tokenizer_type": tokenizer.tokenizer_type,
+        "vocab_file": tokenizer.vocab_file,
+        "merge_file": tokenizer.merge_file,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "params_dtype": dtype,
+        "fp16": dtype == torch.float16,
+        "bf16": dtype == torch.bfloat16,
+    }

@@ -1,0 +1,114 @@
+"""Our own checkpoints as weights, and weights as a checkpoint without optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.files import Iteration
+from megatron.checkpoint.load import load_config_yaml, read_tracker, saved_shapes
+from megatron.checkpoint.logical import LogicalShard, Piece
+from megatron.checkpoint.model_state import MODEL
+from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.stored import StoredTensors
+from megatron.config.errors import UserError
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.run import RunConfig
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.config.training import TrainingConfig
+from tools.convert.model import Entry, Weights
+
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+def read_ours(root: Path, iteration: Iteration | None = None) -> Weights:
+    """A checkpoint of any layout.
+
+    Args:
+        root: the folder that ``--save`` wrote to.
+        iteration: which one; None for the newest.
+
+    Raises:
+        UserError: when there is none, or it is damaged.
+    """
+    chosen = read_tracker(root) if iteration is None else iteration
+    if chosen is None:
+        raise UserError(f"{root} holds no checkpoint; name the folder that --save wrote to")
+    config = RunConfig.from_yaml(load_config_yaml(root, chosen), f"{root}, iteration {chosen}")
+    stored = StoredTensors(root, chosen)
+    entries = {
+        name.removeprefix(MODEL): Entry(shape, dtype, lambda name=name: stored.read(name))  # type: ignore[misc]
+        for name, (shape, dtype) in saved_shapes(root, chosen, MODEL).items()
+    }
+    if EMBEDDING not in entries:
+        raise UserError(f"{root}, iteration {chosen}: the checkpoint holds no {MODEL}{EMBEDDING}")
+    number = chosen if isinstance(chosen, int) else 0
+    return Weights(config.model, entries[EMBEDDING].shape[0], entries, config.tokenizer, number)
+
+
+class LazyShard(LogicalShard):
+    """A whole tensor that is read when it is written."""
+
+    def __init__(self, entry: Entry, done: Callable[[int], None]) -> None:
+        piece = Piece((0,) * len(entry.shape), torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
+        super().__init__(entry.shape, entry.dtype, [piece])
+        self.entry = entry
+        self.done = done
+
+    def view(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """The whole tensor, read now."""
+        whole = self.entry.read()
+        self.done(whole.numel() * whole.element_size())
+        return whole
+
+
+def write_ours(weights: Weights, root: Path, done: Callable[[int], None]) -> None:
+    """Writes a checkpoint that ``pretrain_gpt.py --load DIR --finetune`` and the generation tools load.
+
+    Args:
+        weights: what to write.
+        root: a folder for it.
+        done: called with the bytes of each tensor that was written.
+
+    Raises:
+        UserError: when it cannot be written; nothing is left behind then.
+    """
+    dtype = weights.entries[EMBEDDING].dtype
+    config = RunConfig(
+        model=weights.model,
+        tokenizer=_tokenizer(weights),
+        precision=PrecisionConfig(bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16),
+        training=TrainingConfig(micro_batch_size=1, global_batch_size=1, train_iters=1),
+        optimizer=OptimizerConfig(lr=1e-4),
+    )
+    tensors: dict[str, LogicalShard] = {MODEL + name: LazyShard(entry, done) for name, entry in weights.entries.items()}
+    save_checkpoint(root, weights.iteration, tensors, {"separate_main": False}, None, config.resolve(1).to_yaml())
+
+
+def _tokenizer(weights: Weights) -> TokenizerConfig:
+    """The tokenizer, or a vocabulary of that size without one."""
+    if weights.tokenizer.tokenizer_type is not None:
+        return weights.tokenizer
+    return dataclasses.replace(weights.tokenizer, vocab_size=weights.vocab_size)
+
+
+def check_complete(weights: Weights, expected: dict[str, tuple[int, ...]], where: str) -> None:
+    """Compares names and shapes.
+
+    Raises:
+        UserError: naming the first that is missing, too many, or of another shape.
+    """
+    for name, shape in expected.items():
+        if name not in weights.entries:
+            raise UserError(f"{where}: the model has no {name}; the configuration beside it is of another model")
+        if weights.entries[name].shape != shape:
+            found = weights.entries[name].shape
+            raise UserError(f"{where}: {name} has shape {found}, the configuration asks for {shape}")
+    extra = sorted(set(weights.entries) - set(expected))
+    if extra:
+        raise UserError(f"{where}: {extra[0]} has no place in a model of this configuration")

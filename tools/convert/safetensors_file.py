@@ -1,0 +1,73 @@
+"""Writes safetensors files one tensor at a time; the library's own writer wants all of a file in memory.
+
+The format: the header's length (8 bytes, little-endian), a JSON header with each tensor's type, shape and place, then
+the tensors' bytes one after the other, row-major (https://github.com/huggingface/safetensors, "Format").
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_BLOCK_BYTES = 1 << 26
+
+
+class SafetensorsFile:
+    """A file whose tensors come in the order in which they were announced.
+
+    Args:
+        path: of the file.
+        tensors: names, shapes and types, in order.
+        metadata: text for the header.
+    """
+
+    def __init__(
+        self, path: Path, tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]], metadata: Mapping[str, str]
+    ) -> None:
+        header: dict[str, object] = {"__metadata__": dict(metadata)}
+        end = 0
+        for name, shape, dtype in tensors:
+            begin, end = end, end + math.prod(shape) * dtype.itemsize
+            header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._expected = [(name, math.prod(shape), dtype) for name, shape, dtype in reversed(tensors)]
+        self._stream: BinaryIO = path.open("wb")
+        self._stream.write(len(text).to_bytes(8, "little") + text)
+
+    def add(self, name: str, view: Tensor) -> None:
+        """Writes the next tensor; ``view`` holds its elements in order, in any strides.
+
+        Raises:
+            ValueError: when another tensor was announced.
+        """
+        expected = self._expected.pop()
+        if expected != (name, view.numel(), view.dtype):
+            raise ValueError(f"{name} with {view.numel()} elements of {view.dtype} comes in place of {expected}")
+        rows = view.reshape(1) if view.dim() == 0 else view
+        row_bytes = max(rows[:1].numel() * view.element_size(), 1)
+        for block in rows.split(max(_BLOCK_BYTES // row_bytes, 1)):
+            self._stream.write(block.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def close(self) -> None:
+        """Waits until everything is on the disk.
+
+        Raises:
+            ValueError: when tensors that were announced are missing.
+        """
+        if self._expected:
+            raise ValueError(f"{self._expected[-1][0]} was announced and is missing")
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
