@@ -31,6 +31,7 @@ from tqdm import tqdm  # noqa: E402
 
 from megatron.checkpoint.files import TRACKER  # noqa: E402
 from megatron.config.errors import UserError  # noqa: E402
+from megatron.config.flags import parse_args  # noqa: E402
 from megatron.config.tokenizer import TokenizerConfig  # noqa: E402
 from tools.convert.classic import find_classic, read_classic  # noqa: E402
 from tools.convert.classic_write import write_classic  # noqa: E402
@@ -44,18 +45,61 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--load", required=True, metavar="DIR", help="what is converted")
-    made.add_argument("--save", required=True, metavar="DIR", help="a folder for the result; it must not hold one yet")
-    made.add_argument("--to", required=True, choices=("hf", "megatron-cc", "classic"), help="format of the result")
+    made.add_argument("--load", "-i", "-in_file", required=True, metavar="DIR", help="what is converted")
+    made.add_argument(
+        "--save", "-o", "-saved_dir", required=True, metavar="DIR", help="a folder for the result, empty or not there"
+    )
+    made.add_argument("--to", choices=("hf", "megatron-cc", "classic"), help="format of the result")
     made.add_argument("--iteration", type=int, metavar="N", help="of our own checkpoint (the newest)")
     made.add_argument("--dtype", choices=list(DTYPES), help="of the result's weights (as they are)")
-    made.add_argument("--target-tensor-model-parallel-size", type=int, default=1, metavar="N", help="of classic (1)")
-    made.add_argument("--target-pipeline-model-parallel-size", type=int, default=1, metavar="N", help="of classic (1)")
+    made.add_argument(
+        "--target-tensor-model-parallel-size",
+        "--target-tensor-parallel-size",
+        "-i_g",
+        "-infer_gpu_num",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of classic (1)",
+    )
+    made.add_argument(
+        "--target-pipeline-model-parallel-size",
+        "--target-pipeline-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of classic (1)",
+    )
     made.add_argument(
         "--vocab-size", type=int, metavar="N", help="entries without padding, where a classic file has none"
     )
     made.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer's files out")
+    forks = made.add_argument_group("command lines of Optimus-CC and Megatron-DeepSpeed")
+    forks.add_argument("--model-type", metavar="GPT", help="makes --to classic the default; only GPT can be converted")
+    forks.add_argument("-p", "-processes", "-weight_data_type", dest="ignored", metavar="X", help="has no effect")
     return made
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; flags of training runs, which the forks' tools want, are left aside.
+
+    Raises:
+        UserError: for a flag that no tool has, or a format that nothing says.
+    """
+    made = parser()
+    options, rest = made.parse_known_args(arguments)
+    if rest:
+        parse_args(rest, prog=made.prog)
+        print(f"{made.prog}: not needed, the model is in the checkpoint: {' '.join(rest)}", file=sys.stderr)
+    if options.model_type not in (None, "GPT"):
+        raise UserError(f"--model-type {options.model_type}: only GPT can be converted")
+    if options.to is None and options.model_type is None:
+        raise UserError("--to is missing: hf, megatron-cc or classic")
+    options.to = options.to or "classic"
+    for name in ("target_tensor_model_parallel_size", "target_pipeline_model_parallel_size"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least 1")
+    return options
 
 
 def read(options: argparse.Namespace) -> Weights:
@@ -115,12 +159,8 @@ def write(weights: Weights, options: argparse.Namespace, done: Callable[[int], N
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    made = parser()
-    options = made.parse_args(arguments)
-    for name in ("target_tensor_model_parallel_size", "target_pipeline_model_parallel_size"):
-        if getattr(options, name) < 1:
-            made.error(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least 1")
     try:
+        options = parse(arguments)
         weights = read(options)
         with tqdm(total=weights.nbytes, unit="B", unit_scale=True, desc="converted") as bar:
 

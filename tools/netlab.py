@@ -134,6 +134,7 @@ class Lab:
         self.rates = list(rates)
         self.key = f"nl{os.getpid()}"
         self.bridge = f"{self.key}b"
+        self._running: list[subprocess.Popen[bytes]] = []
         self.limits = [] if cpus is None else [CpuLimit(self.host(index), cpus) for index in range(len(rates))]
 
     def host(self, index: int) -> str:
@@ -211,11 +212,13 @@ class Lab:
             0, or the exit status of the first host that failed; 124 after the time-out. The others are ended then.
         """
         started = [self._start(index, command, ranks_per_host) for index in range(len(self.rates))]
+        self._running += started
         try:
             return _wait(started, timeout)
         finally:
             for process in started:
                 _end(process)
+                self._running.remove(process)
 
     def _start(self, index: int, command: Sequence[str], ranks_per_host: int) -> subprocess.Popen[bytes]:
         where = ["--nnodes", str(len(self.rates)), "--node-rank", str(index), "--nproc-per-node", str(ranks_per_host)]
@@ -230,7 +233,12 @@ class Lab:
         return subprocess.Popen(words, env=env, start_new_session=True)
 
     def remove(self) -> None:
-        """Removes the hosts and the bridge; what is gone already is left out."""
+        """Ends what runs on the hosts, in other threads too, and removes them and the bridge.
+
+        What is gone already is left out.
+        """
+        for process in list(self._running):
+            _end(process)
         _remove(self.key)
         for limit in self.limits:
             limit.remove()

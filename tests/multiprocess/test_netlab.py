@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -97,6 +98,27 @@ def test_two_at_once_and_interrupts(tmp_path: Path) -> None:
         assert "the hosts are removed" in err
         assert _left(lab.pid) == ""
     assert not any(os.path.exists(f"/proc/{pid}") for pid in inside)
+
+
+def test_what_runs_in_another_thread_ends_with_the_laboratory(tmp_path: Path) -> None:
+    script = tmp_path / "wait.py"
+    script.write_text(
+        "import os, sys, time, pathlib\n"
+        "pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(str(os.getpid()))\n"
+        "time.sleep(300)\n"
+    )
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    with netlab.Lab([None, None]) as lab:
+        thread = threading.Thread(target=lab.run, args=([str(script), str(folder)],), daemon=True)
+        thread.start()
+        for rank in ("0", "1"):
+            _wait_for(folder / rank)
+        time.sleep(0.2)
+    thread.join(30)
+    assert not thread.is_alive()
+    for path in folder.iterdir():
+        assert not Path(f"/proc/{path.read_text()}").exists()
 
 
 def test_what_a_killed_laboratory_leaves_is_cleaned(tmp_path: Path) -> None:

@@ -92,8 +92,10 @@ def our_step(plan: dict[str, Any], config: RunConfig, topology: Topology, batche
 
 
 def wait_for(path: Path) -> dict[str, Any]:
-    """A command, once it is there."""
+    """A command, once it is there; the process ends when there is nobody left who could give one."""
     while not path.exists():
+        if not path.parent.is_dir():
+            sys.exit("the process that gives commands is gone")
         time.sleep(POLL_SECONDS)
     found: dict[str, Any] = json.loads(path.read_text())
     return found

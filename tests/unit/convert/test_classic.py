@@ -196,3 +196,26 @@ def test_the_vocabulary_can_be_said(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert read_ours(tmp_path / "back").vocab_size == VOCAB
     assert main(["--load", str(classic), "--save", str(tmp_path / "x"), "--to", "hf", "--vocab-size", "999"]) == 2
     assert "--vocab-size 999: the checkpoint's embedding has 128 rows" in capsys.readouterr().err
+
+
+def test_command_lines_of_the_forks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = saved_model(tmp_path / "ours", {})
+    parts = _classic(saved, tmp_path / "parts", 2, 3)
+    words = ["-i", str(parts / "iter_0000007"), "-i_g", "1", "-p", "64", "--target-pipeline-model-parallel-size", "1"]
+    run = ["--model-type", "GPT", "--num-layers", "3", "--hidden-size", "32", "--fp16"]
+    assert main([*words, "-o", str(tmp_path / "merged"), *run]) == 0
+    assert "not needed, the model is in the checkpoint: --num-layers 3" in capsys.readouterr().err
+    assert (tmp_path / "merged" / "iter_0000007" / "mp_rank_00" / FILE).is_file()
+    convert(tmp_path / "merged", tmp_path / "back", "megatron-cc")
+    _assert_equal(read_ours(saved), read_ours(tmp_path / "back"))
+    for more, says in (
+        (["--model-type", "BERT"], "--model-type BERT: only GPT can be converted"),
+        (["--num-layer", "3", "--model-type", "GPT"], "--num-layer"),
+        ([], "--to is missing"),
+        (["--to", "classic", "--target-tensor-parallel-size", "0"], "give at least 1"),
+        (["--to", "classic", "--target-tensor-parallel-size", "3"], "does not divide the 4 heads"),
+    ):
+        assert main(["--load", str(saved), "--save", str(tmp_path / "x"), *more]) == 2
+        error = capsys.readouterr().err.strip()
+        assert says in error
+        assert not (tmp_path / "x").exists()
