@@ -190,7 +190,7 @@ class Group:
 
     def _in_steps(self, sent: int) -> bool:
         """Whether to exchange with one partner at a time; the same on all ranks."""
-        return self.backend == "gloo" and self.size > 2 and sent >= _STEPWISE_BYTES
+        return self.backend == "gloo" and sent >= _STEPWISE_BYTES
 
     def _stepwise(self, out: Sequence[Tensor], into: Sequence[Tensor]) -> Work:
         """Sends ``out[i]`` to rank i and receives ``into[i]`` from it, for all i but this rank's own."""

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tools import netlab
+from tools.bench_network.cases import BENCHES, FP32, Bench, Case
 from tools.bench_network.report import figure, table
-from tools.bench_network.run import BENCHES, FP32, Bench, Case, link_rate, measure
+from tools.bench_network.run import link_rate, measure
 from tools.bench_network.setups import Setup, aqsgd_data, aqsgd_pipeline, optimus_pipeline, radius_data
 
 pytestmark = pytest.mark.multiprocess

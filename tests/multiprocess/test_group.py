@@ -137,7 +137,7 @@ def _check_large_exchanges() -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_large_exchanges_go_one_partner_at_a_time(world_size: int) -> None:
     assert run_ranks(world_size, _check_large_exchanges) == [[]] * world_size
 

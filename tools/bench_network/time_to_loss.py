@@ -24,8 +24,8 @@ if __name__ == "__main__":
 
 from megatron.training.sinks import read_events  # noqa: E402
 from tools.bench_convergence import MODEL, prepare, slug, tokenizer_flags  # noqa: E402
+from tools.bench_network.cases import PIPELINE, Case  # noqa: E402
 from tools.bench_network.report import rate_of  # noqa: E402
-from tools.bench_network.run import PIPELINE, Case  # noqa: E402
 from tools.bench_network.setups import aqsgd_pipeline  # noqa: E402
 from tools.netlab import Lab, LabError, interruptible  # noqa: E402
 from tools.plot_loss_curves import main as plot_loss_curves  # noqa: E402

@@ -90,6 +90,7 @@ PARTS = (
     "layer backward",
     "head forward",
     "head backward",
+    "tensor parallel",
     "optimizer",
 )
 """Parts of a step that have a correction of their own."""

@@ -52,6 +52,7 @@ class Tally:
     Args:
         seconds: of operations that are no coding, at the device's rates.
         coding_s: of encoding and decoding.
+        waited_s: for collectives, where they are real.
         flops: of all its products.
         talks: collectives, in their order.
         sent: bytes that one rank sends, by point.
@@ -59,6 +60,7 @@ class Tally:
 
     seconds: float = 0.0
     coding_s: float = 0.0
+    waited_s: float = 0.0
     flops: float = 0.0
     talks: list[Talk] = field(default_factory=list)
     sent: dict[Point, int] = field(default_factory=dict)
@@ -71,6 +73,7 @@ class Tally:
             counted[-1],
             seconds=sum(tally.seconds for tally in counted) / len(counted),
             coding_s=sum(tally.coding_s for tally in counted) / len(counted),
+            waited_s=sum(tally.waited_s for tally in counted) / len(counted),
         )
 
 

@@ -27,9 +27,10 @@ from megatron.topology.topology import Topology
 from megatron.training.traffic import gather_rows
 from tools.planner.choice import Choice, choice_of
 from tools.planner.cluster import CODING, PARTS, Cluster, Device, Link
-from tools.planner.costs import STEADY, TP_POINTS, CostBook
+from tools.planner.costs import STEADY, TP_POINTS, wires_of
 from tools.planner.dry_run import DryStand, Tally
 from tools.planner.pieces import PIECES, Pieces, Stand, message
+from tools.planner.stages import Stages
 
 RATES = ("peak_tflops", "memory_gbyte_per_s", "op_us")
 """What is measured of a device."""
@@ -72,7 +73,8 @@ class Clock:
         """Seconds since the last call."""
         self.synchronise()
         spent = time.perf_counter() - self._start
-        tally = Tally(seconds=spent - self.coding_s - self.waited_s, coding_s=self.coding_s)
+        computed = spent - self.coding_s - self.waited_s
+        tally = Tally(computed, self.coding_s, self.waited_s)
         self._restart()
         return tally
 
@@ -182,17 +184,18 @@ class Corrections:
         config: resolved.
         vocab_size: entries of the vocabulary.
         choice: the layout; its compressors do not count.
-        device: rates of the device that the stand is on.
+        cluster: the measured rates of the devices and links that the stand is on.
         stand: where the real times are taken.
     """
 
-    def __init__(self, config: RunConfig, vocab_size: int, choice: Choice, device: Device, stand: LiveStand) -> None:
+    def __init__(self, config: RunConfig, vocab_size: int, choice: Choice, cluster: Cluster, stand: LiveStand) -> None:
         self.config = config
         self.vocab_size = vocab_size
         self.choice = dataclasses.replace(choice, specs=())
-        self.device = device
+        self.device = cluster.device
         self.stand = stand
-        self.book = CostBook(config, Cluster(device=device), vocab_size)
+        self.stages = Stages(config, cluster, vocab_size)
+        self.book = self.stages.book
 
     def _pieces(self, specs: Mapping[Point, Spec], where: Stand) -> Pieces:
         plan = CompressionPlan(specs, 0, self.choice.pp)
@@ -206,6 +209,9 @@ class Corrections:
             dry, real = self.book.piece(self.choice, name), self._pieces({}, self.stand).piece(name)
             found[f"{name} forward"] = real.forward.seconds / dry.forward.seconds
             found[f"{name} backward"] = real.backward.seconds / dry.backward.seconds
+            if name == "layer" and self.choice.tp > 1:
+                computed = self.stages.passes(self.choice, wires_of(self.stages.cluster, self.choice))[name][2]
+                found["tensor parallel"] = (real.forward.waited_s + real.backward.waited_s) / computed
         elements = self.book.piece(self.choice, "layer").parameters * self.config.model.num_layers
         elements = min(elements, _UPDATE_ELEMENTS)
         computed = elements * 36 / (self.device.memory_gbyte_per_s * 1e9)
@@ -319,8 +325,9 @@ def measure_all(
     device = measure_device(config.precision.params_dtype, stand)
     # All ranks compute with the same rates, so that their corrections can be averaged.
     found |= _means({name: float(getattr(device, name)) for name in RATES}, topology)
-    device = _with_rates(device, found)
-    corrections = Corrections(config, vocab_size, choice, device, stand)
+    world = topology.layout.world_size if topology is not None else 1
+    cluster = described(found, Cluster(gpus=world, gpus_per_node=ranks_per_node, device=device))
+    corrections = Corrections(config, vocab_size, choice, cluster, stand)
     found |= corrections.of_parts()
     found |= {CODING + text: corrections.of_coding(text) for text in specs}
     return _means(found, topology)

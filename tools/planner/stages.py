@@ -72,7 +72,7 @@ class Stages:
                 part = f"{name} {'backward' if way else 'forward'}"
                 computed = tally.seconds * self.cluster.correction(part)
                 coding = tally.coding_s * self.book.coding(choice, Point.TP_FWD, Point.TP_BWD)
-                talked = talk_seconds(tally.talks, wires.tp, choice.tp)
+                talked = talk_seconds(tally.talks, wires.tp, choice.tp) * self.cluster.correction("tensor parallel")
                 hidden = 0.0
                 if way and self.config.parallel.async_tensor_model_parallel_allreduce:
                     # One of the two sums (or gathers) of a region goes on while its products are computed.

@@ -37,3 +37,16 @@ def test_waits_and_codecs_are_timed_even_when_they_fail() -> None:
     account = ledger.take()["tp-forward"]
     assert account["waited_s"] >= 0.01
     assert account["coded_s"] >= 0.02
+
+
+def test_a_rank_that_only_receives_has_an_account() -> None:
+    """The last stage sends no activations, but it waits for them and decodes them."""
+    ledger = Ledger()
+    ledger.wait(Point.PP_FWD, Pending(None, 0, "receive"))
+    with ledger.decoding(Point.PP_FWD):
+        pass
+    taken = ledger.take()
+    assert taken.keys() == {"pp-forward"}
+    assert taken["pp-forward"]["waited_s"] > 0
+    assert taken["pp-forward"]["messages"] == 0
+    assert ledger.take() == {}

@@ -13,7 +13,8 @@ from megatron.config.run import RunConfig
 from megatron.training.flops import benchmark_tflops
 from megatron.training.report import model_shape
 from tests.unit.planner.support import predictor_of, small_run
-from tools.bench_network.run import BENCHES, linked, predicted
+from tools.bench_network.cases import BENCHES
+from tools.bench_network.run import linked, predicted
 from tools.planner.choice import choice_of
 from tools.planner.cluster import Link, read_cluster
 from tools.planner.predict import Predictor
