@@ -83,7 +83,10 @@ class Ledger:
             self.accounts[point].coded_s += time.perf_counter() - start
 
     def take(self) -> dict[str, dict[str, float]]:
-        """The accounts that saw anything, by point name; starts new ones. A rank that only receives waits and decodes."""
+        """The accounts that saw anything, by point name; starts new ones.
+
+        A rank that only receives has waits and decoding without messages.
+        """
         taken = {point.value: asdict(account) for point, account in self.accounts.items() if account != Account()}
         self.accounts = {point: Account() for point in Point}
         return taken
