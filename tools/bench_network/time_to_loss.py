@@ -46,6 +46,7 @@ def flags(out: Path, case: Case, iterations: int, log: Path) -> list[str]:
         "global-batch-size": MICRO_BATCHES * MODEL["micro-batch-size"],
         "pipeline-schedule": case.schedule,
         "train-iters": iterations,
+        "lr-warmup-iters": max(iterations // 10, 1),
         "eval-interval": max(iterations // 12, 1),
         "eval-iters": 20,
         "log-interval": 5,
