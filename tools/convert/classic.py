@@ -11,6 +11,7 @@ import argparse
 import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from megatron.checkpoint.storage import bytes_of
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
@@ -81,16 +84,49 @@ def _safe_globals(path: Path) -> list[Any]:
     return allowed + [(_Opaque, name) for name in named if name.split(".")[0] in ("megatron", "deepspeed", "apex")]
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor in a file, which is read when it is needed.
+
+    Args:
+        path: of the file.
+        like: its shape, strides and type; where torch's format has no places, the tensor itself.
+    """
+
+    path: Path
+    like: Tensor
+
+    def read(self) -> Tensor:
+        """The tensor, in memory of its own."""
+        place = getattr(self.like.untyped_storage(), "_checkpoint_offset", None)
+        if place is None or not isinstance(self.like, FakeTensor):
+            return self.like
+        if not self.like.is_contiguous():
+            count = self.like.untyped_storage().nbytes() // self.like.element_size()
+            whole = self._bytes_at(place, (count,))
+            return whole.as_strided(self.like.shape, self.like.stride(), self.like.storage_offset()).contiguous()
+        return self._bytes_at(place + self.like.storage_offset() * self.like.element_size(), self.like.shape)
+
+    def _bytes_at(self, place: int, shape: tuple[int, ...]) -> Tensor:
+        found = torch.empty(shape, dtype=self.like.dtype)
+        with self.path.open("rb") as stream:
+            stream.seek(place)
+            memory = bytes_of(found)
+            if stream.readinto(memory) != len(memory):
+                raise UserError(f"{self.path}: ends too early; fetch the file again")
+        return found
+
+
 def _load(path: Path) -> dict[str, Any]:
-    """A rank's file, its tensors mapped and not read where torch's format allows.
+    """A rank's file without its tensors' contents, where torch's format allows.
 
     Raises:
         UserError: when it is damaged, or holds what the weights-only loader refuses.
     """
-    mapped = zipfile.is_zipfile(path)
+    mode = FakeTensorMode() if zipfile.is_zipfile(path) else nullcontext()
     try:
-        with torch.serialization.safe_globals(_safe_globals(path)):
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        with torch.serialization.safe_globals(_safe_globals(path)), mode:
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for files that are none of its own
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"{path}: cannot be read safely ({first}); is it damaged, or no checkpoint?") from error
@@ -103,7 +139,7 @@ def _load(path: Path) -> dict[str, Any]:
 class _Shard:
     """One tensor-parallel rank's tensors of the whole pipeline, flat, by logical name."""
 
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, _Stored]
 
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
@@ -155,7 +191,7 @@ def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
     first = files[0, 0]
     model, padded = _model_of(first, folder)
     version = float(first.get("checkpoint_version") or 0)
-    shards = [_pipeline_of(files, tp, len(pps), model, folder) for tp in range(len(tps))]
+    shards = [_pipeline_of(files, paths, tp, len(pps), model, folder) for tp in range(len(tps))]
     entries_size = _vocab_size(first.get("args"), vocab_size, padded, len(tps))
     shapes = expected_shapes(model, entries_size)
     entries = {}
@@ -163,17 +199,22 @@ def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
         parts = [shard.tensors[name] for shard in shards if name in shard.tensors]
         if len(parts) != len(shards):
             raise UserError(f"{folder}: {name} is in {len(parts)} of {len(shards)} tensor-parallel ranks")
-        entries[name] = Entry(shape, parts[0].dtype, _merged(name, parts, shape, model, version, folder))
+        entries[name] = Entry(shape, parts[0].like.dtype, _merged(name, parts, shape, model, version, folder))
     iteration = first.get("iteration", 0)
     return Weights(model, entries_size, entries, _tokenizer_of(first.get("args")), int(iteration or 0))
 
 
 def _pipeline_of(
-    files: Mapping[tuple[int, int], Mapping[str, Any]], tp: int, stages: int, model: ModelConfig, folder: Path
+    files: Mapping[tuple[int, int], Mapping[str, Any]],
+    paths: Mapping[tuple[int, int], Path],
+    tp: int,
+    stages: int,
+    model: ModelConfig,
+    folder: Path,
 ) -> _Shard:
     """Puts the layers of all stages, and of all chunks of interleaved ones, in their order."""
     chunks = max((int(name[5:]) + 1 for name in files[tp, 0] if re.fullmatch(r"model\d+", name)), default=1)
-    found: dict[str, Tensor] = {}
+    found: dict[str, _Stored] = {}
     done = 0
     for chunk in range(chunks):
         for stage in range(stages):
@@ -183,7 +224,7 @@ def _pipeline_of(
             for key, tensor in flat.items():
                 logical = _logical(key, done)
                 if logical is not None:
-                    found.setdefault(logical, tensor)
+                    found.setdefault(logical, _Stored(paths[tp, stage], tensor))
             done += len(layers)
     if done != model.num_layers:
         raise UserError(f"{folder}: the files hold {done} layers, their arguments say {model.num_layers}")
@@ -191,9 +232,11 @@ def _pipeline_of(
 
 
 def _merged(
-    name: str, parts: Sequence[Tensor], shape: tuple[int, ...], model: ModelConfig, version: float, folder: Path
+    name: str, stored: Sequence[_Stored], shape: tuple[int, ...], model: ModelConfig, version: float, folder: Path
 ) -> Callable[[], Tensor]:
     def read() -> Tensor:
+        kept_whole = "norm" in name or "position_embeddings" in name or name.endswith("dense.bias")
+        parts = [one.read() for one in (stored[:1] if kept_whole or name.endswith("4h_to_h.bias") else stored)]
         if "query_key_value" in name:
             whole = torch.cat([_by_head(part, model, len(parts), version) for part in parts])
         elif "dense_h_to_4h" in name and model.swiglu:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.storage import bytes_of
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.model.stages import padded_vocab_size
@@ -45,13 +46,14 @@ class _RankFile:
     records: dict[int, str] = field(default_factory=dict)
     crcs: dict[str, int] = field(default_factory=dict)
 
-    def fill(self, name: str, part: Tensor) -> None:
-        """Writes a tensor's bytes into its place."""
-        data = part.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    def fill(self, name: str, part: Tensor, zeros: int = 0) -> None:
+        """Writes a tensor's bytes into its place, and so many zeros after them."""
+        data, rest = bytes_of(part), bytes(zeros * part.element_size())
         with self.path.open("r+b") as stream:
             stream.seek(self.places[name])
             stream.write(data)
-        self.crcs[self.records[self.places[name]]] = zlib.crc32(data)
+            stream.write(rest)
+        self.crcs[self.records[self.places[name]]] = zlib.crc32(rest, zlib.crc32(data))
 
     def seal(self) -> None:
         """Gives the archive the checksums of what it holds now."""
@@ -99,13 +101,16 @@ def write_classic(weights: Weights, root: Path, tp: int, pp: int, done: Callable
     files = {(t, p): _laid_out(weights, shapes, folder, t, p, tp, pp, padded) for p in range(pp) for t in range(tp)}
     for name, entry in weights.entries.items():
         whole = entry.read()
-        if name.endswith(("word_embeddings.weight", "output_layer.weight")) and padded > whole.shape[0]:
-            whole = torch.cat([whole, whole.new_zeros(padded - whole.shape[0], whole.shape[1])])
         for (t, _), file in files.items():
-            if name in file.places:
-                file.fill(name, _part(name, whole, model, t, tp))
-            if f"copy of {name}" in file.places:
-                file.fill(f"copy of {name}", _part(name, whole, model, t, tp))
+            for place in (name, f"copy of {name}"):
+                if place not in file.places:
+                    continue
+                if name.endswith(("word_embeddings.weight", "output_layer.weight")):
+                    rows = padded // tp
+                    part = whole[t * rows : (t + 1) * rows]
+                    file.fill(place, part, (rows - part.shape[0]) * model.hidden_size)
+                else:
+                    file.fill(place, _part(name, whole, model, t, tp))
         done(whole.numel() * whole.element_size())
     for file in files.values():
         file.seal()
