@@ -43,8 +43,8 @@ class _Steps:
     """Exchanges that a thread carries out one partner at a time, in the order in which they are asked for.
 
     gloo's own send to all partners at once, and before the receives are posted. So flows compete for every link, which
-    costs a third of a slow one's rate, and two ranks send one after the other; one partner at a time, both ways, reaches
-    the link's rate.
+    costs a third of a slow one's rate, and two ranks send one after the other; one partner at a time, both ways,
+    reaches the link's rate.
     """
 
     def __init__(self) -> None:

@@ -29,7 +29,8 @@ class PointTraffic:
 
     Args:
         raw_bytes, wire_bytes: what all ranks together would have sent uncompressed, and what they sent.
-        coded_s, waited_s: seconds of encoding and decoding, and of waiting, on the rank that spent most.
+        coded_s, waited_s: seconds of encoding and decoding, and of waiting: means over the ranks, which add up with
+            computing to the iteration.
         residual: norm of the residuals over that of the gradients; None without error feedback.
         staleness: mean age in steps of what the residuals hold.
     """
@@ -111,7 +112,7 @@ class TrafficMeter:
         found = {}
         for at, point in enumerate(Point):
             raw, wire = (sum(table[row][at]) / iterations for row in (0, 1))
-            coded, waited = (max(table[row][at]) / iterations for row in (2, 3))
+            coded, waited = (sum(table[row][at]) / len(table[row][at]) / iterations for row in (2, 3))
             gradient, residual, aged = (sum(table[row][at]) for row in (4, 5, 6))
             known = gradient > 0
             if wire:
