@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from megatron.comm.trace import Trace
 from megatron.compression.points import Point
-from megatron.topology.group import Pending
+from megatron.topology.group import NOTHING, Pending
 
 _FLIGHTS = {"all-reduce": "reduce", "reduce-scatter": "reduce", "all-gather": "gather"}
 
@@ -62,7 +62,8 @@ class Ledger:
             with self.trace.span("wait", point=point.value):
                 pending.wait()
         finally:
-            self.accounts[point].waited_s += time.perf_counter() - start
+            if pending.what != NOTHING:
+                self.accounts[point].waited_s += time.perf_counter() - start
         self.trace.flight(_FLIGHTS.get(pending.kind, pending.kind), point.value, pending.started, pending.sent_bytes)
 
     def encoding(self, point: Point) -> AbstractContextManager[None]:
@@ -83,10 +84,8 @@ class Ledger:
             self.accounts[point].coded_s += time.perf_counter() - start
 
     def take(self) -> dict[str, dict[str, float]]:
-        """The accounts that saw anything, by point name; starts new ones.
-
-        A rank that only receives has waits and decoding without messages.
-        """
-        taken = {point.value: asdict(account) for point, account in self.accounts.items() if account != Account()}
+        """The accounts that saw traffic, by point name; starts new ones. A rank that only receives has waits alone."""
+        seen = {point: account for point, account in self.accounts.items() if account.messages or account.waited_s}
+        taken = {point.value: asdict(account) for point, account in seen.items()}
         self.accounts = {point: Account() for point in Point}
         return taken

@@ -25,6 +25,10 @@ _ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tenso
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
+NOTHING = "nothing"
+"""What a group of one rank communicates."""
+
+
 class Work(Protocol):
     """What ``Pending`` waits for: torch's handle, or steps in a thread."""
 
@@ -172,7 +176,7 @@ class Group:
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
         """Reduces ``x`` over the group, in place. A ring sends 2 (n-1)/n of the bytes."""
         if self.size == 1:
-            return Pending(None, 0, "nothing")
+            return Pending(None, 0, NOTHING)
         sent = 2 * (self.size - 1) * num_bytes(x) // self.size
         return self._start("all-reduce", sent, lambda: dist.all_reduce(x, op=op, group=self.pg, async_op=True))
 
@@ -181,7 +185,7 @@ class Group:
         if self.size == 1:
             if out.data_ptr() != x.data_ptr():
                 out.copy_(x)
-            return Pending(None, 0, "nothing")
+            return Pending(None, 0, NOTHING)
         sent = (self.size - 1) * num_bytes(x)
         if self._in_steps(sent):
             rows = out.view(self.size, *x.shape)
@@ -226,7 +230,7 @@ class Group:
         if self.size == 1:
             if out.data_ptr() != x.data_ptr():
                 out.copy_(x)
-            return Pending(None, 0, "nothing")
+            return Pending(None, 0, NOTHING)
         sent = (self.size - 1) * num_bytes(x) // self.size
         if self.backend != "gloo":
             return self._start(
@@ -248,7 +252,7 @@ class Group:
         """Sends row i of ``x`` (n rows, contiguous) to rank i; row i of ``out`` is what rank i sent here."""
         if self.size == 1:
             out.copy_(x)
-            return Pending(None, 0, "nothing")
+            return Pending(None, 0, NOTHING)
         sent = (self.size - 1) * num_bytes(x) // self.size
         return self._exchange(out, x, "all-to-all", sent)
 
@@ -262,7 +266,7 @@ class Group:
     def broadcast(self, x: Tensor, src: int = 0) -> Pending:
         """Overwrites ``x`` by group rank ``src``'s."""
         if self.size == 1:
-            return Pending(None, 0, "nothing")
+            return Pending(None, 0, NOTHING)
         sent = num_bytes(x) if self.rank == src else 0
         return self._start(
             "broadcast", sent, lambda: dist.broadcast(x, src=self.ranks[src], group=self.pg, async_op=True)
