@@ -40,9 +40,16 @@ pytestmark = pytest.mark.multiprocess
             "pipeline_model_parallel_size": 2,
             "num_layers_per_virtual_pipeline_stage": 1,
             "tensor_model_parallel_size": 2,
+            "compress": ["pp-backward=lowrank,rank=2,when=epilogue"],
+        },
+        {
+            "pipeline_model_parallel_size": 4,
+            "pipeline_schedule": "eager-1f1b",
+            "global_batch_size": 8,
+            "compress": ["pp-backward=lowrank,rank=2,when=epilogue"],
         },
     ],
-    ids=["tp2 dp2", "pp2 dp2", "tp2 pp2 interleaved"],
+    ids=["tp2 dp2", "pp2 dp2", "tp2 pp2 interleaved", "pp4 eager"],
 )
 def test_bytes_are_what_training_counts(settings: dict[str, object], tmp_path: Path) -> None:
     log, saved = tmp_path / "log.jsonl", tmp_path / "saved"

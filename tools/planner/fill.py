@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
 from megatron.compression.points import Point
 from megatron.config.recompute import RecomputeConfig
-from megatron.parallel.pipeline.schedule import training_schedule
+from megatron.parallel.pipeline.schedule import PipelineOp, epilogue, training_schedule
 from tools.planner.choice import Choice
 from tools.planner.costs import Wires
 from tools.planner.stages import Stages, sent_bytes
@@ -18,16 +19,28 @@ _IN_FLIGHT_GROUPS = 6
 
 
 @cache
-def most_held(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> int:
-    """Activations of chunks that a rank holds at once, at most."""
+def _operations(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> list[PipelineOp]:
+    """A rank's schedule; of a long 1F1B step, one that is long enough to hold as many activations and end alike."""
     if kind != "gpipe":
         rest = micro_batches % pp if chunks == 1 else 0
         micro_batches = min(micro_batches, _IN_FLIGHT_GROUPS * pp + rest)
+    return training_schedule(kind, pp, rank, chunks, micro_batches)
+
+
+@cache
+def most_held(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> int:
+    """Activations of chunks that a rank holds at once, at most."""
     held = most = 0
-    for op in training_schedule(kind, pp, rank, chunks, micro_batches):
+    for op in _operations(kind, pp, rank, chunks, micro_batches):
         held += 1 if op.forward else -1
         most = max(most, held)
     return most
+
+
+@cache
+def _late(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> Counter[int]:
+    """Backward messages of each of a rank's chunks that leave in its epilogue."""
+    return Counter(op.chunk for op in epilogue(_operations(kind, pp, rank, chunks, micro_batches)))
 
 
 def memory(stages: Stages, choice: Choice) -> dict[str, float]:
@@ -117,21 +130,15 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
 
 def _messages(stages: Stages, choice: Choice, point: Point) -> float:
     """Bytes of all ranks' pipeline messages of a direction."""
-    if choice.pp == 1:
-        return 0.0
-    spec = stages.book.specs(choice).get(point)
-    plain = stages.book.message(choice, point, False).nbytes
     total = 0.0
-    for boundary in range(choice.pp * choice.chunks - 1):
-        sender = (boundary if point is Point.PP_FWD else boundary + 1) % choice.pp
-        if spec is None or not spec.activation.covers_stage(sender, choice.pp):
-            total += choice.micro_batches * plain
-            continue
-        short = stages.book.message(choice, point, True).nbytes
-        late = choice.micro_batches
-        if spec.activation.epilogue:
-            late = min(choice.micro_batches, choice.pp - sender)
-        total += late * short + (choice.micro_batches - late) * plain
+    for boundary in range(choice.pp * choice.chunks - 1 if choice.pp > 1 else 0):
+        chunk, rank = divmod(boundary if point is Point.PP_FWD else boundary + 1, choice.pp)
+        late = 0
+        if point is Point.PP_BWD:
+            late = _late(choice.schedule, choice.pp, rank, choice.chunks, choice.micro_batches)[chunk]
+        for count, is_late in ((late, True), (choice.micro_batches - late, False)):
+            on = stages.compresses(choice, point, rank, is_late)
+            total += count * stages.book.message(choice, point, on).nbytes
     return total
 
 

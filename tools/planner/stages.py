@@ -11,7 +11,7 @@ from megatron.config.run import RunConfig
 from megatron.parallel.data.gradients import main_grad_dtype
 from tools.planner.choice import Choice
 from tools.planner.cluster import Cluster, Wire
-from tools.planner.costs import CostBook, Wires
+from tools.planner.costs import STEADY, CostBook, Wires
 from tools.planner.dry_run import Talk
 from tools.planner.pieces import PIECES
 from tools.planner.simulate import Hop, Pipeline
@@ -83,19 +83,22 @@ class Stages:
             found[name] = (row[0], row[1], row[2], row[3])
         return found
 
+    def compresses(self, choice: Choice, point: Point, sender: int, late: bool) -> bool:
+        """Whether what a pipeline rank sends is compressed; ``late`` in its epilogue."""
+        spec = self.book.specs(choice).get(point)
+        if spec is None:
+            return False
+        return spec.activation.covers_stage(sender, choice.pp) and spec.activation.on(STEADY, late)
+
     def pipeline(self, choice: Choice, wires: Wires) -> Pipeline:
         """The pipeline and the times of its chunks."""
         passes = self.passes(choice, wires)
         counts = [self.pieces_of(choice, virtual) for virtual in range(choice.pp * choice.chunks)]
-        specs = self.book.specs(choice)
         hops: dict[tuple[bool, bool], Hop] = {}
 
         def hop(forward: bool, boundary: int, late: bool) -> Hop:
             point = Point.PP_FWD if forward else Point.PP_BWD
-            spec = specs.get(point)
-            sender = (boundary if forward else boundary + 1) % choice.pp
-            on = spec is not None and spec.activation.covers_stage(sender, choice.pp)
-            on = on and (late or spec is None or not spec.activation.epilogue)
+            on = self.compresses(choice, point, (boundary if forward else boundary + 1) % choice.pp, late)
             if (forward, on) not in hops:
                 sent = self.book.message(choice, point, on)
                 factor = self.book.coding(choice, point) if on else 1.0
