@@ -36,8 +36,8 @@ from megatron.config.tokenizer import TokenizerConfig  # noqa: E402
 from tools.convert.classic import find_classic, read_classic  # noqa: E402
 from tools.convert.classic_write import write_classic  # noqa: E402
 from tools.convert.hugging_face import is_hf, read_hf, write_hf  # noqa: E402
-from tools.convert.model import Weights, expected_shapes  # noqa: E402
-from tools.convert.ours import check_complete, read_ours, write_ours  # noqa: E402
+from tools.convert.model import Weights, check_complete  # noqa: E402
+from tools.convert.ours import read_ours, write_ours  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -122,7 +122,7 @@ def read(options: argparse.Namespace) -> Weights:
         raise UserError(
             f"--load {folder} holds neither a checkpoint ({TRACKER}) nor a Hugging Face model (config.json)"
         )
-    check_complete(weights, expected_shapes(weights.model, weights.vocab_size), str(folder))
+    check_complete(weights, str(folder))
     dtype = DTYPES.get(options.dtype)
     entries = {name: entry.to(dtype) for name, entry in weights.entries.items()}
     tokenizer = TokenizerConfig() if options.no_tokenizer else weights.tokenizer

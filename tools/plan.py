@@ -118,17 +118,14 @@ def measure(config: RunConfig, cluster: Cluster, vocab_size: int, specs: Sequenc
     return made
 
 
-def show(predictor: Predictor, given: Prediction | None, options: argparse.Namespace) -> list[Prediction]:
+def show(predictor: Predictor, given: Prediction, options: argparse.Namespace) -> list[Prediction]:
     """Prints predictions; what was printed."""
     memory = predictor.cluster.device.memory_gib
-    shown: list[Prediction] = []
-    if given is not None:
-        shown.append(given)
-        print(f"the run as it is, on {predictor.cluster.name}:\n{table([given], memory)}\n{breakdown(given)}")
-        if given.memory_bytes > memory * 2**30:
-            print(f"  it does not fit: {given.memory_bytes / 2**30:.1f} GiB of {memory:.0f}")
+    print(f"the run as it is, on {predictor.cluster.name}:\n{table([given], memory)}\n{breakdown(given)}")
+    if given.memory_bytes > memory * 2**30:
+        print(f"  it does not fit: {given.memory_bytes / 2**30:.1f} GiB of {memory:.0f}")
     if options.no_search:
-        return shown
+        return [given]
     sets = (
         [tuple(text.split()) for text in options.specs]
         if options.specs
@@ -144,7 +141,7 @@ def show(predictor: Predictor, given: Prediction | None, options: argparse.Names
     print(f"{table(found.best, memory)}\n\nthe fastest:\n{breakdown(found.best[0])}")
     if len(found.best) > 1:
         print(f"the runner-up is {reason(found.best[0], found.best[1])}")
-    return [*shown, *found.best]
+    return [given, *found.best]
 
 
 def run(options: argparse.Namespace) -> None:

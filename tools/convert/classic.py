@@ -25,15 +25,13 @@ from megatron.checkpoint.storage import bytes_of
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
-from tools.convert.model import Entry, Weights, expected_shapes, model_of
+from megatron.parallel.tensor.shards import ParamSpec
+from tools.convert.model import Entry, Weights, model_of, parameters_of, stacks_gate_and_up
 
 FILE = "model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 GPT2_ENTRIES = 50257
-
-COLUMN = ("query_key_value.weight", "query_key_value.bias", "dense_h_to_4h.weight", "dense_h_to_4h.bias")
-ROW = ("self_attention.dense.weight", "mlp.dense_4h_to_h.weight")
 
 
 def find_classic(root: Path, iteration: int | None = None) -> Path | None:
@@ -135,13 +133,6 @@ def _load(path: Path) -> dict[str, Any]:
     return loaded
 
 
-@dataclass(frozen=True)
-class _Shard:
-    """One tensor-parallel rank's tensors of the whole pipeline, flat, by logical name."""
-
-    tensors: Mapping[str, _Stored]
-
-
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     """Nested dictionaries as dotted names."""
     found: dict[str, Tensor] = {}
@@ -193,13 +184,13 @@ def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
     version = float(first.get("checkpoint_version") or 0)
     shards = [_pipeline_of(files, paths, tp, len(pps), model, folder) for tp in range(len(tps))]
     entries_size = _vocab_size(first.get("args"), vocab_size, padded, len(tps))
-    shapes = expected_shapes(model, entries_size)
     entries = {}
-    for name, shape in shapes.items():
-        parts = [shard.tensors[name] for shard in shards if name in shard.tensors]
+    for name, spec in parameters_of(model, entries_size).items():
+        parts = [shard[name] for shard in shards if name in shard]
         if len(parts) != len(shards):
             raise UserError(f"{folder}: {name} is in {len(parts)} of {len(shards)} tensor-parallel ranks")
-        entries[name] = Entry(shape, parts[0].like.dtype, _merged(name, parts, shape, model, version, folder))
+        read = _merged(name, parts, spec, model, version, folder)
+        entries[name] = Entry(spec.logical_shape, parts[0].like.dtype, read)
     iteration = first.get("iteration", 0)
     return Weights(model, entries_size, entries, _tokenizer_of(first.get("args")), int(iteration or 0))
 
@@ -211,8 +202,8 @@ def _pipeline_of(
     stages: int,
     model: ModelConfig,
     folder: Path,
-) -> _Shard:
-    """Puts the layers of all stages, and of all chunks of interleaved ones, in their order."""
+) -> dict[str, _Stored]:
+    """A tensor-parallel rank's tensors by logical name, with the layers of all stages and chunks in their order."""
     chunks = max((int(name[5:]) + 1 for name in files[tp, 0] if re.fullmatch(r"model\d+", name)), default=1)
     found: dict[str, _Stored] = {}
     done = 0
@@ -228,25 +219,21 @@ def _pipeline_of(
             done += len(layers)
     if done != model.num_layers:
         raise UserError(f"{folder}: the files hold {done} layers, their arguments say {model.num_layers}")
-    return _Shard(found)
+    return found
 
 
 def _merged(
-    name: str, stored: Sequence[_Stored], shape: tuple[int, ...], model: ModelConfig, version: float, folder: Path
+    name: str, stored: Sequence[_Stored], spec: ParamSpec, model: ModelConfig, version: float, folder: Path
 ) -> Callable[[], Tensor]:
+    shape = spec.logical_shape
+
     def read() -> Tensor:
-        kept_whole = "norm" in name or "position_embeddings" in name or name.endswith("dense.bias")
-        parts = [one.read() for one in (stored[:1] if kept_whole or name.endswith("4h_to_h.bias") else stored)]
+        parts = [one.read() for one in (stored if spec.dim is not None else stored[:1])]
         if "query_key_value" in name:
-            whole = torch.cat([_by_head(part, model, len(parts), version) for part in parts])
-        elif "dense_h_to_4h" in name and model.swiglu:
-            whole = torch.cat([part.view(2, -1, *part.shape[1:]) for part in parts], dim=1)
-        elif name.endswith(COLUMN) or "word_embeddings" in name or name.startswith("output_layer"):
-            whole = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-        elif name.endswith(ROW):
-            whole = torch.cat(list(parts), dim=1) if len(parts) > 1 else parts[0]
-        else:
-            whole = parts[0]
+            parts = [_by_head(part, model, len(parts), version) for part in parts]
+        if stacks_gate_and_up(model, name):
+            parts = [part.view(2, -1, *part.shape[1:]) for part in parts]
+        whole = torch.cat(parts, dim=spec.dim or 0) if len(parts) > 1 else parts[0]
         if whole.dim() == len(shape) and whole.shape[0] > shape[0] and whole.shape[1:] == shape[1:]:
             whole = whole[: shape[0]]  # the vocabulary's padding
         if tuple(whole.shape) != shape:

@@ -23,8 +23,9 @@ from megatron.checkpoint.storage import bytes_of
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.model.stages import padded_vocab_size
+from megatron.parallel.tensor.shards import ParamSpec
 from tools.convert.classic import FILE, TRACKER
-from tools.convert.model import Weights, expected_shapes
+from tools.convert.model import Weights, parameters_of, stacks_gate_and_up
 
 _LOCAL_CRC, _CENTRAL_CRC = 14, 16
 """Where the checksum stands in a zip archive's local and central headers."""
@@ -60,7 +61,7 @@ class _RankFile:
         with zipfile.ZipFile(self.path) as archive:
             start, infos = archive.start_dir, archive.infolist()
         with self.path.open("r+b") as stream:
-            for info in sorted(infos, key=lambda one: infos.index(one)):
+            for info in infos:
                 stream.seek(start)
                 header = stream.read(46)
                 lengths = struct.unpack("<HHH", header[28:34])
@@ -97,39 +98,35 @@ def write_classic(weights: Weights, root: Path, tp: int, pp: int, done: Callable
             raise UserError(f"{flag} {size} does not divide the {count} {what}; choose a divisor")
     folder = root / f"iter_{weights.iteration:07d}"
     padded = padded_vocab_size(weights.vocab_size, model.make_vocab_size_divisible_by, tp)
-    shapes = expected_shapes(model, padded)
-    files = {(t, p): _laid_out(weights, shapes, folder, t, p, tp, pp, padded) for p in range(pp) for t in range(tp)}
+    specs = parameters_of(model, padded)
+    files = {(t, p): _laid_out(weights, specs, folder, t, p, tp, pp, padded) for p in range(pp) for t in range(tp)}
     for name, entry in weights.entries.items():
         whole = entry.read()
+        missing = specs[name].logical_shape[0] - whole.shape[0]
         for (t, _), file in files.items():
             for place in (name, f"copy of {name}"):
                 if place not in file.places:
                     continue
-                if name.endswith(("word_embeddings.weight", "output_layer.weight")):
+                if missing:
                     rows = padded // tp
                     part = whole[t * rows : (t + 1) * rows]
                     file.fill(place, part, (rows - part.shape[0]) * model.hidden_size)
                 else:
-                    file.fill(place, _part(name, whole, model, t, tp))
+                    file.fill(place, _part(name, whole, specs[name], model, t, tp))
         done(whole.numel() * whole.element_size())
     for file in files.values():
         file.seal()
     (root / TRACKER).write_text(f"{weights.iteration}\n")
 
 
-def _part(name: str, whole: Tensor, model: ModelConfig, t: int, tp: int) -> Tensor:
+def _part(name: str, whole: Tensor, spec: ParamSpec, model: ModelConfig, t: int, tp: int) -> Tensor:
     """A tensor-parallel rank's slice."""
-    if "query_key_value" in name or "word_embeddings" in name or name.startswith("output_layer"):
-        return whole.chunk(tp)[t]
-    if "dense_h_to_4h" in name:
-        return whole.chunk(tp, dim=1)[t].flatten(0, 1) if model.swiglu else whole.chunk(tp)[t]
-    if name.endswith(("self_attention.dense.weight", "mlp.dense_4h_to_h.weight")):
-        return whole.chunk(tp, dim=1)[t]
-    return whole
+    part = whole if spec.dim is None else whole.chunk(tp, dim=spec.dim)[t]
+    return part.flatten(0, 1) if stacks_gate_and_up(model, name) else part
 
 
 def _laid_out(
-    weights: Weights, shapes: dict[str, tuple[int, ...]], folder: Path, t: int, p: int, tp: int, pp: int, padded: int
+    weights: Weights, specs: dict[str, ParamSpec], folder: Path, t: int, p: int, tp: int, pp: int, padded: int
 ) -> _RankFile:
     """Writes a rank's file with room for its tensors."""
     model = weights.model
@@ -139,26 +136,27 @@ def _laid_out(
 
     def space(name: str, key: str | None = None) -> Tensor:
         # Memory that is never touched takes up none.
-        part = _part(name, torch.empty(shapes[name], dtype=dtype, device="meta"), model, t, tp)
+        whole = torch.empty(specs[name].logical_shape, dtype=dtype, device="meta")
+        part = _part(name, whole, specs[name], model, t, tp)
         room[key or name] = torch.empty(part.shape, dtype=dtype)
         return room[key or name]
 
     language: dict[str, Any] = {}
     if p == 0:
         language["embedding"] = {"word_embeddings": {"weight": space("embedding.word_embeddings.weight")}}
-        if "embedding.position_embeddings.weight" in shapes:
+        if "embedding.position_embeddings.weight" in specs:
             positions = {"weight": space("embedding.position_embeddings.weight")}
             language["embedding"]["position_embeddings"] = positions
     encoder: dict[str, Tensor] = {}
     for own in range(per_stage):
         at = f"layers.{p * per_stage + own}."
-        for name in (name for name in shapes if name.startswith(at)):
+        for name in (name for name in specs if name.startswith(at)):
             encoder[f"layers.{own}.{name.removeprefix(at)}"] = space(name)
     if p == pp - 1:
-        encoder |= {name: space(name) for name in shapes if name.startswith("final_layernorm.")}
+        encoder |= {name: space(name) for name in specs if name.startswith("final_layernorm.")}
     language["encoder"] = encoder
     held: dict[str, Any] = {"language_model": language}
-    if p == pp - 1 and "output_layer.weight" in shapes:
+    if p == pp - 1 and "output_layer.weight" in specs:
         language["output_layer"] = {"weight": space("output_layer.weight")}
     elif p == pp - 1 and pp > 1:
         tied = "embedding.word_embeddings.weight"

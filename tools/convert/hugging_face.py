@@ -17,7 +17,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
 from tools.convert.model import Entry, Weights, model_of
 from tools.convert.names import Rule, architecture_of, rules
-from tools.convert.safetensors_file import SafetensorsFile
+from tools.convert.safetensors_file import DTYPES, SafetensorsFile
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 SHARD_BYTES = 5 << 30
@@ -208,10 +208,10 @@ def _opened(path: Path) -> Any:
 
 
 def _dtype_of(name: str) -> torch.dtype:
-    names = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    if name not in names:
-        raise UserError(f"weights of type {name} cannot be converted")
-    return names[name]
+    for dtype, known in DTYPES.items():
+        if known == name and dtype.is_floating_point:
+            return dtype
+    raise UserError(f"weights of type {name} cannot be converted")
 
 
 def _load_bin(path: Path) -> dict[str, Tensor]:

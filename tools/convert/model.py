@@ -8,11 +8,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron.comm.ledger import Ledger
+from megatron.comm.policy import CompressionPlan
+from megatron.comm.tensor import TensorComm
+from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import TrainingConfig
+from megatron.model.gpt import GPTStage, StagePart
+from megatron.parallel.tensor.embedding import VocabShard
+from megatron.parallel.tensor.shards import ParamSpec, collect_specs
+from megatron.topology.group import Group
 
 
 @dataclass(frozen=True)
@@ -59,31 +68,37 @@ class Weights:
         return sum(torch.Size(entry.shape).numel() * entry.dtype.itemsize for entry in self.entries.values())
 
 
-def expected_shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Logical names and shapes of a model's parameters, in the order of the forward pass."""
-    h, ffn = model.hidden_size, model.ffn_hidden_size
-    width = model.num_attention_heads * model.kv_channels
-    rows = width + 2 * model.num_query_groups * model.kv_channels
-    up = (2, ffn) if model.swiglu else (ffn,)
-    norm = {"weight": (h,)} if model.normalization == "RMSNorm" else {"weight": (h,), "bias": (h,)}
-    shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (vocab_size, h)}
-    if model.position_embedding_type == "learned_absolute":
-        shapes["embedding.position_embeddings.weight"] = (model.max_position_embeddings, h)
-    for number in range(model.num_layers):
-        at = f"layers.{number}."
-        layer: dict[str, tuple[int, ...]] = {f"input_layernorm.{kind}": shape for kind, shape in norm.items()}
-        layer |= {"self_attention.query_key_value.weight": (rows, h), "self_attention.query_key_value.bias": (rows,)}
-        layer |= {"self_attention.dense.weight": (h, width), "self_attention.dense.bias": (h,)}
-        layer |= {f"post_attention_layernorm.{kind}": shape for kind, shape in norm.items()}
-        layer |= {"mlp.dense_h_to_4h.weight": (*up, h), "mlp.dense_h_to_4h.bias": up}
-        layer |= {"mlp.dense_4h_to_h.weight": (h, ffn), "mlp.dense_4h_to_h.bias": (h,)}
-        for name, shape in layer.items():
-            if model.add_bias_linear or not name.endswith("bias") or "layernorm" in name:
-                shapes[at + name] = shape
-    shapes |= {f"final_layernorm.{kind}": shape for kind, shape in norm.items()}
-    if model.untie_embeddings_and_output_weights:
-        shapes["output_layer.weight"] = (vocab_size, h)
-    return shapes
+def parameters_of(model: ModelConfig, vocab_size: int) -> dict[str, ParamSpec]:
+    """Logical names of a model's parameters, their whole shapes and split dimensions, in the model's order."""
+    comm = TensorComm(Group(None, (0,), 0, "this process", "none"), Ledger(), CompressionPlan({}, 0, 1))
+    meta, part = torch.device("meta"), StagePart(range(model.num_layers))
+    stage = GPTStage(
+        model, part, VocabShard(vocab_size, vocab_size, comm), comm, meta, torch.float32, RecomputeConfig()
+    )
+    return dict(collect_specs(stage).values())
+
+
+def stacks_gate_and_up(model: ModelConfig, name: str) -> bool:
+    """Whether a tensor has a first dimension of 2, a SwiGLU's two projections, which other formats flatten."""
+    return model.swiglu and "dense_h_to_4h" in name
+
+
+def check_complete(weights: Weights, where: str) -> None:
+    """Compares names and shapes with what the configuration asks for.
+
+    Raises:
+        UserError: naming the first that is missing, too many, or of another shape.
+    """
+    expected = parameters_of(weights.model, weights.vocab_size)
+    for name, spec in expected.items():
+        if name not in weights.entries:
+            raise UserError(f"{where}: the model has no {name}; the configuration beside it is of another model")
+        found, shape = weights.entries[name].shape, spec.logical_shape
+        if found != shape:
+            raise UserError(f"{where}: {name} has shape {found}, the configuration asks for {shape}")
+    extra = sorted(set(weights.entries) - set(expected))
+    if extra:
+        raise UserError(f"{where}: {extra[0]} has no place in a model of this configuration")
 
 
 def model_of(**values: object) -> ModelConfig:

@@ -95,20 +95,3 @@ def _tokenizer(weights: Weights) -> TokenizerConfig:
     if weights.tokenizer.tokenizer_type is not None:
         return weights.tokenizer
     return dataclasses.replace(weights.tokenizer, vocab_size=weights.vocab_size)
-
-
-def check_complete(weights: Weights, expected: dict[str, tuple[int, ...]], where: str) -> None:
-    """Compares names and shapes.
-
-    Raises:
-        UserError: naming the first that is missing, too many, or of another shape.
-    """
-    for name, shape in expected.items():
-        if name not in weights.entries:
-            raise UserError(f"{where}: the model has no {name}; the configuration beside it is of another model")
-        if weights.entries[name].shape != shape:
-            found = weights.entries[name].shape
-            raise UserError(f"{where}: {name} has shape {found}, the configuration asks for {shape}")
-    extra = sorted(set(weights.entries) - set(expected))
-    if extra:
-        raise UserError(f"{where}: {extra[0]} has no place in a model of this configuration")

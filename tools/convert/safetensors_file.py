@@ -16,7 +16,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
@@ -39,7 +39,7 @@ class SafetensorsFile:
         end = 0
         for name, shape, dtype in tensors:
             begin, end = end, end + math.prod(shape) * dtype.itemsize
-            header[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+            header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._expected = [(name, math.prod(shape), dtype) for name, shape, dtype in reversed(tensors)]

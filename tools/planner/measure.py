@@ -22,7 +22,7 @@ from megatron.compression.points import Point
 from megatron.compression.spec import Spec
 from megatron.config.run import RunConfig
 from megatron.kernels.ops import finite_norm
-from megatron.topology.group import Group, Pending
+from megatron.topology.group import Group
 from megatron.topology.topology import Topology
 from megatron.training.traffic import gather_rows
 from tools.planner.choice import Choice, choice_of
@@ -53,9 +53,9 @@ class Clock:
     """
 
     def __init__(self, synchronise: Callable[[], None]) -> None:
-        self.ledger: Ledger = _ClockedLedger(self)
+        self.ledger: Ledger = _ClockedLedger(synchronise)
         self.synchronise = synchronise
-        self.coding_s = self.waited_s = self._start = 0.0
+        self._start = 0.0
 
     def __enter__(self) -> Clock:
         self._restart()
@@ -66,38 +66,32 @@ class Clock:
 
     def _restart(self) -> None:
         self.synchronise()
-        self.coding_s = self.waited_s = 0.0
+        self.ledger.take()
         self._start = time.perf_counter()
 
     def take(self) -> Tally:
         """Seconds since the last call."""
         self.synchronise()
         spent = time.perf_counter() - self._start
-        computed = spent - self.coding_s - self.waited_s
-        tally = Tally(computed, self.coding_s, self.waited_s)
+        accounts = self.ledger.accounts.values()
+        coding, waited = sum(one.coded_s for one in accounts), sum(one.waited_s for one in accounts)
         self._restart()
-        return tally
+        return Tally(spent - coding - waited, coding, waited)
 
 
 class _ClockedLedger(Ledger):
-    """Tells a clock what is coding and what is waiting."""
+    """Waits for the device around coding, so that its time is the device's."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, synchronise: Callable[[], None]) -> None:
         super().__init__()
-        self.clock = clock
+        self.synchronise = synchronise
 
     @contextmanager
     def _coding(self, point: Point, name: str) -> Iterator[None]:
-        self.clock.synchronise()
-        start = time.perf_counter()
-        yield
-        self.clock.synchronise()
-        self.clock.coding_s += time.perf_counter() - start
-
-    def wait(self, point: Point, pending: Pending) -> None:
-        start = time.perf_counter()
-        super().wait(point, pending)
-        self.clock.waited_s += time.perf_counter() - start
+        self.synchronise()
+        with super()._coding(point, name):
+            yield
+            self.synchronise()
 
 
 class LiveStand:

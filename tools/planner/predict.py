@@ -50,7 +50,7 @@ class Prediction:
         return sum(self.memory.values())
 
 
-class Predictor:
+class Predictor(Stages):
     """Predicts choices for one model on one cluster.
 
     Args:
@@ -60,11 +60,7 @@ class Predictor:
     """
 
     def __init__(self, config: RunConfig, cluster: Cluster, vocab_size: int) -> None:
-        self.config = config
-        self.cluster = cluster
-        self.vocab_size = vocab_size
-        self.stages = Stages(config, cluster, vocab_size)
-        self.book = self.stages.book
+        super().__init__(config, cluster, vocab_size)
         self._bounds: dict[Choice, float] = {}
 
     def lower_bound(self, choice: Choice) -> float:
@@ -73,13 +69,13 @@ class Predictor:
         specs = tuple(spec for spec in choice.specs if spec.startswith(("pp-", "tp-")))
         alone = dataclasses.replace(choice, sharded=False, overlap=False, specs=specs)
         if alone not in self._bounds:
-            pipeline = self.stages.pipeline(alone, wires_of(self.cluster, alone))
+            pipeline = self.pipeline(alone, wires_of(self.cluster, alone))
             self._bounds[alone] = pipeline.lower_bound(alone.micro_batches)
         return self._bounds[alone]
 
     def memory_bytes(self, choice: Choice) -> float:
         """Bytes on the fullest rank."""
-        return sum(memory(self.stages, choice).values())
+        return sum(memory(self, choice).values())
 
     def predict(self, choice: Choice) -> Prediction:
         """A step of a choice.
@@ -88,15 +84,15 @@ class Predictor:
             UserError: when a compressor cannot be planned.
         """
         wires = wires_of(self.cluster, choice)
-        pipeline = self.stages.pipeline(choice, wires)
+        pipeline = self.pipeline(choice, wires)
         times = pipeline.run(choice.micro_batches)
-        stages = [self.stages.stage(choice, rank, wires) for rank in range(choice.pp)]
+        stages = [self.stage(choice, rank, wires) for rank in range(choice.pp)]
         synced, embedding_s = self._synchronised(choice, wires, pipeline, times, stages)
         slowest = max(range(choice.pp), key=lambda rank: synced[rank])
         own, time = stages[slowest], times[slowest]
         gather = self._gather_s(choice, wires, own)
         seconds = synced[slowest] + self._world_s(wires, choice) + self._update_s(choice, own) + gather
-        passes = self.stages.passes(choice, wires)
+        passes = self.passes(choice, wires)
         talked = choice.micro_batches * sum(n * passes[name][2] for name, n in own.pieces.items())
         tp_coding = choice.micro_batches * sum(n * passes[name][3] for name, n in own.pieces.items())
         parts = {
@@ -108,13 +104,13 @@ class Predictor:
             "optimizer": seconds - synced[slowest] - gather,
             "parameters": gather,
         }
-        sent = traffic(self.stages, choice, wires)
+        sent = traffic(self, choice, wires)
         tokens = choice.dp * choice.micro_batches * choice.micro_batch * self.config.model.seq_length
         return Prediction(
             choice,
             seconds,
             parts,
-            memory(self.stages, choice),
+            memory(self, choice),
             sent,
             leaving(choice, wires, sent),
             tokens / seconds,
@@ -130,7 +126,7 @@ class Predictor:
         everyone = max(time.end for time in times) + self._world_s(wires, choice)
         ready = []
         for rank, (time, stage) in enumerate(zip(times, stages, strict=True)):
-            end = time.end + stage.coding_s + talk_seconds([self.stages.partial_sum(choice, rank)], wires.tp, choice.tp)
+            end = time.end + stage.coding_s + talk_seconds([self.partial_sum(choice, rank)], wires.tp, choice.tp)
             if stage.rounds:
                 end = max(end, self._first_round(choice, pipeline, rank, time, stage))
             if asks:
@@ -139,7 +135,7 @@ class Predictor:
         tied = self.book.piece(choice, "embedding").tied_shape
         if not tied or choice.pp == 1:
             return ready, 0.0
-        part = self.book.embedding_sum(choice, tied, self.stages.tied_elements(choice))
+        part = self.book.embedding_sum(choice, tied, self.tied_elements(choice))
         fused = self.book.fused(choice)
         wire, size = (wires.holders, 2 * choice.dp) if fused else (wires.ends, 2)
         coding = part.coding_s * self.book.coding(choice, Point.EMBED_GRAD)
@@ -165,7 +161,7 @@ class Predictor:
     def _update_s(self, choice: Choice, stage: Stage) -> float:
         """Clearing gradients, their norm, and the update of parameters and moments: all bound by memory."""
         owned = stage.elements / (choice.dp if choice.sharded else 1)
-        grad, param = self.stages.grad_bytes, self.stages.param_bytes
+        grad, param = self.grad_bytes, self.param_bytes
         moved = stage.elements * grad + owned * (2 * grad + 24 + (param if param < 4 else 0))
         return moved / (self.cluster.device.memory_gbyte_per_s * 1e9) * self.cluster.correction("optimizer")
 

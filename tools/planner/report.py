@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tools.planner.choice import Choice
 from tools.planner.predict import Prediction
@@ -83,8 +83,7 @@ def breakdown(one: Prediction) -> str:
     return "\n".join(lines)
 
 
-def _shares(parts: Mapping[str, float], whole: float, shown: object) -> str:
-    assert callable(shown)
+def _shares(parts: Mapping[str, float], whole: float, shown: Callable[[float], str]) -> str:
     visible = {name: value for name, value in parts.items() if value > 0.0005 * whole}
     return ", ".join(f"{name} {shown(value)}" for name, value in sorted(visible.items(), key=lambda item: -item[1]))
 

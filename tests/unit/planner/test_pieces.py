@@ -48,7 +48,7 @@ def test_parameters_are_those_of_the_model(layout: tuple[int, int]) -> None:
     h, layers = 64, 8
     layer = 12 * h * h // tp + (3 * h + 4 * h) // tp + 6 * h
     embedding = 1024 // tp * h if tp < 8 else 0
-    found = sum(predictor.stages.elements(choice, rank) for rank in range(pp))
+    found = sum(predictor.elements(choice, rank) for rank in range(pp))
     copies = 2 if pp > 1 else 1
     assert found == layers * layer + copies * embedding + 32 * h + 2 * h
 

@@ -108,6 +108,6 @@ def test_corrections_multiply_what_they_name() -> None:
     more = 2 * choice.micro_batches * 8 * piece.forward.seconds
     assert slower.parts["compute"] - plain.parts["compute"] == pytest.approx(more)
     assert slower.parts["coding"] == pytest.approx(2 * plain.parts["coding"])
-    moved = predictor.stages.elements(choice, 0) * (4 + 2 * 4 + 24)
+    moved = predictor.elements(choice, 0) * (4 + 2 * 4 + 24)
     update = moved / (predictor.cluster.device.memory_gbyte_per_s * 1e9)
     assert slower.parts["optimizer"] - plain.parts["optimizer"] == pytest.approx(4 * update)
