@@ -1,81 +1,94 @@
 #!/usr/bin/env python
-"""Generates text from a checkpoint of any layout, in one process.
-
-    python tools/generate_samples_gpt.py --load FOLDER --prompt "def main("       one continuation, printed
-    python tools/generate_samples_gpt.py --load FOLDER --num-samples 8 --genfile samples.json
-    python tools/generate_samples_gpt.py --load FOLDER --sample-input-file prompts.txt
-    python tools/generate_samples_gpt.py --load FOLDER                            asks for prompts
-
-The model's shape and the tokenizer come from the checkpoint; tokenizer flags replace the latter, for files that have
-moved.
-"""
+"""Generates text from a checkpoint of any layout, on one process or, under torchrun, on several."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tqdm import tqdm
+
 from megatron.config.errors import UserError
-from megatron.config.tokenizer import TokenizerConfig
+from megatron.config.option import derived, option
 from megatron.data.atomic import atomic_write
-from megatron.inference.generate import Generated, generate
-from megatron.inference.model import LoadedModel, load_model
-from megatron.inference.sampling import Sampling
+from megatron.inference.flags import ModelFlags, SamplingFlags, check_layout, open_model, parse_flags
+from megatron.inference.generate import Generated, Token, generate
+from megatron.inference.model import LoadedModel
+from megatron.training.program import Ranks, run_program
+
+DESCRIPTION = """Generates text from a checkpoint of any layout, on one process or, under torchrun, on several.
+
+    python tools/generate_samples_gpt.py --load DIR --prompt "def main("        one continuation, printed as it comes
+    python tools/generate_samples_gpt.py --load DIR --num-samples 8 --genfile samples.jsonl
+    python tools/generate_samples_gpt.py --load DIR --sample-input-file prompts.txt
+    python tools/generate_samples_gpt.py --load DIR                             asks for prompts
+    torchrun --nproc-per-node 4 tools/generate_samples_gpt.py --tensor-model-parallel-size 2
+        --pipeline-model-parallel-size 2 --load DIR ...                         a model split over four processes
+
+The model's shape and the tokenizer come from the checkpoint; tokenizer flags replace the latter, for files that have
+moved. The same seed gives the same texts at any batch size and on any layout, to rounding."""
 
 
-def parse_flags(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="generate_samples_gpt.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+@dataclass(frozen=True, kw_only=True)
+class TaskFlags:
+    """What is generated; without any of these, prompts are asked for."""
 
-    def add(name: str, **options: object) -> None:
-        spellings = {f"--{name}", f"--{name.replace('-', '_')}"}
-        parser.add_argument(*sorted(spellings), **options)  # type: ignore[arg-type]
-
-    add("load", required=True, metavar="FOLDER", help="folder that --save wrote to")
-    add("prompt", metavar="TEXT", help="continue this text and print the result")
-    add("sample-input-file", metavar="FILE", help="continue each line of this file")
-    add("sample-output-file", metavar="FILE", help="where those go (default: the input file's name with .out)")
-    add("num-samples", type=int, default=0, metavar="N", help="write this many samples without a prompt to --genfile")
-    add("genfile", metavar="FILE", help="JSON lines with text, length and finished")
-    add("out-seq-length", type=int, default=256, metavar="N", help="new tokens, at most (default: 256)")
-    add("temperature", type=float, default=1.0, metavar="X", help="divides the logits (default: 1.0)")
-    add("top-k", type=int, default=0, metavar="N", help="choose among the N likeliest tokens (default: 0, all)")
-    add("top-p", type=float, default=0.0, metavar="X", help="choose among those of total probability X (default: all)")
-    add("greedy", action="store_true", help="always take the likeliest token")
-    add("seed", type=int, default=1234, metavar="N", help="of the random draw (default: 1234)")
-    add("micro-batch-size", type=int, default=8, metavar="N", help="samples generated at once (default: 8)")
-    for name in ("tokenizer-type", "vocab-file", "merge-file", "tokenizer-model"):
-        add(name, metavar="TEXT" if name == "tokenizer-type" else "FILE", help="instead of the run's own")
-    flags = parser.parse_args(argv)
-    if flags.out_seq_length < 1 or flags.micro_batch_size < 1 or flags.num_samples < 0:
-        raise UserError("--out-seq-length and --micro-batch-size must be at least 1, --num-samples at least 0")
-    if flags.num_samples and not flags.genfile:
-        raise UserError("--num-samples needs --genfile FILE to write to")
-    return flags
+    prompt: str | None = derived("none", "Continue this text and print the result.", metavar="TEXT")
+    sample_input_file: str | None = derived("none", "Continue each line of this file.", metavar="FILE")
+    sample_output_file: str | None = derived("the input file's name with .out", "Where those go.", metavar="FILE")
+    num_samples: int = option(0, "Write this many texts without a prompt to --genfile.", unit="texts", minimum=0)
+    genfile: str | None = derived("none", "JSON lines with text, length and finished.", metavar="FILE")
+    micro_batch_size: int = option(8, "Texts generated at once.", unit="texts", minimum=1)
 
 
 class Session:
-    """A loaded model with the flags' way of choosing tokens."""
+    """A loaded model with the flags' way of choosing tokens.
 
-    def __init__(self, flags: argparse.Namespace, model: LoadedModel, sampling: Sampling) -> None:
-        self.flags = flags
+    Args:
+        model: on every rank.
+        choice: how tokens are chosen.
+        batch: texts generated at once.
+    """
+
+    def __init__(self, model: LoadedModel, choice: SamplingFlags, batch: int) -> None:
         self.model = model
-        self.sampling = sampling
-        self.batches = 0
+        self.choice = choice
+        self.batch = batch
+        self.begun = 0
 
-    def continue_all(self, texts: Sequence[str]) -> list[Generated]:
-        """Continuations of a batch of texts; every batch draws other numbers."""
-        self.batches += 1
+    def continue_all(self, texts: Sequence[str], live: bool = False) -> list[Generated]:
+        """Continuations of a batch of texts; ``live`` prints the first as it comes."""
         prompts = [self.model.tokenizer.tokenize(text) if text else [] for text in texts]
-        seed = self.flags.seed + self.batches - 1
-        return generate(self.model, prompts, self.flags.out_seq_length, self.sampling, seed)
+        seeds = [self.choice.seed + self.begun + i for i in range(len(texts))]
+        self.begun += len(texts)
+        printer = Printer(self.model)
+        results = generate(
+            self.model,
+            prompts,
+            self.choice.out_seq_length,
+            self.choice.sampling(),
+            seeds,
+            cached=not self.choice.recompute,
+            on_token=printer if live else None,
+        )
+        if live and self.model.speaks:
+            printer.end()
+        return results
+
+    def in_batches(self, texts: Sequence[str]) -> list[Generated]:
+        """Continuations of many texts, with a progress bar."""
+        samples: list[Generated] = []
+        with tqdm(total=len(texts), unit="text", disable=not self.model.speaks) as bar:
+            for first in range(0, len(texts), self.batch):
+                samples += self.continue_all(texts[first : first + self.batch])
+                bar.update(len(samples) - first)
+        return samples
 
     def text(self, sample: Generated) -> str:
         return self.model.tokenizer.detokenize(sample.tokens)
@@ -83,73 +96,121 @@ class Session:
     def continuation(self, sample: Generated) -> str:
         return self.model.tokenizer.detokenize(sample.tokens[sample.prompt_length :])
 
-    def in_batches(self, texts: Sequence[str]) -> list[Generated]:
-        size = self.flags.micro_batch_size
-        samples: list[Generated] = []
-        for first in range(0, len(texts), size):
-            samples += self.continue_all(texts[first : first + size])
-            sys.stderr.write(f"{len(samples)} of {len(texts)} samples\n")
-        return samples
+    def write(self, path: str, parts: Sequence[str]) -> None:
+        """Writes a file, on one rank."""
+        if self.model.speaks:
+            with atomic_write(Path(path)) as stream:
+                stream.write("".join(parts).encode())
 
-    def unconditional(self) -> None:
-        samples = self.in_batches([""] * self.flags.num_samples)
-        lines = [
-            json.dumps({"text": self.text(sample), "length": len(sample.tokens), "finished": sample.finished})
-            for sample in samples
+    def unconditional(self, task: TaskFlags) -> None:
+        assert task.genfile is not None
+        samples = self.in_batches([""] * task.num_samples)
+        rows = [
+            {"text": self.text(sample), "length": len(sample.tokens), "finished": sample.finished} for sample in samples
         ]
-        with atomic_write(Path(self.flags.genfile)) as stream:
-            stream.write("".join(f"{line}\n" for line in lines).encode())
+        self.write(task.genfile, [f"{json.dumps(row)}\n" for row in rows])
 
-    def from_file(self) -> None:
-        source = Path(self.flags.sample_input_file)
-        texts = [line.rstrip("\n") for line in source.read_text(encoding="utf-8").splitlines()]
-        texts = [text for text in texts if text.strip()]
-        target = Path(self.flags.sample_output_file or f"{source}.out")
+    def from_file(self, task: TaskFlags, texts: Sequence[str]) -> None:
         parts = [
             f"\nContext:{text}\n\nMegatron-LM:{self.continuation(sample)}\n"
             for text, sample in zip(texts, self.in_batches(texts), strict=True)
         ]
-        with atomic_write(target) as stream:
-            stream.write("".join(parts).encode())
+        self.write(task.sample_output_file or f"{task.sample_input_file}.out", parts)
 
     def interactive(self) -> None:
         while True:
-            try:
-                text = input("\nContext prompt (an empty line ends): ")
-            except EOFError:
-                return
+            text = ""
+            if self.model.topology.rank == 0:
+                print("\nContext prompt (an empty line ends): ", end="", flush=True)
+                text = sys.stdin.readline().rstrip("\n")
+            text = self.model.tell_all_json(text, src=0)
             if not text:
                 return
-            print(f"\nMegatron-LM:{self.continuation(self.continue_all([text])[0])}", flush=True)
+            if self.model.speaks:
+                print("\nMegatron-LM:", end="")
+            self.continue_all([text], live=True)
+
+
+class Printer:
+    """Prints a text as it comes; tokens may hold parts of characters."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self.model = model
+        self.tokens: list[int] = []
+        self.shown = 0
+
+    def __call__(self, row: int, token: Token) -> bool:
+        self.tokens.append(token.id)
+        text = self.model.tokenizer.detokenize(self.tokens)
+        whole = text[: -(len(text) - len(text.rstrip("\ufffd"))) or None]
+        print(whole[self.shown :], end="", flush=True)
+        self.shown = max(self.shown, len(whole))
+        return False
+
+    def end(self) -> None:
+        """Ends the line."""
+        print(self.model.tokenizer.detokenize(self.tokens)[self.shown :], flush=True)
+
+
+def check(task: TaskFlags, choice: SamplingFlags) -> list[str]:
+    """Checks the flags as a whole; the lines of the input file.
+
+    Raises:
+        UserError: when they make no sense, or the file cannot be read.
+    """
+    choice.sampling()
+    if task.num_samples and not task.genfile:
+        raise UserError("--num-samples needs --genfile FILE to write to")
+    if task.genfile and not task.num_samples:
+        raise UserError("--genfile needs --num-samples N, how many texts to write")
+    asked = [name for name in ("prompt", "sample_input_file", "num_samples") if getattr(task, name)]
+    if len(asked) > 1:
+        raise UserError(f"{' and '.join('--' + name.replace('_', '-') for name in asked)} exclude each other")
+    for name in ("genfile", "sample_output_file"):
+        given = getattr(task, name)
+        if given and not Path(given).parent.is_dir():
+            raise UserError(f"--{name.replace('_', '-')} {given}: there is no such folder; make it first")
+    if task.sample_input_file is None:
+        return []
+    try:
+        lines = Path(task.sample_input_file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is no UTF-8 text"
+        raise UserError(f"--sample-input-file {task.sample_input_file}: {reason}") from error
+    texts = [line for line in lines if line.strip()]
+    if not texts:
+        raise UserError(f"--sample-input-file {task.sample_input_file}: has no line with a prompt")
+    return texts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command: 0 when it is done, 2 with a one-line reason when not."""
-    try:
-        flags = parse_flags(sys.argv[1:] if argv is None else argv)
-        sampling = Sampling(flags.temperature, flags.top_k, flags.top_p, flags.greedy)
-        given = TokenizerConfig(
-            tokenizer_type=flags.tokenizer_type,
-            vocab_file=flags.vocab_file,
-            merge_file=flags.merge_file,
-            tokenizer_model=flags.tokenizer_model,
-        )
-        session = Session(flags, load_model(flags.load, tokenizer=given), sampling)
-        if flags.num_samples:
-            session.unconditional()
-        elif flags.sample_input_file:
-            session.from_file()
-        elif flags.prompt is not None:
-            print(session.text(session.continue_all([flags.prompt])[0]))
+
+    def body(ranks: Ranks) -> None:
+        sections = {"task": TaskFlags, "sampling": SamplingFlags}
+        parsed = parse_flags(sys.argv[1:] if argv is None else argv, sections, "generate_samples_gpt.py", DESCRIPTION)
+        model: ModelFlags = parsed.sections["model"]
+        task: TaskFlags = parsed.sections["task"]
+        choice: SamplingFlags = parsed.sections["sampling"]
+        texts = check(task, choice)
+        check_layout(model, ranks.env, replicas=False)
+        ranks.join(model.backend, model.distributed_timeout_minutes)
+        if ranks.env.rank == 0:
+            for note in parsed.notes:
+                print(f"note: {note}", file=sys.stderr)
+        session = Session(open_model(model, parsed.sections["tokenizer"], ranks.env), choice, task.micro_batch_size)
+        if task.num_samples:
+            session.unconditional(task)
+        elif texts:
+            session.from_file(task, texts)
+        elif task.prompt is not None:
+            if session.model.speaks:
+                print(task.prompt, end="", flush=True)
+            session.continue_all([task.prompt], live=True)
         else:
             session.interactive()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (OSError, UnicodeDecodeError) as error:
-        print(f"error: {getattr(error, 'filename', None) or flags.sample_input_file}: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return run_program(body)
 
 
 if __name__ == "__main__":

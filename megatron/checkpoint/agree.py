@@ -81,3 +81,20 @@ def raise_together(group: dist.ProcessGroup | None, problem: str | None) -> None
     agreed = first_problem(group, problem)
     if agreed is not None:
         raise UserError(agreed)
+
+
+def together(group: dist.ProcessGroup | None, build: Callable[[], T]) -> T:
+    """Runs something on every rank that may fail on some, and lets all fail alike.
+
+    Raises:
+        UserError: on every rank when one raised it.
+    """
+    result: T | None = None
+    problem = None
+    try:
+        result = build()
+    except UserError as error:
+        problem = str(error)
+    raise_together(group, problem)
+    assert problem is None
+    return result  # type: ignore[return-value]  # None is a value that build may return

@@ -1,18 +1,40 @@
-"""Autoregressive generation."""
+"""Autoregressive generation, and the probabilities of given texts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
+from megatron.config.errors import UserError
+from megatron.inference.decode import Decoder
 from megatron.inference.model import LoadedModel
 from megatron.inference.sampling import Sampling
 from megatron.model.context import ForwardContext
+from megatron.parallel.tensor.random import keyed_seed
+
+_LOGITS_AT_ONCE = 1 << 25
 
 
 @dataclass(frozen=True)
+class Token:
+    """A token in its place.
+
+    Args:
+        id: of it.
+        logprob: logarithm of the probability that the model gave it, at temperature 1 and among all tokens.
+        top: the likeliest tokens there and their logarithms, as many as were asked for.
+    """
+
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass
 class Generated:
     """One continuation.
 
@@ -20,11 +42,17 @@ class Generated:
         tokens: ids of the prompt and of what follows it, without the end of document.
         prompt_length: how many of them are the prompt.
         finished: the model ended the document.
+        details: of the tokens behind the prompt; on the model's speaker alone.
     """
 
     tokens: list[int]
     prompt_length: int
-    finished: bool
+    finished: bool = False
+    details: list[Token] = field(default_factory=list)
+
+
+OnToken = Callable[[int, Token], bool]
+"""Is told the row and each token that is added to it (not the end of document); true ends the row."""
 
 
 @torch.no_grad()
@@ -33,47 +61,120 @@ def generate(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     sampling: Sampling,
-    seed: int | None = None,
+    seeds: Sequence[int] | None = None,
+    *,
+    top: int = 0,
+    cached: bool = True,
+    on_token: OnToken | None = None,
 ) -> list[Generated]:
-    """Continues each prompt until the end of document or ``max_new_tokens``.
+    """Continues each prompt until the end of document or ``max_new_tokens``. Every rank of the model calls this.
 
-    Prompts may differ in length: shorter ones begin to generate while longer ones are still being read, and what lies
-    behind a row's newest token cannot influence it, since attention is causal. Beyond the model's longest sequence the
-    window moves along.
+    Prompts may differ in length: each row is at its own position, and what it becomes does not depend on the others.
+    Beyond the model's longest sequence the window moves along.
 
     Args:
         model: a loaded model.
         prompts: token ids; an empty prompt starts from the end-of-document token, as every document does.
         max_new_tokens: for each prompt.
         sampling: how tokens are chosen.
-        seed: makes the draw repeatable.
+        seeds: of each row's draws; default: others at every call.
+        top: alternatives that are reported with each token.
+        cached: keep keys and values of earlier positions; without, everything is computed anew for each token.
+        on_token: told about each token, on the model's speaker alone.
     """
-    stage, eod = model.stage, model.tokenizer.eod
-    window = model.config.model.max_position_embeddings
-    device = next(stage.parameters()).device
-    generator = None
-    if seed is not None:
-        generator = torch.Generator(device=device).manual_seed(seed)
+    eod = model.tokenizer.eod
     started_empty = [not prompt for prompt in prompts]
     rows = [list(prompt) or [eod] for prompt in prompts]
-    lengths = [len(row) for row in rows]
-    finished = [False] * len(rows)
-    for _ in range(max_new_tokens):
-        active = [i for i, done in enumerate(finished) if not done]
+    results = [Generated(row, len(row)) for row in rows]
+    draws = [
+        torch.Generator().manual_seed(keyed_seed(seed)) for seed in seeds or [random.getrandbits(62) for _ in rows]
+    ]
+    decoder = Decoder(model, max(map(len, rows), default=0) + max_new_tokens, cached)
+    active = list(range(len(rows)))
+    for count in range(max_new_tokens):
         if not active:
             break
-        recent = [rows[i][-window:] for i in active]
-        longest = max(len(row) for row in recent)
-        tokens_bs = torch.tensor([row + [eod] * (longest - len(row)) for row in recent], device=device)
-        x_sbh = stage(tokens_bs, ForwardContext())
-        last_1bh = torch.stack([x_sbh[len(row) - 1, b] for b, row in enumerate(recent)]).unsqueeze(0)
-        chosen = sampling.choose(stage.logits(last_1bh)[0], generator).tolist()
-        for i, token in zip(active, chosen, strict=True):
-            if token == eod:
-                finished[i] = True
-            else:
-                rows[i].append(token)
-    return [
-        Generated(row[1:] if empty else row, length - empty, done)
-        for row, empty, length, done in zip(rows, started_empty, lengths, finished, strict=True)
-    ]
+        hidden_1bh = decoder.newest(active, [rows[i] for i in active])
+        # Who does not speak takes part in the logits, and is told what was chosen.
+        said = torch.zeros((2, len(active)), dtype=torch.int64)
+        if hidden_1bh is not None:
+            logits_bv = model.stage.logits(hidden_1bh)[0]
+            if model.speaks:
+                numbers = torch.stack([torch.rand((), generator=draws[i], dtype=torch.float64) for i in active])
+                said[0] = sampling.after(count).choose(logits_bv, numbers)
+                tokens = _details(logits_bv, said[0], top)
+                for column, (i, token) in enumerate(zip(active, tokens, strict=True)):
+                    if token.id != eod:
+                        results[i].details.append(token)
+                        said[1, column] = on_token is not None and on_token(i, token)
+        model.tell_all(said, model.speaker)
+        active = _grow(results, active, said, eod)
+    for empty, result in zip(started_empty, results, strict=True):
+        if empty:
+            del result.tokens[0]
+            result.prompt_length = 0
+    return results
+
+
+def _grow(results: Sequence[Generated], active: Sequence[int], said: Tensor, eod: int) -> list[int]:
+    """Appends the chosen tokens; the rows that go on."""
+    going_on = []
+    for i, token, enough in zip(active, *said.tolist(), strict=True):
+        if token == eod:
+            results[i].finished = True
+            continue
+        results[i].tokens.append(token)
+        if not enough:
+            going_on.append(i)
+    return going_on
+
+
+def _details(logits_nv: Tensor, tokens_n: Tensor, top: int) -> list[Token]:
+    """The tokens with their probabilities."""
+    logprobs_nv = logits_nv.float().log_softmax(dim=-1)
+    own = logprobs_nv.gather(1, tokens_n.to(logprobs_nv.device).unsqueeze(1)).squeeze(1).tolist()
+    likeliest: list[tuple[tuple[int, float], ...]] = [()] * len(own)
+    if top:
+        found = logprobs_nv.topk(min(top, logprobs_nv.shape[-1]), dim=-1)
+        pairs = zip(found.indices.tolist(), found.values.tolist(), strict=True)
+        likeliest = [tuple(zip(ids, values, strict=True)) for ids, values in pairs]
+    return [Token(*values) for values in zip(tokens_n.tolist(), own, likeliest, strict=True)]
+
+
+@torch.no_grad()
+def score(model: LoadedModel, rows: Sequence[Sequence[int]], top: int = 1) -> list[list[Token]]:
+    """What a model thinks of texts. Every rank of the model calls this.
+
+    Args:
+        model: a loaded model.
+        rows: token ids, at most the model's window plus one of each.
+        top: alternatives that are reported with each token.
+
+    Returns:
+        For each row, its tokens after the first; empty lists but on the model's speaker.
+
+    Raises:
+        UserError: for a row that is longer.
+    """
+    if any(len(row) > model.window + 1 for row in rows):
+        raise UserError(f"a text has {max(map(len, rows))} tokens, the model can look at {model.window}; shorten it")
+    inputs = [list(row[:-1]) for row in rows]
+    longest = max(map(len, inputs), default=0)
+    scored: list[list[Token]] = [[] for _ in rows]
+    if not longest:
+        return scored
+    eod = model.tokenizer.eod
+    tokens_bs = torch.tensor([row + [eod] * (longest - len(row)) for row in inputs], device=model.device)
+    x_sbh = model.hidden(tokens_bs, ForwardContext())
+    if x_sbh is None:
+        return scored
+    step = max(_LOGITS_AT_ONCE // (len(rows) * model.stage.shard.vocab_size), 1)
+    for first in range(0, longest, step):
+        logits_sbv = model.stage.logits(x_sbh[first : first + step])
+        if not model.speaks:
+            continue
+        for b, row in enumerate(rows):
+            wanted = row[first + 1 : first + 1 + step]
+            if wanted:
+                scored[b] += _details(logits_sbv[: len(wanted), b], torch.tensor(wanted), top)
+    return scored

@@ -1,90 +1,208 @@
-"""A checkpoint of any layout as one model in this process."""
+"""A checkpoint of any layout as a model for inference, on this process or split over several."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from megatron.checkpoint.files import checkpoint_folder
+from megatron.checkpoint.agree import together
+from megatron.checkpoint.files import Iteration, checkpoint_folder
 from megatron.checkpoint.load import load_tensors, read_tracker
 from megatron.checkpoint.model_state import OPTIMIZER, model_tensors
 from megatron.checkpoint.save import CONFIG
+from megatron.comm.channel import PipelineChannel
 from megatron.comm.ledger import Ledger
-from megatron.comm.policy import CompressionPlan
+from megatron.comm.policy import CompressionPlan, Position
 from megatron.comm.tensor import TensorComm
+from megatron.compression.points import Point
 from megatron.config.errors import UserError
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.config.training import TrainingConfig
+from megatron.model.context import ForwardContext
 from megatron.model.gpt import GPTStage
+from megatron.model.kv_cache import KVCache
 from megatron.model.stages import build_stages
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
-from megatron.topology.topology import single_process
+from megatron.topology.layout import Layout
+from megatron.topology.topology import Topology, single_process
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A whole model on one device, and what it was trained with.
+    """This process's part of a model, and what it was trained with.
 
     Args:
-        stage: the model; ``stage(tokens_bs, context)`` then ``stage.logits``.
+        stage: the part: the whole model, or a tensor- and pipeline-parallel rank's.
         tokenizer: the run's, or the one given instead.
         config: of the run that saved it.
         iteration: of the checkpoint.
+        topology: the ranks that hold the other parts.
+        ledger: bytes between them.
+        channel: activations to the next stage; None where there is none.
     """
 
     stage: GPTStage
     tokenizer: Tokenizer
     config: RunConfig
-    iteration: int | str
+    iteration: Iteration
+    topology: Topology = field(default_factory=single_process)
+    ledger: Ledger = field(default_factory=Ledger)
+    channel: PipelineChannel | None = None
+
+    @property
+    def window(self) -> int:
+        """Positions that the model can look at."""
+        return self.config.model.max_position_embeddings
+
+    @property
+    def device(self) -> torch.device:
+        """Where tokens go and hidden states come from."""
+        return next(self.stage.parameters()).device
+
+    @property
+    def speaker(self) -> int:
+        """The rank that knows the logits and chooses for all: tensor-parallel rank 0 of the last stage."""
+        return self.topology.layout.rank_of(tp=0, dp=0, pp=self.topology.layout.pp - 1)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process is that rank."""
+        return self.topology.rank == self.speaker
+
+    @torch.no_grad()
+    def hidden(self, tokens_bs: Tensor, context: ForwardContext) -> Tensor | None:
+        """Runs the model on tokens (b, s) that every rank has: hidden states (s, b, h) on the last stage, else None."""
+        part, at = self.stage.part, self.topology.coordinates.pp
+        x = tokens_bs
+        if self.channel is not None and not part.first:
+            b, s = tokens_bs.shape
+            self.channel.shape = torch.Size((s, b, self.config.model.hidden_size))
+            x = self.channel.recv(self.channel.forward, Position(-1, at - 1, 0, 1), None)
+        x_sbh: Tensor = self.stage(x, context)
+        if self.channel is not None and not part.last:
+            self.channel.send(self.channel.forward, x_sbh, Position(-1, at, 0, 1), None)
+            return None
+        return x_sbh
+
+    def new_cache(self, rows: int, positions: int) -> KVCache:
+        """An empty cache for rows of at most so many positions."""
+        model = self.config.model
+        shape = (rows, model.num_query_groups // self.topology.layout.tp, positions, model.kv_channels)
+        return KVCache(self.stage.part.layers, shape, self.stage.dtype, self.device)
+
+    def tell_all(self, x: Tensor, src: int) -> Tensor:
+        """Overwrites a CPU tensor on every rank by rank ``src``'s."""
+        pending = self.topology.control.broadcast(x, src)
+        self.ledger.sent(Point.CONTROL, pending.sent_bytes)
+        self.ledger.wait(Point.CONTROL, pending)
+        return x
+
+    def tell_all_json(self, value: Any, src: int) -> Any:
+        """A JSON value of rank ``src`` on every rank; what the others give does not count."""
+        if self.topology.layout.world_size == 1:
+            return value
+        text = json.dumps(value).encode() if self.topology.rank == src else b""
+        length = int(self.tell_all(torch.tensor([len(text)]), src))
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.zeros(length, dtype=torch.uint8)
+        return json.loads(bytes(self.tell_all(data, src).numpy()))
+
+
+def inference_layout(config: RunConfig, tp: int, pp: int, world_size: int, backend: Literal["nccl", "gloo"]) -> Layout:
+    """The mesh for a saved model; what is left of the world are replicas.
+
+    Raises:
+        UserError: when the model does not divide so.
+    """
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, distributed_backend=backend
+    )
+    replicas = max(world_size // max(tp * pp, 1), 1)
+    asked = RunConfig(
+        model=config.model,
+        parallel=parallel,
+        tokenizer=TokenizerConfig(vocab_size=1),
+        training=TrainingConfig(micro_batch_size=1, global_batch_size=replicas, train_iters=1),
+        optimizer=OptimizerConfig(lr=1e-4),
+    )
+    asked.resolve(world_size, cuda_available=torch.cuda.is_available())
+    return Layout(tp=tp, pp=pp, dp=replicas)
+
+
+def saved_config(root: str | Path, iteration: Iteration | None = None) -> tuple[RunConfig, Iteration]:
+    """The configuration of the run that saved a checkpoint, and which checkpoint that is.
+
+    Args:
+        root: the folder that ``--save`` wrote to.
+        iteration: of the checkpoint; None for the newest.
+
+    Raises:
+        UserError: when there is none, or it cannot be read.
+    """
+    chosen = read_tracker(root) if iteration is None else iteration
+    if chosen is None:
+        raise UserError(f"--load {root} holds no checkpoint; name the folder that --save wrote to")
+    return RunConfig.load_yaml(checkpoint_folder(Path(root), chosen) / CONFIG), chosen
 
 
 def load_model(
     root: str | Path,
     *,
+    iteration: Iteration | None = None,
     tokenizer: TokenizerConfig | None = None,
     device: torch.device | None = None,
+    topology: Topology | None = None,
     log: Callable[[str], None] = lambda line: None,
 ) -> LoadedModel:
-    """Loads the newest checkpoint below ``root``, whatever its tensor- and pipeline-parallel sizes were.
+    """Loads a checkpoint, whatever its tensor- and pipeline-parallel sizes were. Every rank calls this.
 
     Args:
         root: the folder that ``--save`` wrote to.
+        iteration: of the checkpoint; None for the newest.
         tokenizer: fields that are set here replace the run's.
-        device: where the model lives; default: CUDA when there is one, else the CPU.
+        device: where the model lives, when there is no topology; default: CUDA when there is one, else the CPU.
+        topology: the ranks that the model is split over; default: this process alone.
         log: takes lines for the user.
 
     Raises:
-        UserError: when there is no checkpoint, or it cannot be used.
+        UserError: on every rank, when there is no checkpoint, or it cannot be used.
     """
-    iteration = read_tracker(root)
-    if iteration is None:
-        raise UserError(f"--load {root} holds no checkpoint; name the folder that --save wrote to")
-    config = RunConfig.load_yaml(checkpoint_folder(Path(root), iteration) / CONFIG)
-    chosen = _tokenizer_config(config, tokenizer)
-    built = build_tokenizer(chosen)
-    topology = single_process(device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    plan = CompressionPlan({})
-    comm = TensorComm(topology.tp, Ledger(), plan)
+    if topology is None:
+        topology = single_process(device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    group = topology.control.pg
+    config, chosen = together(group, lambda: saved_config(root, iteration))
+    built = together(group, lambda: build_tokenizer(_tokenizer_config(config, tokenizer)))
+    ledger, plan, dtype = Ledger(), CompressionPlan({}), config.precision.params_dtype
     (stage,) = build_stages(
         config.model,
         RecomputeConfig(),
         topology.layout,
-        0,
+        topology.coordinates.pp,
         built.vocab_size,
-        comm,
+        TensorComm(topology.tp, ledger, plan),
         topology.device,
-        config.precision.params_dtype,
-        config.training.seed,
+        dtype,
+        None,
     )
     load_tensors(
-        root, iteration, model_tensors([stage]), allow_unexpected=lambda name: name.startswith(OPTIMIZER), log=log
+        root, chosen, model_tensors([stage]), group, allow_unexpected=lambda name: name.startswith(OPTIMIZER), log=log
     )
-    return LoadedModel(stage.eval(), built, config, iteration)
+    channel = None
+    if topology.layout.pp > 1:
+        links = (topology.forward_link, topology.backward_link)
+        channel = PipelineChannel(*links, plan, ledger, torch.Size(), dtype, topology.device)
+    return LoadedModel(stage.eval(), built, config, chosen, topology, ledger, channel)
 
 
 def _tokenizer_config(config: RunConfig, given: TokenizerConfig | None) -> TokenizerConfig:
@@ -92,4 +210,4 @@ def _tokenizer_config(config: RunConfig, given: TokenizerConfig | None) -> Token
     if given is None:
         return saved
     changes = {name: value for name, value in vars(given).items() if value}
-    return replace(saved, **changes)
+    return dataclasses.replace(saved, **changes)

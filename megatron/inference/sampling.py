@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ class Sampling:
         top_k: choose among this many likeliest tokens; 0: all.
         top_p: choose among the likeliest tokens that together have this probability; 0: all.
         greedy: always take the likeliest.
+        top_p_decay: multiplies top_p after each token; 0: it stays.
+        top_p_bound: top_p does not fall below this.
 
     Raises:
         UserError: for values that make no sense.
@@ -28,6 +30,8 @@ class Sampling:
     top_k: int = 0
     top_p: float = 0.0
     greedy: bool = False
+    top_p_decay: float = 0.0
+    top_p_bound: float = 0.0
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
@@ -40,16 +44,36 @@ class Sampling:
             raise UserError("--top_k and --top_p exclude each other: give one of them")
         if self.greedy and (self.top_k or self.top_p):
             raise UserError("--greedy takes the likeliest token: leave out --top_k and --top_p")
+        if not 0 <= self.top_p_decay <= 1 or not 0 <= self.top_p_bound <= 1:
+            raise UserError("top_p_decay and top_p_bound must lie between 0 and 1; 0 leaves top_p as it is")
+        if (self.top_p_decay or self.top_p_bound) and not self.top_p:
+            raise UserError("top_p_decay and top_p_bound change --top_p: give it, too")
 
-    def choose(self, logits_bv: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """The next token of each row, int64 (b,), from logits (b, vocabulary)."""
+    def after(self, tokens: int) -> Sampling:
+        """How a token is chosen after so many."""
+        if not self.top_p_decay or not tokens:
+            return self
+        return replace(self, top_p=max(self.top_p * self.top_p_decay**tokens, self.top_p_bound, 1e-9))
+
+    def choose(self, logits_bv: Tensor, draws_b: Tensor) -> Tensor:
+        """The next token of each row, int64 (b,).
+
+        Args:
+            logits_bv: (b, vocabulary).
+            draws_b: a random number in [0, 1) for each row, fp64. A row's token depends on its own number and logits
+                alone.
+        """
         if self.greedy:
             return logits_bv.argmax(dim=-1)
-        return torch.multinomial(self.probabilities(logits_bv), 1, generator=generator).squeeze(1)
+        sums_bv = self.probabilities(logits_bv).double().cumsum(dim=-1)
+        wanted_b1 = draws_b.to(sums_bv.device).unsqueeze(1) * sums_bv[:, -1:]
+        return torch.searchsorted(sums_bv, wanted_b1, right=True).squeeze(1).clamp(max=logits_bv.shape[-1] - 1)
 
     def probabilities(self, logits_bv: Tensor) -> Tensor:
         """The distribution that tokens are drawn from, fp32 (b, vocabulary)."""
-        logits = logits_bv.float() / self.temperature
+        # Differences to the largest do not overflow, however low the temperature.
+        wide = logits_bv.float()
+        logits = (wide - wide.amax(dim=-1, keepdim=True)) / self.temperature
         if self.top_k:
             kept = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1)
             logits = torch.full_like(logits, -torch.inf).scatter_(-1, kept.indices, kept.values)

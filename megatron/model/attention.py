@@ -66,6 +66,8 @@ class SelfAttention(ShardedModule):
         if rotary is not None:
             query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if context.cache is not None:
+            key, value = context.cache.extend(self.layer, key, value)
         if self.recompute_core and torch.is_grad_enabled():
             out_bnsd = checkpoint(self._core, query, key, value, context, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -79,7 +81,7 @@ class SelfAttention(ShardedModule):
             return self._core_with_keyed_dropout(query, key, value, context)
         if dropping:
             self._seed_fused_dropout(context)
-        mask = None
+        mask = context.cache.mask if context.cache is not None else None
         if context.segment_ids_bs is not None:
             mask = _causal_within_segments(context.segment_ids_bs)
         return F.scaled_dot_product_attention(
@@ -88,7 +90,7 @@ class SelfAttention(ShardedModule):
             value,
             attn_mask=mask,
             dropout_p=self.dropout if dropping else 0.0,
-            is_causal=mask is None,
+            is_causal=mask is None and query.shape[2] > 1,  # one position alone comes after all that are kept
             enable_gqa=self.queries_per_group > 1,
         )
 

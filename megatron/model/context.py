@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megatron.model.kv_cache import KVCache
 from megatron.parallel.tensor.random import DropoutKeys
 
 
@@ -18,8 +19,10 @@ class ForwardContext:
         position_ids_bs: int64 positions where they are not 0, 1, 2, ... (documents restart), else None.
         segment_ids_bs: number of the document within the sequence, (b, s), where attention must not cross
             documents, else None.
+        cache: what attention keeps of earlier positions, in generation.
     """
 
     dropout: DropoutKeys | None = None
     position_ids_bs: Tensor | None = None
     segment_ids_bs: Tensor | None = None
+    cache: KVCache | None = None

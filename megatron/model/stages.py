@@ -43,15 +43,16 @@ def build_stages(
     comm: TensorComm,
     device: torch.device,
     dtype: torch.dtype,
-    seed: int,
+    seed: int | None,
 ) -> list[GPTStage]:
-    """This pipeline rank's chunks, first chunk first, with their initial weights."""
+    """This pipeline rank's chunks, first chunk first; with initial weights, or (seed None) to be loaded."""
     shard = VocabShard(vocab_size, padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by, comm.size), comm)
     stages = []
     for chunk in range(layout.chunks):
         part = stage_part(config, layout, pp, chunk)
         stage = GPTStage(config, part, shard, comm, device, dtype, recompute)
-        initialise(stage, config, seed)
+        if seed is not None:
+            initialise(stage, config, seed)
         stages.append(stage)
     return stages
 

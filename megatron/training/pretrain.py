@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
-from megatron.checkpoint.agree import raise_together
+from megatron.checkpoint.agree import together
 from megatron.checkpoint.files import checkpoint_folder
 from megatron.checkpoint.load import read_tracker
 from megatron.checkpoint.save import CONFIG
-from megatron.compression.options import CompressorFault
 from megatron.config.errors import UserError
 from megatron.config.flags import ParsedRun, parse_args
 from megatron.config.merge import merge_checkpoint_config
@@ -24,87 +20,32 @@ from megatron.config.run import RunConfig
 from megatron.data.build import Dataset, build_datasets
 from megatron.optimizer.schedules import LRSchedule
 from megatron.tokenizer.build import build_tokenizer
-from megatron.topology.errors import CommunicationError
-from megatron.topology.health import Watch
-from megatron.topology.launch import LaunchEnvironment, init_process_group, pick_device, shutdown
+from megatron.topology.launch import LaunchEnvironment, pick_device
 from megatron.topology.topology import Topology, build_topology, single_process
 from megatron.training.assembly import build_engines, layout_of
 from megatron.training.batch_size import BatchSizeSchedule
 from megatron.training.compression_notes import compression_notes, run_length
 from megatron.training.kernel_check import check_kernels
 from megatron.training.persistence import RunCheckpoints
+from megatron.training.program import Ranks, run_program
 from megatron.training.progress_state import Progress
 from megatron.training.report import Reporter
 from megatron.training.timers import Timers
 from megatron.training.trainer import Trainer
 
-T = TypeVar("T")
-
-EXIT_BAD_INPUT = 2
-EXIT_PEER_LOST = 3
-EXIT_BUG = 1
-_RANK_0_SPEAKS_SECONDS = 1.0
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``pretrain_gpt.py`` on this rank.
-
-    Returns:
-        The exit status. A rank that fails leaves at once, without waiting for others that may be stuck.
-    """
+    """Runs ``pretrain_gpt.py`` on this rank; the exit status."""
     started = time.monotonic()
-    env = LaunchEnvironment.read()
-    watch: Watch | None = None
-    try:
+
+    def body(ranks: Ranks) -> None:
         parsed = parse_args(list(sys.argv[1:] if argv is None else argv))
-        env = LaunchEnvironment.read(parsed.config.parallel.local_rank)
+        ranks.env = env = LaunchEnvironment.read(parsed.config.parallel.local_rank)
         config = resolve(parsed, env)
-        if env.world_size > 1:
-            init_process_group(env, config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes)
-            watch = Watch(env.rank, env.world_size)
-            watch.start()
+        ranks.join(config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes)
         run(config, parsed.notes, env, started)
-        if watch is not None:
-            watch.stop()
-        shutdown()
-        return 0
-    except UserError as error:
-        return _fail(env, watch, f"error: {error}", EXIT_BAD_INPUT)
-    except CommunicationError as error:
-        lost = watch.explain() if watch is not None else None
-        why = f"{lost} ({error})" if lost else str(error)
-        return _fail(env, watch, f"rank {env.rank}: {why}", EXIT_PEER_LOST)
-    except CompressorFault as error:
-        return _fail(env, watch, f"rank {env.rank}: {error}", EXIT_BUG)
-    except KeyboardInterrupt:
-        return _fail(env, watch, f"rank {env.rank}: interrupted", 130)
-    except Exception as error:
-        text = f"rank {env.rank} failed:\n{traceback.format_exc()}"
-        return _fail(env, watch, text, EXIT_BUG, reason=f"{type(error).__name__}: {error}")
 
-
-def _fail(
-    env: LaunchEnvironment,
-    watch: Watch | None,
-    text: str,
-    status: int,
-    reason: str | None = None,
-) -> int:
-    """Prints why, tells the others, and leaves.
-
-    Bad input is met by every rank alike and printed by rank 0; the others leave a little later, lest the launcher
-    ends rank 0 before it has spoken.
-    """
-    if status != EXIT_BAD_INPUT or env.rank == 0:
-        print(text, file=sys.stderr, flush=True)
-    else:
-        time.sleep(_RANK_0_SPEAKS_SECONDS)
-    if watch is not None:
-        if status != EXIT_PEER_LOST:
-            watch.report(reason or text)
-        sys.stdout.flush()
-        os._exit(status)  # threads of a broken process group can block an orderly exit
-    return status
+    return run_program(body)
 
 
 def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
@@ -153,9 +94,9 @@ def run(config: RunConfig, notes: Sequence[str], env: LaunchEnvironment, started
     if train_iters is None:
         assert config.training.train_samples is not None
         train_iters = batch_sizes.iterations_for(config.training.train_samples)
-    datasets, vocab_size = together(topology, lambda: _open_data(config, env, train_iters, batch_sizes))
+    datasets, vocab_size = together(topology.control.pg, lambda: _open_data(config, env, train_iters, batch_sizes))
     length = run_length(config, datasets[0], batch_sizes)
-    engines = together(topology, lambda: build_engines(config, topology, vocab_size, length))
+    engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length))
     for note in compression_notes(config, datasets[0], layout.dp, length, train_iters):
         say(f"note: {note}")
     say(_summary(topology, vocab_size, engines.padded_vocab_size, [len(d) if d else 0 for d in datasets]))
@@ -170,12 +111,11 @@ def run(config: RunConfig, notes: Sequence[str], env: LaunchEnvironment, started
     progress = Progress()
     timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option, device=device)
     reporter = Reporter(config, engines, progress, train_iters, timers)
-    checkpoints = together(
-        topology, lambda: RunCheckpoints(config, engines, schedule, progress, _rank_0_log(topology, reporter))
-    )
+    rank_0_log = _rank_0_log(topology, reporter)
+    checkpoints = together(topology.control.pg, lambda: RunCheckpoints(config, engines, schedule, progress, rank_0_log))
     if not checkpoints.load() and config.checkpoint.load:
         say(f"no checkpoint in {config.checkpoint.load} yet: starting from random weights")
-    together(topology, reporter.open)
+    together(topology.control.pg, reporter.open)
     try:
         Trainer(
             config,
@@ -192,23 +132,6 @@ def run(config: RunConfig, notes: Sequence[str], env: LaunchEnvironment, started
         ).run()
     finally:
         reporter.close()
-
-
-def together(topology: Topology, build: Callable[[], T]) -> T:
-    """Runs something on every rank that may fail on some, and lets all fail alike.
-
-    Raises:
-        UserError: on every rank when one raised it.
-    """
-    result: T | None = None
-    problem = None
-    try:
-        result = build()
-    except UserError as error:
-        problem = str(error)
-    raise_together(topology.control.pg, problem)
-    assert problem is None
-    return result  # type: ignore[return-value]  # None is a value that build may return
 
 
 def _vocabulary(config: RunConfig) -> tuple[int, int]:

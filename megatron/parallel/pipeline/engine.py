@@ -84,11 +84,12 @@ class PipelineEngine:
         held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         backwards_left = [sum(not op.forward and op.chunk == c for op in ops) for c in range(self.layout.chunks)]
         run = _Run(self, schedules, iteration, num_micro_batches, programs)
+        if ops:
+            run.expect(ops[0])
         for op, following in zip(ops, [*ops[1:], None], strict=True):
             run.post()
-            for soon in (op, following):
-                if soon is not None:
-                    run.expect(soon)
+            if following is not None:
+                run.expect(following)
             slot = (op.chunk, op.micro_batch)
             if op.forward:
                 with span("forward-recv", op):

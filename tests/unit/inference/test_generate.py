@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 
-from megatron.inference.generate import generate
-from megatron.inference.model import LoadedModel
+from megatron.inference.generate import Token, generate, score
+from megatron.inference.model import LoadedModel, load_model
 from megatron.inference.sampling import Sampling
 from megatron.model.context import ForwardContext
 from megatron.tokenizer.null import NullTokenizer
 from tests.support.tiny import VOCAB, tiny_engines, tiny_train
+from tests.unit.convert.support import MODELS, convert, saved_model
 
 GREEDY = Sampling(greedy=True)
 
@@ -33,10 +38,13 @@ def slowly(model: LoadedModel, prompt: list[int], count: int) -> list[int]:
     return tokens
 
 
-def test_a_batch_of_unequal_prompts_equals_each_alone_beyond_the_window() -> None:
-    model = trained_model()
-    prompts = [[3, 8, 13], [5], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
-    samples = generate(model, prompts, 20, GREEDY)
+PROMPTS = [[3, 8, 13], [5], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_batch_of_unequal_prompts_equals_each_alone_beyond_the_window(cached: bool) -> None:
+    model, prompts = trained_model(), PROMPTS
+    samples = generate(model, prompts, 20, GREEDY, cached=cached)
     for prompt, sample in zip(prompts, samples, strict=True):
         assert sample.tokens == slowly(model, prompt, 20)
         assert sample.prompt_length == len(prompt)
@@ -62,7 +70,58 @@ def test_the_end_of_document_ends_a_sample_and_is_left_out() -> None:
     assert sample.tokens == [1, 2]
 
 
-def test_seeds_repeat() -> None:
+def test_a_row_that_ends_leaves_the_others_what_they_are() -> None:
     model = trained_model()
-    first, again, other = (generate(model, [[1]] * 3, 12, Sampling(), seed) for seed in (1, 1, 2))
-    assert first == again != other
+    counts = {0: 3, 1: 11, 2: 5}
+    told: list[tuple[int, int]] = []
+
+    def enough(row: int, token: Token) -> bool:
+        told.append((row, token.id))
+        return sum(other == row for other, _ in told) == counts[row]
+
+    samples = generate(model, PROMPTS, 11, GREEDY, on_token=enough)
+    for row, (prompt, sample) in enumerate(zip(PROMPTS, samples, strict=True)):
+        assert sample.tokens == slowly(model, prompt, counts[row])
+        assert [token for number, token in told if number == row] == sample.tokens[len(prompt) :]
+        assert not sample.finished
+
+
+def test_seeds_repeat_whatever_a_text_is_batched_with() -> None:
+    model = trained_model()
+    rows = [sample.tokens for sample in generate(model, [[1]] * 3, 12, Sampling(), [4, 5, 4])]
+    assert rows[0] == rows[2] != rows[1]
+    (alone,) = generate(model, [[1]], 12, Sampling(), [5])
+    assert alone.tokens == rows[1]
+
+
+def test_probabilities_of_new_and_of_given_tokens_agree() -> None:
+    model = trained_model()
+    samples = generate(model, PROMPTS, 5, Sampling(), [1, 2, 3], top=4)
+    scored = score(model, [sample.tokens for sample in samples], top=4)
+    for sample, tokens in zip(samples, scored, strict=True):
+        assert [token.id for token in tokens] == sample.tokens[1:]
+        with torch.no_grad():
+            x_sbh = model.stage(torch.tensor([sample.tokens[:-1]]), ForwardContext())
+        expected = model.stage.logits(x_sbh)[:, 0].log_softmax(-1)
+        for token, row in zip(tokens, expected, strict=True):
+            assert token.logprob == pytest.approx(float(row[token.id]), abs=1e-5)
+            assert [number for number, _ in token.top] == row.topk(4).indices.tolist()
+        for new, given in zip(sample.details, tokens[sample.prompt_length - 1 :], strict=True):
+            assert new.logprob == pytest.approx(given.logprob, abs=1e-4)
+            assert new.top[0][0] == given.top[0][0]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama, 2 groups, untied"])
+def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    saved = saved_model(tmp_path / "ours", MODELS[name])
+    convert(saved, tmp_path / "hf", "hf")
+    model = load_model(saved, device=torch.device("cpu"))
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    for prompt in ([3, 8, 13], [5]):
+        (ours,) = generate(model, [prompt], 8, GREEDY)
+        expected = theirs.generate(
+            torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=model.tokenizer.eod, pad_token_id=0
+        )[0].tolist()
+        assert ours.tokens == [token for token in expected if token != model.tokenizer.eod]

@@ -41,11 +41,24 @@ def test_top_p_of_one_keeps_all() -> None:
     assert torch.equal(Sampling(top_p=1.0).probabilities(logits), logits.softmax(-1))
 
 
-def test_greedy_and_seeds() -> None:
+def test_greedy_takes_the_likeliest() -> None:
     logits = torch.randn(4, 50)
-    assert torch.equal(Sampling(greedy=True).choose(logits), logits.argmax(-1))
-    draws = [Sampling().choose(logits, torch.Generator().manual_seed(seed)).tolist() for seed in (1, 1, 2)]
-    assert draws[0] == draws[1] != draws[2]
+    assert torch.equal(Sampling(greedy=True).choose(logits, torch.rand(4)), logits.argmax(-1))
+
+
+def test_tokens_come_as_often_as_their_probabilities_say_and_improbable_ones_never() -> None:
+    sampling, logits = Sampling(top_k=5), torch.randn(1, 20, generator=torch.Generator().manual_seed(3))
+    draws = torch.arange(10_000, dtype=torch.float64) / 10_000
+    chosen = sampling.choose(logits.expand(10_000, -1), draws)
+    found = torch.bincount(chosen, minlength=20) / 10_000
+    assert torch.allclose(found, sampling.probabilities(logits)[0], atol=2e-4)
+    assert sampling.choose(logits, torch.tensor([1 - 2**-53], dtype=torch.float64)) in logits.topk(5).indices
+
+
+def test_top_p_decays_to_its_bound() -> None:
+    sampling = Sampling(top_p=0.8, top_p_decay=0.5, top_p_bound=0.3)
+    assert [sampling.after(n).top_p for n in range(4)] == pytest.approx([0.8, 0.4, 0.3, 0.3])
+    assert Sampling(top_p=0.8).after(5).top_p == 0.8
 
 
 @pytest.mark.parametrize(
@@ -56,6 +69,8 @@ def test_greedy_and_seeds() -> None:
         ({"top_p": 1.5}, "--top_p"),
         ({"top_k": 5, "top_p": 0.5}, "--top_k"),
         ({"greedy": True, "top_k": 5}, "--greedy"),
+        ({"top_p_decay": 0.5}, "--top_p"),
+        ({"top_p": 0.5, "top_p_decay": 1.5}, "top_p_decay"),
     ],
 )
 def test_values_that_make_no_sense_are_refused(values: dict, flag: str) -> None:

@@ -1,0 +1,159 @@
+"""What the programs that use a trained model take from the command line, beside their own sections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from megatron.config.errors import UserError
+from megatron.config.flags import LEGACY, ParsedSections, build_parser
+from megatron.config.known import KNOWN_FLAGS, SWITCH, VALUE, VALUES, KnownFlag
+from megatron.config.legacy import LegacyConfig
+from megatron.config.option import FieldOption, derived, field_options, option, required
+from megatron.config.run import run_sections
+from megatron.config.shortcuts import SHORTCUTS
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.inference.model import LoadedModel, inference_layout, load_model, saved_config
+from megatron.inference.sampling import Sampling
+from megatron.topology.launch import LaunchEnvironment, pick_device
+from megatron.topology.topology import build_topology, single_process
+
+_NOT_NEEDED = "it belongs to training, and the checkpoint holds the model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags:
+    """The trained model. Its shape, precision and tokenizer come from the checkpoint."""
+
+    load: str = required(
+        "Folder that --save wrote to; tools/ckpt_convert.py makes one of other formats.", metavar="DIR"
+    )
+    ckpt_step: int | None = derived(
+        "the newest", "Iteration of the checkpoint.", unit="iterations", minimum=0, aliases=("iteration",)
+    )
+    tensor_model_parallel_size: int = option(1, "Ranks that each layer is split over.", unit="ranks", minimum=1)
+    pipeline_model_parallel_size: int = option(1, "Stages that the layers are split into.", unit="stages", minimum=1)
+    distributed_backend: Literal["nccl", "gloo"] = derived(
+        "nccl with CUDA, else gloo", "Between the processes that torchrun started."
+    )
+    distributed_timeout_minutes: float = option(10.0, "How long a rank waits for another.", unit="minutes", above=0)
+
+    @property
+    def backend(self) -> Literal["nccl", "gloo"]:
+        """Of this machine."""
+        return self.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingFlags:
+    """How tokens are chosen."""
+
+    greedy: bool = option(False, "Always take the likeliest token.")
+    temperature: float = option(1.0, "Divides the logits: below 1 sharpens, above 1 flattens.", above=0)
+    top_k: int = option(0, "Choose among this many likeliest tokens; 0: all.", unit="tokens", minimum=0)
+    top_p: float = option(
+        0.0, "Choose among the likeliest tokens that together have this probability; 0: all.", minimum=0, maximum=1
+    )
+    out_seq_length: int = option(1024, "New tokens of each text, at most.", unit="tokens", minimum=1)
+    seed: int = option(1234, "Of the random draws: text number i draws from seed + i.")
+    recompute: bool = option(
+        False, "Keep no keys and values, but compute the whole text anew for each token (to check the cache)."
+    )
+
+    def sampling(self) -> Sampling:
+        """The same, checked as a whole.
+
+        Raises:
+            UserError: for flags that exclude each other.
+        """
+        return Sampling(self.temperature, self.top_k, self.top_p, self.greedy)
+
+
+COMMON: Mapping[str, type] = {"model": ModelFlags, "tokenizer": TokenizerConfig}
+
+
+def parse_flags(argv: Sequence[str], sections: Mapping[str, type], prog: str, description: str) -> ParsedSections:
+    """Parses a command line of ``COMMON`` and a program's own sections.
+
+    Flags of training, which scripts made for other Megatrons give to every program, are accepted and noted.
+
+    Raises:
+        UserError: in one line, for anything that is not understood.
+    """
+    own = {**COMMON, **sections}
+    used = {flag for name, cls in own.items() for field in field_options(name, cls) for flag in field.flags}
+    training = [
+        KnownFlag(name=flag, arity=_arity(field), refused=False, reason=_NOT_NEEDED)
+        for name, cls in {**run_sections(), LEGACY: LegacyConfig}.items()
+        for field in field_options(name, cls)
+        for flag in field.flags
+    ]
+    training += [
+        KnownFlag(name=one.name, arity=VALUE if one.takes_value else SWITCH, refused=False, reason=_NOT_NEEDED)
+        for one in SHORTCUTS
+    ]
+    training += [KnownFlag(name=one.name, arity=one.arity, refused=False, reason=one.reason) for one in KNOWN_FLAGS]
+    training += [
+        KnownFlag(name=flag, arity=_arity(field), refused=False, reason="each request or task says that itself")
+        for field in field_options("sampling", SamplingFlags)
+        for flag in field.flags
+    ]
+    left = {one.name: one for one in training if one.name not in used}
+    parsed = build_parser(own, prog, description, known=list(left.values())).parse(argv)
+    aside = [note for note in parsed.notes if note.endswith(_NOT_NEEDED)]
+    if aside:
+        names = " ".join(note.split(" ", 1)[0] for note in aside)
+        parsed.notes = [note for note in parsed.notes if note not in aside]
+        parsed.notes.append(f"not needed, since the checkpoint holds the model: {names}")
+    return parsed
+
+
+def _arity(field: FieldOption) -> str:
+    if field.is_switch:
+        return SWITCH
+    return VALUES if field.is_list and not field.option.repeatable else VALUE
+
+
+def open_model(model: ModelFlags, tokenizer: TokenizerConfig, env: LaunchEnvironment, **options: Any) -> LoadedModel:
+    """Loads the model that the flags name, on this rank of those that torchrun started.
+
+    Args:
+        model, tokenizer: the sections.
+        env: this process's place; torch's process group exists where there are several.
+        options: more for ``load_model``.
+
+    Raises:
+        UserError: on every rank, when it cannot be used.
+    """
+    config, _ = saved_config(model.load, model.ckpt_step)
+    tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
+    layout = inference_layout(config, tp, pp, env.world_size, model.backend)
+    device = pick_device(model.backend, env.local_rank)
+    topology = build_topology(layout, device) if env.world_size > 1 else single_process(device)
+    return load_model(model.load, iteration=model.ckpt_step, tokenizer=tokenizer, topology=topology, **options)
+
+
+def check_layout(model: ModelFlags, env: LaunchEnvironment, *, replicas: bool) -> None:
+    """Checks what can be before the processes meet.
+
+    Args:
+        model: the section.
+        env: this process's place.
+        replicas: whether the program makes use of several copies of the model.
+
+    Raises:
+        UserError: when the model cannot be split so, or there is none.
+    """
+    config, _ = saved_config(model.load, model.ckpt_step)
+    tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
+    layout = inference_layout(config, tp, pp, env.world_size, model.backend)
+    if layout.dp > 1 and not replicas:
+        raise UserError(
+            f"{env.world_size} processes hold {layout.dp} copies of a model of --tensor-model-parallel-size {tp} x "
+            f"--pipeline-model-parallel-size {pp}, and there is work for one: start {tp * pp} processes"
+        )
+    if model.backend == "nccl" and env.world_size > 1 and not torch.cuda.is_available():
+        raise UserError("--distributed-backend nccl needs CUDA devices; on CPUs it is gloo")

@@ -1,0 +1,119 @@
+"""Results in the words of the two APIs."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron.inference.generate import Token
+from megatron.inference.server.jobs import Completion, Job
+from megatron.inference.server.worker import Piece, Result
+from megatron.tokenizer.api import Tokenizer
+
+
+def megatron_answer(job: Job, results: Sequence[Result], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Texts with their prompts, their tokens as texts, and the logarithms of the probabilities after the first."""
+    text, segments, logprobs = [], [], []
+    for prompt, result in zip(job.prompts, results, strict=True):
+        ids = [*prompt, *(token.id for token in result.tokens)]
+        text.append(tokenizer.detokenize(prompt) + result.text)
+        segments.append([tokenizer.detokenize([one]) for one in ids])
+        logprobs.append([token.logprob for token in (*result.prompt, *result.tokens)])
+    answer: dict[str, Any] = {"text": text, "segments": segments}
+    if job.top is not None:
+        answer["logprobs"] = logprobs
+    return answer
+
+
+class CompletionAnswer:
+    """Answers to one completion request.
+
+    Args:
+        asked: the request.
+        model: its name.
+        tokenizer: the model's.
+    """
+
+    def __init__(self, asked: Completion, model: str, tokenizer: Tokenizer) -> None:
+        self.asked = asked
+        self.job = asked.job
+        self.model = model
+        self.tokenizer = tokenizer
+        self.id = f"cmpl-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+
+    def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def _logprobs(self, tokens: Sequence[Token | int], offset: int) -> dict[str, Any] | None:
+        """Probabilities of tokens; the first of a text, a bare id, has none."""
+        if self.job.top is None:
+            return None
+        ids = [token if isinstance(token, int) else token.id for token in tokens]
+        texts = [self.tokenizer.detokenize([one]) for one in ids]
+        offsets = []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [None if isinstance(token, int) else token.logprob for token in tokens],
+            "top_logprobs": [None if isinstance(token, int) else self._top(token) for token in tokens],
+            "text_offset": offsets,
+        }
+
+    def _top(self, token: Token) -> dict[str, float]:
+        # Several tokens may have the same text, as parts of characters have: the likeliest stands for them.
+        found: dict[str, float] = {}
+        for one, logprob in (*token.top, (token.id, token.logprob)):
+            found.setdefault(self.tokenizer.detokenize([one]), logprob)
+        return found
+
+    def _choice(self, row: int, text: str, tokens: Sequence[Token | int], reason: str | None, offset: int = 0) -> Any:
+        return {
+            "index": row,
+            "text": text,
+            "logprobs": self._logprobs(tokens, offset),
+            "finish_reason": reason,
+        }
+
+    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
+        """The answer in one piece."""
+        choices = []
+        for row, (prompt, result) in enumerate(zip(self.job.prompts, results, strict=True)):
+            text, tokens = result.text, list[Token | int](result.tokens)
+            if self.asked.echo:
+                text = self.tokenizer.detokenize(prompt) + text
+                tokens = [*prompt[:1], *result.prompt, *tokens]
+            choices.append(self._choice(row, text, tokens, result.reason))
+        return {**self._frame(choices), "usage": self._usage(results)}
+
+    def _usage(self, results: Sequence[Result]) -> dict[str, int]:
+        prompts = sum(map(len, self.job.prompts[:: self.asked.n]))
+        new = sum(len(result.tokens) for result in results)
+        return {"prompt_tokens": prompts, "completion_tokens": new, "total_tokens": prompts + new}
+
+    def begin(self) -> Iterator[dict[str, Any]]:
+        """The first events of a stream: the prompts, when they are to be echoed."""
+        if self.asked.echo:
+            for row, prompt in enumerate(self.job.prompts):
+                yield self._frame([self._choice(row, self.tokenizer.detokenize(prompt), [], None)])
+
+    def piece(self, piece: Piece) -> dict[str, Any]:
+        """An event for a token."""
+        return self._frame([self._choice(piece.row, piece.text, [piece.token], None)])
+
+    def end(self, results: Sequence[Result]) -> Iterator[dict[str, Any]]:
+        """The last events: what was held back, why each text ended, and what it took."""
+        for row, result in enumerate(results):
+            yield self._frame([self._choice(row, result.rest, [], result.reason)])
+        if self.asked.usage:
+            yield {**self._frame([]), "usage": self._usage(results)}

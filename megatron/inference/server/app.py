@@ -1,0 +1,202 @@
+"""The HTTP side of the server: Megatron's ``PUT /api``, OpenAI's ``POST /v1/completions``, ``/health``, and a form."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from importlib.resources import files
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from megatron.inference.server.answers import CompletionAnswer, megatron_answer
+from megatron.inference.server.jobs import Job, Limits, RequestError, completion_job, megatron_job
+from megatron.inference.server.worker import Event, Failed, Piece, Result, Ticket, Worker
+
+_ALIVE_SECONDS = 10.0
+"""A stream that waits says so this often."""
+
+_SECURITY = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class Running:
+    """A submitted job, seen from a request."""
+
+    def __init__(self, worker: Worker, job: Job) -> None:
+        loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+
+        def emit(event: Event) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+        self.ticket = Ticket(job, emit)
+        worker.submit(self.ticket)
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more."""
+        self.ticket.cancelled.set()
+
+    async def next(self, seconds: float) -> Event | None:
+        """The next event; None when there is none in that time."""
+        try:
+            return await asyncio.wait_for(self._events.get(), seconds)
+        except asyncio.TimeoutError:
+            return None
+
+    async def results(self, request: Request) -> list[Result]:
+        """The results; a client that leaves cancels the job.
+
+        Raises:
+            RequestError: when the job came to nothing.
+            ClientDisconnect: when nobody listens.
+        """
+        while True:
+            event = await self.next(0.5)
+            if isinstance(event, Failed):
+                raise RequestError(event.message, 500)
+            if isinstance(event, list):
+                return event
+            if event is None and await request.is_disconnected():
+                self.cancel()
+                raise ClientDisconnect
+
+
+class Server:
+    """The handlers.
+
+    Args:
+        worker: does the jobs.
+        limits: of one request.
+        body_bytes: of a request's body, at most.
+        name: of the model.
+    """
+
+    def __init__(self, worker: Worker, limits: Limits, body_bytes: int, name: str) -> None:
+        self.worker = worker
+        self.limits = limits
+        self.body_bytes = body_bytes
+        self.name = name
+        self.started = time.time()
+
+    def app(self) -> Starlette:
+        """The application."""
+        routes = [
+            Route("/", self.page),
+            Route("/health", self.health),
+            Route("/api", self.megatron, methods=["PUT", "POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+        ]
+        handlers: Any = {RequestError: _refuse, ClientDisconnect: _gone}
+        return Starlette(routes=routes, exception_handlers=handlers)
+
+    async def page(self, request: Request) -> Response:
+        """The form."""
+        return HTMLResponse(files(__package__).joinpath("page.html").read_text(encoding="utf-8"), headers=_SECURITY)
+
+    async def health(self, request: Request) -> Response:
+        """Whether and how much the server works."""
+        worker = self.worker
+        return JSONResponse(
+            {
+                "status": "ok",
+                "model": self.name,
+                "window": self.limits.window,
+                "busy": worker.busy,
+                "waiting": worker.waiting,
+                "served": worker.served,
+                "uptime_s": round(time.time() - self.started, 1),
+            }
+        )
+
+    async def models(self, request: Request) -> Response:
+        """The one model."""
+        model = {"id": self.name, "object": "model", "created": int(self.started), "owned_by": "megatron-cc"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _body(self, request: Request) -> object:
+        """The request as JSON.
+
+        Raises:
+            RequestError: when it is none, or too long.
+        """
+        # A page of another origin may not send this type without asking, which keeps it from using the server.
+        if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+            raise RequestError("the request must have Content-Type: application/json", 415)
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > self.body_bytes:
+                raise RequestError(f"the request is longer than {self.body_bytes} bytes", 413)
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"the request is no JSON: {error}") from error
+
+    async def megatron(self, request: Request) -> Response:
+        """``PUT /api``."""
+        body, tokenizer = await self._body(request), self.worker.model.tokenizer
+        job = await run_in_threadpool(megatron_job, body, tokenizer, self.limits)
+        results = await Running(self.worker, job).results(request)
+        return JSONResponse(megatron_answer(job, results, tokenizer))
+
+    async def completions(self, request: Request) -> Response:
+        """``POST /v1/completions``."""
+        body, tokenizer = await self._body(request), self.worker.model.tokenizer
+        asked = await run_in_threadpool(completion_job, body, tokenizer, self.limits)
+        answer = CompletionAnswer(asked, self.name, tokenizer)
+        running = Running(self.worker, asked.job)
+        if asked.stream:
+            return StreamingResponse(
+                _events(running, answer), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+            )
+        return JSONResponse(answer.whole(await running.results(request)))
+
+
+async def _events(running: Running, answer: CompletionAnswer) -> AsyncIterator[str]:
+    """Server-sent events of a completion."""
+    try:
+        for begin in answer.begin():
+            yield _event(begin)
+        while True:
+            event = await running.next(_ALIVE_SECONDS)
+            if event is None:
+                yield ": waiting\n\n"
+            elif isinstance(event, Failed):
+                yield _event({"error": {"message": event.message, "type": "server_error"}})
+                return
+            elif isinstance(event, Piece):
+                yield _event(answer.piece(event))
+            else:
+                for end in answer.end(event):
+                    yield _event(end)
+                yield "data: [DONE]\n\n"
+                return
+    finally:
+        running.cancel()
+
+
+def _event(value: object) -> str:
+    return f"data: {json.dumps(value)}\n\n"
+
+
+async def _refuse(request: Request, error: RequestError) -> Response:
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    headers = {"Retry-After": "5"} if error.status == 503 else None
+    body = {"error": {"message": str(error), "type": kind}, "message": str(error)}
+    return JSONResponse(body, error.status, headers)
+
+
+async def _gone(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=499)

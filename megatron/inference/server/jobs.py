@@ -1,0 +1,317 @@
+"""What clients ask for, checked: the requests of Megatron's API and of OpenAI's completions as one kind of job."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.config.errors import UserError
+from megatron.inference.sampling import Sampling
+from megatron.tokenizer.api import Tokenizer
+
+MAX_PROMPTS = 128
+MAX_TOP = 20
+MAX_STOP, MAX_STOP_LENGTH = 8, 100
+
+
+class RequestError(ValueError):
+    """A request that is not understood or too large; the message says what to change.
+
+    Args:
+        message: for the client.
+        status: of HTTP.
+    """
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may cost.
+
+    Args:
+        window: positions of the model.
+        tokens: of all prompts of a request and their continuations, at most.
+    """
+
+    window: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """Texts to be continued.
+
+    Args:
+        prompts: token ids.
+        max_new_tokens: for each; 0 only scores the prompts.
+        sampling: how tokens are chosen.
+        seeds: of each prompt's draws.
+        top: alternatives to report with each token; None: no probabilities are asked for.
+        score: report the prompts' probabilities, too.
+        stop: strings that end a text.
+    """
+
+    prompts: list[list[int]]
+    max_new_tokens: int
+    sampling: Sampling
+    seeds: list[int]
+    top: int | None = None
+    score: bool = False
+    stop: list[str] = field(default_factory=list)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON's types, for the other ranks."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_plain(values: Mapping[str, Any]) -> Job:
+        """The inverse of ``plain``."""
+        return Job(**{**values, "sampling": Sampling(**values["sampling"])})
+
+
+class Fields:
+    """Reads the fields of a request.
+
+    Args:
+        values: the request.
+
+    Raises:
+        RequestError: by every method, for a value of another kind.
+    """
+
+    def __init__(self, values: object) -> None:
+        if not isinstance(values, dict):
+            raise RequestError("the request must be a JSON object")
+        self.values: dict[str, Any] = values
+
+    def _take(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def integer(self, name: str, default: int, low: int, high: int) -> int:
+        value = self._take(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise RequestError(f"{name} must be an integer from {low} to {high}")
+        return value
+
+    def number(self, name: str, default: float, low: float, high: float) -> float:
+        value = self._take(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            raise RequestError(f"{name} must be a number from {low:g} to {high:g}")
+        return float(value)
+
+    def switch(self, name: str) -> bool:
+        value = self._take(name, False)
+        if not isinstance(value, bool):
+            raise RequestError(f"{name} must be true or false")
+        return value
+
+    def texts(self, name: str, most: int, longest: int) -> list[str]:
+        """A string or a list of strings."""
+        value = self._take(name, [])
+        listed = [value] if isinstance(value, str) else value
+        if not isinstance(listed, list) or not all(isinstance(one, str) and len(one) <= longest for one in listed):
+            raise RequestError(f"{name} must be a text or a list of texts of at most {longest} characters")
+        if len(listed) > most:
+            raise RequestError(f"{name} holds {len(listed)} texts, at most {most} are allowed")
+        return listed
+
+    def refuse(self, name: str, *neutral: object) -> None:
+        """Refuses what is not offered, unless the value asks for nothing."""
+        value = self.values.get(name)
+        if value is not None and value not in neutral:
+            raise RequestError(f"{name} is not offered here; leave it out")
+
+    def known(self, names: Sequence[str]) -> None:
+        """Refuses fields that nobody reads: a misspelt one would silently do nothing."""
+        unknown = sorted(set(self.values) - set(names))
+        if unknown:
+            raise RequestError(f"unknown field {unknown[0]}; known are {', '.join(sorted(names))}")
+
+
+def _seeds(fields: Fields, name: str, count: int) -> list[int]:
+    if fields.values.get(name) is None:
+        return [random.getrandbits(62) for _ in range(count)]
+    first = fields.integer(name, 0, -(2**63), 2**63 - 1)
+    return [first + i for i in range(count)]
+
+
+def _sampling(fields: Fields, *, top_p: float, greedy: bool, temperature: float) -> Sampling:
+    try:
+        return Sampling(
+            temperature=1.0 if greedy else temperature,
+            top_k=fields.integer("top_k", 0, 0, 1000),
+            top_p=top_p,
+            greedy=greedy,
+            top_p_decay=fields.number("top_p_decay", 0.0, 0.0, 1.0),
+            top_p_bound=fields.number("top_p_bound", 0.0, 0.0, 1.0),
+        )
+    except UserError as error:
+        raise RequestError(str(error).replace("--", "")) from error
+
+
+def _check_size(prompts: Sequence[Sequence[int]], new: int, limits: Limits) -> None:
+    if not prompts:
+        raise RequestError("there is no prompt")
+    if len(prompts) > MAX_PROMPTS:
+        raise RequestError(f"there are {len(prompts)} prompts, at most {MAX_PROMPTS} are allowed")
+    longest = max(len(prompt) or 1 for prompt in prompts)
+    if longest + new > limits.window:
+        raise RequestError(
+            f"the longest prompt has {longest} tokens and {new} more are wanted; the model's window is {limits.window}"
+        )
+    total = len(prompts) * (longest + new)
+    if total > limits.tokens:
+        raise RequestError(
+            f"{len(prompts)} prompts of up to {longest} tokens and {new} more for each are {total} tokens; "
+            f"a request may have {limits.tokens}"
+        )
+
+
+MEGATRON_FIELDS = [
+    "prompts",
+    "tokens_to_generate",
+    "logprobs",
+    "temperature",
+    "top_k",
+    "top_p",
+    "top_p_decay",
+    "top_p_bound",
+    "add_BOS",
+    "stop_on_double_eol",
+    "stop_on_eol",
+    "prevent_newline_after_colon",
+    "random_seed",
+    "no_log",
+    "beam_width",
+    "length_penalty",
+]
+
+
+def megatron_job(body: object, tokenizer: Tokenizer, limits: Limits) -> Job:
+    """A job of ``PUT /api``.
+
+    Raises:
+        RequestError: with what is wrong.
+    """
+    fields = Fields(body)
+    fields.known(MEGATRON_FIELDS)
+    fields.refuse("beam_width", 0)
+    fields.refuse("prevent_newline_after_colon", False)
+    if not isinstance(fields.values.get("prompts"), list):
+        raise RequestError("prompts must be a list of texts")
+    texts = fields.texts("prompts", MAX_PROMPTS, 1 << 20)
+    new = fields.integer("tokens_to_generate", 64, 0, limits.window)
+    logprobs = fields.switch("logprobs")
+    if not new and not logprobs:
+        raise RequestError("tokens_to_generate 0 only makes sense with logprobs: true")
+    greedy = fields.values.get("temperature") == 0 or fields.values.get("top_k") == 1
+    stop = ["\n\n"] if fields.switch("stop_on_double_eol") else ["\n"] if fields.switch("stop_on_eol") else []
+    if greedy:
+        fields.values = {**fields.values, "top_k": 0, "temperature": 1.0}
+    temperature = fields.number("temperature", 1.0, 0.0, 100.0)
+    sampling = _sampling(fields, top_p=fields.number("top_p", 0.0, 0.0, 1.0), greedy=greedy, temperature=temperature)
+    prompts = tokenizer.tokenize_batch(texts)
+    if fields.switch("add_BOS"):
+        start = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
+        prompts = [[start, *prompt] for prompt in prompts]
+    _check_size(prompts, new, limits)
+    seeds = _seeds(fields, "random_seed", len(prompts))
+    return Job(prompts, new, sampling, seeds, 0 if logprobs else None, logprobs, stop)
+
+
+OPENAI_FIELDS = [
+    "model",
+    "prompt",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "n",
+    "stream",
+    "logprobs",
+    "echo",
+    "stop",
+    "seed",
+    "user",
+    "best_of",
+    "suffix",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "stream_options",
+]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A job of ``POST /v1/completions`` and how it is answered.
+
+    Args:
+        job: what is computed.
+        n: continuations of each prompt; they follow each other in the job.
+        stream: send tokens as they come.
+        echo: begin with the prompt.
+        usage: end a stream with the number of tokens.
+    """
+
+    job: Job
+    n: int
+    stream: bool
+    echo: bool
+    usage: bool
+
+
+def completion_job(body: object, tokenizer: Tokenizer, limits: Limits) -> Completion:
+    """A job of ``POST /v1/completions``.
+
+    Raises:
+        RequestError: with what is wrong.
+    """
+    fields = Fields(body)
+    fields.known(OPENAI_FIELDS)
+    for name, *neutral in (("best_of", 1), ("suffix", ""), ("presence_penalty", 0), ("frequency_penalty", 0)):
+        fields.refuse(name, *neutral)
+    fields.refuse("logit_bias", {})
+    n = fields.integer("n", 1, 1, MAX_PROMPTS)
+    prompts = [prompt for prompt in _completion_prompts(fields, tokenizer) for _ in range(n)]
+    top = None if fields.values.get("logprobs") is None else fields.integer("logprobs", 0, 0, MAX_TOP)
+    echo = fields.switch("echo")
+    new = fields.integer("max_tokens", 16, 0, limits.window)
+    if not new and not echo:
+        raise RequestError("max_tokens 0 only makes sense with echo: true")
+    temperature = fields.number("temperature", 1.0, 0.0, 100.0)
+    top_p = fields.number("top_p", 1.0, 0.0, 1.0)
+    greedy = temperature == 0
+    if greedy:
+        fields.values = {**fields.values, "top_k": 0}
+    sampling = _sampling(fields, top_p=0.0 if greedy or top_p == 1 else top_p, greedy=greedy, temperature=temperature)
+    stop = fields.texts("stop", MAX_STOP, MAX_STOP_LENGTH)
+    _check_size(prompts, new, limits)
+    stream = fields.switch("stream")
+    if stream and echo and top is not None:
+        raise RequestError("stream with echo and logprobs is not offered; leave one of them out")
+    job = Job(prompts, new, sampling, _seeds(fields, "seed", len(prompts)), top, echo and top is not None, stop)
+    options = Fields(fields.values.get("stream_options") or {})
+    return Completion(job, n, stream, echo, options.switch("include_usage"))
+
+
+def _completion_prompts(fields: Fields, tokenizer: Tokenizer) -> list[list[int]]:
+    """A text, a list of texts, tokens, or a list of tokens."""
+    prompt = fields.values.get("prompt", "")
+    if isinstance(prompt, list) and prompt and all(type(one) is int for one in prompt):
+        prompt = [prompt]
+    if isinstance(prompt, list) and prompt and all(isinstance(one, list) for one in prompt):
+        for one in prompt:
+            if not all(type(token) is int and 0 <= token < tokenizer.vocab_size for token in one):
+                raise RequestError(f"prompt: tokens must be integers from 0 to {tokenizer.vocab_size - 1}")
+        return prompt
+    if not prompt:
+        return [[]]
+    return tokenizer.tokenize_batch(fields.texts("prompt", MAX_PROMPTS, 1 << 20))

@@ -1,0 +1,190 @@
+"""The queue in front of a model: one job at a time, on all ranks that hold the model."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.inference.generate import Generated, OnToken, Token, generate, score
+from megatron.inference.model import LoadedModel
+from megatron.inference.server.jobs import Job, RequestError
+from megatron.inference.text import TextStream
+
+_IDLE_SECONDS = 20.0
+"""How often the other ranks hear from the speaker when there is nothing to do; less than any collective's patience."""
+
+_IDLE, _STOP = "idle", "stop"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A new token of a prompt's continuation, and the text that is certain since."""
+
+    row: int
+    token: Token
+    text: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one prompt.
+
+    Args:
+        text: the continuation, cut before a stop string.
+        rest: the end of it that no piece held.
+        tokens: of the continuation.
+        reason: "stop" where the model ended the document or a stop string came, else "length".
+        prompt: the prompt's tokens after the first, where their probabilities were asked for.
+    """
+
+    text: str
+    rest: str
+    tokens: list[Token]
+    reason: str
+    prompt: list[Token]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The job came to nothing."""
+
+    message: str
+
+
+Event = Piece | list[Result] | Failed
+
+
+@dataclass
+class Ticket:
+    """A job in the queue.
+
+    Args:
+        job: what is wanted.
+        emit: takes the job's events, in the worker's thread: pieces, then the results, or a failure.
+    """
+
+    job: Job
+    emit: Callable[[Event], None]
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+
+def compute(model: LoadedModel, job: Job, on_token: OnToken | None = None) -> tuple[list[list[Token]], list[Generated]]:
+    """Does a job; every rank of the model calls this."""
+    scored: list[list[Token]] = [[] for _ in job.prompts]
+    if job.score:
+        scored = score(model, job.prompts, job.top or 0)
+    found = generate(
+        model, job.prompts, job.max_new_tokens, job.sampling, job.seeds, top=job.top or 0, on_token=on_token
+    )
+    return scored, found
+
+
+def follow(model: LoadedModel) -> None:
+    """Takes part in the speaker's jobs until it says that it is over."""
+    while True:
+        said: Any = model.tell_all_json(None, model.speaker)
+        if said == _STOP:
+            return
+        if said != _IDLE:
+            compute(model, Job.from_plain(said))
+
+
+class Worker:
+    """Does jobs one after the other, in a thread of the speaker.
+
+    Args:
+        model: on its speaker.
+        waiting: jobs that may wait; more are refused.
+        ended: called when the thread ends, whatever for.
+    """
+
+    def __init__(self, model: LoadedModel, waiting: int, ended: Callable[[], None]) -> None:
+        self.model = model
+        self.error: BaseException | None = None
+        self.busy = False
+        self.served = 0
+        self._ended = ended
+        self._queue: queue.Queue[Ticket] = queue.Queue(waiting)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="generation", daemon=True)
+
+    def start(self) -> None:
+        """Begins to work."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends after the job at hand, which is cut short; the other ranks end, too."""
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def waiting(self) -> int:
+        """Jobs in the queue."""
+        return self._queue.qsize()
+
+    def submit(self, ticket: Ticket) -> None:
+        """Puts a job into the queue.
+
+        Raises:
+            RequestError: when it is full.
+        """
+        try:
+            self._queue.put_nowait(ticket)
+        except queue.Full as error:
+            raise RequestError(f"{self.waiting} requests are waiting; try again later", 503) from error
+
+    def _main(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._ended()
+
+    def _loop(self) -> None:
+        model = self.model
+        heard = time.monotonic()
+        while not self._stop.is_set():
+            try:
+                ticket = self._queue.get(timeout=0.2)
+            except queue.Empty:
+                if time.monotonic() - heard > _IDLE_SECONDS:
+                    model.tell_all_json(_IDLE, model.speaker)
+                    heard = time.monotonic()
+                continue
+            if not ticket.cancelled.is_set():
+                self._do(ticket)
+                heard = time.monotonic()
+        model.tell_all_json(_STOP, model.speaker)
+
+    def _do(self, ticket: Ticket) -> None:
+        job, model = ticket.job, self.model
+        streams = [TextStream(model.tokenizer, job.stop) for _ in job.prompts]
+        texts = [""] * len(streams)
+
+        def on_token(row: int, token: Token) -> bool:
+            text = streams[row].add(token.id)
+            texts[row] += text
+            ticket.emit(Piece(row, token, text))
+            return streams[row].stopped or ticket.cancelled.is_set() or self._stop.is_set()
+
+        self.busy = True
+        try:
+            model.tell_all_json(job.plain(), model.speaker)
+            scored, found = compute(model, job, on_token)
+        except BaseException as error:
+            ticket.emit(Failed(f"the server failed: {type(error).__name__}: {error}"))
+            raise
+        finally:
+            self.busy = False
+        self.served += 1
+        results = []
+        for text, stream, sample, prompt in zip(texts, streams, found, scored, strict=True):
+            rest = stream.finish()
+            ended = sample.finished or stream.stopped
+            results.append(Result(text + rest, rest, sample.details, "stop" if ended else "length", prompt))
+        ticket.emit(results)

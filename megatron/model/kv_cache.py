@@ -1,0 +1,79 @@
+"""Keys and values of earlier positions, so that generating a token computes that token alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """What one stage's attention keeps of some rows (samples), which may differ in length.
+
+    A row's position ``j`` is valid where ``j`` is below its length. What lies behind comes from the padding of shorter
+    prompts; it is masked, and overwritten as the row grows.
+
+    Args:
+        layers: global numbers of the stage's layers.
+        shape: of each layer's keys, and of its values: (rows, key-value heads on this rank, positions, channels).
+        dtype, device: of both.
+    """
+
+    def __init__(
+        self, layers: Iterable[int], shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        def space() -> Tensor:
+            # Zeros: a masked position has weight 0, and 0 times what lies in fresh memory may be no number.
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._held = {layer: (space(), space()) for layer in layers}
+        self._rows_b = torch.arange(shape[0], device=device)
+        self.capacity = shape[2]
+        self.lengths: list[int] = []
+        self._lengths_b = torch.zeros(0, dtype=torch.int64, device=device)
+        self.mask: Tensor | None = None
+        """True where the newest position of each row may look, (b, 1, 1, positions); None where it is everywhere."""
+
+    @property
+    def positions_b1(self) -> Tensor:
+        """Position of each row's next token, int64."""
+        return self._lengths_b.unsqueeze(1)
+
+    def extend(self, layer: int, key_bgsd: Tensor, value_bgsd: Tensor) -> tuple[Tensor, Tensor]:
+        """Keeps a layer's keys and values, and returns all that may be looked at.
+
+        The first call for a layer brings the prompts, padded at their ends; each later one a position of each row.
+        """
+        keys, values = self._held[layer]
+        if not self.lengths:
+            length = key_bgsd.shape[2]
+            keys[:, :, :length] = key_bgsd
+            values[:, :, :length] = value_bgsd
+            return key_bgsd, value_bgsd
+        keys[self._rows_b, :, self._lengths_b] = key_bgsd[:, :, 0]
+        values[self._rows_b, :, self._lengths_b] = value_bgsd[:, :, 0]
+        until = max(self.lengths) + 1
+        return keys[:, :, :until], values[:, :, :until]
+
+    def advance(self, lengths: Sequence[int] | None = None) -> None:
+        """A forward pass is over: the rows have these lengths now; by default one more than before."""
+        self.lengths = [length + 1 for length in self.lengths] if lengths is None else list(lengths)
+        self._refresh()
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Drops all rows but these."""
+        index = torch.tensor(rows, dtype=torch.int64, device=self._rows_b.device)
+        self._held = {n: (keys[index], values[index]) for n, (keys, values) in self._held.items()}
+        self._rows_b = self._rows_b[: len(rows)]
+        self.lengths = [self.lengths[row] for row in rows]
+        self._refresh()
+
+    def _refresh(self) -> None:
+        device = self._rows_b.device
+        self._lengths_b = torch.tensor(self.lengths, dtype=torch.int64, device=device)
+        if min(self.lengths) == max(self.lengths):
+            self.mask = None
+        else:
+            positions = torch.arange(max(self.lengths) + 1, device=device)
+            self.mask = (positions <= self._lengths_b.unsqueeze(1))[:, None, None]

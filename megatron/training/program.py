@@ -1,0 +1,96 @@
+"""A command on every rank, with one clear error on each of them when something is wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+from megatron.compression.options import CompressorFault
+from megatron.config.errors import UserError
+from megatron.topology.errors import CommunicationError
+from megatron.topology.health import Watch
+from megatron.topology.launch import LaunchEnvironment, init_process_group, shutdown
+
+EXIT_BAD_INPUT = 2
+EXIT_PEER_LOST = 3
+EXIT_BUG = 1
+_RANK_0_SPEAKS_SECONDS = 1.0
+
+
+class Ranks:
+    """This process among those of its command.
+
+    Attributes:
+        env: its place, as the launcher says.
+        watch: on the others; None while they have not met.
+    """
+
+    def __init__(self) -> None:
+        self.env = LaunchEnvironment.read()
+        self.watch: Watch | None = None
+
+    def join(self, backend: str, timeout_minutes: float) -> None:
+        """Meets the others, if any.
+
+        Raises:
+            CommunicationError: when they do not come.
+        """
+        if self.env.world_size > 1:
+            init_process_group(self.env, backend, timeout_minutes)
+            self.watch = Watch(self.env.rank, self.env.world_size)
+            self.watch.start()
+
+    def leave(self) -> None:
+        """Parts in peace."""
+        if self.watch is not None:
+            self.watch.stop()
+        shutdown()
+
+    def fail(self, text: str, status: int, reason: str | None = None) -> int:
+        """Prints why, tells the others, and leaves.
+
+        Bad input is met by every rank alike and printed by rank 0; the others leave a little later, lest the launcher
+        ends rank 0 before it has spoken.
+        """
+        if status != EXIT_BAD_INPUT or self.env.rank == 0:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            time.sleep(_RANK_0_SPEAKS_SECONDS)
+        if self.watch is not None:
+            if status != EXIT_PEER_LOST:
+                self.watch.report(reason or text)
+            sys.stdout.flush()
+            os._exit(status)  # threads of a broken process group can block an orderly exit
+        return status
+
+
+def run_program(body: Callable[[Ranks], None]) -> int:
+    """Runs a command on this rank.
+
+    Args:
+        body: the command; it joins the other ranks when its flags have been checked.
+
+    Returns:
+        The exit status. A rank that fails leaves at once, without waiting for others that may be stuck.
+    """
+    ranks = Ranks()
+    try:
+        body(ranks)
+        ranks.leave()
+        return 0
+    except UserError as error:
+        return ranks.fail(f"error: {error}", EXIT_BAD_INPUT)
+    except CommunicationError as error:
+        lost = ranks.watch.explain() if ranks.watch is not None else None
+        why = f"{lost} ({error})" if lost else str(error)
+        return ranks.fail(f"rank {ranks.env.rank}: {why}", EXIT_PEER_LOST)
+    except CompressorFault as error:
+        return ranks.fail(f"rank {ranks.env.rank}: {error}", EXIT_BUG)
+    except KeyboardInterrupt:
+        return ranks.fail(f"rank {ranks.env.rank}: interrupted", 130)
+    except Exception as error:
+        text = f"rank {ranks.env.rank} failed:\n{traceback.format_exc()}"
+        return ranks.fail(text, EXIT_BUG, reason=f"{type(error).__name__}: {error}")

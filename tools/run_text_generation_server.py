@@ -1,0 +1,135 @@
+#!/usr/bin/env python
+"""Serves a trained model over HTTP, on one process or, under torchrun, on several."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.checkpoint.agree import together
+from megatron.config.errors import UserError
+from megatron.config.option import option
+from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
+from megatron.inference.model import LoadedModel
+from megatron.inference.server.jobs import Limits
+from megatron.inference.server.worker import Worker, follow
+from megatron.training.program import Ranks, run_program
+
+DESCRIPTION = """Serves a trained model over HTTP, on one process or, under torchrun, on several.
+
+    pip install 'megatron-cc[server]'
+    python tools/run_text_generation_server.py --load DIR                       then open http://127.0.0.1:5000
+    torchrun --nproc-per-node 2 tools/run_text_generation_server.py --tensor-model-parallel-size 2 --load DIR
+
+    curl -X PUT localhost:5000/api -H 'Content-Type: application/json' \\
+        -d '{"prompts": ["Once upon a time"], "tokens_to_generate": 32}'
+    curl localhost:5000/v1/completions -H 'Content-Type: application/json' \\
+        -d '{"prompt": "Once upon a time", "max_tokens": 32, "stream": true}'
+    python tools/text_generation_cli.py localhost:5000
+
+PUT /api is Megatron's, POST /v1/completions OpenAI's; GET /health says whether the server works, GET / is a form.
+Requests are done one after the other; what one may cost, and how many may wait, is bounded. There is no encryption
+and no password: whoever reaches the port may use the model, which is why it is this machine alone unless --host says
+otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFlags:
+    """The port, and what a request may cost. How tokens are chosen, each request says."""
+
+    host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 is every one of this machine.", metavar="ADDRESS")
+    port: int = option(5000, "Port to listen at; 0 takes a free one and prints it.", minimum=0, maximum=65535)
+    max_queue: int = option(32, "Requests that may wait; more are told to come again.", unit="requests", minimum=1)
+    max_tokens_to_oom: int = option(
+        12000, "Tokens of all prompts of a request and their continuations, at most.", unit="tokens", minimum=1
+    )
+    max_request_bytes: int = option(1 << 20, "Length of a request, at most.", unit="bytes", minimum=1)
+
+
+def listen(flags: ServerFlags) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+        UserError: when it cannot.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in flags.host else socket.AF_INET
+        return socket.create_server((flags.host, flags.port), family=family, backlog=128)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"--host {flags.host} --port {flags.port}: {reason}; choose others") from error
+
+
+def serve(model: LoadedModel, flags: ServerFlags, listening: socket.socket) -> None:
+    """Answers requests until a signal ends it.
+
+    Raises:
+        CommunicationError: when another rank is gone.
+    """
+    import uvicorn
+
+    from megatron.inference.server.app import Server
+
+    def ended() -> None:
+        server.should_exit = True
+
+    worker = Worker(model, flags.max_queue, ended)
+    limits = Limits(model.window, flags.max_tokens_to_oom)
+    name = f"megatron-cc-{model.iteration}"
+    app = Server(worker, limits, flags.max_request_bytes, name).app()
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        limit_concurrency=2 * flags.max_queue + 16,
+        timeout_keep_alive=10,
+        timeout_graceful_shutdown=5,
+    )
+    server = uvicorn.Server(config)
+    host, port = listening.getsockname()[:2]
+    print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    worker.start()
+    with suppress(KeyboardInterrupt):  # uvicorn has ended by then, and hands the signal on
+        server.run(sockets=[listening])
+    worker.stop()
+    if worker.error is not None:
+        raise worker.error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command: 0 when a signal ended it, 2 with a one-line reason for bad input."""
+
+    def body(ranks: Ranks) -> None:
+        given = sys.argv[1:] if argv is None else argv
+        parsed = parse_flags(given, {"server": ServerFlags}, "run_text_generation_server.py", DESCRIPTION)
+        model_flags: ModelFlags = parsed.sections["model"]
+        flags: ServerFlags = parsed.sections["server"]
+        try:
+            import starlette  # noqa: F401
+            import uvicorn  # noqa: F401
+        except ImportError as error:
+            raise UserError(f"{error.name} is missing: pip install 'megatron-cc[server]'") from error
+        check_layout(model_flags, ranks.env, replicas=False)
+        ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes)
+        if ranks.env.rank == 0:
+            for note in parsed.notes:
+                print(f"note: {note}", file=sys.stderr)
+        model = open_model(model_flags, parsed.sections["tokenizer"], ranks.env)
+        listening = together(model.topology.control.pg, lambda: listen(flags) if model.speaks else None)
+        if listening is None:
+            follow(model)
+        else:
+            serve(model, flags, listening)
+
+    return run_program(body)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
