@@ -20,6 +20,7 @@ from megatron.data.atomic import atomic_write
 from megatron.inference.flags import ModelFlags, SamplingFlags, check_layout, open_model, parse_flags
 from megatron.inference.generate import Generated, Token, generate
 from megatron.inference.model import LoadedModel
+from megatron.inference.text import TextStream, continuation
 from megatron.training.program import Ranks, run_program
 
 DESCRIPTION = """Generates text from a checkpoint of any layout, on one process or, under torchrun, on several.
@@ -67,7 +68,12 @@ class Session:
         prompts = [self.model.tokenizer.tokenize(text) if text else [] for text in texts]
         seeds = [self.choice.seed + self.begun + i for i in range(len(texts))]
         self.begun += len(texts)
-        printer = Printer(self.model)
+        stream = TextStream(self.model.tokenizer, context=prompts[0])
+
+        def show(row: int, token: Token) -> bool:
+            print(stream.add(token.id), end="", flush=True)
+            return False
+
         results = generate(
             self.model,
             prompts,
@@ -75,10 +81,10 @@ class Session:
             self.choice.sampling(),
             seeds,
             cached=not self.choice.recompute,
-            on_token=printer if live else None,
+            on_token=show if live else None,
         )
         if live and self.model.speaks:
-            printer.end()
+            print(stream.finish(), flush=True)
         return results
 
     def in_batches(self, texts: Sequence[str]) -> list[Generated]:
@@ -94,7 +100,7 @@ class Session:
         return self.model.tokenizer.detokenize(sample.tokens)
 
     def continuation(self, sample: Generated) -> str:
-        return self.model.tokenizer.detokenize(sample.tokens[sample.prompt_length :])
+        return continuation(self.model.tokenizer, sample.tokens, sample.prompt_length)
 
     def write(self, path: str, parts: Sequence[str]) -> None:
         """Writes a file, on one rank."""
@@ -129,27 +135,6 @@ class Session:
             if self.model.speaks:
                 print("\nMegatron-LM:", end="")
             self.continue_all([text], live=True)
-
-
-class Printer:
-    """Prints a text as it comes; tokens may hold parts of characters."""
-
-    def __init__(self, model: LoadedModel) -> None:
-        self.model = model
-        self.tokens: list[int] = []
-        self.shown = 0
-
-    def __call__(self, row: int, token: Token) -> bool:
-        self.tokens.append(token.id)
-        text = self.model.tokenizer.detokenize(self.tokens)
-        whole = text[: -(len(text) - len(text.rstrip("\ufffd"))) or None]
-        print(whole[self.shown :], end="", flush=True)
-        self.shown = max(self.shown, len(whole))
-        return False
-
-    def end(self) -> None:
-        """Ends the line."""
-        print(self.model.tokenizer.detokenize(self.tokens)[self.shown :], flush=True)
 
 
 def check(task: TaskFlags, choice: SamplingFlags) -> list[str]:

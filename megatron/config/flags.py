@@ -197,13 +197,14 @@ def _build_argparse(table: FlagTable, prog: str, description: str) -> argparse.A
         default=[],
         help="YAML file with the same names; flags win over it.",
     )
-    general.add_argument(
-        "--list-compressors",
-        "--list_compressors",
-        action=_ListCompressors,
-        nargs=0,
-        help="Print the communication points, the compressors and their options, and exit.",
-    )
+    if "compression" in table.sections:
+        general.add_argument(
+            "--list-compressors",
+            "--list_compressors",
+            action=_ListCompressors,
+            nargs=0,
+            help="Print the communication points, the compressors and their options, and exit.",
+        )
     for section, cls in table.sections.items():
         group = parser.add_argument_group(section, _first_line(cls))
         for described in table.fields.values():
@@ -307,6 +308,10 @@ class _HelpFormatter(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         width = max(60, min(shutil.get_terminal_size().columns, 110))
         super().__init__(prog, max_help_position=34, width=width)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        # A text of several lines is laid out already.
+        return text if "\n" in text else super()._fill_text(text, width, indent)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         # Flags are not to be broken at their hyphens.

@@ -9,6 +9,9 @@ from megatron.tokenizer.api import Tokenizer
 _BROKEN = "\ufffd"
 """What a tokenizer shows for a part of a character."""
 
+_CONTEXT = 8
+"""Tokens that may decide how the next one is written: some tokenizers drop the space that a text begins with."""
+
 
 class TextStream:
     """Text of tokens that come one by one: whole characters, up to a stop string.
@@ -19,14 +22,15 @@ class TextStream:
     Args:
         tokenizer: of the tokens.
         stop: strings that end the text.
+        context: tokens that the text follows.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), context: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
         self.stop = [text for text in stop if text]
         self.stopped = False
-        self._tokens: list[int] = []
-        self._start = self._seen = 0
+        self._tokens = list(context[-_CONTEXT:])
+        self._start, self._seen = 0, len(self._tokens)
         self._held = ""
 
     def add(self, token: int) -> str:
@@ -39,7 +43,6 @@ class TextStream:
         return "" if self.stopped else self._release(self._new_text(final=True), final=True)
 
     def _new_text(self, final: bool) -> str:
-        # A few tokens of context, since some tokenizers treat the first token of a text in its own way.
         known = self.tokenizer.detokenize(self._tokens[self._start : self._seen])
         text = self.tokenizer.detokenize(self._tokens[self._start :])
         if text.endswith(_BROKEN) and not final:
@@ -57,6 +60,12 @@ class TextStream:
         cut = len(self._held) - keep
         certain, self._held = self._held[:cut], self._held[cut:]
         return certain
+
+
+def continuation(tokenizer: Tokenizer, tokens: Sequence[int], prompt_length: int) -> str:
+    """The text of what follows a prompt, as it would be written behind it."""
+    stream = TextStream(tokenizer, context=tokens[:prompt_length])
+    return "".join(map(stream.add, tokens[prompt_length:])) + stream.finish()
 
 
 def _overlap(text: str, stop: str) -> int:

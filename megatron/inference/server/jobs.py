@@ -156,6 +156,11 @@ def _sampling(fields: Fields, *, top_p: float, greedy: bool, temperature: float)
         raise RequestError(str(error).replace("--", "")) from error
 
 
+def _room(usual: int, prompts: Sequence[Sequence[int]], limits: Limits) -> int:
+    """New tokens for requests that do not say how many."""
+    return max(1, min(usual, limits.window - max(map(len, prompts), default=1)))
+
+
 def _check_size(prompts: Sequence[Sequence[int]], new: int, limits: Limits) -> None:
     if not prompts:
         raise RequestError("there is no prompt")
@@ -207,7 +212,8 @@ def megatron_job(body: object, tokenizer: Tokenizer, limits: Limits) -> Job:
     if not isinstance(fields.values.get("prompts"), list):
         raise RequestError("prompts must be a list of texts")
     texts = fields.texts("prompts", MAX_PROMPTS, 1 << 20)
-    new = fields.integer("tokens_to_generate", 64, 0, limits.window)
+    prompts = tokenizer.tokenize_batch(texts)
+    new = fields.integer("tokens_to_generate", _room(64, prompts, limits), 0, limits.window)
     logprobs = fields.switch("logprobs")
     if not new and not logprobs:
         raise RequestError("tokens_to_generate 0 only makes sense with logprobs: true")
@@ -217,7 +223,6 @@ def megatron_job(body: object, tokenizer: Tokenizer, limits: Limits) -> Job:
         fields.values = {**fields.values, "top_k": 0, "temperature": 1.0}
     temperature = fields.number("temperature", 1.0, 0.0, 100.0)
     sampling = _sampling(fields, top_p=fields.number("top_p", 0.0, 0.0, 1.0), greedy=greedy, temperature=temperature)
-    prompts = tokenizer.tokenize_batch(texts)
     if fields.switch("add_BOS"):
         start = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
         prompts = [[start, *prompt] for prompt in prompts]
@@ -283,7 +288,7 @@ def completion_job(body: object, tokenizer: Tokenizer, limits: Limits) -> Comple
     prompts = [prompt for prompt in _completion_prompts(fields, tokenizer) for _ in range(n)]
     top = None if fields.values.get("logprobs") is None else fields.integer("logprobs", 0, 0, MAX_TOP)
     echo = fields.switch("echo")
-    new = fields.integer("max_tokens", 16, 0, limits.window)
+    new = fields.integer("max_tokens", _room(16, prompts, limits), 0, limits.window)
     if not new and not echo:
         raise RequestError("max_tokens 0 only makes sense with echo: true")
     temperature = fields.number("temperature", 1.0, 0.0, 100.0)

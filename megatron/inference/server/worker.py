@@ -163,7 +163,7 @@ class Worker:
 
     def _do(self, ticket: Ticket) -> None:
         job, model = ticket.job, self.model
-        streams = [TextStream(model.tokenizer, job.stop) for _ in job.prompts]
+        streams = [TextStream(model.tokenizer, job.stop, prompt) for prompt in job.prompts]
         texts = [""] * len(streams)
 
         def on_token(row: int, token: Token) -> bool:

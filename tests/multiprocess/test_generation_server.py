@@ -1,0 +1,312 @@
+"""The server and its command line, over HTTP: answers, streams, bounds, and what ends it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.inference.generate import generate, score
+from megatron.inference.model import LoadedModel, load_model
+from megatron.inference.sampling import Sampling
+from tests.support.cli import REPO
+from tests.unit.convert.support import MODELS, saved_model
+
+pytestmark = pytest.mark.multiprocess
+
+GREEDY = Sampling(greedy=True)
+
+
+class Client:
+    """Speaks to the server."""
+
+    def __init__(self, process: subprocess.Popen[str], host: str, port: int) -> None:
+        self.process, self.host, self.port = process, host, port
+
+    def ask(
+        self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any]:
+        """Status and JSON (or text) of an answer."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
+        data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
+        connection.request(method, path, data, headers or {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        text = reply.read().decode()
+        connection.close()
+        return reply.status, json.loads(text) if "json" in reply.getheader("content-type", "") else text
+
+    def put(self, **body: object) -> tuple[int, Any]:
+        return self.ask("PUT", "/api", body)
+
+    def complete(self, **body: object) -> tuple[int, Any]:
+        return self.ask("POST", "/v1/completions", body)
+
+
+@contextmanager
+def serving(saved: Path, *flags: str, ranks: int = 1) -> Iterator[Client]:
+    """A running server."""
+    script = ["tools/run_text_generation_server.py", "--load", str(saved), "--port", "0", *flags]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [sys.executable, *launcher, *script], cwd=REPO, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        found = next(m for line in process.stdout if (m := re.search(r"at http://([\d.]+):(\d+)", line)))
+        yield Client(process, found[1], int(found[2]))
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_model(tmp_path_factory.mktemp("saved"), MODELS["gpt2"], layers=4)
+
+
+@pytest.fixture(scope="module")
+def model(saved: Path) -> LoadedModel:
+    return load_model(saved)
+
+
+@pytest.fixture(scope="module")
+def client(saved: Path) -> Iterator[Client]:
+    with serving(saved, "--max-tokens-to-oom", "200", "--max-queue", "3") as running:
+        yield running
+
+
+def test_megatrons_api(client: Client, model: LoadedModel) -> None:
+    status, answer = client.put(prompts=["1 2", "5"], tokens_to_generate=6, top_k=1, logprobs=True)
+    assert status == 200
+    expected = generate(model, [[1, 2], [5]], 6, GREEDY)
+    assert answer["text"] == [model.tokenizer.detokenize(sample.tokens) for sample in expected]
+    assert answer["segments"] == [[str(token) for token in sample.tokens] for sample in expected]
+    scored = score(model, [sample.tokens for sample in expected])
+    for row, tokens in zip(answer["logprobs"], scored, strict=True):
+        assert row == pytest.approx([token.logprob for token in tokens], abs=1e-4)
+    status, answer = client.put(prompts=["1 2"], tokens_to_generate=3, top_k=1, add_BOS=True)
+    assert (status, answer["segments"][0][0]) == (200, str(model.tokenizer.eod))
+    assert "logprobs" not in answer
+
+
+def test_completions(client: Client, model: LoadedModel) -> None:
+    prompt = [1, 2, 3]
+    (expected,) = generate(model, [prompt], 6, GREEDY, top=2)
+    status, answer = client.complete(prompt=prompt, max_tokens=6, temperature=0, logprobs=2, echo=True)
+    assert status == 200
+    (choice,) = answer["choices"]
+    assert choice["text"] == model.tokenizer.detokenize(expected.tokens)
+    assert choice["finish_reason"] == ("stop" if expected.finished else "length")
+    assert choice["logprobs"]["tokens"] == [str(token) for token in expected.tokens]
+    assert choice["logprobs"]["token_logprobs"][0] is None
+    scored = score(model, [expected.tokens], top=2)[0]
+    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx([token.logprob for token in scored], abs=1e-4)
+    for found, token in zip(choice["logprobs"]["top_logprobs"][1:], scored, strict=True):
+        assert set(found) == {str(number) for number, _ in (*token.top, (token.id, 0))}
+    assert answer["usage"]["prompt_tokens"] == 3
+    assert answer["usage"]["total_tokens"] == len(expected.tokens)
+
+
+def _stream(client: Client, **body: object) -> list[Any]:
+    status, text = client.complete(stream=True, **body)
+    assert status == 200
+    events = [line[6:] for line in text.split("\n\n") if line.startswith("data: ")]
+    assert events[-1] == "[DONE]"
+    return [json.loads(event) for event in events[:-1]]
+
+
+def test_a_stream_is_the_whole_in_pieces(client: Client) -> None:
+    asked: dict[str, Any] = {"prompt": ["1 2", "7"], "max_tokens": 8, "seed": 3, "n": 2, "stop": [" 4", "9 "]}
+    _, whole = client.complete(**asked)
+    events = _stream(client, **asked, stream_options={"include_usage": True})
+    assert events[-1]["usage"] == whole["usage"]
+    assert len(events) > 4
+    assert len(whole["choices"]) == 4
+    for choice in whole["choices"]:
+        own = [event["choices"][0] for event in events[:-1] if event["choices"][0]["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in own) == choice["text"]
+        assert own[-1]["finish_reason"] == choice["finish_reason"]
+        assert not any(stop in choice["text"] for stop in asked["stop"])
+
+
+def test_health_models_and_form(client: Client) -> None:
+    status, health = client.ask("GET", "/health")
+    assert (status, health["status"], health["window"]) == (200, "ok", 16)
+    _, models = client.ask("GET", "/v1/models")
+    assert models["data"][0]["id"] == "megatron-cc-7"
+    status, page = client.ask("GET", "/")
+    assert status == 200
+    assert "<form" in page
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("/api", {}, 400, "prompts"),
+        ("/api", {"prompts": "1 2"}, 400, "prompts"),
+        ("/api", {"prompts": []}, 400, "no prompt"),
+        ("/api", {"prompts": ["1"] * 129}, 400, "129"),
+        ("/api", {"prompts": ["1"], "tokens_to_generate": 0}, 400, "logprobs"),
+        ("/api", {"prompts": ["1"], "tokens_to_generate": True}, 400, "tokens_to_generate"),
+        ("/api", {"prompts": ["1"], "tokens_to_generate": 17}, 400, "tokens_to_generate"),
+        ("/api", {"prompts": ["1"], "tokens_to_generate": 16}, 400, "window"),
+        ("/api", {"prompts": ["1"] * 100, "tokens_to_generate": 5}, 400, "200"),
+        ("/api", {"prompts": ["1"], "top_k": 3, "top_p": 0.5}, 400, "top_k"),
+        ("/api", {"prompts": ["1"], "temperature": 1000}, 400, "temperature"),
+        ("/api", {"prompts": ["1"], "tokens_to_generate": 2, "top_q": 0.5}, 400, "top_q"),
+        ("/api", {"prompts": ["1"], "tokens_to_generate": 2, "beam_width": 3}, 400, "beam_width"),
+        ("/api", [1], 400, "object"),
+        ("/v1/completions", {"prompt": [[1, 97]]}, 400, "96"),
+        ("/v1/completions", {"prompt": [["1"]]}, 400, "tokens"),
+        ("/v1/completions", {"prompt": 5}, 400, "prompt"),
+        ("/v1/completions", {"prompt": "1", "max_tokens": 2, "logprobs": 50}, 400, "logprobs"),
+        ("/v1/completions", {"prompt": "1", "max_tokens": 2, "n": 10**9}, 400, "n must"),
+        ("/v1/completions", {"prompt": "1", "max_tokens": 2, "best_of": 3}, 400, "best_of"),
+        ("/v1/completions", {"prompt": "1", "max_tokens": 2, "stop": ["a"] * 9}, 400, "stop"),
+        ("/v1/completions", {"prompt": "1", "max_tokens": 2, "temperature": float("nan")}, 400, "temperature"),
+        ("/v1/completions", b"{", 400, "JSON"),
+        ("/v1/completions", b"[" * 100_000, 400, "JSON"),
+        ("/v1/completions", b" " * (2 << 20), 413, "longer"),
+    ],
+)
+def test_bad_requests_are_refused_with_a_reason(
+    client: Client, path: str, body: object, status: int, said: str
+) -> None:
+    found, answer = client.ask("POST", path, body)
+    assert found == status
+    assert said in answer["message"]
+    assert answer["error"]["message"] == answer["message"]
+
+
+def test_pages_of_other_origins_cannot_use_it(client: Client) -> None:
+    body = json.dumps({"prompt": "1", "max_tokens": 1}).encode()
+    status, _ = client.ask("POST", "/v1/completions", body, {"Content-Type": "text/plain"})
+    assert status == 415
+
+
+def test_many_at_once_are_served_or_told_to_wait(client: Client) -> None:
+    def one(seed: int) -> int:
+        return client.complete(prompt=["1"] * 10, max_tokens=15, seed=seed)[0]
+
+    with ThreadPoolExecutor(16) as pool:
+        statuses = list(pool.map(one, range(16)))
+    assert set(statuses) <= {200, 503}
+    assert 200 in statuses
+    assert client.ask("GET", "/health")[1]["status"] == "ok"
+
+
+def test_a_client_that_leaves_frees_the_server(client: Client) -> None:
+    connection = http.client.HTTPConnection(client.host, client.port, timeout=60)
+    body = json.dumps({"prompt": ["1"] * 12, "max_tokens": 15, "stream": True})
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    connection.getresponse().read(10)
+    connection.close()
+    deadline = time.monotonic() + 20
+    while (health := client.ask("GET", "/health")[1])["busy"] or health["waiting"]:
+        assert time.monotonic() < deadline
+    assert client.complete(prompt="1", max_tokens=2)[0] == 200
+
+
+def test_the_command_line_client(client: Client) -> None:
+    done = subprocess.run(
+        [sys.executable, "tools/text_generation_cli.py", f"{client.host}:{client.port}", "--top-k", "1"],
+        input="1 2\n4\n5\n99\n\n", capture_output=True, text=True, cwd=REPO, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    _, answer = client.put(prompts=["1 2"], tokens_to_generate=4, top_k=1)
+    assert f"Megatron Response:\n{answer['text'][0]}\n" in done.stdout
+    assert "error 400: tokens_to_generate" in done.stdout
+    lost = subprocess.run(
+        [sys.executable, "tools/text_generation_cli.py", "127.0.0.1:1"],
+        input="1\n2\n", capture_output=True, text=True, cwd=REPO, timeout=60,
+    )  # fmt: skip
+    assert lost.returncode == 2
+    assert "is the server running?" in lost.stderr
+
+
+def test_four_ranks_answer_as_one_and_end_together(saved: Path, client: Client) -> None:
+    split = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    asked: dict[str, Any] = {"prompt": ["1 2", "7"], "max_tokens": 8, "seed": 3, "echo": True, "logprobs": 1}
+    with serving(saved, *split, ranks=4) as four:
+        whole, expected = four.complete(**asked)[1], client.complete(**asked)[1]
+        assert [choice["text"] for choice in whole["choices"]] == [choice["text"] for choice in expected["choices"]]
+        assert _stream(four, prompt="1", max_tokens=4, seed=1)
+        children = subprocess.run(
+            ["pgrep", "-P", str(four.process.pid)], capture_output=True, text=True, check=True
+        ).stdout.split()
+        assert len(children) == 4
+        os.kill(int(children[0]), signal.SIGKILL)
+        assert four.process.wait(60) != 0
+
+
+def test_a_signal_ends_it_well(saved: Path) -> None:
+    with serving(saved) as running:
+        running.process.send_signal(signal.SIGINT)
+        assert running.process.wait(20) in (0, 130)
+
+
+def test_a_taken_port_is_one_line(saved: Path, client: Client) -> None:
+    flags = ["--load", str(saved), "--port", str(client.port)]
+    done = subprocess.run(
+        [sys.executable, "tools/run_text_generation_server.py", *flags], capture_output=True, text=True, cwd=REPO
+    )
+    assert done.returncode == 2
+    assert "Address already in use" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_the_form_in_a_browser(client: Client) -> None:
+    pytest.importorskip("selenium")
+    from selenium import webdriver
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    options = webdriver.ChromeOptions()
+    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
+        options.add_argument(flag)
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    try:
+        driver.get(f"http://{client.host}:{client.port}/")
+        wait = WebDriverWait(driver, 30)
+        wait.until(lambda browser: "window of 16" in browser.find_element(By.ID, "state").text)
+
+        def fill(name: str, text: str) -> None:
+            field = driver.find_element(By.ID, name)
+            field.clear()
+            field.send_keys(text)
+
+        def run() -> None:
+            driver.find_element(By.ID, "start").click()
+            wait.until(lambda browser: browser.find_element(By.ID, "start").is_enabled())
+
+        for name, text in (("prompt", "1 2"), ("max_tokens", "6"), ("seed", "3"), ("temperature", "1"), ("top_p", "1")):
+            fill(name, text)
+        run()
+        _, answer = client.complete(prompt="1 2", max_tokens=6, seed=3, echo=True)
+        assert driver.find_element(By.ID, "output").text == answer["choices"][0]["text"]
+        assert "tokens" in driver.find_element(By.ID, "figures").text
+        fill("top_k", "5")
+        fill("temperature", "99")
+        fill("prompt", "1 " * 15)
+        run()
+        assert "window" in driver.find_element(By.ID, "error").text
+    finally:
+        driver.quit()
