@@ -17,9 +17,10 @@ from megatron.checkpoint.agree import together
 from megatron.config.errors import UserError
 from megatron.config.option import option
 from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
+from megatron.inference.jobs import follow
 from megatron.inference.model import LoadedModel
-from megatron.inference.server.jobs import Limits
-from megatron.inference.server.worker import Worker, follow
+from megatron.inference.server.requests import Limits
+from megatron.inference.server.worker import Worker
 from megatron.training.program import Ranks, run_program
 
 DESCRIPTION = """Serves a trained model over HTTP, on one process or, under torchrun, on several.

@@ -14,8 +14,11 @@ from megatron.config.flags import parse_args
 from megatron.config.known import KNOWN_FLAGS
 from megatron.config.option import field_options
 from megatron.inference.flags import ModelFlags, SamplingFlags, parse_flags
+from tasks.main import TaskFlags as ZeroShotFlags
+from tools.evaluate_lm import EvaluationFlags
 from tools.generate_samples_gpt import DESCRIPTION, TaskFlags
 from tools.run_text_generation_server import ServerFlags
+from val_check_gpt import SweepFlags
 
 REPO = Path(__file__).resolve().parents[2]
 DOCUMENTS = [REPO / "README.md", REPO / "docs" / "architecture.md"]
@@ -81,7 +84,7 @@ def test_commands_of_the_readme_parse() -> None:
 
 def _flags_of_sections() -> str:
     """Flags of the programs whose flags are generated from sections of their own."""
-    sections = (ModelFlags, SamplingFlags, TaskFlags, ServerFlags)
+    sections = (ModelFlags, SamplingFlags, TaskFlags, ServerFlags, EvaluationFlags, ZeroShotFlags, SweepFlags)
     return " ".join(f"--{flag}" for cls in sections for field in field_options("", cls) for flag in field.flags)
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.inference.generate import Token
-from megatron.inference.server.jobs import Completion, Job
+from megatron.inference.jobs import Job
+from megatron.inference.server.requests import Completion
 from megatron.inference.server.worker import Piece, Result
 from megatron.tokenizer.api import Tokenizer
 

@@ -15,8 +15,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from megatron.inference.jobs import Job
 from megatron.inference.server.answers import CompletionAnswer, megatron_answer
-from megatron.inference.server.jobs import Job, Limits, RequestError, completion_job, megatron_job
+from megatron.inference.server.requests import Limits, RequestError, completion_job, megatron_job
 from megatron.inference.server.worker import Event, Failed, Piece, Result, Ticket, Worker
 
 _ALIVE_SECONDS = 10.0

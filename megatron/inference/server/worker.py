@@ -7,17 +7,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
-from megatron.inference.generate import Generated, OnToken, Token, generate, score
+from megatron.inference.generate import Token
+from megatron.inference.jobs import Job, Leader
 from megatron.inference.model import LoadedModel
-from megatron.inference.server.jobs import Job, RequestError
+from megatron.inference.server.requests import RequestError
 from megatron.inference.text import TextStream
 
 _IDLE_SECONDS = 20.0
 """How often the other ranks hear from the speaker when there is nothing to do; less than any collective's patience."""
-
-_IDLE, _STOP = "idle", "stop"
 
 
 @dataclass(frozen=True)
@@ -70,27 +68,6 @@ class Ticket:
     job: Job
     emit: Callable[[Event], None]
     cancelled: threading.Event = field(default_factory=threading.Event)
-
-
-def compute(model: LoadedModel, job: Job, on_token: OnToken | None = None) -> tuple[list[list[Token]], list[Generated]]:
-    """Does a job; every rank of the model calls this."""
-    scored: list[list[Token]] = [[] for _ in job.prompts]
-    if job.score:
-        scored = score(model, job.prompts, job.top or 0)
-    found = generate(
-        model, job.prompts, job.max_new_tokens, job.sampling, job.seeds, top=job.top or 0, on_token=on_token
-    )
-    return scored, found
-
-
-def follow(model: LoadedModel) -> None:
-    """Takes part in the speaker's jobs until it says that it is over."""
-    while True:
-        said: Any = model.tell_all_json(None, model.speaker)
-        if said == _STOP:
-            return
-        if said != _IDLE:
-            compute(model, Job.from_plain(said))
 
 
 class Worker:
@@ -146,24 +123,24 @@ class Worker:
             self._ended()
 
     def _loop(self) -> None:
-        model = self.model
+        leader = Leader(self.model)
         heard = time.monotonic()
         while not self._stop.is_set():
             try:
                 ticket = self._queue.get(timeout=0.2)
             except queue.Empty:
                 if time.monotonic() - heard > _IDLE_SECONDS:
-                    model.tell_all_json(_IDLE, model.speaker)
+                    leader.idle()
                     heard = time.monotonic()
                 continue
             if not ticket.cancelled.is_set():
-                self._do(ticket)
+                self._do(leader, ticket)
                 heard = time.monotonic()
-        model.tell_all_json(_STOP, model.speaker)
+        leader.stop()
 
-    def _do(self, ticket: Ticket) -> None:
-        job, model = ticket.job, self.model
-        streams = [TextStream(model.tokenizer, job.stop, prompt) for prompt in job.prompts]
+    def _do(self, leader: Leader, ticket: Ticket) -> None:
+        job = ticket.job
+        streams = [TextStream(self.model.tokenizer, job.stop, prompt) for prompt in job.prompts]
         texts = [""] * len(streams)
 
         def on_token(row: int, token: Token) -> bool:
@@ -174,8 +151,7 @@ class Worker:
 
         self.busy = True
         try:
-            model.tell_all_json(job.plain(), model.speaker)
-            scored, found = compute(model, job, on_token)
+            scored, found = leader.do(job, on_token)
         except BaseException as error:
             ticket.emit(Failed(f"the server failed: {type(error).__name__}: {error}"))
             raise

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.errors import UserError
+from megatron.inference.jobs import Job
 from megatron.inference.sampling import Sampling
 from megatron.tokenizer.api import Tokenizer
 
@@ -41,38 +41,6 @@ class Limits:
 
     window: int
     tokens: int
-
-
-@dataclass(frozen=True)
-class Job:
-    """Texts to be continued.
-
-    Args:
-        prompts: token ids.
-        max_new_tokens: for each; 0 only scores the prompts.
-        sampling: how tokens are chosen.
-        seeds: of each prompt's draws.
-        top: alternatives to report with each token; None: no probabilities are asked for.
-        score: report the prompts' probabilities, too.
-        stop: strings that end a text.
-    """
-
-    prompts: list[list[int]]
-    max_new_tokens: int
-    sampling: Sampling
-    seeds: list[int]
-    top: int | None = None
-    score: bool = False
-    stop: list[str] = field(default_factory=list)
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON's types, for the other ranks."""
-        return dataclasses.asdict(self)
-
-    @staticmethod
-    def from_plain(values: Mapping[str, Any]) -> Job:
-        """The inverse of ``plain``."""
-        return Job(**{**values, "sampling": Sampling(**values["sampling"])})
 
 
 class Fields:

@@ -1,0 +1,82 @@
+"""LAMBADA: is the last word of each text the likeliest?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron.config.errors import UserError
+from megatron.inference.model import LoadedModel
+from megatron.tokenizer.api import Tokenizer
+from tasks.scoring import Window, hits, total
+
+
+def read_texts(path: str) -> list[str]:
+    """The texts of a file of JSON lines with a field text.
+
+    Raises:
+        UserError: naming the line that is none.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is no UTF-8 text"
+        raise UserError(f"--valid-data {path}: {reason}") from error
+    texts = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"--valid-data {path}, line {number}: is no JSON object with a field text") from error
+        if not isinstance(text, str) or len(text.split()) < 2:
+            raise UserError(f"--valid-data {path}, line {number}: text must hold at least two words")
+        texts.append(text)
+    if not texts:
+        raise UserError(f"--valid-data {path}: holds no text")
+    return texts
+
+
+def window_of(text: str, tokenizer: Tokenizer, length: int, strict: bool) -> Window:
+    """What is asked about a text.
+
+    Args:
+        text: whose end is to be found.
+        tokenizer: the model's.
+        length: that the model reads; of longer texts the end.
+        strict: the whole last word; otherwise its last token alone.
+    """
+    if strict:
+        word = text.split()[-1]
+        before = tokenizer.tokenize(text[: text.rfind(word)].strip())
+        target = tokenizer.tokenize(f" {word}")
+    else:
+        tokens = tokenizer.tokenize(text)
+        before, target = tokens[:-1], tokens[-1:]
+    return Window([*before, *target][-(length + 1) :], min(len(target), length))
+
+
+def evaluate(model: LoadedModel, path: str, strict: bool, batch: int) -> str:
+    """The result line.
+
+    Args:
+        model: on every rank.
+        path: of the texts.
+        strict: see ``window_of``.
+        batch: texts in a forward pass.
+
+    Raises:
+        UserError: for a file that cannot be read.
+    """
+    texts = read_texts(path)
+    length = model.config.model.seq_length
+    windows = [window_of(text, model.tokenizer, length, strict) for text in texts]
+    for number, window in enumerate(windows, 1):
+        if len(window.tokens) < 2:
+            raise UserError(f"--valid-data {path}: text {number} is a single token; nothing can be predicted")
+    correct = total(model, windows, batch, hits, "LAMBADA")
+    return (
+        f" validation results on LAMBADA | number correct: {correct:.4E} | total examples: {len(windows):.4E} | "
+        f"avg accuracy: {correct / len(windows):.4E}"
+    )

@@ -1,0 +1,115 @@
+"""Losses of a run's checkpoints on its validation samples, the same ones for each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+
+from megatron.checkpoint.load import load_tensors
+from megatron.checkpoint.model_state import OPTIMIZER, model_tensors
+from megatron.compression.points import Point
+from megatron.config.data import DataConfig
+from megatron.config.errors import UserError
+from megatron.config.run import RunConfig
+from megatron.data.build import Dataset, build_datasets
+from megatron.data.loader import build_loader
+from megatron.inference.model import LoadedModel
+from megatron.model.context import ForwardContext
+
+_PATHS = {"data_path", "train_data_path", "valid_data_path", "test_data_path"}
+
+
+def data_of(config: RunConfig, given: DataConfig, explicit: Collection[str]) -> DataConfig:
+    """The data of a run, with what the flags replace.
+
+    Args:
+        config: of the run.
+        given: the flags' values.
+        explicit: dotted names of the flags that were given.
+    """
+    changes = {name: getattr(given, name) for name in vars(given) if f"data.{name}" in explicit}
+    saved = config.data
+    if _PATHS & set(changes):
+        saved = replace(saved, data_path=[], train_data_path=[], valid_data_path=[], test_data_path=[])
+    return replace(saved, **changes)
+
+
+def open_samples(config: RunConfig, data: DataConfig, samples: int, model: LoadedModel) -> Dataset:
+    """The first validation samples of a run.
+
+    Args:
+        config: of the run.
+        data: where its samples come from.
+        samples: how many are drawn.
+        model: whose tokens they are.
+
+    Raises:
+        UserError: when they cannot be read, or there are none.
+    """
+    _, valid, _ = build_datasets(
+        data,
+        seq_length=config.model.seq_length,
+        seed=config.training.seed,
+        train_valid_test_num_samples=(1, samples, 1),
+        eod_token=model.tokenizer.eod,
+        vocab_size=model.tokenizer.vocab_size,
+        check_tokens=model.topology.rank == 0,
+    )
+    if valid is None:
+        raise UserError("there is no validation data: give --valid-data-path, or a second share of --split")
+    return valid
+
+
+def load_weights(model: LoadedModel, root: str, iteration: int) -> None:
+    """Gives a loaded model the weights of another checkpoint of its run. Every rank calls this.
+
+    Raises:
+        UserError: on every rank, when it is damaged.
+    """
+    load_tensors(
+        root,
+        iteration,
+        model_tensors([model.stage]),
+        model.topology.control.pg,
+        allow_unexpected=lambda name: name.startswith(OPTIMIZER),
+    )
+
+
+@torch.no_grad()
+def mean_loss(model: LoadedModel, dataset: Dataset, samples: int, batch: int) -> float:
+    """Mean loss in nats per token over the first samples; the same on every rank.
+
+    Args:
+        model: on every rank; each replica takes its share.
+        dataset: of the samples.
+        samples: how many; a multiple of the number of replicas.
+        batch: samples in a forward pass, at most.
+    """
+    topology = model.topology
+    replicas = topology.layout.dp
+    size = math.gcd(samples // replicas, batch) if samples // replicas % batch else batch
+    batches = build_loader(
+        dataset, consumed_samples=0, micro_batch_size=size, dp_rank=topology.dp.rank, dp_size=replicas, num_workers=0
+    )
+    sums = torch.zeros(2, dtype=torch.float64)
+    for _ in range(samples // (size * replicas)):
+        taken = next(batches).to(model.device)
+        assert taken.tokens_bs is not None
+        assert taken.labels_bs is not None
+        assert taken.loss_mask_bs is not None
+        positions = taken.position_ids_bs if dataset.collate_options.reset_position_ids else None
+        context = ForwardContext(position_ids_bs=positions, segment_ids_bs=taken.segment_ids_bs)
+        x_sbh = model.hidden(taken.tokens_bs, context)
+        if x_sbh is None:
+            continue
+        _, losses_bs = model.stage.loss(x_sbh, taken.labels_bs, taken.loss_mask_bs)
+        if topology.tp.rank == 0:
+            mask_bs = taken.loss_mask_bs.double()
+            sums += torch.stack([(losses_bs.double() * mask_bs).sum(), mask_bs.sum()]).cpu()
+    pending = topology.control.all_reduce(sums)
+    model.ledger.sent(Point.CONTROL, pending.sent_bytes)
+    pending.wait()
+    return float(sums[0] / sums[1])

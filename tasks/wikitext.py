@@ -1,0 +1,78 @@
+"""Perplexity of a running text, such as WikiText-103's test set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.config.errors import UserError
+from megatron.inference.model import LoadedModel
+from tasks.detokenize import wikitext
+from tasks.scoring import Window, loss_sum, total
+
+
+def read_text(path: str) -> tuple[str, int]:
+    """The text, with WikiText's spelling undone where the path says that it is that, and its words before that.
+
+    Raises:
+        UserError: when it cannot be read, or is empty.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is no UTF-8 text"
+        raise UserError(f"--valid-data {path}: {reason}") from error
+    words = len(text.strip().split(" "))
+    if words < 2:
+        raise UserError(f"--valid-data {path}: holds no text")
+    return wikitext(text) if "wiki" in path else text, words
+
+
+def windows_of(tokens: Sequence[int], length: int, stride: int) -> list[Window]:
+    """Windows that predict every token but the first once, each from as many before it as fit.
+
+    Args:
+        tokens: of the text.
+        length: that the model reads.
+        stride: tokens that each window after the first predicts.
+    """
+    windows = [Window(tokens[: length + 1], min(length, len(tokens) - 1))]
+    done = windows[0].targets
+    while done < len(tokens) - 1:
+        new = min(stride, len(tokens) - 1 - done)
+        end = done + new + 1
+        # The last window may be shorter than the stride; it begins where it would if it were not.
+        start = done - (length - stride)
+        windows.append(Window(tokens[start:end], new))
+        done += new
+    return windows
+
+
+def evaluate(model: LoadedModel, path: str, stride: int | None, batch: int) -> str:
+    """The result line.
+
+    Args:
+        model: on every rank.
+        path: of the text.
+        stride: see ``windows_of``; None: as long as the window, so that every token is read once.
+        batch: windows in a forward pass.
+
+    Raises:
+        UserError: for a text that cannot be read.
+    """
+    text, words = read_text(path)
+    tokens = model.tokenizer.tokenize(text)
+    if len(tokens) < 2:
+        raise UserError(f"--valid-data {path}: is too short")
+    length = model.config.model.seq_length
+    if stride is not None and stride > length:
+        raise UserError(f"--overlapping-eval {stride} is more than the {length} tokens that the model reads")
+    windows = windows_of(tokens, length, stride or length)
+    loss = total(model, windows, batch, loss_sum, "WIKITEXT103") / (len(tokens) - 1)
+    ratio = (len(tokens) - 1) / (words - 1)
+    ppl, adjusted = math.exp(min(20, loss)), math.exp(min(20, loss * ratio))
+    return (
+        f" validation results on WIKITEXT103 | avg loss: {loss:.4E} | ppl: {ppl:.4E} | adjusted ppl: {adjusted:.4E} | "
+        f"token ratio: {ratio} |"
+    )

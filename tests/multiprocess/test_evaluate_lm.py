@@ -1,0 +1,110 @@
+"""lm-evaluation-harness on local tasks, offline: the adapter and the harness's own model of the export agree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from tests.support.cli import run_cli
+from tools.ckpt_convert import main as convert
+from tools.quickstart.train_bpe import train
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
+
+WORDS = ("the", "a", "old", "young", "dog", "cat", "house", "river", "ran", "slept", "saw", "under", "near", "slowly")
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+CHOICE = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: {kind}
+{more}
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of a random GPT-2 and its vocabulary, and task files."""
+    pytest.importorskip("lm_eval")
+    folder = tmp_path_factory.mktemp("place")
+    random = np.random.default_rng(0)
+
+    def text(count: int) -> str:
+        return " ".join(random.choice(WORDS, count))
+
+    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text(30)}) + "\n" for _ in range(200)))
+    train(folder / "corpus.jsonl", folder / "hf", 300)
+    torch.manual_seed(3)
+    size = len(json.loads((folder / "hf" / "vocab.json").read_text()))
+    config = GPT2Config(
+        n_positions=64, n_embd=32, n_layer=2, n_head=2, vocab_size=size, initializer_range=0.3,
+        bos_token_id=size - 1, eos_token_id=size - 1,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(folder / "hf")
+    assert convert(["--load", str(folder / "hf"), "--save", str(folder / "saved"), "--to", "megatron-cc"]) == 0
+    rows = [
+        {"text": text(9), "long": text(90), "a": " " + text(1), "b": " " + text(3), "label": int(random.integers(2))}
+        for _ in range(12)
+    ]
+    (folder / "rows.json").write_text("\n".join(map(json.dumps, rows)))
+    tasks = folder / "tasks"
+    tasks.mkdir()
+    kinds = {
+        "choice": (
+            "multiple_choice",
+            'doc_to_text: "{{text}}"\ndoc_to_choice: ["{{a}}", "{{b}}"]\ndoc_to_target: label\n'
+            "metric_list: [{metric: acc}, {metric: acc_norm}]",
+        ),
+        "rolling": (
+            "loglikelihood_rolling",
+            'doc_to_text: ""\ndoc_to_target: "{{long}}"\nmetric_list: [{metric: word_perplexity}, '
+            "{metric: bits_per_byte}]",
+        ),
+        "writing": (
+            "generate_until",
+            'doc_to_text: "{{text}}"\ndoc_to_target: "{{a}}"\ngeneration_kwargs: {until: [" the"], max_gen_toks: 8}\n'
+            "metric_list: [{metric: chrf}]",
+        ),
+    }
+    for name, (kind, more) in kinds.items():
+        filled = CHOICE.format(name=f"local_{name}", data=folder / "rows.json", kind=kind, more=more)
+        (tasks / f"{name}.yaml").write_text(filled)
+    return folder
+
+
+def _figures(place: Path, ranks: int, *flags: str) -> dict[str, Any]:
+    names = [f"local_{name}" for name in ("choice", "rolling", "writing")]
+    output = place / "figures.json"
+    command = ["tools/evaluate_lm.py", "--load", str(place / "saved"), "--include-path", str(place / "tasks")]
+    done = run_cli(ranks, [*command, "--tasks", *names, "--output", str(output), *flags], env=OFFLINE, timeout=250)
+    done.check()
+    assert "local_choice" in done.stdout
+    results: dict[str, Any] = json.loads(output.read_text())["results"]
+    return {
+        f"{task} {name}": value
+        for task, values in results.items()
+        for name, value in values.items()
+        if "stderr" not in name and isinstance(value, float)
+    }
+
+
+@pytest.mark.timeout(600)
+def test_the_adapter_the_export_and_other_layouts_agree(place: Path) -> None:
+    ours = _figures(place, 1)
+    assert len(ours) == 5
+    assert _figures(place, 1, "--via", "hf") == pytest.approx(ours, rel=1e-4)
+    split = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    assert _figures(place, 4, *split) == pytest.approx(ours, rel=1e-4)
+
+
+def test_unknown_tasks_are_named(place: Path) -> None:
+    done = run_cli(1, ["tools/evaluate_lm.py", "--load", str(place / "saved"), "--tasks", "no_such_task"], env=OFFLINE)
+    assert done.returncode == 2
+    assert "no_such_task" in done.stderr

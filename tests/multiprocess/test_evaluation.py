@@ -1,0 +1,69 @@
+"""Tasks and sweeps of checkpoints on several ranks: the figures of one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.inference.model import load_model
+from megatron.topology.layout import Layout
+from megatron.topology.topology import build_topology
+from tasks import lambada, wikitext
+from tests.support.cli import run_cli
+from tests.support.corpus import tiny_flags, write_documents
+from tests.support.spawn import run_ranks
+from tests.unit.convert.support import MODELS, saved_model
+
+pytestmark = pytest.mark.multiprocess
+
+
+def _lines(root: Path, folder: Path, layout: Layout | None) -> list[str]:
+    """Result lines of both tasks on this rank."""
+    topology = None if layout is None else build_topology(layout, torch.device("cpu"))
+    model = load_model(root, topology=topology)
+    return [
+        wikitext.evaluate(model, str(folder / "text"), 7, 3),
+        lambada.evaluate(model, str(folder / "lines"), True, 3),
+    ]
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2), Layout(pp=2, dp=2)], ids=["tp2 pp2", "pp2 dp2"])
+def test_tasks_do_not_depend_on_the_layout(layout: Layout, tmp_path: Path) -> None:
+    saved = saved_model(tmp_path / "saved", MODELS["gpt2"], layers=4)
+    rows = np.random.default_rng(3).integers(0, 96, (9, 12)).tolist()
+    (tmp_path / "text").write_text(" ".join(str(token) for row in rows for token in row))
+    lines = [json.dumps({"text": " ".join(map(str, row))}) for row in rows]
+    (tmp_path / "lines").write_text("\n".join(lines))
+    alone = _lines(saved, tmp_path, None)
+    assert "WIKITEXT103" in alone[0]
+    assert "LAMBADA" in alone[1]
+    assert run_ranks(4, _lines, saved, tmp_path, layout) == [alone] * 4
+
+
+def test_a_sweep_finds_the_losses_of_training_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    prefix, saved, log = write_documents(tmp_path / "tokens"), tmp_path / "saved", tmp_path / "log.jsonl"
+    saving = {"save": saved, "save_interval": 2, "eval_interval": 2, "eval_iters": 3, "log_json_file": log}
+    run_cli(1, ["pretrain_gpt.py", *tiny_flags(prefix, num_layers=4, **saving)]).check()
+    sweep = ["val_check_gpt.py", "--load", str(saved)]
+    done = run_cli(4, [*sweep, "--pipeline-model-parallel-size", "2", "--first", "4"]).check()
+    assert "written to" in done.stdout
+    found = json.loads((saved / "val_check.json").read_text())
+    assert found["val_iters"] == [4, 6]
+    # Training draws other samples at every evaluation; its first one's are the sweep's.
+    losses = [row["lm_loss"] for row in map(json.loads, log.read_text().splitlines()) if row["kind"] == "validation"]
+    run_cli(1, sweep).check()
+    again = json.loads((saved / "val_check.json").read_text())
+    assert again["val_iters"] == [2, 4, 6]
+    assert again["val_lmloss"][1:] == found["val_lmloss"]
+    assert again["val_lmloss"][0] == pytest.approx(losses[0], rel=1e-5)
+    assert again["val_lmloss_ppl"] == pytest.approx(np.exp(again["val_lmloss"]).tolist())
+    other = run_cli(1, [*sweep, "--eval-samples", "4"])
+    assert other.returncode == 2
+    assert "other samples" in other.stderr
+    none = run_cli(1, [*sweep, "--first", "7"])
+    assert none.returncode == 2
+    assert "there are 2, 4, 6" in none.stderr

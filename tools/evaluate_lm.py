@@ -1,0 +1,152 @@
+#!/usr/bin/env python
+"""Evaluates a checkpoint on tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from megatron.config.errors import UserError
+from megatron.config.option import derived, option, required
+from megatron.data.atomic import atomic_write
+from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
+from megatron.inference.jobs import Leader, follow
+from megatron.training.program import Ranks, run_program
+from tools.ckpt_convert import main as convert
+
+DESCRIPTION = """Evaluates a checkpoint on tasks of lm-evaluation-harness.
+
+    pip install 'megatron-cc[evaluation]'
+    python tools/evaluate_lm.py --load checkpoints --tasks lambada_openai hellaswag
+    python tools/evaluate_lm.py --load checkpoints --tasks my_task --include-path folder_of_my_task_yaml
+    torchrun --nproc-per-node 2 tools/evaluate_lm.py --tensor-model-parallel-size 2 --load checkpoints --tasks ...
+
+--via adapter (the default) asks the checkpoint directly, on any layout; --via hf exports it to a Hugging Face folder
+and lets the harness's own model read that, which needs a GPT-2 or Llama architecture and one process. Both give the
+same figures, to rounding. The harness fetches the data of its own tasks from the internet; files of your own it
+reads from --include-path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationFlags:
+    """What is evaluated, and how."""
+
+    tasks: list[str] = required(  # noqa: RUF009
+        "Names of tasks.", metavar="TASK"
+    )
+    include_path: str | None = derived("none", "Folder of further tasks' YAML files.", metavar="DIR")
+    num_fewshot: int | None = derived("each task's", "Examples before each question.", minimum=0)
+    limit: int | None = derived("all", "Only the first questions of each task.", unit="questions", minimum=1)
+    micro_batch_size: int = option(8, "Texts in a forward pass.", unit="texts", minimum=1)
+    via: Literal["adapter", "hf"] = option("adapter", "Ask the checkpoint directly, or export it first.")
+    output: str | None = derived("none", "JSON of all figures.", metavar="FILE")
+
+
+def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:
+    """Runs the harness.
+
+    Args:
+        model: one of its models, or the name of one with its arguments.
+        flags: the tasks.
+
+    Raises:
+        UserError: for tasks that it does not know.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=flags.include_path)
+    unknown = sorted(set(flags.tasks) - set(manager.all_tasks))
+    if unknown:
+        raise UserError(f"--tasks {unknown[0]}: the harness has no such task; --include-path adds a folder of tasks")
+    name, arguments = model if isinstance(model, tuple) else (model, None)
+    found = simple_evaluate(
+        model=name,
+        model_args=arguments,
+        tasks=list(flags.tasks),
+        num_fewshot=flags.num_fewshot,
+        limit=flags.limit,
+        batch_size=flags.micro_batch_size,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        task_manager=manager,
+        log_samples=False,
+        bootstrap_iters=0,
+    )
+    assert found is not None
+    return dict(found)
+
+
+def report(found: dict[str, Any], flags: EvaluationFlags) -> None:
+    """Prints the harness's table, and writes the figures."""
+    from lm_eval.utils import make_table
+
+    print(make_table(found), flush=True)
+    if flags.output:
+        figures = {name: found[name] for name in ("results", "versions", "n-shot", "n-samples") if name in found}
+        with atomic_write(Path(flags.output)) as file:
+            file.write(json.dumps(figures, indent=1, default=str).encode())
+
+
+def via_hf(load: str, iteration: int | None, flags: EvaluationFlags) -> dict[str, Any]:
+    """Exports the checkpoint and evaluates the export.
+
+    Raises:
+        UserError: when it has no Hugging Face architecture.
+    """
+    with tempfile.TemporaryDirectory(prefix="evaluate-lm-") as folder:
+        step = ["--iteration", str(iteration)] if iteration is not None else []
+        if convert(["--load", load, "--save", f"{folder}/hf", "--to", "hf", *step]):
+            raise UserError("--via hf: the checkpoint cannot be exported; leave --via out")
+        return run(("hf", {"pretrained": f"{folder}/hf", "dtype": "auto"}), flags)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command: 0 when it is done, 2 with a one-line reason when not."""
+
+    def body(ranks: Ranks) -> None:
+        given = sys.argv[1:] if argv is None else argv
+        parsed = parse_flags(given, {"evaluation": EvaluationFlags}, "evaluate_lm.py", DESCRIPTION)
+        model_flags: ModelFlags = parsed.sections["model"]
+        flags: EvaluationFlags = parsed.sections["evaluation"]
+        try:
+            import lm_eval  # noqa: F401
+        except ImportError as error:
+            raise UserError(f"{error.name} is missing: pip install 'megatron-cc[evaluation]'") from error
+        if flags.include_path and not Path(flags.include_path).is_dir():
+            raise UserError(f"--include-path {flags.include_path}: there is no such folder")
+        check_layout(model_flags, ranks.env, replicas=False)
+        if flags.via == "hf":
+            if ranks.env.world_size > 1:
+                raise UserError("--via hf runs on one process; leave torchrun out, or --via")
+            report(via_hf(model_flags.load, model_flags.ckpt_step, flags), flags)
+            return
+        ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes)
+        model = open_model(model_flags, parsed.sections["tokenizer"], ranks.env)
+        if not model.speaks:
+            follow(model)
+            return
+        from tools.lm_eval_adapter import CheckpointLM
+
+        # The harness knows of this rank alone, and gives results only to a process that is the first of its machine.
+        os.environ["LOCAL_RANK"] = "0"
+        leader = Leader(model)
+        found = run(CheckpointLM(leader, flags.micro_batch_size), flags)
+        leader.stop()
+        report(found, flags)
+
+    return run_program(body)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,103 @@
+"""A checkpoint as a model of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from megatron.inference.jobs import Job, Leader
+from megatron.inference.sampling import Sampling
+from megatron.inference.text import TextStream
+
+GREEDY = Sampling(greedy=True)
+MAX_NEW_TOKENS = 256
+"""Of tasks that do not say, as everywhere in the harness."""
+
+
+class CheckpointLM(TemplateLM):
+    """Answers the harness's requests with a checkpoint, on the rank that leads the others.
+
+    Args:
+        leader: of the model.
+        batch: texts in a forward pass.
+    """
+
+    def __init__(self, leader: Leader, batch: int) -> None:
+        super().__init__()
+        self.leader = leader
+        self.batch = batch
+        self.own = leader.model.tokenizer
+        self.window = leader.model.window
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.own.eod
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        return self.own.tokenize(string)
+
+    def _score(self, pairs: Sequence[tuple[list[int], list[int]]], quiet: bool) -> list[tuple[float, bool]]:
+        """Log-likelihoods of continuations of contexts, and whether each is what greedy decoding would give."""
+        order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][0]) - len(pairs[i][1]))
+        results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
+        for first in tqdm(range(0, len(order), self.batch), desc="log-likelihoods", disable=quiet):
+            taken = order[first : first + self.batch]
+            rows = [[*pairs[i][0], *pairs[i][1]][-(self.window + 1) :] for i in taken]
+            job = Job(rows, 0, GREEDY, [0] * len(rows), top=1, score=True)
+            for i, tokens in zip(taken, self.leader.do(job)[0], strict=True):
+                own = tokens[max(len(tokens) - len(pairs[i][1]), 0) :]
+                likeliest = all(token.top[0][0] == token.id for token in own)
+                results[i] = (sum(token.logprob for token in own), likeliest)
+        return results
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        return self._score([(context, continuation) for _, context, continuation in requests], disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        owners, pairs = [], []
+        for number, request in enumerate(requests):
+            (text,) = request.args
+            windows = get_rolling_token_windows(self.own.tokenize(text), self.prefix_token_id, self.window, 1)
+            for window in windows:
+                context, continuation = make_disjoint_window(window)
+                owners.append(number)
+                pairs.append((list(context), list(continuation)))
+        sums = [0.0] * len(requests)
+        for number, (logprob, _) in zip(owners, self._score(pairs, disable_tqdm), strict=True):
+            sums[number] += logprob
+        return sums
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        answers = []
+        for number, request in enumerate(tqdm(requests, desc="texts", disable=disable_tqdm)):
+            text, options = request.args
+            until = options.get("until") or []
+            new = int(options.get("max_gen_toks", MAX_NEW_TOKENS))
+            prompt = self.own.tokenize(text)[-max(self.window - new, 1) :] or [self.eot_token_id]
+            answers.append(
+                self._text(prompt, new, _sampling(options), [until] if isinstance(until, str) else until, number)
+            )
+        return answers
+
+    def _text(self, prompt: list[int], new: int, sampling: Sampling, stop: list[str], seed: int) -> str:
+        stream, parts = TextStream(self.own, stop, prompt), list[str]()
+
+        def on_token(row: int, token: Any) -> bool:
+            parts.append(stream.add(token.id))
+            return stream.stopped
+
+        self.leader.do(Job([prompt], new, sampling, [seed]), on_token)
+        return "".join(parts) + stream.finish()
+
+
+def _sampling(options: dict[str, Any]) -> Sampling:
+    temperature = float(options.get("temperature") or 0.0)
+    if not options.get("do_sample", temperature > 0) or not temperature:
+        return GREEDY
+    return Sampling(temperature, int(options.get("top_k") or 0), float(options.get("top_p") or 0.0))
