@@ -1,0 +1,365 @@
+"""The cleaning tools, each against what its rules say of small files; and the faults of the scripts they replace."""
+
+# ruff: noqa: RUF001
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tools.openwebtext import (
+    add_id,
+    blacklist_urls,
+    cleanup_dataset,
+    cleanup_fix_dataset,
+    download_openwebtext,
+    filter_ngrams,
+    group_duplicate_url,
+    merge_jsons,
+    remove_group_duplicates,
+)  # fmt: skip
+from tools.openwebtext.streams import UserError, external_shuffle, lines, writing
+
+ENGLISH = (
+    "The old house by the river had been empty for many years when the new family came. They painted the door, "
+    "mended the roof and planted apple trees, and in the evening they sat outside and listened to the water. "
+)
+GERMAN = (
+    "Das alte Haus am Fluss hatte viele Jahre leer gestanden, als die neue Familie kam. Sie strichen die Tür, "
+    "flickten das Dach und pflanzten Apfelbäume, und am Abend saßen sie draußen und hörten dem Wasser zu. "
+)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    with writing(path) as line:
+        for row in rows:
+            line(json.dumps(row).encode())
+    return str(path)
+
+
+def read(path: Path | str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in lines(path)]
+
+
+# Streams
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+def test_files_come_and_go_compressed_as_their_names_say(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"data.jsonl{ending}"
+    rows = [{"text": "ä\n" * number, "n": number} for number in range(2000)]
+    write(path, rows)
+    assert read(path) == rows
+    raw = path.read_bytes()
+    if ending:
+        plain = gzip.decompress(raw) if ending == ".gz" else zstandard.ZstdDecompressor().stream_reader(raw).read()
+        assert plain.count(b"\n") == 2000
+        path.write_bytes(raw[: len(raw) // 2])
+        with pytest.raises(UserError, match=r"data\.jsonl.*damaged"):
+            list(lines(path))
+
+
+def test_a_failed_step_leaves_nothing(tmp_path: Path) -> None:
+    def fail() -> None:
+        with writing(tmp_path / "out.gz") as line:
+            line(b"{}")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+@given(count=st.integers(0, 300), seed=st.integers(0, 5))
+def test_the_shuffle_keeps_every_line(count: int, seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = write(tmp_path_factory.mktemp("shuffle") / "data", [{"n": number} for number in range(count)])
+    out: list[bytes] = []
+    again: list[bytes] = []
+    assert external_shuffle(path, out.append, seed, 4) == count
+    external_shuffle(path, again.append, seed, 4)
+    assert out == again
+    assert sorted(out) == sorted(lines(path))
+    if count > 100:
+        assert out != list(lines(path))
+    assert [entry.name for entry in Path(path).parent.iterdir()] == ["data"]
+
+
+# URLs
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("https://www.example.org/story", None),
+        ("http://example.co.uk/a.b/c.html?x=1.jpg", None),
+        ("https://example.org/picture.JPG", "of a file that is no page"),
+        ("https://example.org/picture.jpg?size=3", "of a file that is no page"),
+        ("https://m.youtube.com/watch?v=3", "of a site without texts"),
+        ("https://youtube.co.uk/watch", "of a site without texts"),
+        ("https://notyoutube.org/story", None),
+        ("https://youtube.example.org/story", None),
+        ("http://a", "too short"),
+        ("ftp://example.org/file", "malformed"),
+        ("https:///nothing/here", "malformed"),
+        ("https://[::1/broken", "malformed"),
+        ("https://with space.org/x", "malformed"),
+        ("http://192.168.0.1/page", None),
+    ],
+)
+def test_urls(url: str, reason: str | None) -> None:
+    lists = (blacklist_urls.words_of(blacklist_urls.LISTS / f"{name}.txt") for name in ("domains", "extensions"))
+    assert blacklist_urls.reason_against(url, *lists) == reason
+
+
+def test_url_lists_are_as_long_as_those_they_replace() -> None:
+    assert len(blacklist_urls.words_of(blacklist_urls.LISTS / "domains.txt")) >= 110
+    assert len(blacklist_urls.words_of(blacklist_urls.LISTS / "extensions.txt")) >= 67
+
+
+def test_each_url_comes_once(tmp_path: Path) -> None:
+    folder = tmp_path / "urls"
+    folder.mkdir()
+    (folder / "a.txt").write_text("https://example.org/one\nhttps://example.org/two#part\nhttps://imgur.com/x\n")
+    with gzip.open(folder / "b.txt.gz", "wt") as stream:
+        stream.write("https://example.org/two\nhttps://example.org/three\n\n")
+    out, report = tmp_path / "out.txt", tmp_path / "report.json"
+    assert blacklist_urls.main([str(folder), str(out), "--report", str(report)]) == 0
+    assert out.read_text().split() == [f"https://example.org/{x}" for x in ("one", "two#part", "three")]
+    assert json.loads(report.read_text()) == {"URLs": 5, "written": 3, "of a site without texts": 1, "repeated": 1}
+
+
+# Documents
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_cleanup_repairs_and_keeps_long_english_texts(workers: str, tmp_path: Path) -> None:
+    broken = (ENGLISH + "It cost â‚¬5. ") * 4
+    rows: list[dict[str, Any]] = [
+        {"text": ENGLISH * 4, "url": "kept"},
+        {"text": broken, "url": "fixed", "more": 1},
+        {"text": ENGLISH, "url": "short"},
+        {"text": GERMAN * 8, "url": "german"},
+        {"text": "", "url": "empty"},
+    ] * 20
+    source, out, report = write(tmp_path / "in.gz", rows), tmp_path / "out.zst", tmp_path / "report"
+    assert cleanup_dataset.main([source, str(out), "--workers", workers, "--report", str(report)]) == 0
+    found = read(out)
+    assert [row["url"] for row in found] == ["kept", "fixed"] * 20
+    assert found[1]["text"] == broken.replace("â‚¬", "€")
+    assert found[1]["more"] == 1
+    counts = json.loads(report.read_text())
+    assert counts == {
+        "documents": 100, "written": 40, "fixed": 20, "too short": 20, "in another language": 40,
+    }  # fmt: skip
+
+
+def test_length_counts_tokens_where_there_is_a_vocabulary(tmp_path: Path) -> None:
+    class Letters:
+        def tokenize(self, text: str) -> list[str]:
+            return list(text)
+
+    cleanup_dataset.prepare("text", "en", 20, None)
+    assert not cleanup_dataset.long_enough("one two three four")
+    cleanup_dataset._Settings.tokenizer = Letters()  # type: ignore[assignment]
+    assert not cleanup_dataset.long_enough("one two three four")
+    assert cleanup_dataset.long_enough("one two three four five")
+    cleanup_dataset.prepare("text", "en", 5, None)
+    assert cleanup_dataset.long_enough("one, two, three")
+
+
+def test_fixes_chain_and_files_are_named_after_their_inputs(tmp_path: Path) -> None:
+    rows = [
+        {"text": "Please enable JavaScript to go on."},
+        {"text": "Kurz und auf Deutsch, also fort mit diesem Satz."},
+        {"text": "It is short  and English,\nand  costs â‚¬5."},
+        {"text": GERMAN * 8},
+    ]
+    source = write(tmp_path / "a.b.jsonl.gz", rows)
+    tasks = ["remove_256_javascript", "remove_512_non_english", "ftfy_fix_text", "general_cleaning"]
+    flags = ["--input-files", source, "--output-path", str(tmp_path), "--workers", "1"]
+    assert cleanup_fix_dataset.main([*flags, "--tasks", *tasks]) == 0
+    kept = read(tmp_path / "a.b_cleaned.jsonl.gz")
+    # The script this replaces returned after its first fix.
+    assert kept[0]["text"] == "It is short and English,\nand costs €5."
+    assert len(kept) == 2
+    assert read(tmp_path / "a.b_filtered.jsonl.gz") == rows[:2]
+
+
+def test_line_breaks_after_words_become_spaces() -> None:
+    cleanup_fix_dataset.prepare("text", ["general_cleaning"])
+    assert cleanup_fix_dataset.repaired("one\n\ntwo\n three.\nfour   five") == "one two three.\nfour five"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [("{", "no JSON"), ("[1]", "no JSON object"), ('{"txt": "a"}', "'text'"), ('{"text": 3}', "'text'")],
+)
+def test_what_is_no_document_is_named_or_counted(
+    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    path.write_text(json.dumps({"text": ENGLISH * 4}) + f"\n{line}\n")
+    assert cleanup_dataset.main([str(path), str(out), "--workers", "2"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "line 2" in error
+    assert said in error
+    assert not out.exists()
+    assert cleanup_dataset.main([str(path), str(out), "--workers", "2", "--skip-bad-lines"]) == 0
+    assert "1 bad lines skipped" in capsys.readouterr().out
+    assert len(read(out)) == 1
+
+
+# Groups of duplicates
+
+
+def test_groups_are_chains_of_links_and_one_of_each_stays(tmp_path: Path) -> None:
+    pairs = [{"a": [{"b": 0.9}, {"x": 0.6}]}, {"c": [{"d": 0.8}]}, {"d": [{"b": 0.7}]}, {"e": [{"f": 0.75}]}]
+    duplicates, groups = write(tmp_path / "pairs", pairs), tmp_path / "groups"
+    assert group_duplicate_url.main([duplicates, str(groups)]) == 0
+    assert read(groups) == [{"0": ["a", "b", "c", "d"]}, {"1": ["e", "f"]}]
+    data = write(tmp_path / "data", [{"url": url, "text": "t"} for url in "abcdefgx"])
+    assert remove_group_duplicates.main([str(groups), data, str(tmp_path / "out")]) == 0
+    assert [row["url"] for row in read(tmp_path / "out")] == ["a", "e", "g", "x"]
+    assert group_duplicate_url.main([duplicates, str(groups), "0.5"]) == 0
+    assert len(read(groups)[0]["0"]) == 5
+    assert group_duplicate_url.main([data, str(groups)]) == 2
+
+
+# Runs of words
+
+
+def _filter(tmp_path: Path, texts: list[str], tasks: list[str], *flags: str) -> list[dict[str, Any]]:
+    data = write(tmp_path / "data", [{"text": text, "n": number} for number, text in enumerate(texts)])
+    task, out = write(tmp_path / "task", [{"q": text} for text in tasks]), tmp_path / "out"
+    base = ["--task-files", task, "q", "--dedup-dataset", data, "text", "--output", str(out), "--num-threads", "1"]
+    assert filter_ngrams.main([*base, *flags]) == 0
+    return read(out)
+
+
+RUN = "who painted the old green door of the house beside the slow river"
+FILL = "Nothing of this has been asked about. " * 12
+
+
+def test_a_leak_is_cut_out_up_to_the_ends_of_sentences(tmp_path: Path) -> None:
+    leak = f"{FILL}We ask: {RUN.upper()}, then? {FILL}"
+    found = _filter(tmp_path, [leak, FILL], [f"{RUN} tell me"])
+    assert [row["n"] for row in found] == [0, 0, 1]
+    assert "split_id" not in found[2]
+    assert [row["split_id"] for row in found[:2]] == [0, 1]
+    for row in found[:2]:
+        assert "painted" not in row["text"].lower()
+        assert row["text"].startswith("Nothing")
+        assert row["text"].endswith(".")
+        assert 200 < len(row["text"]) < len(FILL)
+
+
+def test_short_tasks_count_from_eight_words_and_phrases_stay(tmp_path: Path) -> None:
+    eight = "one two three four five six seven eight"
+    texts = [f"{FILL}{eight}. {FILL}"]
+    assert len(_filter(tmp_path, texts, [eight])) == 2
+    assert len(_filter(tmp_path, texts, ["two three four five six seven eight", RUN])) == 1
+    assert len(_filter(tmp_path, texts * 9, [eight])) == 18
+    assert len(_filter(tmp_path, texts * 10, [eight])) == 10
+    assert len(_filter(tmp_path, texts * 10, [eight], "--key-threshold", "11")) == 20
+
+
+def test_documents_in_too_many_pieces_or_without_any_go(tmp_path: Path) -> None:
+    assert _filter(tmp_path, [f"Short. {RUN}. Short."], [RUN]) == []
+    many = f"{FILL * 2}{RUN}. " * 11 + FILL
+    assert _filter(tmp_path, [many], [RUN], "--key-threshold", "100") == []
+    assert len(_filter(tmp_path, [many], [RUN], "--key-threshold", "100", "--splits-count", "12")) == 12
+
+
+def test_dictionaries_are_saved_with_their_counts(tmp_path: Path) -> None:
+    saved = tmp_path / "dictionary.json"
+    texts = [f"{FILL}{RUN}. {FILL}"]
+    first = _filter(tmp_path, texts, [RUN], "--save-dictionary", str(saved))
+    counts = json.loads(saved.read_text())
+    assert len(counts) == 1
+    assert set(counts.values()) == {1}
+    assert _filter(tmp_path, texts, [], "--load-dictionary", str(saved)) == first
+
+
+@given(st.text(alphabet="ab .!?\n", max_size=300), st.integers(0, 30), st.integers(0, 20))
+def test_pieces_never_hold_what_was_found(text: str, each_side: int, least: int) -> None:
+    filter_ngrams.prepare("text", frozenset(["a b a", "b b"]), each_side, least, 10)
+    left = filter_ngrams.pieces(text)
+    if left is None:
+        assert not list(filter_ngrams.hits(text))
+        return
+    for piece in left:
+        assert len(piece) > least
+        assert piece in text
+    if each_side:
+        assert not any(list(filter_ngrams.hits(piece)) for piece in left)
+
+
+# The rest
+
+
+def test_numbers_and_merged_files(tmp_path: Path) -> None:
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    write(folder / "b.json", [{"n": 2}])
+    write(folder / "a.jsonl.zst", [{"n": 0}, {"n": 1}])
+    (folder / "notes.txt").write_text("no")
+    merged = folder / "merged_output.json"
+    for _ in range(2):  # its own output is no input
+        assert merge_jsons.main(["--json_path", str(folder), "--output_file", str(merged)]) == 0
+    assert [row["n"] for row in read(merged)] == [0, 1, 2]
+    numbered = tmp_path / "numbered"
+    assert add_id.main(["--input-file", str(merged), "--output-file", str(numbered), "--id-prefix", "owt"]) == 0
+    assert [row["adlr_id"] for row in read(numbered)] == [f"owt-{n:010d}" for n in (1, 2, 3)]
+
+
+def test_data_sets_come_through_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = tmp_path / "owt"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text('{"text": "one"}\n{"text": "two", "url": "u"}\n{"text": "three"}\n')
+    out = tmp_path / "out.jsonl"
+    assert download_openwebtext.main(["--dataset", str(folder), "--output", str(out), "--limit", "2"]) == 0
+    rows = read(out)
+    assert rows[0]["url"] == "owt/train/0"
+    assert [row["text"] for row in rows] == ["one", "two"]
+    assert download_openwebtext.main(["--dataset", str(tmp_path / "no"), "--output", str(out)]) == 2
+    assert "--dataset" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tool", "flags", "said"),
+    [
+        (cleanup_dataset, ["none.jsonl", "out", "--workers", "1"], "No such file"),
+        (cleanup_dataset, ["none.jsonl", "out", "--workers", "0"], "--workers 0"),
+        (cleanup_dataset, ["none.jsonl", "out", "--vocab-file", "v"], "--merge-file"),
+        (blacklist_urls, [".", "out"], "no .txt files"),
+        (group_duplicate_url, ["none", "out", "7"], "threshold 7"),
+        (merge_jsons, ["--json_path", "."], "holds no .json"),
+        (filter_ngrams, ["--dedup-dataset", "a", "text", "--output", "b"], "nothing to look for"),
+        (filter_ngrams, ["--tasks", "lambada", "--dedup-dataset", "a", "text", "--output", "b"], "--lambada-path"),
+    ],
+)
+def test_bad_flags_are_one_line(
+    tool: Any, flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert tool.main(flags) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert said in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_random_order_is_seeded() -> None:
+    assert random.Random("7 3 2").random() == random.Random("7 3 2").random()

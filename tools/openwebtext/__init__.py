@@ -1,0 +1,1 @@
+"""Cleaning of web texts: from URLs and JSON lines to training data."""

@@ -1,0 +1,118 @@
+#!/usr/bin/env python
+"""Repairs the texts' encoding, and keeps those in English that are long enough.
+
+    python tools/openwebtext/cleanup_dataset.py scraped.jsonl.zst cleaned.jsonl
+    python tools/openwebtext/cleanup_dataset.py in.jsonl out.jsonl --vocab-file vocab.json --merge-file merges.txt
+
+Texts are repaired with ftfy, their language is found by py3langid, and those of fewer than --min-tokens tokens are left
+out. With GPT-2's vocabulary its tokens are counted; without, words and marks, of which no text has more than tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import ftfy
+
+from megatron.config.errors import UserError
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.tokenizer.api import Tokenizer
+from megatron.tokenizer.build import build_tokenizer
+from tools.openwebtext.filtering import Judged, judge_all
+from tools.openwebtext.language import is_language
+from tools.openwebtext.streams import Report, add_common, command, encode, text_of, writing
+
+_WORD = re.compile(r"\w+|[^\w\s]+")
+
+
+class _Settings:
+    """Of this process, which is one of several."""
+
+    key = "text"
+    language = "en"
+    least = 128
+    tokenizer: Tokenizer | None = None
+
+
+def prepare(key: str, language: str, least: int, vocabulary: tuple[str, str] | None) -> None:
+    """Sets this process up."""
+    _Settings.key, _Settings.language, _Settings.least = key, language, least
+    _Settings.tokenizer = None
+    if vocabulary is not None:
+        vocab, merges = vocabulary
+        flags = TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocab, merge_file=merges)
+        _Settings.tokenizer = build_tokenizer(flags)
+
+
+def long_enough(text: str) -> bool:
+    """Whether a text has the tokens that are asked for."""
+    least, tokenizer = _Settings.least, _Settings.tokenizer
+    # Every word and every mark is at least a token, so most texts need no tokenizer.
+    words = sum(1 for _ in zip(_WORD.finditer(text), range(least), strict=False))
+    return words >= least or (tokenizer is not None and len(tokenizer.tokenize(text)) >= least)
+
+
+def judge(found: dict[str, Any], line: bytes, where: str) -> Judged:
+    """Keeps, repairs or drops a document."""
+    original = text_of(found, _Settings.key, where)
+    text = ftfy.fix_text(original)
+    fixed = ("fixed",) if text != original else ()
+    if not is_language(text, _Settings.language):
+        return Judged(reasons=(*fixed, "in another language"))
+    if not long_enough(text):
+        return Judged(reasons=(*fixed, "too short"))
+    return Judged((encode({**found, _Settings.key: text}) if fixed else line,), reasons=fixed)
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Cleans a file.
+
+    Raises:
+        UserError: for files that cannot be read or written.
+    """
+    if (options.vocab_file is None) != (options.merge_file is None):
+        raise UserError("--vocab-file and --merge-file belong together: give both, or none")
+    vocabulary = (options.vocab_file, options.merge_file) if options.vocab_file else None
+    settings = (options.key, options.language, options.min_tokens, vocabulary)
+    prepare(*settings)
+    with writing(options.output) as write:
+
+        def take(judged: Judged) -> None:
+            for kept in judged.kept:
+                write(kept)
+
+        return judge_all(
+            judge,
+            [options.input],
+            take,
+            workers=options.workers,
+            skip_bad=options.skip_bad_lines,
+            what="cleanup",
+            prepare=prepare,
+            arguments=settings,
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="cleanup_dataset.py", description=__doc__)
+    parser.add_argument("input", help="JSON lines")
+    parser.add_argument("output", help="JSON lines")
+    parser.add_argument("--key", default="text", help="field that holds the text (text)")
+    parser.add_argument("--language", default="en", help="that is kept (en)")
+    parser.add_argument("--min-tokens", type=int, default=128, metavar="N", help="of a text that is kept (128)")
+    parser.add_argument("--vocab-file", metavar="FILE", help="GPT-2's vocab.json")
+    parser.add_argument("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
+    add_common(parser)
+    return command(parser, run, arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

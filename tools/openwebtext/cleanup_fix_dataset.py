@@ -1,0 +1,144 @@
+#!/usr/bin/env python
+"""Drops short texts of some kinds, and repairs the others.
+
+    python tools/openwebtext/cleanup_fix_dataset.py --input-files a.jsonl b.jsonl.gz --output-path cleaned \\
+        --tasks remove_512_non_english remove_256_javascript ftfy_fix_text general_cleaning
+
+Writes a_cleaned.jsonl with what is kept and a_filtered.jsonl with what is not, for every input. Tasks:
+
+    remove_512              drop texts of fewer than 512 characters
+    remove_256_javascript   drop texts of fewer than 256 characters that speak of javascript (pages that did not load)
+    remove_512_non_english  drop texts of fewer than 512 characters that are not English
+    ftfy_fix_text           repair the encoding
+    general_cleaning        runs of spaces, and of line breaks after a word, become one space
+
+Texts are repaired first, by all repairs that were asked for, in this order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import ftfy
+
+from megatron.config.errors import UserError
+from tools.openwebtext.filtering import Judged, judge_all
+from tools.openwebtext.language import is_language
+from tools.openwebtext.streams import Report, add_common, command, encode, text_of, writing
+
+FIXES = ("ftfy_fix_text", "general_cleaning")
+REMOVALS = ("remove_512", "remove_256_javascript", "remove_512_non_english")
+_RUNS = re.compile(r" {2,}|(?<=\w)\n+ ?")
+
+
+class _Settings:
+    """Of this process, which is one of several."""
+
+    key = "text"
+    tasks: tuple[str, ...] = ()
+
+
+def prepare(key: str, tasks: Sequence[str]) -> None:
+    """Sets this process up."""
+    _Settings.key, _Settings.tasks = key, tuple(tasks)
+
+
+def repaired(text: str) -> str:
+    """A text after all repairs that were asked for."""
+    if "ftfy_fix_text" in _Settings.tasks:
+        text = ftfy.fix_text(text)
+    if "general_cleaning" in _Settings.tasks:
+        text = _RUNS.sub(" ", text)
+    return text
+
+
+def removed_by(text: str) -> str | None:
+    """The task that drops a text, if any."""
+    rules = {
+        "remove_512": lambda: len(text) < 512,
+        "remove_256_javascript": lambda: len(text) < 256 and "javascript" in text.lower(),
+        "remove_512_non_english": lambda: len(text) < 512 and not is_language(text, "en"),
+    }
+    return next((name for name in REMOVALS if name in _Settings.tasks and rules[name]()), None)
+
+
+def judge(found: dict[str, Any], line: bytes, where: str) -> Judged:
+    """Keeps, repairs or drops a document."""
+    original = text_of(found, _Settings.key, where)
+    text = repaired(original)
+    fixed = ("fixed",) if text != original else ()
+    reason = removed_by(text)
+    if reason is not None:
+        return Judged(dropped=line, reasons=(*fixed, reason))
+    return Judged((encode({**found, _Settings.key: text}) if fixed else line,), reasons=fixed)
+
+
+def names(path: Path, folder: Path) -> tuple[Path, Path]:
+    """Where the kept and the dropped documents of a file go: its name, before all endings, with a word added."""
+    packed = path.suffix if path.suffix in (".gz", ".zst") else ""
+    plain = Path(path.name.removesuffix(packed))
+    ends = plain.suffix + packed
+    return folder / f"{plain.stem}_cleaned{ends}", folder / f"{plain.stem}_filtered{ends}"
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Cleans files.
+
+    Raises:
+        UserError: for files that cannot be read or written.
+    """
+    folder = Path(options.output_path)
+    if not folder.is_dir():
+        raise UserError(f"--output-path {folder}: there is no such folder; make it first")
+    places = [names(Path(path), folder) for path in options.input_files]
+    if len(set(places)) < len(places):
+        raise UserError("--input-files: two files would have the same output; give them other names")
+    settings = (options.key, tuple(options.tasks))
+    prepare(*settings)
+    total = Report()
+    for path, (cleaned, filtered) in zip(options.input_files, places, strict=True):
+        with writing(cleaned) as keep, writing(filtered) as drop:
+
+            def take(judged: Judged, keep: Any = keep, drop: Any = drop) -> None:
+                for kept in judged.kept:
+                    keep(kept)
+                if judged.dropped is not None:
+                    drop(judged.dropped)
+
+            report = judge_all(
+                judge,
+                [path],
+                take,
+                workers=options.workers,
+                skip_bad=options.skip_bad_lines,
+                what=Path(path).name,
+                prepare=prepare,
+                arguments=settings,
+            )
+        total.counts.update(report.counts)
+    return total
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="cleanup_fix_dataset.py", description=__doc__)
+    parser.add_argument("--input-files", nargs="+", required=True, metavar="FILE", help="JSON lines")
+    parser.add_argument(
+        "--tasks", nargs="+", required=True, choices=[*REMOVALS, *FIXES], metavar="TASK", help="see above"
+    )
+    parser.add_argument("--output-path", required=True, metavar="DIR", help="an existing folder")
+    parser.add_argument("--key", default="text", help="field that holds the text (text)")
+    parser.add_argument("--log-interval", type=int, default=100, metavar="N", help="has no effect: there is a bar")
+    add_common(parser)
+    return command(parser, run, arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,72 @@
+#!/usr/bin/env python
+"""Fetches OpenWebText, or another data set, as JSON lines.
+
+    python tools/openwebtext/download_openwebtext.py --output openwebtext.jsonl.zst
+    python tools/openwebtext/download_openwebtext.py --dataset name_or_folder --output data.jsonl --limit 1000
+
+Streams through Hugging Face's datasets, so memory and disk hold nothing but the output. A row without a url gets one
+made of the data set's name and the row's number, since the other tools name documents so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.config.errors import UserError
+from tools.openwebtext.streams import Report, add_common, command, encode, progress, writing
+
+
+def rows(options: argparse.Namespace) -> Iterable[dict[str, Any]]:
+    """The rows of the data set.
+
+    Raises:
+        UserError: when it cannot be had.
+    """
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise UserError(f"{error.name} is missing: pip install 'megatron-cc[cleaning]'") from error
+    try:
+        yield from load_dataset(options.dataset, split=options.split, streaming=True)
+    except Exception as error:  # of the network, of files, of names: each library below has its own
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"--dataset {options.dataset} --split {options.split}: {reason}") from error
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Writes the data set.
+
+    Raises:
+        UserError: when it cannot be had or written.
+    """
+    report = Report()
+    report.add("written", 0)
+    with writing(options.output) as write:
+        for number, row in enumerate(progress(islice(rows(options), options.limit), "rows")):
+            if row.get("url") is None:
+                row["url"] = f"{Path(options.dataset).name}/{options.split}/{number}"
+            write(encode(row))
+            report.add("written")
+    return report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="download_openwebtext.py", description=__doc__)
+    parser.add_argument("--output", required=True, metavar="FILE", help="JSON lines")
+    parser.add_argument("--dataset", default="Skylion007/openwebtext", metavar="NAME", help="or a folder (OpenWebText)")
+    parser.add_argument("--split", default="train", metavar="NAME", help="of the data set (train)")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first rows")
+    add_common(parser, workers=False)
+    return command(parser, run, arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

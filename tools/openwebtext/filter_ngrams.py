@@ -1,0 +1,238 @@
+#!/usr/bin/env python
+"""Removes what evaluation tasks are made of from training texts.
+
+    python tools/openwebtext/filter_ngrams.py --tasks lambada --lambada-path lambada_test.jsonl \\
+        --dedup-dataset data.jsonl text --output clean.jsonl
+    python tools/openwebtext/filter_ngrams.py --task-files my_questions.jsonl question \\
+        --dedup-dataset data.jsonl text --output clean.jsonl
+
+Every run of 13 words (letters and digits, lower case) of a task's texts is looked for; of shorter texts, down to 8
+words, the whole. Runs that the data hold --key-threshold times or more are phrases rather than leaks, and stay. Where
+another is found, it is cut out with 200 characters on each side, up to the ends of sentences; pieces of 200 characters
+or fewer go as well. A document that falls into more than 10 pieces is left out; the pieces of others become documents
+of their own with a field split_id. Two passes over the data; memory holds the tasks' runs alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.config.errors import UserError
+from tools.openwebtext.filtering import Judged, judge_all
+from tools.openwebtext.ngram_tasks import TASKS, texts_of_file, texts_of_task
+from tools.openwebtext.streams import Report, add_common, command, encode, text_of, writing
+
+_WORD = re.compile(r"\w+")
+_ENDS = ".!?"
+
+
+def words_of(text: str) -> tuple[list[str], list[int]]:
+    """The words of a text in lower case, and where each begins."""
+    found = list(_WORD.finditer(text))
+    return [match.group().lower() for match in found], [match.start() for match in found]
+
+
+def ngrams_of(texts: Iterable[str], longest: int, shortest: int) -> dict[str, int]:
+    """Runs of words of tasks' texts, none counted yet."""
+    found: dict[str, int] = {}
+    for text in texts:
+        words, _ = words_of(text)
+        size = min(longest, len(words))
+        if size >= shortest:
+            found.update((" ".join(words[i : i + size]), 0) for i in range(len(words) - size + 1))
+    return found
+
+
+class _Settings:
+    """Of this process, which is one of several."""
+
+    key = "text"
+    ngrams: frozenset[str] = frozenset()
+    sizes: tuple[int, ...] = ()
+    each_side = 200
+    least = 200
+    most_pieces = 10
+
+
+def prepare(key: str, ngrams: frozenset[str], each_side: int, least: int, most_pieces: int) -> None:
+    """Sets this process up."""
+    _Settings.key, _Settings.ngrams = key, ngrams
+    _Settings.sizes = tuple(sorted({ngram.count(" ") + 1 for ngram in ngrams}, reverse=True))
+    _Settings.each_side, _Settings.least, _Settings.most_pieces = each_side, least, most_pieces
+
+
+def hits(text: str) -> Iterator[tuple[str, int, int]]:
+    """Runs of words that are looked for: each with where it begins and ends in the text."""
+    words, starts = words_of(text)
+    for first in range(len(words)):
+        for size in _Settings.sizes:
+            ngram = " ".join(words[first : first + size])
+            if first + size <= len(words) and ngram in _Settings.ngrams:
+                last = first + size - 1
+                yield ngram, starts[first], starts[last] + len(words[last])
+                break
+
+
+def count(found: dict[str, Any], line: bytes, where: str) -> Judged:
+    """First pass: which runs a document holds."""
+    return Judged(reasons=tuple(ngram for ngram, _, _ in hits(text_of(found, _Settings.key, where))))
+
+
+def pieces(text: str) -> list[str] | None:
+    """What is left of a text without the runs and their surroundings; None when nothing has to go."""
+    left: list[str] = []
+    start, touched = 0, False
+    for _, begin, end in hits(text):
+        if begin < start:
+            continue
+        touched = True
+        before = begin - _Settings.each_side
+        while before > start and text[before] not in _ENDS:
+            before -= 1
+        if before > start:
+            left.append(text[start : before + 1])
+        start = end + _Settings.each_side
+        while start < len(text) and text[start] not in _ENDS:
+            start += 1
+        start += 1
+    if not touched:
+        return None
+    left.append(text[start:])
+    return [piece for piece in left if len(piece) > _Settings.least]
+
+
+def judge(found: dict[str, Any], line: bytes, where: str) -> Judged:
+    """Second pass: keeps, cuts or drops a document."""
+    left = pieces(text_of(found, _Settings.key, where))
+    if left is None:
+        return Judged((line,))
+    if len(left) > _Settings.most_pieces:
+        return Judged(reasons=("in too many pieces",))
+    if not left:
+        return Judged(reasons=("without a piece left",))
+    rows = ({**found, _Settings.key: piece.strip(), "split_id": number} for number, piece in enumerate(left))
+    return Judged(tuple(map(encode, rows)), reasons=("cut",))
+
+
+def dictionary(options: argparse.Namespace) -> dict[str, int]:
+    """The runs of all tasks, counted when they come from a file.
+
+    Raises:
+        UserError: for tasks and files that cannot be had.
+    """
+    sizes = (options.max_ngram_size, options.min_ngram_size)
+    found: dict[str, int] = {}
+    if options.load_dictionary:
+        try:
+            found = {str(k): int(v) for k, v in json.loads(Path(options.load_dictionary).read_text()).items()}
+        except (OSError, ValueError, AttributeError) as error:
+            raise UserError(f"--load-dictionary {options.load_dictionary}: cannot be read ({error})") from error
+    for name in options.tasks:
+        texts = texts_of_file(options.lambada_path, "text") if name == "lambada" else texts_of_task(name)
+        found |= {k: v for k, v in ngrams_of(texts, *sizes).items() if k not in found}
+    for path, key in zip(options.task_files[::2], options.task_files[1::2], strict=True):
+        found |= {k: v for k, v in ngrams_of(texts_of_file(path, key), *sizes).items() if k not in found}
+    if not found:
+        raise UserError("there is nothing to look for: give --tasks, --task-files or --load-dictionary")
+    return found
+
+
+def check(options: argparse.Namespace) -> None:
+    """Checks the flags.
+
+    Raises:
+        UserError: when they make no sense.
+    """
+    if not 1 <= options.min_ngram_size <= options.max_ngram_size:
+        raise UserError(
+            f"--min-ngram-size {options.min_ngram_size}: give 1 to --max-ngram-size {options.max_ngram_size}"
+        )
+    if "lambada" in options.tasks and not options.lambada_path:
+        raise UserError("--tasks lambada needs --lambada-path FILE")
+    if len(options.task_files) % 2:
+        raise UserError("--task-files: give a file and its field of texts, then the next file and its field")
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Filters a file.
+
+    Raises:
+        UserError: for files that cannot be read or written.
+    """
+    check(options)
+    path, key = options.dedup_dataset
+    found = dictionary(options)
+    shared: dict[str, Any] = {"workers": options.num_threads, "skip_bad": options.skip_bad_lines, "prepare": prepare}
+
+    def settings(ngrams: Iterable[str]) -> tuple[Any, ...]:
+        made = (
+            key,
+            frozenset(ngrams),
+            options.remove_char_each_side,
+            options.filter_text_char_len,
+            options.splits_count,
+        )
+        prepare(*made)
+        return made
+
+    counts: Counter[str] = Counter()
+    if not options.load_dictionary:
+        judge_all(count, [path], lambda judged: counts.update(judged.reasons), what="counting",
+                  arguments=settings(found), **shared)  # fmt: skip
+        found = {ngram: counts[ngram] for ngram in found}
+    if options.save_dictionary:
+        with writing(options.save_dictionary) as write:
+            write(json.dumps(found, ensure_ascii=False).encode())
+    wanted = [ngram for ngram, seen in found.items() if seen < options.key_threshold]
+    with writing(options.output) as write:
+
+        def take(judged: Judged) -> None:
+            for kept in judged.kept:
+                write(kept)
+
+        report = judge_all(judge, [path], take, what="filtering", arguments=settings(wanted), **shared)
+    report.add("runs of words looked for", len(wanted))
+    report.add("phrases that stay", len(found) - len(wanted))
+    return report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="filter_ngrams.py", description=__doc__)
+    parser.add_argument("--tasks", nargs="*", default=[], choices=TASKS, metavar="TASK", help=", ".join(TASKS))
+    parser.add_argument("--lambada-path", metavar="FILE", help="LAMBADA's JSON lines")
+    parser.add_argument(
+        "--task-files", nargs="*", default=[], metavar="X", help="FILE FIELD FILE FIELD ...: other tasks"
+    )
+    parser.add_argument(
+        "--dedup-dataset", nargs=2, required=True, metavar=("FILE", "FIELD"), help="the data, its texts"
+    )
+    parser.add_argument("--output", required=True, metavar="FILE", help="JSON lines")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument(
+        "--num-threads", "--workers", type=int, default=min(40, cores), metavar="N", help="processes (40, or all cores)"
+    )
+    parser.add_argument("--max-ngram-size", type=int, default=13, metavar="N", help="words of a run (13)")
+    parser.add_argument("--min-ngram-size", type=int, default=8, metavar="N", help="words of a text that counts (8)")
+    parser.add_argument("--filter-text-char-len", type=int, default=200, metavar="N", help="pieces are longer (200)")
+    parser.add_argument("--key-threshold", type=int, default=10, metavar="N", help="times that make a phrase (10)")
+    parser.add_argument("--save-dictionary", metavar="FILE", help="write the runs and how often the data hold them")
+    parser.add_argument("--load-dictionary", metavar="FILE", help="take those, and leave the counting out")
+    parser.add_argument("--splits-count", type=int, default=10, metavar="N", help="pieces of a document, at most (10)")
+    parser.add_argument("--remove-char-each-side", type=int, default=200, metavar="N", help="that go with a run (200)")
+    add_common(parser, workers=False)
+    return command(parser, run, arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,150 @@
+"""MinHash fingerprints of texts (Broder 1997), and the buckets of locality-sensitive hashing that they fall into.
+
+A text is the set of its runs of five characters. The chance that two texts' minima under a random hash agree is the
+Jaccard similarity of their sets; the minima under many seeds are the fingerprint. rensa computes them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import rensa
+from numpy.typing import NDArray
+
+from megatron.config.errors import UserError
+
+SHINGLE = 5
+Hashes = NDArray[np.uint64]
+
+_ODD = np.array(
+    [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F],
+    dtype=np.uint64,
+)
+
+
+def _mixed(x: Hashes) -> Hashes:
+    """A bijection of 64 bits that leaves no pattern (Steele et al. 2014, the finaliser of SplitMix64)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def shingle_hashes(text: str) -> Hashes:
+    """Hashes of a text's runs of five characters, with repetitions; of a shorter text, of the whole."""
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32).astype(np.uint64)
+    if len(codes) < SHINGLE:
+        codes = np.pad(codes, (0, SHINGLE - len(codes)))
+    count = len(codes) - SHINGLE + 1
+    total = codes[:count] * _ODD[0]
+    for place in range(1, SHINGLE):
+        total += codes[place : place + count] * _ODD[place]
+    return _mixed(total)
+
+
+def similarity(a: Hashes, b: Hashes, kind: str) -> float:
+    """Of two sorted sets of shingles: what they share of their union, of the smaller (min) or of the larger (max)."""
+    small, large = (a, b) if len(a) <= len(b) else (b, a)
+    places = np.searchsorted(large, small)
+    places[places == len(large)] = 0
+    shared = int((large[places] == small).sum())
+    whole = {"union": len(a) + len(b) - shared, "min": len(small), "max": len(large)}[kind]
+    return shared / whole
+
+
+def signatures(texts: Sequence[str], seeds: int, seed: int) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    """Fingerprints of some texts, (texts, seeds), and the numbers of their shingles."""
+    parts = [shingle_hashes(text) for text in texts]
+    lengths = np.array([len(part) for part in parts], dtype=np.int64)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.uint64)
+    matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(np.concatenate(parts), offsets, seeds, seed)
+    return np.array(matrix.to_rows(), dtype=np.uint32), lengths
+
+
+class Index:
+    """Fingerprints of many documents.
+
+    Args:
+        rows: (documents, seeds).
+        sizes: shingles of each, with repetitions.
+        seed: of the hash functions.
+    """
+
+    def __init__(self, rows: NDArray[np.uint32], sizes: NDArray[np.int64], seed: int) -> None:
+        self.rows = rows
+        self.sizes = sizes
+        self.seed = seed
+
+    @property
+    def bytes_per_document(self) -> int:
+        """Memory that each document takes."""
+        return self.rows.shape[1] * 4 + 8
+
+    def estimate(self, a: int, b: int, kind: str) -> float:
+        """Similarity of two documents whose texts are not at hand, from their fingerprints."""
+        union = float((self.rows[a] == self.rows[b]).mean())
+        shared = union / (1 + union) * float(self.sizes[a] + self.sizes[b])
+        small, large = sorted((float(self.sizes[a]), float(self.sizes[b])))
+        return {"union": union, "min": min(shared / small, 1.0), "max": min(shared / large, 1.0)}[kind]
+
+    def buckets(self, bands: int, left_out: NDArray[np.bool_]) -> Iterator[NDArray[np.int64]]:
+        """Documents that agree in all rows of a band, two or more at a time; band after band.
+
+        Args:
+            bands: into which the fingerprints are cut.
+            left_out: documents that do not count.
+        """
+        height = self.rows.shape[1] // bands
+        numbers = np.flatnonzero(~left_out)
+        for band in range(bands):
+            key = np.full(len(numbers), band, dtype=np.uint64)
+            for column in range(band * height, (band + 1) * height):
+                key = _mixed(key * _ODD[1] + self.rows[numbers, column].astype(np.uint64))
+            order = np.argsort(key, kind="stable")
+            starts = np.flatnonzero(np.diff(key[order], prepend=~key[order[:1]]))
+            for own in np.split(order, starts[1:]):
+                if len(own) > 1:
+                    yield numbers[own]
+
+    def save(self, path: Path, keys: Sequence[str]) -> None:
+        """Writes the fingerprints and the documents' keys; plain arrays."""
+        about = json.dumps({"seed": self.seed, "algorithm": algorithm()})
+        joined = "\n".join(json.dumps(key) for key in keys).encode()
+        with path.open("wb") as stream:
+            np.savez(
+                stream,
+                about=np.frombuffer(about.encode(), np.uint8),
+                keys=np.frombuffer(joined, np.uint8),
+                rows=self.rows,
+                sizes=self.sizes,
+            )
+
+    @staticmethod
+    def load(path: Path, seeds: int, seed: int) -> tuple[Index, list[str]]:
+        """Reads what ``save`` wrote.
+
+        Raises:
+            UserError: when it is none, or of other hash functions.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as found:
+                about: dict[str, Any] = json.loads(found["about"].tobytes())
+                keys = [json.loads(line) for line in found["keys"].tobytes().decode().splitlines()]
+                index = Index(found["rows"], found["sizes"], seed)
+        except (OSError, ValueError, KeyError, EOFError) as error:
+            raise UserError(f"--load-fingerprints {path}: cannot be read ({error})") from error
+        known = {"seed": seed, "algorithm": algorithm()}
+        if about != known or index.rows.shape != (len(keys), seeds):
+            raise UserError(
+                f"--load-fingerprints {path}: has {index.rows.shape[-1]} seeds of {about}, not {seeds} of {known}; "
+                "give the same --num-seeds and --seed"
+            )
+        return index, keys
+
+
+def algorithm() -> str:
+    """What makes fingerprints comparable."""
+    return f"rensa RMinHash {rensa.RMinHash.ALGORITHM_VERSION}, {SHINGLE} characters"

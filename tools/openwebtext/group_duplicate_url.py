@@ -1,0 +1,101 @@
+#!/usr/bin/env python
+"""Puts documents that are linked by high similarities into groups.
+
+    python tools/openwebtext/group_duplicate_url.py duplicates.jsonl groups.jsonl 0.7
+
+Reads what find_duplicates.py wrote and writes {"0": [URL, URL, ...]}, one line for each group of two or more; two
+documents are in one group when a chain of similarities of at least the threshold connects them. Members are in the
+order in which they were met.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.config.errors import UserError
+from tools.openwebtext.streams import Report, add_common, command, document, encode, lines, writing
+
+
+class Groups:
+    """Disjoint sets of names (Tarjan 1975)."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+        self._parents: list[int] = []
+
+    def number(self, name: str) -> int:
+        """Of a name; new ones are sets of their own."""
+        if name not in self.numbers:
+            self.numbers[name] = len(self._parents)
+            self._parents.append(len(self._parents))
+        return self.numbers[name]
+
+    def _root(self, number: int) -> int:
+        while self._parents[number] != number:
+            self._parents[number] = self._parents[self._parents[number]]
+            number = self._parents[number]
+        return number
+
+    def join(self, a: str, b: str) -> None:
+        """Makes one set of theirs; the name that was met first stands for it."""
+        first, second = sorted((self._root(self.number(a)), self._root(self.number(b))))
+        self._parents[second] = first
+
+    def sets(self) -> list[list[str]]:
+        """Those of two or more."""
+        found: dict[int, list[str]] = {}
+        for name, number in self.numbers.items():
+            found.setdefault(self._root(number), []).append(name)
+        return [names for names in found.values() if len(names) > 1]
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Groups the pairs of a file.
+
+    Raises:
+        UserError: naming the line that is none of find_duplicates.py's.
+    """
+    if not 0 <= options.threshold <= 1:
+        raise UserError(f"threshold {options.threshold:g}: give a similarity from 0 to 1")
+    groups, report = Groups(), Report()
+    report.add("pairs", 0)
+    for number, line in enumerate(lines(options.input), 1):
+        where = f"{options.input}, line {number}"
+        try:
+            for name, others in document(line, where).items():
+                for other, value in ((o, float(v)) for pair in others for o, v in pair.items()):
+                    report.add("pairs")
+                    if value >= options.threshold:
+                        groups.join(name, other)
+        except (AttributeError, TypeError, ValueError) as error:
+            if options.skip_bad_lines:
+                report.add("bad lines skipped")
+                continue
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{where}: is no line of find_duplicates.py's output") from error
+    with writing(options.output) as write:
+        for number, names in enumerate(groups.sets()):
+            write(encode({str(number): names}))
+            report.add("groups")
+            report.add("documents in groups", len(names))
+    return report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="group_duplicate_url.py", description=__doc__)
+    parser.add_argument("input", help="output of find_duplicates.py")
+    parser.add_argument("output", help="for the groups")
+    parser.add_argument("threshold", nargs="?", type=float, default=0.7, help="similarity that links (0.7)")
+    add_common(parser, workers=False)
+    return command(parser, run, arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

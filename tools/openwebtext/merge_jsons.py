@@ -1,0 +1,65 @@
+#!/usr/bin/env python
+"""Puts all JSON files of a folder into one, line after line.
+
+    python tools/openwebtext/merge_jsons.py --json_path cleaned --output_file merged_output.json
+
+Reads *.json and *.jsonl, compressed or not, in the order of their names. Lines are checked to be JSON objects.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.config.errors import UserError
+from tools.openwebtext.streams import Report, add_common, command, document, lines, progress, writing
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Merges the files of a folder.
+
+    Raises:
+        UserError: when there are none, or one is no JSON lines.
+    """
+    output = Path(options.output_file).resolve()
+    pattern = re.compile(r".+\.jsonl?(\.gz|\.zst)?")
+    folder = Path(options.json_path)
+    files = sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name)) if folder.is_dir() else []
+    files = [path for path in files if path.resolve() != output and not path.name.startswith(".")]
+    if not files:
+        raise UserError(f"--json_path {folder}: holds no .json or .jsonl files")
+    report = Report()
+    report.add("files", len(files))
+    with writing(output) as write:
+        for path in files:
+            for number, line in enumerate(progress(lines(path), path.name), 1):
+                try:
+                    document(line, f"{path}, line {number}")
+                except UserError:
+                    if not options.skip_bad_lines:
+                        raise
+                    report.add("bad lines skipped")
+                    continue
+                write(line)
+                report.add("written")
+    return report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="merge_jsons.py", description=__doc__)
+    parser.add_argument("--json_path", "--json-path", default=".", metavar="DIR", help="folder (this one)")
+    parser.add_argument(
+        "--output_file", "--output-file", default="merged_output.json", metavar="FILE", help="(merged_output.json)"
+    )
+    add_common(parser, workers=False)
+    return command(parser, run, arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
