@@ -22,10 +22,10 @@ from megatron.config.run import RunConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.atomic import atomic_write
 from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
-from megatron.inference.model import saved_config
+from megatron.inference.model import load_weights, saved_config
 from megatron.topology.launch import LaunchEnvironment
 from megatron.training.program import Ranks, run_program
-from tasks.validation import data_of, load_weights, mean_loss, open_samples
+from tasks.validation import data_of, mean_loss, open_samples
 
 DESCRIPTION = """Validation losses of a run's checkpoints, all on the same samples.
 
@@ -127,7 +127,7 @@ def sweep_all(
     for iteration in tqdm(iterations, unit="checkpoint", disable=model.topology.rank != 0):
         if iteration not in losses:
             if iteration != model.iteration:
-                load_weights(model, model_flags.load, iteration)
+                load_weights(model.stage, model_flags.load, iteration, model.topology)
             losses[iteration] = mean_loss(model, dataset, samples, flags.micro_batch_size)
             if model.topology.rank == 0:
                 write(path, settings, losses)

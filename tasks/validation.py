@@ -8,8 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from megatron.checkpoint.load import load_tensors
-from megatron.checkpoint.model_state import OPTIMIZER, model_tensors
 from megatron.compression.points import Point
 from megatron.config.data import DataConfig
 from megatron.config.errors import UserError
@@ -61,21 +59,6 @@ def open_samples(config: RunConfig, data: DataConfig, samples: int, model: Loade
     if valid is None:
         raise UserError("there is no validation data: give --valid-data-path, or a second share of --split")
     return valid
-
-
-def load_weights(model: LoadedModel, root: str, iteration: int) -> None:
-    """Gives a loaded model the weights of another checkpoint of its run. Every rank calls this.
-
-    Raises:
-        UserError: on every rank, when it is damaged.
-    """
-    load_tensors(
-        root,
-        iteration,
-        model_tensors([model.stage]),
-        model.topology.control.pg,
-        allow_unexpected=lambda name: name.startswith(OPTIMIZER),
-    )
 
 
 @torch.no_grad()

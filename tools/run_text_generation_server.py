@@ -78,6 +78,14 @@ def serve(model: LoadedModel, flags: ServerFlags, listening: socket.socket) -> N
 
     from megatron.inference.server.app import Server
 
+    class Announced(uvicorn.Server):
+        """Says where it listens when it does, and signals end it well."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            host, port = listening.getsockname()[:2]
+            print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+
     def ended() -> None:
         server.should_exit = True
 
@@ -93,9 +101,7 @@ def serve(model: LoadedModel, flags: ServerFlags, listening: socket.socket) -> N
         timeout_keep_alive=10,
         timeout_graceful_shutdown=5,
     )
-    server = uvicorn.Server(config)
-    host, port = listening.getsockname()[:2]
-    print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    server = Announced(config)
     worker.start()
     with suppress(KeyboardInterrupt):  # uvicorn has ended by then, and hands the signal on
         server.run(sockets=[listening])

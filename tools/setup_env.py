@@ -30,7 +30,8 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
 OLDEST, NEWEST = (3, 10), (3, 13)
-ORACLE = "megatron-core==0.16.1"
+ORACLES = {"megatron-core==0.16.1": "MEGATRON_CORE_ORACLE", "transformers==4.17.0": "TRANSFORMERS_ORACLE"}
+"""Packages that the tests compare with, each in a folder of its own that a variable names."""
 
 PROBE = """
 import importlib.metadata as m, importlib.util as u, json, sys
@@ -248,47 +249,48 @@ def require_probe(python: Interpreter) -> Interpreter:
     return again
 
 
-def oracle_folder(python: Interpreter) -> Path:
-    return Path(python.prefix) / "oracle"
+def oracle_folder(python: Interpreter, package: str) -> Path:
+    return Path(python.prefix) / "oracles" / package.replace("==", "-")
 
 
-def install_oracle(python: Interpreter) -> None:
-    """Puts megatron-core into a folder of its own: the tests compare with it. Without it those tests skip."""
-    folder = oracle_folder(python)
-    mark = folder / ".complete"
-    if mark.exists() and mark.read_text() == ORACLE:
-        return
-    say(f"fetching {ORACLE}, which the tests compare with")
-    shutil.rmtree(folder, ignore_errors=True)
-    try:
-        pip_install(python, ["--no-deps", "--target", str(folder), ORACLE], f"cannot install {ORACLE}")
-    except SetupError as error:
+def install_oracles(python: Interpreter) -> None:
+    """Puts packages into folders of their own: the tests compare with them. Without them those tests skip."""
+    for package in ORACLES:
+        folder = oracle_folder(python, package)
+        if (folder / ".complete").exists():
+            continue
+        say(f"fetching {package}, which the tests compare with")
         shutil.rmtree(folder, ignore_errors=True)
-        say(f"{str(error).splitlines()[0]}; the tests that compare with it will be skipped")
-        return
-    mark.write_text(ORACLE)
+        try:
+            pip_install(python, ["--no-deps", "--target", str(folder), package], f"cannot install {package}")
+        except SetupError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            say(f"{str(error).splitlines()[0]}; the tests that compare with it will be skipped")
+            continue
+        (folder / ".complete").touch()
 
 
 def environment(python: Interpreter) -> dict[str, str]:
     """The variables of the command to run: the environment comes first on the path; where the oracle is."""
     env = dict(os.environ)
     env["PATH"] = str(Path(python.executable).parent) + os.pathsep + env.get("PATH", "")
-    if (oracle_folder(python) / ".complete").exists():
-        env.setdefault("MEGATRON_CORE_ORACLE", str(oracle_folder(python)))
+    for package, variable in ORACLES.items():
+        if (oracle_folder(python, package) / ".complete").exists():
+            env.setdefault(variable, str(oracle_folder(python, package)))
     return env
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--extras", default="", help="groups of optional dependencies: test, lint")
-    parser.add_argument("--oracle", action="store_true", help=f"also fetch {ORACLE} for comparisons")
+    parser.add_argument("--oracle", action="store_true", help=f"also fetch {' and '.join(ORACLES)} for comparisons")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the arguments of Python to run")
     args = parser.parse_args()
     try:
         python = make_environment()
         install(python, {extra for extra in args.extras.split(",") if extra})
         if args.oracle:
-            install_oracle(python)
+            install_oracles(python)
     except (SetupError, OSError) as error:
         say(f"error: {error}")
         return 1

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.checkpoint.agree import together
 from megatron.checkpoint.files import Iteration, checkpoint_folder
 from megatron.checkpoint.load import load_tensors, read_tracker
-from megatron.checkpoint.model_state import OPTIMIZER, model_tensors
+from megatron.checkpoint.model_state import MODEL, model_tensors
 from megatron.checkpoint.save import CONFIG
 from megatron.comm.channel import PipelineChannel
 from megatron.comm.ledger import Ledger
@@ -93,6 +93,8 @@ class LoadedModel:
         x_sbh: Tensor = self.stage(x, context)
         if self.channel is not None and not part.last:
             self.channel.send(self.channel.forward, x_sbh, Position(-1, at, 0, 1), None)
+            # This rank may have nothing more to do, and must not leave before the message has.
+            self.channel.flush()
             return None
         return x_sbh
 
@@ -195,14 +197,34 @@ def load_model(
         dtype,
         None,
     )
-    load_tensors(
-        root, chosen, model_tensors([stage]), group, allow_unexpected=lambda name: name.startswith(OPTIMIZER), log=log
-    )
+    load_weights(stage, root, chosen, topology, log)
     channel = None
     if topology.layout.pp > 1:
         links = (topology.forward_link, topology.backward_link)
         channel = PipelineChannel(*links, plan, ledger, torch.Size(), dtype, topology.device)
     return LoadedModel(stage.eval(), built, config, chosen, topology, ledger, channel)
+
+
+def load_weights(
+    stage: GPTStage,
+    root: str | Path,
+    iteration: Iteration,
+    topology: Topology,
+    log: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Fills a part of a model from a checkpoint, whatever else that holds. Every rank calls this.
+
+    Raises:
+        UserError: on every rank, when it is damaged or of another model.
+    """
+    load_tensors(
+        root,
+        iteration,
+        model_tensors([stage]),
+        topology.control.pg,
+        allow_unexpected=lambda name: not name.startswith(MODEL),
+        log=log,
+    )
 
 
 def _tokenizer_config(config: RunConfig, given: TokenizerConfig | None) -> TokenizerConfig:

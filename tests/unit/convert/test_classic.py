@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import enum
+import os
+import runpy
 import sys
 import types
 import zipfile
@@ -14,8 +16,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.inference.model import load_model
+from megatron.model.context import ForwardContext
 from tests.support.tiny import VOCAB
-from tests.unit.convert.support import HEADS, HIDDEN, MODELS, convert, saved_model
+from tests.unit.convert.support import HEADS, HIDDEN, LENGTH, MODELS, convert, saved_model
 from tools.ckpt_convert import main
 from tools.convert.model import Weights
 from tools.convert.ours import read_ours
@@ -219,3 +223,34 @@ def test_command_lines_of_the_forks(tmp_path: Path, capsys: pytest.CaptureFixtur
         error = capsys.readouterr().err.strip()
         assert says in error
         assert not (tmp_path / "x").exists()
+
+
+ORACLE = os.environ.get("TRANSFORMERS_ORACLE")
+
+
+@pytest.mark.oracle
+@pytest.mark.skipif(not ORACLE, reason="TRANSFORMERS_ORACLE names no folder with transformers 4.17")
+@pytest.mark.parametrize("fused_gelu", [True, False])
+def test_transformers_own_converter_reads_our_export(fused_gelu: bool, tmp_path: Path) -> None:
+    """The script of transformers 4.17, on its own, with the installed transformers below it."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    place = Path(str(ORACLE)) / "transformers/models/megatron_gpt2/convert_megatron_gpt2_checkpoint.py"
+    script = runpy.run_path(str(place))
+    saved = saved_model(tmp_path / "ours", {"bias_gelu_fusion": fused_gelu}, layers=4)
+    classic = _classic(saved, tmp_path / "classic", 1, 1)
+    state = _load(classic / "iter_0000007" / "mp_rank_00" / FILE)
+    # As its main function chooses; the sizes it takes from the arguments.
+    gelu = "gelu_fast" if state["args"].bias_gelu_fusion else "gelu"
+    config = GPT2Config(activation_function=gelu)
+    weights = script["convert_megatron_checkpoint"](None, state, config)
+    theirs: Any = GPT2LMHeadModel(config).eval()
+    report = theirs.load_state_dict(weights, strict=False)
+    assert not report.missing_keys
+    assert all(name.endswith(("attn.bias", "attn.masked_bias")) for name in report.unexpected_keys)
+    tokens = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    model = load_model(saved, device=torch.device("cpu"))
+    with torch.no_grad():
+        expected = model.stage.logits(model.stage(tokens, ForwardContext())).transpose(0, 1)
+        found = theirs(input_ids=tokens).logits[..., :VOCAB]
+    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-5

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.logical import shard_of_local
+from megatron.checkpoint.model_state import model_tensors
+from megatron.checkpoint.save import save_checkpoint
 from megatron.inference.generate import Token, generate, score
 from megatron.inference.model import LoadedModel, load_model
 from megatron.inference.sampling import Sampling
@@ -125,3 +128,12 @@ def test_greedy_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> N
             torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=model.tokenizer.eod, pad_token_id=0
         )[0].tolist()
         assert ours.tokens == [token for token in expected if token != model.tokenizer.eod]
+
+
+def test_checkpoints_that_hold_more_than_the_model_can_be_used(tmp_path: Path) -> None:
+    engines = tiny_engines({})
+    tensors = model_tensors(engines.stages)
+    more = {name: shard_of_local(torch.zeros(3), (0,), (3,)) for name in ("optimizer.exp_avg.x", "compressor.state|x")}
+    save_checkpoint(tmp_path, 3, {**tensors, **more}, {"separate_main": False}, None, engines.config.to_yaml())
+    model = load_model(tmp_path, device=torch.device("cpu"))
+    assert torch.equal(model.stage.output_weight, engines.stages[0].output_weight)

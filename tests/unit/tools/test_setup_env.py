@@ -172,29 +172,32 @@ def test_a_second_call_installs_nothing_until_something_changes(
     assert installs({"lint"}) == [".[lint]"]
 
 
-def test_the_oracle_is_optional(
+def test_oracles_are_optional(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     python = interpreter(prefix=str(tmp_path), executable=str(tmp_path / "bin" / "python"))
+    fetched: list[str] = []
 
     def fail(python: Interpreter, arguments: list[str], failure: str) -> None:
         raise SetupError(f"{failure}: no network")
 
-    monkeypatch.setattr(setup_env, "pip_install", fail)
-    setup_env.install_oracle(python)
-    assert "will be skipped" in capsys.readouterr().err
-    monkeypatch.delenv("MEGATRON_CORE_ORACLE", raising=False)
-    assert "MEGATRON_CORE_ORACLE" not in setup_env.environment(python)
-
     def succeed(python: Interpreter, arguments: list[str], failure: str) -> None:
-        (tmp_path / "oracle").mkdir()
+        fetched.append(arguments[-1])
+        Path(arguments[-2]).mkdir(parents=True)
 
-    monkeypatch.setattr(setup_env, "pip_install", succeed)
-    setup_env.install_oracle(python)
-    assert setup_env.environment(python)["MEGATRON_CORE_ORACLE"] == str(tmp_path / "oracle")
+    for variable in setup_env.ORACLES.values():
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(setup_env, "pip_install", fail)
-    setup_env.install_oracle(python)  # it is there: nothing to fetch
-    assert (tmp_path / "oracle").is_dir()
+    setup_env.install_oracles(python)
+    assert capsys.readouterr().err.count("will be skipped") == len(setup_env.ORACLES)
+    assert not set(setup_env.ORACLES.values()) & set(setup_env.environment(python))
+    monkeypatch.setattr(setup_env, "pip_install", succeed)
+    setup_env.install_oracles(python)
+    setup_env.install_oracles(python)  # they are there: nothing to fetch
+    assert fetched == list(setup_env.ORACLES)
+    found = setup_env.environment(python)
+    assert Path(found["MEGATRON_CORE_ORACLE"]).is_dir()
+    assert found["MEGATRON_CORE_ORACLE"] != found["TRANSFORMERS_ORACLE"]
 
 
 def test_errors_are_one_line_without_a_traceback() -> None:

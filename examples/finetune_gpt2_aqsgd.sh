@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# Fine-tunes a Hugging Face GPT-2 over pipeline stages whose links are slow, as AQ-SGD does: activations are sent as
+# quantised changes since the sample's last visit (4 bits), their gradients quantised (8 bits).
+#
+#   GPT2=gpt2 TEXT=train.txt VALID_TEXT=valid.txt examples/finetune_gpt2_aqsgd.sh
+#
+# GPT2: folder with config.json, weights, vocab.json and merges.txt. TEXT: plain text; without VALID_TEXT its last tenth
+# is for validation. Prints the perplexity before and after; every epoch is a checkpoint, and the same command goes on
+# from the newest, to more EPOCHS if they were raised. RAW=1 sends everything uncompressed, for comparison.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+: "${GPT2:?folder of a Hugging Face GPT-2}" "${TEXT:?text to train on}"
+OUT=${OUT:-finetune_out}         # everything that is made
+STAGES=${STAGES:-2}              # pipeline stages, each a process of this machine
+REPLICAS=${REPLICAS:-1}          # data-parallel copies
+EPOCHS=${EPOCHS:-3}
+MICRO_BATCH=${MICRO_BATCH:-1}
+BATCH=${BATCH:-8}
+LR=${LR:-5e-5}
+PYTHON=${PYTHON:-python}
+read -r -a EXTRA <<< "${FLAGS:-}" # further flags of pretrain_gpt.py
+
+mkdir -p "$OUT"
+if [ ! -f "$OUT/gpt2/latest_checkpointed_iteration.txt" ]; then
+  "$PYTHON" tools/ckpt_convert.py --load "$GPT2" --save "$OUT/gpt2" --to megatron-cc
+fi
+if [ ! -f "$OUT/data.done" ]; then
+  "$PYTHON" - "$TEXT" "${VALID_TEXT:-}" "$OUT" <<'PY'
+import json, sys
+from pathlib import Path
+
+train, valid = Path(sys.argv[1]).read_text(encoding="utf-8"), sys.argv[2]
+if valid:
+    held_out = Path(valid).read_text(encoding="utf-8")
+else:
+    lines = train.splitlines(keepends=True)
+    cut = len(lines) * 9 // 10
+    train, held_out = "".join(lines[:cut]), "".join(lines[cut:])
+for name, text in (("train", train), ("valid", held_out)):
+    Path(sys.argv[3], f"{name}.txt").write_text(text, encoding="utf-8")
+    Path(sys.argv[3], f"{name}.jsonl").write_text(json.dumps({"text": text}) + "\n", encoding="utf-8")
+PY
+  for part in train valid; do
+    "$PYTHON" tools/preprocess_data.py --input "$OUT/$part.jsonl" --output-prefix "$OUT/$part" --workers 1 --append-eod \
+      --tokenizer-type GPT2BPETokenizer --vocab-file "$GPT2/vocab.json" --merge-file "$GPT2/merges.txt"
+  done
+  touch "$OUT/data.done"
+fi
+read -r ITERATIONS PER_EPOCH < <("$PYTHON" - "$OUT" "$EPOCHS" "$BATCH" <<'PY'
+import sys
+from megatron.data.indexed import IndexedDataset
+from megatron.inference.model import saved_config
+
+config, _ = saved_config(f"{sys.argv[1]}/gpt2")
+tokens = int(IndexedDataset(f"{sys.argv[1]}/train_text_document").lengths.sum())
+per_epoch = max((tokens - 1) // config.model.max_position_embeddings // int(sys.argv[3]), 1)
+print(int(sys.argv[2]) * per_epoch, per_epoch)
+PY
+)
+evaluate() {
+  "$PYTHON" tasks/main.py --task WIKITEXT103 --valid-data "$OUT/valid.txt" --overlapping-eval 0 --load "$1" | grep avg
+}
+COMPRESS=(--compress pp-forward=delta,bits=4 --compress pp-backward=fixpoint,bits=8)
+if [ "${RAW:-}" = 1 ]; then COMPRESS=(); fi
+# The first run starts from GPT-2's weights, a later one where the last was ended.
+START=(--load "$OUT/gpt2" --finetune)
+if [ -f "$OUT/run/latest_checkpointed_iteration.txt" ]; then START=(--load "$OUT/run"); fi
+
+echo "before:$(evaluate "$OUT/gpt2")"
+"$PYTHON" -m torch.distributed.run --standalone --nproc-per-node $((STAGES * REPLICAS)) pretrain_gpt.py \
+  "${START[@]}" --use-checkpoint-args --save "$OUT/run" --save-interval "$PER_EPOCH" \
+  --pipeline-model-parallel-size "$STAGES" --micro-batch-size "$MICRO_BATCH" --global-batch-size "$BATCH" \
+  --train-data-path "$OUT/train_text_document" --valid-data-path "$OUT/valid_text_document" \
+  --train-iters "$ITERATIONS" --eval-interval "$PER_EPOCH" --eval-iters 4 --log-interval 10 --log-comm \
+  --lr "$LR" --lr-decay-style linear --lr-warmup-fraction 0.1 --override-opt_param-scheduler \
+  --sample-order fixed \
+  ${COMPRESS[@]+"${COMPRESS[@]}"} ${EXTRA[@]+"${EXTRA[@]}"}
+echo "after:$(evaluate "$OUT/run")"
