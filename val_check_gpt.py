@@ -3,27 +3,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from megatron.checkpoint.agree import together
+from megatron.checkpoint.agree import gather_texts, together
+from megatron.checkpoint.files import checkpoint_folder
 from megatron.checkpoint.load import complete_iterations
+from megatron.checkpoint.manifest import MANIFEST
 from megatron.config.data import DataConfig
 from megatron.config.errors import UserError
+from megatron.config.flags import ParsedSections
 from megatron.config.option import derived, option
 from megatron.config.run import RunConfig
-from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.atomic import atomic_write
-from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
-from megatron.inference.model import load_weights, saved_config
-from megatron.topology.launch import LaunchEnvironment
+from megatron.inference.flags import ModelFlags, check_layout, open_topology, parse_flags
+from megatron.inference.model import load_model, load_weights
+from megatron.topology.layout import Layout
 from megatron.training.program import Ranks, run_program
 from tasks.validation import data_of, mean_loss, open_samples
 
@@ -67,75 +70,113 @@ def chosen(root: str, sweep: SweepFlags) -> list[int]:
     return found
 
 
-def known_losses(path: Path, settings: dict[str, Any], iterations: Sequence[int]) -> dict[int, float]:
-    """Losses that an earlier sweep with the same settings found already, of the iterations asked for.
+@dataclass
+class Losses:
+    """What a sweep has found, and the file that holds it.
+
+    Args:
+        path: of the file.
+        settings: what losses depend on besides the weights.
+        root: folder of the checkpoints.
+    """
+
+    path: Path
+    settings: dict[str, Any]
+    root: str
+    known: dict[int, tuple[float, str]] = field(default_factory=dict)
+
+    def _weights(self, iteration: int) -> str:
+        """A digest of a checkpoint's table of contents, which holds the checksums of all tensors."""
+        contents = (checkpoint_folder(Path(self.root), iteration) / MANIFEST).read_bytes()
+        return hashlib.blake2b(contents, digest_size=8).hexdigest()
+
+    def read(self) -> None:
+        """Takes what an earlier sweep found.
+
+        Raises:
+            UserError: when the file is something else, or of other samples.
+        """
+        if not self.path.exists():
+            return
+        try:
+            rows = json.loads(self.path.read_text())
+            columns = zip(rows["val_iters"], rows["val_lmloss"], rows["val_checkpoints"], strict=True)
+            self.known = {int(n): (float(loss), str(weights)) for n, loss, weights in columns}
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(f"--output {self.path}: is no result of an earlier sweep; name another file") from error
+        if any(rows.get(name) != value for name, value in self.settings.items()):
+            raise UserError(f"--output {self.path}: is of another run or other samples; name another file")
+
+    def of(self, iteration: int) -> float | None:
+        """A loss that is known, of the checkpoint as it is now."""
+        loss, weights = self.known.get(iteration, (None, ""))
+        return loss if weights == self._weights(iteration) else None
+
+    def add(self, iteration: int, loss: float) -> None:
+        """Keeps a loss, and writes the file."""
+        self.known[iteration] = (loss, self._weights(iteration))
+        rows = sorted((n, loss, weights) for n, (loss, weights) in self.known.items())
+        values = {
+            "val_iters": [n for n, _, _ in rows],
+            "val_lmloss": [loss for _, loss, _ in rows],
+            "val_lmloss_ppl": [math.exp(min(20, loss)) for _, loss, _ in rows],
+            "val_checkpoints": [weights for _, _, weights in rows],
+            **self.settings,
+        }
+        with atomic_write(self.path) as file:
+            file.write(json.dumps(values, indent=1).encode())
+
+
+def number_of_samples(flags: SweepFlags, config: RunConfig, replicas: int) -> int:
+    """Samples of each evaluation.
 
     Raises:
-        UserError: when the file is something else.
+        UserError: when the copies of the model cannot share them.
     """
-    if not path.exists():
-        return {}
-    try:
-        rows = json.loads(path.read_text())
-        found = {int(n): float(x) for n, x in zip(rows["val_iters"], rows["val_lmloss"], strict=True)}
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"--output {path}: is no result of an earlier sweep; name another file") from error
-    if any(rows.get(name) != value for name, value in settings.items()):
-        raise UserError(f"--output {path}: holds a sweep over other samples; name another file, or remove it")
-    return {number: loss for number, loss in found.items() if number in iterations}
+    if flags.eval_samples is None:
+        usual = config.validation.eval_iters * config.training.global_batch_size
+        if usual < replicas:
+            raise UserError(f"the run had --eval-iters {config.validation.eval_iters}; give --eval-samples")
+        return usual - usual % replicas
+    if flags.eval_samples % replicas:
+        raise UserError(f"--eval-samples {flags.eval_samples} does not divide by the {replicas} copies of the model")
+    return flags.eval_samples
 
 
-def write(path: Path, settings: dict[str, Any], losses: dict[int, float]) -> None:
-    """Writes what is known so far."""
-    ordered = dict(sorted(losses.items()))
-    rows = {
-        "val_iters": list(ordered),
-        "val_lmloss": list(ordered.values()),
-        "val_lmloss_ppl": [math.exp(min(20, loss)) for loss in ordered.values()],
-        **settings,
-    }
-    with atomic_write(path) as file:
-        file.write(json.dumps(rows, indent=1).encode())
-
-
-def sweep_all(
-    flags: SweepFlags,
-    model_flags: ModelFlags,
-    tokenizer: TokenizerConfig,
-    data: DataConfig,
-    config: RunConfig,
-    env: LaunchEnvironment,
-) -> None:
+def sweep_all(flags: SweepFlags, model_flags: ModelFlags, parsed: ParsedSections, layout: Layout, ranks: Ranks) -> None:
     """Measures checkpoint after checkpoint.
 
     Raises:
         UserError: on every rank, for files that cannot be used.
     """
-    iterations = chosen(model_flags.load, flags)
-    model = open_model(replace(model_flags, ckpt_step=iterations[0]), tokenizer, env)
-    group, replicas = model.topology.control.pg, model.topology.layout.dp
-    samples = flags.eval_samples or config.validation.eval_iters * config.training.global_batch_size
-    samples -= samples % replicas if flags.eval_samples is None else 0
-    if samples < 1 or samples % replicas:
-        raise UserError(f"--eval-samples {samples} does not divide by the {replicas} copies of the model")
+    topology = open_topology(model_flags, layout, ranks.env)
+    group = topology.control.pg
+    # Training may save and remove checkpoints meanwhile: what rank 0 sees counts.
+    seen = together(group, lambda: json.dumps(chosen(model_flags.load, flags)) if topology.rank == 0 else "")
+    iterations: list[int] = json.loads(gather_texts(group, seen)[0])
+    root, tokenizer = model_flags.load, parsed.sections["tokenizer"]
+    model = load_model(root, iteration=iterations[0], tokenizer=tokenizer, topology=topology)
+    config, samples = model.config, number_of_samples(flags, model.config, layout.dp)
+    data = data_of(config, parsed.sections["data"], parsed.explicit)
     dataset = together(group, lambda: open_samples(config, data, samples, model))
-    path = Path(flags.output or Path(model_flags.load) / "val_check.json")
-    # What the losses depend on, besides the weights: an earlier sweep with other settings does not count.
-    settings = {"samples": samples, "data": [data.data_path or data.valid_data_path, data.split]}
-    losses = together(group, lambda: known_losses(path, settings, iterations) if model.topology.rank == 0 else {})
-    losses = {int(number): loss for number, loss in model.tell_all_json(losses, 0).items()}
-    for iteration in tqdm(iterations, unit="checkpoint", disable=model.topology.rank != 0):
-        if iteration not in losses:
-            if iteration != model.iteration:
-                load_weights(model.stage, model_flags.load, iteration, model.topology)
-            losses[iteration] = mean_loss(model, dataset, samples, flags.micro_batch_size)
-            if model.topology.rank == 0:
-                write(path, settings, losses)
-    if model.topology.rank == 0:
-        for iteration, loss in sorted(losses.items()):
-            ppl = math.exp(min(20, loss))
-            print(f"validation loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {ppl:.6E}")
-        print(f"written to {path}")
+    settings = {"run": str(Path(root).resolve()), "samples": samples, "seed": config.training.seed,
+                "seq_length": config.model.seq_length, "data": vars(data), "tokenizer": vars(tokenizer)}  # fmt: skip
+    losses = Losses(Path(flags.output or Path(root) / "val_check.json"), json.loads(json.dumps(settings)), root)
+    together(group, lambda: losses.read() if topology.rank == 0 else None)
+    loaded, lines = iterations[0], []
+    for iteration in tqdm(iterations, unit="checkpoint", disable=topology.rank != 0):
+        loss = model.tell_all_json(losses.of(iteration) if topology.rank == 0 else None, 0)
+        if loss is None:
+            if iteration != loaded:
+                load_weights(model.stage, root, iteration, topology)
+                loaded = iteration
+            loss = mean_loss(model, dataset, samples, flags.micro_batch_size)
+            if topology.rank == 0:
+                losses.add(iteration, loss)
+        ppl = math.exp(min(20, loss))
+        lines.append(f"validation loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {ppl:.6E}")
+    if topology.rank == 0:
+        print("\n".join(lines), f"\nwritten to {losses.path}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,14 +187,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed = parse_flags(sys.argv[1:] if argv is None else argv, sections, "val_check_gpt.py", DESCRIPTION)
         model_flags: ModelFlags = parsed.sections["model"]
         flags: SweepFlags = parsed.sections["sweep"]
-        config, _ = saved_config(model_flags.load, chosen(model_flags.load, flags)[0])
-        data = data_of(config, parsed.sections["data"], parsed.explicit)
-        check_layout(model_flags, ranks.env, replicas=True)
+        if model_flags.ckpt_step is not None:
+            raise UserError(f"--ckpt-step {model_flags.ckpt_step}: a sweep takes --first and --last")
+        chosen(model_flags.load, flags)
+        layout = check_layout(model_flags, ranks.env, replicas=True)
         ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes)
         if ranks.env.rank == 0:
             for note in parsed.notes:
                 print(f"note: {note}", file=sys.stderr)
-        sweep_all(flags, model_flags, parsed.sections["tokenizer"], data, config, ranks.env)
+        sweep_all(flags, model_flags, parsed, layout, ranks)
 
     return run_program(body)
 

@@ -62,18 +62,21 @@ evaluate() {
   "$PYTHON" tasks/main.py --task WIKITEXT103 --valid-data "$OUT/valid.txt" --overlapping-eval 0 --load "$1" | grep avg
 }
 COMPRESS=(--compress pp-forward=delta,bits=4 --compress pp-backward=fixpoint,bits=8)
-if [ "${RAW:-}" = 1 ]; then COMPRESS=(); fi
+RUN=$OUT/run
+if [ "${RAW:-}" = 1 ]; then COMPRESS=() RUN=$OUT/run-raw; fi
 # The first run starts from GPT-2's weights, a later one where the last was ended.
 START=(--load "$OUT/gpt2" --finetune)
-if [ -f "$OUT/run/latest_checkpointed_iteration.txt" ]; then START=(--load "$OUT/run"); fi
+if [ -f "$RUN/latest_checkpointed_iteration.txt" ]; then START=(--load "$RUN"); fi
 
-echo "before:$(evaluate "$OUT/gpt2")"
+before=$(evaluate "$OUT/gpt2")
+echo "before:$before"
 "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node $((STAGES * REPLICAS)) pretrain_gpt.py \
-  "${START[@]}" --use-checkpoint-args --save "$OUT/run" --save-interval "$PER_EPOCH" \
+  "${START[@]}" --use-checkpoint-args --save "$RUN" --save-interval "$PER_EPOCH" \
   --pipeline-model-parallel-size "$STAGES" --micro-batch-size "$MICRO_BATCH" --global-batch-size "$BATCH" \
   --train-data-path "$OUT/train_text_document" --valid-data-path "$OUT/valid_text_document" \
   --train-iters "$ITERATIONS" --eval-interval "$PER_EPOCH" --eval-iters 4 --log-interval 10 --log-comm \
   --lr "$LR" --lr-decay-style linear --lr-warmup-fraction 0.1 --override-opt_param-scheduler \
   --sample-order fixed \
   ${COMPRESS[@]+"${COMPRESS[@]}"} ${EXTRA[@]+"${EXTRA[@]}"}
-echo "after:$(evaluate "$OUT/run")"
+after=$(evaluate "$RUN")
+echo "after:$after"

@@ -18,7 +18,7 @@ def read_texts(path: str) -> list[str]:
         UserError: naming the line that is none.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is no UTF-8 text"
         raise UserError(f"--valid-data {path}: {reason}") from error

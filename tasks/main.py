@@ -89,12 +89,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         model_flags: ModelFlags = parsed.sections["model"]
         flags: TaskFlags = parsed.sections["task"]
         check(flags)
-        check_layout(model_flags, ranks.env, replicas=True)
+        layout = check_layout(model_flags, ranks.env, replicas=True)
         ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes)
         if ranks.env.rank == 0:
             for note in parsed.notes:
                 print(f"note: {note}", file=sys.stderr)
-        model = open_model(model_flags, parsed.sections["tokenizer"], ranks.env)
+        model = open_model(model_flags, parsed.sections["tokenizer"], layout, ranks.env)
         line = evaluate(model, flags)
         if model.speaks:
             rule = "-" * (len(line) + 1)

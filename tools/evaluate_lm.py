@@ -125,14 +125,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"{error.name} is missing: pip install 'megatron-cc[evaluation]'") from error
         if flags.include_path and not Path(flags.include_path).is_dir():
             raise UserError(f"--include-path {flags.include_path}: there is no such folder")
-        check_layout(model_flags, ranks.env, replicas=False)
+        layout = check_layout(model_flags, ranks.env, replicas=False)
         if flags.via == "hf":
             if ranks.env.world_size > 1:
                 raise UserError("--via hf runs on one process; leave torchrun out, or --via")
+            if any(name.startswith("tokenizer.") for name in parsed.explicit):
+                raise UserError("--via hf exports the run's own tokenizer; leave the tokenizer flags out, or --via")
             report(via_hf(model_flags.load, model_flags.ckpt_step, flags), flags)
             return
         ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes)
-        model = open_model(model_flags, parsed.sections["tokenizer"], ranks.env)
+        model = open_model(model_flags, parsed.sections["tokenizer"], layout, ranks.env)
         if not model.speaks:
             follow(model)
             return
@@ -140,9 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         # The harness knows of this rank alone, and gives results only to a process that is the first of its machine.
         os.environ["LOCAL_RANK"] = "0"
-        leader = Leader(model)
-        found = run(CheckpointLM(leader, flags.micro_batch_size), flags)
-        leader.stop()
+        with Leader(model, 60 * model_flags.distributed_timeout_minutes) as leader:
+            found = run(CheckpointLM(leader, flags.micro_batch_size), flags)
         report(found, flags)
 
     return run_program(body)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import select
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -123,13 +124,22 @@ class Session:
         ]
         self.write(task.sample_output_file or f"{task.sample_input_file}.out", parts)
 
-    def interactive(self) -> None:
-        while True:
-            text = ""
+    def _asked(self, patience_s: float) -> str:
+        """A line that rank 0 reads; the others hear now and then that it still waits."""
+        if self.model.topology.rank == 0:
+            print("\nContext prompt (an empty line ends): ", end="", flush=True)
+        text: str | None = None
+        while text is None:
             if self.model.topology.rank == 0:
-                print("\nContext prompt (an empty line ends): ", end="", flush=True)
-                text = sys.stdin.readline().rstrip("\n")
+                alone = self.model.topology.layout.world_size == 1
+                there = alone or select.select([sys.stdin], [], [], min(20.0, patience_s / 3))[0]
+                text = sys.stdin.readline().rstrip("\n") if there else None
             text = self.model.tell_all_json(text, src=0)
+        return text
+
+    def interactive(self, patience_s: float) -> None:
+        while True:
+            text = self._asked(patience_s)
             if not text:
                 return
             if self.model.speaks:
@@ -156,13 +166,15 @@ def check(task: TaskFlags, choice: SamplingFlags) -> list[str]:
         if given and not Path(given).parent.is_dir():
             raise UserError(f"--{name.replace('_', '-')} {given}: there is no such folder; make it first")
     if task.sample_input_file is None:
+        if task.sample_output_file is not None:
+            raise UserError("--sample-output-file needs --sample-input-file, what to continue")
         return []
     try:
-        lines = Path(task.sample_input_file).read_text(encoding="utf-8").splitlines()
+        lines = Path(task.sample_input_file).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is no UTF-8 text"
         raise UserError(f"--sample-input-file {task.sample_input_file}: {reason}") from error
-    texts = [line for line in lines if line.strip()]
+    texts = [line.removesuffix("\r") for line in lines if line.strip()]
     if not texts:
         raise UserError(f"--sample-input-file {task.sample_input_file}: has no line with a prompt")
     return texts
@@ -178,12 +190,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         task: TaskFlags = parsed.sections["task"]
         choice: SamplingFlags = parsed.sections["sampling"]
         texts = check(task, choice)
-        check_layout(model, ranks.env, replicas=False)
+        layout = check_layout(model, ranks.env, replicas=False)
         ranks.join(model.backend, model.distributed_timeout_minutes)
         if ranks.env.rank == 0:
             for note in parsed.notes:
                 print(f"note: {note}", file=sys.stderr)
-        session = Session(open_model(model, parsed.sections["tokenizer"], ranks.env), choice, task.micro_batch_size)
+        session = Session(
+            open_model(model, parsed.sections["tokenizer"], layout, ranks.env), choice, task.micro_batch_size
+        )
         if task.num_samples:
             session.unconditional(task)
         elif texts:
@@ -193,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(task.prompt, end="", flush=True)
             session.continue_all([task.prompt], live=True)
         else:
-            session.interactive()
+            session.interactive(60 * model.distributed_timeout_minutes)
 
     return run_program(body)
 

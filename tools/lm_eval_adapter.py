@@ -79,7 +79,9 @@ class CheckpointLM(TemplateLM):
             text, options = request.args
             until = options.get("until") or []
             new = int(options.get("max_gen_toks", MAX_NEW_TOKENS))
-            prompt = self.own.tokenize(text)[-max(self.window - new, 1) :] or [self.eot_token_id]
+            # Where the answer alone may fill the window, it moves along as the answer grows.
+            room = self.window - new if new < self.window else self.window
+            prompt = self.own.tokenize(text)[-room:] or [self.eot_token_id]
             answers.append(
                 self._text(prompt, new, _sampling(options), [until] if isinstance(until, str) else until, number)
             )
@@ -100,4 +102,5 @@ def _sampling(options: dict[str, Any]) -> Sampling:
     temperature = float(options.get("temperature") or 0.0)
     if not options.get("do_sample", temperature > 0) or not temperature:
         return GREEDY
-    return Sampling(temperature, int(options.get("top_k") or 0), float(options.get("top_p") or 0.0))
+    top_p = float(options.get("top_p") or 0.0)
+    return Sampling(temperature, int(options.get("top_k") or 0), 0.0 if top_p >= 1 else top_p)

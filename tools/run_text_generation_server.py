@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,8 +68,8 @@ def listen(flags: ServerFlags) -> socket.socket:
         raise UserError(f"--host {flags.host} --port {flags.port}: {reason}; choose others") from error
 
 
-def serve(model: LoadedModel, flags: ServerFlags, listening: socket.socket) -> None:
-    """Answers requests until a signal ends it.
+def serve(model: LoadedModel, flags: ServerFlags, patience_s: float, listening: socket.socket) -> None:
+    """Answers requests until SIGINT or SIGTERM ends it.
 
     Raises:
         CommunicationError: when another rank is gone.
@@ -89,7 +89,7 @@ def serve(model: LoadedModel, flags: ServerFlags, listening: socket.socket) -> N
     def ended() -> None:
         server.should_exit = True
 
-    worker = Worker(model, flags.max_queue, ended)
+    worker = Worker(model, flags.max_queue, patience_s, ended)
     limits = Limits(model.window, flags.max_tokens_to_oom)
     name = f"megatron-cc-{model.iteration}"
     app = Server(worker, limits, flags.max_request_bytes, name).app()
@@ -102,9 +102,11 @@ def serve(model: LoadedModel, flags: ServerFlags, listening: socket.socket) -> N
         timeout_graceful_shutdown=5,
     )
     server = Announced(config)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # uvicorn takes both while it runs, and raises them again when it has ended: nothing is left to do then.
+        signal.signal(number, lambda *_: ended())
     worker.start()
-    with suppress(KeyboardInterrupt):  # uvicorn has ended by then, and hands the signal on
-        server.run(sockets=[listening])
+    server.run(sockets=[listening])
     worker.stop()
     if worker.error is not None:
         raise worker.error
@@ -123,17 +125,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             import uvicorn  # noqa: F401
         except ImportError as error:
             raise UserError(f"{error.name} is missing: pip install 'megatron-cc[server]'") from error
-        check_layout(model_flags, ranks.env, replicas=False)
+        layout = check_layout(model_flags, ranks.env, replicas=False)
         ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes)
         if ranks.env.rank == 0:
             for note in parsed.notes:
                 print(f"note: {note}", file=sys.stderr)
-        model = open_model(model_flags, parsed.sections["tokenizer"], ranks.env)
+        model = open_model(model_flags, parsed.sections["tokenizer"], layout, ranks.env)
         listening = together(model.topology.control.pg, lambda: listen(flags) if model.speaks else None)
         if listening is None:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)  # the speaker lets this rank go
             follow(model)
         else:
-            serve(model, flags, listening)
+            serve(model, flags, 60 * model_flags.distributed_timeout_minutes, listening)
 
     return run_program(body)
 

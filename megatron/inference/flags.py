@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -19,7 +19,8 @@ from megatron.config.tokenizer import TokenizerConfig
 from megatron.inference.model import LoadedModel, inference_layout, load_model, saved_config
 from megatron.inference.sampling import Sampling
 from megatron.topology.launch import LaunchEnvironment, pick_device
-from megatron.topology.topology import build_topology, single_process
+from megatron.topology.layout import Layout
+from megatron.topology.topology import Topology, build_topology, single_process
 
 _NOT_NEEDED = "it belongs to training, and the checkpoint holds the model"
 
@@ -117,27 +118,29 @@ def _arity(field: FieldOption) -> str:
     return VALUES if field.is_list and not field.option.repeatable else VALUE
 
 
-def open_model(model: ModelFlags, tokenizer: TokenizerConfig, env: LaunchEnvironment, **options: Any) -> LoadedModel:
+def open_model(model: ModelFlags, tokenizer: TokenizerConfig, layout: Layout, env: LaunchEnvironment) -> LoadedModel:
     """Loads the model that the flags name, on this rank of those that torchrun started.
 
     Args:
         model, tokenizer: the sections.
+        layout: what ``check_layout`` found.
         env: this process's place; torch's process group exists where there are several.
-        options: more for ``load_model``.
 
     Raises:
         UserError: on every rank, when it cannot be used.
     """
-    config, _ = saved_config(model.load, model.ckpt_step)
-    tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
-    layout = inference_layout(config, tp, pp, env.world_size, model.backend)
+    topology = open_topology(model, layout, env)
+    return load_model(model.load, iteration=model.ckpt_step, tokenizer=tokenizer, topology=topology)
+
+
+def open_topology(model: ModelFlags, layout: Layout, env: LaunchEnvironment) -> Topology:
+    """The mesh of the ranks that torchrun started, or this process alone."""
     device = pick_device(model.backend, env.local_rank)
-    topology = build_topology(layout, device) if env.world_size > 1 else single_process(device)
-    return load_model(model.load, iteration=model.ckpt_step, tokenizer=tokenizer, topology=topology, **options)
+    return build_topology(layout, device) if env.world_size > 1 else single_process(device)
 
 
-def check_layout(model: ModelFlags, env: LaunchEnvironment, *, replicas: bool) -> None:
-    """Checks what can be before the processes meet.
+def check_layout(model: ModelFlags, env: LaunchEnvironment, *, replicas: bool) -> Layout:
+    """The layout that the flags ask for, checked before the processes meet.
 
     Args:
         model: the section.
@@ -157,3 +160,4 @@ def check_layout(model: ModelFlags, env: LaunchEnvironment, *, replicas: bool) -
         )
     if model.backend == "nccl" and env.world_size > 1 and not torch.cuda.is_available():
         raise UserError("--distributed-backend nccl needs CUDA devices; on CPUs it is gloo")
+    return layout

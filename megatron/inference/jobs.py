@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,8 +11,12 @@ from typing import Any
 from megatron.inference.generate import Generated, OnToken, Token, generate, score
 from megatron.inference.model import LoadedModel
 from megatron.inference.sampling import Sampling
+from megatron.topology.errors import CommunicationError
 
 _IDLE, _STOP = "idle", "stop"
+
+_IDLE_SECONDS = 20.0
+"""How often the other ranks hear from the leader when there is nothing to do."""
 
 
 @dataclass(frozen=True)
@@ -62,29 +67,53 @@ def _compute(model: LoadedModel, job: Job, on_token: OnToken | None = None) -> D
 class Leader:
     """Does jobs on all ranks of a model; lives on its speaker.
 
+    While there is nothing to do, a thread tells the others so, lest they take this rank for dead. As a context manager
+    it lets them go at the end.
+
     Args:
         model: on its speaker.
+        patience_s: how long another rank waits to hear from this one.
     """
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: LoadedModel, patience_s: float) -> None:
         self.model = model
+        self._speaking = threading.Lock()
+        self._over = threading.Event()
+        self._interval = min(_IDLE_SECONDS, patience_s / 3)
+        if model.topology.layout.world_size > 1:
+            threading.Thread(target=self._idle, name="idle", daemon=True).start()
+
+    def _idle(self) -> None:
+        while not self._over.wait(self._interval):
+            # Whoever speaks meanwhile is heard, too.
+            if self._speaking.acquire(blocking=False):
+                try:
+                    if not self._over.is_set():
+                        self.model.tell_all_json(_IDLE, self.model.speaker)
+                except CommunicationError:
+                    return  # the next job will say so
+                finally:
+                    self._speaking.release()
 
     def do(self, job: Job, on_token: OnToken | None = None) -> Done:
         """Does a job.
 
         Raises:
             UserError: for a text that is longer than the model can look at; on the other ranks as well.
+            CommunicationError: when another rank is gone.
         """
-        self.model.tell_all_json(job.plain(), self.model.speaker)
-        return _compute(self.model, job, on_token)
+        with self._speaking:
+            self.model.tell_all_json(job.plain(), self.model.speaker)
+            return _compute(self.model, job, on_token)
 
-    def idle(self) -> None:
-        """Tells the others that there is nothing to do, lest they take this rank for dead."""
-        self.model.tell_all_json(_IDLE, self.model.speaker)
+    def __enter__(self) -> Leader:
+        return self
 
-    def stop(self) -> None:
-        """Lets the others go."""
-        self.model.tell_all_json(_STOP, self.model.speaker)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._over.set()
+        if kind is None:
+            with self._speaking:
+                self.model.tell_all_json(_STOP, self.model.speaker)
 
 
 def follow(model: LoadedModel) -> None:

@@ -73,7 +73,7 @@ class Sampling:
         """The distribution that tokens are drawn from, fp32 (b, vocabulary)."""
         # Differences to the largest do not overflow, however low the temperature.
         wide = logits_bv.float()
-        logits = (wide - wide.amax(dim=-1, keepdim=True)) / self.temperature
+        logits = (wide - wide.amax(dim=-1, keepdim=True)) / max(self.temperature, 1e-6)
         if self.top_k:
             kept = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1)
             logits = torch.full_like(logits, -torch.inf).scatter_(-1, kept.indices, kept.values)

@@ -22,11 +22,11 @@ REPO = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("experiment", "schemes", "says"),
     [
-        ("functionality", "Baseline,CB-FE-SC", "| CB-FE-SC | 10 |"),
+        ("functionality", "CB-FE-SC", "| CB-FE-SC | 10 |"),
         ("fig10", "Baseline,CB", "exposed: pp-backward"),
-        ("tbl2", "Baseline,CB-NON-LEP", "| Baseline | 20 |"),
+        ("tbl2", "CB-NON-LEP", "| CB-NON-LEP | 20 |"),
         ("fig11", "CB-ALL", "| CB-ALL | "),
-        ("fig12", "Baseline,CB", "| CB | "),
+        ("fig12", "CB", "| CB | "),
     ],
 )
 def test_locally(experiment: str, schemes: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

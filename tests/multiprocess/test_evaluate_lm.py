@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.support.cli import run_cli
 from tools.ckpt_convert import main as convert
+from tools.evaluate_lm import main
 from tools.quickstart.train_bpe import train
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -79,13 +80,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _figures(place: Path, ranks: int, *flags: str) -> dict[str, Any]:
-    names = [f"local_{name}" for name in ("choice", "rolling", "writing")]
-    output = place / "figures.json"
-    command = ["tools/evaluate_lm.py", "--load", str(place / "saved"), "--include-path", str(place / "tasks")]
-    done = run_cli(ranks, [*command, "--tasks", *names, "--output", str(output), *flags], env=OFFLINE, timeout=250)
-    done.check()
-    assert "local_choice" in done.stdout
+def _flags(place: Path, *names: str) -> list[str]:
+    tasks = [f"local_{name}" for name in names]
+    return ["--load", str(place / "saved"), "--include-path", str(place / "tasks"), "--tasks", *tasks]
+
+
+def _figures(output: Path) -> dict[str, float]:
     results: dict[str, Any] = json.loads(output.read_text())["results"]
     return {
         f"{task} {name}": value
@@ -96,15 +96,26 @@ def _figures(place: Path, ranks: int, *flags: str) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(600)
-def test_the_adapter_the_export_and_other_layouts_agree(place: Path) -> None:
-    ours = _figures(place, 1)
+def test_the_adapter_the_export_and_other_layouts_agree(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in OFFLINE.items():
+        monkeypatch.setenv(name, value)
+    flags = _flags(place, "choice", "rolling", "writing")
+    assert main([*flags, "--output", str(tmp_path / "adapter")]) == 0
+    assert "local_choice" in capsys.readouterr().out
+    ours = _figures(tmp_path / "adapter")
     assert len(ours) == 5
-    assert _figures(place, 1, "--via", "hf") == pytest.approx(ours, rel=1e-4)
+    assert main([*flags, "--output", str(tmp_path / "hf"), "--via", "hf"]) == 0
+    assert _figures(tmp_path / "hf") == pytest.approx(ours, rel=1e-4)
     split = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
-    assert _figures(place, 4, *split) == pytest.approx(ours, rel=1e-4)
+    command = ["tools/evaluate_lm.py", *_flags(place, "choice", "writing"), *split, "--output", str(tmp_path / "four")]
+    run_cli(4, command, env=OFFLINE, timeout=250).check()
+    four = _figures(tmp_path / "four")
+    assert len(four) == 3
+    assert four == pytest.approx({name: ours[name] for name in four}, rel=1e-4)
 
 
-def test_unknown_tasks_are_named(place: Path) -> None:
-    done = run_cli(1, ["tools/evaluate_lm.py", "--load", str(place / "saved"), "--tasks", "no_such_task"], env=OFFLINE)
-    assert done.returncode == 2
-    assert "no_such_task" in done.stderr
+def test_unknown_tasks_are_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--load", str(place / "saved"), "--tasks", "no_such_task"]) == 2
+    assert "no_such_task" in capsys.readouterr().err

@@ -61,6 +61,10 @@ def test_a_sweep_finds_the_losses_of_training_and_goes_on_where_it_stopped(tmp_p
     assert again["val_lmloss"][1:] == found["val_lmloss"]
     assert again["val_lmloss"][0] == pytest.approx(losses[0], rel=1e-5)
     assert again["val_lmloss_ppl"] == pytest.approx(np.exp(again["val_lmloss"]).tolist())
+    assert len(again["val_checkpoints"]) == 3
+    # What is known stays when only a part is asked for, and what it was found for as well.
+    run_cli(1, [*sweep, "--last", "2"]).check()
+    assert json.loads((saved / "val_check.json").read_text()) == again
     other = run_cli(1, [*sweep, "--eval-samples", "4"])
     assert other.returncode == 2
     assert "other samples" in other.stderr

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def test_it_trains_with_compressed_activations_and_goes_on(tmp_path: Path) -> No
     train(tmp_path / "corpus.jsonl", tmp_path / "hf", 330)
     size = len(json.loads((tmp_path / "hf" / "vocab.json").read_text()))
     torch.manual_seed(1)
-    shape = {"n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": size}
+    shape: dict[str, Any] = {"n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": size}
     GPT2LMHeadModel(GPT2Config(**shape)).save_pretrained(tmp_path / "hf")
     text = _run(tmp_path, EPOCHS="1")
     before, after = (float(x) for x in re.findall(r"ppl: (\S+) \| adjusted", text))

@@ -146,6 +146,21 @@ def test_a_stream_is_the_whole_in_pieces(client: Client) -> None:
         assert not any(stop in choice["text"] for stop in asked["stop"])
 
 
+def test_a_tiny_temperature_is_greedy(client: Client) -> None:
+    answers = [client.complete(prompt="1 2", max_tokens=6, temperature=t)[1]["choices"][0]["text"] for t in (0, 1e-46)]
+    assert answers[0] == answers[1]
+
+
+def test_offsets_run_on_in_streams_and_bos_has_room(client: Client) -> None:
+    events = _stream(client, prompt="1 2", max_tokens=5, seed=1, logprobs=0)
+    pieces = [event["choices"][0]["logprobs"] for event in events if event["choices"][0]["logprobs"]["tokens"]]
+    at = 0
+    for piece in pieces:
+        assert piece["text_offset"] == [at]
+        at += len(piece["tokens"][0])
+    assert client.put(prompts=["1 " * 14], add_BOS=True)[0] == 200
+
+
 def test_health_models_and_form(client: Client) -> None:
     status, health = client.ask("GET", "/health")
     assert (status, health["status"], health["window"]) == (200, "ok", 16)
@@ -181,6 +196,10 @@ def test_health_models_and_form(client: Client) -> None:
         ("/v1/completions", {"prompt": "1", "max_tokens": 2, "best_of": 3}, 400, "best_of"),
         ("/v1/completions", {"prompt": "1", "max_tokens": 2, "stop": ["a"] * 9}, 400, "stop"),
         ("/v1/completions", {"prompt": "1", "max_tokens": 2, "temperature": float("nan")}, 400, "temperature"),
+        ("/v1/completions", {"prompt": 0, "max_tokens": 2}, 400, "prompt"),
+        ("/v1/completions", {"prompt": [[]] * 3, "n": 100, "max_tokens": 2}, 400, "at most 128"),
+        ("/v1/completions", b'{"prompt": "\\ud800", "max_tokens": 2}', 400, "half a character"),
+        ("/v1/completions", b'{"\\ud800": 2}', 400, "half a character"),
         ("/v1/completions", b"{", 400, "JSON"),
         ("/v1/completions", b"[" * 100_000, 400, "JSON"),
         ("/v1/completions", b" " * (2 << 20), 413, "longer"),
@@ -224,6 +243,19 @@ def test_a_client_that_leaves_frees_the_server(client: Client) -> None:
     assert client.complete(prompt="1", max_tokens=2)[0] == 200
 
 
+def test_a_client_that_leaves_before_the_answer_frees_the_server(saved: Path) -> None:
+    with serving(saved, "--recompute") as running:  # noted, and without effect
+        connection = http.client.HTTPConnection(running.host, running.port, timeout=60)
+        body = json.dumps({"prompts": ["1"] * 128, "tokens_to_generate": 15})
+        for _ in range(3):
+            connection.request("PUT", "/api", body, {"Content-Type": "application/json"})
+            time.sleep(0.2)
+            connection.close()
+        deadline = time.monotonic() + 20
+        while (health := running.ask("GET", "/health")[1])["busy"] or health["waiting"]:
+            assert time.monotonic() < deadline
+
+
 def test_the_command_line_client(client: Client) -> None:
     done = subprocess.run(
         [sys.executable, "tools/text_generation_cli.py", f"{client.host}:{client.port}", "--top-k", "1"],
@@ -256,10 +288,12 @@ def test_four_ranks_answer_as_one_and_end_together(saved: Path, client: Client) 
         assert four.process.wait(60) != 0
 
 
-def test_a_signal_ends_it_well(saved: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_well(saved: Path, number: signal.Signals) -> None:
     with serving(saved) as running:
-        running.process.send_signal(signal.SIGINT)
-        assert running.process.wait(20) in (0, 130)
+        assert running.complete(prompt="1", max_tokens=2)[0] == 200
+        running.process.send_signal(number)
+        assert running.process.wait(20) == 0
 
 
 def test_a_taken_port_is_one_line(saved: Path, client: Client) -> None:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.multiprocess
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPT = REPO / "examples" / "slurm" / "pretrain_gpt.sbatch"
-ITERATIONS = 2500
+ITERATIONS = 1500
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_job_outlives_its_time_limit(slurm: Slurm, tmp_path: Path) -> None:
         pipeline_model_parallel_size=2,
         train_iters=ITERATIONS,
         log_interval=100,
-        save_interval=1000,
+        save_interval=700,
         compress=["pp-backward=lowrank,rank=2"],
     )
     env = {

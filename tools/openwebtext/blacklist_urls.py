@@ -80,7 +80,9 @@ def run(options: argparse.Namespace) -> Report:
         UserError: when there are none.
     """
     folder = Path(options.input)
+    own = Path(options.output).resolve()
     files = sorted(path for path in folder.glob("*.txt*") if path.suffixes[-1] in (".txt", ".gz", ".zst"))
+    files = [path for path in files if path.resolve() != own]
     if not files:
         raise UserError(f"{folder}: holds no .txt files")
     domains, extensions = words_of(LISTS / "domains.txt"), words_of(LISTS / "extensions.txt")
@@ -113,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("output", help="file for the URLs that are kept")
     parser.add_argument("--domains-file", metavar="FILE", help="further names of sites to leave out, one a line")
     parser.add_argument("--extensions-file", metavar="FILE", help="further endings to leave out, one a line")
-    add_common(parser, workers=False)
+    add_common(parser, workers=False, bad_lines=False)
     return command(parser, run, arguments)
 
 

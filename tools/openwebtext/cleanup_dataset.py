@@ -5,7 +5,7 @@
     python tools/openwebtext/cleanup_dataset.py in.jsonl out.jsonl --vocab-file vocab.json --merge-file merges.txt
 
 Texts are repaired with ftfy, their language is found by py3langid, and those of fewer than --min-tokens tokens are left
-out. With GPT-2's vocabulary its tokens are counted; without, words and marks, of which no text has more than tokens.
+out. With GPT-2's vocabulary its tokens are counted; without, words and marks, which is about as many.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tools.openwebtext.filtering import Judged, judge_all
 from tools.openwebtext.language import is_language
 from tools.openwebtext.streams import Report, add_common, command, encode, text_of, writing
 
-_WORD = re.compile(r"\w+|[^\w\s]+")
+_WORD, _MARK = re.compile(r"[^\W_]+"), re.compile(r"[^\w\s]+|_+")
 
 
 class _Settings:
@@ -55,9 +55,13 @@ def prepare(key: str, language: str, least: int, vocabulary: tuple[str, str] | N
 def long_enough(text: str) -> bool:
     """Whether a text has the tokens that are asked for."""
     least, tokenizer = _Settings.least, _Settings.tokenizer
-    # Every word and every mark is at least a token, so most texts need no tokenizer.
+    # Every word is at least a token, so most texts need no tokenizer.
     words = sum(1 for _ in zip(_WORD.finditer(text), range(least), strict=False))
-    return words >= least or (tokenizer is not None and len(tokenizer.tokenize(text)) >= least)
+    if words >= least:
+        return True
+    if tokenizer is not None:
+        return len(tokenizer.tokenize(text)) >= least
+    return words + sum(1 for _ in _MARK.finditer(text)) >= least
 
 
 def judge(found: dict[str, Any], line: bytes, where: str) -> Judged:

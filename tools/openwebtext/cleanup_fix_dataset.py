@@ -32,7 +32,7 @@ import ftfy
 from megatron.config.errors import UserError
 from tools.openwebtext.filtering import Judged, judge_all
 from tools.openwebtext.language import is_language
-from tools.openwebtext.streams import Report, add_common, command, encode, text_of, writing
+from tools.openwebtext.streams import Report, add_common, check_apart, command, encode, text_of, writing
 
 FIXES = ("ftfy_fix_text", "general_cleaning")
 REMOVALS = ("remove_512", "remove_256_javascript", "remove_512_non_english")
@@ -101,6 +101,7 @@ def run(options: argparse.Namespace) -> Report:
     places = [names(Path(path), folder) for path in options.input_files]
     if len(set(places)) < len(places):
         raise UserError("--input-files: two files would have the same output; give them other names")
+    check_apart(options.input_files, (path for pair in places for path in pair))
     settings = (options.key, tuple(options.tasks))
     prepare(*settings)
     total = Report()

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dataset", default="Skylion007/openwebtext", metavar="NAME", help="or a folder (OpenWebText)")
     parser.add_argument("--split", default="train", metavar="NAME", help="of the data set (train)")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first rows")
-    add_common(parser, workers=False)
+    add_common(parser, workers=False, bad_lines=False)
     return command(parser, run, arguments)
 
 

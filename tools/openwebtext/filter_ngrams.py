@@ -73,7 +73,7 @@ def prepare(key: str, ngrams: frozenset[str], each_side: int, least: int, most_p
 
 
 def hits(text: str) -> Iterator[tuple[str, int, int]]:
-    """Runs of words that are looked for: each with where it begins and ends in the text."""
+    """Runs of words that are looked for: each with where it begins and ends in the text; longer ones first."""
     words, starts = words_of(text)
     for first in range(len(words)):
         for size in _Settings.sizes:
@@ -81,7 +81,6 @@ def hits(text: str) -> Iterator[tuple[str, int, int]]:
             if first + size <= len(words) and ngram in _Settings.ngrams:
                 last = first + size - 1
                 yield ngram, starts[first], starts[last] + len(words[last])
-                break
 
 
 def count(found: dict[str, Any], line: bytes, where: str) -> Judged:
@@ -94,18 +93,17 @@ def pieces(text: str) -> list[str] | None:
     left: list[str] = []
     start, touched = 0, False
     for _, begin, end in hits(text):
-        if begin < start:
-            continue
         touched = True
         before = begin - _Settings.each_side
         while before > start and text[before] not in _ENDS:
             before -= 1
         if before > start:
             left.append(text[start : before + 1])
-        start = end + _Settings.each_side
-        while start < len(text) and text[start] not in _ENDS:
-            start += 1
-        start += 1
+        # A run that begins where the last one's surroundings end makes them longer.
+        after = end + _Settings.each_side
+        while after < len(text) and text[after] not in _ENDS:
+            after += 1
+        start = max(start, after + 1)
     if not touched:
         return None
     left.append(text[start:])

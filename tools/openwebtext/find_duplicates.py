@@ -11,7 +11,8 @@ probability 0.01, 0.25, 0.68 and 0.99; more bands find more.
 
 --save-fingerprints keeps the fingerprints, so that a later run compares new documents with old ones without their
 texts; similarities to those are estimated from the fingerprints (with 100 seeds to about 0.05).
-Memory: 4 bytes a seed and about 50 more for each document (450 with 100 seeds); texts wait in a temporary file.
+Memory: 4 bytes a seed and about 60 more for each document (460 with 100 seeds), and about 150 for each pair found;
+texts wait in a temporary file. Pairs come in the order of the documents, those of --load-fingerprints first.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import hashlib
 import random
 import sys
 import tempfile
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -97,7 +99,7 @@ class Corpus:
 
     def __init__(self, spill: BinaryIO) -> None:
         self.spill = spill
-        self.places: list[tuple[int, int, int]] = []
+        self._places = array("q")
         self.rows: list[NDArray[np.uint32]] = []
         self.sizes: list[NDArray[np.int64]] = []
         self._end = 0
@@ -106,13 +108,15 @@ class Corpus:
         """Puts a document into the file; None stands for a text that is not there."""
         packed = [key.encode("utf-8", "surrogatepass"), (text or "").encode("utf-8", "surrogatepass")]
         self.spill.write(b"".join(packed))
-        self.places.append((self._end, len(packed[0]), -1 if text is None else len(packed[1])))
+        self._places.extend((self._end, len(packed[0]), -1 if text is None else len(packed[1])))
         self._end += sum(map(len, packed))
 
-    def index(self, seed: int) -> Index:
-        """All fingerprints."""
+    def index(self, seed: int) -> tuple[Index, NDArray[np.int64]]:
+        """All fingerprints, and where the documents are: the offset and the lengths of key and text (-1: none)."""
         self.spill.flush()
-        return Index(np.concatenate(self.rows), np.concatenate(self.sizes), seed)
+        index = Index(np.concatenate(self.rows), np.concatenate(self.sizes), seed)
+        self.rows, self.sizes = [], []
+        return index, np.frombuffer(self._places, dtype=np.int64).reshape(-1, 3)
 
 
 class Texts:
@@ -145,13 +149,13 @@ class _State:
     """Of this process, which is one of several."""
 
     texts: Texts
-    index: Index
+    index: Index | None
     kind = "union"
     rounds = 1
     seed = 0
 
 
-def _prepare(path: str, places: NDArray[np.int64], index: Index, kind: str, rounds: int, seed: int) -> None:
+def _prepare(path: str, places: NDArray[np.int64], index: Index | None, kind: str, rounds: int, seed: int) -> None:
     _State.texts, _State.index, _State.kind = Texts(path, places), index, kind
     _State.rounds, _State.seed = rounds, seed
 
@@ -159,6 +163,7 @@ def _prepare(path: str, places: NDArray[np.int64], index: Index, kind: str, roun
 def _similarity(a: int, b: int) -> float:
     first, second = _State.texts.shingles(a), _State.texts.shingles(b)
     if first is None or second is None:
+        assert _State.index is not None
         return _State.index.estimate(a, b, _State.kind)
     return similarity(first, second, _State.kind)
 
@@ -229,15 +234,19 @@ def _repeated(texts: Texts, count: int) -> NDArray[np.bool_]:
     return repeated
 
 
-def merged(pairs: Iterable[Pairs]) -> Iterator[tuple[int, list[tuple[int, float]]]]:
-    """What the buckets say, every pair once."""
-    seen: set[tuple[int, int]] = set()
+def merged(pairs: Iterable[Pairs]) -> dict[int, list[tuple[int, float]]]:
+    """What the buckets say: every pair once, under its earlier document, in the order of the documents.
+
+    An earlier document then stands before those that are like it wherever groups are made of them.
+    """
+    seen: dict[tuple[int, int], float] = {}
     for some in pairs:
         for main, alike in some:
-            new = [(other, value) for other, value in alike if (min(main, other), max(main, other)) not in seen]
-            seen.update((min(main, other), max(main, other)) for other, _ in new)
-            if new:
-                yield main, new
+            seen.update(((min(main, other), max(main, other)), value) for other, value in alike)
+    found: dict[int, list[tuple[int, float]]] = {}
+    for (first, second), value in sorted(seen.items()):
+        found.setdefault(first, []).append((second, value))
+    return found
 
 
 def check(options: argparse.Namespace) -> None:
@@ -278,16 +287,18 @@ def run(options: argparse.Namespace) -> Report:
             for key in keys:
                 corpus.add(key, None)
         read_all(options, corpus, report)
-        if not corpus.places:
+        if not corpus.rows:
             raise UserError("the inputs hold no document")
-        index, places = corpus.index(options.seed), np.array(corpus.places, dtype=np.int64)
+        index, places = corpus.index(options.seed)
         report.add("documents", len(places))
         report.add("bytes of fingerprints a document", index.bytes_per_document)
         texts = Texts(spill.name, places)
         if options.save_fingerprints:
             index.save(Path(options.save_fingerprints), [texts.key(number) for number in range(len(places))])
         if options.output:
-            settings = (spill.name, places, index, options.jaccard, options.heuristic_iter, options.seed)
+            # Fingerprints are compared where texts are missing; the other processes need them only then.
+            prints = index if options.load_fingerprints else None
+            settings = (spill.name, places, prints, options.jaccard, options.heuristic_iter, options.seed)
             _write_duplicates(options, index, texts, settings, report)
     return report
 
@@ -297,15 +308,15 @@ def _write_duplicates(
 ) -> None:
     left_out = _repeated(texts, len(texts.places))
     if left_out.any():
-        report.add("repeated keys, of which the first counts", int(left_out.sum()))
+        report.add("repeated names, of which the first counts", int(left_out.sum()))
     buckets = progress(index.buckets(options.num_bands, left_out), "buckets")
     workers = options.workers if options.jaccard_parallel else 1
     results = in_processes(_compare, in_chunks(buckets, _BUCKETS), workers, _prepare, settings)
     report.add("pairs", 0)
     with writing(options.output) as write:
-        for main, alike in merged(results):
-            write(encode({texts.key(main): [{texts.key(other): round(value, 6)} for other, value in alike]}))
-            report.add("pairs", len(alike))
+        for first, others in merged(results).items():
+            write(encode({texts.key(first): [{texts.key(other): round(value, 6)} for other, value in others]}))
+            report.add("pairs", len(others))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,6 +7,8 @@ Jaccard similarity of their sets; the minima under many seeds are the fingerprin
 from __future__ import annotations
 
 import json
+import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import rensa
 from numpy.typing import NDArray
 
 from megatron.config.errors import UserError
+from megatron.data.atomic import atomic_write
 
 SHINGLE = 5
 Hashes = NDArray[np.uint64]
@@ -69,7 +72,7 @@ class Index:
 
     Args:
         rows: (documents, seeds).
-        sizes: shingles of each, with repetitions.
+        sizes: shingles of each, with repetitions (so that estimates of min and max are low for repetitive texts).
         seed: of the hash functions.
     """
 
@@ -104,18 +107,17 @@ class Index:
             for column in range(band * height, (band + 1) * height):
                 key = _mixed(key * _ODD[1] + self.rows[numbers, column].astype(np.uint64))
             order = np.argsort(key, kind="stable")
-            starts = np.flatnonzero(np.diff(key[order], prepend=~key[order[:1]]))
-            for own in np.split(order, starts[1:]):
-                if len(own) > 1:
-                    yield numbers[own]
+            bounds = np.append(np.flatnonzero(np.diff(key[order], prepend=~key[order[:1]])), len(order))
+            for run in np.flatnonzero(np.diff(bounds) > 1):
+                yield numbers[order[bounds[run] : bounds[run + 1]]]
 
     def save(self, path: Path, keys: Sequence[str]) -> None:
         """Writes the fingerprints and the documents' keys; plain arrays."""
         about = json.dumps({"seed": self.seed, "algorithm": algorithm()})
         joined = "\n".join(json.dumps(key) for key in keys).encode()
-        with path.open("wb") as stream:
+        with atomic_write(path) as stream:
             np.savez(
-                stream,
+                stream,  # type: ignore[arg-type]  # it writes
                 about=np.frombuffer(about.encode(), np.uint8),
                 keys=np.frombuffer(joined, np.uint8),
                 rows=self.rows,
@@ -134,7 +136,7 @@ class Index:
                 about: dict[str, Any] = json.loads(found["about"].tobytes())
                 keys = [json.loads(line) for line in found["keys"].tobytes().decode().splitlines()]
                 index = Index(found["rows"], found["sizes"], seed)
-        except (OSError, ValueError, KeyError, EOFError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise UserError(f"--load-fingerprints {path}: cannot be read ({error})") from error
         known = {"seed": seed, "algorithm": algorithm()}
         if about != known or index.rows.shape != (len(keys), seeds):

@@ -5,7 +5,7 @@
 
 Reads what find_duplicates.py wrote and writes {"0": [URL, URL, ...]}, one line for each group of two or more; two
 documents are in one group when a chain of similarities of at least the threshold connects them. Members are in the
-order in which they were met.
+order in which they were met. find_duplicates.py writes similarities above 0.5, so that lower thresholds link no more.
 """
 
 from __future__ import annotations
@@ -92,7 +92,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="group_duplicate_url.py", description=__doc__)
     parser.add_argument("input", help="output of find_duplicates.py")
     parser.add_argument("output", help="for the groups")
-    parser.add_argument("threshold", nargs="?", type=float, default=0.7, help="similarity that links (0.7)")
+    parser.add_argument(
+        "threshold",
+        nargs="?",
+        type=float,
+        default=0.7,
+        help="similarity that links (0.7)",
+    )
     add_common(parser, workers=False)
     return command(parser, run, arguments)
 

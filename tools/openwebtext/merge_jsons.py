@@ -3,7 +3,8 @@
 
     python tools/openwebtext/merge_jsons.py --json_path cleaned --output_file merged_output.json
 
-Reads *.json and *.jsonl, compressed or not, in the order of their names. Lines are checked to be JSON objects.
+Reads *.json and *.jsonl, compressed or not, in the order of their names, but for the *_filtered files of
+cleanup_fix_dataset.py. Lines are checked to be JSON objects.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def run(options: argparse.Namespace) -> Report:
     folder = Path(options.json_path)
     files = sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name)) if folder.is_dir() else []
     files = [path for path in files if path.resolve() != output and not path.name.startswith(".")]
+    files = [path for path in files if not path.name.split(".json")[0].endswith("_filtered")]
     if not files:
         raise UserError(f"--json_path {folder}: holds no .json or .jsonl files")
     report = Report()

@@ -8,7 +8,7 @@
 Steps, in this order, each a tool of this folder:
 
     blacklist_urls            (with --urls) URLs that may lead to a text; pages of others are left out
-    merge                     all inputs in one file; documents without a url get one
+    merge                     all inputs in one file
     cleanup_dataset           encoding, English, at least 128 tokens
     cleanup_fix_dataset       the kinds of --fix-tasks
     find_duplicates, group_duplicate_url, remove_group_duplicates
@@ -16,7 +16,8 @@ Steps, in this order, each a tool of this folder:
     shuffle, add_id           train_data.json
 
 A step's output is there when it is complete. Called again, the steps that are done with the same inputs and settings
-are left out, so that an interrupted cleaning goes on; --keep keeps the files between the steps of a finished one.
+are left out, so that an interrupted cleaning goes on. What lies between the steps is in the folder steps, which a
+finished cleaning removes unless --keep is given.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -48,6 +50,7 @@ from tools.openwebtext.cleanup_fix_dataset import FIXES, REMOVALS
 from tools.openwebtext.streams import (
     Report,
     add_common,
+    check_apart,
     command,
     document,
     encode,
@@ -58,6 +61,12 @@ from tools.openwebtext.streams import (
 )  # fmt: skip
 
 REPORT = "report.json"
+
+STEPS = "steps"
+"""Folder of what lies between the steps, in that of the result."""
+
+KEY = "cleaning_key"
+"""Field that names a document between the steps: URLs may be missing, or repeated."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +86,18 @@ class Step:
     run: Callable[[], Report]
 
 
+def _page(url: str) -> bytes:
+    """A fingerprint of the page that a URL leads to, whatever part of it."""
+    return hashlib.blake2b(url.split("#", 1)[0].encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
 def merge(paths: Sequence[str], urls: Path | None, output: Path, skip_bad: bool) -> Report:
-    """Puts the documents of some files into one; with ``urls``, only those of its URLs.
+    """Puts the documents of some files into one, each with a key of its own; with ``urls``, only pages of those.
 
     Raises:
         UserError: naming the line that is no document.
     """
-    allowed = None
-    if urls is not None:
-        allowed = {hashlib.blake2b(url, digest_size=16).digest() for url in lines(urls)}
+    allowed = None if urls is None else {_page(url.decode("utf-8", "replace")) for url in lines(urls)}
     report = Report()
     report.add("documents", 0)
     with writing(output) as write:
@@ -100,16 +112,11 @@ def merge(paths: Sequence[str], urls: Path | None, output: Path, skip_bad: bool)
                     report.add("bad lines skipped")
                     continue
                 url = found.get("url")
-                if not isinstance(url, str):
-                    if allowed is not None:
-                        report.add("without a url")
-                        continue
-                    line = encode({**found, "url": f"{Path(path).name}/{number}"})
-                elif allowed is not None and hashlib.blake2b(url.encode(), digest_size=16).digest() not in allowed:
-                    report.add("of URLs that are left out")
+                if allowed is not None and not (isinstance(url, str) and _page(url) in allowed):
+                    report.add("of URLs that are left out" if url else "without a url")
                     continue
-                write(line)
                 report.add("written")
+                write(encode({**found, KEY: str(report.counts["written"])}))
     return report
 
 
@@ -121,6 +128,7 @@ def shuffle_and_number(source: Path, output: Path, prefix: str, seed: int) -> Re
 
         def numbered(line: bytes) -> None:
             found = json.loads(line)
+            del found[KEY]
             found["adlr_id"] = f"{prefix}-{report.counts['written'] + 1:010d}"
             write(encode(found))
             report.add("written")
@@ -135,13 +143,14 @@ def _options(**values: object) -> argparse.Namespace:
 
 def steps_of(options: argparse.Namespace) -> list[Step]:
     """The steps that the flags ask for, each reading what the one before it wrote."""
-    folder = Path(options.output_path)
+    folder = Path(options.output_path) / STEPS
     shared = {"workers": options.workers, "skip_bad_lines": options.skip_bad_lines}
     steps: list[Step] = []
 
     def add(name: str, output: str, settings: Any, run: Callable[[Path], Report]) -> Path:
-        steps.append(Step(name, folder / output, settings, lambda: run(folder / output)))
-        return folder / output
+        path = (folder.parent if name == "shuffle" else folder) / output
+        steps.append(Step(name, path, settings, lambda: run(path)))
+        return path
 
     urls = None
     if options.urls:
@@ -165,11 +174,11 @@ def steps_of(options: argparse.Namespace) -> list[Step]:
             "heuristic_iter": -1, "num_bands": options.num_bands, "num_seeds": options.num_seeds,
             "jaccard_parallel": True, "seed": options.seed}  # fmt: skip
     pairs = add("find_duplicates", "duplicates.jsonl.zst", find, lambda out: find_duplicates.run(
-        _options(inputs=[fixed, "url"], output=out, **find, **shared)))  # fmt: skip
+        _options(inputs=[fixed, KEY], output=out, **find, **shared)))  # fmt: skip
     groups = add("group_duplicate_url", "groups.jsonl.zst", options.threshold, lambda out: group_duplicate_url.run(
         _options(input=pairs, output=out, threshold=options.threshold, skip_bad_lines=False)))  # fmt: skip
     now = add("remove_group_duplicates", "deduplicated.jsonl.zst", None, lambda out: remove_group_duplicates.run(
-        _options(groups=groups, data=fixed, output=out, key="url", skip_bad_lines=False)))  # fmt: skip
+        _options(groups=groups, data=fixed, output=out, key=KEY, skip_bad_lines=False)))  # fmt: skip
     if options.lambada_path or options.task_files:
         deduplicated = now
         ngrams = {"tasks": ["lambada"] if options.lambada_path else [], "lambada_path": options.lambada_path,
@@ -189,7 +198,9 @@ def _inputs_of(options: argparse.Namespace) -> list[Any]:
     """Names, sizes and times of the files that a cleaning begins with."""
     paths = [Path(path) for path in options.json]
     if options.urls:
-        paths += sorted(Path(options.urls).glob("*.txt*"))
+        paths += [*sorted(Path(options.urls).glob("*.txt*")), *sorted(blacklist_urls.LISTS.glob("*.txt"))]
+    paths += [Path(path) for path in (options.lambada_path, options.vocab_file, options.merge_file) if path]
+    paths += [Path(path) for path in options.task_files[::2]]
     found = []
     for path in paths:
         if not path.is_file():
@@ -216,13 +227,16 @@ def run(options: argparse.Namespace) -> Report:
         UserError: for files that cannot be read or written.
     """
     folder = Path(options.output_path)
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / REPORT
+    steps = steps_of(options)
+    check_apart([*(name for name, *_ in _inputs_of(options))], [path, *(step.output for step in steps)])
+    if options.report and Path(options.report).resolve() == path.resolve():
+        raise UserError(f"--report {options.report}: the cleaning keeps its own there; name another file")
+    (folder / STEPS).mkdir(parents=True, exist_ok=True)
     try:
         done: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     except ValueError as error:
         raise UserError(f"{path}: is no report of an earlier cleaning; remove it, or name another folder") from error
-    steps = steps_of(options)
     stamps = stamps_of(steps, options)
     matches = [done.get(step.name, {}).get("stamp") == stamp for step, stamp in zip(steps, stamps, strict=True)]
     first = len(steps)
@@ -243,9 +257,7 @@ def run(options: argparse.Namespace) -> Report:
         with writing(path) as write:
             write(json.dumps(report, indent=1).encode())
     if not options.keep:
-        for step in steps[:-1]:
-            step.output.unlink(missing_ok=True)
-        (folder / "clean_filtered.jsonl.zst").unlink(missing_ok=True)
+        shutil.rmtree(folder / STEPS)
     total = Report()
     total.add("documents read", report["merge"]["counts"]["documents"])
     total.add("documents in train_data.json", report["shuffle"]["counts"]["written"])

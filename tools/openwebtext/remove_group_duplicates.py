@@ -3,7 +3,8 @@
 
     python tools/openwebtext/remove_group_duplicates.py groups.jsonl data.jsonl deduplicated.jsonl
 
-Reads what group_duplicate_url.py wrote; of each group the document named first is kept.
+Reads what group_duplicate_url.py wrote; of each group the document named first is kept. Documents of one name go
+together, so names should be unique.
 """
 
 from __future__ import annotations

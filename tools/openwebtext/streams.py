@@ -10,6 +10,7 @@ import os
 import random
 import sys
 import tempfile
+import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -27,6 +28,9 @@ from megatron.config.errors import UserError
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+_LONGEST_WINDOW = 1 << 31
+"""Of zstd files; large dumps are packed with more than the library's usual limit."""
 
 _CHUNK = 64
 """Lines that a process is given at a time."""
@@ -52,7 +56,7 @@ class _Zstd(io.RawIOBase):
                     raise EOFError("it ends within a frame")
                 return 0
             if self._frame is None or self._frame.eof:
-                self._frame = zstandard.ZstdDecompressor().decompressobj()
+                self._frame = zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW).decompressobj()
             self._ready = self._frame.decompress(packed)
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
@@ -85,7 +89,7 @@ def lines(path: str | Path) -> Iterator[bytes]:
                 stripped = line.strip()
                 if stripped:
                     yield stripped
-    except (OSError, EOFError, zstandard.ZstdError) as error:
+    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
         reason = getattr(error, "strerror", None) or f"is damaged ({error})"
         raise UserError(f"{path}: {reason}") from error
 
@@ -118,8 +122,11 @@ def text_of(found: dict[str, Any], key: str, where: str) -> str:
 
 
 def encode(found: dict[str, Any]) -> bytes:
-    """A line of JSON."""
-    return json.dumps(found, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    """A line of JSON in UTF-8; halves of characters, which have no UTF-8, stay escaped."""
+    try:
+        return json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return json.dumps(found).encode()
 
 
 @contextmanager
@@ -220,14 +227,17 @@ def progress(items: Iterable[T], what: str) -> Any:
     return tqdm(items, unit="document", desc=what, mininterval=1.0 if sys.stderr.isatty() else 30.0)
 
 
-def add_common(parser: argparse.ArgumentParser, *, workers: bool = True) -> None:
+def add_common(parser: argparse.ArgumentParser, *, workers: bool = True, bad_lines: bool = True) -> None:
     """Flags that most tools have."""
     if workers:
         default = len(os.sched_getaffinity(0))
         parser.add_argument(
             "--workers", type=int, default=default, metavar="N", help=f"processes ({default}: all cores)"
         )
-    parser.add_argument("--skip-bad-lines", action="store_true", help="count lines that are no documents, and go on")
+    if bad_lines:
+        parser.add_argument(
+            "--skip-bad-lines", action="store_true", help="count lines that are no documents, and go on"
+        )
     parser.add_argument("--report", metavar="FILE", help="write the counts there as JSON")
 
 
@@ -254,6 +264,17 @@ def command(
         return 130
     print(f"{name}: {report}")
     return 0
+
+
+def check_apart(inputs: Iterable[str | Path], outputs: Iterable[str | Path]) -> None:
+    """Checks that nothing that is read is written.
+
+    Raises:
+        UserError: naming what is.
+    """
+    both = {Path(path).resolve() for path in inputs} & {Path(path).resolve() for path in outputs}
+    if both:
+        raise UserError(f"{min(both)} would be read and overwritten; name another folder, or another file")
 
 
 def external_shuffle(source: str | Path, write: Callable[[bytes], None], seed: int, buckets: int = 64) -> int:

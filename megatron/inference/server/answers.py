@@ -44,6 +44,7 @@ class CompletionAnswer:
         self.tokenizer = tokenizer
         self.id = f"cmpl-{uuid.uuid4().hex}"
         self.created = int(time.time())
+        self._offsets = [0] * len(asked.job.prompts)
 
     def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -110,7 +111,9 @@ class CompletionAnswer:
 
     def piece(self, piece: Piece) -> dict[str, Any]:
         """An event for a token."""
-        return self._frame([self._choice(piece.row, piece.text, [piece.token], None)])
+        offset = self._offsets[piece.row]
+        self._offsets[piece.row] += len(self.tokenizer.detokenize([piece.token.id]))
+        return self._frame([self._choice(piece.row, piece.text, [piece.token], None, offset)])
 
     def end(self, results: Sequence[Result]) -> Iterator[dict[str, Any]]:
         """The last events: what was held back, why each text ended, and what it took."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from importlib.resources import files
 from typing import Any
 
@@ -23,6 +24,9 @@ from megatron.inference.server.worker import Event, Failed, Piece, Result, Ticke
 _ALIVE_SECONDS = 10.0
 """A stream that waits says so this often."""
 
+_LISTENING_SECONDS = 0.5
+"""How often it is asked whether anybody waits for an answer."""
+
 _SECURITY = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; frame-ancestors 'none'",
@@ -38,7 +42,7 @@ class Running:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
         def emit(event: Event) -> None:
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop is closed: the server ends
                 loop.call_soon_threadsafe(self._events.put_nowait, event)
 
         self.ticket = Ticket(job, emit)
@@ -62,15 +66,18 @@ class Running:
             RequestError: when the job came to nothing.
             ClientDisconnect: when nobody listens.
         """
+        asked = time.monotonic()
         while True:
-            event = await self.next(0.5)
+            event = await self.next(_LISTENING_SECONDS)
             if isinstance(event, Failed):
                 raise RequestError(event.message, 500)
             if isinstance(event, list):
                 return event
-            if event is None and await request.is_disconnected():
-                self.cancel()
-                raise ClientDisconnect
+            if time.monotonic() - asked >= _LISTENING_SECONDS:
+                asked = time.monotonic()
+                if await request.is_disconnected():
+                    self.cancel()
+                    raise ClientDisconnect
 
 
 class Server:
@@ -141,9 +148,13 @@ class Server:
             if len(body) > self.body_bytes:
                 raise RequestError(f"the request is longer than {self.body_bytes} bytes", 413)
         try:
-            return json.loads(body)
+            found = json.loads(body)
+            json.dumps(found, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise RequestError("the request holds half a character (an escaped surrogate)") from error
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the request is no JSON: {error}") from error
+        return found
 
     async def megatron(self, request: Request) -> Response:
         """``PUT /api``."""

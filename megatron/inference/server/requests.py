@@ -181,6 +181,9 @@ def megatron_job(body: object, tokenizer: Tokenizer, limits: Limits) -> Job:
         raise RequestError("prompts must be a list of texts")
     texts = fields.texts("prompts", MAX_PROMPTS, 1 << 20)
     prompts = tokenizer.tokenize_batch(texts)
+    if fields.switch("add_BOS"):
+        start = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
+        prompts = [[start, *prompt] for prompt in prompts]
     new = fields.integer("tokens_to_generate", _room(64, prompts, limits), 0, limits.window)
     logprobs = fields.switch("logprobs")
     if not new and not logprobs:
@@ -191,9 +194,6 @@ def megatron_job(body: object, tokenizer: Tokenizer, limits: Limits) -> Job:
         fields.values = {**fields.values, "top_k": 0, "temperature": 1.0}
     temperature = fields.number("temperature", 1.0, 0.0, 100.0)
     sampling = _sampling(fields, top_p=fields.number("top_p", 0.0, 0.0, 1.0), greedy=greedy, temperature=temperature)
-    if fields.switch("add_BOS"):
-        start = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
-        prompts = [[start, *prompt] for prompt in prompts]
     _check_size(prompts, new, limits)
     seeds = _seeds(fields, "random_seed", len(prompts))
     return Job(prompts, new, sampling, seeds, 0 if logprobs else None, logprobs, stop)
@@ -253,7 +253,10 @@ def completion_job(body: object, tokenizer: Tokenizer, limits: Limits) -> Comple
         fields.refuse(name, *neutral)
     fields.refuse("logit_bias", {})
     n = fields.integer("n", 1, 1, MAX_PROMPTS)
-    prompts = [prompt for prompt in _completion_prompts(fields, tokenizer) for _ in range(n)]
+    different = _completion_prompts(fields, tokenizer)
+    if len(different) * n > MAX_PROMPTS:
+        raise RequestError(f"there are {len(different)} prompts and n is {n}; at most {MAX_PROMPTS} texts are allowed")
+    prompts = [prompt for prompt in different for _ in range(n)]
     top = None if fields.values.get("logprobs") is None else fields.integer("logprobs", 0, 0, MAX_TOP)
     echo = fields.switch("echo")
     new = fields.integer("max_tokens", _room(16, prompts, limits), 0, limits.window)
@@ -278,6 +281,8 @@ def completion_job(body: object, tokenizer: Tokenizer, limits: Limits) -> Comple
 def _completion_prompts(fields: Fields, tokenizer: Tokenizer) -> list[list[int]]:
     """A text, a list of texts, tokens, or a list of tokens."""
     prompt = fields.values.get("prompt", "")
+    if not isinstance(prompt, (str, list)):
+        raise RequestError("prompt must be a text, a list of texts, tokens, or a list of tokens")
     if isinstance(prompt, list) and prompt and all(type(one) is int for one in prompt):
         prompt = [prompt]
     if isinstance(prompt, list) and prompt and all(isinstance(one, list) for one in prompt):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,9 +12,6 @@ from megatron.inference.jobs import Job, Leader
 from megatron.inference.model import LoadedModel
 from megatron.inference.server.requests import RequestError
 from megatron.inference.text import TextStream
-
-_IDLE_SECONDS = 20.0
-"""How often the other ranks hear from the speaker when there is nothing to do; less than any collective's patience."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +72,17 @@ class Worker:
     Args:
         model: on its speaker.
         waiting: jobs that may wait; more are refused.
+        patience_s: how long the other ranks wait to hear from this one.
         ended: called when the thread ends, whatever for.
     """
 
-    def __init__(self, model: LoadedModel, waiting: int, ended: Callable[[], None]) -> None:
+    def __init__(self, model: LoadedModel, waiting: int, patience_s: float, ended: Callable[[], None]) -> None:
         self.model = model
         self.error: BaseException | None = None
         self.busy = False
         self.served = 0
         self._ended = ended
+        self._patience_s = patience_s
         self._queue: queue.Queue[Ticket] = queue.Queue(waiting)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._main, name="generation", daemon=True)
@@ -123,20 +121,14 @@ class Worker:
             self._ended()
 
     def _loop(self) -> None:
-        leader = Leader(self.model)
-        heard = time.monotonic()
-        while not self._stop.is_set():
-            try:
-                ticket = self._queue.get(timeout=0.2)
-            except queue.Empty:
-                if time.monotonic() - heard > _IDLE_SECONDS:
-                    leader.idle()
-                    heard = time.monotonic()
-                continue
-            if not ticket.cancelled.is_set():
-                self._do(leader, ticket)
-                heard = time.monotonic()
-        leader.stop()
+        with Leader(self.model, self._patience_s) as leader:
+            while not self._stop.is_set():
+                try:
+                    ticket = self._queue.get(timeout=0.2)
+                except queue.Empty:
+                    continue
+                if not ticket.cancelled.is_set():
+                    self._do(leader, ticket)
 
     def _do(self, leader: Leader, ticket: Ticket) -> None:
         job = ticket.job

@@ -26,7 +26,7 @@ from tools.openwebtext import (
     merge_jsons,
     remove_group_duplicates,
 )  # fmt: skip
-from tools.openwebtext.streams import UserError, external_shuffle, lines, writing
+from tools.openwebtext.streams import UserError, encode, external_shuffle, lines, writing
 
 ENGLISH = (
     "The old house by the river had been empty for many years when the new family came. They painted the door, "
@@ -65,6 +65,25 @@ def test_files_come_and_go_compressed_as_their_names_say(ending: str, tmp_path: 
         path.write_bytes(raw[: len(raw) // 2])
         with pytest.raises(UserError, match=r"data\.jsonl.*damaged"):
             list(lines(path))
+
+
+def test_files_of_several_frames_and_broken_ones(tmp_path: Path) -> None:
+    for ending in (".gz", ".zst"):
+        one, two = tmp_path / f"one{ending}", tmp_path / f"two{ending}"
+        write(one, [{"n": 1}] * 500)
+        write(two, [{"n": 2}])
+        whole = one.read_bytes() + two.read_bytes()
+        one.write_bytes(whole)
+        assert len(read(one)) == 501
+        one.write_bytes(whole[:30] + bytes([whole[30] ^ 0xFF]) + whole[31:])
+        with pytest.raises(UserError, match="damaged"):
+            list(lines(one))
+
+
+def test_halves_of_characters_stay_escaped() -> None:
+    line = encode({"a": "ä", "b": "\ud800"})
+    assert json.loads(line.decode("utf-8")) == {"a": "ä", "b": "\ud800"}
+    assert encode({"a": "ä"}) == '{"a": "ä"}'.encode()
 
 
 def test_a_failed_step_leaves_nothing(tmp_path: Path) -> None:
@@ -171,6 +190,7 @@ def test_length_counts_tokens_where_there_is_a_vocabulary(tmp_path: Path) -> Non
     cleanup_dataset._Settings.tokenizer = Letters()  # type: ignore[assignment]
     assert not cleanup_dataset.long_enough("one two three four")
     assert cleanup_dataset.long_enough("one two three four five")
+    assert not cleanup_dataset.long_enough("a'b'c'd'e'f'g'h'i")
     cleanup_dataset.prepare("text", "en", 5, None)
     assert cleanup_dataset.long_enough("one, two, three")
 
@@ -191,6 +211,14 @@ def test_fixes_chain_and_files_are_named_after_their_inputs(tmp_path: Path) -> N
     assert kept[0]["text"] == "It is short and English,\nand costs €5."
     assert len(kept) == 2
     assert read(tmp_path / "a.b_filtered.jsonl.gz") == rows[:2]
+
+
+def test_what_is_read_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sources = [write(tmp_path / name, [{"text": ENGLISH * 4}]) for name in ("a.jsonl", "a_cleaned.jsonl")]
+    flags = ["--input-files", *sources, "--output-path", str(tmp_path), "--tasks", "remove_512"]
+    assert cleanup_fix_dataset.main(flags) == 2
+    assert "read and overwritten" in capsys.readouterr().err
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_line_breaks_after_words_become_spaces() -> None:
@@ -261,6 +289,22 @@ def test_a_leak_is_cut_out_up_to_the_ends_of_sentences(tmp_path: Path) -> None:
         assert 200 < len(row["text"]) < len(FILL)
 
 
+def test_a_leak_that_is_longer_than_a_run_goes_to_its_end(tmp_path: Path) -> None:
+    # LAMBADA's shape: the last words of a passage are the answer.
+    passage = " ".join(f"z{number}" for number in range(50)) + ". Then it was the young man called Gabriel"
+    found = _filter(tmp_path, [f"{FILL * 2}{passage}. {FILL * 2}"], [passage])
+    assert len(found) == 2
+    assert not any("Gabriel" in row["text"] or "z4" in row["text"] for row in found)
+
+
+def test_short_runs_are_counted_within_long_ones(tmp_path: Path) -> None:
+    eight = "one two three four five six seven eight"
+    long = f"{eight} nine ten eleven twelve thirteen"
+    texts = [f"{FILL}{long}. {FILL}"] * 10 + [f"{FILL}{eight}. {FILL}"]
+    # Both are phrases, though the short one never stands alone ten times.
+    assert len(_filter(tmp_path, texts, [eight, long])) == 11
+
+
 def test_short_tasks_count_from_eight_words_and_phrases_stay(tmp_path: Path) -> None:
     eight = "one two three four five six seven eight"
     texts = [f"{FILL}{eight}. {FILL}"]
@@ -311,6 +355,7 @@ def test_numbers_and_merged_files(tmp_path: Path) -> None:
     write(folder / "b.json", [{"n": 2}])
     write(folder / "a.jsonl.zst", [{"n": 0}, {"n": 1}])
     (folder / "notes.txt").write_text("no")
+    write(folder / "a_filtered.jsonl", [{"n": 7}])
     merged = folder / "merged_output.json"
     for _ in range(2):  # its own output is no input
         assert merge_jsons.main(["--json_path", str(folder), "--output_file", str(merged)]) == 0

@@ -100,9 +100,13 @@ def test_new_documents_meet_saved_fingerprints(tmp_path: Path) -> None:
     flags = [*base, "--inputs", write(tmp_path / "b", new), "url", "--load-fingerprints", saved, "--output", str(out)]
     assert find_duplicates.main([*flags, "--heuristic-iter", "-1"]) == 0
     assert bench.pairs_of(out) == exact(rows, 0.5)
+    # Old documents stand first, so that of each group one that is there already is kept.
+    assert all("copy" not in key for row in read(out) for key in row)
     assert find_duplicates.main([*flags, "--seed", "5"]) == 2
-    Path(saved).write_bytes(b"PK")
-    assert find_duplicates.main(flags) == 2
+    whole = Path(saved).read_bytes()
+    for damaged in (b"PK", whole[: len(whole) // 2], b""):
+        Path(saved).write_bytes(damaged)
+        assert find_duplicates.main(flags) == 2
 
 
 def test_the_first_of_documents_with_one_key_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +115,7 @@ def test_the_first_of_documents_with_one_key_counts(tmp_path: Path, capsys: pyte
     out = tmp_path / "out"
     flags = ["--inputs", write(tmp_path / "in", rows), "url", "--output", str(out), "--workers", "1"]
     assert find_duplicates.main(flags) == 0
-    assert "1 repeated keys" in capsys.readouterr().out
+    assert "1 repeated names" in capsys.readouterr().out
     assert bench.pairs_of(out) == {("a", "b")}
 
 
@@ -153,6 +157,7 @@ def test_the_pipeline_from_urls_to_training_data(tmp_path: Path, capsys: pytest.
     assert {row["url"] for row in found} == {f"https://example.org/{number}" for number in range(30)}
     assert [row["adlr_id"] for row in found] == [f"doc-{n:010d}" for n in range(1, 31)]
     assert [row["url"] for row in found] != sorted(row["url"] for row in found)
+    assert all("cleaning_key" not in row for row in found)
     assert {entry.name for entry in out.iterdir()} == {"train_data.json", "report.json"}
     report = json.loads((out / "report.json").read_text())
     assert report["merge"]["counts"]["of URLs that are left out"] == 1
@@ -167,6 +172,41 @@ def test_the_pipeline_from_urls_to_training_data(tmp_path: Path, capsys: pytest.
     capsys.readouterr()
     assert pipeline.main([*flags, "--id-prefix", "x", "--keep"]) == 0
     assert capsys.readouterr().out.count("done before") == len(report) - 1
+
+
+def test_documents_without_or_with_the_same_url_are_told_apart(tmp_path: Path) -> None:
+    generator = random.Random(5)
+    texts = [ENGLISH * 4 + " ".join(generator.choices(WORDS, k=300)) for _ in range(4)]
+    rows = [
+        {"url": "", "text": texts[0]},
+        {"url": "", "text": texts[1]},
+        {"text": texts[2]},
+        {"url": "x", "text": texts[0]},
+    ]
+    rows += [{"url": "x", "text": texts[3]}, {"url": "\ud800", "text": texts[3]}]
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    paths = [write(tmp_path / name / "pages.jsonl", rows) for name in ("a", "b")]
+    assert pipeline.main(["--json", *paths, "--output-path", str(tmp_path / "out"), "--workers", "1"]) == 0
+    found = read(tmp_path / "out" / "train_data.json")
+    assert sorted(row["text"] for row in found) == sorted(texts)
+
+
+def test_the_pipeline_leaves_its_inputs_alone_and_sees_their_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "train_data.json", [{"url": "a", "text": ENGLISH * 8}])
+    assert pipeline.main(["--json", source, "--output-path", str(tmp_path), "--workers", "1"]) == 2
+    assert "read and overwritten" in capsys.readouterr().err
+    assert len(read(source)) == 1
+    task = write(tmp_path / "task", [{"q": "nothing of this is anywhere in the text at all, not one word of it"}])
+    flags = ["--json", source, "--output-path", str(tmp_path / "out"), "--workers", "1", "--task-files", task, "q"]
+    assert pipeline.main(flags) == 0
+    assert len(read(tmp_path / "out" / "train_data.json")) == 1
+    write(Path(task), [{"q": ENGLISH}])
+    assert pipeline.main(flags) == 0
+    assert len(read(tmp_path / "out" / "train_data.json")) == 0
+    assert pipeline.main([*flags, "--lambada-path", str(tmp_path / "none")]) == 2
 
 
 def test_the_bench_runs(capsys: pytest.CaptureFixture[str]) -> None:

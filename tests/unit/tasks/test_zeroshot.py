@@ -111,7 +111,8 @@ def test_lambada_counts_the_texts_whose_end_is_the_likeliest(
         texts.append([*tokens, best if right else (best + 1) % 96])
         correct += right
     path = tmp_path / "lambada.jsonl"
-    path.write_text("".join(json.dumps({"text": " ".join(map(str, tokens))}) + "\n" for tokens in texts))
+    rows = [{"text": " ".join(map(str, tokens)), "more": "\u2028"} for tokens in texts]
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     flags = ["--task", "LAMBADA", "--valid-data", str(path), "--load", str(saved), "--micro-batch-size", "5"]
     assert main([*flags, *(["--strict-lambada"] if strict else [])]) == 0
     line = capsys.readouterr().out.splitlines()[1]
