@@ -38,7 +38,7 @@ def _run(folder: Path, **settings: str) -> str:
 def test_it_trains_with_compressed_activations_and_goes_on(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     chain = {word: random.choice(60, 3) for word in range(60)}
-    word, words = 0, []
+    word, words = 0, list[str]()
     for _ in range(5000):
         word = int(random.choice(chain[word]))
         words.append(f"w{word}" + ("\n" if len(words) % 10 == 9 else ""))

@@ -117,7 +117,7 @@ class Index:
         joined = "\n".join(json.dumps(key) for key in keys).encode()
         with atomic_write(path) as stream:
             np.savez(
-                stream,  # type: ignore[arg-type]  # it writes
+                stream,
                 about=np.frombuffer(about.encode(), np.uint8),
                 keys=np.frombuffer(joined, np.uint8),
                 rows=self.rows,
