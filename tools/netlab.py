@@ -22,6 +22,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -211,9 +212,11 @@ class Lab:
         Returns:
             0, or the exit status of the first host that failed; 124 after the time-out. The others are ended then.
         """
-        started = [self._start(index, command, ranks_per_host) for index in range(len(self.rates))]
-        self._running += started
+        started: list[subprocess.Popen[bytes]] = []
         try:
+            for index in range(len(self.rates)):
+                started.append(self._start(index, command, ranks_per_host))
+                self._running.append(started[-1])
             return _wait(started, timeout)
         finally:
             for process in started:
@@ -235,13 +238,17 @@ class Lab:
     def remove(self) -> None:
         """Ends what runs on the hosts, in other threads too, and removes them and the bridge.
 
-        What is gone already is left out.
+        What is gone already is left out. A second Ctrl-C does not stop this half-way.
         """
-        for process in list(self._running):
-            _end(process)
-        _remove(self.key)
-        for limit in self.limits:
-            limit.remove()
+        with _undisturbed():
+            for process in list(self._running):
+                _end(process)
+            _remove(self.key)
+            for limit in self.limits:
+                limit.remove()
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def check_permission() -> None:
@@ -308,13 +315,27 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ignores the signals that end a laboratory, in the main thread, where they arrive."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Signals unwind like Ctrl-C, so that the hosts are removed; so does Ctrl-C where the shell had it ignored."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, stop) for number in _SIGNALS}
     try:
         yield
     finally:

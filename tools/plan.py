@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 REPO = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
@@ -40,7 +41,7 @@ from megatron.topology.launch import LaunchEnvironment, init_process_group, pick
 from megatron.topology.topology import build_topology  # noqa: E402
 from megatron.training.assembly import layout_of  # noqa: E402
 from tools.planner.choice import Choice, choice_of  # noqa: E402
-from tools.planner.cluster import Cluster, read_cluster, write_cluster  # noqa: E402
+from tools.planner.cluster import Cluster, Device, read_cluster, write_cluster  # noqa: E402
 from tools.planner.measure import described, measure_all  # noqa: E402
 from tools.planner.predict import Prediction, Predictor  # noqa: E402
 from tools.planner.report import breakdown, reason, table  # noqa: E402
@@ -94,8 +95,19 @@ def _without_pipeline(config: RunConfig, world_size: int) -> RunConfig:
     replicas = max(world_size // tp, 1)
     one = Choice(tp, 1, replicas, micro_batch=config.training.micro_batch_size, sequence_parallel=tp > 1)
     training = dataclasses.replace(config.training, global_batch_size=replicas * config.training.micro_batch_size)
-    made = dataclasses.replace(config, training=training)
+    backend: Literal["nccl", "gloo"] = "nccl" if torch.cuda.is_available() else "gloo"
+    parallel = dataclasses.replace(config.parallel, distributed_backend=backend)
+    made = dataclasses.replace(config, training=training, parallel=parallel)
     return one.configure(made).resolve(world_size, cuda_available=torch.cuda.is_available())
+
+
+def _this_machine() -> Cluster:
+    """What is known of the machine before anything is measured: how many ranks, and their memory."""
+    env, here = LaunchEnvironment.read(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not torch.cuda.is_available():
+        return Cluster(gpus=env.world_size, gpus_per_node=here, device=Device(memory_gib=4.0))
+    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    return Cluster(gpus=env.world_size, gpus_per_node=here, device=Device(memory_gib=memory))
 
 
 def measure(config: RunConfig, cluster: Cluster, vocab_size: int, specs: Sequence[str], path: Path) -> Cluster | None:
@@ -152,7 +164,7 @@ def run(options: argparse.Namespace) -> None:
     """
     path = Path(options.cluster)
     config = RunConfig.load_yaml(options.config)
-    cluster = read_cluster(path) if path.exists() or not options.measure else Cluster()
+    cluster = read_cluster(path) if path.exists() or not options.measure else _this_machine()
     if options.gpus is not None:
         cluster = dataclasses.replace(cluster, gpus=options.gpus)
     vocab_size = options.vocab_size or entries_of(config)
@@ -162,7 +174,16 @@ def run(options: argparse.Namespace) -> None:
             return
         print(f"measured; written to {path}\n")
         cluster = measured
-    resolved = config.resolve(cluster.gpus)
+    # The devices are the cluster's, whatever this machine has.
+    resolved = config.resolve(cluster.gpus, cuda_available=True)
+    recompute = resolved.recompute
+    if recompute.recompute_granularity == "full" and (
+        recompute.recompute_method == "block" or recompute.recompute_num_layers != 1
+    ):
+        raise UserError(
+            "--recompute-method block and --recompute-num-layers are not planned; plan uniform with 1 layer, "
+            "which keeps the input of each layer"
+        )
     predictor = Predictor(resolved, cluster, vocab_size)
     given = predictor.predict(choice_of(resolved, cluster.gpus))
     shown = show(predictor, given, options)

@@ -112,7 +112,7 @@ def _from_text(path: Path, seq_length: int | None) -> list[_Row]:
             match = _TRAIN.search(line)
             if match:
                 iteration = int(match["iteration"])
-                if rows and rows[-1][0] == "train" and iteration <= rows[-1][1]:
+                if any(row[0] == "train" and row[1] >= iteration for row in reversed(rows)):
                     rows = [row for row in rows if row[1] < iteration]
                 tokens = None if seq_length is None else float(int(match["samples"]) * seq_length)
                 seconds = float(match["elapsed"]) / (1000.0 if match["unit"] == "ms" else 1.0)

@@ -142,7 +142,9 @@ def link_rate(bench: Bench, setup: Setup, computed: dict[str, float]) -> float:
     layers, hidden, sequence = bench.model
     if bench.paced_by == "message":
         piece = computed["slowest_compute_s"] / bench.micro_batches
-        return sequence * hidden * 32 / (setup.ratio * piece)
+        # Tensor-parallel ranks of one host each send the whole activation over its link.
+        sharing = min(bench.tp, bench.ranks_per_host)
+        return sharing * sequence * hidden * 32 / (setup.ratio * piece)
     parameters = 12 * layers * hidden**2 + ((1 if bench.tied else 2) * VOCAB + sequence) * hidden
     return 2 * (bench.dp - 1) / bench.dp * parameters * 32 / (setup.ratio * computed["slowest_compute_s"])
 
@@ -241,6 +243,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="the first and the last link of each layout only")
     parser.add_argument("--out", default="bench_out/network", help="folder of tables, plots and measurements")
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps}: give at least 1")
     names = options.layouts.split(",")
     unknown = [name for name in names if name not in BENCHES]
     if unknown:

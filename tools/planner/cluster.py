@@ -151,12 +151,47 @@ def wire_between(cluster: Cluster, size: int, stride: int) -> Wire:
         stride: from one member to the next.
     """
     node = cluster.gpus_per_node
+    # Groups follow each other in blocks of ranks; unless blocks fill nodes evenly, some group straddles two.
+    if cluster.gpus <= node or node % (size * stride) == 0:
+        return inside_wire(cluster, size)
     per_node = min(size, max(1, node // stride)) if stride < node else 1
+    if per_node == size:
+        per_node = max(size - 1, 1)
+    return across_wire(cluster, per_node, node / per_node)
+
+
+def inside_wire(cluster: Cluster, size: int) -> Wire:
+    """What a group gets whose members are all in one node."""
+    return Wire(cluster.inside.gbit_per_s * 1e9 / 8, cluster.inside.latency_us * 1e-6, size)
+
+
+def across_wire(cluster: Cluster, per_node: int, flows: float) -> Wire:
+    """What a group gets that leaves its node.
+
+    Args:
+        cluster: the links.
+        per_node: members in a node.
+        flows: groups like it that share a node's link.
+    """
+    share = cluster.across.gbit_per_s * 1e9 / 8 / flows
     inside = cluster.inside.gbit_per_s * 1e9 / 8
-    if (size - 1) * stride < node:
-        return Wire(inside, cluster.inside.latency_us * 1e-6, size)
-    share = cluster.across.gbit_per_s * 1e9 / 8 * per_node / node
     return Wire(min(share, inside) if per_node > 1 else share, cluster.across.latency_us * 1e-6, per_node)
+
+
+def hop_wire(cluster: Cluster, replica: int, stage: int, stages: int) -> Wire:
+    """What a message from a pipeline stage to the next (after the last, the first) gets, while all ranks send theirs.
+
+    Args:
+        cluster: the links.
+        replica: ranks of a stage, which follow each other.
+        stage, stages: number of the sender, and of all.
+    """
+    node = cluster.gpus_per_node
+    first, following = stage * replica, (stage + 1) % stages * replica
+    crossing = sum((first + k) // node != (following + k) // node for k in range(replica))
+    if not crossing:
+        return inside_wire(cluster, 2)
+    return across_wire(cluster, 1, min(crossing, node))
 
 
 def read_cluster(path: str | Path) -> Cluster:
@@ -198,7 +233,8 @@ def _section(kind: type[Any], content: object, where: str) -> Any:
             raise UserError(f"{where}: {name} must be a positive number, not {value!r}")
         if fields[name].type == "int" and value != int(value):
             raise UserError(f"{where}: {name} must be a whole number, not {value!r}")
-    return kind(**content)
+    whole = {name: int(value) for name, value in content.items() if fields[name].type == "int"}
+    return kind(**{**content, **whole})
 
 
 def _positive(value: object) -> bool:

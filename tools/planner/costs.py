@@ -16,7 +16,7 @@ from megatron.compression.spec import Spec
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from tools.planner.choice import Choice
-from tools.planner.cluster import CODING, Cluster, Wire, wire_between
+from tools.planner.cluster import CODING, Cluster, Wire, across_wire, hop_wire, wire_between
 from tools.planner.dry_run import DryStand
 from tools.planner.pieces import Message, Piece, Pieces, Reduction, message
 
@@ -30,11 +30,11 @@ TP_POINTS = (Point.TP_FWD, Point.TP_BWD)
 
 @dataclass(frozen=True)
 class Wires:
-    """What each kind of group gets of the links."""
+    """What each kind of group gets of the links; ``hops`` by the pipeline rank that the next one is behind."""
 
     tp: Wire
     dp: Wire
-    neighbours: Wire
+    hops: tuple[Wire, ...]
     ends: Wire
     holders: Wire
     world: Wire
@@ -43,12 +43,20 @@ class Wires:
 def wires_of(cluster: Cluster, choice: Choice) -> Wires:
     """Ranks count tensor-parallel fastest, then data-parallel, then pipeline stages."""
     replica = choice.tp * choice.dp
+    dp = wire_between(cluster, choice.dp, choice.tp)
+    # The first and the last stage; where they are in one node, all are.
+    ends = hop_wire(cluster, replica, choice.pp - 1, choice.pp)
+    holders = ends
+    if ends.per_node == 1:
+        # Those of one stage follow each other as its replicas do.
+        together = min(dp.per_node, choice.dp)
+        holders = across_wire(cluster, together, min(replica, cluster.gpus_per_node) / together)
     return Wires(
         tp=wire_between(cluster, choice.tp, 1),
-        dp=wire_between(cluster, choice.dp, choice.tp),
-        neighbours=wire_between(cluster, 2, replica),
-        ends=wire_between(cluster, 2, replica * max(choice.pp - 1, 1)),
-        holders=wire_between(cluster, 2 * choice.dp, choice.tp),
+        dp=dp,
+        hops=tuple(hop_wire(cluster, replica, stage, choice.pp) for stage in range(choice.pp)),
+        ends=ends,
+        holders=holders,
         world=wire_between(cluster, choice.world_size, 1),
     )
 
@@ -105,7 +113,7 @@ class CostBook:
         key = (name, choice.tp, choice.sequence_parallel, choice.micro_batch, recompute, texts)
         if key not in self._pieces:
             specs = {point: spec for point, spec in self.specs(choice).items() if point in TP_POINTS}
-            self._pieces[key] = _planned(texts, lambda: self._dry(choice, specs).piece(name))
+            self._pieces[key] = planned(texts, lambda: self._dry(choice, specs).piece(name))
         return self._pieces[key]
 
     def reduction(self, choice: Choice, name: str, stage: int) -> Reduction:
@@ -116,22 +124,29 @@ class CostBook:
         texts = self._text(choice, Point.DP_GRAD) if covered else ()
         # Summed elsewhere, or in the only stage's embedding.
         fused = self.fused(choice) or (self.tied and choice.pp == 1 and name == "head")
-        key = (name, choice.tp, choice.sequence_parallel, choice.sharded, fused, texts)
+        replicas = _replicas(spec if covered else None, choice.dp)
+        key = (name, choice.tp, choice.sequence_parallel, choice.sharded, fused, texts, replicas)
         if key not in self._reductions:
             used = {Point.DP_GRAD: spec} if spec is not None and covered else {}
-            self._reductions[key] = _planned(
+            self._reductions[key] = planned(
                 texts,
-                lambda: self._dry(choice, used, stage).reduction(name, sharded=choice.sharded, fused=fused),
+                lambda: self._dry(choice, used, stage).reduction(
+                    name, sharded=choice.sharded, fused=fused, replicas=replicas
+                ),
             )
         return self._reductions[key]
 
     def embedding_sum(self, choice: Choice, shape: tuple[int, ...], elements: int) -> Reduction:
         """The sum of the tied embedding over its holders."""
         texts = self._text(choice, Point.EMBED_GRAD)
-        key = ("tied", shape, elements, texts)
+        holders = 2 * choice.dp if self.fused(choice) else 2
+        replicas = _replicas(self.specs(choice).get(Point.EMBED_GRAD), holders)
+        key = ("tied", shape, elements, texts, replicas)
         if key not in self._reductions:
             specs = {p: spec for p, spec in self.specs(choice).items() if not p.sums or p is Point.EMBED_GRAD}
-            self._reductions[key] = _planned(texts, lambda: self._dry(choice, specs).embedding_sum(shape, elements))
+            self._reductions[key] = planned(
+                texts, lambda: self._dry(choice, specs).embedding_sum(shape, elements, replicas)
+            )
         return self._reductions[key]
 
     def message(self, choice: Choice, point: Point, compressed: bool) -> Message:
@@ -146,7 +161,7 @@ class CostBook:
             plan = CompressionPlan({p: spec for p, spec in specs.items() if p is point}, 0, choice.pp)
             plan.begin(STEADY)
             dtype = self.config.precision.params_dtype
-            self._messages[key] = _planned(
+            self._messages[key] = planned(
                 texts,
                 lambda: message(plan.codec(point), shape, dtype, self._stand, choice.micro_batch),
             )
@@ -160,7 +175,7 @@ class CostBook:
             plan = CompressionPlan({p: s for p, s in self.specs(choice).items() if p is Point.PARAM_GATHER}, 0, 1)
             plan.begin(STEADY)
             dtype = self.config.precision.params_dtype
-            self._messages[key] = _planned(
+            self._messages[key] = planned(
                 texts,
                 lambda: message(plan.codec(Point.PARAM_GATHER), torch.Size((elements,)), dtype, self._stand),
             )
@@ -177,7 +192,12 @@ class CostBook:
         return not self.config.model.untie_embeddings_and_output_weights
 
 
-def _planned(texts: tuple[str, ...], run: Callable[[], _T]) -> _T:
+def _replicas(spec: Spec | None, size: int) -> int:
+    """Ranks that a sum is run dry with: two tell what any number send, unless each sends what all must have."""
+    return size if spec is not None and spec.name == "topk" else 2
+
+
+def planned(texts: tuple[str, ...], run: Callable[[], _T]) -> _T:
     """Runs something dry.
 
     Raises:

@@ -147,14 +147,18 @@ def leaving(choice: Choice, wires: Wires, sent: Mapping[str, float]) -> dict[str
     groups = {
         Point.TP_FWD: (wires.tp, choice.tp),
         Point.TP_BWD: (wires.tp, choice.tp),
-        Point.PP_FWD: (wires.neighbours, 2),
-        Point.PP_BWD: (wires.neighbours, 2),
         Point.DP_GRAD: (wires.dp, choice.dp),
         Point.PARAM_GATHER: (wires.dp, choice.dp),
         Point.EMBED_GRAD: (wires.ends, 2),
     }
-    return {
+    found = {
         point.value: sent[point.value] / wire.per_node
         for point, (wire, size) in groups.items()
         if point.value in sent and wire.per_node < size
     }
+    boundaries = [wires.hops[boundary % choice.pp] for boundary in range(choice.pp * choice.chunks - 1)]
+    crossing = sum(wire.per_node == 1 for wire in boundaries)
+    for point in (Point.PP_FWD, Point.PP_BWD):
+        if crossing and point.value in sent:
+            found[point.value] = sent[point.value] * crossing / len(boundaries)
+    return found

@@ -27,7 +27,7 @@ from megatron.topology.topology import Topology
 from megatron.training.traffic import gather_rows
 from tools.planner.choice import Choice, choice_of
 from tools.planner.cluster import CODING, PARTS, Cluster, Device, Link
-from tools.planner.costs import STEADY, TP_POINTS, wires_of
+from tools.planner.costs import STEADY, TP_POINTS, planned, wires_of
 from tools.planner.dry_run import DryStand, Tally
 from tools.planner.pieces import PIECES, Pieces, Stand, message
 from tools.planner.stages import Stages
@@ -215,7 +215,8 @@ class Corrections:
     def of_coding(self, text: str) -> float:
         """Of a compressor's encoding and decoding."""
         ((point, spec),) = self.book.specs(dataclasses.replace(self.choice, specs=(text,))).items()
-        real, dry = (self._coding_s(point, spec, where) for where in (self.stand, DryStand(self.device)))
+        dry = planned((text,), lambda: self._coding_s(point, spec, DryStand(self.device)))
+        real = self._coding_s(point, spec, self.stand)
         return real / dry if dry and real else 1.0
 
     def _coding_s(self, point: Point, spec: Spec, where: Stand) -> float:

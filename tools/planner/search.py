@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from megatron.config.errors import UserError
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
-from tools.planner.choice import Choice
+from tools.planner.choice import Choice, choice_of
 from tools.planner.cluster import Cluster
 from tools.planner.predict import Prediction, Predictor
 
@@ -65,7 +65,7 @@ def choices(config: RunConfig, cluster: Cluster, spec_sets: Sequence[tuple[str, 
             dp = world // (tp * pp)
             if model.num_layers % pp or batch % dp:
                 continue
-            for micro_batch in MICRO_BATCHES:
+            for micro_batch in sorted({*MICRO_BATCHES, config.training.micro_batch_size}):
                 if batch // dp % micro_batch:
                     continue
                 count = batch // dp // micro_batch
@@ -100,6 +100,13 @@ def _useful(spec_sets: Sequence[tuple[str, ...]], choice: Choice) -> list[tuple[
     return list(dict.fromkeys(rests))
 
 
+def _given(config: RunConfig, cluster: Cluster) -> Iterator[Choice]:
+    """The run as it is, whether or not it is among the usual choices."""
+    given = choice_of(config, cluster.gpus)
+    if given.world_size == cluster.gpus and _refusal(config, given) is None:
+        yield given
+
+
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
@@ -125,13 +132,14 @@ def search(
     limit = (cluster.device.memory_gib if memory_gib is None else memory_gib) * 2**30
     queue = [
         (predictor.lower_bound(choice), number, choice)
-        for number, choice in enumerate(choices(config, cluster, spec_sets))
+        for number, choice in enumerate(dict.fromkeys([*choices(config, cluster, spec_sets), *_given(config, cluster)]))
     ]
     considered = len(queue)
     heapq.heapify(queue)
     best: list[Prediction] = []
     predicted = too_large = 0
     smallest = float("inf")
+    refusal: str | None = None
     while queue:
         bound, _, choice = heapq.heappop(queue)
         if len(best) >= top and bound >= best[-1].seconds:
@@ -148,7 +156,10 @@ def search(
         prediction = predictor.predict(choice)
         if len(best) >= top and prediction.seconds >= best[-1].seconds:
             continue
-        if _runs(config, choice):
+        refused = _refusal(config, choice)
+        if refused is not None:
+            refusal = refused
+        else:
             best = sorted([*best, prediction], key=lambda one: one.seconds)[:top]
     if not considered:
         raise UserError(
@@ -156,6 +167,8 @@ def search(
             f"{config.model.num_attention_heads} heads and a global batch of {config.training.global_batch_size}; "
             "change --global-batch-size, or gpus in the cluster file"
         )
+    if not best and refusal is not None:
+        raise UserError(f"training would refuse what fits: {refusal}")
     if not best:
         raise UserError(
             f"nothing fits into {limit / 2**30:.0f} GiB: the smallest of {considered} choices needs "
@@ -164,10 +177,10 @@ def search(
     return Found(best, considered, predicted, too_large)
 
 
-def _runs(config: RunConfig, choice: Choice) -> bool:
-    """Whether training would accept a choice."""
+def _refusal(config: RunConfig, choice: Choice) -> str | None:
+    """Why training would not accept a choice, if so."""
     try:
-        choice.configure(config).resolve(choice.world_size)
-    except UserError:
-        return False
-    return True
+        choice.configure(config).resolve(choice.world_size, cuda_available=True)
+    except UserError as error:
+        return str(error)
+    return None

@@ -94,19 +94,19 @@ class Stages:
         """The pipeline and the times of its chunks."""
         passes = self.passes(choice, wires)
         counts = [self.pieces_of(choice, virtual) for virtual in range(choice.pp * choice.chunks)]
-        hops: dict[tuple[bool, bool], Hop] = {}
+        hops: dict[tuple[bool, bool, Wire], Hop] = {}
 
         def hop(forward: bool, boundary: int, late: bool) -> Hop:
             point = Point.PP_FWD if forward else Point.PP_BWD
             on = self.compresses(choice, point, (boundary if forward else boundary + 1) % choice.pp, late)
-            if (forward, on) not in hops:
+            wire = wires.hops[boundary % choice.pp]
+            if (forward, on, wire) not in hops:
                 sent = self.book.message(choice, point, on)
                 factor = self.book.coding(choice, point) if on else 1.0
-                wire = wires.neighbours
-                hops[forward, on] = Hop(
+                hops[forward, on, wire] = Hop(
                     sent.encode_s * factor, sent.nbytes / wire.bytes_per_s, wire.latency_s, sent.decode_s * factor
                 )
-            return hops[forward, on]
+            return hops[forward, on, wire]
 
         return Pipeline(
             choice.schedule,

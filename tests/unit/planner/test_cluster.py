@@ -10,7 +10,9 @@ import pytest
 
 from megatron.config.errors import UserError
 from megatron.topology.layout import Layout
+from tools.planner.choice import Choice
 from tools.planner.cluster import Cluster, Device, Link, Wire, read_cluster, wire_between, write_cluster
+from tools.planner.costs import wires_of
 
 REPO = Path(__file__).parents[3]
 
@@ -55,6 +57,12 @@ def test_what_is_wrong_is_said_in_one_line(text: str, says: str, tmp_path: Path)
     assert str(path) in str(caught.value)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_whole_numbers_are_whole(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("gpus: 8.0\ngpus_per_node: 4.0\n")
+    assert isinstance(read_cluster(path).gpus, int)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -102,6 +110,35 @@ def test_a_group_gets_its_share_of_the_links(size: int, stride: int, gbyte_per_s
     wire = wire_between(CLUSTER, size, stride)
     assert wire.bytes_per_s == pytest.approx(gbyte_per_s * 1e9)
     assert wire.per_node == per_node
+
+
+@pytest.mark.parametrize(
+    ("node", "tp", "dp", "pp", "crossing"),
+    [(8, 4, 1, 4, 4), (4, 2, 1, 8, 6), (8, 1, 1, 16, 1), (4, 2, 2, 4, 12), (8, 2, 1, 4, 0), (8, 6, 1, 2, 4)],
+)
+def test_messages_cross_nodes_where_stages_lie_in_two(node: int, tp: int, dp: int, pp: int, crossing: int) -> None:
+    layout = Layout(tp=tp, dp=dp, pp=pp)
+    cluster = Cluster("c", layout.world_size, node, Device(), Link(800.0, 1.0), Link(80.0, 10.0))
+    wires = wires_of(cluster, Choice(tp, pp, dp))
+    hops = [
+        (a // node != b // node, stage) for group in layout.pp_groups() for stage, (a, b) in enumerate(pairwise(group))
+    ]
+    assert sum(away for away, _ in hops) == crossing
+    for stage in range(pp - 1):
+        leaving = sum(away for away, own in hops if own == stage)
+        wire = wires.hops[stage]
+        assert (wire.per_node == 1) == (leaving > 0)
+        # The ranks of a stage that leave their node share its link.
+        assert wire.bytes_per_s == pytest.approx(100e9 if not leaving else 10e9 / min(leaving, node))
+    ends = [group[0] // node != group[-1] // node for group in layout.pp_groups()]
+    assert (wires.ends.per_node == 1) == any(ends)
+    assert (wires.holders.bytes_per_s < 100e9) == any(ends)
+
+
+def test_groups_that_straddle_nodes_are_not_inside() -> None:
+    cluster = Cluster("c", 24, 8, Device(), Link(800.0, 1.0), Link(80.0, 10.0))
+    assert wire_between(cluster, 3, 1).per_node == 2
+    assert wire_between(cluster, 3, 1).bytes_per_s < 10e9
 
 
 def test_strides_are_those_of_the_layout() -> None:

@@ -7,12 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron.config.run import RunConfig
 from megatron.training.flops import benchmark_tflops
 from megatron.training.report import model_shape
-from tests.unit.planner.support import predictor_of, small_run
+from tests.unit.planner.support import CLUSTER, predictor_of, small_run
 from tools.bench_network.cases import BENCHES
 from tools.bench_network.run import linked, predicted
 from tools.planner.choice import choice_of
@@ -111,3 +112,17 @@ def test_corrections_multiply_what_they_name() -> None:
     moved = predictor.elements(choice, 0) * (4 + 2 * 4 + 24)
     update = moved / (predictor.cluster.device.memory_gbyte_per_s * 1e9)
     assert slower.parts["optimizer"] - plain.parts["optimizer"] == pytest.approx(4 * update)
+
+
+def test_top_k_sends_its_choice_to_every_replica() -> None:
+    """Each rank's own coordinates go to all others, so the bytes grow with the replicas."""
+    sent = {}
+    for dp in (2, 4, 8):
+        config = small_run(dp, ("dp-grad=topk,density=0.01",))
+        cluster = dataclasses.replace(CLUSTER, gpus=dp, gpus_per_node=dp)
+        predictor, choice = predictor_of(config, cluster)
+        sent[dp] = predictor.predict(choice).sent["dp-grad"]
+    # What is summed exactly (biases, norms) goes around a ring; the rest goes from each to all.
+    exact, chosen = np.linalg.solve([[1.0, 1.0], [1.75, 7.0]], [sent[2], sent[8]])
+    assert chosen > exact > 0
+    assert sent[4] == pytest.approx(1.5 * exact + 3 * chosen, rel=1e-6)

@@ -43,6 +43,26 @@ def test_the_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "fastest" not in shown
 
 
+def test_a_run_of_gpus_is_planned_anywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = _files(tmp_path)
+    config = tmp_path / "run.yaml"
+    config.write_text(config.read_text().replace("distributed_backend: gloo", "distributed_backend: nccl"))
+    assert "nccl" in config.read_text()
+    assert main([*words, "--top", "1", "--specs", ""]) == 0
+    assert "the fastest of " in capsys.readouterr().out
+
+
+def test_the_runs_own_choice_is_among_the_searched_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = _files(tmp_path)
+    sizes = {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 2}
+    run = small_run(training={"micro_batch_size": 32, "global_batch_size": 32}, parallel=sizes)
+    (tmp_path / "run.yaml").write_text(run.to_yaml())
+    assert main([*words, "--specs", "", "--top", "1000", "--json", str(tmp_path / "plan.json")]) == 0
+    given, *found = json.loads((tmp_path / "plan.json").read_text())
+    assert found[0]["seconds"] <= given["seconds"]
+    assert any(one["choice"]["micro_batch"] == 32 for one in found)
+
+
 def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = _files(tmp_path)
     (tmp_path / "cluster.yaml").write_text("gpus: 8\ndevice: {memory_gib: 0.0001}\n")
@@ -70,12 +90,17 @@ def test_measuring_fills_the_file_in(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--config", "none.yaml"], "none.yaml"),
         (["--cluster", "none.yaml"], "none.yaml"),
         (["--specs", "dp-grad=zip"], "no compressor is named 'zip'"),
+        (["--config", "block.yaml"], "--recompute-method block"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(
     change: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*_files(tmp_path), *change]) == 2
+    block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    (tmp_path / "block.yaml").write_text(small_run(recompute=block).to_yaml())
+    assert (
+        main([*_files(tmp_path), *(word.replace("block.yaml", str(tmp_path / "block.yaml")) for word in change)]) == 2
+    )
     error = capsys.readouterr().err
     assert error.startswith("plan: error: ")
     assert says in error

@@ -54,6 +54,16 @@ def test_json_lines_and_text_logs_are_read_alike(tmp_path: Path) -> None:
     assert only.hours == pytest.approx(8 / 3600)
 
 
+def test_a_restart_right_after_a_validation_replaces_what_came_after_it(tmp_path: Path) -> None:
+    lines = _text_log(tmp_path / "a.txt").read_text().splitlines()
+    validation = " validation loss at iteration 6 | lm loss value: 3.0E+00 | lm loss PPL: 2.4E+02 | "
+    restart = next(number for number, line in enumerate(lines) if number > 6 and " 5/ " in line)
+    (tmp_path / "b.txt").write_text("\n".join([*lines[:restart], validation, *lines[restart:]]))
+    run = read_run(str(tmp_path / "b.txt"), 128)
+    assert [point.iteration for point in run.train] == list(range(1, 9))
+    assert [point.iteration for point in run.valid] == [4]
+
+
 def test_time_to_a_loss_beside_the_baseline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The compressed run learns half as much an iteration, in a quarter of the time."""
     dense = _json_log(tmp_path / "dense" / "log.jsonl", 4.0, 0.2)
