@@ -140,8 +140,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return
         from tools.lm_eval_adapter import CheckpointLM
 
-        # The harness knows of this rank alone, and gives results only to a process that is the first of its machine.
-        os.environ["LOCAL_RANK"] = "0"
+        if ranks.env.world_size > 1:
+            # The harness knows of this rank alone, and gives results only to the first process of a machine.
+            os.environ["LOCAL_RANK"] = "0"
         with Leader(model, 60 * model_flags.distributed_timeout_minutes) as leader:
             found = run(CheckpointLM(leader, flags.micro_batch_size), flags)
         report(found, flags)

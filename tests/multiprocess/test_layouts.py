@@ -127,7 +127,7 @@ def test_single_precision_agrees(world_size: int) -> None:
     first = Trace(reference.losses[:10], reference.grad_norms[:10], {}, {})
     for name, trace in _traces(world_size, SINGLE, 10).items():
         _assert_close(trace, first, 1e-5, name)
-    longest = {name: LAYOUTS[world_size][name] for name in LONG[world_size]}
+    longest = {name: LAYOUTS[world_size][name] for name in LONG.get(world_size, LAYOUTS[world_size])}
     results = run_ranks(world_size, _run_all, longest, SINGLE, 30, False, timeout=300.0)
     for name in longest:
         _assert_close(results[0][name], reference, 1e-4, name)
