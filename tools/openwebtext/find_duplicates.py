@@ -161,6 +161,8 @@ def _prepare(path: str, places: NDArray[np.int64], index: Index | None, kind: st
 
 
 def _similarity(a: int, b: int) -> float:
+    if _State.index is not None and _State.kind == "union" and _State.index.hopeless(a, b, LEAST):
+        return 0.0
     first, second = _State.texts.shingles(a), _State.texts.shingles(b)
     if first is None or second is None:
         assert _State.index is not None
@@ -296,8 +298,9 @@ def run(options: argparse.Namespace) -> Report:
         if options.save_fingerprints:
             index.save(Path(options.save_fingerprints), [texts.key(number) for number in range(len(places))])
         if options.output:
-            # Fingerprints are compared where texts are missing; the other processes need them only then.
-            prints = index if options.load_fingerprints else None
+            # Fingerprints stand in for missing texts, and rule pairs out; other processes get them for the first alone.
+            alone = options.workers == 1 or not options.jaccard_parallel
+            prints = index if options.load_fingerprints or alone else None
             settings = (spill.name, places, prints, options.jaccard, options.heuristic_iter, options.seed)
             _write_duplicates(options, index, texts, settings, report)
     return report

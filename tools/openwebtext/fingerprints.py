@@ -93,6 +93,12 @@ class Index:
         small, large = sorted((float(self.sizes[a]), float(self.sizes[b])))
         return {"union": union, "min": min(shared / small, 1.0), "max": min(shared / large, 1.0)}[kind]
 
+    def hopeless(self, a: int, b: int, least: float) -> bool:
+        """Whether two documents' fingerprints agree in too few places, by four standard deviations, to be alike."""
+        seeds = self.rows.shape[1]
+        agreeing = int(np.count_nonzero(self.rows[a] == self.rows[b]))
+        return agreeing < seeds * least - 4 * (seeds * least * (1 - least)) ** 0.5
+
     def buckets(self, bands: int, left_out: NDArray[np.bool_]) -> Iterator[NDArray[np.int64]]:
         """Documents that agree in all rows of a band, two or more at a time; band after band.
 
