@@ -28,8 +28,9 @@ from megatron.checkpoint.save import (
 )
 from megatron.checkpoint.storage import ShardReader, check_file_sizes, check_items, read_item
 from megatron.config.errors import UserError
+from megatron.config.run import RunConfig
 
-SHOWN_DIFFERENCES = 4
+SHOWN_DIFFERENCES = SHOWN_ITERATIONS = 4
 
 
 def read_tracker(root: str | Path) -> Iteration | None:
@@ -49,14 +50,21 @@ def read_tracker(root: str | Path) -> Iteration | None:
         return None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
-    if not re.fullmatch(r"[0-9]{1,18}|release", text, re.ASCII):
+    iteration = _iteration_of(text)
+    if iteration is None:
         raise UserError(
             f"{path} holds {text[:30]!r} instead of an iteration or 'release'{_fallback(path.parent, None)}"
         )
-    iteration: Iteration = "release" if text == "release" else int(text)
     if not checkpoint_folder(path.parent, iteration).is_dir():
         raise UserError(f"{path} names iteration {iteration}, which is not there{_fallback(path.parent, iteration)}")
     return iteration
+
+
+def _iteration_of(text: str) -> Iteration | None:
+    """What a tracker's text names, if anything."""
+    if text == "release":
+        return "release"
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
 def complete_iterations(root: str | Path) -> list[int]:
@@ -72,8 +80,16 @@ def _looks_complete(root: Path, iteration: int) -> bool:
         return False
 
 
-def _fallback(root: Path, broken: Iteration | None) -> str:
-    """Which checkpoint could be loaded instead, as the end of a message; older ones come first."""
+def _fallback(root: Path, broken: Iteration | None, flag: str | None = None) -> str:
+    """Which checkpoint could be loaded instead, as the end of a message; older ones come first.
+
+    Args:
+        root: the folder of all checkpoints.
+        broken: the one that cannot be loaded.
+        flag: that named it, if one did: the tracker has no say then and may well name a good one.
+    """
+    if flag is not None or _asked_for(root, broken):
+        return _others(root, broken, flag)
     saved = [iteration for iteration in saved_iterations(root) if iteration != broken]
     if isinstance(broken, int):
         saved.sort(key=lambda iteration: (iteration > broken, -iteration))
@@ -83,19 +99,43 @@ def _fallback(root: Path, broken: Iteration | None) -> str:
     return f"; {root} has no other complete checkpoint"
 
 
-def open_checkpoint(root: Path, iteration: Iteration) -> tuple[Path, Manifest]:
+def _asked_for(root: Path, broken: Iteration | None) -> bool:
+    """Whether somebody named a checkpoint that is not the tracker's."""
+    try:
+        tracked = _iteration_of((root / TRACKER).read_bytes()[:100].decode(errors="replace").strip())
+    except OSError:
+        return False
+    return broken is not None and tracked not in (None, broken)
+
+
+def _others(root: Path, broken: Iteration | None, flag: str | None) -> str:
+    """The complete checkpoints, newest first, for somebody who named another."""
+    complete = [iteration for iteration in complete_iterations(root) if iteration != broken]
+    if not complete:
+        return f"; {root} has no other complete checkpoint"
+    shown = ", ".join(map(str, complete[:SHOWN_ITERATIONS])) + ", ..." * (len(complete) > SHOWN_ITERATIONS)
+    example = f" ({flag} {complete[0]})" if flag else ""
+    return f"; complete are, newest first: {shown}; name one of them{example}"
+
+
+def open_checkpoint(root: Path, iteration: Iteration, flag: str | None = None) -> tuple[Path, Manifest]:
     """A checkpoint's folder and table of contents.
+
+    Args:
+        root: the folder of all checkpoints.
+        iteration: which one.
+        flag: that named it; None for the tracker's.
 
     Raises:
         UserError: when it is missing or damaged; the message names one that is complete.
     """
     folder = checkpoint_folder(root, iteration)
     if not folder.is_dir():
-        raise UserError(f"{folder} is not there{_fallback(root, iteration)}")
+        raise UserError(f"{folder} is not there{_fallback(root, iteration, flag)}")
     try:
         return folder, read_manifest(folder)
     except UserError as error:
-        raise UserError(f"{error}{_fallback(root, iteration)}") from error
+        raise UserError(f"{error}{_fallback(root, iteration, flag)}") from error
 
 
 def _read_checked(root: Path, iteration: Iteration, pick: Callable[[Manifest], StoredItem]) -> bytes:
@@ -128,6 +168,29 @@ def load_config_yaml(root: str | Path, iteration: Iteration) -> str:
         UserError: when the checkpoint is missing or damaged.
     """
     return _read_checked(Path(root), iteration, lambda m: m.documents[CONFIG]).decode()
+
+
+def saved_config(
+    root: str | Path, iteration: Iteration | None = None, flag: str = "--ckpt-step"
+) -> tuple[RunConfig, Iteration]:
+    """The configuration of the run that saved a checkpoint, and which checkpoint that is.
+
+    Args:
+        root: the folder that ``--save`` wrote to.
+        iteration: of the checkpoint; None for the newest.
+        flag: of the command line, that names an iteration.
+
+    Raises:
+        UserError: when there is none, or it is damaged.
+    """
+    if isinstance(iteration, int) and iteration < 0:
+        raise UserError(f"{flag} {iteration}: iterations count from 0")
+    if iteration is not None:
+        open_checkpoint(Path(root), iteration, flag)
+    chosen = read_tracker(root) if iteration is None else iteration
+    if chosen is None:
+        raise UserError(f"--load {root} holds no checkpoint; name the folder that --save wrote to")
+    return RunConfig.from_yaml(load_config_yaml(root, chosen), f"{root}, iteration {chosen}"), chosen
 
 
 def load_per_rank(root: str | Path, iteration: Iteration, rank: int) -> dict[str, Any] | None:

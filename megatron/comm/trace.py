@@ -25,6 +25,8 @@ class Trace:
         label: what the rank is, for the reader.
         first, last: 0-based.
         synchronise: waits for the device, so that spans hold what they started; it costs overlap on CUDA.
+        world_size: ranks that write a trace beside this one.
+        run: the same on all of them, and on no others.
     """
 
     def __init__(
@@ -35,11 +37,14 @@ class Trace:
         first: int = 0,
         last: int = 0,
         synchronise: Callable[[], None] = lambda: None,
+        world_size: int = 1,
+        run: str = "",
     ) -> None:
         self.path = path
         self.rank = rank
         self.label = label
         self.first, self.last = first, last
+        self.world_size, self.run = world_size, run
         self._synchronise = synchronise
         self._iteration: int | None = None
         self._events: list[dict[str, Any]] = []
@@ -114,10 +119,11 @@ class Trace:
             {"name": "thread_name", "ph": "M", "pid": self.rank, "tid": 0, "args": {"name": "compute and waits"}},
         ]
         aligned = None if self._aligned is None else self._micros(self._aligned)
+        about = {"rank": self.rank, "label": self.label, "world_size": self.world_size, "run": self.run}
         content = {
             "traceEvents": names + self._events,
             "displayTimeUnit": "ms",
-            "otherData": {"rank": self.rank, "label": self.label, "aligned_us": aligned},
+            "otherData": {**about, "aligned_us": aligned},
         }
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps(content))

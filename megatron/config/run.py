@@ -120,3 +120,18 @@ def run_sections() -> dict[str, type]:
             raise TypeError(f"RunConfig.{entry.name} must be built by its dataclass")
         sections[entry.name] = factory
     return sections
+
+
+def run_around(model: ModelConfig, **sections: Any) -> RunConfig:
+    """An unresolved configuration of a model alone: what else resolving asks for is the least there is.
+
+    Args:
+        model: of the run.
+        sections: that are given all the same, by name.
+    """
+    least: dict[str, Any] = {
+        "training": TrainingConfig(micro_batch_size=1, global_batch_size=1, train_iters=1),
+        "optimizer": OptimizerConfig(lr=1e-4),
+        "tokenizer": TokenizerConfig(vocab_size=1),
+    }
+    return RunConfig(model=model, **{**least, **sections})

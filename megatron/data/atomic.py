@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+from megatron.config.errors import UserError
 
 
 def fsync_directory(folder: Path) -> None:
@@ -24,6 +29,82 @@ def fsync_directory(folder: Path) -> None:
 
 
 @contextmanager
+def holding(path: Path, *, where_there_are_locks: bool = False) -> Iterator[None]:
+    """Holds the lock of a file or folder, which goes with the process whatever ends it.
+
+    Args:
+        path: of it.
+        where_there_are_locks: go on without one on a file system that has none.
+
+    Raises:
+        BlockingIOError: when another process holds it.
+        OSError: when the file system has no locks.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:
+            if not where_there_are_locks:
+                raise
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def beside(path: Path, ending: str) -> Path:
+    """A hidden name of this process's in the file's folder, short enough whatever the file's own."""
+    name = path.name
+    if len(os.fsencode(name)) > 200:  # of 255
+        name = hashlib.blake2b(os.fsencode(name), digest_size=16).hexdigest()
+    return path.with_name(f".{name}.{os.getpid()}.{ending}")
+
+
+def remove_leftovers(path: Path, ending: str, remove: Callable[[Path], object]) -> None:
+    """Removes what processes that were killed had begun ``beside`` a file, and nothing that another one holds."""
+    begin = beside(path, ending).name.removesuffix(f"{os.getpid()}.{ending}")
+    for left in path.parent.iterdir() if path.parent.is_dir() else ():
+        number = left.name.removeprefix(begin).removesuffix(f".{ending}")
+        if number.isdecimal() and left.name == f"{begin}{number}.{ending}":
+            with suppress(OSError), holding(left):
+                remove(left)
+
+
+def check_writable(path: str | Path, flag: str = "") -> Path:
+    """Checks that `atomic_write` will be able to write a file, before what it is to hold is worked out.
+
+    Args:
+        path: of the file.
+        flag: that names it, for the message.
+
+    Returns:
+        The file's own place, links followed.
+
+    Raises:
+        UserError: naming the flag and the file, when it will not.
+    """
+    target = Path(os.path.realpath(path))
+    named = f"{flag} {path or target}".strip()
+    try:
+        if not target.parent.is_dir():
+            raise UserError(f"{named}: there is no folder {target.parent}; make it first")
+        with suppress(FileNotFoundError):  # other errors say why: names too long, links to themselves
+            kind = target.stat().st_mode
+            if stat.S_ISDIR(kind):
+                raise UserError(f"{named}: is a folder; name a file")
+            if not stat.S_ISREG(kind):
+                raise UserError(f"{named}: is no plain file and would be replaced; name another")
+        # Only trying tells: permissions say nothing of file systems that take no files.
+        beside(target, "tmp").touch()
+        beside(target, "tmp").unlink(missing_ok=True)  # processes of several machines may have the same number
+    except OSError as error:
+        raise UserError(f"{named}: cannot be written ({error.strerror}); name a file elsewhere") from error
+    return target
+
+
+@contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file beside `path`; it takes the final name only when the block ends without an error.
 
@@ -31,7 +112,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
     other: the last rename wins, and every version is complete.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = beside(path, "tmp")
     try:
         with open(temporary, "wb") as stream:
             yield stream

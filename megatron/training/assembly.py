@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,7 +125,16 @@ def _build_trace(config: RunConfig, topology: Topology) -> Trace:
         logs.profile_step_start,
         logs.profile_step_end,
         synchronise=torch.cuda.synchronize if cuda else lambda: None,
+        world_size=topology.layout.world_size,
+        run=_run_id(topology),
     )
+
+
+def _run_id(topology: Topology) -> str:
+    """When rank 0 came here: the same on every rank, and another one at each start of a run."""
+    now = torch.tensor([time.time_ns()])
+    topology.control.broadcast(now).wait()
+    return f"{int(now):x}"
 
 
 def layout_of(config: RunConfig, world_size: int) -> Layout:

@@ -8,7 +8,10 @@ from typing import Any
 
 from megatron.config.errors import UserError
 from megatron.data.atomic import atomic_write
-from megatron.training.sinks import read_events
+from megatron.training.sinks import Record, read_records
+
+ENDINGS = ("png", "pdf", "svg", "svgz", "eps", "ps", "jpg", "jpeg", "tif", "tiff", "webp")
+"""Of pictures."""
 
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
 
@@ -28,8 +31,10 @@ def plot_loss_curve(
         whole or not at all. reference_lines: label -> loss in nats per token, drawn as dashed horizontals
         (such as the unigram entropy). loss: key of the loss in the events.
 
-    Returns the picture's path. Raises UserError when matplotlib is missing or a file has no training events.
+    Returns the picture's path. Raises UserError when matplotlib is missing, the picture's ending is unknown, or a
+    file has no training events.
     """
+    picture_format(Path(out_png))
     figure = new_figure(8, 4.8)
     axes = figure.add_subplot()
     runs = [_Run(Path(path), loss) for path in jsonl_paths]
@@ -67,10 +72,27 @@ def new_figure(width: float, height: float) -> Any:
     return figure
 
 
+def picture_format(path: Path) -> str:
+    """The format that a picture's ending says (png unless it has one); ask before the work of drawing.
+
+    Raises:
+        UserError: when no picture ends so.
+    """
+    ending = path.suffix.lstrip(".").lower() or "png"
+    if ending not in ENDINGS:
+        raise UserError(f"{path}: no picture ends so; use {', '.join(f'.{known}' for known in ENDINGS)}")
+    return ending
+
+
 def save_figure(figure: Any, path: Path) -> Path:
-    """Writes a figure whole or not at all, in the format that the name's ending says (png unless it has one)."""
+    """Writes a figure whole or not at all, in the format of the name's ending.
+
+    Raises:
+        UserError: when no picture ends so.
+    """
+    form = picture_format(path)
     with atomic_write(path) as stream:
-        figure.savefig(stream, format=path.suffix.lstrip(".") or "png")
+        figure.savefig(stream, format=form)
     return path
 
 
@@ -79,7 +101,7 @@ class _Run:
 
     def __init__(self, path: Path, loss: str) -> None:
         try:
-            events = read_events(path)
+            events = read_records(path)
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from error
         self.path = path
@@ -89,10 +111,10 @@ class _Run:
         if not self.train:
             raise UserError(f"{path}: holds no training events with {loss!r}: was it written by --log-json-file?")
         last = next(e for e in reversed(events) if e.get("kind") == "train")
-        tokens = last.get("consumed_tokens")
+        tokens = last.number("consumed_tokens", 0.0)
         # Under a ramp-up of the batch size tokens are not proportional to iterations: no second axis then.
-        constant = len({e.get("global_batch_size") for e in events if e.get("kind") == "train"}) == 1
-        self.tokens_per_iteration = tokens / last["iteration"] if tokens and constant else 0.0
+        constant = len({e.number("global_batch_size", 0.0) for e in events if e.get("kind") == "train"}) == 1
+        self.tokens_per_iteration = tokens / max(last.iteration(), 1) if tokens > 0 and constant else 0.0
 
     def draw(self, axes: Any, label: str, colour: str, held_out_colour: str) -> None:
         axes.plot(*zip(*self.train, strict=True), color=colour, alpha=0.75, label=f"{label}training")
@@ -105,8 +127,9 @@ class _Run:
             axes.plot(x, y, "*", markersize=10, **hollow, label=f"{label}test: {y[-1]:.2f}")
 
 
-def _points(events: Sequence[Mapping[str, Any]], kind: str, loss: str) -> list[tuple[int, float]]:
-    return [(e["iteration"], e[loss]) for e in events if e.get("kind") == kind and e.get(loss) is not None]
+def _points(events: Sequence[Record], kind: str, loss: str) -> list[tuple[int, float]]:
+    """A loss that is not finite is nan, which leaves a gap in the curve."""
+    return [(e.iteration(), e.number(loss)) for e in events if e.get("kind") == kind and loss in e]
 
 
 def _labels(runs: Sequence[_Run]) -> list[str]:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
 from megatron.checkpoint.agree import together
-from megatron.checkpoint.files import checkpoint_folder
-from megatron.checkpoint.load import read_tracker
-from megatron.checkpoint.save import CONFIG
+from megatron.checkpoint.load import saved_config
 from megatron.config.errors import UserError
 from megatron.config.flags import ParsedRun, parse_args
 from megatron.config.merge import merge_checkpoint_config
@@ -58,10 +55,7 @@ def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
     if wanted.use_checkpoint_args:
         if wanted.load is None:
             raise UserError("--use-checkpoint-args takes the model's shape from --load, which is missing")
-        iteration = read_tracker(wanted.load)
-        if iteration is None:
-            raise UserError(f"--use-checkpoint-args: --load {wanted.load} holds no checkpoint")
-        saved = RunConfig.load_yaml(checkpoint_folder(Path(wanted.load), iteration) / CONFIG)
+        saved, _ = saved_config(wanted.load)
         given = merge_checkpoint_config(given, parsed.explicit, saved)
     return given.resolve(env.world_size, cuda_available=torch.cuda.is_available(), notes=parsed.notes)
 

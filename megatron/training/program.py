@@ -6,7 +6,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megatron.compression.options import CompressorFault
 from megatron.config.errors import UserError
@@ -32,8 +32,8 @@ class Ranks:
         self.env = LaunchEnvironment.read()
         self.watch: Watch | None = None
 
-    def join(self, backend: str, timeout_minutes: float) -> None:
-        """Meets the others, if any.
+    def join(self, backend: str, timeout_minutes: float, notes: Sequence[str] = ()) -> None:
+        """Meets the others, if any; rank 0 prints the notes on the flags.
 
         Raises:
             CommunicationError: when they do not come.
@@ -42,6 +42,9 @@ class Ranks:
             init_process_group(self.env, backend, timeout_minutes)
             self.watch = Watch(self.env.rank, self.env.world_size)
             self.watch.start()
+        if self.env.rank == 0:
+            for note in notes:
+                print(f"note: {note}", file=sys.stderr)
 
     def leave(self) -> None:
         """Parts in peace."""

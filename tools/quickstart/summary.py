@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.config.errors import UserError
 from megatron.data.atomic import atomic_write
-from megatron.training.sinks import read_events
+from megatron.training.sinks import read_records
 from tools.quickstart.unigram import Unigram
 
 WANTED_GAIN = 1.8
@@ -45,7 +45,7 @@ def summarise(log: Path, heldout: Unigram) -> Summary:
     Raises:
         UserError: when the run logged no training or no validation.
     """
-    events = list(read_events(log))
+    events = list(read_records(log))
     train = [event for event in events if event.get("kind") == "train"]
     validation = [event for event in events if event.get("kind") == "validation"]
     if not train or not validation or validation[-1].get("lm_loss") is None:

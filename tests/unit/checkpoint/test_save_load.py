@@ -18,6 +18,7 @@ from megatron.checkpoint.load import (
     load_per_rank,
     load_tensors,
     read_tracker,
+    saved_config,
     saved_world_size,
 )
 from megatron.checkpoint.logical import LogicalShard, shard_of_local
@@ -289,3 +290,19 @@ def test_an_async_failure_surfaces_at_a_later_step(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not saved"):
         train()
     saver.poll()
+
+
+def test_one_that_was_asked_for_is_not_replaced_by_the_tracker(tmp_path: Path) -> None:
+    """The tracker names a good one; to write an older one into it would set the run back."""
+    for iteration in (3, 6):
+        save(tmp_path, iteration)
+    for broken, shown in ((5, "6, 3"), (3, "6")):
+        if broken == 3:
+            (tmp_path / "iter_0000003" / "metadata.json").write_text("{")
+        with pytest.raises(UserError) as error:
+            saved_config(tmp_path, broken)
+        assert str(error.value).endswith(f"newest first: {shown}; name one of them (--ckpt-step 6)")
+        with pytest.raises(UserError, match=r"newest first: 6.*; name one of them$"):
+            load_tensors(tmp_path, broken, shards(model()))
+    with pytest.raises(UserError, match=r"--ckpt-step -3: iterations count from 0"):
+        saved_config(tmp_path, -3)

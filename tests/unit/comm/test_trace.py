@@ -39,7 +39,7 @@ def _steps(trace: Trace, count: int) -> int:
 
 def test_only_the_iterations_asked_for_are_recorded(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    assert _steps(Trace(path, 3, "pp 1", 2, 4), 6) == 1
+    assert _steps(Trace(path, 3, "pp 1", 2, 4, world_size=8, run="ab"), 6) == 1
     content = json.loads(path.read_text())
     spans: list[dict[str, Any]] = [event for event in content["traceEvents"] if event["ph"] == "X"]
     assert [s["args"]["iteration"] for s in spans if s["name"] == "iteration"] == [2, 3]
@@ -51,7 +51,9 @@ def test_only_the_iterations_asked_for_are_recorded(tmp_path: Path) -> None:
         ("send", "pp-forward", "e"),
     ] * 2
     assert flights[0]["args"] == {"point": "pp-forward", "sent bytes": 123, "iteration": 2}
-    assert content["otherData"]["aligned_us"] <= spans[0]["ts"]
+    about = content["otherData"]
+    assert about["aligned_us"] <= spans[0]["ts"]
+    assert (about["rank"], about["world_size"], about["run"]) == (3, 8, "ab")
     assert not list(tmp_path.glob("*.partial"))
 
 

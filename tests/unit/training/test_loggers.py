@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from megatron.config.errors import UserError
 from megatron.config.logs import LoggingConfig
 from megatron.training.loggers import HonestFigures, MetricLogger
 from megatron.training.logline import TrainRecord, format_train_line
-from megatron.training.sinks import Sink, open_sinks, read_events
+from megatron.training.sinks import Sink, open_sinks, read_records
 from megatron.training.traffic import PointTraffic
 
 RECORD = TrainRecord(
@@ -132,13 +134,38 @@ def test_events_of_lost_work_are_left_out_after_a_resume(tmp_path: Path) -> None
     for iteration in (20, 30):
         logger.train(record_at(iteration, loss=2.0), FIGURES)
     logger.close()
-    events = read_events(path)
+    events = read_records(path)
     assert [(e["kind"], e["iteration"], e.get("lm_loss")) for e in events] == [
         ("train", 10, 1.0),
         ("resume", 15, None),
         ("train", 20, 2.0),
         ("train", 30, 2.0),
     ]
+
+
+def test_records_check_what_is_asked_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(
+        '\ufeff{"kind": "train", "iteration": 1, "lm_loss": null, "list": [1, null]}\n\n{"torn\n'
+        '{"kind": "train", "iteration": 2.5, "lm_loss": "x", "list": 3, "comm": {"dp-grad": {"raw_bytes": {}}}}\n',
+        encoding="utf-8",
+    )
+    first, second = read_records(path)
+    assert first.iteration() == 1
+    assert math.isnan(first.number("lm_loss"))
+    assert first.number("grad_norm", 7.0) == 7.0
+    assert [str(x) for x in first.numbers("list")] == ["1", "nan"]
+    wrong: list[tuple[Callable[[], object], str]] = [
+        (lambda: first.number("grad_norm"), "1: no grad_norm"),
+        (lambda: second.iteration(), "4: iteration 2.5 is not a whole number"),
+        (lambda: second.number("lm_loss"), "4: lm_loss 'x' is not a number"),
+        (lambda: second.numbers("list"), "4: list 3 is not a list"),
+        (lambda: second.groups("list"), "4: list 3 is not a group"),
+        (lambda: second.groups("comm")["dp-grad"].number("raw_bytes"), "4: comm dp-grad: raw_bytes {} is not a number"),
+    ]
+    for ask, message in wrong:
+        with pytest.raises(UserError, match=re.escape(f"{path}:{message}; correct or delete the line")):
+            ask()
 
 
 def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:

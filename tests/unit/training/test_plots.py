@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.errors import UserError
-from megatron.training.plots import plot_loss_curve
+from megatron.training.plots import ENDINGS, new_figure, plot_loss_curve, save_figure
 
 pytest.importorskip("matplotlib")
 
@@ -58,3 +58,32 @@ def test_a_file_without_training_events_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         plot_loss_curve([tmp_path / "absent.jsonl"], tmp_path / "loss.png")
     assert not (tmp_path / "loss.png").exists()
+
+
+def test_losses_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a.jsonl", floor=3.0)
+    whole = plot_loss_curve([run], tmp_path / "1.png").read_bytes()
+    events = [json.loads(line) for line in run.read_text().splitlines()]
+    for event in events:
+        if event["iteration"] == 50:
+            event["lm_loss"] = None
+    run.write_text("".join(json.dumps(event) + "\n" for event in events))
+    gap = plot_loss_curve([run], tmp_path / "2.png").read_bytes()
+    run.write_text("".join(json.dumps(event) + "\n" for event in events if event["iteration"] != 50))
+    assert whole != gap != plot_loss_curve([run], tmp_path / "3.png").read_bytes()
+
+
+def test_a_record_that_is_not_one_is_named(tmp_path: Path) -> None:
+    run = tmp_path / "a.jsonl"
+    run.write_text('{"kind": "train", "iteration": 1, "lm_loss": 2.0}\n{"kind": "train", "lm_loss": 2.0}\n')
+    with pytest.raises(UserError, match=r"a\.jsonl:2: no iteration"):
+        plot_loss_curve([run], tmp_path / "loss.png")
+
+
+def test_the_ending_says_the_format(tmp_path: Path) -> None:
+    assert set(ENDINGS) <= new_figure(1, 1).canvas.get_supported_filetypes().keys()
+    assert save_figure(new_figure(1, 1), tmp_path / "a.SVG").read_bytes().startswith(b"<?xml")
+    assert save_figure(new_figure(1, 1), tmp_path / "a").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(UserError, match=r"a\.xyz: no picture ends so; use \.png, \.pdf"):
+        plot_loss_curve([tmp_path / "absent.jsonl"], tmp_path / "a.xyz")
+    assert not (tmp_path / "a.xyz").exists()
