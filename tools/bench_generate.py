@@ -33,8 +33,7 @@ from megatron.inference.generate import generate
 from megatron.inference.model import LoadedModel
 from megatron.inference.sampling import Sampling
 from tools.ckpt_convert import main as convert
-
-HALF_SECOND = 0.5
+from tools.planner.measure import rate_of
 
 
 def models(quick: bool) -> dict[str, Any]:
@@ -69,18 +68,6 @@ def loaded(theirs: Any, dtype: torch.dtype, device: torch.device) -> LoadedModel
             sys.exit("error: the weights could not be converted")
         tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=theirs.config.vocab_size - 1)
         return load_model(folder / "ours", tokenizer=tokenizer, device=device)
-
-
-def rate_of(run: Callable[[], object], synchronise: Callable[[], None]) -> float:
-    """Runs a second."""
-    run()
-    synchronise()
-    count, start = 0, time.perf_counter()
-    while time.perf_counter() - start < HALF_SECOND:
-        run()
-        count += 1
-        synchronise()
-    return count / (time.perf_counter() - start)
 
 
 def limit(model: LoadedModel, rows: int, synchronise: Callable[[], None]) -> float:

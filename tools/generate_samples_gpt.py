@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import select
 import sys
@@ -15,13 +16,14 @@ if __name__ == "__main__":
 
 from tqdm import tqdm
 
+from megatron.checkpoint.agree import together
 from megatron.config.errors import UserError
 from megatron.config.option import derived, option
-from megatron.data.atomic import atomic_write
+from megatron.data.atomic import atomic_write, check_writable
 from megatron.inference.flags import ModelFlags, SamplingFlags, check_layout, open_model, parse_flags
 from megatron.inference.generate import Generated, Token, generate
 from megatron.inference.model import LoadedModel
-from megatron.inference.text import TextStream, continuation
+from megatron.inference.text import TextStream, continuation, is_text
 from megatron.training.program import Ranks, run_program
 
 DESCRIPTION = """Generates text from a checkpoint of any layout, on one process or, under torchrun, on several.
@@ -47,6 +49,15 @@ class TaskFlags:
     num_samples: int = option(0, "Write this many texts without a prompt to --genfile.", unit="texts", minimum=0)
     genfile: str | None = derived("none", "JSON lines with text, length and finished.", metavar="FILE")
     micro_batch_size: int = option(8, "Texts generated at once.", unit="texts", minimum=1)
+
+    @property
+    def output(self) -> tuple[str, str] | None:
+        """The flag and the name of the file that is written; None when what is generated is printed."""
+        if self.genfile is not None:
+            return "--genfile", self.genfile
+        if self.sample_output_file is not None:
+            return "--sample-output-file", self.sample_output_file
+        return ("--sample-output-file", f"{self.sample_input_file}.out") if self.sample_input_file else None
 
 
 class Session:
@@ -103,41 +114,59 @@ class Session:
     def continuation(self, sample: Generated) -> str:
         return continuation(self.model.tokenizer, sample.tokens, sample.prompt_length)
 
-    def write(self, path: str, parts: Sequence[str]) -> None:
-        """Writes a file, on one rank."""
-        if self.model.speaks:
-            with atomic_write(Path(path)) as stream:
-                stream.write("".join(parts).encode())
+    def write(self, task: TaskFlags, parts: Sequence[str]) -> None:
+        """Writes the file, on one rank; prints what it would hold when it cannot be written after all.
+
+        Raises:
+            UserError: on every rank, when it cannot.
+        """
+        assert task.output is not None
+        flag, name = task.output
+
+        def speak() -> None:
+            try:
+                with atomic_write(Path(name)) as stream:
+                    stream.write("".join(parts).encode())
+            except OSError as error:
+                print("".join(parts), end="", flush=True)
+                raise UserError(f"{flag} {name}: {error.strerror}; the texts are printed instead") from error
+
+        together(self.model.topology.control.pg, speak if self.model.speaks else lambda: None)
 
     def unconditional(self, task: TaskFlags) -> None:
-        assert task.genfile is not None
         samples = self.in_batches([""] * task.num_samples)
         rows = [
             {"text": self.text(sample), "length": len(sample.tokens), "finished": sample.finished} for sample in samples
         ]
-        self.write(task.genfile, [f"{json.dumps(row)}\n" for row in rows])
+        self.write(task, [f"{json.dumps(row)}\n" for row in rows])
 
     def from_file(self, task: TaskFlags, texts: Sequence[str]) -> None:
         parts = [
             f"\nContext:{text}\n\nMegatron-LM:{self.continuation(sample)}\n"
             for text, sample in zip(texts, self.in_batches(texts), strict=True)
         ]
-        self.write(task.sample_output_file or f"{task.sample_input_file}.out", parts)
+        self.write(task, parts)
 
     def _asked(self, patience_s: float) -> str:
         """A line that rank 0 reads; the others hear now and then that it still waits."""
+        asking = "\nContext prompt (an empty line ends): "
         if self.model.topology.rank == 0:
-            print("\nContext prompt (an empty line ends): ", end="", flush=True)
+            print(asking, end="", flush=True)
         text: str | None = None
         while text is None:
             if self.model.topology.rank == 0:
                 alone = self.model.topology.layout.world_size == 1
                 there = alone or select.select([sys.stdin], [], [], min(20.0, patience_s / 3))[0]
                 text = sys.stdin.readline().rstrip("\n") if there else None
+                if text is not None and not is_text(text):
+                    print(f"that is no UTF-8 text{asking}", end="", flush=True)
+                    text = None
             text = self.model.tell_all_json(text, src=0)
         return text
 
     def interactive(self, patience_s: float) -> None:
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # a bad line must not end the session
         while True:
             text = self._asked(patience_s)
             if not text:
@@ -161,22 +190,39 @@ def check(task: TaskFlags, choice: SamplingFlags) -> list[str]:
     asked = [name for name in ("prompt", "sample_input_file", "num_samples") if getattr(task, name)]
     if len(asked) > 1:
         raise UserError(f"{' and '.join('--' + name.replace('_', '-') for name in asked)} exclude each other")
-    for name in ("genfile", "sample_output_file"):
-        given = getattr(task, name)
-        if given and not Path(given).parent.is_dir():
-            raise UserError(f"--{name.replace('_', '-')} {given}: there is no such folder; make it first")
-    if task.sample_input_file is None:
-        if task.sample_output_file is not None:
-            raise UserError("--sample-output-file needs --sample-input-file, what to continue")
-        return []
+    if task.prompt is not None and not is_text(task.prompt):
+        raise UserError("--prompt: is no UTF-8 text; --sample-input-file reads prompts from a file")
+    if task.sample_output_file is not None and task.sample_input_file is None:
+        raise UserError("--sample-output-file needs --sample-input-file, what to continue")
+    texts = [] if task.sample_input_file is None else read_prompts(task.sample_input_file)
+    if task.output is not None:
+        flag, name = task.output
+        check_writable(name, flag)
+        if task.sample_input_file is not None and _same(name, task.sample_input_file):
+            raise UserError(f"{flag} {name}: holds the prompts, which would be lost; name another file")
+    return texts
+
+
+def _same(one: str, other: str) -> bool:
+    return Path(one).exists() and Path(one).samefile(other)
+
+
+def read_prompts(path: str) -> list[str]:
+    """The lines of a file that are not empty.
+
+    Raises:
+        UserError: when there are none, or it cannot be read.
+    """
     try:
-        lines = Path(task.sample_input_file).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is no UTF-8 text"
-        raise UserError(f"--sample-input-file {task.sample_input_file}: {reason}") from error
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise UserError(f"--sample-input-file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise UserError(f"--sample-input-file {path}, line {line}: is no UTF-8 text") from error
     texts = [line.removesuffix("\r") for line in lines if line.strip()]
     if not texts:
-        raise UserError(f"--sample-input-file {task.sample_input_file}: has no line with a prompt")
+        raise UserError(f"--sample-input-file {path}: has no line with a prompt")
     return texts
 
 
@@ -191,10 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         choice: SamplingFlags = parsed.sections["sampling"]
         texts = check(task, choice)
         layout = check_layout(model, ranks.env, replicas=False)
-        ranks.join(model.backend, model.distributed_timeout_minutes)
-        if ranks.env.rank == 0:
-            for note in parsed.notes:
-                print(f"note: {note}", file=sys.stderr)
+        ranks.join(model.backend, model.distributed_timeout_minutes, parsed.notes)
         session = Session(
             open_model(model, parsed.sections["tokenizer"], layout, ranks.env), choice, task.micro_batch_size
         )

@@ -54,6 +54,17 @@ class ServerFlags:
     max_request_bytes: int = option(1 << 20, "Length of a request, at most.", unit="bytes", minimum=1)
 
 
+def check(flags: ServerFlags) -> None:
+    """Checks the flags as a whole.
+
+    Raises:
+        UserError: when they make no sense.
+    """
+    # An empty address, as of a variable that is not set, would be every one of this machine.
+    if not flags.host.strip():
+        raise UserError("--host is empty; 127.0.0.1 is this machine alone, 0.0.0.0 every address of it")
+
+
 def listen(flags: ServerFlags) -> socket.socket:
     """A socket that listens.
 
@@ -63,7 +74,7 @@ def listen(flags: ServerFlags) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in flags.host else socket.AF_INET
         return socket.create_server((flags.host, flags.port), family=family, backlog=128)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(f"--host {flags.host} --port {flags.port}: {reason}; choose others") from error
 
@@ -74,17 +85,8 @@ def serve(model: LoadedModel, flags: ServerFlags, patience_s: float, listening: 
     Raises:
         CommunicationError: when another rank is gone.
     """
-    import uvicorn
-
     from megatron.inference.server.app import Server
-
-    class Announced(uvicorn.Server):
-        """Says where it listens when it does, and signals end it well."""
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            host, port = listening.getsockname()[:2]
-            print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    from megatron.inference.server.listening import HTTPServer, configuration
 
     def ended() -> None:
         server.should_exit = True
@@ -93,15 +95,10 @@ def serve(model: LoadedModel, flags: ServerFlags, patience_s: float, listening: 
     limits = Limits(model.window, flags.max_tokens_to_oom)
     name = f"megatron-cc-{model.iteration}"
     app = Server(worker, limits, flags.max_request_bytes, name).app()
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        limit_concurrency=2 * flags.max_queue + 16,
-        timeout_keep_alive=10,
-        timeout_graceful_shutdown=5,
-    )
-    server = Announced(config)
+    host, port = listening.getsockname()[:2]
+    where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    config = configuration(app, 2 * flags.max_queue + 16)
+    server = HTTPServer(config, worker, lambda: print(f"serving {name} at {where}", flush=True))
     for number in (signal.SIGINT, signal.SIGTERM):
         # uvicorn takes both while it runs, and raises them again when it has ended: nothing is left to do then.
         signal.signal(number, lambda *_: ended())
@@ -125,11 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             import uvicorn  # noqa: F401
         except ImportError as error:
             raise UserError(f"{error.name} is missing: pip install 'megatron-cc[server]'") from error
+        check(flags)
         layout = check_layout(model_flags, ranks.env, replicas=False)
-        ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes)
-        if ranks.env.rank == 0:
-            for note in parsed.notes:
-                print(f"note: {note}", file=sys.stderr)
+        ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.notes)
         model = open_model(model_flags, parsed.sections["tokenizer"], layout, ranks.env)
         listening = together(model.topology.control.pg, lambda: listen(flags) if model.speaks else None)
         if listening is None:

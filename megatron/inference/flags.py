@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from megatron.checkpoint.load import saved_config
 from megatron.config.errors import UserError
 from megatron.config.flags import LEGACY, ParsedSections, build_parser
 from megatron.config.known import KNOWN_FLAGS, SWITCH, VALUE, VALUES, KnownFlag
@@ -16,7 +17,7 @@ from megatron.config.option import FieldOption, derived, field_options, option, 
 from megatron.config.run import run_sections
 from megatron.config.shortcuts import SHORTCUTS
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.inference.model import LoadedModel, inference_layout, load_model, saved_config
+from megatron.inference.model import LoadedModel, inference_layout, load_model
 from megatron.inference.sampling import Sampling
 from megatron.topology.launch import LaunchEnvironment, pick_device
 from megatron.topology.layout import Layout

@@ -13,20 +13,17 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.agree import together
-from megatron.checkpoint.files import Iteration, checkpoint_folder
-from megatron.checkpoint.load import load_tensors, read_tracker
+from megatron.checkpoint.files import Iteration
+from megatron.checkpoint.load import load_tensors, saved_config
 from megatron.checkpoint.model_state import MODEL, model_tensors
-from megatron.checkpoint.save import CONFIG
 from megatron.comm.channel import PipelineChannel
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan, Position
 from megatron.comm.tensor import TensorComm
 from megatron.compression.points import Point
-from megatron.config.errors import UserError
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.recompute import RecomputeConfig
-from megatron.config.run import RunConfig
+from megatron.config.run import RunConfig, run_around
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import TrainingConfig
 from megatron.model.context import ForwardContext
@@ -111,6 +108,13 @@ class LoadedModel:
         self.ledger.wait(Point.CONTROL, pending)
         return x
 
+    def sum_all(self, x: Tensor) -> Tensor:
+        """Sums a CPU tensor over all ranks, in place."""
+        pending = self.topology.control.all_reduce(x)
+        self.ledger.sent(Point.CONTROL, pending.sent_bytes)
+        self.ledger.wait(Point.CONTROL, pending)
+        return x
+
     def tell_all_json(self, value: Any, src: int) -> Any:
         """A JSON value of rank ``src`` on every rank; what the others give does not count."""
         if self.topology.layout.world_size == 1:
@@ -127,35 +131,14 @@ def inference_layout(config: RunConfig, tp: int, pp: int, world_size: int, backe
     Raises:
         UserError: when the model does not divide so.
     """
+    replicas = max(world_size // max(tp * pp, 1), 1)
     parallel = ParallelConfig(
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, distributed_backend=backend
     )
-    replicas = max(world_size // max(tp * pp, 1), 1)
-    asked = RunConfig(
-        model=config.model,
-        parallel=parallel,
-        tokenizer=TokenizerConfig(vocab_size=1),
-        training=TrainingConfig(micro_batch_size=1, global_batch_size=replicas, train_iters=1),
-        optimizer=OptimizerConfig(lr=1e-4),
-    )
+    training = TrainingConfig(micro_batch_size=1, global_batch_size=replicas, train_iters=1)
+    asked = run_around(config.model, parallel=parallel, training=training)
     asked.resolve(world_size, cuda_available=torch.cuda.is_available())
     return Layout(tp=tp, pp=pp, dp=replicas)
-
-
-def saved_config(root: str | Path, iteration: Iteration | None = None) -> tuple[RunConfig, Iteration]:
-    """The configuration of the run that saved a checkpoint, and which checkpoint that is.
-
-    Args:
-        root: the folder that ``--save`` wrote to.
-        iteration: of the checkpoint; None for the newest.
-
-    Raises:
-        UserError: when there is none, or it cannot be read.
-    """
-    chosen = read_tracker(root) if iteration is None else iteration
-    if chosen is None:
-        raise UserError(f"--load {root} holds no checkpoint; name the folder that --save wrote to")
-    return RunConfig.load_yaml(checkpoint_folder(Path(root), chosen) / CONFIG), chosen
 
 
 def load_model(

@@ -82,6 +82,7 @@ class Sampling:
             p = ordered.values.softmax(dim=-1)
             # A token is left out when those before it reach top_p already; the first always stays.
             beyond = p.cumsum(dim=-1) - p >= self.top_p
+            beyond[..., 0] = False  # even where top_p is 0 in fp32
             values = ordered.values.masked_fill(beyond, -torch.inf)
             logits = torch.full_like(logits, -torch.inf).scatter_(-1, ordered.indices, values)
         return logits.softmax(dim=-1)

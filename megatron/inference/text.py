@@ -68,6 +68,15 @@ def continuation(tokenizer: Tokenizer, tokens: Sequence[int], prompt_length: int
     return "".join(map(stream.add, tokens[prompt_length:])) + stream.finish()
 
 
+def is_text(text: str) -> bool:
+    """Whether a line that was typed or given is text: bytes that are no UTF-8 arrive as halves of characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _overlap(text: str, stop: str) -> int:
     """Characters at the end of a text that a stop string begins with."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -261,10 +261,10 @@ def test_the_command_line_client(client: Client) -> None:
         [sys.executable, "tools/text_generation_cli.py", f"{client.host}:{client.port}", "--top-k", "1"],
         input="1 2\n4\n5\n99\n\n", capture_output=True, text=True, cwd=REPO, timeout=60,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
     _, answer = client.put(prompts=["1 2"], tokens_to_generate=4, top_k=1)
     assert f"Megatron Response:\n{answer['text'][0]}\n" in done.stdout
-    assert "error 400: tokens_to_generate" in done.stdout
+    assert "error 400: tokens_to_generate" in done.stderr
     lost = subprocess.run(
         [sys.executable, "tools/text_generation_cli.py", "127.0.0.1:1"],
         input="1\n2\n", capture_output=True, text=True, cwd=REPO, timeout=60,
@@ -294,6 +294,32 @@ def test_a_signal_ends_it_well(saved: Path, number: signal.Signals) -> None:
         assert running.complete(prompt="1", max_tokens=2)[0] == 200
         running.process.send_signal(number)
         assert running.process.wait(20) == 0
+
+
+def test_a_signal_answers_those_that_wait(saved: Path) -> None:
+    with serving(saved, "--max-queue", "20") as running, ThreadPoolExecutor(20) as pool:
+        found = [pool.submit(running.complete, prompt="1", n=128, max_tokens=15) for _ in range(20)]
+        deadline = time.monotonic() + 20
+        # All have come before the server closes its door.
+        while not (health := running.ask("GET", "/health")[1])["waiting"] or (
+            health["waiting"] + health["busy"] + health["served"] < 20
+        ):
+            assert time.monotonic() < deadline
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(20) == 0
+        statuses = [one.result()[0] for one in found]
+    assert set(statuses) <= {200, 503}
+    assert 503 in statuses
+
+
+def test_an_empty_address_is_one_line(saved: Path) -> None:
+    flags = ["--load", str(saved), "--host", ""]
+    done = subprocess.run(
+        [sys.executable, "tools/run_text_generation_server.py", *flags], capture_output=True, text=True, cwd=REPO
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --host is empty")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_taken_port_is_one_line(saved: Path, client: Client) -> None:

@@ -27,6 +27,9 @@ _ALIVE_SECONDS = 10.0
 _LISTENING_SECONDS = 0.5
 """How often it is asked whether anybody waits for an answer."""
 
+_BODY_SECONDS = 30.0
+"""How long a client may take to send a request's body."""
+
 _SECURITY = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; frame-ancestors 'none'",
@@ -70,7 +73,7 @@ class Running:
         while True:
             event = await self.next(_LISTENING_SECONDS)
             if isinstance(event, Failed):
-                raise RequestError(event.message, 500)
+                raise RequestError(event.message, event.status)
             if isinstance(event, list):
                 return event
             if time.monotonic() - asked >= _LISTENING_SECONDS:
@@ -88,12 +91,16 @@ class Server:
         limits: of one request.
         body_bytes: of a request's body, at most.
         name: of the model.
+        body_s: how long a client may take to send it.
     """
 
-    def __init__(self, worker: Worker, limits: Limits, body_bytes: int, name: str) -> None:
+    def __init__(
+        self, worker: Worker, limits: Limits, body_bytes: int, name: str, body_s: float = _BODY_SECONDS
+    ) -> None:
         self.worker = worker
         self.limits = limits
         self.body_bytes = body_bytes
+        self.body_s = body_s
         self.name = name
         self.started = time.time()
 
@@ -137,16 +144,15 @@ class Server:
         """The request as JSON.
 
         Raises:
-            RequestError: when it is none, or too long.
+            RequestError: when it is none, too long, or too slow to come.
         """
         # A page of another origin may not send this type without asking, which keeps it from using the server.
         if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
             raise RequestError("the request must have Content-Type: application/json", 415)
-        body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > self.body_bytes:
-                raise RequestError(f"the request is longer than {self.body_bytes} bytes", 413)
+        try:
+            body = await asyncio.wait_for(self._read(request), self.body_s)
+        except asyncio.TimeoutError as error:
+            raise RequestError(f"the request did not come whole in {self.body_s:g} s", 408) from error
         try:
             found = json.loads(body)
             json.dumps(found, ensure_ascii=False).encode()
@@ -155,6 +161,14 @@ class Server:
         except (ValueError, RecursionError) as error:
             raise RequestError(f"the request is no JSON: {error}") from error
         return found
+
+    async def _read(self, request: Request) -> bytes:
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > self.body_bytes:
+                raise RequestError(f"the request is longer than {self.body_bytes} bytes", 413)
+        return body
 
     async def megatron(self, request: Request) -> Response:
         """``PUT /api``."""
@@ -205,7 +219,8 @@ def _event(value: object) -> str:
 
 async def _refuse(request: Request, error: RequestError) -> Response:
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    headers = {"Retry-After": "5"} if error.status == 503 else None
+    # What is left of a body that came too late would be taken for the next request.
+    headers = {503: {"Retry-After": "5"}, 408: {"Connection": "close"}}.get(error.status)
     body = {"error": {"message": str(error), "type": kind}, "message": str(error)}
     return JSONResponse(body, error.status, headers)
 

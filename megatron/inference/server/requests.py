@@ -48,14 +48,15 @@ class Fields:
 
     Args:
         values: the request.
+        what: it is, for the message.
 
     Raises:
         RequestError: by every method, for a value of another kind.
     """
 
-    def __init__(self, values: object) -> None:
+    def __init__(self, values: object, what: str = "the request") -> None:
         if not isinstance(values, dict):
-            raise RequestError("the request must be a JSON object")
+            raise RequestError(f"{what} must be a JSON object")
         self.values: dict[str, Any] = values
 
     def _take(self, name: str, default: Any) -> Any:
@@ -124,9 +125,14 @@ def _sampling(fields: Fields, *, top_p: float, greedy: bool, temperature: float)
         raise RequestError(str(error).replace("--", "")) from error
 
 
+def _longest(prompts: Sequence[Sequence[int]]) -> int:
+    """Positions of the longest prompt; an empty one starts from one token, too."""
+    return max((len(prompt) or 1 for prompt in prompts), default=1)
+
+
 def _room(usual: int, prompts: Sequence[Sequence[int]], limits: Limits) -> int:
     """New tokens for requests that do not say how many."""
-    return max(1, min(usual, limits.window - max(map(len, prompts), default=1)))
+    return max(1, min(usual, limits.window - _longest(prompts)))
 
 
 def _check_size(prompts: Sequence[Sequence[int]], new: int, limits: Limits) -> None:
@@ -134,7 +140,7 @@ def _check_size(prompts: Sequence[Sequence[int]], new: int, limits: Limits) -> N
         raise RequestError("there is no prompt")
     if len(prompts) > MAX_PROMPTS:
         raise RequestError(f"there are {len(prompts)} prompts, at most {MAX_PROMPTS} are allowed")
-    longest = max(len(prompt) or 1 for prompt in prompts)
+    longest = _longest(prompts)
     if longest + new > limits.window:
         raise RequestError(
             f"the longest prompt has {longest} tokens and {new} more are wanted; the model's window is {limits.window}"
@@ -264,7 +270,8 @@ def completion_job(body: object, tokenizer: Tokenizer, limits: Limits) -> Comple
         raise RequestError("max_tokens 0 only makes sense with echo: true")
     temperature = fields.number("temperature", 1.0, 0.0, 100.0)
     top_p = fields.number("top_p", 1.0, 0.0, 1.0)
-    greedy = temperature == 0
+    # Clients mean the likeliest token by the least top_p, where Megatron's mean no bound.
+    greedy = temperature == 0 or top_p == 0
     if greedy:
         fields.values = {**fields.values, "top_k": 0}
     sampling = _sampling(fields, top_p=0.0 if greedy or top_p == 1 else top_p, greedy=greedy, temperature=temperature)
@@ -274,7 +281,8 @@ def completion_job(body: object, tokenizer: Tokenizer, limits: Limits) -> Comple
     if stream and echo and top is not None:
         raise RequestError("stream with echo and logprobs is not offered; leave one of them out")
     job = Job(prompts, new, sampling, _seeds(fields, "seed", len(prompts)), top, echo and top is not None, stop)
-    options = Fields(fields.values.get("stream_options") or {})
+    given = fields.values.get("stream_options")
+    options = Fields({} if given is None else given, "stream_options")
     return Completion(job, n, stream, echo, options.switch("include_usage"))
 
 

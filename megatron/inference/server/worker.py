@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from megatron.inference.generate import Token
@@ -44,12 +45,20 @@ class Result:
 
 @dataclass(frozen=True)
 class Failed:
-    """The job came to nothing."""
+    """The job came to nothing.
+
+    Args:
+        message: for the client.
+        status: of HTTP.
+    """
 
     message: str
+    status: int = 500
 
 
 Event = Piece | list[Result] | Failed
+
+_ENDS = "the server ends; ask again when it is back"
 
 
 @dataclass
@@ -85,15 +94,27 @@ class Worker:
         self._patience_s = patience_s
         self._queue: queue.Queue[Ticket] = queue.Queue(waiting)
         self._stop = threading.Event()
+        self._at_hand: Ticket | None = None
         self._thread = threading.Thread(target=self._main, name="generation", daemon=True)
 
     def start(self) -> None:
         """Begins to work."""
         self._thread.start()
 
+    def cut(self) -> None:
+        """Cuts the job at hand short, and does none after it: those that wait are told at once."""
+        self._stop.set()
+        self._turn_away()
+
+    def give_up(self) -> None:
+        """Lets whoever waits for the job at hand go, however far it is."""
+        ticket = self._at_hand
+        if ticket is not None:
+            ticket.emit(Failed(_ENDS, 503))
+
     def stop(self) -> None:
         """Ends after the job at hand, which is cut short; the other ranks end, too."""
-        self._stop.set()
+        self.cut()
         self._thread.join()
 
     @property
@@ -105,12 +126,16 @@ class Worker:
         """Puts a job into the queue.
 
         Raises:
-            RequestError: when it is full.
+            RequestError: when it is full, or the server ends.
         """
+        if self._stop.is_set():
+            raise RequestError(_ENDS, 503)
         try:
             self._queue.put_nowait(ticket)
         except queue.Full as error:
             raise RequestError(f"{self.waiting} requests are waiting; try again later", 503) from error
+        if self._stop.is_set():
+            self._turn_away()  # the thread may have looked for the last time
 
     def _main(self) -> None:
         try:
@@ -118,7 +143,15 @@ class Worker:
         except BaseException as error:
             self.error = error
         finally:
+            self._stop.set()
+            self._turn_away()
             self._ended()
+
+    def _turn_away(self) -> None:
+        """Tells those that wait that nothing comes."""
+        with suppress(queue.Empty):
+            while True:
+                self._queue.get_nowait().emit(Failed(_ENDS, 503))
 
     def _loop(self) -> None:
         with Leader(self.model, self._patience_s) as leader:
@@ -141,14 +174,14 @@ class Worker:
             ticket.emit(Piece(row, token, text))
             return streams[row].stopped or ticket.cancelled.is_set() or self._stop.is_set()
 
-        self.busy = True
+        self.busy, self._at_hand = True, ticket
         try:
             scored, found = leader.do(job, on_token)
         except BaseException as error:
             ticket.emit(Failed(f"the server failed: {type(error).__name__}: {error}"))
             raise
         finally:
-            self.busy = False
+            self.busy, self._at_hand = False, None
         self.served += 1
         results = []
         for text, stream, sample, prompt in zip(texts, streams, found, scored, strict=True):

@@ -15,17 +15,11 @@ from megatron.inference.generate import Token, generate, score
 from megatron.inference.model import LoadedModel, load_model
 from megatron.inference.sampling import Sampling
 from megatron.model.context import ForwardContext
-from megatron.tokenizer.null import NullTokenizer
-from tests.support.tiny import VOCAB, tiny_engines, tiny_train
+from tests.support.tiny import tiny_engines
 from tests.unit.convert.support import MODELS, convert, saved_model
+from tests.unit.inference.support import trained_model
 
 GREEDY = Sampling(greedy=True)
-
-
-def trained_model() -> LoadedModel:
-    engines = tiny_engines({})
-    tiny_train(engines, 10)
-    return LoadedModel(engines.stages[0], NullTokenizer(VOCAB - 1), engines.config, 10)
 
 
 def slowly(model: LoadedModel, prompt: list[int], count: int) -> list[int]:

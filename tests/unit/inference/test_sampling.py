@@ -36,6 +36,14 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float) -> None:
         assert float(row.sum()) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("top_p", [1e-9, 1e-50, 5e-324])
+def test_the_least_top_p_keeps_the_likeliest(top_p: float) -> None:
+    logits = torch.randn(6, 30)
+    p = Sampling(top_p=top_p).probabilities(logits)
+    assert torch.equal(p.argmax(-1), logits.argmax(-1))
+    assert torch.equal(p.sum(-1), torch.ones(6))
+
+
 def test_top_p_of_one_keeps_all() -> None:
     logits = torch.randn(6, 30) * 3
     assert torch.equal(Sampling(top_p=1.0).probabilities(logits), logits.softmax(-1))

@@ -1,0 +1,14 @@
+"""A small trained model."""
+
+from __future__ import annotations
+
+from megatron.inference.model import LoadedModel
+from megatron.tokenizer.null import NullTokenizer
+from tests.support.tiny import VOCAB, tiny_engines, tiny_train
+
+
+def trained_model() -> LoadedModel:
+    """On this process."""
+    engines = tiny_engines({})
+    tiny_train(engines, 10)
+    return LoadedModel(engines.stages[0], NullTokenizer(VOCAB - 1), engines.config, 10)

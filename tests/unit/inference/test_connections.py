@@ -1,0 +1,145 @@
+"""Connections that send nothing, or half of something, and those of others beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+
+import pytest
+
+pytest.importorskip("uvicorn")
+
+from megatron.config.errors import UserError
+from megatron.inference.server.app import Server
+from megatron.inference.server.listening import Connection, HTTPServer, configuration
+from megatron.inference.server.requests import Limits
+from megatron.inference.server.worker import Worker
+from tests.unit.inference.support import trained_model
+from tools.run_text_generation_server import ServerFlags, check, listen
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+class Running:
+    """A server in a thread of its own."""
+
+    def __init__(self, body_s: float = 0.5, most: int = 8) -> None:
+        self.listening = listen(ServerFlags(port=0))
+        self.worker = Worker(trained_model(), 3, 60.0, lambda: None)
+        app = Server(self.worker, Limits(10**7, 10**7), 1000, "tiny", body_s=body_s).app()
+        self.server = HTTPServer(configuration(app, most), self.worker)
+        self.worker.start()
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([self.listening])), daemon=True)
+        self.address = self.listening.getsockname()[:2]
+        self.thread.start()
+
+    def open(self, data: bytes = b"") -> socket.socket:
+        """A connection that sent something."""
+        opened = socket.create_connection(self.address, timeout=20)
+        opened.sendall(data)
+        return opened
+
+    def ask(self, data: bytes) -> bytes:
+        """What one more connection hears."""
+        with closing(self.open(data)) as opened:
+            return opened.recv(65536)
+
+    def end(self) -> float:
+        """Seconds that it took to end."""
+        began = time.monotonic()
+        self.server.should_exit = True
+        self.thread.join(20)
+        self.worker.stop()
+        return time.monotonic() - began
+
+
+@pytest.fixture
+def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    monkeypatch.setattr(Connection, "HEAD_SECONDS", 1.0)
+    made = Running()
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", HEALTH[:20], HEALTH + HEALTH[:20]], ids=["nothing", "a part", "a whole and more"]
+)
+def test_a_connection_without_a_request_is_closed(running: Running, sent: bytes) -> None:
+    with closing(running.open(sent)) as opened:
+        while opened.recv(65536):
+            pass
+
+
+def test_trickling_does_not_keep_it_open(running: Running) -> None:
+    began = time.monotonic()
+    with closing(running.open()) as opened, suppress(ConnectionError):
+        for byte in HEALTH * 10:
+            opened.sendall(bytes([byte]))
+            time.sleep(0.1)
+    assert time.monotonic() - began < 4  # of the 33 s that it would take
+
+
+def test_half_a_body_is_told_that_it_took_too_long(running: Running) -> None:
+    with closing(running.open(HEAD + b"{")) as opened:
+        answer = b""
+        while part := opened.recv(65536):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"0.5 s" in answer
+
+
+@pytest.mark.parametrize("sent", [b"", HEALTH[:20], HEAD + b"{"], ids=["nothing", "a part", "half a body"])
+def test_the_idle_give_way_to_others(sent: bytes) -> None:
+    made = Running(body_s=60.0)
+    idle: list[socket.socket] = []
+    try:
+        for _ in range(3):
+            idle += [made.open(sent) for _ in range(8)]
+            assert made.ask(HEALTH).startswith(b"HTTP/1.1 200")
+    finally:
+        assert made.end() < 4.5  # and do not hold up the end, as requests may for 5 s
+        for one in idle:
+            one.close()
+
+
+def test_a_client_that_reads_nothing_is_dropped(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers fill the buffers on the way, and then its connection would stay for ever."""
+    monkeypatch.setattr(Connection, "WRITE_SECONDS", 0.3)
+    with closing(socket.socket()) as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect(running.address)
+        deaf.settimeout(10)
+        with pytest.raises(ConnectionError):
+            deaf.sendall(HEALTH * 2_000_000)  # the other side has had enough before
+
+
+def test_an_empty_address_is_refused_and_a_strange_one_is_one_line() -> None:
+    with pytest.raises(UserError, match="--host is empty"):
+        check(ServerFlags(host=" "))
+    for host in ("a..b", "x" * 70):
+        with pytest.raises(UserError, match="choose others"):
+            listen(ServerFlags(host=host, port=0))
+
+
+def test_all_who_wait_are_answered_when_the_server_ends() -> None:
+    made = Running()
+    body = b'{"prompt": "1 2", "max_tokens": 1000000, "temperature": 0}'
+    request = HEAD.replace(b"99", str(len(body)).encode()) + body
+    opened = [made.open(request)]
+    while b'"busy":true' not in made.ask(HEALTH):
+        time.sleep(0.05)
+    opened.append(made.open(request))
+    while b'"waiting":1' not in made.ask(HEALTH):
+        time.sleep(0.05)
+    assert made.end() < 4.5
+    answers = [one.recv(65536) for one in opened]
+    assert answers[0].startswith(b"HTTP/1.1 200")
+    assert answers[1].startswith(b"HTTP/1.1 503")
+    assert b"the server ends" in answers[1]

@@ -1,0 +1,111 @@
+"""The command that generates texts: what it refuses before it begins, and what it keeps when it cannot write."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from megatron.config.errors import UserError
+from megatron.inference.flags import SamplingFlags
+from tests.unit.inference.support import trained_model
+from tools import generate_samples_gpt
+from tools.generate_samples_gpt import Session, TaskFlags, check
+
+
+def refusal(**flags: object) -> str:
+    with pytest.raises(UserError) as found:
+        check(TaskFlags(**flags), SamplingFlags())  # type: ignore[arg-type]
+    return str(found.value)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts"
+    path.write_text("1 2\n\n3\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    "name", ["folder", "/", "/proc/zz", "nowhere/file", "prompts/file", "/dev/null", "x" * 256, "x" * 5000]
+)
+def test_what_cannot_be_written_is_refused_before_anything_is_generated(
+    name: str, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(prompts.parent)
+    Path("folder").mkdir()
+    for flags in (
+        {"genfile": name, "num_samples": 2},
+        {"sample_output_file": name, "sample_input_file": str(prompts)},
+    ):
+        flag = f"--{next(iter(flags)).replace('_', '-')} {name}"
+        assert refusal(**flags).startswith(flag)
+    assert sorted(os.listdir()) == ["folder", "prompts"]
+
+
+def test_the_usual_output_file_is_checked_too(prompts: Path) -> None:
+    Path(f"{prompts}.out").mkdir()
+    assert f"{prompts}.out: is a folder" in refusal(sample_input_file=str(prompts))
+
+
+def test_what_can_be_written_is_left_as_it_is(prompts: Path) -> None:
+    output = prompts.with_name("output")
+    output.write_text("before")
+    assert check(TaskFlags(sample_input_file=str(prompts), sample_output_file=str(output)), SamplingFlags()) == [
+        "1 2",
+        "3",
+    ]
+    assert output.read_text() == "before"
+    assert len(list(prompts.parent.iterdir())) == 2
+
+
+@pytest.mark.parametrize("name", ["prompts", "link", "../{}/prompts"])
+def test_the_prompts_are_not_written_over(name: str, prompts: Path) -> None:
+    (prompts.parent / "link").symlink_to(prompts)
+    output = prompts.parent / name.format(prompts.parent.name)
+    assert "holds the prompts" in refusal(sample_input_file=str(prompts), sample_output_file=str(output))
+
+
+def test_the_line_that_is_no_utf8_is_named(prompts: Path) -> None:
+    prompts.write_bytes(b"1\r\n2\n\xff\n4\n")
+    assert refusal(sample_input_file=str(prompts)) == f"--sample-input-file {prompts}, line 3: is no UTF-8 text"
+
+
+def test_a_prompt_that_is_no_utf8_is_refused() -> None:
+    assert "--prompt: is no UTF-8 text" in refusal(prompt=os.fsdecode(b"\xff\xfe bad"))
+
+
+def test_a_full_disk_is_one_line_and_the_texts_are_printed(
+    prompts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextmanager
+    def full(path: Path) -> Iterator[BinaryIO]:
+        yield io.BytesIO()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(generate_samples_gpt, "atomic_write", full)
+    session = Session(trained_model(), SamplingFlags(out_seq_length=2), 4)
+    with pytest.raises(UserError, match=r"--genfile .*: No space left on device"):
+        session.unconditional(TaskFlags(genfile=str(prompts.with_name("texts")), num_samples=3))
+    assert capsys.readouterr().out.count('"text"') == 3
+    with pytest.raises(UserError, match=r"--sample-output-file .*: No space left on device"):
+        session.from_file(TaskFlags(sample_input_file=str(prompts)), ["1 2", "3"])
+    assert capsys.readouterr().out.count("Context:") == 2
+
+
+def test_a_line_that_is_no_utf8_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = io.TextIOWrapper(io.BytesIO(b"\xff\xfe bad\n5 6\n\n"), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", typed)
+    Session(trained_model(), SamplingFlags(out_seq_length=2), 1).interactive(60)
+    out = capsys.readouterr().out
+    assert out.count("is no UTF-8 text") == 1
+    assert out.count("Megatron-LM:") == 1

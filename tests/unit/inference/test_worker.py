@@ -1,0 +1,110 @@
+"""Jobs one after the other, and what becomes of them when the server ends."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+import pytest
+
+from megatron.inference.jobs import Job
+from megatron.inference.sampling import Sampling
+from megatron.inference.server.requests import RequestError
+from megatron.inference.server.worker import Event, Failed, Piece, Ticket, Worker
+from tests.unit.inference.support import trained_model
+
+ENDLESS = Job([[1, 2]], 10**6, Sampling(greedy=True), [1])
+
+
+class Listener:
+    """The events of a job."""
+
+    def __init__(self, worker: Worker, job: Job) -> None:
+        self.events: queue.Queue[Event] = queue.Queue()
+        worker.submit(Ticket(job, self.events.put))
+
+    def last(self) -> Event:
+        """The event after the pieces."""
+        while isinstance(event := self.events.get(timeout=20), Piece):
+            pass
+        return event
+
+
+def working() -> Worker:
+    worker = Worker(trained_model(), 3, 60.0, lambda: None)
+    worker.start()
+    return worker
+
+
+def begun(worker: Worker) -> Listener:
+    """A job that would go on for hours, at work."""
+    first = Listener(worker, ENDLESS)
+    assert isinstance(first.events.get(timeout=20), Piece)
+    return first
+
+
+def test_the_job_at_hand_is_cut_short_and_those_that_wait_are_told() -> None:
+    worker = working()
+    first, second = begun(worker), Listener(worker, ENDLESS)
+    worker.cut()
+    (result,) = first.last()  # type: ignore[misc]
+    assert 0 < len(result.tokens) < 10**6
+    told = second.last()
+    assert isinstance(told, Failed)
+    assert told.status == 503
+    assert "ends" in told.message
+    with pytest.raises(RequestError, match="ends") as refused:
+        worker.submit(Ticket(ENDLESS, lambda event: None))
+    assert refused.value.status == 503
+    worker.stop()
+
+
+def test_those_that_wait_are_told_while_the_job_at_hand_is_slow() -> None:
+    """A forward pass of minutes notices nothing; the queue need not wait for it."""
+    model = trained_model()
+    worker, entered, go_on = Worker(model, 3, 60.0, lambda: None), threading.Event(), threading.Event()
+
+    def slow(*_: object) -> None:
+        entered.set()
+        go_on.wait(20)
+
+    hook = model.stage.register_forward_pre_hook(slow)
+    worker.start()
+    first = Listener(worker, ENDLESS)
+    assert entered.wait(20)
+    second = Listener(worker, ENDLESS)
+    worker.cut()
+    told = second.events.get(timeout=5)
+    assert isinstance(told, Failed)
+    assert told.status == 503
+    assert first.events.empty()
+    hook.remove()
+    go_on.set()
+    worker.stop()
+
+
+def test_whoever_waits_too_long_for_the_end_is_told() -> None:
+    worker = working()
+    first = begun(worker)
+    worker.give_up()
+    told = first.last()
+    assert isinstance(told, Failed)
+    assert told.status == 503
+    worker.stop()
+
+
+def test_those_that_wait_are_told_when_the_server_fails() -> None:
+    model = trained_model()
+    ended: list[float] = []
+    worker = Worker(model, 3, 60.0, lambda: ended.append(time.monotonic()))
+    broken = Job([[1, 10**6]], 3, Sampling(), [1])  # there is no such token
+    first, second = Listener(worker, broken), Listener(worker, ENDLESS)
+    worker.start()
+    for listener, status in ((first, 500), (second, 503)):
+        told = listener.last()
+        assert isinstance(told, Failed)
+        assert told.status == status
+    worker.stop()
+    assert worker.error is not None
+    assert ended
