@@ -9,13 +9,14 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from megatron.checkpoint.agree import gather_texts, together
-from megatron.checkpoint.files import checkpoint_folder
+from megatron.checkpoint.files import checkpoint_folder, saved_iterations
 from megatron.checkpoint.load import complete_iterations
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.config.data import DataConfig
@@ -23,7 +24,7 @@ from megatron.config.errors import UserError
 from megatron.config.flags import ParsedSections
 from megatron.config.option import derived, option
 from megatron.config.run import RunConfig
-from megatron.data.atomic import atomic_write
+from megatron.data.atomic import atomic_write, check_writable
 from megatron.inference.flags import ModelFlags, check_layout, open_topology, parse_flags
 from megatron.inference.model import load_model, load_weights
 from megatron.topology.layout import Layout
@@ -55,6 +56,18 @@ class SweepFlags:
     output: str | None = derived("val_check.json in --load", "Where the losses go.", metavar="FILE")
 
 
+def output_of(load: str, sweep: SweepFlags) -> Path:
+    """Where the losses go."""
+    return Path(sweep.output or Path(load) / "val_check.json")
+
+
+def left_out(root: str, found: Sequence[int], sweep: SweepFlags) -> list[int]:
+    """Checkpoints of a sweep that are not complete."""
+    last = sweep.last if sweep.last is not None else math.inf
+    there = [number for number in sorted(saved_iterations(Path(root))) if sweep.first <= number <= last]
+    return [number for number in there if number % sweep.step == 0 and number not in found]
+
+
 def chosen(root: str, sweep: SweepFlags) -> list[int]:
     """The iterations of a sweep, first to last.
 
@@ -66,7 +79,9 @@ def chosen(root: str, sweep: SweepFlags) -> list[int]:
     found = [number for number in there if sweep.first <= number <= last and number % sweep.step == 0]
     if not found:
         have = ", ".join(map(str, there)) or "none"
-        raise UserError(f"--load {root}: no complete checkpoint from --first to --last; there are {have}")
+        damaged = ", ".join(map(str, left_out(root, found, sweep)))
+        also = f"; files of {damaged} are missing or damaged" if damaged else ""
+        raise UserError(f"--load {root}: no complete checkpoint from --first to --last; there are {have}{also}")
     return found
 
 
@@ -87,7 +102,11 @@ class Losses:
 
     def _weights(self, iteration: int) -> str:
         """A digest of a checkpoint's table of contents, which holds the checksums of all tensors."""
-        contents = (checkpoint_folder(Path(self.root), iteration) / MANIFEST).read_bytes()
+        path = checkpoint_folder(Path(self.root), iteration) / MANIFEST
+        try:
+            contents = path.read_bytes()
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}; was the checkpoint removed meanwhile?") from error
         return hashlib.blake2b(contents, digest_size=8).hexdigest()
 
     def read(self) -> None:
@@ -123,8 +142,11 @@ class Losses:
             "val_checkpoints": [weights for _, _, weights in rows],
             **self.settings,
         }
-        with atomic_write(self.path) as file:
-            file.write(json.dumps(values, indent=1).encode())
+        try:
+            with atomic_write(self.path) as file:
+                file.write(json.dumps(values, indent=1).encode())
+        except OSError as error:
+            raise UserError(f"--output {self.path}: cannot be written ({error.strerror}); name another file") from error
 
 
 def number_of_samples(flags: SweepFlags, config: RunConfig, replicas: int) -> int:
@@ -154,6 +176,9 @@ def sweep_all(flags: SweepFlags, model_flags: ModelFlags, parsed: ParsedSections
     # Training may save and remove checkpoints meanwhile: what rank 0 sees counts.
     seen = together(group, lambda: json.dumps(chosen(model_flags.load, flags)) if topology.rank == 0 else "")
     iterations: list[int] = json.loads(gather_texts(group, seen)[0])
+    damaged = ", ".join(map(str, left_out(model_flags.load, iterations, flags)))
+    if damaged and topology.rank == 0:
+        print(f"left out, since files are missing or damaged: iterations {damaged}", flush=True)
     root, tokenizer = model_flags.load, parsed.sections["tokenizer"]
     model = load_model(root, iteration=iterations[0], tokenizer=tokenizer, topology=topology)
     config, samples = model.config, number_of_samples(flags, model.config, layout.dp)
@@ -161,18 +186,18 @@ def sweep_all(flags: SweepFlags, model_flags: ModelFlags, parsed: ParsedSections
     dataset = together(group, lambda: open_samples(config, data, samples, model))
     settings = {"run": str(Path(root).resolve()), "samples": samples, "seed": config.training.seed,
                 "seq_length": config.model.seq_length, "data": vars(data), "tokenizer": vars(tokenizer)}  # fmt: skip
-    losses = Losses(Path(flags.output or Path(root) / "val_check.json"), json.loads(json.dumps(settings)), root)
+    losses = Losses(output_of(root, flags), json.loads(json.dumps(settings)), root)
     together(group, lambda: losses.read() if topology.rank == 0 else None)
     loaded, lines = iterations[0], []
     for iteration in tqdm(iterations, unit="checkpoint", disable=topology.rank != 0):
-        loss = model.tell_all_json(losses.of(iteration) if topology.rank == 0 else None, 0)
+        known = together(group, partial(losses.of, iteration) if topology.rank == 0 else lambda: None)
+        loss = model.tell_all_json(known, 0)
         if loss is None:
             if iteration != loaded:
                 load_weights(model.stage, root, iteration, topology)
                 loaded = iteration
-            loss = mean_loss(model, dataset, samples, flags.micro_batch_size)
-            if topology.rank == 0:
-                losses.add(iteration, loss)
+            loss = found = mean_loss(model, dataset, samples, flags.micro_batch_size)
+            together(group, partial(losses.add, iteration, found) if topology.rank == 0 else lambda: None)
         ppl = math.exp(min(20, loss))
         lines.append(f"validation loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {ppl:.6E}")
     if topology.rank == 0:
@@ -190,11 +215,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if model_flags.ckpt_step is not None:
             raise UserError(f"--ckpt-step {model_flags.ckpt_step}: a sweep takes --first and --last")
         chosen(model_flags.load, flags)
+        check_writable(output_of(model_flags.load, flags), "--output")
         layout = check_layout(model_flags, ranks.env, replicas=True)
-        ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes)
-        if ranks.env.rank == 0:
-            for note in parsed.notes:
-                print(f"note: {note}", file=sys.stderr)
+        ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.notes)
         sweep_all(flags, model_flags, parsed, layout, ranks)
 
     return run_program(body)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 from megatron.config.errors import UserError
 from megatron.inference.model import LoadedModel
 from megatron.tokenizer.api import Tokenizer
+from tasks.files import read_utf8
 from tasks.scoring import Window, hits, total
 
 
@@ -17,19 +17,18 @@ def read_texts(path: str) -> list[str]:
     Raises:
         UserError: naming the line that is none.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is no UTF-8 text"
-        raise UserError(f"--valid-data {path}: {reason}") from error
     texts = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_utf8(path).split("\n"), 1):
         if not line.strip():
             continue
         try:
             text = json.loads(line)["text"]
-        except (ValueError, TypeError, KeyError) as error:
-            raise UserError(f"--valid-data {path}, line {number}: is no JSON object with a field text") from error
+            if isinstance(text, str):
+                text.encode()
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise UserError(
+                f"--valid-data {path}, line {number}: is no JSON object with a field text (of whole characters)"
+            ) from error
         if not isinstance(text, str) or len(text.split()) < 2:
             raise UserError(f"--valid-data {path}, line {number}: text must hold at least two words")
         texts.append(text)

@@ -90,10 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags: TaskFlags = parsed.sections["task"]
         check(flags)
         layout = check_layout(model_flags, ranks.env, replicas=True)
-        ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes)
-        if ranks.env.rank == 0:
-            for note in parsed.notes:
-                print(f"note: {note}", file=sys.stderr)
+        ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.notes)
         model = open_model(model_flags, parsed.sections["tokenizer"], layout, ranks.env)
         line = evaluate(model, flags)
         if model.speaks:

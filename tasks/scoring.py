@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron.compression.points import Point
 from megatron.inference.model import LoadedModel
 from megatron.model.context import ForwardContext
 
@@ -54,10 +53,7 @@ def total(model: LoadedModel, windows: Sequence[Window], batch: int, measure: Ca
                 found += measure(model, x_sbh, tokens[:, 1:].contiguous(), _mask(taken, longest, model.device))
             bar.update(len(taken))
     result = torch.tensor([found if _counts(model) else 0.0], dtype=torch.float64)
-    pending = topology.control.all_reduce(result)
-    model.ledger.sent(Point.CONTROL, pending.sent_bytes)
-    pending.wait()
-    return float(result)
+    return float(model.sum_all(result))
 
 
 def _counts(model: LoadedModel) -> bool:

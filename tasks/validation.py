@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from megatron.compression.points import Point
 from megatron.config.data import DataConfig
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
@@ -92,7 +91,5 @@ def mean_loss(model: LoadedModel, dataset: Dataset, samples: int, batch: int) ->
         if topology.tp.rank == 0:
             mask_bs = taken.loss_mask_bs.double()
             sums += torch.stack([(losses_bs.double() * mask_bs).sum(), mask_bs.sum()]).cpu()
-    pending = topology.control.all_reduce(sums)
-    model.ledger.sent(Point.CONTROL, pending.sent_bytes)
-    pending.wait()
+    model.sum_all(sums)
     return float(sums[0] / sums[1])

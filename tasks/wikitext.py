@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron.config.errors import UserError
 from megatron.inference.model import LoadedModel
 from tasks.detokenize import wikitext
+from tasks.files import read_utf8
 from tasks.scoring import Window, loss_sum, total
 
 
@@ -18,14 +18,10 @@ def read_text(path: str) -> tuple[str, int]:
     Raises:
         UserError: when it cannot be read, or is empty.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is no UTF-8 text"
-        raise UserError(f"--valid-data {path}: {reason}") from error
+    text = read_utf8(path)
     words = len(text.strip().split(" "))
     if words < 2:
-        raise UserError(f"--valid-data {path}: holds no text")
+        raise UserError(f"--valid-data {path}: holds no text of two words or more, with a space between them")
     return wikitext(text) if "wiki" in path else text, words
 
 

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,9 +18,10 @@ if __name__ == "__main__":
 
 import torch
 
+from megatron.checkpoint.agree import together
 from megatron.config.errors import UserError
 from megatron.config.option import derived, option, required
-from megatron.data.atomic import atomic_write
+from megatron.data.atomic import atomic_write, check_writable
 from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
 from megatron.inference.jobs import Leader, follow
 from megatron.training.program import Ranks, run_program
@@ -61,7 +63,7 @@ def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:
         flags: the tasks.
 
     Raises:
-        UserError: for tasks that it does not know.
+        UserError: for tasks that it does not know, or whose data cannot be had.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -70,6 +72,7 @@ def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:
     unknown = sorted(set(flags.tasks) - set(manager.all_tasks))
     if unknown:
         raise UserError(f"--tasks {unknown[0]}: the harness has no such task; --include-path adds a folder of tasks")
+    _check_data(flags.tasks, manager)
     name, arguments = model if isinstance(model, tuple) else (model, None)
     found = simple_evaluate(
         model=name,
@@ -87,15 +90,39 @@ def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:
     return dict(found)
 
 
-def report(found: dict[str, Any], flags: EvaluationFlags) -> None:
-    """Prints the harness's table, and writes the figures."""
+def _check_data(tasks: Sequence[str], manager: Any) -> None:
+    """Loads the tasks' data, as the harness will again: what is wrong with it is not what is wrong with the model.
+
+    Raises:
+        UserError: naming the task.
+    """
+    load = getattr(manager, "load", None) or manager.load_task_or_group  # its name in older versions
+    for task in tasks:
+        try:
+            load([task])
+        except Exception as error:  # of files, formats and the network: each library below has its own
+            reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+            raise UserError(f"--tasks {task}: its data cannot be had ({reason})") from error
+
+
+def report(found: dict[str, Any] | UserError, flags: EvaluationFlags) -> None:
+    """Prints the harness's table, and writes the figures.
+
+    Raises:
+        UserError: what came in place of the figures, or for a file that cannot be written.
+    """
     from lm_eval.utils import make_table
 
+    if isinstance(found, UserError):
+        raise found
     print(make_table(found), flush=True)
     if flags.output:
         figures = {name: found[name] for name in ("results", "versions", "n-shot", "n-samples") if name in found}
-        with atomic_write(Path(flags.output)) as file:
-            file.write(json.dumps(figures, indent=1, default=str).encode())
+        try:
+            with atomic_write(Path(flags.output)) as file:
+                file.write(json.dumps(figures, indent=1, default=str).encode())
+        except OSError as error:
+            raise UserError(f"--output {flags.output}: cannot be written ({error.strerror})") from error
 
 
 def via_hf(load: str, iteration: int | None, flags: EvaluationFlags) -> dict[str, Any]:
@@ -125,6 +152,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"{error.name} is missing: pip install 'megatron-cc[evaluation]'") from error
         if flags.include_path and not Path(flags.include_path).is_dir():
             raise UserError(f"--include-path {flags.include_path}: there is no such folder")
+        if flags.output:
+            check_writable(flags.output, "--output")
         layout = check_layout(model_flags, ranks.env, replicas=False)
         if flags.via == "hf":
             if ranks.env.world_size > 1:
@@ -133,19 +162,25 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise UserError("--via hf exports the run's own tokenizer; leave the tokenizer flags out, or --via")
             report(via_hf(model_flags.load, model_flags.ckpt_step, flags), flags)
             return
-        ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes)
+        ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.notes)
         model = open_model(model_flags, parsed.sections["tokenizer"], layout, ranks.env)
+        group = model.topology.control.pg
         if not model.speaks:
             follow(model)
+            together(group, lambda: None)
             return
         from tools.lm_eval_adapter import CheckpointLM
 
         if ranks.env.world_size > 1:
             # The harness knows of this rank alone, and gives results only to the first process of a machine.
             os.environ["LOCAL_RANK"] = "0"
+        found: dict[str, Any] | UserError
         with Leader(model, 60 * model_flags.distributed_timeout_minutes) as leader:
-            found = run(CheckpointLM(leader, flags.micro_batch_size), flags)
-        report(found, flags)
+            try:
+                found = run(CheckpointLM(leader, flags.micro_batch_size), flags)
+            except UserError as error:
+                found = error  # for all ranks, when the others have left off waiting for work
+        together(group, partial(report, found, flags))
 
     return run_program(body)
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -114,6 +115,28 @@ def test_the_adapter_the_export_and_other_layouts_agree(
     four = _figures(tmp_path / "four")
     assert len(four) == 3
     assert four == pytest.approx({name: ours[name] for name in four}, rel=1e-4)
+
+
+@pytest.mark.parametrize("content", ["", "not json\n", None], ids=["empty", "malformed", "gone"])
+def test_bad_data_of_a_task_is_one_line(
+    content: str | None,
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in OFFLINE.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    data = tmp_path / "rows.json"
+    if content is not None:
+        data.write_text(content)
+    more = 'doc_to_text: "{{text}}"\ndoc_to_target: "{{a}}"\nmetric_list: [{metric: perplexity}]'
+    (tmp_path / "bad.yaml").write_text(CHOICE.format(name="local_bad", data=data, kind="loglikelihood", more=more))
+    flags = ["--load", str(place / "saved"), "--include-path", str(tmp_path), "--tasks", "local_bad"]
+    assert main(flags) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert "--tasks local_bad: its data cannot be had" in said[-1]
 
 
 def test_unknown_tasks_are_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,6 +68,13 @@ def test_a_sweep_finds_the_losses_of_training_and_goes_on_where_it_stopped(tmp_p
     other = run_cli(1, [*sweep, "--eval-samples", "4"])
     assert other.returncode == 2
     assert "other samples" in other.stderr
+    shard = next((saved / "iter_0000004").glob("*.bin"))
+    shard.write_bytes(shard.read_bytes()[:100])
+    partly = run_cli(1, sweep).check()
+    assert "left out, since files are missing or damaged: iterations 4" in partly.stdout
+    alone = run_cli(1, [*sweep, "--first", "4", "--last", "4"])
+    assert alone.returncode == 2
+    assert "files of 4 are missing or damaged" in alone.stderr
     none = run_cli(1, [*sweep, "--first", "7"])
     assert none.returncode == 2
-    assert "there are 2, 4, 6" in none.stderr
+    assert "there are 2, 6" in none.stderr

@@ -21,15 +21,19 @@ from tools.quickstart.train_bpe import train
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
-def _run(folder: Path, **settings: str) -> str:
+def _start(folder: Path, **settings: str) -> subprocess.CompletedProcess[str]:
     variables = {
         "GPT2": str(folder / "hf"), "TEXT": str(folder / "text.txt"), "OUT": str(folder / "out"),
         "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "LR": "3e-3",
     }  # fmt: skip
-    done = subprocess.run(
+    return subprocess.run(
         ["bash", str(REPO / "examples" / "finetune_gpt2_aqsgd.sh")],
-        env={**os.environ, **variables, **settings}, capture_output=True, text=True, timeout=200,
+        env={**os.environ, **variables, **settings}, capture_output=True, text=True, timeout=200, cwd=folder,
     )  # fmt: skip
+
+
+def _run(folder: Path, **settings: str) -> str:
+    done = _start(folder, **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -49,7 +53,9 @@ def test_it_trains_with_compressed_activations_and_goes_on(tmp_path: Path) -> No
     torch.manual_seed(1)
     shape: dict[str, Any] = {"n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": size}
     GPT2LMHeadModel(GPT2Config(**shape)).save_pretrained(tmp_path / "hf")
-    text = _run(tmp_path, EPOCHS="1")
+    _refused(tmp_path)
+    # Paths may be relative to the caller's folder.
+    text = _run(tmp_path, EPOCHS="1", GPT2="hf", TEXT="text.txt", OUT="out")
     before, after = (float(x) for x in re.findall(r"ppl: (\S+) \| adjusted", text))
     assert after < before / 3, text
     assert "pp-forward=delta" in text
@@ -59,3 +65,24 @@ def test_it_trains_with_compressed_activations_and_goes_on(tmp_path: Path) -> No
     ratios = re.findall(r"pp-forward: \S+ kB of \S+ kB \((\S+)x\)", more)
     assert float(ratios[-1]) > 7
     assert float(re.findall(r"ppl: (\S+) \| adjusted", more)[1]) < after
+    (tmp_path / "other.txt").write_text("w1 w2 w3\n" * 400)
+    other = _start(tmp_path, TEXT="other.txt")
+    assert other.returncode
+    assert "was made of other texts; name another OUT" in other.stderr
+
+
+def _refused(folder: Path) -> None:
+    """Texts that cannot serve are said in one line, and leave nothing that a good one would meet."""
+    (folder / "empty.txt").write_text("")
+    (folder / "line.txt").write_text("w1 w2 w3")
+    (folder / "latin.txt").write_bytes(b"w1 \xff")
+    for name, said in (
+        ("gone.txt", "No such file"), ("empty.txt", "leaves no text"), ("line.txt", "leaves no text to train on"),
+        ("latin.txt", "is no UTF-8"),
+    ):  # fmt: skip
+        done = _start(folder, TEXT=name)
+        assert done.returncode
+        (error,) = [line for line in done.stderr.splitlines() if "error" in line]
+        assert error.startswith("finetune_gpt2_aqsgd: error: TEXT=")
+        assert said in error
+        assert not (folder / "out" / "data.done").exists()

@@ -144,7 +144,12 @@ def test_a_strict_word_of_several_tokens_must_be_found_whole() -> None:
     [
         ("LAMBADA", '{"text": "1 2 3"}\n{"txt": "1 2"}\n', [], "line 2"),
         ("LAMBADA", '{"text": "1"}\n', [], "line 1"),
+        ("LAMBADA", '{"text": "1 2"}\n{"text": "a \\ud800 b"}\n', [], "line 2"),
+        ("LAMBADA", '{"text": "1 2"}\n' + "[" * 100_000, [], "line 2"),
+        ("LAMBADA", b'{"text": "1 2"}\n\xff', [], "line 2: is no UTF-8"),
         ("LAMBADA", "", [], "no text"),
+        ("WIKITEXT103", b"1 2\n3\n\xff 4", [], "line 3: is no UTF-8"),
+        ("WIKITEXT103", "one\ntwo\nthree", [], "a space between them"),
         ("LAMBADA", None, [], "No such file"),
         ("WIKITEXT103", "", [], "no text"),
         ("WIKITEXT103", "1 2 3", ["--overlapping-eval", "17"], "--overlapping-eval 17"),
@@ -153,12 +158,12 @@ def test_a_strict_word_of_several_tokens_must_be_found_whole() -> None:
     ],
 )
 def test_bad_input_is_one_line(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str, content: str | None, flags: list[str],
-    said: str,
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str, content: str | bytes | None,
+    flags: list[str], said: str,
 ) -> None:  # fmt: skip
     path = tmp_path / "data"
     if content is not None:
-        path.write_text(content)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
     assert main(["--task", task, "--valid-data", str(path), "--load", str(saved), *flags]) == 2
     error = capsys.readouterr().err
     assert said in error

@@ -1,0 +1,24 @@
+"""Files of what a model is evaluated on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.config.errors import UserError
+
+
+def read_utf8(path: str) -> str:
+    """A text file's contents.
+
+    Raises:
+        UserError: when it cannot be read; naming the line that is no UTF-8.
+    """
+    try:
+        contents = Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"--valid-data {path}: {error.strerror}") from error
+    try:
+        return contents.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        line = contents.count(b"\n", 0, error.start) + 1
+        raise UserError(f"--valid-data {path}, line {line}: is no UTF-8 text") from error
