@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,6 +36,8 @@ from tools.convert.classic_write import write_classic  # noqa: E402
 from tools.convert.hugging_face import is_hf, read_hf, write_hf  # noqa: E402
 from tools.convert.model import Weights, check_complete  # noqa: E402
 from tools.convert.ours import read_ours, write_ours  # noqa: E402
+from tools.convert.place import placed  # noqa: E402
+from tools.interrupt import stopped_in_order  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -97,8 +97,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         raise UserError("--to is missing: hf, megatron-cc or classic")
     options.to = options.to or "classic"
     for name in ("target_tensor_model_parallel_size", "target_pipeline_model_parallel_size"):
+        flag = f"--{name.replace('_', '-')} {getattr(options, name)}"
         if getattr(options, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} {getattr(options, name)}: give at least 1")
+            raise UserError(f"{flag}: give at least 1")
+        if getattr(options, name) > 1 and options.to != "classic":
+            raise UserError(f"{flag}: only --to classic splits a model; leave it out")
+    if options.iteration is not None and options.iteration < 0:
+        raise UserError(f"--iteration {options.iteration}: iterations count from 0")
     return options
 
 
@@ -110,6 +115,8 @@ def read(options: argparse.Namespace) -> Weights:
     """
     folder = Path(options.load)
     classic = find_classic(folder, options.iteration)
+    if classic is None and options.vocab_size is not None:
+        raise UserError(f"--vocab-size {options.vocab_size}: only classic files leave it open; leave it out")
     if classic is not None:
         weights = read_classic(classic, options.vocab_size)
     elif (folder / TRACKER).is_file():
@@ -135,42 +142,46 @@ def write(weights: Weights, options: argparse.Namespace, done: Callable[[int], N
     Raises:
         UserError: when it cannot be written; nothing is left behind then.
     """
-    folder = Path(options.save)
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(f"--save {folder}: is not empty; name another folder")
-    if options.to == "megatron-cc":
-        write_ours(weights, folder, done)
-        return
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    try:
-        partial.mkdir(parents=True)
-        if options.to == "hf":
-            write_hf(weights, partial, done)
+    with placed(Path(options.save)) as folder:
+        if options.to == "megatron-cc":
+            write_ours(weights, folder, done)
+        elif options.to == "hf":
+            write_hf(weights, folder, done)
         else:
             tp, pp = options.target_tensor_model_parallel_size, options.target_pipeline_model_parallel_size
-            write_classic(weights, partial, tp, pp, done)
-        if folder.exists():
-            folder.rmdir()
-        partial.rename(folder)
+            write_classic(weights, folder, tp, pp, done)
+
+
+def convert(options: argparse.Namespace) -> Weights:
+    """Does what the command line says.
+
+    Raises:
+        UserError: when it cannot be done.
+    """
+    try:
+        weights = read(options)
     except OSError as error:
-        raise UserError(f"--save {folder}: {error.strerror}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(f"{error.filename or options.load}: {error.strerror or error}") from error
+    with tqdm(total=weights.nbytes, unit="B", unit_scale=True, desc="converted") as bar:
+
+        def done(nbytes: int) -> None:
+            bar.update(nbytes)
+
+        write(weights, options, done)
+    return weights
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
-        options = parse(arguments)
-        weights = read(options)
-        with tqdm(total=weights.nbytes, unit="B", unit_scale=True, desc="converted") as bar:
-
-            def done(nbytes: int) -> None:
-                bar.update(nbytes)
-
-            write(weights, options, done)
+        with stopped_in_order():
+            options = parse(arguments)
+            weights = convert(options)
     except UserError as error:
         print(f"ckpt_convert: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("ckpt_convert: interrupted", file=sys.stderr)
+        return 130
     print(f"{options.save}: {len(weights.entries)} tensors, {weights.nbytes / 1e6:,.1f} MB")
     return 0
 

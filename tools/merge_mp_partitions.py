@@ -17,4 +17,4 @@ if __name__ == "__main__":
 from tools.ckpt_convert import main
 
 if __name__ == "__main__":
-    sys.exit(main([*sys.argv[1:], *([] if "--to" in sys.argv else ["--to", "classic"])]))
+    sys.exit(main(["--model-type", "GPT", *sys.argv[1:]]))  # which makes classic the default of --to

@@ -21,29 +21,46 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from megatron.checkpoint.files import TRACKER
 from megatron.checkpoint.storage import bytes_of
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.parallel.tensor.shards import ParamSpec
 from tools.convert.model import Entry, Weights, model_of, parameters_of, stacks_gate_and_up
+from tools.convert.pickles import unreadable
+from tools.convert.values import Values
 
 FILE = "model_optim_rng.pt"
-TRACKER = "latest_checkpointed_iteration.txt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 GPT2_ENTRIES = 50257
+VERSIONS = (0, 1, 2, 3)
+PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Tensors whose rows are those of the padded vocabulary."""
 
 
 def find_classic(root: Path, iteration: int | None = None) -> Path | None:
-    """The folder of a classic checkpoint's ranks: ``root`` itself, or the iteration that its tracker names."""
+    """The folder of a classic checkpoint's ranks: ``root`` itself, or the iteration that its tracker names.
+
+    Raises:
+        UserError: when there is another iteration than the one asked for.
+    """
     if _ranks(root):
+        if iteration is not None:
+            raise UserError(f"--iteration {iteration}: {root} is one checkpoint already; leave it out")
         return root
     tracker = root / TRACKER
     name = f"iter_{iteration:07d}" if iteration is not None else None
     if name is None and tracker.is_file():
         text = tracker.read_text(errors="replace").strip()
-        name = "release" if text == "release" else f"iter_{int(text):07d}" if text.isdigit() else None
-    return root / name if name is not None and _ranks(root / name) else None
+        named = re.fullmatch(r"[0-9]{1,18}", text)
+        name = "release" if text == "release" else f"iter_{int(text):07d}" if named else None
+    if name is not None and _ranks(root / name):
+        return root / name
+    others = sorted(path.name for path in root.glob("iter_*") if _ranks(path)) if iteration is not None else []
+    if others:
+        raise UserError(f"--iteration {iteration}: {root} has no such checkpoint; it has {', '.join(others)}")
+    return None
 
 
 def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
@@ -126,8 +143,7 @@ def _load(path: Path) -> dict[str, Any]:
         with torch.serialization.safe_globals(_safe_globals(path)), mode:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for files that are none of its own
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{path}: cannot be read safely ({first}); is it damaged, or no checkpoint?") from error
+        raise unreadable(path, error) from error
     if not isinstance(loaded, dict) or not ("model" in loaded or "model0" in loaded):
         raise UserError(f"{path}: holds no model; give the folder of a classic Megatron checkpoint")
     return loaded
@@ -138,7 +154,7 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, value in nested.items():
         if isinstance(value, Tensor):
-            found[prefix + name] = value
+            found[f"{prefix}{name}"] = value
         elif isinstance(value, Mapping):
             found |= _flat(value, f"{prefix}{name}.")
     return found
@@ -179,20 +195,48 @@ def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
                     f"{folder}: of the {tps[-1] + 1} x {pps[-1] + 1} ranks, mp_rank_{tp:02d}_{pp:03d} is missing"
                 )
     files = {place: _load(path) for place, path in paths.items()}
-    first = files[0, 0]
-    model, padded = _model_of(first, folder)
-    version = float(first.get("checkpoint_version") or 0)
+    try:
+        model, padded, version, iteration, tokenizer = _described(files[0, 0])
+        entries_size = _vocab_size(_arguments(files[0, 0]), vocab_size, padded, len(tps))
+        if model.num_query_groups % len(tps):
+            raise UserError(f"{model.num_query_groups} query groups cannot be in {len(tps)} tensor-parallel ranks")
+    except UserError as error:
+        raise UserError(f"{paths[0, 0]}: {error}") from error
     shards = [_pipeline_of(files, paths, tp, len(pps), model, folder) for tp in range(len(tps))]
-    entries_size = _vocab_size(first.get("args"), vocab_size, padded, len(tps))
     entries = {}
     for name, spec in parameters_of(model, entries_size).items():
         parts = [shard[name] for shard in shards if name in shard]
         if len(parts) != len(shards):
             raise UserError(f"{folder}: {name} is in {len(parts)} of {len(shards)} tensor-parallel ranks")
-        read = _merged(name, parts, spec, model, version, folder)
-        entries[name] = Entry(spec.logical_shape, parts[0].like.dtype, read)
-    iteration = first.get("iteration", 0)
-    return Weights(model, entries_size, entries, _tokenizer_of(first.get("args")), int(iteration or 0))
+        _check_parts(name, parts, spec, model, padded)
+        entries[name] = Entry(spec.logical_shape, parts[0].like.dtype, _merged(name, parts, spec, model, version))
+    return Weights(model, entries_size, entries, tokenizer, iteration)
+
+
+def _check_parts(name: str, parts: Sequence[_Stored], spec: ParamSpec, model: ModelConfig, padded: int) -> None:
+    """Compares the ranks' parts of a tensor with what the arguments ask for.
+
+    Raises:
+        UserError: naming the file of the first that differs.
+    """
+    shape = list(spec.logical_shape)
+    if name in PADDED:
+        shape[0] = padded
+    if spec.dim is not None:
+        if shape[spec.dim] % len(parts):
+            raise UserError(
+                f"{parts[0].path}: {name} has {shape[spec.dim]} rows or columns by its arguments, "
+                f"which cannot be in {len(parts)} ranks"
+            )
+        shape[spec.dim] //= len(parts)
+    if stacks_gate_and_up(model, name):
+        shape[:2] = [shape[0] * shape[1]]
+    for part in parts:
+        found, dtype = tuple(part.like.shape), part.like.dtype
+        if found != tuple(shape):
+            raise UserError(f"{part.path}: {name} has shape {found}, its arguments ask for {tuple(shape)}")
+        if dtype != parts[0].like.dtype:
+            raise UserError(f"{part.path}: {name} is {dtype}, another rank's part of it {parts[0].like.dtype}")
 
 
 def _pipeline_of(
@@ -204,13 +248,15 @@ def _pipeline_of(
     folder: Path,
 ) -> dict[str, _Stored]:
     """A tensor-parallel rank's tensors by logical name, with the layers of all stages and chunks in their order."""
-    chunks = max((int(name[5:]) + 1 for name in files[tp, 0] if re.fullmatch(r"model\d+", name)), default=1)
+    chunks = [name for name in files[tp, 0] if isinstance(name, str) and re.fullmatch(r"model[0-9]+", name)]
     found: dict[str, _Stored] = {}
     done = 0
-    for chunk in range(chunks):
+    for name in [f"model{number}" for number in range(len(chunks))] or ["model"]:
         for stage in range(stages):
-            name = f"model{chunk}" if chunks > 1 else "model"
-            flat = _flat(files[tp, stage][name])
+            held = files[tp, stage].get(name)
+            if not isinstance(held, Mapping):
+                raise UserError(f"{paths[tp, stage]}: {name} is not there, or holds no tensors by name")
+            flat = _flat(held)
             layers = {int(m[1]) for m in (re.search(r"layers\.(\d+)\.", key) for key in flat) if m}
             for key, tensor in flat.items():
                 logical = _logical(key, done)
@@ -223,10 +269,8 @@ def _pipeline_of(
 
 
 def _merged(
-    name: str, stored: Sequence[_Stored], spec: ParamSpec, model: ModelConfig, version: float, folder: Path
+    name: str, stored: Sequence[_Stored], spec: ParamSpec, model: ModelConfig, version: float
 ) -> Callable[[], Tensor]:
-    shape = spec.logical_shape
-
     def read() -> Tensor:
         parts = [one.read() for one in (stored if spec.dim is not None else stored[:1])]
         if "query_key_value" in name:
@@ -234,11 +278,7 @@ def _merged(
         if stacks_gate_and_up(model, name):
             parts = [part.view(2, -1, *part.shape[1:]) for part in parts]
         whole = torch.cat(parts, dim=spec.dim or 0) if len(parts) > 1 else parts[0]
-        if whole.dim() == len(shape) and whole.shape[0] > shape[0] and whole.shape[1:] == shape[1:]:
-            whole = whole[: shape[0]]  # the vocabulary's padding
-        if tuple(whole.shape) != shape:
-            raise UserError(f"{folder}: {name} has shape {tuple(whole.shape)}, its arguments ask for {shape}")
-        return whole
+        return whole[: spec.logical_shape[0]] if name in PADDED else whole
 
     return read
 
@@ -253,69 +293,90 @@ def _by_head(part: Tensor, model: ModelConfig, tp: int, version: float) -> Tenso
     return part.view(heads, width, 3, *rest).transpose(1, 2).reshape(part.shape)
 
 
-def _vocab_size(args: Any, given: int | None, padded: int, tp: int) -> int:
-    """Entries without padding."""
+def _vocab_size(args: Values, given: int | None, padded: int, tp: int) -> int:
+    """Entries without padding.
+
+    Raises:
+        UserError: when what the arguments say would leave more rows over than padding can be.
+    """
     if given is not None:
         if not 0 < given <= padded:
             raise UserError(f"--vocab-size {given}: the checkpoint's embedding has {padded} rows")
         return given
-    own = getattr(args, "orig_vocab_size", None) or getattr(args, "vocab_size", None)
-    if isinstance(own, int) and 0 < own <= padded:
+    own = args.integer("orig_vocab_size", 0, least=0) or args.integer("vocab_size", 0, least=0)
+    multiple = args.integer("make_vocab_size_divisible_by", 128)
+    step = multiple * max(tp, args.integer("tensor_model_parallel_size", tp))  # merged files may keep their padding
+    if own and not 0 <= padded - own < step:
+        raise UserError(
+            f"the vocabulary has {own} entries and its embedding {padded} rows by the arguments, which is not their "
+            f"padding to a multiple of {step}; say how many are entries with --vocab-size"
+        )
+    if own:
         return own
-    kind = getattr(args, "tokenizer_type", None)
-    multiple = (getattr(args, "make_vocab_size_divisible_by", None) or 128) * tp
-    if kind == "GPT2BPETokenizer" and -(-GPT2_ENTRIES // multiple) * multiple == padded:
+    if (
+        args.text("tokenizer_type", "") == "GPT2BPETokenizer"
+        and -(-GPT2_ENTRIES // (multiple * tp)) * multiple * tp == padded
+    ):
         return GPT2_ENTRIES
     return padded
 
 
-def _tokenizer_of(args: Any) -> TokenizerConfig:
+def _tokenizer_of(args: Values) -> TokenizerConfig:
     """The tokenizer that the arguments name, where its files still are."""
-    kind = getattr(args, "tokenizer_type", None)
-    vocab, merges = getattr(args, "vocab_file", None), getattr(args, "merge_file", None)
+    kind, vocab, merges = (args.text(name, "") for name in ("tokenizer_type", "vocab_file", "merge_file"))
     if kind == "GPT2BPETokenizer" and vocab and merges and Path(vocab).is_file() and Path(merges).is_file():
-        return TokenizerConfig(tokenizer_type=kind, vocab_file=str(vocab), merge_file=str(merges))
+        return TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocab, merge_file=merges)
     return TokenizerConfig()
 
 
-def _model_of(file: Mapping[str, Any], folder: Path) -> tuple[ModelConfig, int]:
-    """The model that a file's arguments describe, and the rows of its padded embedding.
+def _arguments(file: Mapping[str, Any]) -> Values:
+    """The arguments in a file.
 
     Raises:
-        UserError: when the file has none, as those of version 0 may.
+        UserError: when it has none, as those of version 0 may.
     """
     args = file.get("args")
     if not isinstance(args, argparse.Namespace) or not hasattr(args, "num_layers"):
-        raise UserError(f"{folder}: the checkpoint does not hold the arguments that it was made with")
-    values = vars(args)
-    rotary = values.get("position_embedding_type") == "rope" or bool(values.get("use_rotary_position_embeddings"))
-    names = {
-        "num_layers": "num_layers",
-        "hidden_size": "hidden_size",
-        "num_attention_heads": "num_attention_heads",
-        "ffn_hidden_size": "ffn_hidden_size",
-        "kv_channels": "kv_channels",
-        "max_position_embeddings": "max_position_embeddings",
-        "seq_length": "seq_length",
-        "norm_epsilon": "layernorm_epsilon",
-        "openai_gelu": "openai_gelu",
-        "squared_relu": "squared_relu",
-        "bias_gelu_fusion": "bias_gelu_fusion",
-        "swiglu": "swiglu",
-        "normalization": "normalization",
-        "untie_embeddings_and_output_weights": "untie_embeddings_and_output_weights",
-        "add_bias_linear": "add_bias_linear",
-        "rotary_percent": "rotary_percent",
-        "rotary_base": "rotary_base",
-        "make_vocab_size_divisible_by": "make_vocab_size_divisible_by",
-    }
-    known = {ours: values[theirs] for ours, theirs in names.items() if values.get(theirs) is not None}
+        raise UserError("the checkpoint does not hold the arguments that it was made with")
+    return Values(vars(args))
+
+
+def _described(file: Mapping[str, Any]) -> tuple[ModelConfig, int, float, int, TokenizerConfig]:
+    """What a file says: the model, the rows of its padded embedding, version, iteration, tokenizer.
+
+    Raises:
+        UserError: when it does not, or says what cannot be.
+    """
+    args, values = _arguments(file), Values(file)
+    version = values.number("checkpoint_version", 0)
+    if version not in VERSIONS:
+        raise UserError(f"checkpoint_version {version:g} is not known; {', '.join(map(str, VERSIONS))} are")
+    iteration = values.integer("iteration", 0, least=0, most=10**18)
+    return _model_of(args), args.integer("padded_vocab_size"), version, iteration, _tokenizer_of(args)
+
+
+_SIZES = (
+    "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "max_position_embeddings",
+    "seq_length", "make_vocab_size_divisible_by",
+)  # fmt: skip
+_FLAGS = (
+    "openai_gelu", "squared_relu", "bias_gelu_fusion", "swiglu", "untie_embeddings_and_output_weights",
+    "add_bias_linear",
+)  # fmt: skip
+_NUMBERS = {"norm_epsilon": "layernorm_epsilon", "rotary_percent": "rotary_percent", "rotary_base": "rotary_base"}
+
+
+def _model_of(args: Values) -> ModelConfig:
+    """The model that a file's arguments describe."""
+    known: dict[str, object] = {name: args.integer(name) for name in _SIZES if args.has(name)}
+    known |= {name: args.flag(name, False) for name in _FLAGS if args.has(name)}
+    known |= {ours: args.number(theirs) for ours, theirs in _NUMBERS.items() if args.has(theirs)}
+    if args.has("normalization"):
+        known["normalization"] = args.text("normalization")
+    rotary = args.text("position_embedding_type", "") == "rope" or args.flag("use_rotary_position_embeddings", False)
     known["position_embedding_type"] = "rope" if rotary else "learned_absolute"
-    groups = values.get("num_query_groups") if values.get("group_query_attention") else None
-    if groups:
-        known["num_query_groups"] = groups
-    known.setdefault("seq_length", known.get("max_position_embeddings"))
-    padded = values.get("padded_vocab_size")
-    if not isinstance(padded, int):
-        raise UserError(f"{folder}: the arguments in it have no padded_vocab_size")
-    return model_of(**known), padded
+    if args.flag("group_query_attention", False) and args.has("num_query_groups"):
+        known["num_query_groups"] = args.integer("num_query_groups")
+    if "seq_length" not in known:
+        known["seq_length"] = args.integer("max_position_embeddings")
+    return model_of(**known)

@@ -7,6 +7,7 @@ has to be in memory as a whole.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import struct
 import zipfile
@@ -19,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.files import TRACKER
 from megatron.checkpoint.storage import bytes_of
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.model.stages import padded_vocab_size
 from megatron.parallel.tensor.shards import ParamSpec
-from tools.convert.classic import FILE, TRACKER
+from tools.convert.classic import FILE
 from tools.convert.model import Weights, parameters_of, stacks_gate_and_up
 
 _LOCAL_CRC, _CENTRAL_CRC = 14, 16
@@ -38,18 +40,26 @@ class _RankFile:
     Args:
         path: of it.
         places: offset of each tensor's bytes, by logical name.
+        sizes: how many they are.
         records: the archive's name of each of them.
         crcs: checksums of what was written, by the archive's name.
     """
 
     path: Path
     places: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
     records: dict[int, str] = field(default_factory=dict)
     crcs: dict[str, int] = field(default_factory=dict)
 
     def fill(self, name: str, part: Tensor, zeros: int = 0) -> None:
-        """Writes a tensor's bytes into its place, and so many zeros after them."""
+        """Writes a tensor's bytes into its place, and so many zeros after them.
+
+        Raises:
+            ValueError: when they are more or less than there is room for.
+        """
         data, rest = bytes_of(part), bytes(zeros * part.element_size())
+        if len(data) + len(rest) != self.sizes[name]:
+            raise ValueError(f"{name} has {len(data) + len(rest)} bytes, its room {self.sizes[name]}")
         with self.path.open("r+b") as stream:
             stream.seek(self.places[name])
             stream.write(data)
@@ -131,14 +141,13 @@ def _laid_out(
     """Writes a rank's file with room for its tensors."""
     model = weights.model
     per_stage = model.num_layers // pp
-    dtype = weights.entries["embedding.word_embeddings.weight"].dtype
     room: dict[str, Tensor] = {}
 
     def space(name: str, key: str | None = None) -> Tensor:
         # Memory that is never touched takes up none.
-        whole = torch.empty(specs[name].logical_shape, dtype=dtype, device="meta")
+        whole = torch.empty(specs[name].logical_shape, dtype=weights.entries[name].dtype, device="meta")
         part = _part(name, whole, specs[name], model, t, tp)
-        room[key or name] = torch.empty(part.shape, dtype=dtype)
+        room[key or name] = torch.empty(part.shape, dtype=part.dtype)
         return room[key or name]
 
     language: dict[str, Any] = {}
@@ -165,18 +174,21 @@ def _laid_out(
     path = folder / name / FILE
     path.parent.mkdir(parents=True)
     content = {
-        "args": argparse.Namespace(**_arguments(weights, tp, pp, padded, dtype)),
+        "args": argparse.Namespace(**_arguments(weights, tp, pp, padded)),
         "checkpoint_version": 3.0,
         "iteration": weights.iteration,
         "model": held,
     }
-    with torch.serialization.skip_data():
-        torch.save(content, path)
+    try:
+        with torch.serialization.skip_data():
+            torch.save(content, path)
+    except RuntimeError as error:  # torch's archives fail so, and do not say why
+        raise OSError(errno.EIO, "the file cannot be written; is the disk full?") from error
     return _RankFile(path, *_places(path, room))
 
 
-def _places(path: Path, room: dict[str, Tensor]) -> tuple[dict[str, int], dict[int, str]]:
-    """Where each tensor's bytes belong, and which record of the archive that is.
+def _places(path: Path, room: dict[str, Tensor]) -> tuple[dict[str, int], dict[str, int], dict[int, str]]:
+    """Where each tensor's bytes belong, how many they are, and which record of the archive that is.
 
     torch writes storages in the order in which it meets them, which is that of ``room``.
     """
@@ -187,11 +199,12 @@ def _places(path: Path, room: dict[str, Tensor]) -> tuple[dict[str, int], dict[i
         offset = reader.get_record_offset(f"data/{number}")
         places[name] = offset
         records[offset] = f"{prefix}/data/{number}"
-    return places, records
+    return places, {name: part.nbytes for name, part in room.items()}, records
 
 
-def _arguments(weights: Weights, tp: int, pp: int, padded: int, dtype: torch.dtype) -> dict[str, Any]:
+def _arguments(weights: Weights, tp: int, pp: int, padded: int) -> dict[str, Any]:
     """The arguments that readers of the layout look for, as plain types."""
+    dtype = weights.entries["embedding.word_embeddings.weight"].dtype
     model, tokenizer = weights.model, weights.tokenizer
     grouped = model.num_query_groups != model.num_attention_heads
     return {

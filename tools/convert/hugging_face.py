@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
 from tools.convert.model import Entry, Weights, model_of
 from tools.convert.names import Rule, architecture_of, rules
+from tools.convert.pickles import unreadable
 from tools.convert.safetensors_file import DTYPES, SafetensorsFile
+from tools.convert.values import Values
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 SHARD_BYTES = 5 << 30
@@ -42,22 +46,21 @@ def read_hf(folder: Path) -> Weights:
     Raises:
         UserError: when it is another model, or a file is missing or damaged.
     """
-    config = _read_json(folder / CONFIG)
-    kind = config.get("model_type")
+    config = Values(_read_json(folder / CONFIG))
     try:
-        if kind == "gpt2":
-            model, vocab_size = _gpt2_model(config)
-        elif kind == "llama":
-            model, vocab_size = _llama_model(config)
-        else:
-            raise UserError(f"{folder / CONFIG}: model_type {kind!r} cannot be converted; only gpt2 and llama can")
-    except KeyError as error:
-        raise UserError(f"{folder / CONFIG}: {error.args[0]} is missing") from error
+        kind = config.text("model_type")
+        if kind not in ("gpt2", "llama"):
+            raise UserError(f"model_type {kind!r} cannot be converted; only gpt2 and llama can")
+        model = _gpt2_model(config) if kind == "gpt2" else _llama_model(config)
+        vocab_size = config.integer("vocab_size")
+    except UserError as error:
+        raise UserError(f"{folder / CONFIG}: {error}") from error
     stored = _StoredFiles(folder)
     entries = {}
     for rule in rules(model, vocab_size):
         parts = [stored.entry(name, shape) for name, shape in rule.theirs]
-        entries[rule.ours] = Entry(rule.shape, parts[0].dtype, _joined(rule, parts))
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
+        entries[rule.ours] = Entry(rule.shape, dtype, _joined(rule, [part.to(dtype) for part in parts]))
     return Weights(model, vocab_size, entries, _tokenizer_of(folder))
 
 
@@ -73,65 +76,66 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: is not JSON ({error})") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: does not hold names and values")
     return content
 
 
-def _gpt2_model(config: Mapping[str, Any]) -> tuple[ModelConfig, int]:
-    activation = config.get("activation_function", "gelu_new")
+def _gpt2_model(config: Values) -> ModelConfig:
+    activation = config.text("activation_function", "gelu_new")
     if activation not in ("gelu_new", "gelu_pytorch_tanh", "gelu", "gelu_fast"):
         raise UserError(f"activation_function {activation!r} is none of ours (gelu_new, gelu); it cannot be converted")
-    if not config.get("scale_attn_weights", True) or config.get("scale_attn_by_inverse_layer_idx", False):
+    if not config.flag("scale_attn_weights", True) or config.flag("scale_attn_by_inverse_layer_idx", False):
         raise UserError("scale_attn_weights=false and scale_attn_by_inverse_layer_idx=true cannot be converted")
-    hidden = config["n_embd"]
-    model = model_of(
-        num_layers=config["n_layer"],
+    hidden, positions = config.integer("n_embd"), config.integer("n_positions")
+    return model_of(
+        num_layers=config.integer("n_layer"),
         hidden_size=hidden,
-        num_attention_heads=config["n_head"],
-        ffn_hidden_size=config.get("n_inner") or 4 * hidden,
-        seq_length=config["n_positions"],
-        max_position_embeddings=config["n_positions"],
-        norm_epsilon=config.get("layer_norm_epsilon", 1e-5),
+        num_attention_heads=config.integer("n_head"),
+        ffn_hidden_size=config.integer("n_inner", 4 * hidden),
+        seq_length=positions,
+        max_position_embeddings=positions,
+        norm_epsilon=config.number("layer_norm_epsilon", 1e-5),
         bias_gelu_fusion=activation != "gelu",
-        untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", True),
-        attention_dropout=config.get("attn_pdrop", 0.1),
-        hidden_dropout=config.get("resid_pdrop", 0.1),
+        untie_embeddings_and_output_weights=not config.flag("tie_word_embeddings", True),
+        attention_dropout=config.number("attn_pdrop", 0.1),
+        hidden_dropout=config.number("resid_pdrop", 0.1),
     )
-    return model, config["vocab_size"]
 
 
-def _llama_model(config: Mapping[str, Any]) -> tuple[ModelConfig, int]:
-    if config.get("attention_bias") or config.get("mlp_bias"):
+def _llama_model(config: Values) -> ModelConfig:
+    if config.flag("attention_bias", False) or config.flag("mlp_bias", False):
         raise UserError("attention_bias and mlp_bias cannot be converted: our RMSNorm models have no biases there")
-    if config.get("hidden_act", "silu") != "silu":
-        raise UserError(f"hidden_act {config['hidden_act']!r} cannot be converted; only silu can")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise UserError(f"rope scaling {rope} cannot be converted: our rotary embeddings are not scaled")
-    heads = config["num_attention_heads"]
-    model = model_of(
-        num_layers=config["num_hidden_layers"],
-        hidden_size=config["hidden_size"],
+    activation = config.text("hidden_act", "silu")
+    if activation != "silu":
+        raise UserError(f"hidden_act {activation!r} cannot be converted; only silu can")
+    rope = Values(config.table("rope_parameters", {}) or config.table("rope_scaling", {}))
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind != "default":
+        raise UserError(f"rope scaling of type {kind!r} cannot be converted: our rotary embeddings are not scaled")
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    positions = config.integer("max_position_embeddings")
+    return model_of(
+        num_layers=config.integer("num_hidden_layers"),
+        hidden_size=hidden,
         num_attention_heads=heads,
-        num_query_groups=config.get("num_key_value_heads") or heads,
-        kv_channels=config.get("head_dim") or config["hidden_size"] // heads,
-        ffn_hidden_size=config["intermediate_size"],
-        seq_length=config["max_position_embeddings"],
-        max_position_embeddings=config["max_position_embeddings"],
+        num_query_groups=config.integer("num_key_value_heads", heads),
+        kv_channels=config.integer("head_dim", max(hidden // heads, 1)),
+        ffn_hidden_size=config.integer("intermediate_size"),
+        seq_length=positions,
+        max_position_embeddings=positions,
         position_embedding_type="rope",
-        rotary_base=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+        rotary_base=rope.number("rope_theta", config.number("rope_theta", 10000.0)),
         normalization="RMSNorm",
-        norm_epsilon=config.get("rms_norm_eps", 1e-6),
+        norm_epsilon=config.number("rms_norm_eps", 1e-6),
         swiglu=True,
         add_bias_linear=False,
-        untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
-        attention_dropout=config.get("attention_dropout", 0.0),
+        untie_embeddings_and_output_weights=not config.flag("tie_word_embeddings", False),
+        attention_dropout=config.number("attention_dropout", 0.0),
         hidden_dropout=0.0,
     )
-    return model, config["vocab_size"]
 
 
 def _tokenizer_of(folder: Path) -> TokenizerConfig:
@@ -157,10 +161,7 @@ class _StoredFiles:
         self._bin: dict[str, Tensor] = {}
         self.places: dict[str, Path] = {}
         if (folder / INDEX).is_file():
-            for name, file in _read_json(folder / INDEX).get("weight_map", {}).items():
-                if Path(file).name != file:
-                    raise UserError(f"{folder / INDEX}: {file!r} lies outside the folder")
-                self.places[name] = folder / file
+            self.places = _places(folder)
         elif (folder / SINGLE).is_file():
             with _opened(folder / SINGLE) as file:
                 self.places = dict.fromkeys(file.keys(), folder / SINGLE)
@@ -187,7 +188,7 @@ class _StoredFiles:
                 if stored not in file.keys():  # noqa: SIM118  # no mapping
                     raise UserError(f"{self.places[stored]} does not hold {stored}, which {INDEX} says it does")
                 part = file.get_slice(stored)
-                found, dtype = tuple(part.get_shape()), _dtype_of(part.get_dtype())
+                found, dtype = tuple(part.get_shape()), _dtype_of(part.get_dtype(), f"{self.places[stored]}: {stored}")
         if found != shape:
             raise UserError(f"{self.places[stored]}: {stored} has shape {found}, {CONFIG} asks for {shape}")
         return Entry(shape, dtype, lambda: self._read(stored))
@@ -200,6 +201,21 @@ class _StoredFiles:
             return tensor
 
 
+def _places(folder: Path) -> dict[str, Path]:
+    """Each tensor's file, as the index says."""
+    index, found = Values(_read_json(folder / INDEX)), {}
+    try:
+        for name, file in index.table("weight_map").items():
+            if not isinstance(file, str):
+                raise UserError(f"weight_map names {file!r} as the file of {name}")
+            if Path(file).name != file:
+                raise UserError(f"{file!r} lies outside the folder")
+            found[name] = folder / file
+    except UserError as error:
+        raise UserError(f"{folder / INDEX}: {error}") from error
+    return found
+
+
 def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
@@ -207,19 +223,26 @@ def _opened(path: Path) -> Any:
         raise UserError(f"{path}: cannot be read ({error}); fetch the file again") from error
 
 
-def _dtype_of(name: str) -> torch.dtype:
+def _dtype_of(name: str, where: str) -> torch.dtype:
     for dtype, known in DTYPES.items():
-        if known == name and dtype.is_floating_point:
+        if known == name:
             return dtype
-    raise UserError(f"weights of type {name} cannot be converted")
+    raise UserError(f"{where} is of type {name}, which cannot be converted")
 
 
 def _load_bin(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file of torch's; those of before torch 1.6, which are no archives, are read into memory."""
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # torch raises many kinds for files that are none of its own
-        raise UserError(f"{path}: cannot be read ({str(error).splitlines()[0]}); fetch the file again") from error
-    return {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
+        raise unreadable(path, error) from error
+    if not isinstance(loaded, dict):
+        raise UserError(f"{path}: holds a {type(loaded).__name__} instead of tensors by name")
+    return {
+        name: tensor.detach()
+        for name, tensor in loaded.items()
+        if isinstance(name, str) and isinstance(tensor, Tensor) and tensor.layout == torch.strided
+    }
 
 
 # To Hugging Face
@@ -238,32 +261,31 @@ def write_hf(weights: Weights, folder: Path, done: Callable[[int], None], shard_
         UserError: when there is no such architecture.
     """
     planned = list(rules(weights.model, weights.vocab_size))
-    dtype = weights.entries[planned[0].ours].dtype
-    shards = _shards(planned, dtype.itemsize, shard_bytes)
+    dtypes = {rule.ours: weights.entries[rule.ours].dtype for rule in planned}
+    shards = _shards(planned, dtypes, shard_bytes)
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = [(theirs, shape, dtype) for rule in shard for theirs, shape in rule.theirs]
+        tensors = [(theirs, shape, dtypes[rule.ours]) for rule in shard for theirs, shape in rule.theirs]
         file = SafetensorsFile(folder / name, tensors, {"format": "pt"})
         for rule in shard:
-            whole = weights.entries[rule.ours].to(dtype).read()
+            whole = weights.entries[rule.ours].read()
             for (theirs, _), view in zip(rule.theirs, rule.split(whole), strict=True):
                 file.add(theirs, view)
                 places[theirs] = name
             done(whole.numel() * whole.element_size())
         file.close()
     if len(shards) > 1:
-        total = sum(torch.Size(shape).numel() * dtype.itemsize for rule in planned for _, shape in rule.theirs)
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
-    _write_json(folder / CONFIG, hf_config(weights.model, weights.vocab_size, dtype))
+        _write_json(folder / INDEX, {"metadata": {"total_size": weights.nbytes}, "weight_map": places})
+    _write_json(folder / CONFIG, hf_config(weights.model, weights.vocab_size, dtypes[planned[0].ours]))
     _copy_tokenizer(weights.tokenizer, folder)
 
 
-def _shards(planned: Sequence[Rule], itemsize: int, limit: int) -> list[list[Rule]]:
+def _shards(planned: Sequence[Rule], dtypes: Mapping[str, torch.dtype], limit: int) -> list[list[Rule]]:
     shards: list[list[Rule]] = [[]]
     size = 0
     for rule in planned:
-        nbytes = torch.Size(rule.shape).numel() * itemsize
+        nbytes = torch.Size(rule.shape).numel() * dtypes[rule.ours].itemsize
         if shards[-1] and size + nbytes > limit:
             shards.append([])
             size = 0

@@ -13,15 +13,16 @@ from megatron.comm.policy import CompressionPlan
 from megatron.comm.tensor import TensorComm
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.recompute import RecomputeConfig
-from megatron.config.run import RunConfig
+from megatron.config.run import run_around
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.config.training import TrainingConfig
 from megatron.model.gpt import GPTStage, StagePart
 from megatron.parallel.tensor.embedding import VocabShard
 from megatron.parallel.tensor.shards import ParamSpec, collect_specs
 from megatron.topology.group import Group
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""What weights are stored as."""
 
 
 @dataclass(frozen=True)
@@ -84,18 +85,20 @@ def stacks_gate_and_up(model: ModelConfig, name: str) -> bool:
 
 
 def check_complete(weights: Weights, where: str) -> None:
-    """Compares names and shapes with what the configuration asks for.
+    """Compares names and shapes with what the configuration asks for, and types with those of weights.
 
     Raises:
-        UserError: naming the first that is missing, too many, or of another shape.
+        UserError: naming the first that is missing, too many, of another shape, or of no weight's type.
     """
     expected = parameters_of(weights.model, weights.vocab_size)
     for name, spec in expected.items():
         if name not in weights.entries:
             raise UserError(f"{where}: the model has no {name}; the configuration beside it is of another model")
-        found, shape = weights.entries[name].shape, spec.logical_shape
+        found, dtype, shape = weights.entries[name].shape, weights.entries[name].dtype, spec.logical_shape
         if found != shape:
             raise UserError(f"{where}: {name} has shape {found}, the configuration asks for {shape}")
+        if dtype not in DTYPES:
+            raise UserError(f"{where}: {name} holds {str(dtype).removeprefix('torch.')}, which is no type of weights")
     extra = sorted(set(weights.entries) - set(expected))
     if extra:
         raise UserError(f"{where}: {extra[0]} has no place in a model of this configuration")
@@ -104,6 +107,4 @@ def check_complete(weights: Weights, where: str) -> None:
 def model_of(**values: object) -> ModelConfig:
     """A resolved model configuration, from the values that are not defaults."""
     model = ModelConfig(**values)  # type: ignore[arg-type]
-    training = TrainingConfig(micro_batch_size=1, global_batch_size=1, train_iters=1)
-    optimizer, tokenizer = OptimizerConfig(lr=1e-4), TokenizerConfig(vocab_size=1)
-    return RunConfig(model=model, training=training, optimizer=optimizer, tokenizer=tokenizer).resolve(1).model
+    return run_around(model).resolve(1).model

@@ -8,19 +8,18 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.checkpoint.files import Iteration
-from megatron.checkpoint.load import load_config_yaml, read_tracker, saved_shapes
+from megatron.checkpoint.load import saved_config, saved_shapes
 from megatron.checkpoint.logical import LogicalShard, Piece
 from megatron.checkpoint.model_state import MODEL
 from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.stored import StoredTensors
 from megatron.config.errors import UserError
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.config.run import RunConfig
+from megatron.config.run import run_around
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.config.training import TrainingConfig
 from tools.convert.model import Entry, Weights
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -36,10 +35,7 @@ def read_ours(root: Path, iteration: Iteration | None = None) -> Weights:
     Raises:
         UserError: when there is none, or it is damaged.
     """
-    chosen = read_tracker(root) if iteration is None else iteration
-    if chosen is None:
-        raise UserError(f"{root} holds no checkpoint; name the folder that --save wrote to")
-    config = RunConfig.from_yaml(load_config_yaml(root, chosen), f"{root}, iteration {chosen}")
+    config, chosen = saved_config(root, iteration, "--iteration")
     stored = StoredTensors(root, chosen)
     entries = {
         name.removeprefix(MODEL): Entry(shape, dtype, lambda name=name: stored.read(name))  # type: ignore[misc]
@@ -79,15 +75,14 @@ def write_ours(weights: Weights, root: Path, done: Callable[[int], None]) -> Non
         UserError: when it cannot be written; nothing is left behind then.
     """
     dtype = weights.entries[EMBEDDING].dtype
-    config = RunConfig(
-        model=weights.model,
-        tokenizer=_tokenizer(weights),
-        precision=PrecisionConfig(bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16),
-        training=TrainingConfig(micro_batch_size=1, global_batch_size=1, train_iters=1),
-        optimizer=OptimizerConfig(lr=1e-4),
-    )
+    precision = PrecisionConfig(bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
+    config = run_around(weights.model, tokenizer=_tokenizer(weights), precision=precision)
     tensors: dict[str, LogicalShard] = {MODEL + name: LazyShard(entry, done) for name, entry in weights.entries.items()}
-    save_checkpoint(root, weights.iteration, tensors, {"separate_main": False}, None, config.resolve(1).to_yaml())
+    text = config.resolve(1).to_yaml()
+    try:
+        save_checkpoint(root, weights.iteration, tensors, {"separate_main": False}, None, text)
+    except CheckpointException as error:  # torch wraps what stops it, Ctrl-C too
+        raise next(iter(error.failures.values()))[0] from error
 
 
 def _tokenizer(weights: Weights) -> TokenizerConfig:

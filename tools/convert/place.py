@@ -1,0 +1,55 @@
+"""Where a result goes: its folder is complete or not there, whatever stops the tool."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron.checkpoint.files import fsync_folder
+from megatron.config.errors import UserError
+from megatron.data.atomic import beside, holding, remove_leftovers
+
+
+@contextmanager
+def placed(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the place of ``folder`` when the block ends well and is removed otherwise.
+
+    Args:
+        folder: empty or not there.
+
+    Raises:
+        UserError: when it is neither, or cannot be written.
+    """
+    place = folder.resolve()
+    partial = beside(place, "partial")
+    try:
+        _check_free(folder)
+        remove_leftovers(place, "partial", shutil.rmtree)
+        partial.mkdir(parents=True)
+        try:
+            with holding(partial, where_there_are_locks=True):
+                yield partial
+                partial.rename(place)  # an empty folder gives way
+            fsync_folder(place.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        named = str(error.filename or place)
+        where = f"--save {folder}" if named.startswith((str(place), str(partial))) else named
+        raise UserError(f"{where}: {error.strerror or error}") from error
+    except UserError as error:
+        raise UserError(str(error).replace(str(partial), str(folder))) from error
+
+
+def _check_free(folder: Path) -> None:
+    if not os.path.lexists(folder):
+        return
+    if not folder.is_dir():
+        raise UserError(f"--save {folder}: is not a folder; name one that is empty or not there")
+    if any(folder.iterdir()):
+        raise UserError(f"--save {folder}: is not empty; name another folder")
+    if folder.is_mount():
+        raise UserError(f"--save {folder}: is a mount point, which nothing can take the place of; name a folder in it")
