@@ -10,12 +10,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.config.errors import UserError
-from tools.openwebtext.streams import Report, add_common, command, document, encode, lines, progress, writing
+from tools.openwebtext.streams import Report, add_common, check_apart, command, documents, encode, writing
+
+
+def numbered(found: dict[str, Any], prefix: str, number: int) -> bytes:
+    """The line of a document with its number, the first of which is 1."""
+    return encode({**found, "adlr_id": f"{prefix}-{number:010d}"})
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -24,20 +29,13 @@ def run(options: argparse.Namespace) -> Report:
     Raises:
         UserError: naming the line that is no document.
     """
+    check_apart([options.input_file], [options.output_file, options.report])
     report = Report()
     report.add("written", 0)
     with writing(options.output_file) as write:
-        for number, line in enumerate(progress(lines(options.input_file), "documents"), 1):
-            try:
-                found = document(line, f"{options.input_file}, line {number}")
-            except UserError:
-                if not options.skip_bad_lines:
-                    raise
-                report.add("bad lines skipped")
-                continue
-            found["adlr_id"] = f"{options.id_prefix}-{report.counts['written'] + 1:010d}"
-            write(encode(found))
+        for _, found in documents(options.input_file, report, options.skip_bad_lines):
             report.add("written")
+            write(numbered(found, options.id_prefix, report.counts["written"]))
     return report
 
 

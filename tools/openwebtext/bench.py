@@ -30,6 +30,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
+from megatron.config.errors import UserError
 from tools.openwebtext import (
     add_id,
     cleanup_dataset,
@@ -40,20 +41,33 @@ from tools.openwebtext import (
     merge_jsons,
     remove_group_duplicates,
 )  # fmt: skip
-from tools.openwebtext.fingerprints import shingle_hashes, similarity
+from tools.openwebtext.fingerprints import shingle_set, similarity
 from tools.openwebtext.streams import encode, lines
+
+LEAST = 20
+"""Documents, so that there are copies of both kinds."""
 
 
 def sentences(path: str | None) -> list[str]:
-    """Sentences of real text."""
+    """Sentences of real text.
+
+    Raises:
+        UserError: when the file cannot be read, or holds none.
+    """
     if path is not None:
-        text = Path(path).read_text(encoding="utf-8")
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--text {path}: {getattr(error, 'strerror', None) or 'is no text in UTF-8'}") from error
     else:
         import pydoc_data.topics
 
         text = "\n".join(pydoc_data.topics.topics.values())
     found = [one.strip() for one in re.split(r"(?<=[.!?])\s+|\n\n", text)]
-    return [" ".join(one.split()) for one in found if len(one.split()) > 4]
+    found = [" ".join(one.split()) for one in found if len(one.split()) > 4]
+    if not found:
+        raise UserError(f"--text {path}: holds no sentence of five words")
+    return found
 
 
 def documents(count: int, source: Sequence[str], seed: int = 1) -> Iterator[dict[str, Any]]:
@@ -113,7 +127,7 @@ def quality(data: Path, pairs: set[tuple[str, str]]) -> tuple[dict[float, float]
     }
 
     def alike(a: str, b: str) -> bool:
-        sets = [np.unique(shingle_hashes(rows[key]["text"])) for key in (a, b)]
+        sets = [shingle_set(rows[key]["text"]) for key in (a, b)]
         return similarity(sets[0], sets[1], "union") > 0.5
 
     right = sum(pair in planted or alike(*pair) for pair in pairs)
@@ -129,57 +143,67 @@ def pairs_of(path: Path) -> set[tuple[str, str]]:
     return found
 
 
+def measure(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """Prints the speed of each step, and what find_duplicates finds."""
+    data, task = folder / "data.jsonl", folder / "task.jsonl"
+    data.write_bytes(b"".join(encode(row) + b"\n" for row in rows))
+    task.write_bytes(b"".join(encode({"text": row["text"][200:500]}) + b"\n" for row in rows[:100]))
+    mean = data.stat().st_size / len(rows)
+    print(f"{len(rows):,} documents of {mean:,.0f} bytes, one process\n")
+    print("| step | documents/s | MB/s |\n|---|---|---|")
+
+    def show(step: str, seconds: float) -> None:
+        rate = len(rows) / seconds
+        print(f"| {step} | {rate:,.0f} | {rate * mean / 1e6:.1f} |", flush=True)
+
+    one, out = ["--workers", "1"], [str(folder / f"out{n}.jsonl") for n in range(8)]
+    (folder / "fixed").mkdir()
+    tasks = ["remove_256_javascript", "remove_512_non_english", "ftfy_fix_text", "general_cleaning"]
+    show("cleanup_dataset", timed(lambda: cleanup_dataset.main([str(data), out[0], *one])))
+    fix = ["--input-files", str(data), "--output-path", str(folder / "fixed"), "--tasks", *tasks, *one]
+    show("cleanup_fix_dataset, four tasks", timed(lambda: cleanup_fix_dataset.main(fix)))
+    find = ["--inputs", str(data), "url", "--heuristic-iter", "-1", *one]
+    ours = timed(lambda: find_duplicates.main([*find, "--num-bands", "20", "--output", out[1]]))
+    show("find_duplicates, 100 seeds in 20 bands", ours)
+    wide = timed(lambda: find_duplicates.main([*find, "--output", out[7]]))
+    show("find_duplicates, 100 seeds in 10 bands", wide)
+    plain: list[tuple[str, str]] = []
+    theirs = timed(lambda: plain.extend(datasketch_loop(data, 0.5, 100)))
+    show("a plain loop over datasketch, 100 permutations, threshold 0.5", theirs)
+    show("group_duplicate_url", timed(lambda: group_duplicate_url.main([out[1], out[2]])))
+    show("remove_group_duplicates", timed(lambda: remove_group_duplicates.main([out[2], str(data), out[3]])))
+    ngrams = ["--task-files", str(task), "text", "--dedup-dataset", str(data), "text", "--output", out[4]]
+    show("filter_ngrams, two passes", timed(lambda: filter_ngrams.main([*ngrams, "--num-threads", "1"])))
+    show(
+        "add_id",
+        timed(lambda: add_id.main(["--input-file", str(data), "--output-file", out[5], "--id-prefix", "x"])),
+    )
+    merge = ["--json_path", str(folder / "fixed"), "--output_file", out[6]]
+    show("merge_jsons", timed(lambda: merge_jsons.main(merge)))
+    print(f"\nfind_duplicates with 20 bands: {theirs / ours:.1f} x the plain loop; with 10: {theirs / wide:.1f} x")
+    found = (("20 bands", pairs_of(Path(out[1]))), ("10 bands", pairs_of(Path(out[7]))))
+    for what, pairs in (*found, ("the plain loop", {(min(pair), max(pair)) for pair in plain})):
+        recall, precision = quality(data, pairs)
+        shares = ", ".join(
+            f"{value:.3f} of copies with {share:.0%} of their words changed" for share, value in recall.items()
+        )
+        print(f"{what}: found {shares}; {precision:.3f} of its {len(pairs):,} pairs are alike")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=20_000, metavar="N", help="(20000)")
     parser.add_argument("--text", metavar="FILE", help="that the documents are made of")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(prefix="bench-cleaning-") as name:
-        folder = Path(name)
-        data, task = folder / "data.jsonl", folder / "task.jsonl"
+    try:
+        if options.documents < LEAST:
+            raise UserError(f"--documents {options.documents}: give at least {LEAST}")
         rows = list(documents(options.documents, sentences(options.text)))
-        data.write_bytes(b"".join(encode(row) + b"\n" for row in rows))
-        task.write_bytes(b"".join(encode({"text": row["text"][200:500]}) + b"\n" for row in rows[:100]))
-        mean = data.stat().st_size / len(rows)
-        print(f"{len(rows):,} documents of {mean:,.0f} bytes, one process\n")
-        print("| step | documents/s | MB/s |\n|---|---|---|")
-
-        def show(step: str, seconds: float) -> None:
-            rate = len(rows) / seconds
-            print(f"| {step} | {rate:,.0f} | {rate * mean / 1e6:.1f} |", flush=True)
-
-        one, out = ["--workers", "1"], [str(folder / f"out{n}.jsonl") for n in range(8)]
-        (folder / "fixed").mkdir()
-        tasks = ["remove_256_javascript", "remove_512_non_english", "ftfy_fix_text", "general_cleaning"]
-        show("cleanup_dataset", timed(lambda: cleanup_dataset.main([str(data), out[0], *one])))
-        fix = ["--input-files", str(data), "--output-path", str(folder / "fixed"), "--tasks", *tasks, *one]
-        show("cleanup_fix_dataset, four tasks", timed(lambda: cleanup_fix_dataset.main(fix)))
-        find = ["--inputs", str(data), "url", "--heuristic-iter", "-1", *one]
-        ours = timed(lambda: find_duplicates.main([*find, "--num-bands", "20", "--output", out[1]]))
-        show("find_duplicates, 100 seeds in 20 bands", ours)
-        wide = timed(lambda: find_duplicates.main([*find, "--output", out[7]]))
-        show("find_duplicates, 100 seeds in 10 bands", wide)
-        plain: list[tuple[str, str]] = []
-        theirs = timed(lambda: plain.extend(datasketch_loop(data, 0.5, 100)))
-        show("a plain loop over datasketch, 100 permutations, threshold 0.5", theirs)
-        show("group_duplicate_url", timed(lambda: group_duplicate_url.main([out[1], out[2]])))
-        show("remove_group_duplicates", timed(lambda: remove_group_duplicates.main([out[2], str(data), out[3]])))
-        ngrams = ["--task-files", str(task), "text", "--dedup-dataset", str(data), "text", "--output", out[4]]
-        show("filter_ngrams, two passes", timed(lambda: filter_ngrams.main([*ngrams, "--num-threads", "1"])))
-        show(
-            "add_id",
-            timed(lambda: add_id.main(["--input-file", str(data), "--output-file", out[5], "--id-prefix", "x"])),
-        )
-        merge = ["--json_path", str(folder / "fixed"), "--output_file", out[6]]
-        show("merge_jsons", timed(lambda: merge_jsons.main(merge)))
-        print(f"\nfind_duplicates with 20 bands: {theirs / ours:.1f} x the plain loop; with 10: {theirs / wide:.1f} x")
-        found = (("20 bands", pairs_of(Path(out[1]))), ("10 bands", pairs_of(Path(out[7]))))
-        for what, pairs in (*found, ("the plain loop", {(min(pair), max(pair)) for pair in plain})):
-            recall, precision = quality(data, pairs)
-            shares = ", ".join(
-                f"{value:.3f} of copies with {share:.0%} of their words changed" for share, value in recall.items()
-            )
-            print(f"{what}: found {shares}; {precision:.3f} of its {len(pairs):,} pairs are alike")
+    except UserError as error:
+        print(f"bench: error: {error}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="bench-cleaning-") as name:
+        measure(rows, Path(name))
     return 0
 
 

@@ -15,16 +15,16 @@ import argparse
 import hashlib
 import sys
 from collections.abc import Collection, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import tldextract
-
 from megatron.config.errors import UserError
-from tools.openwebtext.streams import Report, add_common, command, lines, progress, writing
+from tools.openwebtext.streams import Report, add_common, check_apart, command, lines, progress, writing
 
 LISTS = Path(__file__).resolve().parent / "lists"
 
@@ -41,8 +41,13 @@ def words_of(path: str | Path) -> frozenset[str]:
 LEAST = 9
 """Characters of a URL that is kept."""
 
-_extract = tldextract.TLDExtract(suffix_list_urls=())
-"""Public suffixes as the package knows them; nothing is fetched."""
+
+@cache
+def _parts() -> Any:
+    """Cuts a host into its parts, by the public suffixes as the package knows them; nothing is fetched."""
+    import tldextract
+
+    return tldextract.TLDExtract(suffix_list_urls=())
 
 
 def reason_against(url: str, domains: Collection[str], extensions: Collection[str]) -> str | None:
@@ -62,7 +67,7 @@ def reason_against(url: str, domains: Collection[str], extensions: Collection[st
         return "malformed"
     if parts.scheme not in ("http", "https") or not host or any(c.isspace() for c in url):
         return "malformed"
-    name = _extract(host)
+    name = _parts()(host)
     if not name.domain or not (name.suffix or host.replace(".", "").isdigit() or ":" in host):
         return "malformed"
     if name.domain.lower() in domains:
@@ -73,6 +78,17 @@ def reason_against(url: str, domains: Collection[str], extensions: Collection[st
     return None
 
 
+def page_of(url: str) -> bytes:
+    """A fingerprint of the page that a URL leads to, whatever part of it."""
+    return hashlib.blake2b(url.split("#", 1)[0].encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files of URLs in a folder."""
+    ends = (".txt", ".txt.gz", ".txt.zst")
+    return sorted(path for path in folder.glob("*.txt*") if path.name.endswith(ends) and not path.name.startswith("."))
+
+
 def run(options: argparse.Namespace) -> Report:
     """Filters the URLs of a folder.
 
@@ -81,10 +97,10 @@ def run(options: argparse.Namespace) -> Report:
     """
     folder = Path(options.input)
     own = Path(options.output).resolve()
-    files = sorted(path for path in folder.glob("*.txt*") if path.suffixes[-1] in (".txt", ".gz", ".zst"))
-    files = [path for path in files if path.resolve() != own]
+    files = [path for path in files_of(folder) if path.resolve() != own]
     if not files:
         raise UserError(f"{folder}: holds no .txt files")
+    check_apart([*files, options.domains_file, options.extensions_file], [options.output, options.report])
     domains, extensions = words_of(LISTS / "domains.txt"), words_of(LISTS / "extensions.txt")
     if options.domains_file is not None:
         domains |= words_of(options.domains_file)
@@ -97,7 +113,7 @@ def run(options: argparse.Namespace) -> Report:
             report.add("URLs")
             url = line.decode("utf-8", "replace")
             reason = "malformed" if "\ufffd" in url else reason_against(url, domains, extensions)
-            fingerprint = hashlib.blake2b(url.split("#", 1)[0].encode(), digest_size=16).digest()
+            fingerprint = page_of(url)
             if reason is None and fingerprint in seen:
                 reason = "repeated"
             if reason is not None:

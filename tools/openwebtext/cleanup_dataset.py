@@ -5,7 +5,8 @@
     python tools/openwebtext/cleanup_dataset.py in.jsonl out.jsonl --vocab-file vocab.json --merge-file merges.txt
 
 Texts are repaired with ftfy, their language is found by py3langid, and those of fewer than --min-tokens tokens are left
-out. With GPT-2's vocabulary its tokens are counted; without, words and marks, which is about as many.
+out. With GPT-2's vocabulary its tokens are counted; without, words and marks, which is about as many. Memory: each
+process takes about 100 MB, and ten times the longest line that it is given.
 """
 
 from __future__ import annotations
@@ -20,15 +21,13 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import ftfy
-
 from megatron.config.errors import UserError
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
 from tools.openwebtext.filtering import Judged, judge_all
-from tools.openwebtext.language import is_language
-from tools.openwebtext.streams import Report, add_common, command, encode, text_of, writing
+from tools.openwebtext.language import check_language, is_language
+from tools.openwebtext.streams import Report, add_common, check_apart, command, encode, text_of, writing
 
 _WORD, _MARK = re.compile(r"[^\W_]+"), re.compile(r"[^\w\s]+|_+")
 
@@ -66,6 +65,8 @@ def long_enough(text: str) -> bool:
 
 def judge(found: dict[str, Any], line: bytes, where: str) -> Judged:
     """Keeps, repairs or drops a document."""
+    import ftfy
+
     original = text_of(found, _Settings.key, where)
     text = ftfy.fix_text(original)
     fixed = ("fixed",) if text != original else ()
@@ -76,17 +77,34 @@ def judge(found: dict[str, Any], line: bytes, where: str) -> Judged:
     return Judged((encode({**found, _Settings.key: text}) if fixed else line,), reasons=fixed)
 
 
+def settings_of(options: argparse.Namespace) -> tuple[Any, ...]:
+    """What ``prepare`` is given."""
+    vocabulary = (options.vocab_file, options.merge_file) if options.vocab_file is not None else None
+    return options.key, options.language, options.min_tokens, vocabulary
+
+
+def check(options: argparse.Namespace) -> None:
+    """Checks the flags, and sets this process up.
+
+    Raises:
+        UserError: when they make no sense, or the vocabulary cannot be read.
+    """
+    if (options.vocab_file is None) != (options.merge_file is None):
+        raise UserError("--vocab-file and --merge-file belong together: give both, or none")
+    if options.min_tokens < 0:
+        raise UserError(f"--min-tokens {options.min_tokens}: give 0 or more")
+    check_language(options.language)
+    prepare(*settings_of(options))
+
+
 def run(options: argparse.Namespace) -> Report:
     """Cleans a file.
 
     Raises:
         UserError: for files that cannot be read or written.
     """
-    if (options.vocab_file is None) != (options.merge_file is None):
-        raise UserError("--vocab-file and --merge-file belong together: give both, or none")
-    vocabulary = (options.vocab_file, options.merge_file) if options.vocab_file else None
-    settings = (options.key, options.language, options.min_tokens, vocabulary)
-    prepare(*settings)
+    check_apart([options.input, options.vocab_file, options.merge_file], [options.output, options.report])
+    check(options)
     with writing(options.output) as write:
 
         def take(judged: Judged) -> None:
@@ -101,7 +119,7 @@ def run(options: argparse.Namespace) -> Report:
             skip_bad=options.skip_bad_lines,
             what="cleanup",
             prepare=prepare,
-            arguments=settings,
+            arguments=settings_of(options),
         )
 
 

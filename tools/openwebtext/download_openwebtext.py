@@ -11,6 +11,8 @@ made of the data set's name and the row's number, since the other tools name doc
 from __future__ import annotations
 
 import argparse
+import datetime as dt
+import decimal
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -30,15 +32,36 @@ def rows(options: argparse.Namespace) -> Iterable[dict[str, Any]]:
     Raises:
         UserError: when it cannot be had.
     """
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise UserError(f"{error.name} is missing: pip install 'megatron-cc[cleaning]'") from error
+    from datasets import load_dataset
+
     try:
         yield from load_dataset(options.dataset, split=options.split, streaming=True)
     except Exception as error:  # of the network, of files, of names: each library below has its own
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"--dataset {options.dataset} --split {options.split}: {reason}") from error
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, (dt.date, dt.time, dt.timedelta, decimal.Decimal)):
+        return str(value)
+    raise TypeError(f"values of type {type(value).__name__}")
+
+
+def line_of(row: dict[str, Any]) -> bytes:
+    """A row as JSON; dates and decimal numbers become text.
+
+    Raises:
+        UserError: naming a column that has no such form.
+    """
+    try:
+        return encode(row, _as_text)
+    except TypeError:
+        for column, value in row.items():
+            try:
+                encode({column: value}, _as_text)
+            except TypeError as error:
+                raise UserError(f"column {column!r} cannot be written as JSON: {error}") from error
+        raise
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -47,13 +70,15 @@ def run(options: argparse.Namespace) -> Report:
     Raises:
         UserError: when it cannot be had or written.
     """
+    if options.limit is not None and options.limit < 1:
+        raise UserError(f"--limit {options.limit}: give at least 1")
     report = Report()
     report.add("written", 0)
     with writing(options.output) as write:
         for number, row in enumerate(progress(islice(rows(options), options.limit), "rows")):
             if row.get("url") is None:
                 row["url"] = f"{Path(options.dataset).name}/{options.split}/{number}"
-            write(encode(row))
+            write(line_of(row))
             report.add("written")
     return report
 

@@ -10,7 +10,8 @@ Every run of 13 words (letters and digits, lower case) of a task's texts is look
 words, the whole. Runs that the data hold --key-threshold times or more are phrases rather than leaks, and stay. Where
 another is found, it is cut out with 200 characters on each side, up to the ends of sentences; pieces of 200 characters
 or fewer go as well. A document that falls into more than 10 pieces is left out; the pieces of others become documents
-of their own with a field split_id. Two passes over the data; memory holds the tasks' runs alone.
+of their own with a field split_id. Two passes over the data, which must therefore be a file; with --load-dictionary
+there is one, also over a pipe. Memory: the tasks' runs, and about 25 bytes for each character of the longest text.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if __name__ == "__main__":
 from megatron.config.errors import UserError
 from tools.openwebtext.filtering import Judged, judge_all
 from tools.openwebtext.ngram_tasks import TASKS, texts_of_file, texts_of_task
-from tools.openwebtext.streams import Report, add_common, command, encode, text_of, writing
+from tools.openwebtext.streams import Report, add_common, check_apart, command, encode, lines, text_of, writing
 
 _WORD = re.compile(r"\w+")
 _ENDS = ".!?"
@@ -39,8 +40,11 @@ _ENDS = ".!?"
 
 def words_of(text: str) -> tuple[list[str], list[int]]:
     """The words of a text in lower case, and where each begins."""
-    found = list(_WORD.finditer(text))
-    return [match.group().lower() for match in found], [match.start() for match in found]
+    words, starts = [], []
+    for match in _WORD.finditer(text):
+        words.append(match.group().lower())
+        starts.append(match.start())
+    return words, starts
 
 
 def ngrams_of(texts: Iterable[str], longest: int, shortest: int) -> dict[str, int]:
@@ -123,6 +127,18 @@ def judge(found: dict[str, Any], line: bytes, where: str) -> Judged:
     return Judged(tuple(map(encode, rows)), reasons=("cut",))
 
 
+def _saved(path: str) -> dict[str, int]:
+    """What --save-dictionary wrote."""
+    try:
+        found = json.loads(b"\n".join(lines(path)))
+    except (ValueError, RecursionError) as error:
+        reason = error if isinstance(error, UserError) else f"{path}: is no JSON ({error})"
+        raise UserError(f"--load-dictionary {reason}") from error
+    if not isinstance(found, dict) or not all(type(times) is int and times >= 0 for times in found.values()):
+        raise UserError(f"--load-dictionary {path}: is no output of --save-dictionary, of runs and their numbers")
+    return found
+
+
 def dictionary(options: argparse.Namespace) -> dict[str, int]:
     """The runs of all tasks, counted when they come from a file.
 
@@ -132,10 +148,7 @@ def dictionary(options: argparse.Namespace) -> dict[str, int]:
     sizes = (options.max_ngram_size, options.min_ngram_size)
     found: dict[str, int] = {}
     if options.load_dictionary:
-        try:
-            found = {str(k): int(v) for k, v in json.loads(Path(options.load_dictionary).read_text()).items()}
-        except (OSError, ValueError, AttributeError) as error:
-            raise UserError(f"--load-dictionary {options.load_dictionary}: cannot be read ({error})") from error
+        found = _saved(options.load_dictionary)
     for name in options.tasks:
         texts = texts_of_file(options.lambada_path, "text") if name == "lambada" else texts_of_task(name)
         found |= {k: v for k, v in ngrams_of(texts, *sizes).items() if k not in found}
@@ -156,10 +169,17 @@ def check(options: argparse.Namespace) -> None:
         raise UserError(
             f"--min-ngram-size {options.min_ngram_size}: give 1 to --max-ngram-size {options.max_ngram_size}"
         )
+    for flag, least in (
+        ("filter_text_char_len", 0), ("key_threshold", 1), ("splits_count", 0), ("remove_char_each_side", 0),
+    ):  # fmt: skip
+        if getattr(options, flag) < least:
+            raise UserError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: give at least {least}")
     if "lambada" in options.tasks and not options.lambada_path:
         raise UserError("--tasks lambada needs --lambada-path FILE")
     if len(options.task_files) % 2:
         raise UserError("--task-files: give a file and its field of texts, then the next file and its field")
+    inputs = [options.dedup_dataset[0], options.lambada_path, options.load_dictionary, *options.task_files[::2]]
+    check_apart(inputs, [options.output, options.save_dictionary, options.report])
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -170,6 +190,8 @@ def run(options: argparse.Namespace) -> Report:
     """
     check(options)
     path, key = options.dedup_dataset
+    if not options.load_dictionary and Path(path).exists() and not Path(path).is_file():
+        raise UserError(f"--dedup-dataset {path}: is no file and could be read only once; save it as a file first")
     found = dictionary(options)
     shared: dict[str, Any] = {"workers": options.num_threads, "skip_bad": options.skip_bad_lines, "prepare": prepare}
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.errors import UserError
-from tools.openwebtext.streams import Report, document, in_chunks, in_processes, lines, progress
-
-BAD_LINE = "bad lines skipped"
+from tools.openwebtext.processes import in_processes
+from tools.openwebtext.streams import BAD_LINE, Report, document, in_chunks, numbered_lines, progress
 
 
 @dataclass(frozen=True)
@@ -35,15 +34,14 @@ Judge = Callable[[dict[str, Any], bytes, str], Judged]
 @dataclass(frozen=True)
 class _Part:
     judge: Judge
-    first: int
     path: str
-    lines: Sequence[bytes]
+    lines: Sequence[tuple[int, bytes]]
     skip_bad: bool
 
 
 def _judge_part(part: _Part) -> list[Judged]:
     results = []
-    for number, line in enumerate(part.lines, part.first):
+    for number, line in part.lines:
         where = f"{part.path}, line {number}"
         try:
             results.append(part.judge(document(line, where), line, where))
@@ -83,10 +81,8 @@ def judge_all(
 
     def parts() -> Iterable[_Part]:
         for path in paths:
-            first = 1
-            for chunk in in_chunks(lines(path)):
-                yield _Part(judge, first, str(path), chunk, skip_bad)
-                first += len(chunk)
+            for chunk in in_chunks(numbered_lines(path)):
+                yield _Part(judge, str(path), chunk, skip_bad)
 
     report.add("documents", 0)
     with progress((), what) as bar:

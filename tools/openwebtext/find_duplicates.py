@@ -3,29 +3,31 @@
 
     python tools/openwebtext/find_duplicates.py --inputs a.jsonl url b.jsonl.gz url --output duplicates.jsonl
 
-Each input is a file of JSON lines and the field that names its documents. Writes {"URL": [{"OTHER": similarity}, ...]}
-for documents whose similarity (Jaccard, of their runs of five characters) is above 0.5. Candidates are the documents
-whose MinHash fingerprints agree in all rows of a band (--num-seeds / --num-bands rows); their similarity is computed
-from the texts. With 100 seeds in 10 bands, pairs of similarity 0.5, 0.7, 0.8 and 0.9 meet in a band with
-probability 0.01, 0.25, 0.68 and 0.99; more bands find more.
+Each input is a file of JSON lines and the field that names its documents; of documents with one name, only the first
+is compared. Writes {"URL": [{"OTHER": similarity}, ...]} for documents whose similarity (Jaccard, of their runs of five
+characters) is above 0.5. Candidates are the documents whose MinHash fingerprints agree in all rows of a band
+(--num-seeds / --num-bands rows); their similarity is computed from the texts. With 100 seeds in 10 bands, pairs of
+similarity 0.5, 0.7, 0.8 and 0.9 meet in a band with probability 0.01, 0.25, 0.68 and 0.99; more bands find more.
 
 --save-fingerprints keeps the fingerprints, so that a later run compares new documents with old ones without their
 texts; similarities to those are estimated from the fingerprints (with 100 seeds to about 0.05).
-Memory: 4 bytes a seed and about 60 more for each document (460 with 100 seeds), and about 150 for each pair found;
-texts wait in a temporary file. Pairs come in the order of the documents, those of --load-fingerprints first.
+Memory: 4 bytes a seed and about 60 more for each document (460 with 100 seeds), about 150 for each pair found, and in
+each process up to 100 MB and about 30 bytes for each character of the longest text. Texts wait in a file without a name
+in the folder of the output; processes share it, and the fingerprints. Pairs come in the order of the documents, those
+of --load-fingerprints first.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import random
+import os
 import sys
 import tempfile
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,34 +38,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.errors import UserError
-from tools.openwebtext.filtering import BAD_LINE
-from tools.openwebtext.fingerprints import Hashes, Index, shingle_hashes, signatures, similarity
+from tools.openwebtext.comparing import Texts, compare, merged, prepare, release
+from tools.openwebtext.fingerprints import Index, signatures
+from tools.openwebtext.processes import in_processes
 from tools.openwebtext.streams import (
+    BAD_LINE,
     Report,
     add_common,
+    check_apart,
     command,
     document,
     encode,
     in_chunks,
-    in_processes,
-    lines,
+    numbered_lines,
     progress,
     text_of,
     writing,
 )  # fmt: skip
 
-LEAST = 0.5
+MOST_SEEDS = 10_000
 _BUCKETS = 256
 """Buckets that a process is given at a time."""
 
 
 @dataclass(frozen=True)
 class _Lines:
-    first: int
     path: str
     key: str
     text: str
-    lines: Sequence[bytes]
+    lines: Sequence[tuple[int, bytes]]
     skip_bad: bool
     seeds: int
     seed: int
@@ -73,13 +76,19 @@ Read = tuple[list[tuple[str, str]], Any, Any, int]
 """Keys and texts, their fingerprints and sizes, and the lines that were no documents."""
 
 
+def _name_of(row: dict[str, Any], key: str, where: str) -> str:
+    if isinstance(row.get(key), (int, float)):
+        raise UserError(f"{where}: {key!r} is a number; names must be text, such as those of add_id.py")
+    return text_of(row, key, where)
+
+
 def _fingerprint(part: _Lines) -> Read:
     found, bad = [], 0
-    for number, line in enumerate(part.lines, part.first):
+    for number, line in part.lines:
         where = f"{part.path}, line {number}"
         try:
             row = document(line, where)
-            found.append((str(text_of(row, part.key, where)), text_of(row, part.text, where)))
+            found.append((_name_of(row, part.key, where), text_of(row, part.text, where)))
         except UserError:
             if not part.skip_bad:
                 raise
@@ -119,83 +128,6 @@ class Corpus:
         return index, np.frombuffer(self._places, dtype=np.int64).reshape(-1, 3)
 
 
-class Texts:
-    """Reads keys and texts from the file.
-
-    Args:
-        path: of it.
-        places: where each document begins, and the lengths of its key and its text.
-    """
-
-    def __init__(self, path: str, places: NDArray[np.int64]) -> None:
-        self.stream = open(path, "rb")  # noqa: SIM115  # for as long as the process works
-        self.places = places
-        self.shingles = lru_cache(maxsize=256)(self._shingles)
-
-    def key(self, number: int) -> str:
-        start, length, _ = self.places[number]
-        self.stream.seek(int(start))
-        return self.stream.read(int(length)).decode("utf-8", "surrogatepass")
-
-    def _shingles(self, number: int) -> Hashes | None:
-        start, key, text = (int(x) for x in self.places[number])
-        if text < 0:
-            return None
-        self.stream.seek(start + key)
-        return np.unique(shingle_hashes(self.stream.read(text).decode("utf-8", "surrogatepass")))
-
-
-class _State:
-    """Of this process, which is one of several."""
-
-    texts: Texts
-    index: Index | None
-    kind = "union"
-    rounds = 1
-    seed = 0
-
-
-def _prepare(path: str, places: NDArray[np.int64], index: Index | None, kind: str, rounds: int, seed: int) -> None:
-    _State.texts, _State.index, _State.kind = Texts(path, places), index, kind
-    _State.rounds, _State.seed = rounds, seed
-
-
-def _similarity(a: int, b: int) -> float:
-    if _State.index is not None and _State.kind == "union" and _State.index.hopeless(a, b, LEAST):
-        return 0.0
-    first, second = _State.texts.shingles(a), _State.texts.shingles(b)
-    if first is None or second is None:
-        assert _State.index is not None
-        return _State.index.estimate(a, b, _State.kind)
-    return similarity(first, second, _State.kind)
-
-
-Pairs = list[tuple[int, list[tuple[int, float]]]]
-
-
-def _compare(buckets: Sequence[NDArray[np.int64]]) -> Pairs:
-    """In each bucket, documents and those that are like them.
-
-    A document is compared with all others, and those that are like it leave the bucket; so many rounds, or until
-    nothing is left.
-    """
-    found: Pairs = []
-    for bucket in buckets:
-        left = bucket.tolist()
-        generator = random.Random(f"{_State.seed} {left[0]} {len(left)}")
-        rounds = _State.rounds
-        while len(left) > 1 and rounds:
-            main = left.pop(generator.randrange(len(left)) if rounds > 0 else 0)
-            similar = [(other, _similarity(main, other)) for other in left]
-            alike = [(other, value) for other, value in similar if value > LEAST]
-            if alike:
-                gone = {other for other, _ in alike}
-                left = [other for other in left if other not in gone]
-                found.append((main, alike))
-            rounds -= 1
-    return found
-
-
 def read_all(options: argparse.Namespace, corpus: Corpus, report: Report) -> None:
     """Fingerprints all inputs.
 
@@ -205,12 +137,9 @@ def read_all(options: argparse.Namespace, corpus: Corpus, report: Report) -> Non
 
     def parts() -> Iterator[_Lines]:
         for path, key in zip(options.inputs[::2], options.inputs[1::2], strict=True):
-            first = 1
-            for chunk in in_chunks(lines(path)):
-                yield _Lines(
-                    first, path, key, options.key, chunk, options.skip_bad_lines, options.num_seeds, options.seed
-                )
-                first += len(chunk)
+            for chunk in in_chunks(numbered_lines(path)):
+                prints = (options.skip_bad_lines, options.num_seeds, options.seed)
+                yield _Lines(path, key, options.key, chunk, *prints)
 
     with progress((), "fingerprints") as bar:
         for found, rows, sizes, bad in in_processes(_fingerprint, parts(), options.workers):
@@ -236,21 +165,6 @@ def _repeated(texts: Texts, count: int) -> NDArray[np.bool_]:
     return repeated
 
 
-def merged(pairs: Iterable[Pairs]) -> dict[int, list[tuple[int, float]]]:
-    """What the buckets say: every pair once, under its earlier document, in the order of the documents.
-
-    An earlier document then stands before those that are like it wherever groups are made of them.
-    """
-    seen: dict[tuple[int, int], float] = {}
-    for some in pairs:
-        for main, alike in some:
-            seen.update(((min(main, other), max(main, other)), value) for other, value in alike)
-    found: dict[int, list[tuple[int, float]]] = {}
-    for (first, second), value in sorted(seen.items()):
-        found.setdefault(first, []).append((second, value))
-    return found
-
-
 def check(options: argparse.Namespace) -> None:
     """Checks the flags.
 
@@ -259,7 +173,11 @@ def check(options: argparse.Namespace) -> None:
     """
     if len(options.inputs) % 2:
         raise UserError("--inputs: give a file and the field that names its documents, then the next file and field")
-    if options.num_bands < 1 or options.num_seeds < 1 or options.num_seeds % options.num_bands:
+    if not 1 <= options.num_seeds <= MOST_SEEDS:
+        raise UserError(f"--num-seeds {options.num_seeds}: give 1 to {MOST_SEEDS}")
+    if not 0 <= options.seed < 1 << 64:
+        raise UserError(f"--seed {options.seed}: give 0 to {(1 << 64) - 1}")
+    if options.num_bands < 1 or options.num_seeds % options.num_bands:
         raise UserError(f"--num-bands {options.num_bands} does not divide --num-seeds {options.num_seeds}")
     if options.heuristic_iter < -1 or options.heuristic_iter == 0:
         raise UserError(f"--heuristic-iter {options.heuristic_iter}: give at least 1, or -1 for all")
@@ -267,6 +185,22 @@ def check(options: argparse.Namespace) -> None:
         raise UserError("--inputs is missing")
     if not options.output and not options.save_fingerprints:
         raise UserError("--output is missing (or --save-fingerprints)")
+    outputs = [options.output, options.save_fingerprints, options.report]
+    check_apart([*options.inputs[::2], options.load_fingerprints], outputs)
+
+
+@contextmanager
+def _scratch(folder: Path) -> Iterator[tuple[BinaryIO, str]]:
+    """A file that goes with this process, however that ends, and where other processes find it meanwhile.
+
+    Raises:
+        UserError: when the disk is full.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as stream:
+            yield stream, f"/proc/{os.getpid()}/fd/{stream.fileno()}"  # it has no name in the folder
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror or error}") from error
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -278,10 +212,8 @@ def run(options: argparse.Namespace) -> Report:
     check(options)
     report = Report()
     folder = Path(options.output or options.save_fingerprints).resolve().parent
-    if not folder.is_dir():
-        raise UserError(f"{folder}: there is no such folder; make it first")
-    with tempfile.NamedTemporaryFile(prefix="texts-", dir=folder) as spill:
-        corpus = Corpus(spill.file)  # type: ignore[arg-type]
+    with _scratch(folder) as (spill, spilled), _scratch(folder) as (prints, printed):
+        corpus = Corpus(spill)
         if options.load_fingerprints:
             old, keys = Index.load(Path(options.load_fingerprints), options.num_seeds, options.seed)
             corpus.rows.append(old.rows)
@@ -294,15 +226,19 @@ def run(options: argparse.Namespace) -> Report:
         index, places = corpus.index(options.seed)
         report.add("documents", len(places))
         report.add("bytes of fingerprints a document", index.bytes_per_document)
-        texts = Texts(spill.name, places)
+        texts = Texts(spilled, places)
         if options.save_fingerprints:
             index.save(Path(options.save_fingerprints), [texts.key(number) for number in range(len(places))])
         if options.output:
-            # Fingerprints stand in for missing texts, and rule pairs out; other processes get them for the first alone.
-            alone = options.workers == 1 or not options.jaccard_parallel
-            prints = index if options.load_fingerprints or alone else None
-            settings = (spill.name, places, prints, options.jaccard, options.heuristic_iter, options.seed)
-            _write_duplicates(options, index, texts, settings, report)
+            np.save(prints, index.rows)
+            prints.flush()
+            of_run = (options.jaccard, options.heuristic_iter, options.seed)
+            settings = (spilled, places, printed, index.sizes, *of_run)
+            try:
+                _write_duplicates(options, index, texts, settings, report)
+            finally:
+                release()
+        texts.stream.close()
     return report
 
 
@@ -312,9 +248,15 @@ def _write_duplicates(
     left_out = _repeated(texts, len(texts.places))
     if left_out.any():
         report.add("repeated names, of which the first counts", int(left_out.sum()))
+        example = texts.key(int(left_out.argmax()))
+        print(
+            f"find_duplicates: warning: {left_out.sum():,} documents are not compared, since an earlier one has their "
+            f"name ({example!r} first); give each a name of its own (add_id.py does)",
+            file=sys.stderr,
+        )
     buckets = progress(index.buckets(options.num_bands, left_out), "buckets")
     workers = options.workers if options.jaccard_parallel else 1
-    results = in_processes(_compare, in_chunks(buckets, _BUCKETS), workers, _prepare, settings)
+    results = in_processes(compare, in_chunks(buckets, _BUCKETS), workers, prepare, settings)
     report.add("pairs", 0)
     with writing(options.output) as write:
         for first, others in merged(results).items():

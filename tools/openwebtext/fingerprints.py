@@ -14,14 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import rensa
 from numpy.typing import NDArray
 
 from megatron.config.errors import UserError
-from megatron.data.atomic import atomic_write
+from megatron.data.atomic import atomic_write, check_writable
 
 SHINGLE = 5
 Hashes = NDArray[np.uint64]
+
+_PIECE = 1 << 19
+"""Hashes that are made at a time (4 MB, and four times as much meanwhile)."""
+
+_UNREADABLE = (
+    OSError, ValueError, TypeError, AttributeError, KeyError, EOFError, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+"""What NumPy raises for files that are none of its archives, or damaged."""
 
 _ODD = np.array(
     [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F],
@@ -48,6 +55,26 @@ def shingle_hashes(text: str) -> Hashes:
     return _mixed(total)
 
 
+def _size(text: str) -> int:
+    return max(len(text) - SHINGLE + 1, 1)
+
+
+def _pieces(text: str) -> Iterator[Hashes]:
+    """The hashes of ``shingle_hashes``, so many at a time that a long text needs little memory besides them."""
+    for start in range(0, _size(text), _PIECE):
+        yield shingle_hashes(text[start : start + _PIECE + SHINGLE - 1])
+
+
+def shingle_set(text: str) -> Hashes:
+    """Hashes of a text's runs of five characters, sorted, each once."""
+    hashes, end = np.empty(_size(text), dtype=np.uint64), 0
+    for piece in _pieces(text):
+        hashes[end : end + len(piece)] = piece
+        end += len(piece)
+    hashes.sort()  # np.unique's hash table takes four times as long
+    return hashes[np.append(True, hashes[1:] != hashes[:-1])]
+
+
 def similarity(a: Hashes, b: Hashes, kind: str) -> float:
     """Of two sorted sets of shingles: what they share of their union, of the smaller (min) or of the larger (max)."""
     small, large = (a, b) if len(a) <= len(b) else (b, a)
@@ -60,11 +87,31 @@ def similarity(a: Hashes, b: Hashes, kind: str) -> float:
 
 def signatures(texts: Sequence[str], seeds: int, seed: int) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
     """Fingerprints of some texts, (texts, seeds), and the numbers of their shingles."""
-    parts = [shingle_hashes(text) for text in texts]
-    lengths = np.array([len(part) for part in parts], dtype=np.int64)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.uint64)
-    matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(np.concatenate(parts), offsets, seeds, seed)
-    return np.array(matrix.to_rows(), dtype=np.uint32), lengths
+    rows = np.full((len(texts), seeds), np.iinfo(np.uint32).max, dtype=np.uint32)
+    pieces: list[Hashes] = []
+    owners: list[int] = []
+    held = 0
+    for number, text in enumerate(texts):
+        for piece in _pieces(text):
+            pieces.append(piece)
+            owners.append(number)
+            held += len(piece)
+            if held >= _PIECE:
+                _lower(rows, owners, pieces, seed)
+                pieces, owners, held = [], [], 0
+    if pieces:
+        _lower(rows, owners, pieces, seed)
+    return rows, np.array([_size(text) for text in texts], dtype=np.int64)
+
+
+def _lower(rows: NDArray[np.uint32], owners: Sequence[int], pieces: Sequence[Hashes], seed: int) -> None:
+    """Puts the minima of some pieces into the fingerprints of the texts that they are of."""
+    import rensa
+
+    offsets = np.cumsum([0, *map(len, pieces)]).astype(np.uint64)
+    hashes = np.concatenate(pieces)
+    matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(hashes, offsets, rows.shape[1], seed)
+    np.minimum.at(rows, np.array(owners), np.array(matrix.to_rows(), dtype=np.uint32))
 
 
 class Index:
@@ -118,17 +165,24 @@ class Index:
                 yield numbers[order[bounds[run] : bounds[run + 1]]]
 
     def save(self, path: Path, keys: Sequence[str]) -> None:
-        """Writes the fingerprints and the documents' keys; plain arrays."""
+        """Writes the fingerprints and the documents' keys; plain arrays.
+
+        Raises:
+            UserError: when they cannot be written.
+        """
         about = json.dumps({"seed": self.seed, "algorithm": algorithm()})
         joined = "\n".join(json.dumps(key) for key in keys).encode()
-        with atomic_write(path) as stream:
-            np.savez(
-                stream,
-                about=np.frombuffer(about.encode(), np.uint8),
-                keys=np.frombuffer(joined, np.uint8),
-                rows=self.rows,
-                sizes=self.sizes,
-            )
+        try:
+            with atomic_write(check_writable(path, "--save-fingerprints")) as stream:
+                np.savez(
+                    stream,
+                    about=np.frombuffer(about.encode(), np.uint8),
+                    keys=np.frombuffer(joined, np.uint8),
+                    rows=self.rows,
+                    sizes=self.sizes,
+                )
+        except OSError as error:
+            raise UserError(f"--save-fingerprints {path}: {error.strerror or error}") from error
 
     @staticmethod
     def load(path: Path, seeds: int, seed: int) -> tuple[Index, list[str]]:
@@ -141,18 +195,30 @@ class Index:
             with np.load(path, allow_pickle=False) as found:
                 about: dict[str, Any] = json.loads(found["about"].tobytes())
                 keys = [json.loads(line) for line in found["keys"].tobytes().decode().splitlines()]
-                index = Index(found["rows"], found["sizes"], seed)
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise UserError(f"--load-fingerprints {path}: cannot be read ({error})") from error
+                rows, sizes = found["rows"], found["sizes"]
+        except _UNREADABLE as error:
+            reason = getattr(error, "strerror", None) or f"cannot be read ({error})"
+            raise UserError(f"--load-fingerprints {path}: {reason}") from error
+        if not _as_saved(rows, sizes, keys):
+            raise UserError(f"--load-fingerprints {path}: is no output of --save-fingerprints; make it again")
         known = {"seed": seed, "algorithm": algorithm()}
-        if about != known or index.rows.shape != (len(keys), seeds):
+        if about != known or rows.shape[1] != seeds:
             raise UserError(
-                f"--load-fingerprints {path}: has {index.rows.shape[-1]} seeds of {about}, not {seeds} of {known}; "
+                f"--load-fingerprints {path}: has {rows.shape[1]} seeds of {about}, not {seeds} of {known}; "
                 "give the same --num-seeds and --seed"
             )
-        return index, keys
+        return Index(rows, sizes, seed), keys
+
+
+def _as_saved(rows: NDArray[Any], sizes: NDArray[Any], keys: Sequence[Any]) -> bool:
+    """Whether these can be the fingerprints, the sizes and the keys of some documents."""
+    kinds = (rows.dtype, rows.ndim, sizes.dtype) == (np.dtype(np.uint32), 2, np.dtype(np.int64))
+    shapes = sizes.shape == rows.shape[:1] == (len(keys),)
+    return kinds and shapes and bool((sizes > 0).all()) and all(isinstance(key, str) for key in keys)
 
 
 def algorithm() -> str:
     """What makes fingerprints comparable."""
+    import rensa
+
     return f"rensa RMinHash {rensa.RMinHash.ALGORITHM_VERSION}, {SHINGLE} characters"

@@ -19,7 +19,17 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.config.errors import UserError
-from tools.openwebtext.streams import Report, add_common, command, document, encode, lines, writing
+from tools.openwebtext.streams import (
+    BAD_LINE,
+    Report,
+    add_common,
+    check_apart,
+    command,
+    document,
+    encode,
+    numbered_lines,
+    writing,
+)  # fmt: skip
 
 
 class Groups:
@@ -55,31 +65,50 @@ class Groups:
         return [names for names in found.values() if len(names) > 1]
 
 
+def _pairs_of(line: bytes, where: str) -> list[tuple[str, str, float]]:
+    """Two names and their similarity each."""
+    found = document(line, where)
+    try:
+        pairs = [(name, *pair) for name, others in found.items() for other in others for pair in other.items()]
+        if all(type(value) in (int, float) and 0 <= value <= 1 for _, _, value in pairs):
+            return pairs
+    except (AttributeError, TypeError):
+        pass
+    raise UserError(f"{where}: is no line of find_duplicates.py's output")
+
+
+def check(options: argparse.Namespace) -> None:
+    """Checks the flags.
+
+    Raises:
+        UserError: when they make no sense.
+    """
+    if not 0 <= options.threshold <= 1:
+        raise UserError(f"threshold {options.threshold:g}: give a similarity from 0 to 1")
+    check_apart([options.input], [options.output, options.report])
+
+
 def run(options: argparse.Namespace) -> Report:
     """Groups the pairs of a file.
 
     Raises:
         UserError: naming the line that is none of find_duplicates.py's.
     """
-    if not 0 <= options.threshold <= 1:
-        raise UserError(f"threshold {options.threshold:g}: give a similarity from 0 to 1")
+    check(options)
     groups, report = Groups(), Report()
     report.add("pairs", 0)
-    for number, line in enumerate(lines(options.input), 1):
-        where = f"{options.input}, line {number}"
+    for number, line in numbered_lines(options.input):
         try:
-            for name, others in document(line, where).items():
-                for other, value in ((o, float(v)) for pair in others for o, v in pair.items()):
-                    report.add("pairs")
-                    if value >= options.threshold:
-                        groups.join(name, other)
-        except (AttributeError, TypeError, ValueError) as error:
-            if options.skip_bad_lines:
-                report.add("bad lines skipped")
-                continue
-            if isinstance(error, UserError):
+            pairs = _pairs_of(line, f"{options.input}, line {number}")
+        except UserError:
+            if not options.skip_bad_lines:
                 raise
-            raise UserError(f"{where}: is no line of find_duplicates.py's output") from error
+            report.add(BAD_LINE)
+            continue
+        report.add("pairs", len(pairs))
+        for name, other, value in pairs:
+            if value >= options.threshold:
+                groups.join(name, other)
     with writing(options.output) as write:
         for number, names in enumerate(groups.sets()):
             write(encode({str(number): names}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import py3langid
+from megatron.config.errors import UserError
 
 _ENOUGH = 4000
 """Characters that decide."""
@@ -10,4 +10,19 @@ _ENOUGH = 4000
 
 def is_language(text: str, language: str) -> bool:
     """Whether a text is in a language (its ISO 639-1 code)."""
+    import py3langid
+
     return bool(text.strip()) and bool(py3langid.classify(text[:_ENOUGH])[0] == language)
+
+
+def check_language(language: str) -> None:
+    """Checks a language's code.
+
+    Raises:
+        UserError: when no text would be found to be in it.
+    """
+    import py3langid
+
+    known = sorted({code for code, _ in py3langid.rank("")})
+    if language not in known:
+        raise UserError(f"--language {language} is not known: give one of {', '.join(known)}")

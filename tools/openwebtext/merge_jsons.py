@@ -19,7 +19,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.config.errors import UserError
-from tools.openwebtext.streams import Report, add_common, command, document, lines, progress, writing
+from tools.openwebtext.streams import Report, add_common, check_apart, command, documents, writing
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -36,18 +36,12 @@ def run(options: argparse.Namespace) -> Report:
     files = [path for path in files if not path.name.split(".json")[0].endswith("_filtered")]
     if not files:
         raise UserError(f"--json_path {folder}: holds no .json or .jsonl files")
+    check_apart(files, [options.output_file, options.report])
     report = Report()
     report.add("files", len(files))
-    with writing(output) as write:
+    with writing(options.output_file) as write:
         for path in files:
-            for number, line in enumerate(progress(lines(path), path.name), 1):
-                try:
-                    document(line, f"{path}, line {number}")
-                except UserError:
-                    if not options.skip_bad_lines:
-                        raise
-                    report.add("bad lines skipped")
-                    continue
+            for line, _ in documents(path, report, options.skip_bad_lines):
                 write(line)
                 report.add("written")
     return report

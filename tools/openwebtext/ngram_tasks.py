@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.errors import UserError
-from tools.openwebtext.streams import document, lines, text_of
+from tools.openwebtext.streams import document, numbered_lines, text_of
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ def texts_of_file(path: str, key: str) -> Iterator[str]:
     Raises:
         UserError: naming the line that has none.
     """
-    for number, line in enumerate(lines(path), 1):
+    for number, line in numbered_lines(path):
         where = f"{path}, line {number}"
-        yield text_of(document(line, where), key, where)
+        yield text_of(document(line, where, skippable=False), key, where, skippable=False)
 
 
 def texts_of_task(name: str) -> Iterator[str]:
@@ -56,10 +56,12 @@ def texts_of_task(name: str) -> Iterator[str]:
     Raises:
         UserError: when they cannot be had.
     """
+    from datasets import load_dataset
+    from huggingface_hub import HfApi
+
     source = SOURCES[name]
     try:
-        from datasets import load_dataset
-
+        HfApi().dataset_info(source.dataset, timeout=30)  # asks once; load_dataset five times, and says so
         for row in load_dataset(source.dataset, source.config, split=source.split, streaming=True):
             yield source.text(row)
     except Exception as error:  # of the network, of files, of names: each library below has its own

@@ -1,14 +1,16 @@
 #!/usr/bin/env python
-"""A whole cleaning: from scraped pages to shuffled training data, with a report of what each step dropped.
+"""A whole cleaning: from URLs or scraped pages to shuffled training data, with a report of what each step dropped.
 
+    python tools/openwebtext/pipeline.py --urls folder_of_txt_files --output-path cleaned
     python tools/openwebtext/pipeline.py --json pages.jsonl.zst --output-path cleaned
     python tools/openwebtext/pipeline.py --json a.jsonl b.jsonl --urls folder_of_txt_files --output-path cleaned \\
         --lambada-path lambada_test.jsonl --vocab-file vocab.json --merge-file merges.txt
 
 Steps, in this order, each a tool of this folder:
 
-    blacklist_urls            (with --urls) URLs that may lead to a text; pages of others are left out
-    merge                     all inputs in one file
+    blacklist_urls            (with --urls) URLs that may lead to a text
+    fetch_pages               (with --urls and without --json) their pages' texts
+    merge                     all inputs in one file; with --urls and --json, only pages of those URLs
     cleanup_dataset           encoding, English, at least 128 tokens
     cleanup_fix_dataset       the kinds of --fix-tasks
     find_duplicates, group_duplicate_url, remove_group_duplicates
@@ -16,8 +18,8 @@ Steps, in this order, each a tool of this folder:
     shuffle, add_id           train_data.json
 
 A step's output is there when it is complete. Called again, the steps that are done with the same inputs and settings
-are left out, so that an interrupted cleaning goes on. What lies between the steps is in the folder steps, which a
-finished cleaning removes unless --keep is given.
+are left out, so that an interrupted cleaning goes on; fetch_pages goes on where it was interrupted. What lies between
+the steps is in the folder steps; a finished cleaning removes it, but nothing else there, unless --keep is given.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,26 +39,29 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.config.errors import UserError
+from megatron.data.atomic import holding
 from tools.openwebtext import (
     blacklist_urls,
     cleanup_dataset,
     cleanup_fix_dataset,
+    fetch_pages,
     filter_ngrams,
     find_duplicates,
     group_duplicate_url,
     remove_group_duplicates,
 )  # fmt: skip
+from tools.openwebtext.add_id import numbered
+from tools.openwebtext.blacklist_urls import page_of
 from tools.openwebtext.cleanup_fix_dataset import FIXES, REMOVALS
 from tools.openwebtext.streams import (
     Report,
     add_common,
     check_apart,
     command,
-    document,
+    documents,
     encode,
     external_shuffle,
     lines,
-    progress,
     writing,
 )  # fmt: skip
 
@@ -69,6 +74,21 @@ KEY = "cleaning_key"
 """Field that names a document between the steps: URLs may be missing, or repeated."""
 
 
+OUTPUTS = {
+    "blacklist_urls": "urls.txt",
+    "fetch_pages": "pages.jsonl.zst",
+    "merge": "merged.jsonl.zst",
+    "cleanup_dataset": "clean.jsonl.zst",
+    "cleanup_fix_dataset": "clean_cleaned.jsonl.zst",
+    "find_duplicates": "duplicates.jsonl.zst",
+    "group_duplicate_url": "groups.jsonl.zst",
+    "remove_group_duplicates": "deduplicated.jsonl.zst",
+    "filter_ngrams": "filtered.jsonl.zst",
+    "shuffle": "train_data.json",
+}
+"""The files that the steps write, the last one into the folder of the result."""
+
+
 @dataclass(frozen=True)
 class Step:
     """One step.
@@ -78,17 +98,14 @@ class Step:
         output: the file that it writes, complete or not at all.
         settings: what its output depends on besides its inputs.
         run: does it.
+        check: raises a UserError for flags that it cannot run with.
     """
 
     name: str
     output: Path
     settings: Any
     run: Callable[[], Report]
-
-
-def _page(url: str) -> bytes:
-    """A fingerprint of the page that a URL leads to, whatever part of it."""
-    return hashlib.blake2b(url.split("#", 1)[0].encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    check: Callable[[], None]
 
 
 def merge(paths: Sequence[str], urls: Path | None, output: Path, skip_bad: bool) -> Report:
@@ -97,22 +114,14 @@ def merge(paths: Sequence[str], urls: Path | None, output: Path, skip_bad: bool)
     Raises:
         UserError: naming the line that is no document.
     """
-    allowed = None if urls is None else {_page(url.decode("utf-8", "replace")) for url in lines(urls)}
+    allowed = None if urls is None else {page_of(url.decode("utf-8", "replace")) for url in lines(urls)}
     report = Report()
     report.add("documents", 0)
     with writing(output) as write:
         for path in paths:
-            for number, line in enumerate(progress(lines(path), Path(path).name), 1):
-                report.add("documents")
-                try:
-                    found = document(line, f"{path}, line {number}")
-                except UserError:
-                    if not skip_bad:
-                        raise
-                    report.add("bad lines skipped")
-                    continue
+            for _, found in documents(path, report, skip_bad, "text"):
                 url = found.get("url")
-                if allowed is not None and not (isinstance(url, str) and _page(url) in allowed):
+                if allowed is not None and not (isinstance(url, str) and page_of(url) in allowed):
                     report.add("of URLs that are left out" if url else "without a url")
                     continue
                 report.add("written")
@@ -126,71 +135,80 @@ def shuffle_and_number(source: Path, output: Path, prefix: str, seed: int) -> Re
     report.add("written", 0)
     with writing(output) as write:
 
-        def numbered(line: bytes) -> None:
+        def take(line: bytes) -> None:
             found = json.loads(line)
             del found[KEY]
-            found["adlr_id"] = f"{prefix}-{report.counts['written'] + 1:010d}"
-            write(encode(found))
             report.add("written")
+            write(numbered(found, prefix, report.counts["written"]))
 
-        external_shuffle(source, numbered, seed)
+        external_shuffle(source, take, seed)
     return report
 
 
-def _options(**values: object) -> argparse.Namespace:
-    return argparse.Namespace(**values)
+def _unchecked(_: object) -> None:
+    """Of steps that have no flags, or whose flags are checked before."""
+
+
+def _check_tasks(flags: argparse.Namespace) -> None:
+    filter_ngrams.check(flags)
+    filter_ngrams.dictionary(flags)  # reads the files of the tasks
 
 
 def steps_of(options: argparse.Namespace) -> list[Step]:
     """The steps that the flags ask for, each reading what the one before it wrote."""
     folder = Path(options.output_path) / STEPS
-    shared = {"workers": options.workers, "skip_bad_lines": options.skip_bad_lines}
     steps: list[Step] = []
 
-    def add(name: str, output: str, settings: Any, run: Callable[[Path], Report]) -> Path:
-        path = (folder.parent if name == "shuffle" else folder) / output
-        steps.append(Step(name, path, settings, lambda: run(path)))
+    def add(name: str, settings: Any, run: Callable[[Path], Report], check: Callable[[Path], None]) -> Path:
+        path = (folder.parent if name == "shuffle" else folder) / OUTPUTS[name]
+        steps.append(Step(name, path, settings, lambda: run(path), lambda: check(path)))
         return path
 
+    def tool(module: Any, settings: Any, check: Callable[[argparse.Namespace], None], **flags: object) -> Path:
+        shared = {"report": None, "workers": options.workers, "skip_bad_lines": False, **flags}
+
+        def given(path: Path) -> argparse.Namespace:
+            return argparse.Namespace(output=path, **shared)
+
+        name = module.__name__.rpartition(".")[2]
+        return add(name, settings, lambda path: module.run(given(path)), lambda path: check(given(path)))
+
+    skip_bad = options.skip_bad_lines
     urls = None
     if options.urls:
-        blacklist = _options(input=options.urls, domains_file=None, extensions_file=None)
-        urls = add("blacklist_urls", "urls.txt", options.urls,
-                   lambda out: blacklist_urls.run(_options(**vars(blacklist), output=out)))  # fmt: skip
-    now = add("merge", "merged.jsonl.zst", [options.json, options.urls],
-              lambda out: merge(options.json, urls, out, options.skip_bad_lines))  # fmt: skip
+        urls = tool(
+            blacklist_urls, options.urls, _unchecked, input=options.urls, domains_file=None, extensions_file=None
+        )
+    pages, allowed = options.json, urls
+    if not pages:
+        limits = fetch_pages.limits_of(options)
+        kept = [limits.max_bytes, limits.robots, limits.private]
+        pages, allowed = [str(tool(fetch_pages, kept, _unchecked, input=urls, limits=limits))], None
+    now = add("merge", [options.json, options.urls],
+              lambda path: merge(pages, allowed, path, skip_bad), _unchecked)  # fmt: skip
     cleanup = {"key": "text", "language": options.language, "min_tokens": options.min_tokens,
                "vocab_file": options.vocab_file, "merge_file": options.merge_file}  # fmt: skip
-    merged = now
-    now = add("cleanup_dataset", "clean.jsonl.zst", cleanup,
-              lambda out: cleanup_dataset.run(_options(input=merged, output=out, **cleanup, **shared)))  # fmt: skip
-    clean = now
+    now = tool(cleanup_dataset, cleanup, cleanup_dataset.check, input=now, **cleanup)
     if options.fix_tasks:
-        fix = {"input_files": [clean], "tasks": options.fix_tasks, "output_path": folder, "key": "text"}
-        now = add("cleanup_fix_dataset", "clean_cleaned.jsonl.zst", options.fix_tasks,
-                  lambda out: cleanup_fix_dataset.run(_options(**fix, **shared)))  # fmt: skip
-    fixed = now
+        fix = {"tasks": options.fix_tasks, "output_path": folder, "key": "text"}
+        now = tool(cleanup_fix_dataset, options.fix_tasks, _unchecked, input_files=[now], **fix)
     find = {"key": "text", "load_fingerprints": None, "save_fingerprints": None, "jaccard": "union",
             "heuristic_iter": -1, "num_bands": options.num_bands, "num_seeds": options.num_seeds,
             "jaccard_parallel": True, "seed": options.seed}  # fmt: skip
-    pairs = add("find_duplicates", "duplicates.jsonl.zst", find, lambda out: find_duplicates.run(
-        _options(inputs=[fixed, KEY], output=out, **find, **shared)))  # fmt: skip
-    groups = add("group_duplicate_url", "groups.jsonl.zst", options.threshold, lambda out: group_duplicate_url.run(
-        _options(input=pairs, output=out, threshold=options.threshold, skip_bad_lines=False)))  # fmt: skip
-    now = add("remove_group_duplicates", "deduplicated.jsonl.zst", None, lambda out: remove_group_duplicates.run(
-        _options(groups=groups, data=fixed, output=out, key=KEY, skip_bad_lines=False)))  # fmt: skip
+    pairs = tool(find_duplicates, find, find_duplicates.check, inputs=[now, KEY], **find)
+    groups = tool(group_duplicate_url, options.threshold, group_duplicate_url.check, input=pairs,
+                  threshold=options.threshold)  # fmt: skip
+    now = tool(remove_group_duplicates, None, _unchecked, groups=groups, data=now, key=KEY)
     if options.lambada_path or options.task_files:
-        deduplicated = now
         ngrams = {"tasks": ["lambada"] if options.lambada_path else [], "lambada_path": options.lambada_path,
                   "task_files": options.task_files, "max_ngram_size": 13, "min_ngram_size": 8,
                   "filter_text_char_len": 200, "key_threshold": 10, "save_dictionary": None, "load_dictionary": None,
                   "splits_count": 10, "remove_char_each_side": 200}  # fmt: skip
-        now = add("filter_ngrams", "filtered.jsonl.zst", ngrams, lambda out: filter_ngrams.run(_options(
-            dedup_dataset=(deduplicated, "text"), output=out, num_threads=options.workers, skip_bad_lines=False,
-            **ngrams)))  # fmt: skip
+        now = tool(filter_ngrams, ngrams, _check_tasks, dedup_dataset=(now, "text"), num_threads=options.workers,
+                   **ngrams)  # fmt: skip
     last = now
-    add("shuffle", "train_data.json", [options.seed, options.id_prefix],
-        lambda out: shuffle_and_number(last, out, options.id_prefix, options.seed))  # fmt: skip
+    add("shuffle", [options.seed, options.id_prefix],
+        lambda path: shuffle_and_number(last, path, options.id_prefix, options.seed), _unchecked)  # fmt: skip
     return steps
 
 
@@ -198,7 +216,7 @@ def _inputs_of(options: argparse.Namespace) -> list[Any]:
     """Names, sizes and times of the files that a cleaning begins with."""
     paths = [Path(path) for path in options.json]
     if options.urls:
-        paths += [*sorted(Path(options.urls).glob("*.txt*")), *sorted(blacklist_urls.LISTS.glob("*.txt"))]
+        paths += [*blacklist_urls.files_of(Path(options.urls)), *sorted(blacklist_urls.LISTS.glob("*.txt"))]
     paths += [Path(path) for path in (options.lambada_path, options.vocab_file, options.merge_file) if path]
     paths += [Path(path) for path in options.task_files[::2]]
     found = []
@@ -220,33 +238,84 @@ def stamps_of(steps: Sequence[Step], options: argparse.Namespace) -> list[str]:
     return stamps
 
 
+def _report_of(path: Path) -> dict[str, dict[str, Any]]:
+    """What the steps of an earlier cleaning left.
+
+    Raises:
+        UserError: when the file is another.
+    """
+    try:
+        found: Any = json.loads(path.read_text()) if path.exists() else {}
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if not (isinstance(found, dict) and found.keys() <= OUTPUTS.keys() and all(map(_is_entry, found.values()))):
+        raise UserError(f"{path}: is no report of an earlier cleaning; remove it, or name another folder")
+    return dict(found)
+
+
+def _is_entry(step: Any) -> bool:
+    return isinstance(step, dict) and isinstance(step.get("stamp"), str) and isinstance(step.get("counts"), dict)
+
+
+def _clear(folder: Path) -> None:
+    """Removes what lies between the steps, and the folder if nothing else is in it."""
+    for name in [*OUTPUTS.values(), "clean_filtered.jsonl.zst"]:
+        for path in (folder / name, *folder.glob(f".{name}.*.partial")):
+            path.unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
+
+
 def run(options: argparse.Namespace) -> Report:
     """Runs all steps that are not done.
 
     Raises:
         UserError: for files that cannot be read or written.
     """
+    if not (options.json or options.urls):
+        raise UserError("--json is missing (or --urls, whose pages are then fetched)")
     folder = Path(options.output_path)
     path = folder / REPORT
     steps = steps_of(options)
-    check_apart([*(name for name, *_ in _inputs_of(options))], [path, *(step.output for step in steps)])
-    if options.report and Path(options.report).resolve() == path.resolve():
-        raise UserError(f"--report {options.report}: the cleaning keeps its own there; name another file")
-    (folder / STEPS).mkdir(parents=True, exist_ok=True)
+    between = (folder / STEPS).resolve()
+    inputs = [name for name, *_ in _inputs_of(options)]
+    check_apart(inputs, [path, *(step.output for step in steps), options.report])
+    for name in inputs:
+        if between in Path(name).resolve().parents:
+            raise UserError(f"{name}: is in the folder of what lies between the steps; move it to another")
+    for step in steps:
+        step.check()
+    _report_of(path)
     try:
-        done: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    except ValueError as error:
-        raise UserError(f"{path}: is no report of an earlier cleaning; remove it, or name another folder") from error
+        between.mkdir(parents=True, exist_ok=True)
+        with holding(folder, where_there_are_locks=True):
+            return _run_steps(options, steps)
+    except BlockingIOError as error:
+        raise UserError(f"--output-path {folder}: another cleaning is at work there; wait for it") from error
+    except OSError as error:
+        raise UserError(f"--output-path {folder}: {error.strerror or error}") from error
+
+
+def _run_steps(options: argparse.Namespace, steps: Sequence[Step]) -> Report:
+    folder = Path(options.output_path)
+    path = folder / REPORT
+    done = _report_of(path)
     stamps = stamps_of(steps, options)
     matches = [done.get(step.name, {}).get("stamp") == stamp for step, stamp in zip(steps, stamps, strict=True)]
     first = len(steps)
     if not (all(matches) and steps[-1].output.exists()):
         there = [match and step.output.exists() for step, match in zip(steps, matches, strict=True)]
         first = there.index(False)
-    report: dict[str, Any] = {}
+    report = {step.name: done[step.name] for step in steps[:first]}
+
+    def save() -> None:
+        with writing(path) as write:
+            write(json.dumps(report, indent=1).encode())
+
+    if first < len(steps):
+        save()  # so that no step counts as done by what an earlier cleaning wrote into the files that are now replaced
     for number, (step, stamp) in enumerate(zip(steps, stamps, strict=True)):
         if number < first:
-            report[step.name] = done[step.name]
             print(f"{step.name}: done before", flush=True)
             continue
         start = time.monotonic()
@@ -254,10 +323,9 @@ def run(options: argparse.Namespace) -> Report:
         seconds = round(time.monotonic() - start, 1)
         report[step.name] = {"stamp": stamp, "seconds": seconds, "counts": dict(counts.counts)}
         print(f"{step.name}: {counts} ({seconds:.1f} s)", flush=True)
-        with writing(path) as write:
-            write(json.dumps(report, indent=1).encode())
+        save()
     if not options.keep:
-        shutil.rmtree(folder / STEPS)
+        _clear((folder / STEPS).resolve())
     total = Report()
     total.add("documents read", report["merge"]["counts"]["documents"])
     total.add("documents in train_data.json", report["shuffle"]["counts"]["written"])
@@ -266,10 +334,12 @@ def run(options: argparse.Namespace) -> Report:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pipeline.py", description=__doc__)
+    parser.add_argument("--json", nargs="+", default=[], metavar="FILE", help="JSON lines with text, and url if known")
     parser.add_argument(
-        "--json", nargs="+", required=True, metavar="FILE", help="JSON lines with text, and url if known"
-    )
-    parser.add_argument("--urls", metavar="DIR", help="folder of .txt files: only pages of their URLs count")
+        "--urls", metavar="DIR",
+        help="folder of .txt files, a URL a line: their pages are fetched; with --json, only pages of theirs count",
+    )  # fmt: skip
+    fetch_pages.add_limits(parser)
     parser.add_argument("--output-path", required=True, metavar="DIR", help="for train_data.json and report.json")
     parser.add_argument("--language", default="en", help="that is kept (en)")
     parser.add_argument("--min-tokens", type=int, default=128, metavar="N", help="of a text that is kept (128)")
@@ -288,7 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1234, metavar="N", help="of the order and the fingerprints (1234)")
     parser.add_argument("--keep", action="store_true", help="keep the files between the steps")
     add_common(parser)
-    return command(parser, run, arguments)
+    return command(parser, run, arguments, interrupted="what is done is kept; the same command goes on")
 
 
 if __name__ == "__main__":

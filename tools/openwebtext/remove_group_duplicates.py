@@ -3,8 +3,8 @@
 
     python tools/openwebtext/remove_group_duplicates.py groups.jsonl data.jsonl deduplicated.jsonl
 
-Reads what group_duplicate_url.py wrote; of each group the document named first is kept. Documents of one name go
-together, so names should be unique.
+Reads what group_duplicate_url.py wrote; of each group the document named first is kept. Names should be unique: of
+documents with one name, find_duplicates.py has compared the first, and the others stay.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.config.errors import UserError
-from tools.openwebtext.streams import Report, add_common, command, document, lines, progress, text_of, writing
+from tools.openwebtext.streams import (
+    Report,
+    add_common,
+    check_apart,
+    command,
+    document,
+    documents,
+    numbered_lines,
+    writing,
+)  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -27,29 +36,27 @@ def run(options: argparse.Namespace) -> Report:
     Raises:
         UserError: naming the line that is no group or no document.
     """
+    check_apart([options.groups, options.data], [options.output, options.report])
     gone: set[str] = set()
-    for number, line in enumerate(lines(options.groups), 1):
+    met: set[str] = set()
+    for number, line in numbered_lines(options.groups):
         where = f"{options.groups}, line {number}"
-        for names in document(line, where).values():
+        for names in document(line, where, skippable=False).values():
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                 raise UserError(f"{where}: is no line of group_duplicate_url.py's output")
             gone.update(names[1:])
     report = Report()
     report.add("documents", 0)
     with writing(options.output) as write:
-        for number, line in enumerate(progress(lines(options.data), "documents"), 1):
-            report.add("documents")
-            where = f"{options.data}, line {number}"
-            try:
-                key = text_of(document(line, where), options.key, where)
-            except UserError:
-                if not options.skip_bad_lines:
-                    raise
-                report.add("bad lines skipped")
-                continue
-            if key in gone:
+        for line, found in documents(options.data, report, options.skip_bad_lines, options.key):
+            name = found[options.key]
+            if name in gone:
+                gone.remove(name)
+                met.add(name)
                 report.add("duplicates")
                 continue
+            if name in met:
+                report.add("that repeat a duplicate's name and stay")
             write(line)
             report.add("written")
     return report

@@ -1,101 +1,49 @@
-"""JSON lines in and out: plain, gzip or zstd, one line in memory at a time, several processes, whole files or none."""
+"""JSON lines in and out, one in memory at a time, what is counted of them, and what all tools have in common."""
 
 from __future__ import annotations
 
 import argparse
-import gzip
-import io
 import json
 import os
 import random
 import sys
 import tempfile
-import zlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import islice
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
-import zstandard
 from tqdm import tqdm
 
 from megatron.config.errors import UserError
+from tools.interrupt import stopped_in_order
+from tools.openwebtext.files import check_apart, check_output, lines, numbered_lines, writing
 
 T = TypeVar("T")
-R = TypeVar("R")
 
-_LONGEST_WINDOW = 1 << 31
-"""Of zstd files; large dumps are packed with more than the library's usual limit."""
+BAD_LINE = "bad lines skipped"
+"""What a report calls lines that are no documents."""
 
-_CHUNK = 64
-"""Lines that a process is given at a time."""
+_CHUNK, _CHUNK_BYTES = 64, 1 << 20
+"""Lines that a process is given at a time; fewer where they are long."""
 
-
-class _Zstd(io.RawIOBase):
-    """The contents of a zstd file of one frame or several, whose end is checked (zstandard's own reader does not)."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("rb")
-        self._frame: Any = None
-        self._ready = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            unused = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
-            packed = unused or self._file.read(1 << 18)
-            if not packed:
-                if self._frame is not None and not self._frame.eof:
-                    raise EOFError("it ends within a frame")
-                return 0
-            if self._frame is None or self._frame.eof:
-                self._frame = zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW).decompressobj()
-            self._ready = self._frame.decompress(packed)
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+_WRITTEN = ("output", "output_file", "save_fingerprints", "save_dictionary", "report")
+"""Flags that name a file to be written, of whichever tool."""
 
 
-def _reading(path: Path) -> BinaryIO:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")  # type: ignore[return-value]
-    if path.suffix == ".zst":
-        return io.BufferedReader(_Zstd(path), 1 << 20)
-    return path.open("rb")
+def _advice(skippable: bool) -> str:
+    return "remove the line" + (", or give --skip-bad-lines" if skippable else "")
 
 
-def lines(path: str | Path) -> Iterator[bytes]:
-    """The lines of a file that are not empty, without their ends; compressed as its name says.
-
-    Raises:
-        UserError: when it cannot be read, or is damaged.
-    """
-    path = Path(path)
-    try:
-        with _reading(path) as stream:
-            for line in stream:
-                stripped = line.strip()
-                if stripped:
-                    yield stripped
-    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
-        reason = getattr(error, "strerror", None) or f"is damaged ({error})"
-        raise UserError(f"{path}: {reason}") from error
-
-
-def document(line: bytes, where: str) -> dict[str, Any]:
+def document(line: bytes, where: str, skippable: bool = True) -> dict[str, Any]:
     """A line's JSON object.
+
+    Args:
+        line: of a file.
+        where: it is.
+        skippable: whether --skip-bad-lines would leave it out.
 
     Raises:
         UserError: when it is none.
@@ -103,65 +51,70 @@ def document(line: bytes, where: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: is no JSON ({error}); remove the line, or give --skip-bad-lines") from error
+        raise UserError(f"{where}: is no JSON ({error}); {_advice(skippable)}") from error
     if not isinstance(found, dict):
-        raise UserError(f"{where}: is no JSON object; remove the line, or give --skip-bad-lines")
+        raise UserError(f"{where}: is no JSON object; {_advice(skippable)}")
     return found
 
 
-def text_of(found: dict[str, Any], key: str, where: str) -> str:
+def text_of(found: dict[str, Any], key: str, where: str, skippable: bool = True) -> str:
     """A field that must be text.
+
+    Args:
+        found: a line's object.
+        key: of the field.
+        where: the line is.
+        skippable: whether --skip-bad-lines would leave it out.
 
     Raises:
         UserError: when it is not.
     """
     text = found.get(key)
     if not isinstance(text, str):
-        raise UserError(f"{where}: has no text {key!r}; remove the line, or give --skip-bad-lines")
+        raise UserError(f"{where}: has no text {key!r}; {_advice(skippable)}")
     return text
 
 
-def encode(found: dict[str, Any]) -> bytes:
-    """A line of JSON in UTF-8; halves of characters, which have no UTF-8, stay escaped."""
-    try:
-        return json.dumps(found, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return json.dumps(found).encode()
+def documents(
+    path: str | Path, report: Report, skip_bad: bool, key: str | None = None
+) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The documents of a file, each with its line, counted; with a bar.
 
-
-@contextmanager
-def writing(path: str | Path) -> Iterator[Callable[[bytes], None]]:
-    """Writes lines to a file, compressed as its name says, which is there when all are written and not before.
+    Args:
+        path: of JSON lines.
+        report: counts documents, and lines that are none.
+        skip_bad: whether those are left out.
+        key: a field that must be text.
 
     Raises:
-        UserError: when it cannot be written.
+        UserError: naming a line that is no document, unless such are left out.
     """
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        raw = partial.open("wb")
+    for number, line in progress(numbered_lines(path), Path(path).name):
+        report.add("documents")
+        where = f"{path}, line {number}"
         try:
-            packed: Any = raw
-            if path.suffix == ".gz":
-                packed = gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0)
-            elif path.suffix == ".zst":
-                packed = zstandard.ZstdCompressor().stream_writer(raw, closefd=False)
+            found = document(line, where)
+            if key is not None:
+                text_of(found, key, where)
+        except UserError:
+            if not skip_bad:
+                raise
+            report.add(BAD_LINE)
+            continue
+        yield line, found
 
-            def write(line: bytes) -> None:
-                packed.write(line + b"\n")
 
-            yield write
-            if packed is not raw:
-                packed.close()
-            raw.flush()
-            os.fsync(raw.fileno())
-        finally:
-            raw.close()
-        partial.replace(path)
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
+def encode(found: dict[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
+    """A line of JSON in UTF-8; halves of characters, which have no UTF-8, stay escaped.
+
+    Args:
+        found: the line's object.
+        default: what stands for a value that JSON has no form for.
+    """
+    try:
+        return json.dumps(found, ensure_ascii=False, default=default).encode()
+    except UnicodeEncodeError:
+        return json.dumps(found, default=default).encode()
 
 
 @dataclass
@@ -181,45 +134,24 @@ class Report:
         return ", ".join(f"{count:,} {what}" for what, count in self.counts.items())
 
 
+def _size(item: object) -> int:
+    if isinstance(item, tuple):
+        return sum(map(_size, item))
+    return len(item) if isinstance(item, bytes) else 0
+
+
 def in_chunks(items: Iterable[T], size: int = _CHUNK) -> Iterator[list[T]]:
-    """Lists of consecutive items."""
-    iterator = iter(items)
-    while chunk := list(islice(iterator, size)):
+    """Lists of consecutive items; lines, numbered or not, are in lists of about a megabyte at most, or alone."""
+    chunk: list[T] = []
+    held = 0
+    for item in items:
+        chunk.append(item)
+        held += _size(item)
+        if len(chunk) == size or held >= _CHUNK_BYTES:
+            yield chunk
+            chunk, held = [], 0
+    if chunk:
         yield chunk
-
-
-def in_processes(
-    function: Callable[[T], R],
-    items: Iterable[T],
-    workers: int,
-    prepare: Callable[..., None] | None = None,
-    arguments: Sequence[Any] = (),
-) -> Iterator[R]:
-    """Results in the order of the items, of which a few at a time are on their way, however many there are.
-
-    Args:
-        function: of a module.
-        items: its arguments.
-        workers: processes; with 1, all is done in this one.
-        prepare, arguments: called once in every process.
-    """
-    if workers == 1:
-        if prepare is not None:
-            prepare(*arguments)
-        yield from map(function, items)
-        return
-    with ProcessPoolExecutor(workers, get_context("forkserver"), prepare, tuple(arguments)) as pool:
-        pending: deque[Future[R]] = deque()
-        try:
-            for item in items:
-                pending.append(pool.submit(function, item))
-                if len(pending) > 4 * workers:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()
 
 
 def progress(items: Iterable[T], what: str) -> Any:
@@ -241,40 +173,56 @@ def add_common(parser: argparse.ArgumentParser, *, workers: bool = True, bad_lin
     parser.add_argument("--report", metavar="FILE", help="write the counts there as JSON")
 
 
+def _check_common(options: argparse.Namespace) -> None:
+    """Checks, before any work, what all tools have: numbers of processes, and the files that they write."""
+    most = 4 * len(os.sched_getaffinity(0))
+    for flag in ("workers", "num_threads"):
+        value = getattr(options, flag, 1)
+        if value < 1:
+            raise UserError(f"--{flag.replace('_', '-')} {value}: give at least 1")
+        if value > most:
+            raise UserError(f"--{flag.replace('_', '-')} {value}: give at most {most}, four for each core")
+    written = [getattr(options, flag) for flag in _WRITTEN if getattr(options, flag, None) is not None]
+    check_apart([], written)
+    made = getattr(options, "output_path", None)  # the cleaning makes its folder itself
+    for path in written:
+        if made is None or Path(made).exists() or Path(path).parent != Path(made):
+            check_output(path)
+
+
 def command(
-    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], Report], arguments: Sequence[str] | None
+    parser: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace], Report],
+    arguments: Sequence[str] | None,
+    interrupted: str = "no unfinished file is left",
 ) -> int:
-    """A tool: 0 and its counts, or 2 and one line."""
+    """A tool: 0 and its counts, or 2 and one line.
+
+    Args:
+        parser, run, arguments: the tool.
+        interrupted: what has become of its work when the user stops it.
+    """
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     options = parser.parse_args(arguments)
     name = parser.prog.removesuffix(".py")
     try:
-        for flag in ("workers", "num_threads"):
-            if getattr(options, flag, 1) < 1:
-                raise UserError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: give at least 1")
-        report = run(options)
-        if getattr(options, "report", None):
-            with writing(options.report) as write:
-                write(json.dumps(report.counts, indent=1).encode())
+        with stopped_in_order():
+            _check_common(options)
+            report = run(options)
+            if getattr(options, "report", None) is not None:
+                with writing(options.report) as write:
+                    write(json.dumps(report.counts, indent=1).encode())
     except UserError as error:
         print(f"{name}: error: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        print(f"{name}: error: {error.name} is missing: pip install 'megatron-cc[cleaning]'", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
-        print(f"{name}: interrupted; nothing was written", file=sys.stderr)
+        print(f"{name}: interrupted; {interrupted}", file=sys.stderr)
         return 130
     print(f"{name}: {report}")
     return 0
-
-
-def check_apart(inputs: Iterable[str | Path], outputs: Iterable[str | Path]) -> None:
-    """Checks that nothing that is read is written.
-
-    Raises:
-        UserError: naming what is.
-    """
-    both = {Path(path).resolve() for path in inputs} & {Path(path).resolve() for path in outputs}
-    if both:
-        raise UserError(f"{min(both)} would be read and overwritten; name another folder, or another file")
 
 
 def external_shuffle(source: str | Path, write: Callable[[bytes], None], seed: int, buckets: int = 64) -> int:
@@ -288,19 +236,16 @@ def external_shuffle(source: str | Path, write: Callable[[bytes], None], seed: i
     """
     generator = random.Random(seed)
     count = 0
-    with tempfile.TemporaryDirectory(prefix="shuffle-", dir=Path(source).parent) as name:
-        parts = [(Path(name) / str(number)).open("w+b") for number in range(buckets)]
-        try:
-            for line in lines(source):
-                parts[generator.randrange(buckets)].write(line + b"\n")
-                count += 1
-            for part in parts:
-                part.seek(0)
-                own = part.read().split(b"\n")[:-1]
-                generator.shuffle(own)
-                for line in own:
-                    write(line)
-        finally:
-            for part in parts:
-                part.close()
+    with ExitStack() as opened:
+        # Without names, so that none is left whatever ends this.
+        parts = [opened.enter_context(tempfile.TemporaryFile(dir=Path(source).parent)) for _ in range(buckets)]
+        for line in lines(source):
+            parts[generator.randrange(buckets)].write(line + b"\n")
+            count += 1
+        for part in parts:
+            part.seek(0)
+            own = part.read().split(b"\n")[:-1]
+            generator.shuffle(own)
+            for line in own:
+                write(line)
     return count

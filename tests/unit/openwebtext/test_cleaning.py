@@ -4,17 +4,18 @@
 
 from __future__ import annotations
 
+import datetime as dt
+import decimal
 import gzip
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.openwebtext.support import ENGLISH, FILL, GERMAN, RUN, read, write
 from tools.openwebtext import (
     add_id,
     blacklist_urls,
@@ -26,90 +27,7 @@ from tools.openwebtext import (
     merge_jsons,
     remove_group_duplicates,
 )  # fmt: skip
-from tools.openwebtext.streams import UserError, encode, external_shuffle, lines, writing
-
-ENGLISH = (
-    "The old house by the river had been empty for many years when the new family came. They painted the door, "
-    "mended the roof and planted apple trees, and in the evening they sat outside and listened to the water. "
-)
-GERMAN = (
-    "Das alte Haus am Fluss hatte viele Jahre leer gestanden, als die neue Familie kam. Sie strichen die Tür, "
-    "flickten das Dach und pflanzten Apfelbäume, und am Abend saßen sie draußen und hörten dem Wasser zu. "
-)
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    with writing(path) as line:
-        for row in rows:
-            line(json.dumps(row).encode())
-    return str(path)
-
-
-def read(path: Path | str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in lines(path)]
-
-
-# Streams
-
-
-@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
-def test_files_come_and_go_compressed_as_their_names_say(ending: str, tmp_path: Path) -> None:
-    path = tmp_path / f"data.jsonl{ending}"
-    rows = [{"text": "ä\n" * number, "n": number} for number in range(2000)]
-    write(path, rows)
-    assert read(path) == rows
-    raw = path.read_bytes()
-    if ending:
-        plain = gzip.decompress(raw) if ending == ".gz" else zstandard.ZstdDecompressor().stream_reader(raw).read()
-        assert plain.count(b"\n") == 2000
-        path.write_bytes(raw[: len(raw) // 2])
-        with pytest.raises(UserError, match=r"data\.jsonl.*damaged"):
-            list(lines(path))
-
-
-def test_files_of_several_frames_and_broken_ones(tmp_path: Path) -> None:
-    for ending in (".gz", ".zst"):
-        one, two = tmp_path / f"one{ending}", tmp_path / f"two{ending}"
-        write(one, [{"n": 1}] * 500)
-        write(two, [{"n": 2}])
-        whole = one.read_bytes() + two.read_bytes()
-        one.write_bytes(whole)
-        assert len(read(one)) == 501
-        one.write_bytes(whole[:30] + bytes([whole[30] ^ 0xFF]) + whole[31:])
-        with pytest.raises(UserError, match="damaged"):
-            list(lines(one))
-
-
-def test_halves_of_characters_stay_escaped() -> None:
-    line = encode({"a": "ä", "b": "\ud800"})
-    assert json.loads(line.decode("utf-8")) == {"a": "ä", "b": "\ud800"}
-    assert encode({"a": "ä"}) == '{"a": "ä"}'.encode()
-
-
-def test_a_failed_step_leaves_nothing(tmp_path: Path) -> None:
-    def fail() -> None:
-        with writing(tmp_path / "out.gz") as line:
-            line(b"{}")
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fail()
-    assert list(tmp_path.iterdir()) == []
-
-
-@given(count=st.integers(0, 300), seed=st.integers(0, 5))
-def test_the_shuffle_keeps_every_line(count: int, seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = write(tmp_path_factory.mktemp("shuffle") / "data", [{"n": number} for number in range(count)])
-    out: list[bytes] = []
-    again: list[bytes] = []
-    assert external_shuffle(path, out.append, seed, 4) == count
-    external_shuffle(path, again.append, seed, 4)
-    assert out == again
-    assert sorted(out) == sorted(lines(path))
-    if count > 100:
-        assert out != list(lines(path))
-    assert [entry.name for entry in Path(path).parent.iterdir()] == ["data"]
-
+from tools.openwebtext.streams import UserError
 
 # URLs
 
@@ -146,7 +64,10 @@ def test_url_lists_are_as_long_as_those_they_replace() -> None:
 def test_each_url_comes_once(tmp_path: Path) -> None:
     folder = tmp_path / "urls"
     folder.mkdir()
-    (folder / "a.txt").write_text("https://example.org/one\nhttps://example.org/two#part\nhttps://imgur.com/x\n")
+    urls = "\ufeffhttps://example.org/one\nhttps://example.org/two#part\nhttps://imgur.com/x\n"
+    (folder / "a.txt").write_text(urls, encoding="utf-8")
+    for name in (".txt", "c.txt.", "d.txt.bak"):
+        (folder / name).write_text("https://example.org/of-another-kind\n")
     with gzip.open(folder / "b.txt.gz", "wt") as stream:
         stream.write("https://example.org/two\nhttps://example.org/three\n\n")
     out, report = tmp_path / "out.txt", tmp_path / "report.json"
@@ -221,6 +142,16 @@ def test_what_is_read_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_a_missing_input_is_noticed_before_the_first_is_cleaned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "a.jsonl", [{"text": ENGLISH * 4}])
+    flags = ["--input-files", source, str(tmp_path / "none"), "--output-path", str(tmp_path), "--tasks", "remove_512"]
+    assert cleanup_fix_dataset.main([*flags, "--workers", "1"]) == 2
+    assert "none: No such file" in capsys.readouterr().err
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_line_breaks_after_words_become_spaces() -> None:
     cleanup_fix_dataset.prepare("text", ["general_cleaning"])
     assert cleanup_fix_dataset.repaired("one\n\ntwo\n three.\nfour   five") == "one two three.\nfour five"
@@ -270,10 +201,6 @@ def _filter(tmp_path: Path, texts: list[str], tasks: list[str], *flags: str) -> 
     base = ["--task-files", task, "q", "--dedup-dataset", data, "text", "--output", str(out), "--num-threads", "1"]
     assert filter_ngrams.main([*base, *flags]) == 0
     return read(out)
-
-
-RUN = "who painted the old green door of the house beside the slow river"
-FILL = "Nothing of this has been asked about. " * 12
 
 
 def test_a_leak_is_cut_out_up_to_the_ends_of_sentences(tmp_path: Path) -> None:
@@ -361,7 +288,9 @@ def test_numbers_and_merged_files(tmp_path: Path) -> None:
         assert merge_jsons.main(["--json_path", str(folder), "--output_file", str(merged)]) == 0
     assert [row["n"] for row in read(merged)] == [0, 1, 2]
     numbered = tmp_path / "numbered"
+    merged.write_bytes(b"\xef\xbb\xbf" + merged.read_bytes())
     assert add_id.main(["--input-file", str(merged), "--output-file", str(numbered), "--id-prefix", "owt"]) == 0
+    assert numbered.read_bytes().startswith(b'{"n": 0')
     assert [row["adlr_id"] for row in read(numbered)] == [f"owt-{n:010d}" for n in (1, 2, 3)]
 
 
@@ -382,12 +311,26 @@ def test_data_sets_come_through_the_library(
     assert "--dataset" in capsys.readouterr().err
 
 
+def test_rows_that_json_has_no_form_for() -> None:
+    day = dt.datetime(2020, 1, 2, 3, 4, 5)
+    row = {"text": "ä", "at": day, "parts": [{"day": day.date(), "price": decimal.Decimal("1.50")}]}
+    assert json.loads(download_openwebtext.line_of(row)) == {
+        "text": "ä", "at": "2020-01-02 03:04:05", "parts": [{"day": "2020-01-02", "price": "1.50"}],
+    }  # fmt: skip
+    with pytest.raises(UserError, match=r"column 'picture' .* bytes"):
+        download_openwebtext.line_of({"text": "a", "picture": [b"x"]})
+
+
 @pytest.mark.parametrize(
     ("tool", "flags", "said"),
     [
         (cleanup_dataset, ["none.jsonl", "out", "--workers", "1"], "No such file"),
         (cleanup_dataset, ["none.jsonl", "out", "--workers", "0"], "--workers 0"),
         (cleanup_dataset, ["none.jsonl", "out", "--vocab-file", "v"], "--merge-file"),
+        (cleanup_dataset, ["none.jsonl", "out", "--language", "english"], "--language english is not known"),
+        (cleanup_dataset, ["none.jsonl", "out", "--min-tokens", "-1"], "--min-tokens -1"),
+        (cleanup_dataset, ["none.jsonl", "nowhere/out"], "there is no folder"),
+        (download_openwebtext, ["--output", "out", "--limit", "-1"], "--limit -1"),
         (blacklist_urls, [".", "out"], "no .txt files"),
         (group_duplicate_url, ["none", "out", "7"], "threshold 7"),
         (merge_jsons, ["--json_path", "."], "holds no .json"),
@@ -404,7 +347,3 @@ def test_bad_flags_are_one_line(
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert said in error
     assert list(tmp_path.iterdir()) == []
-
-
-def test_random_order_is_seeded() -> None:
-    assert random.Random("7 3 2").random() == random.Random("7 3 2").random()

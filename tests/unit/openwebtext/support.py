@@ -1,0 +1,43 @@
+"""Small files for the cleaning tools, and what they say of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.openwebtext.streams import lines, writing
+
+ENGLISH = (
+    "The old house by the river had been empty for many years when the new family came. They painted the door, "
+    "mended the roof and planted apple trees, and in the evening they sat outside and listened to the water. "
+)
+GERMAN = (
+    "Das alte Haus am Fluss hatte viele Jahre leer gestanden, als die neue Familie kam. Sie strichen die Tür, "
+    "flickten das Dach und pflanzten Apfelbäume, und am Abend saßen sie draußen und hörten dem Wasser zu. "
+)
+RUN = "who painted the old green door of the house beside the slow river"
+FILL = "Nothing of this has been asked about. " * 12
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    """A file of JSON lines; its name."""
+    with writing(path) as line:
+        for row in rows:
+            line(json.dumps(row).encode())
+    return str(path)
+
+
+def read(path: Path | str) -> list[dict[str, Any]]:
+    """The rows of a file of JSON lines."""
+    return [json.loads(line) for line in lines(path)]
+
+
+def refused(tool: Any, flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that says why."""
+    assert tool.main(flags) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert sum("error" in line for line in said) == 1
+    return said[-1]

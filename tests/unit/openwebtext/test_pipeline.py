@@ -1,0 +1,208 @@
+"""A whole cleaning: what it keeps, what it goes on with, and which files it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.data.atomic import holding
+from tests.unit.openwebtext.support import ENGLISH, GERMAN, read, write
+from tools.openwebtext import find_duplicates, pipeline
+
+WORDS = [f"word{number}" for number in range(3000)]
+
+
+def test_the_pipeline_from_urls_to_training_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generator = random.Random(3)
+    sentences = [one.strip() + "." for one in ENGLISH.split(".") if one.strip()]
+
+    def story() -> str:
+        words = " ".join(generator.choices(sentences, k=12)).split()
+        for place in range(0, len(words), 2):
+            words[place] = generator.choice(WORDS[:400])
+        return " ".join(words)
+
+    rows = [{"url": f"https://example.org/{number}", "text": story()} for number in range(30)]
+    rows += [{"url": f"https://copy.org/{number}", "text": rows[number]["text"]} for number in range(5)]
+    rows += [{"url": "https://imgur.com/1", "text": story()}, {"url": "https://de.org/1", "text": GERMAN * 8}]
+    urls = tmp_path / "urls"
+    urls.mkdir()
+    (urls / "all.txt").write_text("\n".join(row["url"] for row in rows) + "\n")
+    source, out = write(tmp_path / "pages.jsonl.zst", rows), tmp_path / "out"
+    flags = ["--json", source, "--urls", str(urls), "--output-path", str(out), "--workers", "1", "--min-tokens", "50"]
+    assert pipeline.main(flags) == 0
+    found = read(out / "train_data.json")
+    assert {row["url"] for row in found} == {f"https://example.org/{number}" for number in range(30)}
+    assert [row["adlr_id"] for row in found] == [f"doc-{n:010d}" for n in range(1, 31)]
+    assert [row["url"] for row in found] != sorted(row["url"] for row in found)
+    assert all("cleaning_key" not in row for row in found)
+    assert {entry.name for entry in out.iterdir()} == {"train_data.json", "report.json"}
+    report = json.loads((out / "report.json").read_text())
+    assert report["merge"]["counts"]["of URLs that are left out"] == 1
+    assert report["cleanup_dataset"]["counts"]["in another language"] == 1
+    assert report["remove_group_duplicates"]["counts"]["duplicates"] == 5
+    capsys.readouterr()
+    assert pipeline.main(flags) == 0
+    assert capsys.readouterr().out.count("done before") == len(report)
+    # Other settings of a late step: what was removed between the steps is made again.
+    assert pipeline.main([*flags, "--id-prefix", "owt", "--keep"]) == 0
+    assert read(out / "train_data.json")[0]["adlr_id"].startswith("owt")
+    capsys.readouterr()
+    assert pipeline.main([*flags, "--id-prefix", "x", "--keep"]) == 0
+    assert capsys.readouterr().out.count("done before") == len(report) - 1
+
+
+def test_documents_without_or_with_the_same_url_are_told_apart(tmp_path: Path) -> None:
+    generator = random.Random(5)
+    texts = [ENGLISH * 4 + " ".join(generator.choices(WORDS, k=300)) for _ in range(4)]
+    rows = [
+        {"url": "", "text": texts[0]},
+        {"url": "", "text": texts[1]},
+        {"text": texts[2]},
+        {"url": "x", "text": texts[0]},
+    ]
+    rows += [{"url": "x", "text": texts[3]}, {"url": "\ud800", "text": texts[3]}]
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    paths = [write(tmp_path / name / "pages.jsonl", rows) for name in ("a", "b")]
+    assert pipeline.main(["--json", *paths, "--output-path", str(tmp_path / "out"), "--workers", "1"]) == 0
+    found = read(tmp_path / "out" / "train_data.json")
+    assert sorted(row["text"] for row in found) == sorted(texts)
+
+
+def test_the_pipeline_leaves_its_inputs_alone_and_sees_their_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "train_data.json", [{"url": "a", "text": ENGLISH * 8}])
+    assert pipeline.main(["--json", source, "--output-path", str(tmp_path), "--workers", "1"]) == 2
+    assert "read and overwritten" in capsys.readouterr().err
+    assert len(read(source)) == 1
+    task = write(tmp_path / "task", [{"q": "nothing of this is anywhere in the text at all, not one word of it"}])
+    flags = ["--json", source, "--output-path", str(tmp_path / "out"), "--workers", "1", "--task-files", task, "q"]
+    assert pipeline.main(flags) == 0
+    assert len(read(tmp_path / "out" / "train_data.json")) == 1
+    write(Path(task), [{"q": ENGLISH}])
+    assert pipeline.main(flags) == 0
+    assert len(read(tmp_path / "out" / "train_data.json")) == 0
+    assert pipeline.main([*flags, "--lambada-path", str(tmp_path / "none")]) == 2
+
+
+def stories(count: int = 3) -> list[dict[str, Any]]:
+    """Documents that all steps keep."""
+    generator = random.Random(7)
+    return [
+        {"url": f"u{number}", "text": ENGLISH * 4 + " ".join(generator.choices(WORDS, k=300))}
+        for number in range(count)
+    ]
+
+
+def flags_of(source: str, out: Path, *more: str) -> list[str]:
+    return ["--json", source, "--output-path", str(out), "--workers", "1", *more]
+
+
+def test_a_finished_cleaning_removes_what_is_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    steps = out / "steps"
+    steps.mkdir(parents=True)
+    for name in ("mine.txt", "filtered.jsonl.zst", "clean_filtered.jsonl.zst"):
+        (steps / name).write_text("precious")
+    source = write(tmp_path / "in.jsonl", stories())
+    inside = write(steps / "in.jsonl", stories())
+    assert pipeline.main(flags_of(inside, out)) == 2
+    assert "move it" in capsys.readouterr().err
+    assert len(list(steps.iterdir())) == 4
+    assert pipeline.main(flags_of(source, out)) == 0
+    assert {entry.name for entry in steps.iterdir()} == {"mine.txt", "in.jsonl"}
+    assert len(read(out / "train_data.json")) == 3
+
+
+@pytest.mark.parametrize("report", ['{"my": "training report"}', '{"my": {"stamp": 1}}', "[1]", '{"merge": 3}', "{"])
+def test_another_report_is_left_alone(report: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, path = write(tmp_path / "in.jsonl", stories(1)), tmp_path / "report.json"
+    path.write_text(report)
+    assert pipeline.main(flags_of(source, tmp_path)) == 2
+    assert "is no report of an earlier cleaning" in capsys.readouterr().err
+    assert path.read_text() == report
+    assert {entry.name for entry in tmp_path.iterdir()} == {"in.jsonl", "report.json"}
+
+
+def test_what_another_cleaning_left_half_done_does_not_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = write(tmp_path / "in.jsonl", stories()), tmp_path / "out"
+    first = flags_of(source, out, "--keep")
+    assert pipeline.main(first) == 0
+    run: Callable[..., Any] = find_duplicates.run
+
+    def die(options: Any) -> Any:
+        run(options)
+        raise KeyboardInterrupt  # when the output is there, and the report is not
+
+    with monkeypatch.context() as patched:
+        patched.setattr(find_duplicates, "run", die)
+        assert pipeline.main([*first, "--seed", "1"]) == 130
+    capsys.readouterr()
+    assert pipeline.main([*first, "--threshold", "0.9"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if line.startswith("find_duplicates")] != ["find_duplicates: done before"]
+    assert said[0] == "merge: done before"
+
+
+def test_bad_lines_are_named_where_the_user_finds_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, out = tmp_path / "in.jsonl", tmp_path / "out"
+    path.write_text("\n\n".join(map(json.dumps, [*stories(2), {"url": "x"}])) + "\n")
+    assert pipeline.main(flags_of(str(path), out)) == 2
+    assert f"{path}, line 5: has no text 'text'" in capsys.readouterr().err
+    assert pipeline.main(flags_of(str(path), out, "--skip-bad-lines")) == 0
+    assert len(read(out / "train_data.json")) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--threshold", "nan"], "threshold nan"),
+        (["--num-bands", "7"], "--num-bands 7"),
+        (["--num-seeds", "1000000000"], "--num-seeds 1000000000"),
+        (["--seed", "-1"], "--seed -1"),
+        (["--language", "english"], "--language english"),
+        (["--min-tokens", "-1"], "--min-tokens -1"),
+        (["--vocab-file", "in.jsonl"], "--merge-file"),
+        (["--vocab-file", "in.jsonl", "--merge-file", "in.jsonl"], "in.jsonl"),
+        (["--task-files", "in.jsonl"], "--task-files"),
+        (["--task-files", "in.jsonl", "question"], "in.jsonl, line 1: has no text 'question'"),
+        (["--report", "in.jsonl"], "read and overwritten"),
+        (["--report", "./report.json", "--output-path", "."], "written twice"),
+        (["--report", "train_data.json", "--output-path", "."], "written twice"),
+        (["--output-path", "in.jsonl"], "in.jsonl"),
+        (["--output-path", "/proc/x"], "/proc/x"),
+    ],
+)
+def test_flags_are_checked_before_the_first_step(
+    flags: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = Path(write(Path("in.jsonl"), stories(1)))
+    before = source.read_bytes()
+    assert pipeline.main([*flags_of("in.jsonl", Path("out")), *flags]) == 2
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert len(captured.err.splitlines()) == 1
+    assert captured.out == ""
+    assert [entry.name for entry in tmp_path.iterdir()] == ["in.jsonl"]
+    assert source.read_bytes() == before
+
+
+def test_one_cleaning_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two would read each other's files."""
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps({"text": "a", "url": "b"}) + "\n")
+    out = tmp_path / "out"
+    out.mkdir()
+    with holding(out):
+        assert pipeline.main(["--json", str(source), "--output-path", str(out), "--workers", "1"]) == 2
+    assert "another cleaning is at work there" in capsys.readouterr().err

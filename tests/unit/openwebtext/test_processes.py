@@ -1,0 +1,131 @@
+"""Results come in order, and no process outlives the tool that started it, whatever ends that."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.openwebtext.processes import in_processes
+from tools.openwebtext.streams import UserError, writing
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def _double(number: Any) -> Any:
+    if number == 77:
+        raise UserError("77")
+    return 2 * number
+
+
+def _die(number: int) -> int:
+    if number == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def test_results_come_in_order_and_errors_as_they_are() -> None:
+    assert list(in_processes(_double, range(50), 2)) == list(range(0, 100, 2))
+    found: list[int] = []
+    with pytest.raises(UserError, match="77"):
+        found.extend(in_processes(_double, range(100), 2))
+    assert found == list(range(0, 154, 2))
+    with pytest.raises(RuntimeError, match="TypeError"):
+        list(in_processes(_double, ["x", None], 2))
+
+
+def test_a_killed_process_is_one_line_or_one_result() -> None:
+    with pytest.raises(UserError, match=r"was killed .*--workers"):
+        list(in_processes(_die, range(20), 2))
+    found = list(in_processes(_die, range(20), 2, lost=lambda number: -number))
+    assert found == [0, 1, 2, -3, *range(4, 20)]
+
+
+def _gone(pids: set[int], patience: float = 20.0) -> bool:
+    end = time.monotonic() + patience
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+WRITES = """
+import argparse, itertools, sys
+from tools.openwebtext.processes import in_processes
+from tools.openwebtext.streams import Report, add_common, command, writing
+
+def run(options):
+    with writing(options.output) as write:
+        write(b"{}")
+        # A process names itself and its parent.
+        asked = itertools.repeat("(__import__('os').getpid(), __import__('os').getppid())")
+        for pids in in_processes(eval, asked, options.workers):
+            print(*pids, flush=True)
+    return Report()
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="writes.py")
+    parser.add_argument("output")
+    add_common(parser)
+    sys.exit(command(parser, run, sys.argv[1:]))
+"""
+
+
+@contextmanager
+def running(folder: Path, **settings: Any) -> Iterator[tuple[subprocess.Popen[str], set[int]]]:
+    """A tool that writes for ever, and the processes that it has started."""
+    script = folder / "writes.py"
+    script.write_text(WRITES)
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(folder / "out"), "--workers", "2"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        # Shells let what they start in the background ignore Ctrl-C, and this test with it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **settings,
+    )  # fmt: skip
+    assert process.stdout is not None
+    pids: set[int] = set()
+    try:
+        while len(pids) < 3:
+            pids.update(map(int, process.stdout.readline().split()))
+        yield process, pids
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_stopped_tool_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    with running(tmp_path) as (process, pids):
+        process.send_signal(number)
+        _, said = process.communicate(timeout=20)
+        assert said == "writes: interrupted; no unfinished file is left\n"
+        assert process.returncode == 130
+        assert _gone(pids)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["writes.py"]
+
+
+def test_a_stopped_group_of_processes_says_one_line(tmp_path: Path) -> None:
+    """As by Ctrl-C, which all processes see."""
+    with running(tmp_path, start_new_session=True) as (process, pids):
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+        assert said == "writes: interrupted; no unfinished file is left\n"
+        assert _gone(pids)
+
+
+def test_a_killed_tool_leaves_no_process(tmp_path: Path) -> None:
+    with running(tmp_path) as (process, pids):
+        process.kill()
+        process.communicate(timeout=20)
+        assert _gone(pids)
+    (left,) = tmp_path.glob(".out.*.partial")
+    with writing(tmp_path / "out"):
+        pass
+    assert not left.exists()

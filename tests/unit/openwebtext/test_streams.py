@@ -1,0 +1,338 @@
+"""Files are read and written whole, in several processes, and what cannot be is one line."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.openwebtext.support import read, write
+from tools.openwebtext import (
+    add_id,
+    blacklist_urls,
+    cleanup_dataset,
+    cleanup_fix_dataset,
+    download_openwebtext,
+    merge_jsons,
+)  # fmt: skip
+from tools.openwebtext.filtering import Judged, judge_all
+from tools.openwebtext.streams import (
+    Report,
+    UserError,
+    add_common,
+    check_apart,
+    check_output,
+    command,
+    documents,
+    encode,
+    external_shuffle,
+    in_chunks,
+    lines,
+    numbered_lines,
+    writing,
+)
+
+TEXT = "The old house by the river had been empty for many years when the new family came. " * 4
+
+
+# Reading
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+def test_files_come_and_go_compressed_as_their_names_say(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"data.jsonl{ending}"
+    rows = [{"text": "ä\n" * number, "n": number} for number in range(2000)]
+    write(path, rows)
+    assert read(path) == rows
+    raw = path.read_bytes()
+    if ending:
+        plain = gzip.decompress(raw) if ending == ".gz" else zstandard.ZstdDecompressor().stream_reader(raw).read()
+        assert plain.count(b"\n") == 2000
+        path.write_bytes(raw[: len(raw) // 2])
+        with pytest.raises(UserError, match=r"data\.jsonl.*damaged"):
+            list(lines(path))
+
+
+def test_files_of_several_frames_and_broken_ones(tmp_path: Path) -> None:
+    for ending in (".gz", ".zst"):
+        one, two = tmp_path / f"one{ending}", tmp_path / f"two{ending}"
+        write(one, [{"n": 1}] * 500)
+        write(two, [{"n": 2}])
+        whole = one.read_bytes() + two.read_bytes()
+        one.write_bytes(whole)
+        assert len(read(one)) == 501
+        one.write_bytes(whole[:30] + bytes([whole[30] ^ 0xFF]) + whole[31:])
+        with pytest.raises(UserError, match="damaged"):
+            list(lines(one))
+
+
+def test_halves_of_characters_stay_escaped() -> None:
+    line = encode({"a": "ä", "b": "\ud800"})
+    assert json.loads(line.decode("utf-8")) == {"a": "ä", "b": "\ud800"}
+    assert encode({"a": "ä"}) == '{"a": "ä"}'.encode()
+
+
+def test_a_mark_before_the_first_line_is_not_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "data.gz"
+    path.write_bytes(gzip.compress(b'\xef\xbb\xbf{"n": 1}\n\xef\xbb\xbf\n'))
+    assert list(lines(path)) == [b'{"n": 1}', b"\xef\xbb\xbf"]
+
+
+def _number(found: dict[str, Any], line: bytes, where: str) -> Judged:
+    return Judged((where.rpartition(" ")[2].encode(),))
+
+
+def test_lines_are_numbered_as_an_editor_does(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(b'\n{"n": 1}\r\n\n\n{"n": 2}\n{\n')
+    assert [number for number, _ in numbered_lines(path)] == [2, 5, 6]
+    with pytest.raises(UserError, match="line 6: is no JSON"):
+        list(documents(path, Report(), skip_bad=False))
+    found: list[bytes] = []
+    judge_all(_number, [path], lambda judged: found.extend(judged.kept), workers=1, skip_bad=True, what="x")
+    assert found == [b"2", b"5"]
+
+
+def test_chunks_are_of_few_lines_and_of_few_bytes() -> None:
+    short = [b"x" * 1000] * 200
+    assert [len(chunk) for chunk in in_chunks(short)] == [64, 64, 64, 8]
+    long = [(number, b"x" * 600_000) for number in range(5)]
+    assert [len(chunk) for chunk in in_chunks(long)] == [2, 2, 1]
+    assert [len(chunk) for chunk in in_chunks([b"x" * 9_000_000] * 2)] == [1, 1]
+    assert [len(chunk) for chunk in in_chunks(range(10), 4)] == [4, 4, 2]
+
+
+@given(count=st.integers(0, 300), seed=st.integers(0, 5))
+def test_the_shuffle_keeps_every_line(count: int, seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = write(tmp_path_factory.mktemp("shuffle") / "data", [{"n": number} for number in range(count)])
+    out: list[bytes] = []
+    again: list[bytes] = []
+    assert external_shuffle(path, out.append, seed, 4) == count
+    external_shuffle(path, again.append, seed, 4)
+    assert out == again
+    assert sorted(out) == sorted(lines(path))
+    if count > 100:
+        assert out != list(lines(path))
+    assert [entry.name for entry in Path(path).parent.iterdir()] == ["data"]
+
+
+# Writing
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """As on a disk that is full after so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("size", [10, 1_000_000])
+def test_a_full_disk_is_one_error_and_leaves_nothing(
+    ending: str, size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"n": os.urandom(200).hex()} for _ in range(3 + size // 100)]
+    with largest_file(size), pytest.raises(UserError, match=r"out.*: File too large"):
+        write(tmp_path / f"out{ending}", rows)
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+def test_a_failed_step_leaves_nothing(ending: str, tmp_path: Path) -> None:
+    def fail() -> None:
+        with writing(tmp_path / f"out{ending}") as line:
+            line(b"{}")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_run_left_goes_and_what_another_writes_stays(tmp_path: Path) -> None:
+    path, stale = tmp_path / "out.jsonl", tmp_path / ".out.jsonl.999999999.partial"
+    other = tmp_path / ".out.json.1.partial"
+    for left in (stale, other):
+        left.write_bytes(b"half")
+    with writing(path) as line:
+        line(b"{}")
+        assert not stale.exists()
+        assert len(list(tmp_path.glob(".out.jsonl.*.partial"))) == 1
+        with pytest.raises(UserError, match="another run"), writing(path):
+            pass
+    assert read(path) == [{}]
+    assert {entry.name for entry in tmp_path.iterdir()} == {path.name, other.name}
+
+
+def test_links_stay_and_their_files_are_written(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(folder / "file")
+    for rows in ([{"n": 1}], [{"n": 2}]):
+        write(link, rows)
+        assert link.is_symlink()
+        assert read(folder / "file") == rows
+    assert [entry.name for entry in folder.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("", "is a folder"),
+        (".", "is a folder"),
+        ("folder", "is a folder"),
+        ("folder/", "is a folder"),
+        ("nowhere/out", "there is no folder"),
+        ("file/out", "there is no folder"),
+        ("x" * 300, "File name too long"),
+        ("pipe", "is no plain file"),
+        ("/dev/null", "is no plain file"),
+        ("/proc/out", "/proc/out: "),
+        ("loop", "symbolic links"),
+        ("out.jsonl.bz2", r"\.gz or \.zst"),
+        ("out.xz", r"\.gz or \.zst"),
+    ],
+)
+def test_what_cannot_be_written_is_said_at_once(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("file").write_bytes(b"")
+    os.mkfifo("pipe")
+    Path("loop").symlink_to("loop")
+    before = sorted(tmp_path.rglob("*"))
+    for tried in (check_output, lambda name: writing(name).__enter__()):
+        with pytest.raises(UserError, match=said) as caught:
+            tried(name)
+        assert "\n" not in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_long_names_are_written(tmp_path: Path) -> None:
+    for name in ("x" * 255, "ä" * 127, "x" * 250 + ".gz"):
+        write(tmp_path / name, [{"n": 1}])
+        assert read(tmp_path / name) == [{"n": 1}]
+
+
+def test_files_of_other_packers_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "in.bz2").write_bytes(b"BZh9")
+    with pytest.raises(UserError, match=r"\.gz or \.zst"):
+        list(lines(tmp_path / "in.bz2"))
+
+
+def test_nothing_is_written_twice_or_over_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("link").symlink_to("a")
+    check_apart(["a", None], [None, "b", None, "c"])
+    for name in ("a", "./a", "link", str(tmp_path / "a")):
+        with pytest.raises(UserError, match="read and overwritten"):
+            check_apart(["a", "b"], ["c", name])
+        with pytest.raises(UserError, match="written twice"):
+            check_apart([], ["a", None, name])
+
+
+# Tools
+
+
+def tool(flags: list[str], run: Callable[[Any], Report] | None = None) -> int:
+    def unreached(options: argparse.Namespace) -> Report:
+        raise AssertionError("the work has begun")
+
+    parser = argparse.ArgumentParser(prog="tool.py")
+    parser.add_argument("--output")
+    add_common(parser)
+    return command(parser, run or unreached, flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--workers", "0"], "--workers 0: give at least 1"),
+        (["--workers", "1000"], "--workers 1000: give at most"),
+        (["--report", "nowhere/report"], "there is no folder"),
+        (["--output", "folder"], "folder: is a folder"),
+        (["--output", "same", "--report", "same"], "same would be written twice"),
+    ],
+)
+def test_flags_are_looked_at_before_the_work(
+    flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    assert tool(flags) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_library_that_is_missing_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(_: object) -> Report:
+        raise ModuleNotFoundError("No module named 'ftfy'", name="ftfy")
+
+    assert tool([], run) == 2
+    assert "error: ftfy is missing: pip install 'megatron-cc[cleaning]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tool", "flags"),
+    [
+        (add_id, ["--input-file", "a.jsonl", "--output-file", "{}", "--id-prefix", "x"]),
+        (cleanup_dataset, ["a.jsonl", "{}", "--workers", "1"]),
+        (cleanup_fix_dataset, ["--input-files", "a.jsonl", "--output-path", ".", "--tasks", "remove_512"]),
+        (merge_jsons, ["--json_path", ".", "--output_file", "b.jsonl"]),
+        (blacklist_urls, [".", "out", "--domains-file", "a.jsonl"]),
+    ],
+)
+def test_no_tool_writes_over_what_it_reads(
+    tool: Any, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("a.jsonl"), [{"text": TEXT}])
+    Path("a.txt").write_text("https://example.org/one\n")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    outputs = [("a.jsonl", "report"), ("out", "a.jsonl")] if "{}" in flags else [("out", "a.jsonl")]
+    for output, report in outputs:
+        given = [output if flag == "{}" else flag for flag in flags]
+        assert tool.main([*given, "--report", report]) == 2
+        assert "read and overwritten" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("library", ["ftfy", "py3langid", "tldextract", "zstandard", "datasets"])
+def test_tools_say_which_library_is_missing(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, library, None)
+    blacklist_urls._parts.cache_clear()
+    write(Path("a.jsonl"), [{"text": TEXT}])
+    Path("a.txt").write_text("https://example.org/one\n")
+    tool, flags = {
+        "ftfy": (cleanup_dataset, ["a.jsonl", "out", "--workers", "1"]),
+        "py3langid": (cleanup_dataset, ["a.jsonl", "out", "--workers", "1"]),
+        "tldextract": (blacklist_urls, [".", "out"]),
+        "zstandard": (add_id, ["--input-file", "a.jsonl", "--output-file", "out.zst", "--id-prefix", "x"]),
+        "datasets": (download_openwebtext, ["--output", "out"]),
+    }[library]
+    assert tool.main(flags) == 2
+    assert f"error: {library} is missing: pip install 'megatron-cc[cleaning]'\n" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "a.txt"]

@@ -1,0 +1,182 @@
+"""Which of the documents that meet in a bucket are alike: by their texts, in several processes that share them."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tools.openwebtext.fingerprints import Hashes, Index, shingle_set, similarity
+
+LEAST = 0.5
+
+_MOST_HASHES = 1 << 23
+"""Of latest texts, that a process keeps (64 MB)."""
+
+_SLOTS = 21
+"""Bits of the number of similarities that a process keeps (32 MB when all are taken)."""
+
+Pairs = list[tuple[int, list[tuple[int, float]]]]
+"""Documents, and those that are like them: how much."""
+
+
+class Texts:
+    """Reads keys and texts from a file.
+
+    Args:
+        path: of it.
+        places: where each document begins, and the lengths of its key and its text (-1: it has none).
+    """
+
+    def __init__(self, path: str, places: NDArray[np.int64]) -> None:
+        self.stream = open(path, "rb")  # noqa: SIM115  # for as long as the process works
+        self.places = places
+        self._kept: OrderedDict[int, Hashes] = OrderedDict()
+        self._held = 0
+
+    def key(self, number: int) -> str:
+        start, length, _ = self.places[number]
+        self.stream.seek(int(start))
+        return self.stream.read(int(length)).decode("utf-8", "surrogatepass")
+
+    def _text(self, number: int) -> bytes | None:
+        start, key, text = (int(x) for x in self.places[number])
+        if text < 0:
+            return None
+        self.stream.seek(start + key)
+        return self.stream.read(text)
+
+    def equal(self, a: int, b: int) -> bool:
+        """Whether two documents have the same text."""
+        first, second = self.places[a, 2], self.places[b, 2]
+        return bool(first == second >= 0) and self._text(a) == self._text(b)
+
+    def shingles(self, number: int) -> Hashes | None:
+        """Of a text; the latest ones are kept."""
+        found = self._kept.pop(number, None)
+        if found is None:
+            text = self._text(number)
+            if text is None:
+                return None
+            found = shingle_set(text.decode("utf-8", "surrogatepass"))
+            self._held += len(found)
+        self._kept[number] = found
+        while self._held > _MOST_HASHES and len(self._kept) > 1:
+            self._held -= len(self._kept.popitem(last=False)[1])
+        return found
+
+
+class Known:
+    """Similarities of pairs that were compared, for the next band in which they meet.
+
+    Each pair has one place, which a later pair may take: the memory is bounded however many there are.
+
+    Args:
+        documents: number of them.
+    """
+
+    def __init__(self, documents: int) -> None:
+        self._documents = documents
+        self._pairs = np.zeros(1 << _SLOTS, dtype=np.uint64)
+        self._values = np.zeros(1 << _SLOTS, dtype=np.float64)
+
+    def _place(self, a: int, b: int) -> tuple[int, int]:
+        # Never 0, which stands for none.
+        pair = min(a, b) * self._documents + max(a, b)
+        return pair, (pair * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF) >> (64 - _SLOTS)
+
+    def get(self, a: int, b: int) -> float | None:
+        pair, place = self._place(a, b)
+        return float(self._values[place]) if self._pairs[place] == pair else None
+
+    def put(self, a: int, b: int, value: float) -> None:
+        pair, place = self._place(a, b)
+        self._pairs[place], self._values[place] = pair, value
+
+
+class _State:
+    """Of this process, which is one of several."""
+
+    texts: Texts
+    index: Index
+    known: Known
+    kind = "union"
+    rounds = 1
+    seed = 0
+
+
+def prepare(
+    path: str, places: NDArray[np.int64], prints: str, sizes: NDArray[np.int64], kind: str, rounds: int, seed: int
+) -> None:
+    """Sets this process up."""
+    # All processes share the file; as a plain array, since each row of a memmap costs microseconds more.
+    rows = np.asarray(np.load(prints, mmap_mode="r"))
+    _State.texts, _State.index, _State.kind = Texts(path, places), Index(rows, sizes, seed), kind
+    _State.known, _State.rounds, _State.seed = Known(len(places)), rounds, seed
+
+
+def release() -> None:
+    """Lets go of what this process was set up with, of which the texts may fill a disk."""
+    if hasattr(_State, "texts"):
+        _State.texts.stream.close()
+        del _State.texts, _State.index, _State.known
+
+
+def _similarity(a: int, b: int) -> float:
+    if _State.kind == "union" and _State.index.hopeless(a, b, LEAST):
+        return 0.0
+    value = _State.known.get(a, b)
+    if value is None:
+        value = _compared(a, b)
+        _State.known.put(a, b, value)
+    return value
+
+
+def _compared(a: int, b: int) -> float:
+    if _State.texts.equal(a, b):
+        return 1.0
+    first, second = _State.texts.shingles(a), _State.texts.shingles(b)
+    if first is None or second is None:
+        return _State.index.estimate(a, b, _State.kind)
+    return similarity(first, second, _State.kind)
+
+
+def compare(buckets: Sequence[NDArray[np.int64]]) -> Pairs:
+    """In each bucket, documents and those that are like them.
+
+    A document is compared with all others, and those that are like it leave the bucket; so many rounds, or until
+    nothing is left.
+    """
+    found: Pairs = []
+    for bucket in buckets:
+        left = bucket.tolist()
+        generator = random.Random(f"{_State.seed} {left[0]} {len(left)}")
+        rounds = _State.rounds
+        while len(left) > 1 and rounds:
+            main = left.pop(generator.randrange(len(left)) if rounds > 0 else 0)
+            similar = [(other, _similarity(main, other)) for other in left]
+            alike = [(other, value) for other, value in similar if value > LEAST]
+            if alike:
+                gone = {other for other, _ in alike}
+                left = [other for other in left if other not in gone]
+                found.append((main, alike))
+            rounds -= 1
+    return found
+
+
+def merged(pairs: Iterable[Pairs]) -> dict[int, list[tuple[int, float]]]:
+    """What the buckets say: every pair once, under its earlier document, in the order of the documents.
+
+    An earlier document then stands before those that are like it wherever groups are made of them.
+    """
+    seen: dict[tuple[int, int], float] = {}
+    for some in pairs:
+        for main, alike in some:
+            seen.update(((min(main, other), max(main, other)), value) for other, value in alike)
+    found: dict[int, list[tuple[int, float]]] = {}
+    for (first, second), value in sorted(seen.items()):
+        found.setdefault(first, []).append((second, value))
+    return found

@@ -1,0 +1,306 @@
+#!/usr/bin/env python
+"""Fetches the pages of URLs and writes their texts as JSON lines.
+
+    python tools/openwebtext/fetch_pages.py clean_urls.txt pages.jsonl.zst
+    python tools/openwebtext/fetch_pages.py clean_urls.txt pages.jsonl.zst --connections 128 \\
+        --user-agent "name-of-your-lab (mail@lab.edu)"
+
+Reads a URL a line, as blacklist_urls.py writes them. Each host is asked once at a time, with a pause between two pages
+(--delay), and only for what its robots.txt allows (--ignore-robots asks for all); so are those that redirections lead
+to. trafilatura takes the text out of a page, without menus and comments; plain texts stay as they are. Pages that are
+too large, too slow, of another kind or of a private network are left out; the report counts them by reason.
+
+What is fetched is in OUTPUT.fetched, not compressed, until all is: the same command goes on where an earlier one was
+interrupted. Memory: about 180 bytes for each URL, 10,000 URLs ahead, and the pages on their way (--max-bytes each, at
+most --connections and 4 for each of the --workers). Hosts take turns among these 10,000 URLs: shuffle a list in which
+those of a host stand together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.config.errors import UserError
+from megatron.data.atomic import holding
+from tools.openwebtext.blacklist_urls import page_of
+from tools.openwebtext.fetching import UNREACHED, Limits, Page, fetch_all, host_of
+from tools.openwebtext.processes import in_processes
+from tools.openwebtext.streams import Report, add_common, check_apart, command, encode, lines, progress, writing
+
+GOES_ON = "what is fetched is kept; the same command goes on"
+
+_OUTAGE = 100
+"""Hosts in a row that cannot be reached, after which one that could be is asked again."""
+
+_BEGIN, _LIMITS = b'{"url": "', b'{"limits": '
+"""Of a line of the record, and of its first."""
+
+
+def _quiet() -> None:
+    import trafilatura
+
+    for name in (trafilatura.__name__, "urllib3"):  # what becomes of each page is in the report
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _extract(page: Page) -> dict[str, str]:
+    """The line of the record: a URL with its text, or with the reason why there is none."""
+    if page.failed:
+        return {"url": page.url, "failed": page.failed}
+    if page.kind == "text/plain":
+        text = page.body.decode("utf-8", "replace").strip()
+    else:
+        import trafilatura
+
+        try:
+            text = trafilatura.extract(page.body, include_comments=False, deduplicate=False) or ""
+        except Exception:  # of lxml and of others: a page may be anything
+            text = ""
+    if not text:
+        return {"url": page.url, "failed": "without a text"}
+    return {"url": page.url, "text": text}
+
+
+def _lost(page: Page) -> dict[str, str]:
+    """Of a page whose process was killed: libraries of C may crash at some, and will again."""
+    return {"url": page.url, "failed": "cannot be taken apart"}
+
+
+def _settled(rows: Iterable[dict[str, str]], is_up: Callable[[], bool]) -> Iterator[dict[str, str]]:
+    """Lines for the record. Those of hosts that cannot be reached wait until another can be.
+
+    Args:
+        rows: as they come.
+        is_up: whether a host that could be reached still can.
+
+    Raises:
+        UserError: when the network seems to be down; what waits is asked for again by the next run.
+    """
+    waiting: list[dict[str, str]] = []
+    hosts: set[str] = set()
+    for row in rows:
+        waiting.append(row)
+        if row.get("failed") in UNREACHED:
+            hosts.add(host_of(row["url"]))
+            if len(hosts) < _OUTAGE:
+                continue
+            if not is_up():
+                raise UserError(
+                    f"{_OUTAGE} hosts in a row cannot be reached, {row['url']} the last: see to the network; {GOES_ON}"
+                )
+        yield from waiting
+        waiting.clear()
+        hosts.clear()
+    yield from waiting
+
+
+class _Record:
+    """What was fetched, a line each, on disk as it comes; the first line says within what limits.
+
+    Raises:
+        UserError: when the file is another, or of other limits.
+    """
+
+    def __init__(self, path: Path, stream: BinaryIO, limits: Limits) -> None:
+        self.path, self.stream = path, stream
+        self.done: set[bytes] = set()
+        self.reached = ""
+        """The last URL whose page was had."""
+        first = _LIMITS + json.dumps([limits.max_bytes, limits.robots, limits.private]).encode() + b"}\n"
+        whole = 0
+        for line in stream:
+            half = not line.endswith(b"\n")  # left by an interrupted run
+            try:
+                if not line.startswith((_BEGIN if whole else _LIMITS)[: len(line)]):
+                    raise ValueError
+                if whole and not half:
+                    self._take(json.loads(line))
+            except (ValueError, AttributeError) as error:
+                raise UserError(f"{path}: is no record of an interrupted run; remove it") from error
+            if not (whole or half) and line != first:
+                raise UserError(
+                    f"{path}: was begun with another --max-bytes, --ignore-robots or --allow-private-hosts; "
+                    "give those again, or remove it"
+                )
+            whole += 0 if half else len(line)
+        stream.seek(whole)
+        stream.truncate()
+        if not whole:
+            stream.write(first)
+
+    def _take(self, found: dict[str, str]) -> None:
+        self.done.add(page_of(found["url"]))
+        if "text" in found:
+            self.reached = found["url"]
+
+    def add(self, found: dict[str, str]) -> None:
+        self.stream.write(encode(found) + b"\n")
+        self.stream.flush()
+        self._take(found)
+
+    def rows(self) -> Iterator[dict[str, str]]:
+        self.stream.seek(0)
+        self.stream.readline()
+        yield from map(json.loads, self.stream)
+
+
+@contextmanager
+def _recording(path: Path, limits: Limits) -> Iterator[_Record]:
+    """The record of one run at a time.
+
+    Raises:
+        UserError: when it cannot be written, or another run does.
+    """
+    try:
+        with path.open("a+b") as stream, holding(path, where_there_are_locks=True):
+            if not path.exists() or not os.path.samestat(path.stat(), os.fstat(stream.fileno())):
+                raise UserError(f"{path}: another run has just ended; start again")
+            stream.seek(0)
+            yield _Record(path, stream, limits)
+    except BlockingIOError as error:
+        raise UserError(f"{path}: another run is fetching these pages; wait for it") from error
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from error
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Fetches the pages of a file of URLs.
+
+    Raises:
+        UserError: when the file cannot be read, or no page can be fetched.
+    """
+    from tools.openwebtext.requesting import Fetcher
+
+    limits: Limits = options.limits
+    output = Path(options.output)
+    place = output.with_name(output.name + ".fetched")
+    check_apart([options.input], [output, place, options.report])
+    if Path(options.input).exists() and not Path(options.input).is_file():
+        raise UserError(f"{options.input}: is no plain file, and will be read twice; name one")
+    wanted = (line.decode("utf-8", "replace") for line in lines(options.input))
+    fetch = Fetcher(limits)
+    _quiet()
+    with _recording(place, limits) as record:
+        seen = record.done
+
+        def missing() -> Iterator[str]:
+            for url in wanted:
+                page = page_of(url)
+                if page not in seen:
+                    seen.add(page)
+                    yield url
+
+        def is_up() -> bool:
+            return bool(record.reached) and fetch(record.reached).failed not in UNREACHED
+
+        pages = fetch_all(missing(), fetch, limits.connections, limits.delay, limits.patience)
+        with progress((), "pages") as bar:
+            for found in _settled(in_processes(_extract, pages, options.workers, _quiet, lost=_lost), is_up):
+                record.add(found)
+                bar.update()
+        report = _write(options.input, record, output)
+        record.path.unlink(missing_ok=True)
+    return report
+
+
+def _write(source: str, record: _Record, output: Path) -> Report:
+    """The texts of all pages that are wanted, and what became of the others."""
+    wanted = {page_of(line.decode("utf-8", "replace")) for line in lines(source)}
+    report = Report()
+    report.add("pages", 0)
+    report.add("written", 0)
+    with writing(output) as write:
+        for row in record.rows():
+            if page_of(row["url"]) not in wanted:
+                continue
+            report.add("pages")
+            if "failed" in row:
+                report.add(row["failed"])
+            else:
+                report.add("written")
+                write(encode(row))
+        if not report.counts["written"]:
+            record.path.unlink(missing_ok=True)  # so that all are asked for again when the network is back
+            raise UserError(f"{source}: no page could be fetched ({report})")
+    return report
+
+
+def add_limits(parser: argparse.ArgumentParser) -> None:
+    """Flags of what fetching may cost."""
+    base = Limits()
+    parser.add_argument(
+        "--connections", type=int, default=base.connections, metavar="N", help=f"at once ({base.connections})"
+    )
+    parser.add_argument(
+        "--delay",
+        type=float,
+        default=base.delay,
+        metavar="S",
+        help=f"seconds between pages of a host ({base.delay:g})",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=base.timeout, metavar="S", help=f"seconds of silence ({base.timeout:g})"
+    )
+    parser.add_argument(
+        "--max-bytes", type=int, default=base.max_bytes, metavar="N", help=f"of a page ({base.max_bytes})"
+    )
+    parser.add_argument("--user-agent", default=base.agent, metavar="NAME", help=f"told to the sites ({base.agent})")
+    parser.add_argument("--ignore-robots", action="store_true", help="do not ask for robots.txt")
+    parser.add_argument("--allow-private-hosts", action="store_true", help="of this machine and its own network, too")
+
+
+def limits_of(options: argparse.Namespace) -> Limits:
+    """What the flags of ``add_limits`` say.
+
+    Raises:
+        UserError: when they make no sense.
+    """
+    for flag, least, most in (
+        ("connections", 1, 400),  # each is a thread and an open file or two, of 1024
+        ("max_bytes", 1, 1_000_000_000),
+        ("delay", 0, 3600),
+        ("timeout", 0.1, 3600),
+    ):
+        value = getattr(options, flag)
+        if not least <= value <= most:
+            raise UserError(f"--{flag.replace('_', '-')} {value}: give {least} to {most}")
+    if not options.user_agent.isprintable() or not options.user_agent.strip() or not options.user_agent.isascii():
+        raise UserError(f"--user-agent {options.user_agent!r}: give a name of ASCII letters")
+    return Limits(
+        connections=options.connections,
+        delay=options.delay,
+        timeout=options.timeout,
+        max_bytes=options.max_bytes,
+        agent=options.user_agent,
+        robots=not options.ignore_robots,
+        private=options.allow_private_hosts,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="fetch_pages.py", description=__doc__)
+    parser.add_argument("input", help="file of URLs, one a line")
+    parser.add_argument("output", help="file for the texts, as JSON lines")
+    add_limits(parser)
+    add_common(parser, bad_lines=False)
+
+    def run_with_limits(options: argparse.Namespace) -> Report:
+        options.limits = limits_of(options)
+        return run(options)
+
+    return command(parser, run_with_limits, arguments, interrupted=GOES_ON)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,241 @@
+"""Which page is asked for when: hosts in turn and with pauses, redirections and busy sites included."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, replace
+from itertools import islice
+from queue import Empty, SimpleQueue
+from urllib.parse import urlsplit
+
+WINDOW = 10_000
+"""URLs in memory, of which those whose hosts are ready go first."""
+
+UNREACHED = ("could not be reached", "timed out", "of a host that does not answer")
+"""What a page fails with when its host, or the network, is down."""
+
+_HOPELESS = 6
+"""Requests in a row without an answer, after which a host is not asked for the rest of its pages."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What fetching may cost, and whom it may trouble.
+
+    Args:
+        connections: at once.
+        delay: seconds between two pages of a host.
+        timeout: seconds for a connection or a silence; a whole page may take three times as long.
+        max_bytes: of a page.
+        agent: what sites are told, and what their robots.txt is asked for.
+        robots: whether robots.txt is heeded.
+        private: whether hosts of this machine and its own network may be asked.
+    """
+
+    connections: int = 32
+    delay: float = 1.0
+    timeout: float = 10.0
+    max_bytes: int = 5_000_000
+    agent: str = "megatron-cc"
+    robots: bool = True
+    private: bool = False
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which a request is given up, whatever it is waiting for (a name, say, or endless headers)."""
+        return 12 * self.timeout
+
+
+@dataclass(frozen=True)
+class Page:
+    """What came of a URL.
+
+    Args:
+        url: of it.
+        body: the page's bytes; empty when it failed.
+        kind: media type of the body.
+        failed: why there is none, in few words that can be counted.
+        then: what may be asked for instead: where a redirection leads, or the same once more.
+    """
+
+    url: str
+    body: bytes = b""
+    kind: str = ""
+    failed: str = ""
+    then: str = ""
+
+    @property
+    def answered(self) -> bool:
+        """Whether the host did, and not only to say that it is busy."""
+        return self.then != self.url and self.failed not in UNREACHED
+
+
+def host_of(url: str) -> str:
+    """Name and port of a URL's host; nothing when it has none."""
+    try:
+        return urlsplit(url).netloc.rsplit("@", 1)[-1].lower()
+    except ValueError:
+        return ""
+
+
+class Frontier:
+    """Which URL is next: hosts in turn, one request at a time to each and a pause between two.
+
+    Args:
+        urls: read a window ahead.
+        delay: seconds between the end of a request to a host and the next.
+        window: URLs in memory.
+    """
+
+    def __init__(self, urls: Iterable[str], delay: float, window: int = WINDOW) -> None:
+        self._urls = iter(urls)
+        self._delay, self._window = delay, window
+        self._waiting: dict[str, deque[str]] = {}
+        self._ready: list[tuple[float, int, str]] = []
+        self._free_at: dict[str, float] = {}
+        self._silent: dict[str, int] = {}
+        self._busy: set[str] = set()
+        self._count = self._turn = 0
+
+    def add(self, url: str, now: float) -> None:
+        """Puts a URL behind those of its host, and a host behind those that wait."""
+        host = host_of(url)
+        self._count += 1
+        if host in self._waiting:
+            self._waiting[host].append(url)
+            return
+        self._waiting[host] = deque([url])
+        if host not in self._busy:
+            self._queue(host, self._free_at.get(host, now))
+
+    def _queue(self, host: str, at: float) -> None:
+        self._turn += 1
+        heapq.heappush(self._ready, (at, self._turn, host))
+
+    def take(self, now: float) -> str | None:
+        """A URL whose host may be asked now, if there is one."""
+        if self._count <= self._window // 2:  # in halves, so that the file is not touched for every URL
+            for url in islice(self._urls, self._window - self._count):
+                self.add(url, now)
+        if not self._ready or self._ready[0][0] > now:
+            return None
+        _, _, host = heapq.heappop(self._ready)
+        url = self._waiting[host].popleft()
+        self._count -= 1
+        self._busy.add(host)
+        return url
+
+    def release(self, url: str, now: float, answered: bool = True) -> None:
+        """A URL's request has ended."""
+        host = host_of(url)
+        at = now if self.hopeless(url) else now + self._delay
+        self._busy.discard(host)
+        self._silent[host] = 0 if answered else self._silent.get(host, 0) + 1
+        if self._waiting.get(host):
+            self._queue(host, at)
+            return
+        for some in (self._waiting, self._silent, self._free_at):
+            some.pop(host, None)
+        self._free_at[host] = at
+        for name in list(islice(self._free_at, 2)):  # the oldest come first
+            if self._free_at[name] <= now:
+                del self._free_at[name]
+
+    def hopeless(self, url: str) -> bool:
+        """Whether a URL's host has been silent for so long that nothing is to be expected."""
+        return self._silent.get(host_of(url), 0) >= _HOPELESS
+
+    def wait(self, now: float) -> float | None:
+        """Seconds until a host may be asked; None when none waits."""
+        return max(self._ready[0][0] - now, 0.0) if self._ready else None
+
+
+@dataclass
+class _Quest:
+    """For a page that is not had at once.
+
+    Args:
+        begun: the URL that is wanted.
+        redirections, retries: that are left.
+    """
+
+    begun: str
+    redirections: int = 5
+    retries: int = 2
+
+    def goes_on(self, again: bool) -> bool:
+        """Whether one more may be followed, which then counts."""
+        if again:
+            self.retries -= 1
+        else:
+            self.redirections -= 1
+        return min(self.retries, self.redirections) >= 0
+
+
+class _Quests:
+    """Those that are under way, by the URL that each asks for next."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, list[_Quest]] = {}
+
+    def settled(self, page: Page, frontier: Frontier) -> Page | None:
+        """A page under the URL that was wanted, or None when another URL is asked for first."""
+        waiting = self._waiting.get(page.url)
+        quest = waiting.pop() if waiting else _Quest(page.url)
+        if waiting is not None and not waiting:
+            del self._waiting[page.url]
+        if page.then and quest.goes_on(page.then == page.url):
+            self._waiting.setdefault(page.then, []).append(quest)
+            frontier.add(page.then, time.monotonic())
+            return None
+        return replace(page, url=quest.begun, then="")
+
+
+def fetch_all(
+    urls: Iterable[str], fetch: Callable[[str], Page], connections: int, delay: float, patience: float = 120.0
+) -> Generator[Page, None, None]:
+    """Pages in the order in which they come.
+
+    Args:
+        urls: read as needed.
+        fetch: what asks for one; it is called by several threads, and says in the result what went wrong.
+        connections: at once.
+        delay: between two requests to a host.
+        patience: seconds after which a request is given up.
+    """
+    frontier, quests = Frontier(urls, delay), _Quests()
+    answers: SimpleQueue[Page] = SimpleQueue()
+    running: dict[str, float] = {}  # until when, the oldest first
+    while True:
+        url = frontier.take(time.monotonic()) if len(running) < connections else None
+        if url is not None and not frontier.hopeless(url):
+            running[url] = time.monotonic() + patience
+            # A thread for each, that nobody has to wait for: some will be given up, and all when the user stops this.
+            threading.Thread(target=lambda url=url: answers.put(fetch(url)), daemon=True).start()
+            continue
+        if url is not None:
+            page = Page(url, failed="of a host that does not answer")
+        else:
+            now = time.monotonic()
+            pauses = [next(iter(running.values())) - now] if running else []
+            pause = frontier.wait(now) if len(running) < connections else None
+            pauses += [pause] if pause is not None else []
+            if not pauses:
+                return
+            try:
+                page = answers.get(timeout=max(min(pauses), 0.0))
+            except Empty:
+                late = next((url for url, end in running.items() if end <= time.monotonic()), None)
+                if late is None:
+                    continue
+                page = Page(late, failed="timed out")
+            if running.pop(page.url, None) is None:
+                continue  # it was given up
+        frontier.release(page.url, time.monotonic(), page.answered)
+        done = quests.settled(page, frontier)
+        if done is not None:
+            yield done

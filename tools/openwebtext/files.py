@@ -1,0 +1,182 @@
+"""Files of lines: plain, gzip or zstd as their names say, and written as a whole or not at all."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megatron.config.errors import UserError
+from megatron.data.atomic import beside, check_writable, holding, remove_leftovers
+
+_LONGEST_WINDOW = 1 << 31
+"""Of zstd files; large dumps are packed with more than the library's usual limit."""
+
+_MARK = b"\xef\xbb\xbf"
+"""That other systems' programs put before a text in UTF-8; JSON must not begin with it."""
+
+_OTHER_PACKERS = (".bz2", ".xz", ".lzma", ".lz4", ".br", ".zip", ".7z")
+
+
+class _Zstd(io.RawIOBase):
+    """The contents of a zstd file of one frame or several, whose end is checked (zstandard's own reader does not)."""
+
+    def __init__(self, path: Path) -> None:
+        import zstandard
+
+        self._library = zstandard
+        self._file = path.open("rb")
+        self._frame: Any = None
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            unused = self._frame.unused_data if self._frame is not None and self._frame.eof else b""
+            packed = unused or self._file.read(1 << 18)
+            if not packed:
+                if self._frame is not None and not self._frame.eof:
+                    raise EOFError("it ends within a frame")
+                return 0
+            if self._frame is None or self._frame.eof:
+                self._frame = self._library.ZstdDecompressor(max_window_size=_LONGEST_WINDOW).decompressobj()
+            try:
+                self._ready = self._frame.decompress(packed)
+            except self._library.ZstdError as error:
+                raise EOFError(error) from error
+        count = min(len(buffer), len(self._ready))
+        buffer[:count] = self._ready[:count]
+        self._ready = self._ready[count:]
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _check_ending(path: Path) -> None:
+    if path.suffix in _OTHER_PACKERS:
+        raise UserError(f"{path}: is packed in a way that is not known here; name a .gz or .zst file, or a plain one")
+
+
+def _reading(path: Path) -> BinaryIO:
+    _check_ending(path)
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    if path.suffix == ".zst":
+        return io.BufferedReader(_Zstd(path), 1 << 20)
+    return path.open("rb")
+
+
+def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that are not empty, without their ends, each with its number among all; compressed as named.
+
+    Raises:
+        UserError: when it cannot be read, or is damaged.
+    """
+    path = Path(path)
+    try:
+        with _reading(path) as stream:
+            for number, line in enumerate(stream, 1):
+                stripped = line.removeprefix(_MARK).strip() if number == 1 else line.strip()
+                if stripped:
+                    yield number, stripped
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or f"is damaged ({error})"
+        raise UserError(f"{path}: {reason}") from error
+
+
+def lines(path: str | Path) -> Iterator[bytes]:
+    """The lines of a file that are not empty, without their ends; compressed as its name says.
+
+    Raises:
+        UserError: when it cannot be read, or is damaged.
+    """
+    return (line for _, line in numbered_lines(path))
+
+
+def check_output(path: str | Path) -> Path:
+    """Where a file will be written, links followed.
+
+    Raises:
+        UserError: when it cannot be.
+    """
+    place = check_writable(path)
+    _check_ending(place)
+    return place
+
+
+def _packed(raw: BinaryIO, ending: str) -> Any:
+    if ending == ".gz":
+        return gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0)
+    if ending == ".zst":
+        import zstandard
+
+        return zstandard.ZstdCompressor().stream_writer(raw, closefd=False)
+    return raw
+
+
+@contextmanager
+def writing(path: str | Path) -> Iterator[Callable[[bytes], None]]:
+    """Writes lines to a file, compressed as its name says, which is there when all are written and not before.
+
+    Raises:
+        UserError: when it cannot be written.
+    """
+    place = check_output(path)
+    try:
+        remove_leftovers(place, "partial", Path.unlink)
+        partial = beside(place, "partial")
+        raw = partial.open("xb")
+    except FileExistsError as error:
+        raise UserError(f"{path}: another run is writing it; wait for it") from error
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from error
+    packed: Any = raw
+    try:
+        with holding(partial, where_there_are_locks=True):
+            packed = _packed(raw, place.suffix)
+
+            def write(line: bytes) -> None:
+                packed.write(line + b"\n")
+
+            yield write
+            if packed is not raw:
+                packed.close()
+            raw.flush()
+            os.fsync(raw.fileno())
+            partial.replace(place)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            partial.unlink()
+        for stream in (packed, raw):
+            with suppress(OSError):  # what a full disk has not taken is tried again
+                stream.close()
+
+
+def check_apart(inputs: Iterable[str | Path | None], outputs: Iterable[str | Path | None]) -> None:
+    """Checks that nothing that is read is written, and nothing is written twice; None stands for a file not named.
+
+    Raises:
+        UserError: naming what is.
+    """
+    read = {os.path.realpath(path) for path in inputs if path is not None}
+    written: set[str] = set()
+    for path in outputs:
+        if path is None:
+            continue
+        place = os.path.realpath(path)
+        if place in read:
+            raise UserError(f"{path} would be read and overwritten; name another folder, or another file")
+        if place in written:
+            raise UserError(f"{path} would be written twice; name another file")
+        written.add(place)

@@ -1,0 +1,163 @@
+"""A page from the network: its size and time bounded, nothing of private networks, robots.txt heeded."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+import time
+from typing import Any
+from urllib.parse import urljoin, urlsplit
+
+import requests
+import urllib3
+from protego import Protego
+from requests.adapters import HTTPAdapter
+from requests.utils import requote_uri, select_proxy
+
+from megatron.config.errors import UserError
+from tools.openwebtext.fetching import Limits, Page, host_of
+
+_ROBOTS_BYTES = 500_000
+"""Of a robots.txt; what comes behind does not count."""
+_ROBOTS_KEPT, _ROBOTS_BYTES_KEPT = 10_000, 20_000_000
+"""Sites whose rules are remembered, and the sizes of all their files."""
+_REDIRECTIONS = 5
+_KINDS = ("text/html", "application/xhtml+xml", "text/plain")
+_BUSY = (429, 502, 503, 504)
+
+
+class _Refused(Exception):
+    """A page that shall not be fetched; the reason."""
+
+
+class _Busy(Exception):
+    """A page that may be had later; the reason why not now."""
+
+
+class _Adapter(HTTPAdapter):
+    """Looks at the host of every request before anything is sent."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._private = limits.private
+        super().__init__(pool_connections=limits.connections, pool_maxsize=1, max_retries=0)
+
+    def send(self, request: requests.PreparedRequest, *args: Any, **settings: Any) -> requests.Response:
+        if not (self._private or select_proxy(str(request.url), settings.get("proxies"))):
+            host = urlsplit(str(request.url)).hostname or ""
+            for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+                if not ipaddress.ip_address(str(found[4][0]).split("%")[0]).is_global:
+                    raise _Refused("of a private network")
+        return super().send(request, *args, **settings)
+
+
+def _as_nobody(request: requests.PreparedRequest) -> requests.PreparedRequest:
+    """Sends no names and passwords, which requests would look for in the user's files."""
+    return request
+
+
+class Fetcher:
+    """Asks for pages, each on its own: no cookies, no redirections followed. May be called by several threads.
+
+    Raises:
+        UserError: when the library for it is too old.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        if not hasattr(urllib3.HTTPResponse, "read1"):
+            raise UserError(f"urllib3 {urllib3.__version__} is too old: pip install 'urllib3>=2.2'")
+        self.limits = limits
+        self._session = requests.Session()
+        self._session.headers["User-Agent"] = limits.agent
+        for scheme in ("http://", "https://"):
+            self._session.mount(scheme, _Adapter(limits))
+        self._robots: dict[str, tuple[Protego, int]] = {}
+        self._robots_bytes = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, url: str) -> Page:
+        """Asks for a page; what goes wrong is said in the result."""
+        try:
+            if self.limits.robots and not self._rules_of(url).can_fetch(url, self.limits.agent):
+                return Page(url, failed="refused by robots.txt")
+            with self._get(url) as response:
+                target = self._target(url, response)
+                if target:
+                    return Page(url, failed="redirected too often", then=target)
+                if response.status_code != 200:
+                    again = url if response.status_code in _BUSY else ""
+                    return Page(url, failed=f"answered with status {response.status_code}", then=again)
+                kind = response.headers.get("Content-Type", "text/html").split(";")[0].strip().lower()
+                if kind not in _KINDS:
+                    return Page(url, failed="no text but another kind of file")
+                body = self._body(response, self.limits.max_bytes)
+                if len(body) > self.limits.max_bytes:
+                    return Page(url, failed="too large")
+                return Page(url, body, kind)
+        except _Refused as reason:
+            return Page(url, failed=str(reason))
+        except _Busy as reason:
+            return Page(url, failed=str(reason), then=url)
+        except (requests.Timeout, urllib3.exceptions.TimeoutError) as error:
+            return Page(url, failed="timed out", then=url if isinstance(error, requests.ConnectTimeout) else "")
+        except Exception as error:  # of requests, urllib3, http.client, idna, ipaddress: a site may be anything
+            return Page(url, failed="could not be reached", then=url if _may_come_back(error) else "")
+
+    def _get(self, url: str) -> requests.Response:
+        """An answer whose body is not read yet. Session.get would read those of redirections, however large."""
+        request = self._session.prepare_request(requests.Request("GET", url, auth=_as_nobody))
+        settings: dict[str, Any] = {}  # of the environment: proxies, certificates
+        settings.update(self._session.merge_environment_settings(str(request.url), {}, True, None, None))
+        return self._session.get_adapter(str(request.url)).send(request, timeout=self.limits.timeout, **settings)
+
+    def _target(self, url: str, response: requests.Response) -> str:
+        """Where a redirection leads; nothing when it is none."""
+        target = self._session.get_redirect_target(response)
+        return urljoin(url, requote_uri(target)) if target else ""
+
+    def _body(self, response: requests.Response, most: int) -> bytes:
+        """The contents, unpacked, within bounded time, up to where they are longer than they may be."""
+        deadline = time.monotonic() + 3 * self.limits.timeout
+        parts, size = [], 0
+        # What there is, however little: a site may send a byte now and then.
+        while size <= most and (part := response.raw.read1(1 << 16, decode_content=True)):
+            size += len(part)
+            parts.append(part)
+            if time.monotonic() > deadline:
+                raise _Refused("timed out")
+        return b"".join(parts)
+
+    def _rules_of(self, url: str) -> Protego:
+        """Of the URL's site: all is allowed without the file, and nothing for now by a server that fails."""
+        site = f"{urlsplit(url).scheme}://{host_of(url)}"
+        found = self._robots.get(site)
+        if found is None:
+            text = self._ask_for_rules(site + "/robots.txt")
+            found = Protego.parse(text), len(text)
+            with self._lock:
+                if site not in self._robots:  # a request that was given up may have asked as well
+                    self._robots[site] = found
+                    self._robots_bytes += found[1]
+                while len(self._robots) > _ROBOTS_KEPT or self._robots_bytes > _ROBOTS_BYTES_KEPT:
+                    self._robots_bytes -= self._robots.pop(next(iter(self._robots)))[1]
+        return found[0]
+
+    def _ask_for_rules(self, place: str) -> str:
+        for _ in range(1 + _REDIRECTIONS):
+            with self._get(place) as response:
+                status = response.status_code
+                if status >= 500 or status in _BUSY:
+                    raise _Busy(f"robots.txt: answered with status {status}")
+                if status == 200:
+                    text = self._body(response, _ROBOTS_BYTES)[:_ROBOTS_BYTES].decode("utf-8", "replace")
+                    return text.removeprefix("\ufeff")
+                place = self._target(place, response)
+            if not place:
+                break
+        return ""
+
+
+def _may_come_back(error: Exception) -> bool:
+    if isinstance(error, socket.gaierror):
+        return error.errno == socket.EAI_AGAIN
+    return isinstance(error, requests.ConnectionError) and not isinstance(error, requests.exceptions.SSLError)
