@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
@@ -24,7 +27,7 @@ def _parent() -> tuple[Path, bool]:
 
 
 class CpuLimit:
-    """The group: ``make`` it, let processes join, ``remove`` it.
+    """The group: ``make`` it, let processes join; ``clean`` removes it.
 
     Args:
         name: of the group, unique on this machine.
@@ -58,27 +61,55 @@ class CpuLimit:
                 (self.folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
                 (self.folder / "cpu.cfs_quota_us").write_text(str(quota))
         except OSError as error:
-            self.remove()
+            _remove(self.folder)
             raise CpuLimitError(
                 f"processors cannot be shared out here: {self.folder}: {error.strerror}; run as root where control "
                 "groups with the cpu controller can be written, or leave the limit out"
             ) from error
 
-    def remove(self) -> None:
-        """Removes the group once its last process is gone."""
-        _remove(self.folder)
 
-
-def clean(prefix: str) -> None:
-    """Removes the groups whose names begin so."""
-    for folder in _parent()[0].glob(f"{prefix}*"):
-        _remove(folder)
-
-
-def _remove(folder: Path) -> None:
+def kill(members: Callable[[], Iterable[int]]) -> list[int]:
+    """Kills processes until there are none, those that they start meanwhile included. Returns what does not end."""
     deadline = time.monotonic() + _REMOVAL_SECONDS
-    while folder.exists() and time.monotonic() < deadline:
-        with contextlib.suppress(OSError):  # members that are just being ended
+    while left := list(members()):
+        if time.monotonic() > deadline:
+            break
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    return left
+
+
+def groups(prefix: str) -> list[str]:
+    """Names of the groups that begin so."""
+    return sorted(folder.name for folder in _parent()[0].glob(f"{prefix}*") if folder.is_dir())
+
+
+def clean(prefix: str) -> list[str]:
+    """Removes the groups whose names begin so, and their members. Returns a line for each that stays."""
+    lines = (_remove(_parent()[0] / name) for name in groups(prefix))
+    return [line for line in lines if line is not None]
+
+
+def _members(folder: Path) -> list[int]:
+    try:
+        pids = map(int, (folder / "cgroup.procs").read_text().split())
+    except OSError:  # the group is gone
+        return []
+    return [pid for pid in pids if pid > 0]  # 0 stands for one of another PID namespace
+
+
+def _remove(folder: Path) -> str | None:
+    left = kill(lambda: _members(folder))
+    if left:
+        return f"{folder}: processes {', '.join(map(str, left))} do not end"
+    deadline = time.monotonic() + _REMOVAL_SECONDS
+    while folder.exists():
+        try:
             folder.rmdir()
-            return
-        time.sleep(0.05)
+        except OSError as error:  # for a moment also after its last member
+            if time.monotonic() > deadline:
+                return f"{folder}: {error.strerror}"
+            time.sleep(0.05)
+    return None

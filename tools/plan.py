@@ -8,7 +8,8 @@
 --config is what pretrain_gpt.py --config reads (and writes, to config.yaml beside its checkpoints). --cluster describes
 the devices and links; examples/clusters holds some. --measure fills its rates in by a probe of about a minute on the
 machine itself: alone it measures the device, under torchrun the links as well, with the ranks of a node one after the
-other. A device's memory and the sizes of the cluster stay what the file says.
+other. A device's memory, the sizes of the cluster and what this probe does not measure stay what the file says, but for
+its comments.
 
 Predicted are seconds of an iteration and what they are spent on, memory of the fullest device, bytes of each
 communication point, and MFU. The real model and compressors are run on tensors without contents for that, and the real
@@ -33,21 +34,24 @@ if __name__ == "__main__":
 
 import torch  # noqa: E402
 
+from megatron.compression.schedule import RunLength  # noqa: E402
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.run import RunConfig  # noqa: E402
-from megatron.data.atomic import atomic_write  # noqa: E402
+from megatron.data.atomic import atomic_write, check_writable  # noqa: E402
 from megatron.tokenizer.build import build_tokenizer  # noqa: E402
 from megatron.topology.launch import LaunchEnvironment, init_process_group, pick_device, shutdown  # noqa: E402
 from megatron.topology.topology import build_topology  # noqa: E402
 from megatron.training.assembly import layout_of  # noqa: E402
 from tools.planner.choice import Choice, choice_of  # noqa: E402
-from tools.planner.cluster import Cluster, Device, read_cluster, write_cluster  # noqa: E402
+from tools.planner.cluster import MOST_GPUS, Cluster, Device, read_cluster, write_cluster  # noqa: E402
 from tools.planner.measure import described, measure_all  # noqa: E402
 from tools.planner.predict import Prediction, Predictor  # noqa: E402
 from tools.planner.report import breakdown, reason, table  # noqa: E402
 from tools.planner.search import SPEC_SETS, search  # noqa: E402
 
 GPT2_VOCAB = 50257
+ODD = 10.0
+"""Measured over computed seconds that ask for an explanation."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -70,6 +74,7 @@ def parser() -> argparse.ArgumentParser:
         "--vocab-size", type=int, metavar="N", help="entries of the vocabulary, instead of the tokenizer's"
     )
     made.add_argument("--json", metavar="FILE", help="write the predictions there, too")
+    made.add_argument("--write", metavar="FILE", help="write the fastest run's configuration there")
     return made
 
 
@@ -127,22 +132,91 @@ def measure(config: RunConfig, cluster: Cluster, vocab_size: int, specs: Sequenc
     made = described(found, cluster)
     with atomic_write(path) as file:
         file.write(write_cluster(made).encode())
+    odd = [f"{name} {value:.3g}" for name, value in found.items() if name in made.corrections and value > ODD]
+    if odd:
+        print(f"note: {', '.join(odd)} times what the rates give: is the machine busy, or the model very small?")
     return made
 
 
-def show(predictor: Predictor, given: Prediction, options: argparse.Namespace) -> list[Prediction]:
-    """Prints predictions; what was printed."""
-    memory = predictor.cluster.device.memory_gib
-    print(f"the run as it is, on {predictor.cluster.name}:\n{table([given], memory)}\n{breakdown(given)}")
-    if given.memory_bytes > memory * 2**30:
-        print(f"  it does not fit: {given.memory_bytes / 2**30:.1f} GiB of {memory:.0f}")
+def spec_sets(options: argparse.Namespace, config: RunConfig, length: RunLength) -> list[tuple[str, ...]]:
+    """The sets of compressors that are searched.
+
+    Args:
+        options: of the command line.
+        config: as it was given.
+        length: of the run.
+
+    Raises:
+        UserError: for one that cannot be read.
+    """
+    if options.specs is None:
+        return list(dict.fromkeys([*SPEC_SETS, tuple(config.compression.compress)]))
     if options.no_search:
-        return [given]
-    sets = (
-        [tuple(text.split()) for text in options.specs]
-        if options.specs
-        else [*SPEC_SETS, tuple(predictor.config.compression.compress)]
-    )
+        raise UserError("--specs names what is searched; leave it out, or --no-search")
+    sets = [tuple(text.split()) for text in options.specs]
+    for specs in sets:
+        made = dataclasses.replace(config.compression, compress=list(specs))
+        try:
+            made.specs(length)
+        except UserError as error:
+            raise UserError(str(error).replace("--compress", "--specs", 1)) from error
+    return sets
+
+
+def plannable(config: RunConfig, gpus: int) -> RunConfig:
+    """The configuration, resolved.
+
+    Raises:
+        UserError: when training would refuse it on so many devices, or the planner does.
+    """
+    # The devices are the cluster's, whatever this machine has.
+    resolved = config.resolve(gpus, cuda_available=True)
+    recompute = resolved.recompute
+    if recompute.recompute_granularity == "full" and (
+        recompute.recompute_method == "block" or recompute.recompute_num_layers != 1
+    ):
+        raise UserError(
+            "--recompute-method block and --recompute-num-layers are not planned; plan uniform with 1 layer, "
+            "which keeps the input of each layer"
+        )
+    return resolved
+
+
+def searchable(config: RunConfig) -> RunConfig:
+    """The model and the batch of a run whose layout does not suit the cluster, resolved.
+
+    Raises:
+        UserError: when something else is wrong with it, too.
+    """
+    return plannable(Choice(1, 1, 1).configure(config), 1)
+
+
+def show(
+    predictor: Predictor,
+    as_it_is: bool,
+    sets: Sequence[tuple[str, ...]],
+    config: RunConfig,
+    options: argparse.Namespace,
+) -> list[Prediction]:
+    """Prints predictions, of the run as it is if it can be, and of the fastest; what was printed, the fastest last.
+
+    Args:
+        predictor: of the model.
+        as_it_is: whether the run's own layout suits the cluster.
+        sets: of compressors, to be searched.
+        config: as it was given.
+        options: of the command line.
+    """
+    memory = predictor.cluster.device.memory_gib
+    shown: list[Prediction] = []
+    if as_it_is:
+        given = predictor.predict(choice_of(predictor.config, predictor.cluster.gpus))
+        shown.append(given)
+        print(f"the run as it is, on {predictor.cluster.name}:\n{table([given], memory)}\n{breakdown(given)}")
+        if given.memory_bytes > memory * 2**30:
+            print(f"  it does not fit: {given.memory_bytes / 2**30:.1f} GiB of {memory:.0f}")
+    if options.no_search:
+        return shown
     start = time.perf_counter()
     found = search(predictor, sets, options.top)
     spent = time.perf_counter() - start
@@ -150,10 +224,14 @@ def show(predictor: Predictor, given: Prediction, options: argparse.Namespace) -
         f"\nthe fastest of {found.considered} choices that fit ({found.predicted} predicted in {spent:.1f} s, the "
         "others ruled out by their lower bounds):"
     )
-    print(f"{table(found.best, memory)}\n\nthe fastest:\n{breakdown(found.best[0])}")
+    print(f"{table(found.best, memory)}\n\nthe fastest:\n{breakdown(found.best[0], config)}")
     if len(found.best) > 1:
         print(f"the runner-up is {reason(found.best[0], found.best[1])}")
-    return [given, *found.best]
+    if options.write:
+        with atomic_write(Path(options.write)) as file:
+            file.write(found.best[0].choice.configure(config).to_yaml().encode())
+        print(f"the fastest run's configuration is written to {options.write}")
+    return [*shown, *found.best]
 
 
 def run(options: argparse.Namespace) -> None:
@@ -163,30 +241,33 @@ def run(options: argparse.Namespace) -> None:
         UserError: for anything that is wrong with what it was given.
     """
     path = Path(options.cluster)
+    for flag, name in (("--json", options.json), ("--write", options.write)):
+        if name is not None:
+            check_writable(name, flag)
+    if options.write and options.no_search:
+        raise UserError("--write writes what the search finds; leave out --no-search")
     config = RunConfig.load_yaml(options.config)
     cluster = read_cluster(path) if path.exists() or not options.measure else _this_machine()
-    if options.gpus is not None:
-        cluster = dataclasses.replace(cluster, gpus=options.gpus)
+    gpus = options.gpus or cluster.gpus
+    try:
+        base, refusal = plannable(config, gpus), None
+    except UserError as error:
+        if options.no_search or config.training.global_batch_size is None:
+            raise
+        base, refusal = searchable(config), error
+    sets = spec_sets(options, config, RunLength(base.training.train_iters))
     vocab_size = options.vocab_size or entries_of(config)
     if options.measure:
+        check_writable(options.cluster, "--cluster")
         measured = measure(config, cluster, vocab_size, config.compression.compress, path)
         if measured is None:
             return
         print(f"measured; written to {path}\n")
         cluster = measured
-    # The devices are the cluster's, whatever this machine has.
-    resolved = config.resolve(cluster.gpus, cuda_available=True)
-    recompute = resolved.recompute
-    if recompute.recompute_granularity == "full" and (
-        recompute.recompute_method == "block" or recompute.recompute_num_layers != 1
-    ):
-        raise UserError(
-            "--recompute-method block and --recompute-num-layers are not planned; plan uniform with 1 layer, "
-            "which keeps the input of each layer"
-        )
-    predictor = Predictor(resolved, cluster, vocab_size)
-    given = predictor.predict(choice_of(resolved, cluster.gpus))
-    shown = show(predictor, given, options)
+    if refusal is not None:
+        print(f"the run as it is cannot be planned on {gpus} devices: {refusal}")
+    predictor = Predictor(base, dataclasses.replace(cluster, gpus=gpus), vocab_size)
+    shown = show(predictor, refusal is None, sets, config, options)
     if options.json:
         with atomic_write(Path(options.json)) as file:
             file.write(json.dumps([dataclasses.asdict(one) for one in shown], indent=1).encode())
@@ -199,10 +280,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         value = getattr(options, name)
         if value is not None and value < 1:
             made.error(f"--{name.replace('_', '-')} {value}: give at least 1")
+    if options.gpus is not None and options.gpus > MOST_GPUS:
+        made.error(f"--gpus {options.gpus}: give at most {MOST_GPUS:,}")
     try:
         run(options)
+        sys.stdout.flush()
     except UserError as error:
         print(f"plan: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader has seen enough (| head); what is left in the buffer must not fail again at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        print(f"plan: error: the model is too large to be planned ({error})", file=sys.stderr)
         return 2
     return 0
 

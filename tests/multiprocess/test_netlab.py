@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import netlab
+from tools import cpu_limit, lab_removal, netlab
 
 pytestmark = pytest.mark.multiprocess
 
@@ -59,6 +58,18 @@ def _wait_for(path: Path) -> None:
         time.sleep(0.1)
 
 
+def _has_ended(pid: int) -> bool:
+    """Whether a process is gone, or waits for its status to be read; one that is being killed gets a moment."""
+    for _ in range(50):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
 def test_the_link_shapes_and_its_interface_counts(tmp_path: Path) -> None:
     """Two all-reduces of 4 MiB between two hosts at 50 Mbit/s: 8.4 MB each way, none of them faster than the link.
 
@@ -85,11 +96,22 @@ def test_a_command_that_fails_ends_the_laboratory_with_its_status(tmp_path: Path
     assert _left(lab.pid) == ""
 
 
+SLEEP = """
+import pathlib, signal, time, os
+{}
+pathlib.Path({!r}).write_text(str(os.getpid()))
+while True:
+    time.sleep(0.2)
+"""
+OBSTINATE = "signal.signal(signal.SIGTERM, lambda *_: print('saving first'))"
+
+
 def test_two_at_once_and_interrupts(tmp_path: Path) -> None:
-    """They do not meet, and each is removed by the signal that ends it, with the processes inside."""
-    sleep = "import pathlib, time, os\npathlib.Path({!r}).write_text(str(os.getpid()))\ntime.sleep(600)"
+    """They do not meet, and each is removed by the signal that ends it, with the processes inside, whatever these do
+    about a signal of their own."""
     marks = [tmp_path / "first.mark", tmp_path / "second.mark"]
-    labs = [_start(tmp_path, sleep.format(str(mark)), "--hosts", "1", "--rate", "1gbit") for mark in marks]
+    scripts = [SLEEP.format(first, str(mark)) for first, mark in zip((OBSTINATE, ""), marks, strict=True)]
+    labs = [_start(tmp_path, script, "--hosts", "1", "--rate", "1gbit") for script in scripts]
     for mark in marks:
         _wait_for(mark)
     time.sleep(0.2)
@@ -101,7 +123,7 @@ def test_two_at_once_and_interrupts(tmp_path: Path) -> None:
         assert lab.returncode == status, err
         assert "the hosts are removed" in err
         assert _left(lab.pid) == ""
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in inside)
+    assert all(map(_has_ended, inside))
 
 
 def test_what_runs_in_another_thread_ends_with_the_laboratory(tmp_path: Path) -> None:
@@ -121,21 +143,63 @@ def test_what_runs_in_another_thread_ends_with_the_laboratory(tmp_path: Path) ->
         time.sleep(0.2)
     thread.join(30)
     assert not thread.is_alive()
-    for path in folder.iterdir():
-        assert not Path(f"/proc/{path.read_text()}").exists()
+    assert all(_has_ended(int(path.read_text())) for path in folder.iterdir())
 
 
 def test_what_a_killed_laboratory_leaves_is_cleaned(tmp_path: Path) -> None:
     mark = tmp_path / "killed.mark"
-    lab = _start(tmp_path, f"import pathlib, time\npathlib.Path({str(mark)!r}).touch()\ntime.sleep(15)", "--hosts", "2")
+    lab = _start(tmp_path, SLEEP.format(OBSTINATE, str(mark)), "--hosts", "1")
     _wait_for(mark)
+    time.sleep(0.2)
     lab.kill()
-    lab.communicate()
+    lab.wait()
     assert _left(lab.pid) != ""
     done = subprocess.run([sys.executable, str(REPO / "tools/netlab.py"), "clean"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"removed nl{lab.pid}" in done.stdout
+    lab.communicate()  # what ran there has let go of its output
     assert _left(lab.pid) == ""
+    assert _has_ended(int(mark.read_text()))
+
+
+def test_control_groups_of_a_killed_laboratory_are_cleaned_without_its_namespaces() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    group = cpu_limit.CpuLimit(f"nl{gone.pid}h0", 0.5)
+    try:
+        group.make()
+    except cpu_limit.CpuLimitError as problem:
+        pytest.skip(str(problem))
+    member = subprocess.Popen(["sleep", "600"])
+    group.members.write_text(str(member.pid))
+    removed, left = lab_removal.clean()
+    assert f"nl{gone.pid}" in removed
+    assert not left
+    assert member.wait(5) == -signal.SIGKILL
+    assert not group.folder.exists()
+
+
+def test_hosts_that_miss_another_do_not_wait_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One host fails, by its rank and by its torchrun, whose rank must not stay; the other would wait for ever."""
+    mark = tmp_path / "mark"
+    fail = "import os, signal\nif os.environ['GROUP_RANK'] == '1': "
+    (tmp_path / "exit.py").write_text(f"{fail}os._exit(7)\n{SLEEP.format(OBSTINATE, str(mark))}")
+    killed = f"{fail}os.kill(os.getppid(), signal.SIGKILL)\n{SLEEP.format('', str(mark))}"
+    (tmp_path / "killed.py").write_text(killed)
+    monkeypatch.setattr("tools.lab.GRACE_SECONDS", 1.0)
+    monkeypatch.setattr("tools.lab.END_SECONDS", 1.0)
+    with netlab.Lab([None, None]) as hosts:
+        for script, status in (("exit.py", 1), ("killed.py", 137)):
+            assert hosts.run([str(tmp_path / script)]) == status
+            said = f"netlab: host 1 ended with status {status}; waiting up to 1 s for the others"
+            assert said in capfd.readouterr().err
+            for host in range(2):
+                inside = subprocess.run(["ip", "netns", "pids", hosts.host(host)], capture_output=True, text=True)
+                assert (inside.returncode, inside.stdout) == (0, "")
+        assert hosts.run([str(tmp_path / "exit.py")], timeout=0.5) == 124
+        assert "netlab: time-out after 0.5 s" in capfd.readouterr().err
 
 
 BUSY = """

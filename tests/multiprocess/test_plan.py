@@ -48,8 +48,15 @@ pytestmark = pytest.mark.multiprocess
             "global_batch_size": 8,
             "compress": ["pp-backward=lowrank,rank=2,when=epilogue"],
         },
+        {
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "compress": ["tp-forward=fixpoint,bits=8"],
+        },
     ],
-    ids=["tp2 dp2", "pp2 dp2", "tp2 pp2 interleaved", "pp4 eager"],
+    ids=["tp2 dp2", "pp2 dp2", "tp2 pp2 interleaved", "pp4 eager", "tp2 recomputed"],
 )
 def test_bytes_are_what_training_counts(settings: dict[str, object], tmp_path: Path) -> None:
     log, saved = tmp_path / "log.jsonl", tmp_path / "saved"

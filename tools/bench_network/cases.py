@@ -106,7 +106,8 @@ class Bench:
 
 BENCHES = {
     "pp4": Bench(4, 1, 1, 4, (8, 512, 256), 8, tuple(aqsgd_pipeline()), PIPELINE),
-    "pp8": Bench(8, 1, 1, 8, (8, 512, 256), 8, tuple(aqsgd_pipeline()[0::2]), PIPELINE),
+    # AQ-SGD's own number of stages and of micro-batches (run_lm.sh: a batch of 32 in micro-batches of one).
+    "pp8": Bench(8, 1, 1, 8, (8, 512, 256), 32, tuple(aqsgd_pipeline()[0::2]), PIPELINE),
     "dp4": Bench(4, 1, 1, 1, (4, 256, 256), 4, (*aqsgd_data(4), radius_data()), DATA, "gradients"),
     "dp8": Bench(8, 1, 1, 1, (4, 256, 256), 4, (*aqsgd_data(8)[:1], radius_data()), DATA, "gradients"),
     "3d": Bench(4, 2, 2, 2, (8, 512, 256), 4, (optimus_pipeline(), aqsgd_pipeline()[1]), MIXED, tied=True),

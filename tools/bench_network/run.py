@@ -34,7 +34,8 @@ from tools.bench_network.cases import BENCHES, FP32, VOCAB, Bench, Case, plan_of
 from tools.bench_network.report import figure, rate_of, table  # noqa: E402
 from tools.bench_network.setups import Setup  # noqa: E402
 from tools.bench_network.worker import config_of  # noqa: E402
-from tools.netlab import Lab, LabError, Traffic, interruptible  # noqa: E402
+from tools.interrupt import stopped_in_order  # noqa: E402
+from tools.netlab import Lab, LabError, Traffic  # noqa: E402
 from tools.planner.choice import choice_of  # noqa: E402
 from tools.planner.cluster import Cluster, write_cluster  # noqa: E402
 from tools.planner.measure import described  # noqa: E402
@@ -236,9 +237,22 @@ def summarise(
     )
 
 
+def chosen(bench: Bench, words: str | None) -> Bench:
+    """A layout with the cases alone whose names hold one of some words."""
+    if words is None:
+        return bench
+    wanted = [word.strip().lower() for word in words.split(",") if word.strip()]
+    return replace(
+        bench, cases=tuple(case for case in bench.cases if any(word in case.name.lower() for word in wanted))
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", default=",".join(BENCHES), help=f"comma-separated, of {', '.join(BENCHES)}")
+    parser.add_argument(
+        "--cases", metavar="WORDS", help="comma-separated: only the cases with one of these words in their names"
+    )
     parser.add_argument("--steps", type=int, default=2, help="measured steps of each case on each link (2)")
     parser.add_argument("--quick", action="store_true", help="the first and the last link of each layout only")
     parser.add_argument("--out", default="bench_out/network", help="folder of tables, plots and measurements")
@@ -249,13 +263,17 @@ def main() -> int:
     unknown = [name for name in names if name not in BENCHES]
     if unknown:
         parser.error(f"--layouts {unknown[0]}: choose from {', '.join(BENCHES)}")
+    benches = {name: chosen(BENCHES[name], options.cases) for name in names}
+    empty = [name for name, bench in benches.items() if not bench.cases]
+    if empty:
+        known = "; ".join(case.name for case in BENCHES[empty[0]].cases)
+        parser.error(f"--cases {options.cases}: {empty[0]} has none of such a name; it has {known}")
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     found: list[Measurement] = []
     try:
-        with interruptible():
-            for name in names:
-                bench = BENCHES[name]
+        with stopped_in_order(even_ignored=True):
+            for name, bench in benches.items():
                 setups = [bench.setups[0], bench.setups[-1]] if options.quick else bench.setups
                 found += measure(name, bench, setups, options.steps, out)
                 rows = [asdict(row) for row in found]

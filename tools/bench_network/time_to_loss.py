@@ -22,12 +22,13 @@ REPO = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(REPO))
 
-from megatron.training.sinks import read_events  # noqa: E402
+from megatron.training.sinks import read_records  # noqa: E402
 from tools.bench_convergence import MODEL, prepare, slug, tokenizer_flags  # noqa: E402
 from tools.bench_network.cases import PIPELINE, Case  # noqa: E402
 from tools.bench_network.report import rate_of  # noqa: E402
 from tools.bench_network.setups import aqsgd_pipeline  # noqa: E402
-from tools.netlab import Lab, LabError, interruptible  # noqa: E402
+from tools.interrupt import stopped_in_order  # noqa: E402
+from tools.netlab import Lab, LabError  # noqa: E402
 from tools.plot_loss_curves import main as plot_loss_curves  # noqa: E402
 
 HOSTS = 4
@@ -76,7 +77,7 @@ def train(lab: Lab, out: Path, case: Case, iterations: int, log: Path) -> None:
 
 def seconds_per_iteration(log: Path) -> float:
     """The median of a log."""
-    return statistics.median(e["seconds_per_iteration"] for e in read_events(log) if e["kind"] == "train")
+    return statistics.median(e["seconds_per_iteration"] for e in read_records(log) if e.get("kind") == "train")
 
 
 def compare(out: Path, cases: Sequence[Case], link: str, iterations: int) -> None:
@@ -134,7 +135,7 @@ def main() -> int:
     out = options.out.resolve()
     try:
         prepare(out, options.train_bytes)
-        with interruptible():
+        with stopped_in_order(even_ignored=True):
             compare(out, [known[name] for name in names], options.link, options.iterations)
     except LabError as error:
         print(f"bench-time-to-loss: error: {error}", file=sys.stderr)

@@ -83,6 +83,9 @@ class Cluster:
         return self.corrections.get(part, 1.0)
 
 
+MOST_GPUS = 1_000_000
+"""That are planned."""
+
 PARTS = (
     "embedding forward",
     "embedding backward",
@@ -188,10 +191,11 @@ def hop_wire(cluster: Cluster, replica: int, stage: int, stages: int) -> Wire:
     """
     node = cluster.gpus_per_node
     first, following = stage * replica, (stage + 1) % stages * replica
-    crossing = sum((first + k) // node != (following + k) // node for k in range(replica))
+    # Of a stage that is larger than a node every message leaves its node: one node's are looked at.
+    crossing = sum((first + k) // node != (following + k) // node for k in range(min(replica, node)))
     if not crossing:
         return inside_wire(cluster, 2)
-    return across_wire(cluster, 1, min(crossing, node))
+    return across_wire(cluster, 1, crossing)
 
 
 def read_cluster(path: str | Path) -> Cluster:
@@ -231,6 +235,12 @@ def _section(kind: type[Any], content: object, where: str) -> Any:
             raise UserError(f"{where}: unknown name {name!r}; the names are {', '.join(fields)}")
         if fields[name].type in ("int", "float") and not _positive(value):
             raise UserError(f"{where}: {name} must be a positive number, not {value!r}")
+        if fields[name].type == "str" and not isinstance(value, str):
+            raise UserError(f"{where}: {name} must be text, not {value!r}")
+        if name == "efficiency" and value > 1:
+            raise UserError(f"{where}: efficiency must be a share of the peak, at most 1, not {value!r}")
+        if name in ("gpus", "gpus_per_node") and value > MOST_GPUS:
+            raise UserError(f"{where}: {name} must be at most {MOST_GPUS:,}, not {value!r}")
         if fields[name].type == "int" and value != int(value):
             raise UserError(f"{where}: {name} must be a whole number, not {value!r}")
     whole = {name: int(value) for name, value in content.items() if fields[name].type == "int"}

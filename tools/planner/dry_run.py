@@ -6,6 +6,7 @@ stand-ins, which note what they are asked to send. Nothing is described a second
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -66,14 +67,17 @@ class Tally:
     sent: dict[Point, int] = field(default_factory=dict)
 
     @staticmethod
-    def mean(tallies: Sequence[Tally]) -> Tally:
-        """Of the same work done several times; the first time, which warms up, does not count if there are others."""
+    def median(tallies: Sequence[Tally]) -> Tally:
+        """Of the same work done several times; the first time, which warms up, does not count if there are others.
+
+        A mean would be that of the one time at which the machine was busy with something else.
+        """
         counted = tallies[1:] or tallies
         return replace(
             counted[-1],
-            seconds=sum(tally.seconds for tally in counted) / len(counted),
-            coding_s=sum(tally.coding_s for tally in counted) / len(counted),
-            waited_s=sum(tally.waited_s for tally in counted) / len(counted),
+            seconds=statistics.median(tally.seconds for tally in counted),
+            coding_s=statistics.median(tally.coding_s for tally in counted),
+            waited_s=statistics.median(tally.waited_s for tally in counted),
         )
 
 

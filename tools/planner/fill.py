@@ -103,14 +103,15 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
     """Bytes that a device sends in a step, by point: the mean over the pipeline's ranks."""
     found: dict[str, float] = {}
     book = stages.book
-    for point, forward in ((Point.TP_FWD, True), (Point.TP_BWD, False)):
+    for point in (Point.TP_FWD, Point.TP_BWD):
         total = 0.0
         for rank in range(choice.pp):
             for name, count in stages.contents(choice, rank).items():
                 piece = book.piece(choice, name)
-                tally = piece.forward if forward else piece.backward
-                total += count * choice.micro_batches * tally.sent.get(point, 0)
-            if not forward:
+                # Backward sends forward's messages too where it recomputes.
+                sent = piece.forward.sent.get(point, 0) + piece.backward.sent.get(point, 0)
+                total += count * choice.micro_batches * sent
+            if point is Point.TP_BWD:
                 total += sent_bytes([stages.partial_sum(choice, rank)], choice.tp)
         found[point.value] = total / choice.pp
     for point in (Point.PP_FWD, Point.PP_BWD):

@@ -127,7 +127,7 @@ class LiveStand:
         return x.normal_(0.0, 0.02)
 
 
-def _rate(run: Callable[[], object], synchronise: Callable[[], None]) -> float:
+def rate_of(run: Callable[[], object], synchronise: Callable[[], None]) -> float:
     """Runs a second."""
     run()
     synchronise()
@@ -150,12 +150,12 @@ def measure_device(dtype: torch.dtype, stand: LiveStand) -> Device:
     cuda = device.type == "cuda"
     side = 8192 if cuda else 1024
     a, b = (stand.fill(torch.empty((side, side), dtype=dtype, device=device)) for _ in range(2))
-    products = _rate(lambda: a @ b, synchronise)
+    products = rate_of(lambda: a @ b, synchronise)
     large = torch.zeros((1 << 28) if cuda else (1 << 23), device=device)
     other = torch.empty_like(large)
-    copies = _rate(lambda: other.copy_(large), synchronise)
+    copies = rate_of(lambda: other.copy_(large), synchronise)
     few = torch.zeros(16, device=device)
-    small = _rate(lambda: [few.add_(1.0) for _ in range(100)], lambda: None) * 100
+    small = rate_of(lambda: [few.add_(1.0) for _ in range(100)], lambda: None) * 100
     if cuda:
         memory = torch.cuda.get_device_properties(device).total_memory / 2**30
         name = torch.cuda.get_device_name(device)
@@ -247,7 +247,7 @@ def _update_seconds(elements: int, stand: LiveStand) -> float:
         inner.step()
         gradient.zero_()
 
-    return 1.0 / _rate(step, stand.recorder().synchronise)
+    return 1.0 / rate_of(step, stand.recorder().synchronise)
 
 
 def measure_links(topology: Topology, ranks_per_node: int) -> dict[str, float]:
@@ -341,13 +341,14 @@ def described(found: Mapping[str, float], base: Cluster) -> Cluster:
 
     Args:
         found: its numbers.
-        base: what else is known: names, sizes, links that were not measured.
+        base: what else is known: names, sizes, links and corrections that were not measured.
     """
 
     def link(side: str, known: Link) -> Link:
         return Link(found[f"{side}_gbit"], found[f"{side}_us"]) if f"{side}_gbit" in found else known
 
     corrections = {name: value for name, value in found.items() if name in PARTS or name.startswith(CODING)}
+    corrections = {**base.corrections, **corrections}
     return dataclasses.replace(
         base,
         device=_with_rates(base.device, found),

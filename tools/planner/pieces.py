@@ -217,7 +217,7 @@ class Pieces:
                     unit.state.commit()
                     # The check that all ranks chose alike looks at the choice, of which there is none here.
                     unit.state.counters.pop("unchecked", None)
-        first, later = Tally.mean(firsts), Tally.mean(laters)
+        first, later = Tally.median(firsts), Tally.median(laters)
         states = [unit.state for units in reducer.units for unit in units]
         return Reduction(
             tuple(talks for talks in (tuple(first.talks), tuple(later.talks)) if talks),
@@ -250,7 +250,7 @@ class Pieces:
                 sync.observe(grad, shape)
             sync.state.commit()
             sync.state.counters.pop("unchecked", None)
-        tally = Tally.mean(tallies)
+        tally = Tally.median(tallies)
         return Reduction((tuple(tally.talks),), tally.coding_s + tally.seconds, state_bytes(sync.state))
 
 
@@ -303,7 +303,7 @@ def message(codec: Codec, shape: torch.Size, dtype: torch.dtype, stand: Stand, k
         receiver.commit()
     kept = state_bytes(sender) + state_bytes(receiver)
     remembered = sum(num_bytes(tensor) for tensor in receiver.portable().values()) - state_bytes(receiver)
-    return Message(nbytes, Tally.mean(encodes).seconds, Tally.mean(decodes).seconds, kept, remembered / keys)
+    return Message(nbytes, Tally.median(encodes).seconds, Tally.median(decodes).seconds, kept, remembered / keys)
 
 
 def state_bytes(state: CompressorState) -> float:
@@ -337,4 +337,4 @@ def _passes(built: _Built) -> tuple[float, Tally, Tally]:
             forwards.append(meter.take())
             torch.autograd.backward(out, torch.ones_like(out))
             backwards.append(meter.take())
-    return float(saved.nbytes), Tally.mean(forwards), Tally.mean(backwards)
+    return float(saved.nbytes), Tally.median(forwards), Tally.median(backwards)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+from megatron.config.run import RunConfig
 from tools.planner.choice import Choice
 from tools.planner.predict import Prediction
 
@@ -30,8 +32,7 @@ def flags(choice: Choice) -> str:
     ]
     if choice.chunks > 1:
         words.append(f"--virtual-pipeline-model-parallel-size {choice.chunks}")
-    elif choice.schedule != "1f1b":
-        words.append(f"--pipeline-schedule {choice.schedule}")
+    words.append(f"--pipeline-schedule {choice.schedule}")
     if choice.sequence_parallel:
         words.append("--sequence-parallel")
     if choice.recompute.recompute_granularity:
@@ -67,8 +68,23 @@ def table(predictions: Sequence[Prediction], memory_gib: float) -> str:
     return "\n".join([line(columns), *map(line, rows), f"(a device may fill {memory_gib:.0f} GiB)"])
 
 
-def breakdown(one: Prediction) -> str:
-    """Where the time, the memory and the bytes of a prediction go."""
+def unset(choice: Choice, config: RunConfig) -> list[str]:
+    """What a configuration sets and a choice does not, and no flag can take back."""
+    made, found = choice.configure(config), []
+    for section in ("parallel", "recompute", "compression"):
+        old, new = getattr(config, section), getattr(made, section)
+        names = [field.name for field in dataclasses.fields(old)]
+        found += [name for name in names if getattr(old, name) and not getattr(new, name)]
+    return found
+
+
+def breakdown(one: Prediction, config: RunConfig | None = None) -> str:
+    """Where the time, the memory and the bytes of a prediction go, and the flags that make it.
+
+    Args:
+        one: the prediction.
+        config: that the flags are added to, as it was given; None where the choice is its own.
+    """
     parts = _shares(one.parts, one.seconds, lambda seconds: f"{seconds:.3f} s")
     memory = _shares(one.memory, one.memory_bytes, lambda nbytes: f"{nbytes / 2**30:.2f} GiB")
     lines = [
@@ -80,6 +96,9 @@ def breakdown(one: Prediction) -> str:
         where = f"{away / 1e6:,.1f} MB of it across nodes" if away else "inside nodes"
         lines.append(f"  bytes   {point}: {nbytes / 1e6:,.1f} MB a device and iteration, {where}")
     lines.append(f"  flags   {flags(one.choice)}")
+    left_out = [] if config is None else unset(one.choice, config)
+    if left_out:
+        lines.append(f"          without what the file says of {', '.join(left_out)} (--write leaves it out)")
     return "\n".join(lines)
 
 

@@ -47,6 +47,9 @@ def test_the_examples_are_read(path: Path) -> None:
         ("corrections: {layer: 1.0}", "corrections: 'layer' is none of"),
         ("corrections: {layer forward: 0}", "corrections must hold names and positive numbers"),
         ("gpus: [", "is not valid YAML"),
+        ("device: {efficiency: 70}", "efficiency must be a share of the peak, at most 1, not 70"),
+        ("name: [1]", "name must be text"),
+        ("gpus: 1000000000000000", "gpus must be at most 1,000,000"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(text: str, says: str, tmp_path: Path) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megatron.config.run import RunConfig
 from tests.unit.planner.support import CLUSTER, small_run
 from tools.plan import main
+from tools.planner.choice import choice_of
 from tools.planner.cluster import read_cluster, write_cluster
+from tools.planner.dry_run import Tally
 
 
 def _files(folder: Path, specs: tuple[str, ...] = ()) -> list[str]:
@@ -86,11 +92,21 @@ def test_measuring_fills_the_file_in(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (["--gpus", "3"], "does not divide the 3 processes"),
+        (["--gpus", "3", "--no-search"], "does not divide the 3 processes"),
+        (["--gpus", "3"], "no layout of 3 devices"),
         (["--config", "none.yaml"], "none.yaml"),
         (["--cluster", "none.yaml"], "none.yaml"),
         (["--specs", "dp-grad=zip"], "no compressor is named 'zip'"),
-        (["--config", "block.yaml"], "--recompute-method block"),
+        (["--specs", "dp-grad=powersgd,rank=4 dp-grad=fixpoint,bits=4"], "dp-grad is given twice"),
+        (["--specs", "", "--no-search"], "--specs names what is searched"),
+        (["--write", "x.yaml", "--no-search"], "leave out --no-search"),
+        (["--json", "."], "--json .: is a folder"),
+        (["--json", "nowhere/x.json"], "there is no folder"),
+        (["--write", "nowhere/x.yaml"], "there is no folder"),
+        (["--cluster", "nowhere/x.yaml", "--measure"], "there is no folder"),
+        (["--measure", "--gpus", "3", "--no-search"], "does not divide the 3 processes"),
+        (["--config", "block.yaml", "--no-search"], "--recompute-method block"),
+        (["--vocab-size", str(10**18)], "too large to be planned"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(
@@ -105,6 +121,73 @@ def test_what_is_wrong_is_said_in_one_line(
     assert error.startswith("plan: error: ")
     assert says in error
     assert error.count("\n") == 1
+
+
+def test_a_run_that_does_not_suit_the_cluster_is_searched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = _files(tmp_path)
+    (tmp_path / "run.yaml").write_text(
+        (tmp_path / "run.yaml")
+        .read_text()
+        .replace("pipeline_model_parallel_size: 2", "pipeline_model_parallel_size: 16")
+    )
+    assert main([*words, "--specs", "", "--top", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "the run as it is cannot be planned on 8 devices: " in shown
+    assert "the fastest of " in shown
+
+
+def test_the_fastest_run_is_written_without_what_it_does_not_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A flag cannot take back what a file switches on: those are named, and the written file is without them."""
+    words = _files(tmp_path)
+    plain = {
+        "model": {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32},
+        "training": {"micro_batch_size": 1, "global_batch_size": 32, "train_iters": 100},
+        "optimizer": {"lr": 1e-3},
+        "tokenizer": {"vocab_size": 1000},
+        "parallel": {
+            "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True,
+            "num_layers_per_virtual_pipeline_stage": 1,
+        },
+        "recompute": {"recompute_granularity": "full"},
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(RunConfig.from_dict(plain).to_yaml())
+    best = tmp_path / "best.yaml"
+    assert main([*words, "--specs", "", "--top", "1", "--write", str(best), "--json", str(tmp_path / "p.json")]) == 0
+    shown = capsys.readouterr().out
+    choice = json.loads((tmp_path / "p.json").read_text())[1]["choice"]
+    written = RunConfig.load_yaml(best)
+    assert choice_of(written.resolve(8), 8).tp == choice["tp"]
+    assert written.parallel.sequence_parallel == choice["sequence_parallel"]
+    assert written.recompute.recompute_granularity is None
+    (said,) = [line for line in shown.splitlines() if "without what the file says of" in line]
+    assert "recompute_granularity" in said
+    assert "num_layers_per_virtual_pipeline_stage" in said
+
+
+def test_measuring_keeps_what_it_does_not_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = _files(tmp_path)
+    known = {"tensor parallel": 1.5, "coding dp-grad=powersgd,rank=32": 2.0, "layer forward": 9.0}
+    (tmp_path / "cluster.yaml").write_text(write_cluster(replace(CLUSTER, corrections=known)))
+    found = {"peak_tflops": 1.0, "memory_gbyte_per_s": 2.0, "op_us": 3.0, "layer forward": 1.25}
+    monkeypatch.setattr("tools.plan.measure_all", lambda *_: found)
+    assert main([*words, "--measure", "--no-search", "--gpus", "4"]) == 0
+    measured = read_cluster(tmp_path / "cluster.yaml")
+    assert measured.gpus == CLUSTER.gpus
+    assert measured.corrections == known | {"layer forward": 1.25}
+
+
+def test_a_busy_moment_does_not_count() -> None:
+    tallies = [Tally(seconds=seconds) for seconds in (9.0, 1.0, 1.1, 50.0, 1.2, 1.05)]
+    assert Tally.median(tallies).seconds == 1.1
+
+
+def test_a_reader_may_leave_early(tmp_path: Path) -> None:
+    command = f"{sys.executable} tools/plan.py {' '.join(_files(tmp_path))} --specs '' --top 200 | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("the run as it is")
+    assert "Traceback" not in done.stderr
 
 
 def test_counts_are_positive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
