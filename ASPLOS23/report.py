@@ -10,9 +10,9 @@ from typing import Any
 
 from megatron.config.errors import UserError
 from megatron.training.plots import new_figure, save_figure
-from megatron.training.sinks import read_events
+from megatron.training.sinks import Record, finite_figures, read_records
 
-Events = list[dict[str, Any]]
+Events = list[Record]
 _WARM = 2
 """Iterations at the start that do not count for times."""
 
@@ -27,12 +27,17 @@ def write_report(kind: str, title: str, runs: Mapping[str, Path], folder: Path) 
         folder: where the report goes.
 
     Raises:
-        UserError: when no scheme has a log yet.
+        UserError: when no scheme has a log yet, or one cannot be read.
+        OSError: when the report cannot be written.
     """
     found: dict[str, Events] = {}
     for scheme, out in runs.items():
-        if (out / "log.jsonl").exists():
-            found[scheme] = read_events(out / "log.jsonl")
+        log = out / "log.jsonl"
+        try:
+            if log.exists():
+                found[scheme] = read_records(log)
+        except OSError as error:
+            raise UserError(f"{log}: {error.strerror}; make it readable") from error
     found = {scheme: events for scheme, events in found.items() if _of(events, "train")}
     if not found:
         raise UserError(f"no logs in {folder} yet: run the experiment first")
@@ -61,13 +66,33 @@ def _rows(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
 
 
-def _mean(events: Events, pick: Callable[[dict[str, Any]], float]) -> float:
-    return statistics.median(pick(event) for event in (events[_WARM:] or events))
+def _mean(events: Events, pick: Callable[[Record], float]) -> float:
+    return statistics.median(finite_figures(pick(event) for event in (events[_WARM:] or events)))
 
 
-def _point(event: dict[str, Any], field: str) -> float:
-    """A figure of the ledger, over all points."""
-    return sum(figures.get(field, 0.0) for name, figures in event.get("comm", {}).items() if name != "control")
+def _points(event: Record) -> dict[str, Record]:
+    """The ledger's figures of each point; none in a log without a ledger."""
+    points = event.groups("comm") if "comm" in event else {}
+    return {name: figures for name, figures in points.items() if name != "control"}
+
+
+def _point(event: Record, field: str) -> float:
+    """A figure of the ledger, over all points; nan in a log without a ledger."""
+    return sum(figures.number(field, 0.0) for figures in _points(event).values()) if "comm" in event else math.nan
+
+
+def _cell(value: float, form: str) -> str:
+    """Empty for what the log does not say."""
+    return "" if math.isnan(value) else f"{value:{form}}"
+
+
+def _over(value: float, other: float) -> float:
+    return value / other if other else math.nan
+
+
+def _loss(event: Record) -> str:
+    """Of an event: empty where there is none, nan where it was not finite."""
+    return f"{event.number('lm_loss'):.4f}" if "lm_loss" in event else ""
 
 
 def _losses(found: Mapping[str, Events]) -> Report:
@@ -75,20 +100,24 @@ def _losses(found: Mapping[str, Events]) -> Report:
     for scheme, events in found.items():
         train = _of(events, "train")
         raw, sent = _mean(train, lambda e: _point(e, "raw_bytes")), _mean(train, lambda e: _point(e, "wire_bytes"))
-        losses = [f"{event['lm_loss']:.4f}" for event in (train[0], train[-1])]
-        rows.append([scheme, str(train[-1]["iteration"]), *losses, f"{sent / 1e6:.3f}", f"{raw / sent:.2f}"])
+        bytes_cells = [_cell(sent / 1e6, ".3f"), _cell(_over(raw, sent), ".2f")]
+        rows.append([scheme, str(train[-1].iteration()), _loss(train[0]), _loss(train[-1]), *bytes_cells])
     head = ["scheme", "iterations", "first loss", "last loss", "MB an iteration", "times fewer"]
     return _rows(head, rows), None
+
+
+def _waited(event: Record, point: str) -> float:
+    figures = _points(event).get(point)
+    return 0.0 if figures is None else figures.number("waited_s", 0.0)
 
 
 def breakdown(events: Events) -> dict[str, float]:
     """Seconds of an iteration: all, coding, exposed by point, and the rest, which is computing."""
     train = _of(events, "train")
-    parts = {"all": _mean(train, lambda e: e["seconds_per_iteration"])}
+    parts = {"all": _mean(train, lambda e: e.number("seconds_per_iteration", math.nan))}
     parts["coding"] = _mean(train, lambda e: _point(e, "coded_s"))
-    points = dict.fromkeys(name for event in train for name in event.get("comm", {}) if name != "control")
-    for point in points:
-        parts[f"exposed: {point}"] = _mean(train, lambda e, p=point: e["comm"].get(p, {}).get("waited_s", 0.0))  # type: ignore[misc]
+    for point in dict.fromkeys(name for event in train for name in _points(event)):
+        parts[f"exposed: {point}"] = _mean(train, lambda e, p=point: _waited(e, p))  # type: ignore[misc]
     parts["compute"] = max(parts["all"] - sum(value for name, value in parts.items() if name != "all"), 0.0)
     return parts
 
@@ -99,15 +128,15 @@ def _breakdown(found: Mapping[str, Events]) -> Report:
     base = next(iter(parts.values()))["all"]
     rows = []
     for scheme, own in parts.items():
-        cells = [f"{own.get(column, 0.0):.4f}" for column in columns]
-        rows.append([scheme, f"{own['all']:.4f}", *cells, f"{base / own['all']:.2f}"])
+        cells = [_cell(own.get(column, 0.0), ".4f") for column in columns]
+        rows.append([scheme, _cell(own["all"], ".4f"), *cells, _cell(_over(base, own["all"]), ".2f")])
     head = ["scheme", "s / iteration", *columns, f"times {next(iter(parts))}"]
     note = "\n\nEach part is the slowest rank's, so that parts may overlap; computing is what they leave of the time."
 
     def draw(axes: Any) -> None:
         left = [0.0] * len(parts)
         for column in columns:
-            widths = [own.get(column, 0.0) for own in parts.values()]
+            widths = [0.0 if math.isnan(width := own.get(column, 0.0)) else width for own in parts.values()]
             axes.barh(list(parts), widths, left=left, label=column)
             left = [a + b for a, b in zip(left, widths, strict=True)]
         axes.invert_yaxis()
@@ -121,34 +150,39 @@ def _perplexity(found: Mapping[str, Events]) -> Report:
     rows = []
     for scheme, events in found.items():
         train, valid = _of(events, "train"), _of(events, "validation")
-        loss = valid[-1]["lm_loss"] if valid else None
-        figures = ["", ""] if loss is None else [f"{loss:.4f}", f"{math.exp(min(loss, 20.0)):.2f}"]
-        days = sum(event["seconds_per_iteration"] for event in train) / 86400
-        rows.append([scheme, str(train[-1]["iteration"]), *figures, f"{days:.3g}"])
+        figures = ["", ""]
+        if valid and "lm_loss" in valid[-1]:
+            figures = [_loss(valid[-1]), f"{math.exp(min(valid[-1].number('lm_loss'), 20.0)):.2f}"]
+        days = sum(event.number("seconds_per_iteration", math.nan) for event in train) / 86400
+        rows.append([scheme, str(train[-1].iteration()), *figures, _cell(days, ".3g")])
     head = ["scheme", "iterations", "validation loss", "perplexity", "days"]
 
     def draw(axes: Any) -> None:
         for scheme, events in found.items():
-            points = [(event["iteration"], event["lm_loss"]) for event in _of(events, "validation")]
-            if points:
-                axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=scheme)
+            valid = [event for event in _of(events, "validation") if "lm_loss" in event]
+            places, losses = [event.iteration() for event in valid], [event.number("lm_loss") for event in valid]
+            axes.plot(places, losses, marker="o", markersize=3, label=scheme)
         axes.set(xlabel="iteration", ylabel="validation loss, nats per token")
         axes.legend(frameon=False)
 
     return _rows(head, rows), draw
 
 
+_PROBED = ("cosine_sim", "error_avg", "acti_delta_avg")
+
+
 def _orthogonality(found: Mapping[str, Events]) -> Report:
     rows, series = [], {}
     for scheme, events in found.items():
-        probes = [event for event in _of(events, "orthogonality") if event["cosine_sim"]]
+        probes = [event for event in _of(events, "orthogonality") if event.numbers("cosine_sim")]
         if not probes:
             continue
-        cosines = [statistics.fmean(event["cosine_sim"]) for event in probes]
-        largest = max(abs(cosine) for event in probes for cosine in event["cosine_sim"])
-        means = [statistics.fmean([abs(x) for e in probes for x in e[k]]) for k in ("error_avg", "acti_delta_avg")]
-        series[scheme] = ([event["iteration"] for event in probes], cosines)
-        rows.append([scheme, f"{statistics.fmean(cosines):+.4f}", f"{largest:.4f}", *(f"{x:.2e}" for x in means)])
+        cosines = [statistics.fmean(finite_figures(event.numbers("cosine_sim"))) for event in probes]
+        every = {name: finite_figures(x for event in probes for x in event.numbers(name)) for name in _PROBED}
+        series[scheme] = ([event.iteration() for event in probes], cosines)
+        means = [f"{statistics.fmean(map(abs, every[name])):.2e}" for name in _PROBED[1:]]
+        largest = max(map(abs, every["cosine_sim"]))
+        rows.append([scheme, f"{statistics.fmean(finite_figures(cosines)):+.4f}", f"{largest:.4f}", *means])
     head = ["scheme", "mean cosine", "largest |cosine|", "mean |error average|", "mean |change average|"]
 
     def draw(axes: Any) -> None:
@@ -156,15 +190,22 @@ def _orthogonality(found: Mapping[str, Events]) -> Report:
             axes.plot(iterations, cosines, linewidth=1, label=scheme)
         axes.axhline(0.0, color="black", linewidth=0.8)
         axes.set(xlabel="iteration", ylabel="cosine: error and change of the activation", ylim=(-1, 1))
-        axes.legend(frameon=False)
+        if series:
+            axes.legend(frameon=False)
 
     return _rows(head, rows), draw
 
 
 def _memory(found: Mapping[str, Events]) -> Report:
-    peaks = {s: max(event["memory_bytes"] for event in _of(events, "train")) / 1e6 for s, events in found.items()}
+    peaks: dict[str, float] = {}
+    for scheme, events in found.items():
+        known = finite_figures(event.number("memory_bytes", math.nan) for event in _of(events, "train"))
+        peaks[scheme] = max(known) / 1e6
     base = next(iter(peaks.values()))
-    rows = [[scheme, f"{peak:.0f}", f"{peak - base:+.0f}", f"{peak / base:.3f}"] for scheme, peak in peaks.items()]
+    rows = [
+        [scheme, _cell(peak, ".0f"), _cell(peak - base, "+.0f"), _cell(_over(peak, base), ".3f")]
+        for scheme, peak in peaks.items()
+    ]
 
     def draw(axes: Any) -> None:
         axes.bar(list(peaks), list(peaks.values()))

@@ -5,6 +5,7 @@
     python ASPLOS23/run.py fig10 --model 335M --slurm --data-path web_text_document
     python ASPLOS23/run.py fig10 --model 335M --report
     python ASPLOS23/run.py tbl2 --local                       a toy model, all schemes, then the report
+    python ASPLOS23/run.py fig14 --local                      the kernels of this machine, without a model
 
 Each scheme of an experiment is a run of its own, whose log is OUT/EXPERIMENT/MODEL/SCHEME/log.jsonl; the report reads
 what is there. What follows -- goes to pretrain_gpt.py.
@@ -117,17 +118,20 @@ def read_model(name: str) -> Model:
     return Model(name, **content)
 
 
-def toy_data(folder: Path, vocab_size: int) -> Path:
-    """Documents in which each token nearly says the next one; made once. Returns the prefix."""
-    prefix = folder / "toy_document"
+def toy_prefix(out: Path) -> Path:
+    """Where the data of the model toy is."""
+    return out / "data" / "toy_document"
+
+
+def make_toy_data(prefix: Path, vocab_size: int) -> None:
+    """Documents in which each token nearly says the next one; made once."""
     if not prefix.with_suffix(".idx").exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        prefix.parent.mkdir(parents=True, exist_ok=True)
         random = np.random.default_rng(0)
         with IndexedWriter(prefix, dtype=np.dtype(np.uint16)) as writer:
             for _ in range(400):
                 steps = random.integers(1, 4, int(random.integers(50, 200)))
                 writer.add_document(np.append(np.cumsum(steps) * 3 % vocab_size, vocab_size))
-    return prefix
 
 
 @dataclass(frozen=True)
@@ -195,6 +199,7 @@ def start(run: Run, how: str) -> None:
 
     Raises:
         UserError: when it fails.
+        OSError: when its folder cannot be made.
     """
     if how == "print":
         print(f"# {run.scheme}\n{shlex.join(run.command())}\n", flush=True)
@@ -235,9 +240,13 @@ def runs_of(options: argparse.Namespace, experiment: Experiment, model: Model, e
     for flag, value in given.items():
         data += [f"--{flag}", value] if value else []
     if not options.data_path and not options.report:
-        if model.name != "toy":
+        if model.name == "toy":
+            data += ["--data-path", str(toy_prefix(out))]
+        elif options.how == "print":
+            print("# DATA_PATH is the prefix of your data; --data-path puts it in\n", flush=True)
+            data += ["--data-path", "DATA_PATH"]
+        else:
             raise UserError(f"--data-path is needed for {model.name}; only the model toy makes its own data")
-        data += ["--data-path", str(toy_data(out / "data", int(model.config["tokenizer"]["vocab_size"])))]
     return [
         Run(
             experiment, model, name, tuple(schemes[name]), out / experiment.name / model.name / name,
@@ -269,25 +278,62 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def measure_kernels(options: argparse.Namespace, extra: Sequence[str]) -> int:
+    """Prints or runs the benchmark that is fig14; its exit status.
+
+    Raises:
+        UserError: for a flag of training runs.
+        OSError: when its folder cannot be made.
+    """
+    names = ("report", "model", "scheme", "data_path", "vocab_file", "merge_file")
+    given = [*(name for name in names if getattr(options, name)), options.how]
+    if given[0] not in ("print", "local"):
+        flag = f"--{given[0].replace('_', '-')}"
+        raise UserError(f"{flag} is not for fig14, which measures this machine's kernels: use --print or --local")
+    folder = Path(options.out).resolve() / "fig14"
+    bench = ["-m", "tools.bench_kernels", "--out", str(folder), *extra]
+    if options.how == "print":
+        print(shlex.join(["python", *bench]), flush=True)
+        return 0
+    folder.mkdir(parents=True, exist_ok=True)
+    return subprocess.run([sys.executable, *bench], cwd=REPO).returncode
+
+
+def run_experiment(options: argparse.Namespace, extra: Sequence[str]) -> None:
+    """Prints, runs, submits or reports the runs of an experiment.
+
+    Raises:
+        UserError: for what cannot be, or fails.
+        OSError: when the folder cannot be written.
+    """
+    experiment = read_experiment(options.experiment)
+    if options.model is None and options.how != "local":
+        raise UserError(f"--model is needed: {', '.join(names_in('models'))}")
+    model = read_model(options.model or "toy")
+    runs = runs_of(options, experiment, model, extra)
+    if options.how != "print" and not options.data_path:
+        make_toy_data(toy_prefix(Path(options.out).resolve()), int(model.config["tokenizer"]["vocab_size"]))
+    for run in () if options.report else runs:
+        start(run, options.how)
+    if options.report or options.how == "local":
+        folder = runs[0].out.parent
+        print(write_report(experiment.report, experiment.title, {run.scheme: run.out for run in runs}, folder))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     cut = words.index("--") if "--" in words else len(words)
-    options = parser().parse_args(words[:cut])
+    options, extra = parser().parse_args(words[:cut]), words[cut + 1 :]
     try:
         if options.experiment == "fig14":
-            bench = [sys.executable, "-m", "tools.bench_kernels", "--out", str(Path(options.out).resolve() / "fig14")]
-            return subprocess.run([*bench, *words[cut + 1 :]], cwd=REPO).returncode
-        experiment = read_experiment(options.experiment)
-        if options.model is None and options.how != "local":
-            raise UserError(f"--model is needed: {', '.join(names_in('models'))}")
-        runs = runs_of(options, experiment, read_model(options.model or "toy"), words[cut + 1 :])
-        for run in () if options.report else runs:
-            start(run, options.how)
-        if options.report or options.how == "local":
-            folder = runs[0].out.parent
-            print(write_report(experiment.report, experiment.title, {run.scheme: run.out for run in runs}, folder))
+            return measure_kernels(options, extra)
+        run_experiment(options, extra)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        place = error.filename or options.out
+        print(f"error: {place}: {error.strerror}; give --out a folder that can be written", file=sys.stderr)
         return 1
     return 0
 

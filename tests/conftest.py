@@ -21,8 +21,8 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 BESIDE = frozenset(
     f"test_{name}.py"
     for name in (
-        *("asplos23", "bench_memory", "bench_network", "bench_train", "faults"),
-        *("gradient_records", "lsf", "netlab", "slurm", "trace"),
+        *("asplos23", "bench_memory", "bench_network", "bench_train", "evaluate_lm", "faults"),
+        *("generation_server", "gradient_records", "lsf", "netlab", "slurm", "trace"),
     )
 )
 """Files of tests/multiprocess that mostly wait, for processes to start or for limits to pass."""

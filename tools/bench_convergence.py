@@ -15,10 +15,11 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.training.sinks import read_events
+from megatron.training.sinks import read_records
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -127,7 +128,7 @@ def log_of(out: Path, case: str, seed: int, iterations: int) -> Path:
 def train(out: Path, case: str, seed: int, iterations: int) -> None:
     """One run, unless its log is complete."""
     log = log_of(out, case, seed, iterations)
-    if log.exists() and any(event["kind"] == "test" for event in read_events(log)):
+    if log.exists() and any(event.get("kind") == "test" for event in read_records(log)):
         return
     log.unlink(missing_ok=True)
     print(f"{case}, seed {seed} ...", flush=True)
@@ -142,13 +143,13 @@ def train(out: Path, case: str, seed: int, iterations: int) -> None:
     run([*launcher, *flags, *tokenizer_flags(out)], out / "logs" / f"{log.stem}.log")
 
 
-def final_loss(events: list[dict[str, Any]]) -> float:
-    return float(next(event["lm_loss"] for event in reversed(events) if event["kind"] == "test"))
+def final_loss(events: Sequence[Mapping[str, Any]]) -> float:
+    return float(next(event["lm_loss"] for event in reversed(events) if event.get("kind") == "test"))
 
 
-def bytes_per_iteration(events: list[dict[str, Any]]) -> dict[str, float]:
+def bytes_per_iteration(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Mean of all iterations, by point."""
-    trained = [event["comm"] for event in events if event["kind"] == "train"]
+    trained = [event["comm"] for event in events if event.get("kind") == "train"]
     points = sorted({point for comm in trained for point in comm} - {"control"})
     return {p: statistics.fmean(comm.get(p, {}).get("wire_bytes", 0.0) for comm in trained) for p in points}
 
@@ -161,7 +162,7 @@ def table(out: Path, cases: list[str], seeds: list[int], iterations: int) -> str
     dense: dict[int, float] = {}
     for case in cases:
         logs = {seed: log_of(out, case, seed, iterations) for seed in seeds}
-        runs = {seed: read_events(log) for seed, log in logs.items() if log.exists()}
+        runs = {seed: read_records(log) for seed, log in logs.items() if log.exists()}
         losses = {seed: final_loss(run) for seed, run in runs.items() if any(e["kind"] == "test" for e in run)}
         if not losses:
             continue
@@ -191,7 +192,7 @@ def plot(out: Path, cases: list[str], seeds: list[int], iterations: int, path: P
         points: dict[int, list[float]] = {}
         for seed in seeds:
             log = log_of(out, case, seed, iterations)
-            for event in read_events(log) if log.exists() else []:
+            for event in read_records(log) if log.exists() else []:
                 if event["kind"] == "validation" and event.get("samples") is None:
                     points.setdefault(event["iteration"], []).append(event["lm_loss"])
         xs = sorted(points)

@@ -5,7 +5,8 @@
     python tools/merge_traces.py traces -o trace.json.gz
 
 Clocks of different machines are aligned by the barrier that the ranks passed just before the first traced iteration
-(`--no-align` leaves them as they are). A table on standard output says where each rank's time went.
+(`--no-align` leaves them as they are). A table on standard output says where each rank's time went. Traces of different
+runs are refused; ranks whose trace is missing are told.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,10 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.errors import UserError
 from megatron.data.atomic import atomic_write
 
 COLUMNS = ("forward", "backward", "optimizer", "encode", "decode", "wait")
-
-
-class TraceError(Exception):
-    """What is wrong with a file; one line."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,7 @@ class RankTrace:
     Args:
         path: where it came from.
         rank, label: who wrote it.
+        world_size, run: of the run; None in traces of versions that did not write them.
         aligned_us: when the rank left the barrier, by its own clock.
         events: Chrome trace events.
     """
@@ -45,38 +45,85 @@ class RankTrace:
     path: Path
     rank: int
     label: str
+    world_size: int | None
+    run: str | None
     aligned_us: float | None
     events: list[dict[str, Any]]
+
+    @property
+    def iterations(self) -> list[int]:
+        """Those that were traced."""
+        return sorted({event["args"]["iteration"] for event in self.events if _is_iteration(event)})
+
+
+def _is_iteration(event: dict[str, Any]) -> bool:
+    return event.get("ph") == "X" and event["name"] == "iteration"
+
+
+_KINDS: dict[str, Any] = {"a number": (int, float), "a whole number": int, "text": str, "an object": dict}
+
+
+def _check(place: str, values: dict[str, Any], kinds: Mapping[str, str]) -> None:
+    """Refuses values that are not of their kind."""
+    for name, kind in kinds.items():
+        value = values.get(name)
+        known = isinstance(value, _KINDS[kind]) and not isinstance(value, bool)
+        if not known or (isinstance(value, float) and not math.isfinite(value)):
+            raise UserError(f"{place}: {name} {value!r} is not {kind}; write it anew")
+
+
+def _check_event(place: str, event: Any) -> None:
+    """Refuses an event that lacks what the merged trace or the table takes from it."""
+    if not isinstance(event, dict):
+        raise UserError(f"{place} is not an object; write it anew")
+    if event.get("ph") == "X":
+        _check(place, event, {"name": "text", "ts": "a number", "dur": "a number"})
+    elif "ts" in event:
+        _check(place, event, {"ts": "a number"})
+    inside = {"iteration": "a whole number"} if _is_iteration(event) else {}
+    if event.get("ph") == "b":
+        inside = {"sent bytes": "a number"}
+    if inside:
+        _check(place, event, {"args": "an object"})
+        _check(place, event["args"], inside)
 
 
 def read_trace(path: Path) -> RankTrace:
     """Reads a rank's file.
 
     Raises:
-        TraceError: when it is not one.
+        UserError: when it is not one.
     """
     try:
         content = json.loads(path.read_text())
         about, events = content["otherData"], content["traceEvents"]
-        return RankTrace(path, int(about["rank"]), str(about["label"]), about["aligned_us"], list(events))
     except OSError as error:
-        raise TraceError(f"{path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise TraceError(f"{path}: not a trace of --profile-trace, or cut short; write it anew") from error
+        raise UserError(f"{path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{path}: not a trace of --profile-trace, or cut short; write it anew") from error
+    if not isinstance(about, dict) or not isinstance(events, list):
+        raise UserError(f"{path}: not a trace of --profile-trace; write it anew")
+    _check(str(path), about, {"rank": "a whole number", "label": "text"})
+    optional = {"world_size": "a whole number", "run": "text", "aligned_us": "a number"}
+    _check(str(path), about, {name: kind for name, kind in optional.items() if about.get(name) is not None})
+    for number, event in enumerate(events):
+        _check_event(f"{path}: event {number}", event)
+    known = {name: about.get(name) for name in optional}
+    return RankTrace(path, about["rank"], about["label"], events=events, **known)
 
 
 def find(words: Sequence[str]) -> list[Path]:
     """The files that arguments name: files, or folders of them.
 
     Raises:
-        TraceError: when there is none.
+        UserError: when there is none.
     """
     found: list[Path] = []
     for word in words:
         path = Path(word)
         found += sorted(path.glob("trace_rank_*.json")) if path.is_dir() else [path]
     if not found:
-        raise TraceError(f"no trace_rank_*.json in {', '.join(words)}; name the folder of --profile-trace")
+        raise UserError(f"no trace_rank_*.json in {', '.join(words)}; name the folder of --profile-trace")
     return found
 
 
@@ -84,16 +131,17 @@ def merge(traces: Sequence[RankTrace], align: bool = True) -> dict[str, Any]:
     """One trace, its ranks' clocks set to that of the first.
 
     Raises:
-        TraceError: when two files are of the same rank.
+        UserError: when two files are of the same rank, or of different runs.
     """
     ranks: dict[int, Path] = {}
     for trace in traces:
         if trace.rank in ranks:
-            raise TraceError(
+            raise UserError(
                 f"{trace.path} and {ranks[trace.rank]} are both of rank {trace.rank}; merge one run at a time"
             )
         ranks[trace.rank] = trace.path
     ordered = sorted(traces, key=lambda trace: trace.rank)
+    _check_run(ordered)
     reference = next((trace.aligned_us for trace in ordered if trace.aligned_us is not None), None)
     events: list[dict[str, Any]] = []
     for trace in ordered:
@@ -101,6 +149,34 @@ def merge(traces: Sequence[RankTrace], align: bool = True) -> dict[str, Any]:
         shift = reference - trace.aligned_us if known else 0.0  # type: ignore[operator]  # known says that both are
         events += [{**event, "ts": round(event["ts"] + shift, 1)} if "ts" in event else event for event in trace.events]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _check_run(traces: Sequence[RankTrace]) -> None:
+    """All ranks of a run trace the same iterations."""
+    first, iterations = traces[0], traces[0].iterations
+    for trace in traces[1:]:
+        both = f"{first.path} and {trace.path} are of different"
+        if trace.run != first.run:
+            raise UserError(f"{both} runs; merge one run at a time")
+        if (own := trace.iterations) != iterations:
+            shown = ", ".join(_few(numbers) or "none" for numbers in (iterations, own))
+            raise UserError(f"{both} iterations ({shown}); merge one run at a time")
+
+
+def _few(numbers: Sequence[int]) -> str:
+    more = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
+    return ", ".join(map(str, numbers[:5])) + more
+
+
+def doubts(traces: Sequence[RankTrace]) -> list[str]:
+    """What may be wrong with the whole, a line each."""
+    if len(traces) > 1 and traces[0].run is None:
+        return ["the traces do not say which run they are of: an older version wrote them; see that all are of one"]
+    missing = sorted(set(range(traces[0].world_size or 0)) - {trace.rank for trace in traces})
+    if not missing:
+        return []
+    ranks = f"rank{'s' if len(missing) > 1 else ''} {_few(missing)}"
+    return [f"no trace of {ranks}, of {traces[0].world_size}; the merged trace is without it"]
 
 
 def summary(traces: Sequence[RankTrace]) -> str:
@@ -137,15 +213,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         traces = [read_trace(path) for path in find(options.traces)]
-        write(merge(traces, align=not options.no_align), Path(options.output))
-    except TraceError as error:
+        merged, table = merge(traces, align=not options.no_align), summary(traces)
+        write(merged, Path(options.output))
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except OSError as error:
         print(f"error: {options.output}: {error.strerror}", file=sys.stderr)
         return 1
-    print(summary(traces))
-    print(f"\n{options.output}: {len(traces)} ranks; open it at https://ui.perfetto.dev")
+    for doubt in doubts(traces):
+        print(f"warning: {doubt}", file=sys.stderr)
+    print(table)
+    of = f" of {traces[0].world_size}" if len(traces) < (traces[0].world_size or 0) else ""
+    print(f"\n{options.output}: {len(traces)}{of} ranks; open it at https://ui.perfetto.dev")
     return 0
 
 

@@ -7,12 +7,14 @@
 Left: the share of the largest gradients of a matrix (--log-gradients-density of it) that was among the largest at the
 record before, by kind of matrix, with the range over layers; a choice at random would keep the density. Right: their
 share of the gradient's squared norm. A Top-K compressor with a lasting choice (Radius) rests on the first being high,
-and any Top-K on the second. Prints the means as a table.
+and any Top-K on the second. Prints the means as a table. Figures that are not finite (of gradients that overflowed) are
+gaps, and are counted below the table.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import statistics
 import sys
@@ -25,11 +27,11 @@ if __name__ == "__main__":
     sys.path.insert(0, str(REPO))
 
 from megatron.config.errors import UserError  # noqa: E402
-from megatron.training.plots import new_figure, save_figure  # noqa: E402
-from megatron.training.sinks import read_events  # noqa: E402
+from megatron.training.plots import new_figure, picture_format, save_figure  # noqa: E402
+from megatron.training.sinks import finite_figures, read_records  # noqa: E402
 
 Series = dict[str, dict[int, list[float]]]
-"""By kind of matrix and iteration, the figures of the layers."""
+"""By kind of matrix and iteration, the figures of the layers; nan for what was not finite."""
 
 
 def kind_of(name: str) -> str:
@@ -41,21 +43,39 @@ def read_series(path: Path) -> tuple[float, dict[str, Series]]:
     """The density, and the series of ``kept`` and ``energy``.
 
     Raises:
-        UserError: when the file cannot be read or holds no records.
+        UserError: when the file cannot be read, holds no records, or one that is not as the run writes it.
     """
     try:
-        events = [event for event in read_events(path) if event.get("kind") == "gradients"]
+        events = [event for event in read_records(path) if event.get("kind") == "gradients"]
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     if not events:
         raise UserError(f"{path}: no records of gradients; run with --log-gradients and --log-json-file")
     found: dict[str, Series] = {"kept": {}, "energy": {}}
     for event in events:
-        for name, figures in event["parameters"].items():
-            for figure, value in figures.items():
+        iteration = event.iteration()
+        for name, figures in event.groups("parameters").items():
+            for figure in figures:
+                if figure not in found:
+                    raise UserError(f"{figures.place}: {figure} is none of {', '.join(found)}; delete the line")
                 kind = found[figure].setdefault(kind_of(name), {})
-                kind.setdefault(event["iteration"], []).append(value)
-    return events[-1]["density"], found
+                kind.setdefault(iteration, []).append(figures.number(figure))
+    return events[-1].number("density"), found
+
+
+def lost(found: dict[str, Series]) -> list[str]:
+    """A line about the figures that are not finite, if there are any."""
+    iterations = [
+        iteration
+        for series in found.values()
+        for points in series.values()
+        for iteration, values in points.items()
+        for value in values
+        if math.isnan(value)
+    ]
+    if not iterations:
+        return []
+    return [f"figures that are not finite: {len(iterations)}, the first at iteration {min(iterations)}"]
 
 
 def table(found: dict[str, Series]) -> str:
@@ -67,7 +87,8 @@ def table(found: dict[str, Series]) -> str:
             rows = [values for _, values in sorted(found[figure].get(kind, {}).items())]
             last = rows[-max(len(rows) // 4, 1) :]
             cells += [
-                f"{statistics.fmean(x for row in part for x in row):.3f}" if part else "" for part in (rows, last)
+                f"{statistics.fmean(finite_figures(x for row in part for x in row)):.3f}" if part else ""
+                for part in (rows, last)
             ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -88,14 +109,10 @@ def draw(found: dict[str, Series], density: float, out: Path) -> None:
 def _panel(axes: Any, series: Series, label: str) -> None:
     for number, (kind, points) in enumerate(sorted(series.items())):
         iterations = sorted(points)
-        axes.plot(iterations, [statistics.fmean(points[i]) for i in iterations], color=f"C{number}", label=kind)
-        axes.fill_between(
-            iterations,
-            [min(points[i]) for i in iterations],
-            [max(points[i]) for i in iterations],
-            color=f"C{number}",
-            alpha=0.15,
-        )
+        layers = [finite_figures(points[iteration]) for iteration in iterations]
+        colour = f"C{number}"
+        axes.plot(iterations, [statistics.fmean(values) for values in layers], color=colour, label=kind)
+        axes.fill_between(iterations, list(map(min, layers)), list(map(max, layers)), color=colour, alpha=0.15)
     axes.set(xlabel="iteration", ylabel=label, ylim=(0, 1))
     axes.grid(alpha=0.3)
 
@@ -106,13 +123,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", default="gradients.png", help="the picture; .png, .pdf or .svg")
     options = parser.parse_args(arguments)
     try:
+        picture_format(Path(options.output))
         density, found = read_series(Path(options.log))
         draw(found, density, Path(options.output))
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(table(found))
-    print(f"\n{options.output}")
+    print("\n".join([table(found), "", *lost(found), options.output]))
     return 0
 
 

@@ -7,13 +7,15 @@
 A run is a file of --log-json-file or --log-txt-file (text logs of Megatron-LM and its forks have the same lines), with
 a name before it if you like. Lines are training losses (means over --smooth points), markers are validation losses.
 Training time is what the iterations took: pauses between restarts do not count. Also prints a table: the last losses,
-and when each run had the last validation loss of the baseline.
+and when each run had the last validation loss of the baseline. Losses that are not finite are gaps in the curves, and
+are counted below the table.
 """
 
 from __future__ import annotations
 
 import argparse
 import bisect
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -26,20 +28,24 @@ if __name__ == "__main__":
     sys.path.insert(0, str(REPO))
 
 from megatron.config.errors import UserError  # noqa: E402
-from megatron.training.plots import new_figure, save_figure  # noqa: E402
-from megatron.training.sinks import read_events  # noqa: E402
+from megatron.training.plots import new_figure, picture_format, save_figure  # noqa: E402
+from megatron.training.sinks import read_records  # noqa: E402
 
 AXES = {"iterations": "iteration", "tokens": "tokens", "hours": "hours of training"}
+# A number with what comes after it, so that one that the run was killed in does not count.
+_NUMBER = r"\s*(?P<loss>[-+.\w]+)[^-+.\w\n]"
 _TRAIN = re.compile(
     r"iteration\s+(?P<iteration>\d+)/\s*\d+ \|.*?consumed samples:\s*(?P<samples>\d+).*?"
-    r"elapsed time per iteration \((?P<unit>ms|s)\):\s*(?P<elapsed>[\d.]+).*?lm loss:\s*(?P<loss>[-+.\dEe]+)"
+    r"elapsed time per iteration \((?P<unit>ms|s)\):\s*(?P<elapsed>[\d.]+)(?P<rest>.*)"
 )
-_VALID = re.compile(r"validation loss at iteration\s+(?P<iteration>\d+)\b.*?lm loss value:\s*(?P<loss>[-+.\dEe]+)")
+_LOSS = re.compile("lm loss:" + _NUMBER)
+_SKIPPED = re.compile(r"number of skipped iterations:\s*(\d+)\D")
+_VALID = re.compile(r"validation loss at iteration\s+(?P<iteration>\d+)\b.*?lm loss value:" + _NUMBER)
 
 
 @dataclass
 class Point:
-    """A loss, in nats per token, and where it was seen."""
+    """A loss, in nats per token, and where it was seen; nan when it was not finite."""
 
     iteration: int
     loss: float
@@ -66,14 +72,12 @@ def read_run(word: str, seq_length: int | None) -> Run:
     Raises:
         UserError: when it cannot be read or holds no losses.
     """
-    name, equals, path_word = word.partition("=")
-    path = Path(path_word if equals else word)
-    run = Run(name if equals else path.parent.name if path.stem == "log" and path.parent.name else path.stem)
+    name, path = _named(word)
+    run = Run(name or (path.parent.name if path.stem == "log" and path.parent.name else path.stem))
     try:
-        first = path.open(encoding="utf-8", errors="replace").read(1)
-        rows = _from_json(path) if first == "{" else _from_text(path, seq_length)
+        rows = _from_json(path) if _is_json(path) else _from_text(path, seq_length)
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
+        raise UserError(f"{word}: {error.strerror}") from error
     hours = 0.0
     before = 0
     for kind, iteration, loss, tokens, seconds in rows:
@@ -91,54 +95,102 @@ def read_run(word: str, seq_length: int | None) -> Run:
     return run
 
 
+def _named(word: str) -> tuple[str, Path]:
+    """The name (empty where none is given) and the file. A file may hold a = in its own name."""
+    name, equals, path = word.partition("=")
+    if not equals or Path(word).is_file():
+        return "", Path(word)
+    if not name or not path:
+        raise UserError(f"{word}: no {'file after' if name else 'name before'} the =; write NAME=FILE")
+    return name, Path(path)
+
+
 _Row = tuple[str, int, float, float | None, float]
 
 
+def _is_json(path: Path) -> bool:
+    """Whether the first line that is not blank is an object's."""
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        return next((line for line in file if line.strip()), "").lstrip().startswith("{")
+
+
 def _from_json(path: Path) -> list[_Row]:
+    """An event without a loss sums up iterations that were all skipped."""
     rows: list[_Row] = []
-    for event in read_events(path):
-        loss = event.get("lm_loss")
-        if event.get("kind") in ("train", "validation") and loss is not None:
-            seconds = event.get("seconds_per_iteration") or 0.0
-            rows.append((event["kind"], int(event["iteration"]), loss, event.get("consumed_tokens"), seconds))
+    for event in read_records(path):
+        if event.get("kind") in ("train", "validation") and "lm_loss" in event:
+            tokens = None if event.get("consumed_tokens") is None else event.number("consumed_tokens")
+            seconds = event.number("seconds_per_iteration", 0.0)
+            known = seconds if math.isfinite(seconds) else 0.0
+            rows.append((event["kind"], event.iteration(), event.number("lm_loss"), tokens, known))
     return rows
 
 
 def _from_text(path: Path, seq_length: int | None) -> list[_Row]:
     """A log that was continued from an earlier iteration replaces what came after that."""
     rows: list[_Row] = []
+    before: int | None = None
     with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            match = _TRAIN.search(line)
-            if match:
+        for number, line in enumerate(file, 1):
+            place = f"{path}:{number}"
+            if match := _TRAIN.search(line):
                 iteration = int(match["iteration"])
-                if any(row[0] == "train" and row[1] >= iteration for row in reversed(rows)):
+                if before is not None and before >= iteration:
                     rows = [row for row in rows if row[1] < iteration]
+                    before = None
+                loss = _text_loss(match["rest"], 1 if before is None else iteration - before, place)
+                before = iteration
+                if loss is None:
+                    continue
                 tokens = None if seq_length is None else float(int(match["samples"]) * seq_length)
-                seconds = float(match["elapsed"]) / (1000.0 if match["unit"] == "ms" else 1.0)
-                rows.append(("train", iteration, float(match["loss"]), tokens, seconds))
+                seconds = _number(match["elapsed"], "elapsed time", place) / (1000.0 if match["unit"] == "ms" else 1.0)
+                rows.append(("train", iteration, loss, tokens, seconds))
             elif match := _VALID.search(line):
-                rows.append(("validation", int(match["iteration"]), float(match["loss"]), None, 0.0))
+                loss = _number(match["loss"], "lm loss", place)
+                rows.append(("validation", int(match["iteration"]), loss, None, 0.0))
     return rows
 
 
+def _text_loss(fields: str, iterations: int, place: str) -> float | None:
+    """The loss of a training line's window of so many iterations; None when there is none, or the line is torn.
+
+    A line leaves out a mean that is nan, and so it does where every iteration was skipped.
+    """
+    if match := _LOSS.search(fields):
+        return _number(match["loss"], "lm loss", place)
+    skipped = _SKIPPED.search(fields)
+    return math.nan if skipped is not None and int(skipped[1]) < iterations else None
+
+
+def _number(text: str, name: str, place: str) -> float:
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise UserError(f"{place}: {name} {text} is not a number; correct or delete the line") from error
+    return value if math.isfinite(value) else math.nan
+
+
 def smoothed(points: Sequence[Point], width: int) -> list[float]:
-    """Means over up to ``width`` points that end at each."""
-    sums = [0.0]
+    """Means over up to ``width`` points that end at each, of those that are finite; nan where the point is not."""
+    means: list[float] = []
+    sums, counts = [0.0], [0]
     for point in points:
-        sums.append(sums[-1] + point.loss)
-    return [(sums[i + 1] - sums[max(i + 1 - width, 0)]) / min(width, i + 1) for i in range(len(points))]
+        finite = math.isfinite(point.loss)
+        sums.append(sums[-1] + (point.loss if finite else 0.0))
+        counts.append(counts[-1] + finite)
+        start = max(len(sums) - 1 - width, 0)
+        means.append((sums[-1] - sums[start]) / (counts[-1] - counts[start]) if finite else math.nan)
+    return means
 
 
 def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float | None:
-    """The curve's value at x; None outside it."""
+    """The curve's value at x; None outside it, nan beside a gap."""
     if not xs or not xs[0] <= x <= xs[-1]:
         return None
-    i = min(max(bisect.bisect_left(xs, x), 1), len(xs) - 1)
-    if len(xs) == 1:
-        return ys[0]
-    span = xs[i] - xs[i - 1]
-    return ys[i] if span == 0 else ys[i - 1] + (ys[i] - ys[i - 1]) * (x - xs[i - 1]) / span
+    i = bisect.bisect_left(xs, x)
+    if xs[i] == x:
+        return ys[i]
+    return ys[i - 1] + (ys[i] - ys[i - 1]) * (x - xs[i - 1]) / (xs[i] - xs[i - 1])
 
 
 def reached(run: Run, loss: float) -> Point | None:
@@ -150,6 +202,8 @@ def table(runs: Sequence[Run], baseline: Run | None, smooth: int) -> str:
     """Last losses, and when each run had the baseline's last validation loss."""
     lines = ["| run | iterations | training loss | validation loss | hours |", "|---|---|---|---|---|"]
     goal = baseline.valid[-1].loss if baseline is not None and baseline.valid else None
+    if goal is not None and math.isnan(goal):
+        goal = None
     if goal is not None and baseline is not None:
         lines[0] += f" {goal:.4f} after | hours | times {baseline.name} |"
         lines[1] += "---|---|---|"
@@ -169,6 +223,18 @@ def table(runs: Sequence[Run], baseline: Run | None, smooth: int) -> str:
                 ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def diverged(run: Run) -> list[str]:
+    """A line for each kind of losses some of which are not finite."""
+    lines = []
+    for kind, points in (("training", run.train), ("validation", run.valid)):
+        lost = [point.iteration for point in points if math.isnan(point.loss)]
+        if lost:
+            lines.append(
+                f"{run.name}: {kind} losses that are not finite: {len(lost)}, the first at iteration {lost[0]}"
+            )
+    return lines
 
 
 def draw(runs: Sequence[Run], baseline: Run | None, axes: Sequence[str], smooth: int, out: Path) -> None:
@@ -239,6 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     axes = options.x.split(",")
     try:
+        picture_format(Path(options.output))
         unknown = [axis for axis in axes if axis not in AXES]
         if unknown:
             raise UserError(f"--x {unknown[0]}: choose from {', '.join(AXES)}")
@@ -255,8 +322,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(table(runs, baseline, options.smooth))
-    print(f"\n{options.output}")
+    notes = [line for run in runs for line in diverged(run)]
+    print("\n".join([table(runs, baseline, options.smooth), "", *notes, options.output]))
     return 0
 
 

@@ -7,6 +7,7 @@
 #
 #   DENSITY, INTERVAL  of the stable Top-K (355M: 0.3, 500; 2.0B: 0.4, 200)
 #   DENSE_DIR          checkpoints to begin at (those of the dense run of the same size)
+#   DENSE_ITERATION    the one of them to begin at (their latest)
 #   RUN_DIR, DATA_PATH, VOCAB_FILE, MERGE_FILE, NODES
 set -euo pipefail
 
@@ -29,15 +30,29 @@ case $SCHEME in
 esac
 if [ "$SCHEME" != dense ] && [ ! -e "$RUN_DIR/checkpoints/latest_checkpointed_iteration.txt" ]; then
   DENSE_DIR=${DENSE_DIR:-runs/radius/$MODEL-dense/checkpoints}
-  if [ ! -e "$DENSE_DIR/latest_checkpointed_iteration.txt" ]; then
-    echo "$DENSE_DIR holds no checkpoint: run the dense one first, or name another by DENSE_DIR" >&2
+  if [ -n "${DENSE_ITERATION:-}" ]; then
+    SOURCE=DENSE_ITERATION
+  else
+    SOURCE=$DENSE_DIR/latest_checkpointed_iteration.txt
+    if [ ! -e "$SOURCE" ]; then
+      echo "$DENSE_DIR holds no checkpoint: run the dense one first, or name another by DENSE_DIR" >&2
+      exit 1
+    fi
+    DENSE_ITERATION=$(head -c 100 "$SOURCE" | tr -d '[:space:]\0')
+  fi
+  if ! [[ $DENSE_ITERATION =~ ^[0-9]{1,18}$ ]]; then
+    echo "$SOURCE: '$DENSE_ITERATION' is no iteration: name one in $DENSE_DIR by DENSE_ITERATION" >&2
+    exit 1
+  fi
+  FOLDER=$(printf 'iter_%07d' "$((10#$DENSE_ITERATION))")
+  if [ ! -d "$DENSE_DIR/$FOLDER" ]; then
+    echo "$SOURCE: there is no $DENSE_DIR/$FOLDER: name an iteration that there is by DENSE_ITERATION" >&2
     exit 1
   fi
   # Its own checkpoints begin as a copy of the dense one, so that every run of the job loads from the same place.
-  ITERATION=$(printf 'iter_%07d' "$(cat "$DENSE_DIR/latest_checkpointed_iteration.txt")")
   mkdir -p "$RUN_DIR/checkpoints"
-  cp -r "$DENSE_DIR/$ITERATION" "$RUN_DIR/checkpoints/"
-  cp "$DENSE_DIR/latest_checkpointed_iteration.txt" "$RUN_DIR/checkpoints/"
+  cp -r "$DENSE_DIR/$FOLDER" "$RUN_DIR/checkpoints/"
+  printf '%s' "$((10#$DENSE_ITERATION))" > "$RUN_DIR/checkpoints/latest_checkpointed_iteration.txt"
 fi
 
 sbatch --job-name="radius-$MODEL-$SCHEME" --nodes="${NODES:-16}" --gpus-per-node=4 examples/slurm/pretrain_gpt.sbatch \

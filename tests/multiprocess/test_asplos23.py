@@ -12,7 +12,7 @@ import pytest
 from ASPLOS23.report import breakdown
 from ASPLOS23.run import main, names_in, read_model
 from megatron.config.flags import parse_args
-from megatron.training.sinks import read_events
+from megatron.training.sinks import read_records
 
 pytestmark = pytest.mark.multiprocess
 
@@ -38,7 +38,7 @@ def test_locally(experiment: str, schemes: str, says: str, tmp_path: Path, capsy
     assert (folder / "report.md").read_text().startswith("## ")
     assert (folder / "figure.png").exists() == (experiment != "functionality")
     for scheme in schemes.split(","):
-        events = read_events(folder / scheme / "log.jsonl")
+        events = read_records(folder / scheme / "log.jsonl")
         train = [event for event in events if event["kind"] == "train"]
         assert train[-1]["lm_loss"] < train[0]["lm_loss"] - 0.2
         parts = breakdown(events)
@@ -94,7 +94,7 @@ def test_jobs_are_submitted(how: str, command: str, tmp_path: Path, monkeypatch:
         (["fig10"], "--model is needed: 2.5B, 335M, 8.3B, toy"),
         (["fig10", "--model", "1B"], "--model 1B: the models are"),
         (["fig10", "--model", "toy", "--scheme", "XX"], "--scheme XX: the schemes are Baseline, CB"),
-        (["fig10", "--model", "335M"], "--data-path is needed for 335M"),
+        (["fig10", "--model", "335M", "--slurm"], "--data-path is needed for 335M"),
         (["fig10", "--model", "335M", "--report"], "no logs in"),
     ],
 )
@@ -105,6 +105,13 @@ def test_what_cannot_be_run_is_said_in_a_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_commands_can_be_seen_before_there_is_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fig10", "--model", "335M", "--scheme", "CB-FE-SC", "--print"]) == 0
+    printed = capsys.readouterr().out
+    assert "--data-path DATA_PATH" in printed
+    assert "# DATA_PATH is" in printed
 
 
 def test_a_report_tells_what_has_no_log_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

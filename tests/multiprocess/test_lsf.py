@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,6 +23,46 @@ def test_what_the_script_asks_for() -> None:
     assert (job.limit_s, job.warning_s, job.warning) == (24 * 3600.0, 300.0, "USR1")
     assert job.requeue == {99}
     assert {"-r", "-x"} <= job.options.keys()
+
+
+def _words_of_ranks(tmp_path: Path, **env: str) -> tuple[list[int], list[str]]:
+    """A job's exit values, and what it starts as torchrun, which here only writes its arguments down."""
+    record = tmp_path / "argv"
+    (tmp_path / "torchrun").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > "{record}"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    values = run_job(SCRIPT, tmp_path, {"RUN_DIR": str(tmp_path / "run"), **env}, limits_s=[30.0], warning_s=0.0)
+    return values, record.read_text().splitlines() if record.exists() else []
+
+
+def test_data_arrives_as_it_was_named(tmp_path: Path) -> None:
+    names = {"DATA_PATH": "/data/my corpus/doc", "VOCAB_FILE": "a; touch b", "MERGE_FILE": "$(touch c)'"}
+    values, words = _words_of_ranks(tmp_path, **names)
+    assert values == [0]
+    for flag, name in zip(("--data-path", "--vocab-file", "--merge-file"), names.values(), strict=True):
+        assert words[words.index(flag) + 1] == name
+    assert words[words.index("--num-layers") + 1] == "24"
+
+
+def test_flags_are_read_as_a_shell_reads_them(tmp_path: Path) -> None:
+    values, words = _words_of_ranks(tmp_path, FLAGS="--data-path 'my corpus' --lr\n1")
+    assert values == [0]
+    assert words[-4:] == ["--data-path", "my corpus", "--lr", "1"]
+    assert "--num-layers" not in words
+
+
+@pytest.mark.parametrize("flags", ["--x '", "--x (", "--x `", "--x '\n--y 1"])
+def test_flags_that_cannot_be_read_are_named(tmp_path: Path, flags: str) -> None:
+    values, words = _words_of_ranks(tmp_path, FLAGS=flags)
+    assert (values, words) == ([2], [])
+    (line,) = (tmp_path / "gpt-4711.out").read_text().splitlines()
+    assert line.startswith("FLAGS: a shell cannot read these words")
+
+
+def test_outside_a_job_it_says_how_to_submit_it(tmp_path: Path) -> None:
+    done = subprocess.run(["bash", str(SCRIPT)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "this is no job of LSF: submit it with bsub < examples/lsf/pretrain_gpt.lsf\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_job_outlives_its_time_limit(tmp_path: Path) -> None:

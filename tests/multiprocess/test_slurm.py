@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +36,59 @@ def _until(condition: Callable[[], object], seconds: float, story: Callable[[], 
     while not condition():
         assert time.monotonic() < deadline, story()
         time.sleep(0.3)
+
+
+def test_outside_a_job_it_says_how_to_submit_it(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    done = subprocess.run(["bash", str(SCRIPT)], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "this is no job of Slurm: submit it with sbatch examples/slurm/pretrain_gpt.sbatch\n"
+    assert not list(tmp_path.iterdir())
+
+
+def _radius(tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Submits a Radius run that begins at tmp_path/dense, to an sbatch that takes anything."""
+    (tmp_path / "sbatch").write_text("#!/bin/sh\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    (tmp_path / "dense" / "iter_0000070").mkdir(parents=True, exist_ok=True)
+    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RUN_DIR": str(tmp_path / "run")}
+    command = ["bash", "examples/slurm/radius.sh", "355M", "radius"]
+    env = {**own, "DENSE_DIR": str(tmp_path / "dense"), **env}
+    return subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("tracker", "env", "message"),
+    [
+        (None, {}, "holds no checkpoint: run the dense one first"),
+        ("release\n", {}, "latest_checkpointed_iteration.txt: 'release' is no iteration"),
+        ("\0\0", {}, "latest_checkpointed_iteration.txt: '' is no iteration"),
+        ("80", {}, "dense/iter_0000080: name an iteration that there is"),
+        ("70", {"DENSE_ITERATION": "080"}, "DENSE_ITERATION: there is no"),
+        ("70", {"DENSE_ITERATION": "-1"}, "DENSE_ITERATION: '-1' is no iteration"),
+    ],
+)
+def test_radius_refuses_what_it_cannot_begin_at(
+    tmp_path: Path, tracker: str | None, env: dict[str, str], message: str
+) -> None:
+    (tmp_path / "dense").mkdir()
+    if tracker is not None:
+        (tmp_path / "dense" / "latest_checkpointed_iteration.txt").write_text(tracker)
+    done = _radius(tmp_path, **env)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert message in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_radius_begins_at_the_iteration_named(tmp_path: Path) -> None:
+    (tmp_path / "dense").mkdir()
+    (tmp_path / "dense" / "latest_checkpointed_iteration.txt").write_text("release\n")
+    done = _radius(tmp_path, DENSE_ITERATION="070")
+    assert done.returncode == 0, done.stderr
+    own = tmp_path / "run" / "checkpoints"
+    assert (own / "iter_0000070").is_dir()
+    assert (own / "latest_checkpointed_iteration.txt").read_text() == "70"
 
 
 def test_a_job_outlives_its_time_limit(slurm: Slurm, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tools.merge_traces import main
 
 
-def _write(folder: Path, rank: int, aligned_us: float | None, start: float) -> Path:
+def _write(folder: Path, rank: int, aligned_us: float | None, start: float, **about: Any) -> Path:
     path = folder / f"trace_rank_{rank:05d}.json"
     common = {"pid": rank, "tid": 0}
     events = [
@@ -22,7 +22,7 @@ def _write(folder: Path, rank: int, aligned_us: float | None, start: float) -> P
         {"name": "reduce", "ph": "b", "id": "1", "ts": start, "args": {"sent bytes": 4_000_000}, **common},
         {"name": "reduce", "ph": "e", "id": "1", "ts": start + 5, **common},
     ]
-    about = {"rank": rank, "label": f"dp {rank}", "aligned_us": aligned_us}
+    about = {"rank": rank, "label": f"dp {rank}", "aligned_us": aligned_us, "world_size": 2, "run": "a", **about}
     path.write_text(json.dumps({"traceEvents": events, "otherData": about}))
     return path
 
@@ -39,7 +39,10 @@ def test_clocks_are_set_by_the_barrier(tmp_path: Path, capsys: pytest.CaptureFix
     out = tmp_path / "all.json.gz"
     assert main([str(tmp_path), "-o", str(out)]) == 0
     assert _starts(out) == {0: 1100.0, 1: 1250.0}
-    printed = capsys.readouterr().out
+    captured = capsys.readouterr()
+    printed = captured.out
+    assert not captured.err
+    assert "all.json.gz: 2 ranks;" in printed
     assert "| 1 (dp 1) | 5.0 | 2.0 | 0.0 | 0.0 | 0.0 | 0.0 | 0.0 | 4.00 |" in printed
     assert main([str(tmp_path), "-o", str(tmp_path / "raw.json"), "--no-align"]) == 0
     assert _starts(tmp_path / "raw.json") == {0: 1100.0, 1: 51250.0}
@@ -65,3 +68,80 @@ def test_two_runs_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     first, second = _write(tmp_path, 2, None, 0.0), _write(tmp_path / "other", 2, None, 0.0)
     assert main([str(first), str(second), "-o", str(tmp_path / "out.json")]) == 1
     assert "both of rank 2; merge one run at a time" in capsys.readouterr().err
+
+
+def test_missing_ranks_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 1, 3):
+        _write(tmp_path, rank, 0.0, 10.0, world_size=4)
+    assert main([str(tmp_path), "-o", str(tmp_path / "out.json")]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "warning: no trace of rank 2, of 4; the merged trace is without it\n"
+    assert "out.json: 3 of 4 ranks;" in captured.out
+    _write(tmp_path, 0, 0.0, 10.0, world_size=100)
+    assert main([str(tmp_path / "trace_rank_00000.json"), "-o", str(tmp_path / "out.json")]) == 0
+    assert "no trace of ranks 1, 2, 3, 4, 5 and 94 more, of 100;" in capsys.readouterr().err
+
+
+def test_files_of_different_runs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = _write(tmp_path, 0, 0.0, 10.0)
+    cases: list[tuple[dict[str, Any], int, str]] = [
+        ({"run": "b"}, 0, "are of different runs"),
+        ({"run": None}, 0, "are of different runs"),
+        ({}, 7, "are of different iterations (0, 7)"),
+    ]
+    for about, iteration, message in cases:
+        second = _write(tmp_path, 1, 0.0, 10.0, **about)
+        second.write_text(second.read_text().replace('"iteration": 0', f'"iteration": {iteration}'))
+        assert main([str(tmp_path), "-o", str(tmp_path / "out.json")]) == 1
+        assert f"{first} and {second} {message}" in capsys.readouterr().err
+    second.write_text(second.read_text().replace('"name": "iteration"', '"name": "other"'))
+    assert main([str(tmp_path), "-o", str(tmp_path / "out.json")]) == 1
+    assert "are of different iterations (0, none)" in capsys.readouterr().err
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_files_that_do_not_say_their_run_are_merged_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As versions wrote them that did not know it."""
+    for rank in (0, 1):
+        _write(tmp_path, rank, 0.0, 10.0, run=None, world_size=None)
+    assert main([str(tmp_path), "-o", str(tmp_path / "out.json")]) == 0
+    captured = capsys.readouterr()
+    assert "warning: the traces do not say which run they are of" in captured.err
+    assert "out.json: 2 ranks;" in captured.out
+
+
+_SPAN = {"name": "forward", "ph": "X", "ts": 0.0, "dur": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("events", "about", "message"),
+    [
+        ([1, 2], {}, "event 0 is not an object"),
+        ([_SPAN, {**_SPAN, "ts": "0"}], {}, "event 1: ts '0' is not a number"),
+        ([{**_SPAN, "ts": float("nan")}], {}, "event 0: ts nan is not a number"),
+        ([{**_SPAN, "dur": None}], {}, "event 0: dur None is not a number"),
+        ([{"name": "forward", "ph": "X", "dur": 1.0}], {}, "event 0: ts None is not a number"),
+        ([{"ph": "X", "ts": 0.0, "dur": 1.0}], {}, "event 0: name None is not text"),
+        ([{**_SPAN, "name": "iteration"}], {}, "event 0: args None is not an object"),
+        ([{**_SPAN, "name": "iteration", "args": {}}], {}, "event 0: iteration None is not a whole number"),
+        ([{"name": "send", "ph": "b", "ts": 0.0}], {}, "event 0: args None is not an object"),
+        ([{"name": "send", "ph": "b", "ts": 0.0, "args": {}}], {}, "event 0: sent bytes None is not a number"),
+        ([_SPAN], {"aligned_us": "1"}, "aligned_us '1' is not a number"),
+        ([_SPAN], {"rank": "1"}, "rank '1' is not a whole number"),
+        ([_SPAN], {"world_size": "2"}, "world_size '2' is not a whole number"),
+        ({}, {}, "not a trace of --profile-trace"),
+    ],
+)
+def test_events_that_are_none_are_named(
+    events: Any, about: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _write(tmp_path, 0, None, 0.0)
+    own = json.loads(path.read_text())["otherData"]
+    path.write_text(json.dumps({"traceEvents": events, "otherData": {**own, **about}}))
+    assert main([str(path), "-o", str(tmp_path / "out.json")]) == 1
+    error = capsys.readouterr().err
+    assert f"{path}: {message}" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out.json").exists()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,9 +82,13 @@ def test_means_and_lines_between_points() -> None:
     points = [Point(i, float(i)) for i in range(5)]
     assert smoothed(points, 1) == [0, 1, 2, 3, 4]
     assert smoothed(points, 3) == [0, 0.5, 1, 2, 3]
+    gap = [Point(i, loss) for i, loss in enumerate([1.0, math.nan, 4.0, 6.0, 8.0])]
+    assert [str(mean) for mean in smoothed(gap, 2)] == ["1.0", "nan", "4.0", "5.0", "7.0"]
     assert interpolated([0, 2], [1, 3], 1.0) == 2.0
     assert interpolated([0, 2], [1, 3], 2.5) is None
     assert interpolated([1], [7], 1) == 7
+    assert interpolated([0, 2, 4], [1, math.nan, 5], 0.0) == 1
+    assert interpolated([0, 2, 4], [1, math.nan, 5], 4.0) == 5
 
 
 @pytest.mark.parametrize(
@@ -95,6 +101,9 @@ def test_means_and_lines_between_points() -> None:
         (["{json}", "--baseline", "none"], "--baseline none: the runs are"),
         (["{json}", "{json}"], "two runs are named"),
         (["{json}", "--smooth", "0"], "--smooth 0: must be at least 1"),
+        (["={json}"], "no name before the ="),
+        (["name="], "name=: no file after the ="),
+        (["runs/lr=1/missing.jsonl"], "runs/lr=1/missing.jsonl: No such file"),
     ],
 )
 def test_what_cannot_be_drawn_is_said_in_a_line(
@@ -111,3 +120,102 @@ def test_what_cannot_be_drawn_is_said_in_a_line(
     assert message in captured.err
     assert captured.err.count("\n") == 1
     assert not (tmp_path / "out.png").exists()
+
+
+def _train_line(iteration: int, loss: str | None, skipped: int = 0) -> str:
+    """A training line; a loss that is None is left out of it, as the log does with a nan."""
+    shown = "" if loss is None else f" lm loss: {loss} |"
+    return (
+        f" iteration {iteration:8d}/     500 | consumed samples: {iteration * 4:12d} | "
+        f"elapsed time per iteration (s): 2.0000 | global batch size:     4 |{shown} loss scale: 1.0 | "
+        f"number of skipped iterations: {skipped:3d} | number of nan iterations:   0 |"
+    )
+
+
+def _losses(word: str) -> list[str]:
+    return [f"{point.iteration}:{point.loss:g}" for point in read_run(word, None).train]
+
+
+@pytest.mark.parametrize("third", ["nan", "NAN", None])
+@pytest.mark.filterwarnings("error")
+def test_a_text_log_that_diverged_says_so(
+    third: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [_train_line(i, loss) for i, loss in enumerate(("5.0E+00", "4.0E+00", third, "INF", "3.0E+00"), 1)]
+    lines.insert(4, " validation loss at iteration 4 | lm loss value: NAN | lm loss PPL: NAN | ")
+    log = tmp_path / "a.txt"
+    log.write_text("\n".join([*lines, _train_line(6, None)[:90], _train_line(6, "2.0E+00")[:110]]))
+    assert _losses(str(log)) == ["1:5", "2:4", "3:nan", "4:nan", "5:3"]
+    assert main([str(log), "--x", "iterations", "--baseline", "a", "-o", str(tmp_path / "a.png")]) == 0
+    printed = capsys.readouterr().out
+    assert "a: training losses that are not finite: 2, the first at iteration 3\n" in printed
+    assert "a: validation losses that are not finite: 1, the first at iteration 4\n" in printed
+    assert "| a | 5 | 4.0000 | nan | 0.003 |\n" in printed
+    log.write_text("\n".join([*lines, _train_line(3, third)]))
+    assert _losses(str(log)) == ["1:5", "2:4", "3:nan"]
+
+
+def test_windows_without_a_step_have_no_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A loss scale that starts too high skips steps: nothing diverged."""
+    lines = [_train_line(10, None, 1), _train_line(20, "4.0E+00", 9), _train_line(30, None, 10), _train_line(40, "3.0")]
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+    assert _losses(str(tmp_path / "a.txt")) == ["20:4", "40:3"]
+    assert main([str(tmp_path / "a.txt"), "--x", "hours", "-o", str(tmp_path / "a.png")]) == 0
+    assert "not finite" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("start", ["", "\n", "  \r\n", "\ufeff", "\ufeff\n"])
+@pytest.mark.filterwarnings("error")
+def test_nulls_of_a_json_log_are_gaps(start: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever an editor put before the first line."""
+    for name, losses in (("some", [5.0, None, 3.0]), ("all", [None, None, None])):
+        events = [{"kind": "train", "iteration": i, "lm_loss": loss} for i, loss in enumerate(losses, 1)]
+        events.append({"kind": "train", "iteration": 4})
+        log = tmp_path / f"{name}.jsonl"
+        log.write_text(start + "".join(json.dumps(event) + "\n" for event in events), encoding="utf-8")
+        assert main([str(log), "--x", "iterations", "-o", str(tmp_path / "a.png")]) == 0
+    assert _losses(str(tmp_path / "some.jsonl")) == ["1:5", "2:nan", "3:3"]
+    printed = capsys.readouterr().out
+    assert "some: training losses that are not finite: 1, the first at iteration 2\n" in printed
+    assert "all: training losses that are not finite: 3, the first at iteration 1\n" in printed
+
+
+def test_a_path_may_hold_an_equals_sign(tmp_path: Path) -> None:
+    log = _json_log(tmp_path / "lr=1e-4" / "log.jsonl", 1.0, 0.1)
+    assert read_run(str(log), None).name == "lr=1e-4"
+    assert read_run(f"low={log}", None).name == "low"
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        ({"kind": "train", "iteration": 2, "lm_loss": "5"}, "lm_loss '5' is not a number"),
+        ({"kind": "train", "lm_loss": 5.0}, "no iteration"),
+        ({"kind": "train", "iteration": "2", "lm_loss": 5.0}, "iteration '2' is not a whole number"),
+        ({"kind": "resume", "iteration": "1"}, "iteration '1' is not a whole number"),
+        ({"kind": "validation", "iteration": None, "lm_loss": 5.0}, "iteration None is not a whole number"),
+        ({"kind": "train", "iteration": 2, "lm_loss": 5.0, "consumed_tokens": []}, "consumed_tokens [] is not a num"),
+        ({"kind": "train", "iteration": 2, "lm_loss": 5.0, "seconds_per_iteration": True}, "True is not a number"),
+        (" iteration 2/ 9 | consumed samples: 4 | elapsed time per iteration (s): 1 | lm loss: 1.2.3 |", "loss 1.2.3"),
+        (" iteration 2/ 9 | consumed samples: 4 | elapsed time per iteration (s): 1..2 | lm loss: 1.2 |", "1..2"),
+        (" validation loss at iteration 2 | lm loss value: high | ", "loss high is not a number"),
+    ],
+)
+def test_a_record_that_is_not_one_is_named(
+    event: dict[str, Any] | str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "a.log"
+    if isinstance(event, str):
+        log.write_text(f"{_train_line(1, '5.0')}\n{event}\n")
+    else:
+        log.write_text('{"kind": "train", "iteration": 1, "lm_loss": 6.0}\n' + json.dumps(event) + "\n")
+    assert main([str(log), "--x", "iterations", "-o", str(tmp_path / "a.png")]) == 1
+    error = capsys.readouterr().err
+    assert "a.log:2: " in error
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_an_ending_that_no_picture_has_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["missing.jsonl", "-o", str(tmp_path / "a.xyz")]) == 1
+    assert "a.xyz: no picture ends so; use .png, .pdf, .svg" in capsys.readouterr().err

@@ -1,0 +1,192 @@
+"""The reports of ASPLOS23/ on logs that are not as they should be, and what its runner writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ASPLOS23 import run as runner
+from ASPLOS23.run import main, names_in, read_experiment
+
+_COMM = {"dp-grad": {"raw_bytes": 2e6, "wire_bytes": 1e6, "coded_s": 0.1, "waited_s": 0.2}, "control": {}}
+_TRAIN = {"lm_loss": 4.0, "seconds_per_iteration": 1.0, "memory_bytes": 5e6, "comm": _COMM}
+_PROBE = {"cosine_sim": [0.1, 0.2], "error_avg": [0.1, 0.1], "acti_delta_avg": [0.1, 0.1]}
+
+
+def _write_log(out: Path, experiment: str, scheme: str, **changed: Any) -> Path:
+    """A log of three iterations, some of whose fields are changed, or left out where they are "none"."""
+    events: list[dict[str, Any]] = []
+    for iteration in (1, 2, 3):
+        events.append({"kind": "train", "iteration": iteration, **_TRAIN})
+        events.append({"kind": "validation", "iteration": iteration, "lm_loss": 4.5})
+        events.append({"kind": "orthogonality", "iteration": iteration, **_PROBE})
+    for event in events:
+        event.update({name: value for name, value in changed.items() if name in event})
+    events = [{name: value for name, value in event.items() if value != "none"} for event in events]
+    path = out / experiment / "toy" / scheme / "log.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return path
+
+
+def _report(out: Path, experiment: str) -> int:
+    return main([experiment, "--model", "toy", "--report", "--out", str(out)])
+
+
+@pytest.mark.parametrize(
+    ("changed", "row"),
+    [
+        ({}, "| CB | 3 | 4.0000 | 4.0000 | 1.000 | 2.00 |"),
+        ({"lm_loss": None}, "| CB | 3 | nan | nan | 1.000 | 2.00 |"),
+        ({"lm_loss": "none"}, "| CB | 3 |  |  | 1.000 | 2.00 |"),
+        ({"comm": "none"}, "| CB | 3 | 4.0000 | 4.0000 |  |  |"),
+        ({"comm": {}}, "| CB | 3 | 4.0000 | 4.0000 | 0.000 |  |"),
+    ],
+)
+def test_a_run_that_diverged_is_reported(
+    changed: dict[str, Any], row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write_log(tmp_path, "functionality", "CB", **changed)
+    assert _report(tmp_path, "functionality") == 0
+    assert row in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("experiment", "changed", "row"),
+    [
+        ("tbl2", {"lm_loss": None}, "| CB | 3 | nan | nan | 3.47e-05 |"),
+        ("tbl2", {"lm_loss": "none", "seconds_per_iteration": None}, "| CB | 3 |  |  |  |"),
+        ("fig10", {"comm": "none"}, "| CB | 1.0000 |  |  | 1.00 |"),
+        ("fig10", {"seconds_per_iteration": None}, "| CB |  |  | 0.1000 | 0.2000 |  |"),
+        ("fig11", {"cosine_sim": [None, 0.3]}, "| CB-ALL | +0.3000 | 0.3000 |"),
+        ("fig11", {"cosine_sim": [None, None]}, "| CB-ALL | +nan | nan | 1.00e-01 |"),
+        ("fig12", {"memory_bytes": None}, "| CB |  |  |  |"),
+        ("fig12", {"memory_bytes": "none"}, "| CB |  |  |  |"),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_figures_that_are_not_there_leave_cells_empty(
+    experiment: str, changed: dict[str, Any], row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scheme = "CB-ALL" if experiment == "fig11" else "CB"
+    _write_log(tmp_path, experiment, scheme, **changed)
+    assert _report(tmp_path, experiment) == 0
+    assert row in capsys.readouterr().out
+    assert (tmp_path / experiment / "toy" / "figure.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"lm_loss": "much"}, "log.jsonl:1: lm_loss 'much' is not a number"),
+        ({"iteration": "none"}, "log.jsonl:7: no iteration"),
+        ({"comm": None}, "log.jsonl:7: comm None is not a group"),
+        ({"comm": {"dp-grad": {"raw_bytes": []}}}, "log.jsonl:7: comm dp-grad: raw_bytes [] is not a number"),
+    ],
+)
+def test_a_record_that_is_not_one_is_named(
+    changed: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write_log(tmp_path, "functionality", "CB", **changed)
+    assert _report(tmp_path, "functionality") == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def _record_commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Notes what would be started."""
+    started: list[list[str]] = []
+
+    def note(words: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:
+        started.append(words)
+        return subprocess.CompletedProcess(words, 0, "", "")
+
+    monkeypatch.setattr(runner.subprocess, "run", note)
+    return started
+
+
+def test_data_is_made_when_a_run_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = _record_commands(monkeypatch)
+    words = ["tbl2", "--model", "toy", "--scheme", "CB", "--out", str(tmp_path / "out")]
+    for how in ([], ["--print"]):
+        assert main([*words, *how]) == 0
+    assert f"--data-path {tmp_path / 'out' / 'data' / 'toy_document'}" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+    assert not started
+    assert main([*words, "--slurm"]) == 0
+    assert len(started) == 1
+    assert {path.name for path in (tmp_path / "out" / "data").iterdir()} == {"toy_document.bin", "toy_document.idx"}
+
+
+def test_the_kernels_are_measured_only_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = _record_commands(monkeypatch)
+    for how in ([], ["--print"]):
+        assert main(["fig14", *how, "--out", str(tmp_path / "out"), "--", "--quick"]) == 0
+        printed = capsys.readouterr().out
+        assert printed == f"python -m tools.bench_kernels --out {tmp_path / 'out' / 'fig14'} --quick\n"
+    assert not started
+    assert not (tmp_path / "out").exists()
+    assert main(["fig14", "--local", "--out", str(tmp_path / "out"), "--", "--quick"]) == 0
+    assert started[0][1:] == ["-m", "tools.bench_kernels", "--out", str(tmp_path / "out" / "fig14"), "--quick"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--slurm"], ["--lsf"], ["--report"], ["--model", "toy"], ["--scheme", "CB"], ["--data-path", "x"]],
+)
+def test_the_kernels_need_no_run(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = _record_commands(monkeypatch)
+    assert main(["fig14", *words, "--out", str(tmp_path / "out")]) == 1
+    error = capsys.readouterr().err
+    assert f"{words[0]} is not for fig14" in error
+    assert error.count("\n") == 1
+    assert not started
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["fig14", "--local"],
+        ["tbl2", "--local"],
+        ["tbl2", "--model", "335M", "--data-path", "x", "--slurm"],
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_said_in_a_line(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = _record_commands(monkeypatch)
+    (tmp_path / "file").write_text("")
+    assert main([*words, "--out", str(tmp_path / "file" / "out")]) == 1
+    error = capsys.readouterr().err
+    assert "Not a directory; give --out a folder that can be written" in error
+    assert error.count("\n") == 1
+    assert not started
+
+
+def test_a_report_that_cannot_be_written_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _write_log(tmp_path, "functionality", "CB")
+    (tmp_path / "functionality" / "toy" / "report.md").mkdir()
+    assert _report(tmp_path, "functionality") == 1
+    assert "report.md: Is a directory; give --out a folder that can be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kinds", [("train", "validation", "orthogonality"), ("train",)])
+@pytest.mark.filterwarnings("error")
+def test_every_experiment_has_a_report(kinds: tuple[str, ...], tmp_path: Path) -> None:
+    """Also when nothing but training has happened yet."""
+    for name in names_in("experiments"):
+        log = _write_log(tmp_path, name, read_experiment(name).schemes[-1])
+        lines = [line for line in log.read_text().splitlines() if json.loads(line)["kind"] in kinds]
+        log.write_text("\n".join(lines))
+        assert _report(tmp_path, name) == 0
