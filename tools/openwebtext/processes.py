@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import signal
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import get_context, resource_tracker, util
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from threading import Event
+from threading import Event, Thread
 from typing import Any, TypeVar
 
 from megatron.config.errors import UserError
@@ -59,16 +57,11 @@ class _Worker:
     def __init__(self, *work: Any) -> None:
         self._connection, other = _CONTEXT.Pipe()
         self._process = _CONTEXT.Process(target=_serve, args=(other, *work), daemon=True)
-        # Signals are for the process that asks, which ends the others; blocked ones stay so in what is started here.
-        # The tracker, started with the first process, would unblock them.
-        resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             self._process.start()
         except (EOFError, OSError) as error:
             raise UserError(f"a process could not be started ({error}); give fewer --workers") from error
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             other.close()
         self.end = util.Finalize(self, _end, (self._process,), exitpriority=1)
 
@@ -83,6 +76,73 @@ class _Worker:
         if not done:
             raise result
         return result
+
+
+class _Crew:
+    """Threads with a process each, which they start and ask.
+
+    Signals are for the thread that gives them work: their own block them, and so does what is started there. The
+    exception that a signal raises may leave a lock taken, so that thread shares none with them but the queues', which
+    are written in C.
+
+    Args:
+        work: the function of the processes, what prepares it, and its arguments.
+        lost: as in ``in_processes``.
+    """
+
+    def __init__(self, work: Sequence[Any], lost: Callable[[Any], Any] | None) -> None:
+        self._work = work
+        self._lost = lost
+        self.asked: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
+        self.found: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+        self._ending = Event()
+        self._threads: list[Thread] = []
+        self._workers: list[_Worker] = []
+        resource_tracker.ensure_running()  # started with a process, it would no longer block what its thread does
+
+    def grow(self) -> None:
+        """Adds a thread."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            thread = Thread(target=self._main, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def end(self) -> None:
+        """Ends all, whatever they are at."""
+        self._ending.set()
+        for worker in list(self._workers):
+            worker.end()
+        for _ in self._threads:
+            self.asked.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _main(self) -> None:
+        worker: _Worker | None = None
+        while (asked := self.asked.get()) is not None:
+            number, item = asked
+            try:
+                if worker is None:
+                    worker = _Worker(*self._work)
+                    self._workers.append(worker)
+                if self._ending.is_set():  # after that, or else nobody would end it
+                    break
+                self.found.put((number, worker.ask(item), None))
+            except (EOFError, OSError) as error:
+                if worker is not None:
+                    worker.end()
+                    worker = None
+                if self._lost is None:
+                    killed = UserError("a process was killed (out of memory?); give fewer --workers")
+                    killed.__cause__ = error
+                    self.found.put((number, None, killed))
+                else:
+                    self.found.put((number, self._lost(item), None))
+            except BaseException as error:
+                self.found.put((number, None, error))
 
 
 def in_processes(
@@ -110,43 +170,32 @@ def in_processes(
             prepare(*arguments)
         yield from map(function, items)
         return
-    work = (function, prepare, tuple(arguments))
-    idle: SimpleQueue[_Worker] = SimpleQueue()
-    started: list[_Worker] = []
-    ending = Event()
+    crew = _Crew((function, prepare, tuple(arguments)), lost)
+    ready: dict[int, tuple[Any, BaseException | None]] = {}
+    asked = given = 0
 
-    def start() -> _Worker:
-        started.append(_Worker(*work))
-        return started[-1]
+    def settled(most: int) -> Iterator[R]:
+        """The results that are next in order, until at most so many are on their way."""
+        nonlocal given
+        while given < asked:
+            while not crew.found.empty() or (given not in ready and asked - given > most):
+                number, *answer = crew.found.get()
+                ready[number] = (answer[0], answer[1])
+            if given not in ready:
+                return
+            result, error = ready.pop(given)
+            given += 1
+            if error is not None:
+                raise error
+            yield result
 
-    def ask(item: T) -> R:
-        worker = idle.get()
-        try:
-            found: R = worker.ask(item)
-        except (EOFError, OSError) as error:
-            if lost is None or ending.is_set():
-                raise UserError("a process was killed (out of memory?); give fewer --workers") from error
-            worker.end()
-            worker = start()
-            found = lost(item)
-        finally:
-            idle.put(worker)
-        return found
-
-    with ThreadPoolExecutor(workers) as pool:  # each thread waits for one process
-        pending: deque[Future[R]] = deque()
-        try:
-            for item in items:
-                if len(started) < workers:
-                    idle.put(start())
-                pending.append(pool.submit(ask, item))
-                while pending and (pending[0].done() or len(pending) > 4 * workers):
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            ending.set()
-            for future in pending:
-                future.cancel()
-            for worker in started:
-                worker.end()
+    try:
+        for item in items:
+            if asked < workers:
+                crew.grow()
+            crew.asked.put((asked, item))
+            asked += 1
+            yield from settled(4 * workers)
+        yield from settled(0)
+    finally:
+        crew.end()

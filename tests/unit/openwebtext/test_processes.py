@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,20 @@ def test_a_killed_process_is_one_line_or_one_result() -> None:
         list(in_processes(_die, range(20), 2))
     found = list(in_processes(_die, range(20), 2, lost=lambda number: -number))
     assert found == [0, 1, 2, -3, *range(4, 20)]
+
+
+def test_a_signal_finds_no_lock_taken() -> None:
+    """Python's own locks stay taken for ever when the exception of a signal comes at the wrong moment."""
+    results = in_processes(_double, count(100), 2)
+    assert [next(results) for _ in range(20)] == list(range(200, 240, 2))
+    seen: set[str] = set()
+    sys.setprofile(lambda frame, *_: seen.add(frame.f_globals["__name__"]))
+    try:
+        more = [next(results) for _ in range(40)]
+    finally:
+        sys.setprofile(None)
+    assert more == list(range(240, 320, 2))
+    assert seen <= {__name__, in_processes.__module__}
 
 
 def _gone(pids: set[int], patience: float = 20.0) -> bool:
