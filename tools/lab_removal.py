@@ -55,7 +55,7 @@ def remove(key: str) -> list[str]:
     return left + cpu_limit.clean(f"{key}h")
 
 
-def _has_ended(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     """Whether a process is gone, or only waits for a parent to read its status, as it may in a container for ever."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
@@ -71,5 +71,5 @@ def clean() -> tuple[list[str], list[str]]:
     """
     names = [_printed("ip", "netns", "list"), _printed("ip", "-o", "link", "show"), *cpu_limit.groups("nl")]
     pids = {int(match[1]) for text in names for match in _NAME.finditer(text)}
-    dead = sorted(f"nl{pid}" for pid in pids if _has_ended(pid))
+    dead = sorted(f"nl{pid}" for pid in pids if has_ended(pid))
     return dead, [line for key in dead for line in remove(key)]

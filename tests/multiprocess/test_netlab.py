@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cleanup import have_ended
 from tools import cpu_limit, lab_removal, netlab
 
 pytestmark = pytest.mark.multiprocess
@@ -56,18 +57,6 @@ def _wait_for(path: Path) -> None:
     while not path.exists():
         assert time.monotonic() < deadline, f"{path.name} did not appear"
         time.sleep(0.1)
-
-
-def _has_ended(pid: int) -> bool:
-    """Whether a process is gone, or waits for its status to be read; one that is being killed gets a moment."""
-    for _ in range(50):
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
-                return True
-        except OSError:
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def test_the_link_shapes_and_its_interface_counts(tmp_path: Path) -> None:
@@ -123,7 +112,7 @@ def test_two_at_once_and_interrupts(tmp_path: Path) -> None:
         assert lab.returncode == status, err
         assert "the hosts are removed" in err
         assert _left(lab.pid) == ""
-    assert all(map(_has_ended, inside))
+    assert have_ended(inside, 1.0)
 
 
 def test_what_runs_in_another_thread_ends_with_the_laboratory(tmp_path: Path) -> None:
@@ -143,7 +132,7 @@ def test_what_runs_in_another_thread_ends_with_the_laboratory(tmp_path: Path) ->
         time.sleep(0.2)
     thread.join(30)
     assert not thread.is_alive()
-    assert all(_has_ended(int(path.read_text())) for path in folder.iterdir())
+    assert have_ended((int(path.read_text()) for path in folder.iterdir()), 1.0)
 
 
 def test_what_a_killed_laboratory_leaves_is_cleaned(tmp_path: Path) -> None:
@@ -159,7 +148,7 @@ def test_what_a_killed_laboratory_leaves_is_cleaned(tmp_path: Path) -> None:
     assert f"removed nl{lab.pid}" in done.stdout
     lab.communicate()  # what ran there has let go of its output
     assert _left(lab.pid) == ""
-    assert _has_ended(int(mark.read_text()))
+    assert have_ended([int(mark.read_text())], 1.0)
 
 
 def test_control_groups_of_a_killed_laboratory_are_cleaned_without_its_namespaces() -> None:

@@ -1,4 +1,4 @@
-"""Processes that do not outlive the test session that started them."""
+"""Processes that end: with the test session that started them, by signals, or when a test says so."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
+
+from tools.interrupt import SIGNALS
+from tools.lab_removal import has_ended
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
@@ -17,6 +22,20 @@ def die_with_parent() -> None:
     """Asks Linux to kill this process when its parent dies; elsewhere does nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def heed_signals() -> None:
+    """Lets this process be ended by signals that the shell has the tests ignore (nohup, or in the background)."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def have_ended(pids: Iterable[int], patience: float = 20.0) -> bool:
+    """Whether processes end within so many seconds."""
+    left, deadline = set(pids), time.monotonic() + patience
+    while (left := {pid for pid in left if not has_ended(pid)}) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not left
 
 
 def kill_tree(pid: int) -> None:

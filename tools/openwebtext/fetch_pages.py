@@ -188,6 +188,7 @@ def run(options: argparse.Namespace) -> Report:
     check_apart([options.input], [output, place, options.report])
     if Path(options.input).exists() and not Path(options.input).is_file():
         raise UserError(f"{options.input}: is no plain file, and will be read twice; name one")
+    next(lines(options.input), None)  # a file that cannot be read leaves no record, which other limits would not fit
     wanted = (line.decode("utf-8", "replace") for line in lines(options.input))
     fetch = Fetcher(limits)
     _quiet()

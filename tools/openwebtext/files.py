@@ -32,7 +32,7 @@ class _Zstd(io.RawIOBase):
         self._library = zstandard
         self._file = path.open("rb")
         self._frame: Any = None
-        self._ready = b""
+        self._ready = memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -48,12 +48,12 @@ class _Zstd(io.RawIOBase):
             if self._frame is None or self._frame.eof:
                 self._frame = self._library.ZstdDecompressor(max_window_size=_LONGEST_WINDOW).decompressobj()
             try:
-                self._ready = self._frame.decompress(packed)
+                self._ready = memoryview(self._frame.decompress(packed))
             except self._library.ZstdError as error:
                 raise EOFError(error) from error
         count = min(len(buffer), len(self._ready))
         buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
+        self._ready = self._ready[count:]  # a view: a copy of the rest for every part would take quadratic time
         return count
 
     def close(self) -> None:

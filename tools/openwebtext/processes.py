@@ -55,14 +55,13 @@ class _Worker:
     """
 
     def __init__(self, *work: Any) -> None:
-        self._connection, other = _CONTEXT.Pipe()
-        self._process = _CONTEXT.Process(target=_serve, args=(other, *work), daemon=True)
         try:
-            self._process.start()
+            self._connection, other = _CONTEXT.Pipe()
+            with other:
+                self._process = _CONTEXT.Process(target=_serve, args=(other, *work), daemon=True)
+                self._process.start()
         except (EOFError, OSError) as error:
             raise UserError(f"a process could not be started ({error}); give fewer --workers") from error
-        finally:
-            other.close()
         self.end = util.Finalize(self, _end, (self._process,), exitpriority=1)
 
     def ask(self, item: Any) -> Any:
@@ -76,6 +75,11 @@ class _Worker:
         if not done:
             raise result
         return result
+
+    def close(self) -> None:
+        """Lets go of a process that has been killed; for the thread that asks it."""
+        self.end()
+        self._connection.close()
 
 
 class _Crew:
@@ -133,7 +137,8 @@ class _Crew:
                 self.found.put((number, worker.ask(item), None))
             except (EOFError, OSError) as error:
                 if worker is not None:
-                    worker.end()
+                    worker.close()
+                    self._workers.remove(worker)
                     worker = None
                 if self._lost is None:
                     killed = UserError("a process was killed (out of memory?); give fewer --workers")

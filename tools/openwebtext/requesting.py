@@ -6,6 +6,7 @@ import ipaddress
 import socket
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
@@ -13,7 +14,10 @@ import requests
 import urllib3
 from protego import Protego
 from requests.adapters import HTTPAdapter
-from requests.utils import requote_uri, select_proxy
+from requests.utils import requote_uri
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.exceptions import NameResolutionError
 
 from megatron.config.errors import UserError
 from tools.openwebtext.fetching import Limits, Page, host_of
@@ -35,20 +39,50 @@ class _Busy(Exception):
     """A page that may be had later; the reason why not now."""
 
 
+def _check_public(address: str) -> None:
+    if not ipaddress.ip_address(address.split("%")[0]).is_global:
+        raise _Refused("of a private network")
+
+
+class _Connection(HTTPConnection):
+    """To public hosts alone. Who is at the other end counts: a name may have another address each time it is asked."""
+
+    def _new_conn(self) -> socket.socket:
+        with suppress(ValueError):  # of names
+            _check_public(self._dns_host)
+        try:
+            made = super()._new_conn()
+        except NameResolutionError as error:
+            if isinstance(error.__cause__, socket.gaierror) and error.__cause__.errno != socket.EAI_AGAIN:
+                raise _Refused("could not be reached") from error
+            raise
+        try:
+            _check_public(made.getpeername()[0])
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+
+class _SecureConnection(_Connection, HTTPSConnection):
+    pass
+
+
+class _Pool(HTTPConnectionPool):
+    ConnectionCls = _Connection
+
+
+class _SecurePool(HTTPSConnectionPool):
+    ConnectionCls = _SecureConnection
+
+
 class _Adapter(HTTPAdapter):
-    """Looks at the host of every request before anything is sent."""
+    """Connects as the limits say; proxies see to it themselves."""
 
     def __init__(self, limits: Limits) -> None:
-        self._private = limits.private
         super().__init__(pool_connections=limits.connections, pool_maxsize=1, max_retries=0)
-
-    def send(self, request: requests.PreparedRequest, *args: Any, **settings: Any) -> requests.Response:
-        if not (self._private or select_proxy(str(request.url), settings.get("proxies"))):
-            host = urlsplit(str(request.url)).hostname or ""
-            for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
-                if not ipaddress.ip_address(str(found[4][0]).split("%")[0]).is_global:
-                    raise _Refused("of a private network")
-        return super().send(request, *args, **settings)
+        if not limits.private:
+            self.poolmanager.pool_classes_by_scheme = {"http": _Pool, "https": _SecurePool}
 
 
 def _as_nobody(request: requests.PreparedRequest) -> requests.PreparedRequest:
@@ -158,6 +192,4 @@ class Fetcher:
 
 
 def _may_come_back(error: Exception) -> bool:
-    if isinstance(error, socket.gaierror):
-        return error.errno == socket.EAI_AGAIN
     return isinstance(error, requests.ConnectionError) and not isinstance(error, requests.exceptions.SSLError)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import resource
 import runpy
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ import pytest
 import torch
 
 from megatron.data.atomic import holding
+from tests.support.disk import largest_file
 from tests.unit.convert.support import convert, saved_model
 from tools import ckpt_convert
 from tools.ckpt_convert import main
@@ -136,22 +134,12 @@ def test_save_names_a_file(to: str, saved: Path, tmp_path: Path, capsys: pytest.
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@contextmanager
-def _largest_file(nbytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("nbytes", [500, 50_000])
 def test_a_full_disk_is_one_line(
     to: str, nbytes: int, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with _largest_file(nbytes):
+    with largest_file(nbytes):
         line = _said(capsys, "--load", str(saved), "--save", str(tmp_path / "out"), "--to", to)
     assert str(tmp_path / "out") in line
     assert ".partial" not in line

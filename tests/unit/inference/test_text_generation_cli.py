@@ -14,6 +14,13 @@ import pytest
 from tools.text_generation_cli import main
 
 
+@pytest.fixture(autouse=True)
+def without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the user's environment says."""
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "*")
+
+
 @contextmanager
 def answering(*answers: bytes) -> Iterator[str]:
     """The address of something that gives each connection the next of these answers."""

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.disk import largest_file
 from tests.unit.openwebtext.support import read, refused, write
-from tests.unit.openwebtext.test_streams import largest_file
 from tools.openwebtext import (
     bench,
     comparing,
@@ -206,8 +206,9 @@ def test_nothing_waits_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write(tmp_path / "in", corpus(1, 30))
+    flags = ["--inputs", source, "url", "--output", str(tmp_path / "out"), "--workers", "1"]
     with largest_file(10_000):
-        said = refused(find_duplicates, ["--inputs", source, "url", "--output", str(tmp_path / "out")], capsys)
+        said = refused(find_duplicates, flags, capsys)
     assert f"{tmp_path}: File too large" in said
     assert [entry.name for entry in tmp_path.iterdir()] == ["in"]
 

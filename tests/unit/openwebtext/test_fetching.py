@@ -1,214 +1,21 @@
-"""Pages are fetched from hosts in turn, within bounds, each once, and what is interrupted goes on."""
+"""Pages are fetched each once, texts taken out of them, and what is interrupted goes on."""
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
+from tests.support.cleanup import heed_signals
+from tests.unit.openwebtext.site import STORY, Site
 from tests.unit.openwebtext.support import read
 from tools.openwebtext import fetch_pages, pipeline
-from tools.openwebtext.fetching import Limits, fetch_all
-from tools.openwebtext.requesting import Fetcher
-
-STORY = (
-    "The old house by the river had been empty for many years when family number {0} came. They painted door {0}, "
-    "mended roof {0} and planted {0} apple trees, and in the evening they sat outside and listened to the water. "
-)
-ROBOTS = "User-agent: *\nDisallow: /secret\nAllow: /secret/open\nDisallow: /*.pdf$\n"
-
-
-def page(number: int, repeat: int = 6) -> str:
-    story = "".join(f"<p>{STORY.format(f'{number}-{part}')}</p>" for part in range(repeat))
-    return f"<html><head><title>t</title></head><body><nav>Home About</nav><article>{story}</article></body></html>"
-
-
-class Site(BaseHTTPRequestHandler):
-    """A site whose paths say what they do."""
-
-    asked: ClassVar[Counter[str]] = Counter()
-    at_once: ClassVar[Counter[str]] = Counter()
-    most_at_once: ClassVar[Counter[str]] = Counter()
-    lock = threading.Lock()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def answer(self, status: int, body: bytes, kind: str = "text/html", **headers: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def do_GET(self) -> None:
-        host = self.headers["Host"]
-        with Site.lock:
-            Site.asked[self.path] += 1
-            Site.at_once[host] += 1
-            Site.most_at_once[host] = max(Site.most_at_once[host], Site.at_once[host])
-        try:
-            self.respond()
-        except OSError:
-            pass  # the fetcher has gone, as it should
-        finally:
-            with Site.lock:
-                Site.at_once[host] -= 1
-
-    def respond(self) -> None:
-        name = self.path.strip("/").split("/")[0]
-        if self.path == "/robots.txt":
-            self.answer(200, ROBOTS.encode(), "text/plain")
-        elif name.startswith("story"):
-            self.answer(200, page(int(name[5:])).encode())
-        elif name == "plain":
-            self.answer(200, "Ä plain text.".encode(), "text/plain; charset=utf-8")
-        elif name == "packed":
-            self.answer(200, gzip.compress(page(77).encode()), Content_Encoding="gzip")
-        elif name == "bomb":
-            self.answer(200, gzip.compress(bytes(50_000_000)), Content_Encoding="gzip")
-        elif name == "picture":
-            self.answer(200, b"\x89PNG", "image/png")
-        elif name == "moved":
-            self.answer(302, b"", Location="/story5")
-        elif name == "circle":
-            self.answer(302, b"", Location="/circle")
-        elif name == "away":
-            self.answer(302, b"", Location=f"http://127.0.0.77:{self.headers['Host'].split(':')[1]}{self.path[5:]}")
-        elif name == "heavy":
-            self.send_response(302)
-            self.send_header("Location", "/story6")
-            self.end_headers()
-            for _ in range(1000):
-                self.wfile.write(b"x" * 100_000)
-        elif name == "file":
-            self.answer(302, b"", Location="file:///etc/passwd")
-        elif name == "silent":
-            time.sleep(1.0)
-        elif name == "drip":
-            self.send_response(200)
-            self.send_header("Content-Type", "text/html")
-            self.end_headers()
-            for _ in range(100):
-                self.wfile.write(b"x" * 70_000)
-                time.sleep(0.1)
-        elif name == "trickle":
-            self.answer(200, b"", Content_Length="1000")
-            for _ in range(100):
-                self.wfile.write(b"x")
-                time.sleep(0.1)
-        elif name == "headers":
-            for _ in range(200):
-                self.wfile.write(b"HTTP/1.0 200 OK\r\n" if _ == 0 else b"X: y\r\n"[_ % 6 :][:1])
-                time.sleep(0.1)
-        elif name == "stuck":
-            time.sleep(30)
-        elif name == "busy":
-            self.answer(503 if Site.asked[self.path] < 2 else 200, page(9).encode())
-        elif name == "empty":
-            self.answer(200, b"<html><body></body></html>")
-        elif name == "garbage":
-            self.answer(200, bytes(range(256)) * 50)
-        else:
-            self.answer(404, b"not here")
-
-
-@pytest.fixture
-def site() -> Iterator[str]:
-    """Port of a site that listens on every loopback address."""
-    Site.asked, Site.at_once, Site.most_at_once = Counter(), Counter(), Counter()
-    server = ThreadingHTTPServer(("0.0.0.0", 0), Site)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield str(server.server_address[1])
-    server.shutdown()
-    server.server_close()
-
-
-PATIENT = Limits(delay=0.0, timeout=20.0, private=True, max_bytes=1_000_000)
-HASTY = replace(PATIENT, timeout=0.4)
-
-
-@pytest.mark.parametrize(
-    ("path", "failed"),
-    [
-        ("/story1", ""),
-        ("/plain", ""),
-        ("/packed", ""),
-        ("/moved", ""),
-        ("/busy", ""),
-        ("/bomb", "too large"),
-        ("/picture", "no text but another kind of file"),
-        ("/circle", "redirected too often"),
-        ("/heavy", ""),
-        ("/away/story3", ""),
-        ("/away/secret", "refused by robots.txt"),
-        ("/file", "could not be reached"),
-        ("/silent", "timed out"),
-        ("/drip", "timed out"),
-        ("/trickle", "timed out"),
-        ("/headers", "timed out"),
-        ("/nothing", "answered with status 404"),
-        ("/secret/story1", "refused by robots.txt"),
-        ("/secret/open", "answered with status 404"),
-        ("/a/b.pdf", "refused by robots.txt"),
-        ("/a/b.pdf?x", "answered with status 404"),
-    ],
-)
-def test_a_page_comes_or_its_reason(path: str, failed: str, site: str) -> None:
-    limits = replace(HASTY, max_bytes=50_000_000) if failed == "timed out" else PATIENT
-    url = f"http://127.0.0.1:{site}{path}"
-    start = time.monotonic()
-    (found,) = fetch_all([url], Fetcher(limits), 4, 0.0, min(limits.patience, 2.0) if path == "/headers" else 100.0)
-    assert time.monotonic() - start < 8
-    assert found.url == url
-    assert found.failed == failed
-    assert bool(found.body) == (not failed)
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "10.1.2.3", "169.254.169.254", "[::1]", "0.0.0.0"])
-def test_hosts_of_private_networks_are_not_asked(host: str, site: str) -> None:
-    assert Fetcher(Limits(timeout=0.5))(f"http://{host}:{site}/story1").failed == "of a private network"
-    assert not Site.asked
-
-
-@pytest.mark.parametrize(
-    "url",
-    ["http://", "http://[", "nonsense", "http://no-such-host.invalid/", "http://a:b/", "ftp://x/y", "http://\ud800/"],
-)
-def test_urls_of_no_form_fail_alone(url: str) -> None:
-    assert Fetcher(HASTY)(url).failed == "could not be reached"
-
-
-def test_one_request_at_a_time_to_a_host_and_several_hosts_at_once(site: str) -> None:
-    urls = [f"http://127.0.0.{1 + number % 4}:{site}/story{number}" for number in range(40)]
-    found = list(fetch_all(urls, Fetcher(PATIENT), connections=16, delay=0.0))
-    assert sorted(page.url for page in found) == sorted(urls)
-    assert not any(page.failed for page in found)
-    assert set(Site.most_at_once.values()) == {1}
-    assert Site.asked["/robots.txt"] == 4
-
-
-def test_redirections_heed_the_hosts_that_they_lead_to(site: str) -> None:
-    urls = [f"http://127.0.0.{1 + number}:{site}/away/story{number}" for number in range(20)]
-    found = list(fetch_all(urls, Fetcher(PATIENT), connections=16, delay=0.0))
-    assert {page.url: b"family number" in page.body for page in found} == dict.fromkeys(urls, True)
-    assert set(Site.most_at_once.values()) == {1}
 
 
 def fetched(source: Path, output: Path, *flags: str) -> int:
@@ -284,13 +91,17 @@ def test_a_line_without_its_end_is_half_a_line(site: str, tmp_path: Path) -> Non
 
 def test_a_network_that_fails_loses_nothing(site: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, output, record = tmp_path / "urls.txt", tmp_path / "pages.jsonl", tmp_path / "pages.jsonl.fetched"
-    dead = [f"http://127.0.1.{number}:9/" for number in range(120)]
-    source.write_text("\n".join([f"http://127.0.0.1:{site}/story1", *dead[:50]]))
+    live, dead = f"http://127.0.0.1:{site}/story1", [f"http://127.0.1.{number}:9/" for number in range(120)]
+    source.write_text("\n".join([live, *dead[:50]]))
     assert fetched(source, output) == 0
-    source.write_text("\n".join([f"http://127.0.0.1:{site}/story1", *dead]))
+    rows = read(output)
+    assert [row["url"] for row in rows] == [live]
+    source.write_text("\n".join([live, *dead]))
     # Many hosts may be dead while the network is not: one that could be reached is asked again.
+    record.write_text(LIMITS + json.dumps(rows[0]) + "\n")
     assert fetched(source, output) == 0
-    assert [row["url"] for row in read(output)] == [f"http://127.0.0.1:{site}/story1"]
+    assert read(output) == rows
+    assert Site.asked["/story1"] > 1
     source.write_text("\n".join(dead))
     assert fetched(source, output) == 2
     said = capsys.readouterr().err.splitlines()[-1]
@@ -312,19 +123,35 @@ def test_what_is_read_twice_is_a_file_of_its_own(tmp_path: Path, capsys: pytest.
     assert "read and overwritten" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["missing", "folder", "damaged.gz"])
+def test_an_input_that_cannot_be_read_leaves_no_record(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "damaged.gz").write_bytes(b"http://127.0.0.1:9/")
+    assert fetched(tmp_path / name, tmp_path / "out") == 2
+    assert str(tmp_path / name) in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"folder", "damaged.gz"}
+
+
 def test_who_stops_a_fetch_need_not_wait(site: str, tmp_path: Path) -> None:
     source = tmp_path / "urls.txt"
     paths = ["story1", "story2", "story3", "stuck"]
     source.write_text("".join(f"http://127.0.0.{n}:{site}/{path}\n" for n, path in enumerate(paths, 1)))
-    common = ["--allow-private-hosts", "--timeout", "30", "--workers", "1"]
+    common = ["--allow-private-hosts", "--timeout", "120", "--workers", "1"]
     command = [sys.executable, fetch_pages.__file__, str(source), str(tmp_path / "pages.jsonl"), *common]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        record = tmp_path / "pages.jsonl.fetched"
-        while not (record.exists() and record.read_text().endswith("\n") and Site.asked["/stuck"]):
-            assert process.poll() is None
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=5)
+    deadline = time.monotonic() + 60
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals) as process:
+        try:
+            record = tmp_path / "pages.jsonl.fetched"
+            while not (record.exists() and record.read_text().endswith("\n") and Site.asked["/stuck"]):
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=30)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert said.splitlines()[-1] == f"fetch_pages: interrupted; {fetch_pages.GOES_ON}"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pages.jsonl.fetched", "urls.txt"]

@@ -56,8 +56,8 @@ def test_silent_hosts_are_given_up() -> None:
 
     urls = [f"http://{host}/{number}" for host in ("dead", "stuck", "alive") for number in range(50)]
     start = time.monotonic()
-    found = list(fetch_all(urls, fetch, connections=8, delay=0.0, patience=0.1))
-    assert time.monotonic() - start < 5
+    found = list(fetch_all(urls, fetch, connections=8, delay=0.0, patience=0.5))
+    assert time.monotonic() - start < 15
     assert sorted(page.url for page in found) == sorted(urls)
     assert sum(asked[url] for url in urls if "dead" in url) == 6
     assert max(asked[url] for url in urls) <= 3

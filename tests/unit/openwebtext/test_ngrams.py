@@ -42,7 +42,7 @@ def test_a_pipe_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     flags = flags_of(tmp_path)
     flags[1] = str(pipe)
     assert "only once" in refused(filter_ngrams, flags, capsys)
-    feeder = threading.Thread(target=lambda: pipe.write_bytes((tmp_path / "data").read_bytes()))
+    feeder = threading.Thread(target=lambda: pipe.write_bytes((tmp_path / "data").read_bytes()), daemon=True)
     feeder.start()
     assert filter_ngrams.main([*flags[:-3], "--load-dictionary", str(saved)]) == 0
     feeder.join()

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.cleanup import have_ended, heed_signals
 from tools.openwebtext.processes import in_processes
 from tools.openwebtext.streams import UserError, writing
 
@@ -50,6 +50,15 @@ def test_a_killed_process_is_one_line_or_one_result() -> None:
     assert found == [0, 1, 2, -3, *range(4, 20)]
 
 
+def test_killed_processes_leave_no_open_files() -> None:
+    results = in_processes(_die, [3] * 30, 2, lost=abs)
+    next(results)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(20):
+        next(results)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 6  # of two that are being started
+
+
 def test_a_signal_finds_no_lock_taken() -> None:
     """Python's own locks stay taken for ever when the exception of a signal comes at the wrong moment."""
     results = in_processes(_double, count(100), 2)
@@ -62,13 +71,6 @@ def test_a_signal_finds_no_lock_taken() -> None:
         sys.setprofile(None)
     assert more == list(range(240, 320, 2))
     assert seen <= {__name__, in_processes.__module__}
-
-
-def _gone(pids: set[int], patience: float = 20.0) -> bool:
-    end = time.monotonic() + patience
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < end:
-        time.sleep(0.05)
-    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 WRITES = """
@@ -101,14 +103,15 @@ def running(folder: Path, **settings: Any) -> Iterator[tuple[subprocess.Popen[st
     process = subprocess.Popen(
         [sys.executable, str(script), str(folder / "out"), "--workers", "2"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        # Shells let what they start in the background ignore Ctrl-C, and this test with it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **settings,
+        preexec_fn=heed_signals, **settings,
     )  # fmt: skip
     assert process.stdout is not None
     pids: set[int] = set()
     try:
         while len(pids) < 3:
-            pids.update(map(int, process.stdout.readline().split()))
+            line = process.stdout.readline()
+            assert line, "the tool has ended"
+            pids.update(map(int, line.split()))
         yield process, pids
     finally:
         process.kill()
@@ -122,7 +125,7 @@ def test_a_stopped_tool_leaves_nothing(number: signal.Signals, tmp_path: Path) -
         _, said = process.communicate(timeout=20)
         assert said == "writes: interrupted; no unfinished file is left\n"
         assert process.returncode == 130
-        assert _gone(pids)
+        assert have_ended(pids)
     assert [entry.name for entry in tmp_path.iterdir()] == ["writes.py"]
 
 
@@ -132,14 +135,14 @@ def test_a_stopped_group_of_processes_says_one_line(tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=20)
         assert said == "writes: interrupted; no unfinished file is left\n"
-        assert _gone(pids)
+        assert have_ended(pids)
 
 
 def test_a_killed_tool_leaves_no_process(tmp_path: Path) -> None:
     with running(tmp_path) as (process, pids):
         process.kill()
         process.communicate(timeout=20)
-        assert _gone(pids)
+        assert have_ended(pids)
     (left,) = tmp_path.glob(".out.*.partial")
     with writing(tmp_path / "out"):
         pass

@@ -1,0 +1,108 @@
+"""A page comes within bounds or with its reason, from public hosts, one at a time from each."""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.unit.openwebtext.site import Site
+from tools.openwebtext.fetching import Limits, Page, fetch_all
+from tools.openwebtext.requesting import Fetcher
+
+PATIENT = Limits(delay=0.0, timeout=20.0, private=True, max_bytes=1_000_000)
+HASTY = replace(PATIENT, timeout=0.4)
+
+
+@pytest.mark.parametrize(
+    ("path", "failed"),
+    [
+        ("/story1", ""),
+        ("/plain", ""),
+        ("/packed", ""),
+        ("/moved", ""),
+        ("/busy", ""),
+        ("/bomb", "too large"),
+        ("/picture", "no text but another kind of file"),
+        ("/circle", "redirected too often"),
+        ("/heavy", ""),
+        ("/away/story3", ""),
+        ("/away/secret", "refused by robots.txt"),
+        ("/file", "could not be reached"),
+        ("/silent", "timed out"),
+        ("/drip", "timed out"),
+        ("/trickle", "timed out"),
+        ("/headers", "timed out"),
+        ("/nothing", "answered with status 404"),
+        ("/secret/story1", "refused by robots.txt"),
+        ("/secret/open", "answered with status 404"),
+        ("/a/b.pdf", "refused by robots.txt"),
+        ("/a/b.pdf?x", "answered with status 404"),
+    ],
+)
+def test_a_page_comes_or_its_reason(path: str, failed: str, site: str) -> None:
+    limits = replace(HASTY, max_bytes=50_000_000) if failed == "timed out" else PATIENT
+    url = f"http://127.0.0.1:{site}{path}"
+    start = time.monotonic()
+    (found,) = fetch_all([url], Fetcher(limits), 4, 0.0, min(limits.patience, 2.0) if path == "/headers" else 100.0)
+    assert time.monotonic() - start < 30  # of the minute that some of these pages take
+    assert found.url == url
+    assert found.failed == failed
+    assert bool(found.body) == (not failed)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "10.1.2.3", "169.254.169.254", "[::1]", "0.0.0.0"])
+def test_hosts_of_private_networks_are_not_asked(host: str, site: str) -> None:
+    assert Fetcher(Limits(timeout=0.5))(f"http://{host}:{site}/story1").failed == "of a private network"
+    assert not Site.asked
+
+
+def test_a_name_whose_address_changes_is_not_asked(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A public one for whoever only looks, and one of this machine for the connection."""
+
+    def look_up(host: str, port: int | None, *_: object, **__: object) -> list[Any]:
+        address = "93.184.215.14" if port is None else "127.0.0.1"
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port or 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    for limits in (Limits(timeout=5.0), Limits(timeout=5.0, robots=False)):
+        assert Fetcher(limits)(f"http://changes.example.org:{site}/story1").failed == "of a private network"
+    assert Fetcher(limits)(f"https://changes.example.org:{site}/story1").failed == "of a private network"
+    assert not Site.asked
+
+
+@pytest.mark.parametrize(("error", "again"), [(socket.EAI_NONAME, False), (socket.EAI_AGAIN, True)])
+def test_names_that_do_not_exist_are_looked_up_once(error: int, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_up(*_: object, **__: object) -> None:
+        raise socket.gaierror(error, "as on the network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    url = "http://no-such-host.example.org/"
+    assert Fetcher(Limits())(url) == Page(url, failed="could not be reached", then=url if again else "")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://", "http://[", "nonsense", "http://no-such-host.invalid/", "http://a:b/", "ftp://x/y", "http://\ud800/"],
+)
+def test_urls_of_no_form_fail_alone(url: str) -> None:
+    assert Fetcher(HASTY)(url).failed == "could not be reached"
+
+
+def test_one_request_at_a_time_to_a_host_and_several_hosts_at_once(site: str) -> None:
+    urls = [f"http://127.0.0.{1 + number % 4}:{site}/story{number}" for number in range(40)]
+    found = list(fetch_all(urls, Fetcher(PATIENT), connections=16, delay=0.0))
+    assert sorted(page.url for page in found) == sorted(urls)
+    assert not any(page.failed for page in found)
+    assert set(Site.most_at_once.values()) == {1}
+    assert Site.asked["/robots.txt"] == 4
+
+
+def test_redirections_heed_the_hosts_that_they_lead_to(site: str) -> None:
+    urls = [f"http://127.0.0.{1 + number}:{site}/away/story{number}" for number in range(20)]
+    found = list(fetch_all(urls, Fetcher(PATIENT), connections=16, delay=0.0))
+    assert {page.url: b"family number" in page.body for page in found} == dict.fromkeys(urls, True)
+    assert set(Site.most_at_once.values()) == {1}
