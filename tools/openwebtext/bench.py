@@ -113,7 +113,7 @@ def timed(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         result = run()
-    if result not in (0, None) and not isinstance(result, list):
+    if result:
         sys.exit(f"error: a step failed with status {result}")
     return time.perf_counter() - start
 

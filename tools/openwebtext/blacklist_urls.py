@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> Report:
     report, seen = Report(), set[bytes]()
     report.add("URLs", 0)
     with writing(options.output) as write:
-        for line in progress((line for path in files for line in lines(path)), "URLs"):
+        for line in progress((line for path in files for line in lines(path)), "URLs", "URL"):
             report.add("URLs")
             url = line.decode("utf-8", "replace")
             reason = "malformed" if "\ufffd" in url else reason_against(url, domains, extensions)

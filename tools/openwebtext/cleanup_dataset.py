@@ -15,6 +15,7 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,17 @@ class _Settings:
     tokenizer: Tokenizer | None = None
 
 
+@cache
+def _tokenizer(vocab: str, merges: str) -> Tokenizer:
+    """GPT-2's; the check of the flags and the work share it."""
+    flags = TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocab, merge_file=merges)
+    return build_tokenizer(flags)
+
+
 def prepare(key: str, language: str, least: int, vocabulary: tuple[str, str] | None) -> None:
     """Sets this process up."""
     _Settings.key, _Settings.language, _Settings.least = key, language, least
-    _Settings.tokenizer = None
-    if vocabulary is not None:
-        vocab, merges = vocabulary
-        flags = TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocab, merge_file=merges)
-        _Settings.tokenizer = build_tokenizer(flags)
+    _Settings.tokenizer = None if vocabulary is None else _tokenizer(*vocabulary)
 
 
 def long_enough(text: str) -> bool:
@@ -106,15 +110,10 @@ def run(options: argparse.Namespace) -> Report:
     check_apart([options.input, options.vocab_file, options.merge_file], [options.output, options.report])
     check(options)
     with writing(options.output) as write:
-
-        def take(judged: Judged) -> None:
-            for kept in judged.kept:
-                write(kept)
-
         return judge_all(
             judge,
-            [options.input],
-            take,
+            options.input,
+            write,
             workers=options.workers,
             skip_bad=options.skip_bad_lines,
             what="cleanup",

@@ -106,27 +106,19 @@ def run(options: argparse.Namespace) -> Report:
     for path in options.input_files:
         if not Path(path).exists():
             raise UserError(f"{path}: No such file or directory")
-    settings = (options.key, tuple(options.tasks))
-    prepare(*settings)
     total = Report()
     for path, (cleaned, filtered) in zip(options.input_files, places, strict=True):
         with writing(cleaned) as keep, writing(filtered) as drop:
-
-            def take(judged: Judged, keep: Any = keep, drop: Any = drop) -> None:
-                for kept in judged.kept:
-                    keep(kept)
-                if judged.dropped is not None:
-                    drop(judged.dropped)
-
             report = judge_all(
                 judge,
-                [path],
-                take,
+                path,
+                keep,
+                drop,
                 workers=options.workers,
                 skip_bad=options.skip_bad_lines,
                 what=Path(path).name,
                 prepare=prepare,
-                arguments=settings,
+                arguments=(options.key, options.tasks),
             )
         total.counts.update(report.counts)
     return total

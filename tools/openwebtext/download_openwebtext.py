@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> Report:
     report = Report()
     report.add("written", 0)
     with writing(options.output) as write:
-        for number, row in enumerate(progress(islice(rows(options), options.limit), "rows")):
+        for number, row in enumerate(progress(islice(rows(options), options.limit), "rows", "row")):
             if row.get("url") is None:
                 row["url"] = f"{Path(options.dataset).name}/{options.split}/{number}"
             write(line_of(row))

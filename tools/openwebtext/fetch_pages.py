@@ -117,7 +117,7 @@ class _Record:
         self.done: set[bytes] = set()
         self.reached = ""
         """The last URL whose page was had."""
-        first = _LIMITS + json.dumps([limits.max_bytes, limits.robots, limits.private]).encode() + b"}\n"
+        first = _LIMITS + json.dumps(limits.of_pages).encode() + b"}\n"
         whole = 0
         for line in stream:
             half = not line.endswith(b"\n")  # left by an interrupted run
@@ -189,35 +189,35 @@ def run(options: argparse.Namespace) -> Report:
     if Path(options.input).exists() and not Path(options.input).is_file():
         raise UserError(f"{options.input}: is no plain file, and will be read twice; name one")
     next(lines(options.input), None)  # a file that cannot be read leaves no record, which other limits would not fit
-    wanted = (line.decode("utf-8", "replace") for line in lines(options.input))
+    wanted: set[bytes] = set()
     fetch = Fetcher(limits)
     _quiet()
     with _recording(place, limits) as record:
-        seen = record.done
 
         def missing() -> Iterator[str]:
-            for url in wanted:
+            for line in lines(options.input):
+                url = line.decode("utf-8", "replace")
                 page = page_of(url)
-                if page not in seen:
-                    seen.add(page)
-                    yield url
+                if page not in wanted:
+                    wanted.add(page)
+                    if page not in record.done:
+                        yield url
 
         def is_up() -> bool:
             return bool(record.reached) and fetch(record.reached).failed not in UNREACHED
 
         pages = fetch_all(missing(), fetch, limits.connections, limits.delay, limits.patience)
-        with progress((), "pages") as bar:
+        with progress((), "pages", "page") as bar:
             for found in _settled(in_processes(_extract, pages, options.workers, _quiet, lost=_lost), is_up):
                 record.add(found)
                 bar.update()
-        report = _write(options.input, record, output)
+        report = _write(options.input, wanted, record, output)
         record.path.unlink(missing_ok=True)
     return report
 
 
-def _write(source: str, record: _Record, output: Path) -> Report:
+def _write(source: str, wanted: set[bytes], record: _Record, output: Path) -> Report:
     """The texts of all pages that are wanted, and what became of the others."""
-    wanted = {page_of(line.decode("utf-8", "replace")) for line in lines(source)}
     report = Report()
     report.add("pages", 0)
     report.add("written", 0)

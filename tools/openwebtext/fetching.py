@@ -45,6 +45,11 @@ class Limits:
     private: bool = False
 
     @property
+    def of_pages(self) -> list[int]:
+        """Those that tell which pages are had."""
+        return [self.max_bytes, self.robots, self.private]
+
+    @property
     def patience(self) -> float:
         """Seconds after which a request is given up, whatever it is waiting for (a name, say, or endless headers)."""
         return 12 * self.timeout
@@ -98,7 +103,6 @@ class Frontier:
         self._ready: list[tuple[float, int, str]] = []
         self._free_at: dict[str, float] = {}
         self._silent: dict[str, int] = {}
-        self._busy: set[str] = set()
         self._count = self._turn = 0
 
     def add(self, url: str, now: float) -> None:
@@ -109,8 +113,7 @@ class Frontier:
             self._waiting[host].append(url)
             return
         self._waiting[host] = deque([url])
-        if host not in self._busy:
-            self._queue(host, self._free_at.get(host, now))
+        self._queue(host, self._free_at.get(host, now))
 
     def _queue(self, host: str, at: float) -> None:
         self._turn += 1
@@ -126,14 +129,12 @@ class Frontier:
         _, _, host = heapq.heappop(self._ready)
         url = self._waiting[host].popleft()
         self._count -= 1
-        self._busy.add(host)
         return url
 
     def release(self, url: str, now: float, answered: bool = True) -> None:
         """A URL's request has ended."""
         host = host_of(url)
         at = now if self.hopeless(url) else now + self._delay
-        self._busy.discard(host)
         self._silent[host] = 0 if answered else self._silent.get(host, 0) + 1
         if self._waiting.get(host):
             self._queue(host, at)

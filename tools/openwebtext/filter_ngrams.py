@@ -89,7 +89,7 @@ def hits(text: str) -> Iterator[tuple[str, int, int]]:
 
 def count(found: dict[str, Any], line: bytes, where: str) -> Judged:
     """First pass: which runs a document holds."""
-    return Judged(reasons=tuple(ngram for ngram, _, _ in hits(text_of(found, _Settings.key, where))))
+    return Judged(tuple(ngram.encode() for ngram, _, _ in hits(text_of(found, _Settings.key, where))))
 
 
 def pieces(text: str) -> list[str] | None:
@@ -196,32 +196,20 @@ def run(options: argparse.Namespace) -> Report:
     shared: dict[str, Any] = {"workers": options.num_threads, "skip_bad": options.skip_bad_lines, "prepare": prepare}
 
     def settings(ngrams: Iterable[str]) -> tuple[Any, ...]:
-        made = (
-            key,
-            frozenset(ngrams),
-            options.remove_char_each_side,
-            options.filter_text_char_len,
-            options.splits_count,
-        )
-        prepare(*made)
-        return made
+        of_pieces = (options.remove_char_each_side, options.filter_text_char_len, options.splits_count)
+        return key, frozenset(ngrams), *of_pieces
 
-    counts: Counter[str] = Counter()
     if not options.load_dictionary:
-        judge_all(count, [path], lambda judged: counts.update(judged.reasons), what="counting",
-                  arguments=settings(found), **shared)  # fmt: skip
-        found = {ngram: counts[ngram] for ngram in found}
+        counts: Counter[bytes] = Counter()
+        judge_all(count, path, lambda ngram: counts.update([ngram]), what="counting", arguments=settings(found),
+                  **shared)  # fmt: skip
+        found = {ngram: counts[ngram.encode()] for ngram in found}
     if options.save_dictionary:
         with writing(options.save_dictionary) as write:
             write(json.dumps(found, ensure_ascii=False).encode())
     wanted = [ngram for ngram, seen in found.items() if seen < options.key_threshold]
     with writing(options.output) as write:
-
-        def take(judged: Judged) -> None:
-            for kept in judged.kept:
-                write(kept)
-
-        report = judge_all(judge, [path], take, what="filtering", arguments=settings(wanted), **shared)
+        report = judge_all(judge, path, write, what="filtering", arguments=settings(wanted), **shared)
     report.add("runs of words looked for", len(wanted))
     report.add("phrases that stay", len(found) - len(wanted))
     return report

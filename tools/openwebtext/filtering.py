@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,9 @@ def _judge_part(part: _Part) -> list[Judged]:
 
 def judge_all(
     judge: Judge,
-    paths: Iterable[str | Path],
-    take: Callable[[Judged], None],
+    path: str | Path,
+    write: Callable[[bytes], None],
+    drop: Callable[[bytes], None] | None = None,
     *,
     workers: int,
     skip_bad: bool,
@@ -63,12 +64,12 @@ def judge_all(
     prepare: Callable[..., None] | None = None,
     arguments: Sequence[Any] = (),
 ) -> Report:
-    """Judges every line of some files, in several processes, and hands the results on in order.
+    """Judges every line of a file, in several processes, and writes the results in order.
 
     Args:
         judge: a function of a module.
-        paths: of JSON lines.
-        take: gets every result.
+        path: of JSON lines.
+        write, drop: take the lines that are kept, and those of what is left out.
         workers: processes.
         skip_bad: count what is no document instead of ending there.
         what: for the progress bar.
@@ -78,21 +79,18 @@ def judge_all(
         UserError: naming the file and the line that is no document.
     """
     report = Report()
-
-    def parts() -> Iterable[_Part]:
-        for path in paths:
-            for chunk in in_chunks(numbered_lines(path)):
-                yield _Part(judge, str(path), chunk, skip_bad)
-
+    parts = (_Part(judge, str(path), chunk, skip_bad) for chunk in in_chunks(numbered_lines(path)))
     report.add("documents", 0)
     with progress((), what) as bar:
-        for results in in_processes(_judge_part, parts(), workers, prepare, arguments):
+        for results in in_processes(_judge_part, parts, workers, prepare, arguments):
             for result in results:
                 report.add("documents")
                 for reason in result.reasons:
                     report.add(reason)
-                if result.kept:
-                    report.add("written", len(result.kept))
-                take(result)
+                for kept in result.kept:
+                    report.add("written")
+                    write(kept)
+                if drop is not None and result.dropped is not None:
+                    drop(result.dropped)
             bar.update(len(results))
     return report

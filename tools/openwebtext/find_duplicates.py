@@ -254,7 +254,7 @@ def _write_duplicates(
             f"name ({example!r} first); give each a name of its own (add_id.py does)",
             file=sys.stderr,
         )
-    buckets = progress(index.buckets(options.num_bands, left_out), "buckets")
+    buckets = progress(index.buckets(options.num_bands, left_out), "buckets", "bucket")
     workers = options.workers if options.jaccard_parallel else 1
     results = in_processes(compare, in_chunks(buckets, _BUCKETS), workers, prepare, settings)
     report.add("pairs", 0)

@@ -39,7 +39,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.config.errors import UserError
-from megatron.data.atomic import holding
+from megatron.data.atomic import holding, remove_leftovers
 from tools.openwebtext import (
     blacklist_urls,
     cleanup_dataset,
@@ -159,12 +159,12 @@ def steps_of(options: argparse.Namespace) -> list[Step]:
     folder = Path(options.output_path) / STEPS
     steps: list[Step] = []
 
-    def add(name: str, settings: Any, run: Callable[[Path], Report], check: Callable[[Path], None]) -> Path:
+    def add(name: str, settings: Any, run: Callable[[Path], Report], check: Callable[..., None] = _unchecked) -> Path:
         path = (folder.parent if name == "shuffle" else folder) / OUTPUTS[name]
         steps.append(Step(name, path, settings, lambda: run(path), lambda: check(path)))
         return path
 
-    def tool(module: Any, settings: Any, check: Callable[[argparse.Namespace], None], **flags: object) -> Path:
+    def tool(module: Any, settings: Any, check: Callable[..., None] = _unchecked, **flags: object) -> Path:
         shared = {"report": None, "workers": options.workers, "skip_bad_lines": False, **flags}
 
         def given(path: Path) -> argparse.Namespace:
@@ -176,29 +176,26 @@ def steps_of(options: argparse.Namespace) -> list[Step]:
     skip_bad = options.skip_bad_lines
     urls = None
     if options.urls:
-        urls = tool(
-            blacklist_urls, options.urls, _unchecked, input=options.urls, domains_file=None, extensions_file=None
-        )
+        urls = tool(blacklist_urls, options.urls, input=options.urls, domains_file=None, extensions_file=None)
     pages, allowed = options.json, urls
     if not pages:
         limits = fetch_pages.limits_of(options)
-        kept = [limits.max_bytes, limits.robots, limits.private]
-        pages, allowed = [str(tool(fetch_pages, kept, _unchecked, input=urls, limits=limits))], None
+        pages, allowed = [str(tool(fetch_pages, limits.of_pages, input=urls, limits=limits))], None
     now = add("merge", [options.json, options.urls],
-              lambda path: merge(pages, allowed, path, skip_bad), _unchecked)  # fmt: skip
+              lambda path: merge(pages, allowed, path, skip_bad))  # fmt: skip
     cleanup = {"key": "text", "language": options.language, "min_tokens": options.min_tokens,
                "vocab_file": options.vocab_file, "merge_file": options.merge_file}  # fmt: skip
     now = tool(cleanup_dataset, cleanup, cleanup_dataset.check, input=now, **cleanup)
     if options.fix_tasks:
         fix = {"tasks": options.fix_tasks, "output_path": folder, "key": "text"}
-        now = tool(cleanup_fix_dataset, options.fix_tasks, _unchecked, input_files=[now], **fix)
+        now = tool(cleanup_fix_dataset, options.fix_tasks, input_files=[now], **fix)
     find = {"key": "text", "load_fingerprints": None, "save_fingerprints": None, "jaccard": "union",
             "heuristic_iter": -1, "num_bands": options.num_bands, "num_seeds": options.num_seeds,
             "jaccard_parallel": True, "seed": options.seed}  # fmt: skip
     pairs = tool(find_duplicates, find, find_duplicates.check, inputs=[now, KEY], **find)
     groups = tool(group_duplicate_url, options.threshold, group_duplicate_url.check, input=pairs,
                   threshold=options.threshold)  # fmt: skip
-    now = tool(remove_group_duplicates, None, _unchecked, groups=groups, data=now, key=KEY)
+    now = tool(remove_group_duplicates, None, groups=groups, data=now, key=KEY)
     if options.lambada_path or options.task_files:
         ngrams = {"tasks": ["lambada"] if options.lambada_path else [], "lambada_path": options.lambada_path,
                   "task_files": options.task_files, "max_ngram_size": 13, "min_ngram_size": 8,
@@ -208,7 +205,7 @@ def steps_of(options: argparse.Namespace) -> list[Step]:
                    **ngrams)  # fmt: skip
     last = now
     add("shuffle", [options.seed, options.id_prefix],
-        lambda path: shuffle_and_number(last, path, options.id_prefix, options.seed), _unchecked)  # fmt: skip
+        lambda path: shuffle_and_number(last, path, options.id_prefix, options.seed))  # fmt: skip
     return steps
 
 
@@ -260,8 +257,8 @@ def _is_entry(step: Any) -> bool:
 def _clear(folder: Path) -> None:
     """Removes what lies between the steps, and the folder if nothing else is in it."""
     for name in [*OUTPUTS.values(), "clean_filtered.jsonl.zst"]:
-        for path in (folder / name, *folder.glob(f".{name}.*.partial")):
-            path.unlink(missing_ok=True)
+        (folder / name).unlink(missing_ok=True)
+        remove_leftovers(folder / name, "partial", Path.unlink)
     with suppress(OSError):
         folder.rmdir()
 

@@ -29,6 +29,9 @@ BAD_LINE = "bad lines skipped"
 _CHUNK, _CHUNK_BYTES = 64, 1 << 20
 """Lines that a process is given at a time; fewer where they are long."""
 
+_PARTS = 64
+"""Of a file that is shuffled."""
+
 _WRITTEN = ("output", "output_file", "save_fingerprints", "save_dictionary", "report")
 """Flags that name a file to be written, of whichever tool."""
 
@@ -154,9 +157,9 @@ def in_chunks(items: Iterable[T], size: int = _CHUNK) -> Iterator[list[T]]:
         yield chunk
 
 
-def progress(items: Iterable[T], what: str) -> Any:
+def progress(items: Iterable[T], what: str, unit: str = "document") -> Any:
     """The items, with a bar on a terminal and a line now and then elsewhere."""
-    return tqdm(items, unit="document", desc=what, mininterval=1.0 if sys.stderr.isatty() else 30.0)
+    return tqdm(items, unit=unit, desc=what, mininterval=1.0 if sys.stderr.isatty() else 30.0)
 
 
 def add_common(parser: argparse.ArgumentParser, *, workers: bool = True, bad_lines: bool = True) -> None:
@@ -225,27 +228,23 @@ def command(
     return 0
 
 
-def external_shuffle(source: str | Path, write: Callable[[bytes], None], seed: int, buckets: int = 64) -> int:
-    """Writes the lines of a file in random order, with one part of many in memory at a time; their number.
+def external_shuffle(source: str | Path, write: Callable[[bytes], None], seed: int) -> None:
+    """Writes the lines of a file in random order. Each goes to a random part of many; one is in memory at a time.
 
     Args:
         source: read once.
         write: takes the lines.
         seed: of the order.
-        buckets: parts; each line goes to a random one, and each part is shuffled.
     """
     generator = random.Random(seed)
-    count = 0
     with ExitStack() as opened:
         # Without names, so that none is left whatever ends this.
-        parts = [opened.enter_context(tempfile.TemporaryFile(dir=Path(source).parent)) for _ in range(buckets)]
+        parts = [opened.enter_context(tempfile.TemporaryFile(dir=Path(source).parent)) for _ in range(_PARTS)]
         for line in lines(source):
-            parts[generator.randrange(buckets)].write(line + b"\n")
-            count += 1
+            parts[generator.randrange(_PARTS)].write(line + b"\n")
         for part in parts:
             part.seek(0)
             own = part.read().split(b"\n")[:-1]
             generator.shuffle(own)
             for line in own:
                 write(line)
-    return count
