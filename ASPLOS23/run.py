@@ -2,13 +2,14 @@
 """Runs the experiments of Optimus-CC: on this machine, through Slurm or LSF, or prints the commands.
 
     python ASPLOS23/run.py fig10 --model 335M --scheme CB-FE-SC --print
-    python ASPLOS23/run.py fig10 --model 335M --slurm --data-path web_text_document
+    python ASPLOS23/run.py fig10 --model 335M --slurm --data-path web_text_document --vocab-file vocab.json \\
+        --merge-file merges.txt
     python ASPLOS23/run.py fig10 --model 335M --report
     python ASPLOS23/run.py tbl2 --local                       a toy model, all schemes, then the report
     python ASPLOS23/run.py fig14 --local                      the kernels of this machine, without a model
 
 Each scheme of an experiment is a run of its own, whose log is OUT/EXPERIMENT/MODEL/SCHEME/log.jsonl; the report reads
-what is there. What follows -- goes to pretrain_gpt.py.
+what is there. What follows -- goes to pretrain_gpt.py, for fig14 to tools/bench_kernels.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,20 @@ def start(run: Run, how: str) -> None:
         raise UserError(f"{run.scheme}: {words[0]} ended with exit status {done.returncode}{shown}")
 
 
+def missing_flags(model: Model, given: Mapping[str, str | None], extra: Sequence[str]) -> list[str]:
+    """Flags of the data that a run of the model needs and nobody gives.
+
+    Args:
+        model: which is trained.
+        given: values of the flags of the data.
+        extra: further flags, which may name other data or another tokenizer.
+    """
+    named = {word.split("=")[0] for word in extra}
+    own = model.config["tokenizer"]["tokenizer_type"] == "GPT2BPETokenizer" and "--tokenizer-type" not in named
+    needed = ["--data-path", *(("--vocab-file", "--merge-file") if own else ())]
+    return [flag for flag in needed if not given[flag] and flag not in named]
+
+
 def runs_of(options: argparse.Namespace, experiment: Experiment, model: Model, extra: Sequence[str]) -> list[Run]:
     """One for each scheme asked for.
 
@@ -235,18 +250,16 @@ def runs_of(options: argparse.Namespace, experiment: Experiment, model: Model, e
     if unknown:
         raise UserError(f"--scheme {unknown[0]}: the schemes are {', '.join(schemes)}")
     out = Path(options.out).resolve()
-    data: list[str] = []
-    given = {"data-path": options.data_path, "vocab-file": options.vocab_file, "merge-file": options.merge_file}
-    for flag, value in given.items():
-        data += [f"--{flag}", value] if value else []
-    if not options.data_path and not options.report:
-        if model.name == "toy":
-            data += ["--data-path", str(toy_prefix(out))]
-        elif options.how == "print":
-            print("# DATA_PATH is the prefix of your data; --data-path puts it in\n", flush=True)
-            data += ["--data-path", "DATA_PATH"]
-        else:
-            raise UserError(f"--data-path is needed for {model.name}; only the model toy makes its own data")
+    given = {"--data-path": options.data_path, "--vocab-file": options.vocab_file, "--merge-file": options.merge_file}
+    if model.name == "toy" and not options.data_path:
+        given["--data-path"] = str(toy_prefix(out))
+    missing = [] if options.report else missing_flags(model, given, extra)
+    stand_ins = {flag: flag.strip("-").replace("-", "_").upper() for flag in missing}
+    if missing and options.how != "print":
+        raise UserError(f"{model.name} needs {', '.join(missing)}; only the model toy makes its own data")
+    if missing:
+        print(f"# {', '.join(stand_ins.values())}: {', '.join(missing)} put yours in\n", flush=True)
+    data = [word for flag, value in {**given, **stand_ins}.items() if value for word in (flag, value)]
     return [
         Run(
             experiment, model, name, tuple(schemes[name]), out / experiment.name / model.name / name,
@@ -311,7 +324,7 @@ def run_experiment(options: argparse.Namespace, extra: Sequence[str]) -> None:
         raise UserError(f"--model is needed: {', '.join(names_in('models'))}")
     model = read_model(options.model or "toy")
     runs = runs_of(options, experiment, model, extra)
-    if options.how != "print" and not options.data_path:
+    if options.how != "print" and not options.data_path and model.name == "toy":
         make_toy_data(toy_prefix(Path(options.out).resolve()), int(model.config["tokenizer"]["vocab_size"]))
     for run in () if options.report else runs:
         start(run, options.how)

@@ -6,6 +6,7 @@ two packages of one layer do not know each other.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import sys
 from collections.abc import Iterator
@@ -145,6 +146,8 @@ def _check_sizes(tree: ast.Module, source: str) -> list[str]:
 
 
 def main() -> int:
+    formatter = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=formatter).parse_args()
     repo = Path(__file__).resolve().parents[1]
     problems = check_repository(repo)
     for problem in problems:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -22,8 +23,11 @@ def steps(fix: bool) -> list[tuple[str, list[str]]]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fix", action="store_true", help="let ruff mend what it can, and rewrite in its format")
+    options = parser.parse_args()
     failed = []
-    for name, arguments in steps(fix="--fix" in sys.argv[1:]):
+    for name, arguments in steps(options.fix):
         done = subprocess.run([sys.executable, *arguments], cwd=REPO)
         print(f"[lint] {name}: {'ok' if done.returncode == 0 else 'FAILED'}", flush=True)
         if done.returncode != 0:

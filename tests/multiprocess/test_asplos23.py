@@ -61,7 +61,7 @@ def test_commands_are_runs_that_resolve(model: str, tmp_path: Path, capsys: pyte
         assert commands
         for command in commands:
             words = shlex.split(command)
-            given = [*words[words.index("pretrain_gpt.py") + 1 :], "--vocab-file", "v.json", "--merge-file", "m.txt"]
+            given = words[words.index("pretrain_gpt.py") + 1 :]
             config = parse_args(given).config.resolve(read_model(model).ranks)
             assert config.training.seed == 5
 
@@ -78,8 +78,9 @@ def _recorder(folder: Path, name: str) -> Path:
 def test_jobs_are_submitted(how: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _recorder(tmp_path, command)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    words = ["fig10", "--model", "335M", "--scheme", "CB,CB-FE", "--data-path", "d", "--out", str(tmp_path / "o")]
-    assert main([*words, f"--{how}"]) == 0
+    words = ["fig10", "--model", "335M", "--scheme", "CB,CB-FE", "--out", str(tmp_path / "o")]
+    files = ["--data-path", "d", "--vocab-file", "v.json", "--merge-file", "m.txt"]
+    assert main([*words, *files, f"--{how}"]) == 0
     calls = (tmp_path / "calls").read_text()
     assert calls.count(f"/{command}\n") == 2
     assert f"RUN_DIR={tmp_path / 'o' / 'fig10' / '335M' / 'CB-FE'}" in calls
@@ -94,7 +95,8 @@ def test_jobs_are_submitted(how: str, command: str, tmp_path: Path, monkeypatch:
         (["fig10"], "--model is needed: 2.5B, 335M, 8.3B, toy"),
         (["fig10", "--model", "1B"], "--model 1B: the models are"),
         (["fig10", "--model", "toy", "--scheme", "XX"], "--scheme XX: the schemes are Baseline, CB"),
-        (["fig10", "--model", "335M", "--slurm"], "--data-path is needed for 335M"),
+        (["fig10", "--model", "335M", "--slurm"], "335M needs --data-path, --vocab-file, --merge-file;"),
+        (["fig10", "--model", "335M", "--lsf", "--data-path", "d"], "335M needs --vocab-file, --merge-file;"),
         (["fig10", "--model", "335M", "--report"], "no logs in"),
     ],
 )
@@ -108,10 +110,19 @@ def test_what_cannot_be_run_is_said_in_a_line(
 
 
 def test_commands_can_be_seen_before_there_is_data(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fig10", "--model", "335M", "--scheme", "CB-FE-SC", "--print"]) == 0
+    words = ["fig10", "--model", "335M", "--scheme", "CB-FE-SC", "--print"]
+    assert main(words) == 0
     printed = capsys.readouterr().out
-    assert "--data-path DATA_PATH" in printed
-    assert "# DATA_PATH is" in printed
+    assert "--data-path DATA_PATH --vocab-file VOCAB_FILE --merge-file MERGE_FILE" in printed
+    assert [line for line in printed.splitlines() if line.startswith("#")] == [
+        "# DATA_PATH, VOCAB_FILE, MERGE_FILE: --data-path, --vocab-file, --merge-file put yours in", "# CB-FE-SC",
+    ]  # fmt: skip
+    assert main([*words, "--data-path", "d", "--", "--vocab-file=v.json", "--merge-file", "m.txt"]) == 0
+    printed = capsys.readouterr().out
+    assert "_FILE" not in printed
+    assert "--data-path d" in printed
+    assert main([*words, "--data-path", "d", "--", "--tokenizer-type", "HuggingFaceTokenizer"]) == 0
+    assert "_FILE" not in capsys.readouterr().out
 
 
 def test_a_report_tells_what_has_no_log_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,7 +159,7 @@ def test_the_kernels_need_no_run(
     [
         ["fig14", "--local"],
         ["tbl2", "--local"],
-        ["tbl2", "--model", "335M", "--data-path", "x", "--slurm"],
+        ["tbl2", "--model", "335M", "--data-path", "x", "--vocab-file", "v", "--merge-file", "m", "--slurm"],
     ],
 )
 def test_a_folder_that_cannot_be_written_is_said_in_a_line(

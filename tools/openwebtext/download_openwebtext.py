@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import decimal
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -64,12 +65,29 @@ def line_of(row: dict[str, Any]) -> bytes:
         raise
 
 
+def check(options: argparse.Namespace) -> None:
+    """Checks that nothing is written into a data set of this machine, or over one of its files.
+
+    Raises:
+        UserError: naming the flag whose file would be.
+    """
+    if not os.path.exists(options.dataset):
+        return
+    folder = Path(os.path.realpath(options.dataset))
+    read = {os.path.realpath(path) for path in folder.rglob("*")}  # what links lead to may be elsewhere
+    for flag, path in (("--output", options.output), ("--report", options.report)):
+        place = Path(os.path.realpath(path)) if path is not None else None
+        if place is not None and (folder in (place, *place.parents) or str(place) in read):
+            raise UserError(f"{flag} {path}: is in --dataset {options.dataset}, which is read; name a file elsewhere")
+
+
 def run(options: argparse.Namespace) -> Report:
     """Writes the data set.
 
     Raises:
         UserError: when it cannot be had or written.
     """
+    check(options)
     if options.limit is not None and options.limit < 1:
         raise UserError(f"--limit {options.limit}: give at least 1")
     report = Report()

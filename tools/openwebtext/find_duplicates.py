@@ -11,10 +11,11 @@ similarity 0.5, 0.7, 0.8 and 0.9 meet in a band with probability 0.01, 0.25, 0.6
 
 --save-fingerprints keeps the fingerprints, so that a later run compares new documents with old ones without their
 texts; similarities to those are estimated from the fingerprints (with 100 seeds to about 0.05).
-Memory: 4 bytes a seed and about 60 more for each document (460 with 100 seeds), about 150 for each pair found, and in
-each process up to 100 MB and about 30 bytes for each character of the longest text. Texts wait in a file without a name
-in the folder of the output; processes share it, and the fingerprints. Pairs come in the order of the documents, those
-of --load-fingerprints first.
+Memory: 4 bytes a seed and about 150 more for each document (550 with 100 seeds), 300 to 500 for each pair found, and in
+each process 32 for each document, up to 100 MB and about 30 bytes for each character of the longest text; besides, what
+--load-fingerprints reads is there twice for a moment, and --save-fingerprints holds the documents' names. Texts wait in
+a file without a name in the folder of the output; processes share it, and the fingerprints. Pairs come in the order of
+the documents, those of --load-fingerprints first.
 """
 
 from __future__ import annotations
@@ -104,14 +105,23 @@ class Corpus:
 
     Args:
         spill: a temporary file.
+        seeds: numbers of a fingerprint.
     """
 
-    def __init__(self, spill: BinaryIO) -> None:
+    def __init__(self, spill: BinaryIO, seeds: int) -> None:
         self.spill = spill
-        self._places = array("q")
-        self.rows: list[NDArray[np.uint32]] = []
-        self.sizes: list[NDArray[np.int64]] = []
+        self._seeds = seeds
+        # Arrays that grow where they are: parts that are put together at the end would be there twice.
+        self._places, self._sizes, self._rows = array("q"), array("q"), array("I")
         self._end = 0
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def take(self, rows: NDArray[np.uint32], sizes: NDArray[np.int64]) -> None:
+        """Takes the fingerprints and the sizes of the next documents."""
+        self._rows.frombytes(rows.reshape(-1).view(np.uint8).data)
+        self._sizes.frombytes(sizes.view(np.uint8).data)
 
     def add(self, key: str, text: str | None) -> None:
         """Puts a document into the file; None stands for a text that is not there."""
@@ -123,8 +133,8 @@ class Corpus:
     def index(self, seed: int) -> tuple[Index, NDArray[np.int64]]:
         """All fingerprints, and where the documents are: the offset and the lengths of key and text (-1: none)."""
         self.spill.flush()
-        index = Index(np.concatenate(self.rows), np.concatenate(self.sizes), seed)
-        self.rows, self.sizes = [], []
+        rows = np.frombuffer(self._rows, dtype=np.uint32).reshape(-1, self._seeds)
+        index = Index(rows, np.frombuffer(self._sizes, dtype=np.int64), seed)
         return index, np.frombuffer(self._places, dtype=np.int64).reshape(-1, 3)
 
 
@@ -146,8 +156,7 @@ def read_all(options: argparse.Namespace, corpus: Corpus, report: Report) -> Non
             if bad:
                 report.add(BAD_LINE, bad)
             if found:
-                corpus.rows.append(rows)
-                corpus.sizes.append(sizes)
+                corpus.take(rows, sizes)
                 for key, text in found:
                     corpus.add(key, text)
             bar.update(len(found))
@@ -213,15 +222,15 @@ def run(options: argparse.Namespace) -> Report:
     report = Report()
     folder = Path(options.output or options.save_fingerprints).resolve().parent
     with _scratch(folder) as (spill, spilled), _scratch(folder) as (prints, printed):
-        corpus = Corpus(spill)
+        corpus = Corpus(spill, options.num_seeds)
         if options.load_fingerprints:
             old, keys = Index.load(Path(options.load_fingerprints), options.num_seeds, options.seed)
-            corpus.rows.append(old.rows)
-            corpus.sizes.append(old.sizes)
+            corpus.take(old.rows, old.sizes)
             for key in keys:
                 corpus.add(key, None)
+            del old, keys
         read_all(options, corpus, report)
-        if not corpus.rows:
+        if not len(corpus):
             raise UserError("the inputs hold no document")
         index, places = corpus.index(options.seed)
         report.add("documents", len(places))

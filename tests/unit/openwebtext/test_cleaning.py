@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.openwebtext.support import ENGLISH, FILL, GERMAN, RUN, read, write
+from tests.unit.openwebtext.support import ENGLISH, FILL, GERMAN, RUN, read, refused, write
 from tools.openwebtext import (
     add_id,
     blacklist_urls,
@@ -309,6 +309,37 @@ def test_data_sets_come_through_the_library(
     assert [row["text"] for row in rows] == ["one", "two"]
     assert download_openwebtext.main(["--dataset", str(tmp_path / "no"), "--output", str(out)]) == 2
     assert "--dataset" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("dataset", "flag", "name"),
+    [
+        ("owt", "--output", "owt/train.jsonl"),
+        ("owt", "--output", "owt/data/new.jsonl"),
+        ("owt/", "--output", "link/train.jsonl"),
+        ("link", "--report", "owt/report.json"),
+        ("owt", "--output", "elsewhere.jsonl"),
+        ("owt/train.jsonl", "--output", "owt/train.jsonl"),
+    ],
+)
+def test_a_local_data_set_is_not_written_into(
+    dataset: str, flag: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(download_openwebtext, "rows", lambda _: pytest.fail("the data set is read"))
+    Path("owt", "data").mkdir(parents=True)
+    Path("link").symlink_to("owt")
+    for place in (Path("owt/train.jsonl"), Path("elsewhere.jsonl")):
+        place.write_text('{"text": "one"}\n')
+    Path("owt/more.jsonl").symlink_to("../elsewhere.jsonl")
+    outputs = {"--output": "out.jsonl", flag: name}
+    flags = [word for pair in outputs.items() for word in pair]
+    assert f"{flag} {name}" in refused(download_openwebtext, ["--dataset", dataset, *flags], capsys)
+    assert sorted(str(path) for path in Path().rglob("*.json*")) == [
+        "elsewhere.jsonl", "owt/more.jsonl", "owt/train.jsonl",
+    ]  # fmt: skip
+    assert Path("owt/train.jsonl").read_text() == Path("elsewhere.jsonl").read_text() == '{"text": "one"}\n'
 
 
 def test_rows_that_json_has_no_form_for() -> None:
