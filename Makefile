@@ -48,7 +48,7 @@ bench-cleaning:  ## measure the cleaning tools, and find_duplicates beside a pla
 bench-generate:  ## measure generation beside Hugging Face's generate
 	@$(RUN) --extras test,lint -- tools/bench_generate.py $(ARGS)
 
-bench-network:  ## train on shaped links with and without compressors, beside torch DDP's hooks (Linux, root, half an hour)
+bench-network:  ## train on shaped links with and without compressors, beside torch DDP's hooks (Linux, root, an hour)
 	@$(RUN) --extras test,lint -- -m tools.bench_network.run $(ARGS)
 
 bench-time-to-loss:  ## losses over time on slow links, compressed and not (Linux, root, a quarter of an hour)

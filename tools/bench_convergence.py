@@ -1,7 +1,7 @@
 """Trains a small GPT with and without compression and compares validation losses and bytes.
 
     make bench-convergence                        all cases and seeds; finished ones are kept
-    make bench-convergence ARGS="--cases dense,CB --seeds 1 --table"
+    make bench-convergence ARGS="--cases 'dense; CB, LEP' --seeds 1 --table"
 
 Every case trains on the same text, the quickstart's, for several epochs of the same samples, on 2 pipeline stages x 2
 replicas. Prints a table (mean and spread over the seeds) and writes it with a plot of the curves.
@@ -217,11 +217,14 @@ def plot(out: Path, cases: list[str], seeds: list[int], iterations: int, path: P
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("bench_out/convergence"), help="folder of data and logs")
-    parser.add_argument("--cases", default=None, help=f"separated by semicolons, of: {'; '.join(CASES)}")
-    parser.add_argument("--seeds", default="1,2,3", help="comma-separated")
-    parser.add_argument("--iterations", type=int, default=1000)
-    parser.add_argument("--train-bytes", type=int, default=1_200_000, help="text to train on; less means more epochs")
+    folder = Path("bench_out/convergence")
+    parser.add_argument("--out", type=Path, default=folder, help=f"folder of data and logs ({folder})")
+    parser.add_argument("--cases", default=None, help=f"separated by semicolons, of: {'; '.join(CASES)} (all)")
+    parser.add_argument("--seeds", default="1,2,3", help="comma-separated (1,2,3)")
+    parser.add_argument("--iterations", type=int, default=1000, help="of each run (1000)")
+    parser.add_argument(
+        "--train-bytes", type=int, default=1_200_000, help="text to train on; less means more epochs (1200000)"
+    )
     parser.add_argument("--table", action="store_true", help="only print the table of what is finished")
     options = parser.parse_args()
     names = [part.strip() for part in options.cases.split(";")] if options.cases else list(CASES)

@@ -154,10 +154,10 @@ def launch(case: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--seq", type=int, default=256)
-    parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument("--layers", type=int, default=8, help="of the model (8)")
+    parser.add_argument("--hidden", type=int, default=512, help="its hidden size (512)")
+    parser.add_argument("--seq", type=int, default=256, help="tokens of a sequence (256)")
+    parser.add_argument("--vocab", type=int, default=8192, help="entries of the vocabulary (8192)")
     parser.add_argument("--case", choices=list(CASES), help="run this case only, as one rank of torchrun")
     options = parser.parse_args()
     if options.case:

@@ -50,7 +50,9 @@ def parser() -> argparse.ArgumentParser:
         "--save", "-o", "-saved_dir", required=True, metavar="DIR", help="a folder for the result, empty or not there"
     )
     made.add_argument("--to", choices=("hf", "megatron-cc", "classic"), help="format of the result")
-    made.add_argument("--iteration", type=int, metavar="N", help="of our own checkpoint (the newest)")
+    made.add_argument(
+        "--iteration", type=int, metavar="N", help="of our own checkpoint, or of a classic one (the newest)"
+    )
     made.add_argument("--dtype", choices=list(DTYPES), help="of the result's weights (as they are)")
     made.add_argument(
         "--target-tensor-model-parallel-size",

@@ -29,7 +29,7 @@ from tools.ckpt_convert import main as convert
 
 DESCRIPTION = """Evaluates a checkpoint on tasks of lm-evaluation-harness.
 
-    pip install 'megatron-cc[evaluation]'
+    pip install -e '.[evaluation]'
     python tools/evaluate_lm.py --load checkpoints --tasks lambada_openai hellaswag
     python tools/evaluate_lm.py --load checkpoints --tasks my_task --include-path folder_of_my_task_yaml
     torchrun --nproc-per-node 2 tools/evaluate_lm.py --tensor-model-parallel-size 2 --load checkpoints --tasks ...
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             import lm_eval  # noqa: F401
         except ImportError as error:
-            raise UserError(f"{error.name} is missing: pip install 'megatron-cc[evaluation]'") from error
+            raise UserError(f"{error.name} is missing: pip install -e '.[evaluation]'") from error
         if flags.include_path and not Path(flags.include_path).is_dir():
             raise UserError(f"--include-path {flags.include_path}: there is no such folder")
         if flags.output:

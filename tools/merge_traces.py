@@ -208,7 +208,7 @@ def write(content: dict[str, Any], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", nargs="+", help="the folder of --profile-trace, or files from it")
-    parser.add_argument("-o", "--output", default="trace.json", help="the merged trace; .json or .json.gz")
+    parser.add_argument("-o", "--output", default="trace.json", help="the merged trace; .json or .json.gz (trace.json)")
     parser.add_argument("--no-align", action="store_true", help="leave the ranks' clocks as they are")
     options = parser.parse_args(arguments)
     try:

@@ -7,9 +7,9 @@
 
 Every host is a network namespace on a bridge; its link is shaped in both directions by `tc tbf`, and the processes
 inside talk over loopback. `--cpus-per-host 0.5` gives each a processor share of its own. The command runs under
-torchrun, one node to a host, over gloo. When it ends, however it ends, everything is removed, and ranks
-that SIGTERM does not end within seconds are killed; the interfaces' own byte counters are printed. Two laboratories at
-once do not meet.
+torchrun, one node to a host, over gloo. When it has ended or timed out, the interfaces' own byte counters are printed,
+but not after Ctrl-C. However it ends, everything is removed, and ranks that SIGTERM does not end within seconds are
+killed; SIGKILL alone leaves everything as it is, which is what `clean` is for. Two laboratories at once do not meet.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ def parse_options() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="[HOST=]RATE",
-        help="of links, such as 100mbit; 0=1gbit for one host",
+        help=f"of links, each way, such as 100mbit (1kbit to {describe(MAX_RATE)}) or none, the default, which leaves "
+        "them unshaped; 0=1gbit for one host",
     )
     parser.add_argument(
         "--cpus-per-host",
@@ -143,8 +144,12 @@ def parse_options() -> argparse.Namespace:
         metavar="N",
         help="processors that each host has for itself, such as 0.5; all share what there is unless given",
     )
-    parser.add_argument("--timeout", type=float, default=None, help="seconds after which the run is ended")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and a Python script with its arguments, or clean")
+    parser.add_argument("--timeout", type=float, default=None, help="seconds after which the run is ended (status 124)")
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        help="-- and a Python script or -m MODULE, with its arguments; or clean",
+    )
     options = parser.parse_args()
     if not options.command:
         parser.error("give the command after --, such as: -- pretrain_gpt.py --num-layers 4 ...")

@@ -120,7 +120,9 @@ def _panel(axes: Any, series: Series, label: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("log", help="the file of --log-json-file")
-    parser.add_argument("-o", "--output", default="gradients.png", help="the picture; .png, .pdf or .svg")
+    parser.add_argument(
+        "-o", "--output", default="gradients.png", help="the picture; .png, .pdf or .svg (gradients.png)"
+    )
     options = parser.parse_args(arguments)
     try:
         picture_format(Path(options.output))

@@ -25,7 +25,7 @@ from megatron.training.program import Ranks, run_program
 
 DESCRIPTION = """Serves a trained model over HTTP, on one process or, under torchrun, on several.
 
-    pip install 'megatron-cc[server]'
+    pip install -e '.[server]'
     python tools/run_text_generation_server.py --load DIR                       then open http://127.0.0.1:5000
     torchrun --nproc-per-node 2 tools/run_text_generation_server.py --tensor-model-parallel-size 2 --load DIR
 
@@ -49,7 +49,7 @@ class ServerFlags:
     port: int = option(5000, "Port to listen at; 0 takes a free one and prints it.", minimum=0, maximum=65535)
     max_queue: int = option(32, "Requests that may wait; more are told to come again.", unit="requests", minimum=1)
     max_tokens_to_oom: int = option(
-        12000, "Tokens of all prompts of a request and their continuations, at most.", unit="tokens", minimum=1
+        12000, "Prompts x (tokens of the longest + new ones) of a request, at most.", unit="tokens", minimum=1
     )
     max_request_bytes: int = option(1 << 20, "Length of a request, at most.", unit="bytes", minimum=1)
 
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             import starlette  # noqa: F401
             import uvicorn  # noqa: F401
         except ImportError as error:
-            raise UserError(f"{error.name} is missing: pip install 'megatron-cc[server]'") from error
+            raise UserError(f"{error.name} is missing: pip install -e '.[server]'") from error
         check(flags)
         layout = check_layout(model_flags, ranks.env, replicas=False)
         ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.notes)

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Submits the pretraining runs of Radius: examples/slurm/radius.sh 355M|2.0B dense|radius|topk [flags of pretrain_gpt.py]
 #
-# 16 nodes of 4 GPUs, data-parallel; each run outlives its time limit (pretrain_gpt.sbatch). A `radius` run without
-# checkpoints of its own begins at a dense one, DENSE_DIR, whose first step is dense and chooses the coordinates; later
-# runs go on from their own, residuals and choices included.
+# 16 nodes of 4 GPUs, data-parallel; each run outlives its time limit (pretrain_gpt.sbatch). A `radius` or `topk` run
+# without checkpoints of its own begins at a dense one, DENSE_DIR; the first step of `radius` is dense and chooses the
+# coordinates. Later runs go on from their own, residuals and choices included.
 #
 #   DENSITY, INTERVAL  of the stable Top-K (355M: 0.3, 500; 2.0B: 0.4, 200)
 #   DENSE_DIR          checkpoints to begin at (those of the dense run of the same size)

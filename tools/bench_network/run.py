@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains the same model on hosts with shaped links, uncompressed, compressed, and beside torch's own DDP hooks.
 
-    sudo make bench-network                              every layout, about half an hour
+    sudo make bench-network                              every layout, about an hour
     sudo make bench-network ARGS="--layouts pp4 --quick" one layout, its extreme links
 
 Each host is a network namespace with a processor share of its own. A link's rate is not the published one: it is such

@@ -6,8 +6,8 @@
 
 The documents are made of sentences of the given text (--text, default: the documentation of Python's library), so that
 their words and lengths are real. Copies with a tenth and a twentieth of their words changed are planted among them;
-the recall says how many planted pairs were found, the precision how many of the pairs found are planted or
-alike in truth (Jaccard above 0.5 over all runs of five characters). One process each: rates are those of a core.
+"found" is the share of the planted pairs that came out, "alike" the share of the pairs that came out that are planted
+or alike in truth (Jaccard above 0.5 over all runs of five characters). One process each: rates are those of a core.
 """
 
 from __future__ import annotations

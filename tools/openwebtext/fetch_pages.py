@@ -237,11 +237,15 @@ def _write(source: str, wanted: set[bytes], record: _Record, output: Path) -> Re
     return report
 
 
-def add_limits(parser: argparse.ArgumentParser) -> None:
+def add_limits(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Flags of what fetching may cost."""
     base = Limits()
     parser.add_argument(
-        "--connections", type=int, default=base.connections, metavar="N", help=f"at once ({base.connections})"
+        "--connections",
+        type=int,
+        default=base.connections,
+        metavar="N",
+        help=f"connections at once ({base.connections})",
     )
     parser.add_argument(
         "--delay",
@@ -251,14 +255,24 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
         help=f"seconds between pages of a host ({base.delay:g})",
     )
     parser.add_argument(
-        "--timeout", type=float, default=base.timeout, metavar="S", help=f"seconds of silence ({base.timeout:g})"
+        "--timeout",
+        type=float,
+        default=base.timeout,
+        metavar="S",
+        help=f"seconds of silence; a page may take three times as long ({base.timeout:g})",
     )
     parser.add_argument(
-        "--max-bytes", type=int, default=base.max_bytes, metavar="N", help=f"of a page ({base.max_bytes})"
+        "--max-bytes",
+        type=int,
+        default=base.max_bytes,
+        metavar="N",
+        help=f"bytes of a page, at most ({base.max_bytes})",
     )
     parser.add_argument("--user-agent", default=base.agent, metavar="NAME", help=f"told to the sites ({base.agent})")
     parser.add_argument("--ignore-robots", action="store_true", help="do not ask for robots.txt")
-    parser.add_argument("--allow-private-hosts", action="store_true", help="of this machine and its own network, too")
+    parser.add_argument(
+        "--allow-private-hosts", action="store_true", help="fetch from hosts of this machine and its own network, too"
+    )
 
 
 def limits_of(options: argparse.Namespace) -> Limits:

@@ -6,6 +6,7 @@
 Reads what find_duplicates.py wrote and writes {"0": [URL, URL, ...]}, one line for each group of two or more; two
 documents are in one group when a chain of similarities of at least the threshold connects them. Members are in the
 order in which they were met. find_duplicates.py writes similarities above 0.5, so that lower thresholds link no more.
+Memory: the names that are linked.
 """
 
 from __future__ import annotations

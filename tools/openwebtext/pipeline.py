@@ -6,7 +6,7 @@
     python tools/openwebtext/pipeline.py --json a.jsonl b.jsonl --urls folder_of_txt_files --output-path cleaned \\
         --lambada-path lambada_test.jsonl --vocab-file vocab.json --merge-file merges.txt
 
-Steps, in this order, each a tool of this folder:
+Steps, in this order, each but merge and shuffle a tool of this folder:
 
     blacklist_urls            (with --urls) URLs that may lead to a text
     fetch_pages               (with --urls and without --json) their pages' texts
@@ -17,9 +17,13 @@ Steps, in this order, each a tool of this folder:
     filter_ngrams             (with --lambada-path or --task-files) what evaluation tasks are made of
     shuffle, add_id           train_data.json
 
-A step's output is there when it is complete. Called again, the steps that are done with the same inputs and settings
-are left out, so that an interrupted cleaning goes on; fetch_pages goes on where it was interrupted. What lies between
-the steps is in the folder steps; a finished cleaning removes it, but nothing else there, unless --keep is given.
+A step's output is there when it is complete. Called again before it has finished, or with --keep, a cleaning leaves out
+the steps that are done with the same inputs and settings; fetch_pages goes on where it was interrupted. What lies
+between the steps is in the folder steps. A finished cleaning removes it, fetched pages included, but nothing else
+there: other settings then begin anew and fetch again. Give --keep to try several.
+
+Memory: that of its steps; merging with --urls and --json holds the URLs' fingerprints, shuffling a sixteenth of the
+data.
 """
 
 from __future__ import annotations
@@ -336,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--urls", metavar="DIR",
         help="folder of .txt files, a URL a line: their pages are fetched; with --json, only pages of theirs count",
     )  # fmt: skip
-    fetch_pages.add_limits(parser)
+    fetch_pages.add_limits(parser.add_argument_group("fetching pages (--urls without --json)"))
     parser.add_argument("--output-path", required=True, metavar="DIR", help="for train_data.json and report.json")
     parser.add_argument("--language", default="en", help="that is kept (en)")
     parser.add_argument("--min-tokens", type=int, default=128, metavar="N", help="of a text that is kept (128)")

@@ -4,7 +4,8 @@
     python tools/openwebtext/remove_group_duplicates.py groups.jsonl data.jsonl deduplicated.jsonl
 
 Reads what group_duplicate_url.py wrote; of each group the document named first is kept. Names should be unique: of
-documents with one name, find_duplicates.py has compared the first, and the others stay.
+documents with one name, find_duplicates.py has compared the first, and the others stay. Memory: the names that are left
+out.
 """
 
 from __future__ import annotations

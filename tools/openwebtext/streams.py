@@ -1,4 +1,4 @@
-"""JSON lines in and out, one in memory at a time, what is counted of them, and what all tools have in common."""
+"""JSON lines in and out, a few in memory at a time, what is counted of them, and what all tools have in common."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def command(
         print(f"{name}: error: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        print(f"{name}: error: {error.name} is missing: pip install 'megatron-cc[cleaning]'", file=sys.stderr)
+        print(f"{name}: error: {error.name} is missing: pip install -e '.[cleaning]'", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"{name}: interrupted; {interrupted}", file=sys.stderr)

@@ -21,7 +21,7 @@ SPEC_SETS: tuple[tuple[str, ...], ...] = (
     ("pp-backward=lowrank,rank=16,when=epilogue", "dp-grad=powersgd,rank=128", "embedding=fused"),
     ("pp-forward=fixpoint,bits=4", "pp-backward=fixpoint,bits=8", "dp-grad=powersgd,rank=32", "embedding=fused"),
 )
-"""Compressors that are tried unless others are named: those whose losses docs/compression.md compares."""
+"""Compressors that are tried unless others are named."""
 
 MICRO_BATCHES = (1, 2, 4, 8)
 CHUNKS = (1, 2, 3, 4, 6, 8)

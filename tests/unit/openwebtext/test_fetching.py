@@ -165,7 +165,7 @@ def test_a_library_that_is_missing_is_one_line(
     monkeypatch.delitem(sys.modules, "tools.openwebtext.requesting")
     (tmp_path / "urls").write_text("http://127.0.0.1:9/\n")
     assert fetched(tmp_path / "urls", tmp_path / "out") == 2
-    assert f"error: {library} is missing: pip install 'megatron-cc[cleaning]'" in capsys.readouterr().err
+    assert f"error: {library} is missing: pip install -e '.[cleaning]'" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["urls"]
 
 

@@ -296,7 +296,7 @@ def test_a_library_that_is_missing_is_one_line(capsys: pytest.CaptureFixture[str
         raise ModuleNotFoundError("No module named 'ftfy'", name="ftfy")
 
     assert tool([], run) == 2
-    assert "error: ftfy is missing: pip install 'megatron-cc[cleaning]'" in capsys.readouterr().err
+    assert "error: ftfy is missing: pip install -e '.[cleaning]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -341,5 +341,5 @@ def test_tools_say_which_library_is_missing(
         "datasets": (download_openwebtext, ["--output", "out"]),
     }[library]
     assert tool.main(flags) == 2
-    assert f"error: {library} is missing: pip install 'megatron-cc[cleaning]'\n" in capsys.readouterr().err
+    assert f"error: {library} is missing: pip install -e '.[cleaning]'\n" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "a.txt"]
