@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """By which whoever started a program ends it."""
@@ -22,26 +23,24 @@ def stopped_in_order(*, even_ignored: bool = False) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in SIGNALS:
-            if even_ignored or signal.getsignal(number) == signal.SIG_DFL:
-                before[number] = signal.signal(number, stop)
-    try:
+    taken = SIGNALS if even_ignored else [one for one in SIGNALS if signal.getsignal(one) == signal.SIG_DFL]
+    with _handled(stop, taken):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+
+
+def undisturbed() -> AbstractContextManager[None]:
+    """Ignores those signals."""
+    return _handled(signal.SIG_IGN, SIGNALS)
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Ignores those signals; in the main thread, where they arrive."""
+def _handled(handler: Callable[..., Any] | signal.Handlers, numbers: Iterable[int]) -> Iterator[None]:
+    """Has signals handled so, in the main thread, where they arrive; any other thread may not say how."""
     before = {}
     if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
+        before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, former in before.items():
+            signal.signal(number, former)

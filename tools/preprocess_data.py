@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 if __name__ in ("__main__", "__mp_main__"):
@@ -17,6 +15,7 @@ if __name__ in ("__main__", "__mp_main__"):
 
 from megatron.config.errors import UserError
 from megatron.tokenizer.build import TOKENIZER_TYPES
+from tools.interrupt import stopped_in_order
 from tools.preprocessing.encoding import EncodeOptions, load_punkt
 from tools.preprocessing.pipeline import Job, Totals, output_prefixes, run, run_partitions
 from tools.preprocessing.reading import STDIN, divide, expand_inputs
@@ -264,16 +263,12 @@ def preprocess(args: argparse.Namespace) -> Totals:
     return totals
 
 
-def _stop(number: int, _frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
-
-
 def main(argv: list[str] | None = None) -> int:
     """The command: 0 when the files are written, 1 with a one-line reason when not."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    previous = signal.signal(signal.SIGTERM, _stop)
     try:
-        preprocess(parse_flags(sys.argv[1:] if argv is None else argv))
+        with stopped_in_order():
+            preprocess(parse_flags(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -283,8 +278,6 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)
         return 130
-    finally:
-        signal.signal(signal.SIGTERM, previous)
     return 0
 
 

@@ -7,12 +7,13 @@ A checkpoint is written into ``.tmp_<name>`` and renamed. One that is being repl
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import shutil
 from pathlib import Path
 from typing import Literal
+
+from megatron.data.atomic import fsync_directory
 
 TRACKER = "latest_checkpointed_iteration.txt"
 TEMPORARY, REPLACED = ".tmp_", ".old_"
@@ -46,18 +47,6 @@ def saved_iterations(root: Path) -> list[int]:
     pattern = re.compile(rf"(?:{re.escape(REPLACED)})?iter_(\d{{7,}})")
     names = (pattern.fullmatch(name) for name in os.listdir(root))
     return sorted({int(match[1]) for match in names if match}, reverse=True)
-
-
-def fsync_folder(folder: Path) -> None:
-    """Makes renames and new names in a folder durable."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot, and need not
-            raise
-    finally:
-        os.close(fd)
 
 
 def write_synced(path: Path, data: bytes) -> None:
@@ -102,9 +91,9 @@ def publish(root: Path, iteration: Iteration) -> None:
         if replaces:
             os.rename(replaced, final)
         raise
-    fsync_folder(root)
+    fsync_directory(root)
     os.rename(tracker, root / TRACKER)
-    fsync_folder(root)
+    fsync_directory(root)
     if replaces:
         with contextlib.suppress(OSError):  # the next save tries again
             _remove_folder(replaced)

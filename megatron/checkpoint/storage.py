@@ -36,8 +36,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from megatron.checkpoint.files import fsync_folder, write_synced
+from megatron.checkpoint.files import write_synced
 from megatron.checkpoint.manifest import MANIFEST, Manifest, StoredItem
+from megatron.data.atomic import fsync_directory
 
 READ_BYTES = 1 << 24
 
@@ -156,7 +157,7 @@ class ShardWriter(StorageWriter):
         if problem is not None:
             raise RuntimeError(f"{problem} (do all ranks share this file system?)")
         write_synced(self.folder / MANIFEST, manifest.render())
-        fsync_folder(self.folder)
+        fsync_directory(self.folder)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -15,15 +16,20 @@ from megatron.config.errors import UserError
 
 
 def fsync_directory(folder: Path) -> None:
-    """Make renames inside `folder` survive a power cut, where the file system lets a folder be synced."""
+    """Make renames inside `folder` survive a power cut, where the file system lets a folder be synced.
+
+    Raises:
+        OSError: when the disk fails at it.
+    """
     try:
         descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:
+    except PermissionError:  # a folder may take files without showing them
         return
     try:
         os.fsync(descriptor)
-    except OSError:
-        pass
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot, and need not
+            raise
     finally:
         os.close(descriptor)
 
@@ -40,7 +46,8 @@ def holding(path: Path, *, where_there_are_locks: bool = False) -> Iterator[None
         BlockingIOError: when another process holds it.
         OSError: when the file system has no locks.
     """
-    descriptor = os.open(path, os.O_RDONLY)
+    # NFS locks only files that are open for writing, and no folders.
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -106,11 +113,12 @@ def check_writable(path: str | Path, flag: str = "") -> Path:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file beside `path`; it takes the final name only when the block ends without an error.
+    """Open a temporary file beside `path` (links followed); it takes that name when the block ends without an error.
 
     The temporary name holds the process id, so ranks that write the same file at once do not disturb each
     other: the last rename wins, and every version is complete.
     """
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = beside(path, "tmp")
     try:

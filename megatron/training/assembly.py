@@ -112,6 +112,7 @@ def _build_trace(config: RunConfig, topology: Topology) -> Trace:
     logs, at = config.logging, topology.coordinates
     if logs.profile_trace is None:
         return Trace()
+    run = _run_id(topology)  # before what one rank alone may fail at
     folder = Path(logs.profile_trace)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +127,7 @@ def _build_trace(config: RunConfig, topology: Topology) -> Trace:
         logs.profile_step_end,
         synchronise=torch.cuda.synchronize if cuda else lambda: None,
         world_size=topology.layout.world_size,
-        run=_run_id(topology),
+        run=run,
     )
 
 

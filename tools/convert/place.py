@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.checkpoint.files import fsync_folder
 from megatron.config.errors import UserError
-from megatron.data.atomic import beside, holding, remove_leftovers
+from megatron.data.atomic import beside, fsync_directory, holding, remove_leftovers
 
 
 @contextmanager
@@ -33,7 +32,7 @@ def placed(folder: Path) -> Iterator[Path]:
             with holding(partial, where_there_are_locks=True):
                 yield partial
                 partial.rename(place)  # an empty folder gives way
-            fsync_folder(place.parent)
+            fsync_directory(place.parent)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron.config.errors import UserError
-from megatron.data.atomic import beside, check_writable, holding, remove_leftovers
+from megatron.data.atomic import beside, check_writable, fsync_directory, holding, remove_leftovers
 
 _LONGEST_WINDOW = 1 << 31
 """Of zstd files; large dumps are packed with more than the library's usual limit."""
@@ -136,7 +136,9 @@ def writing(path: str | Path) -> Iterator[Callable[[bytes], None]]:
         partial = beside(place, "partial")
         raw = partial.open("xb")
     except FileExistsError as error:
-        raise UserError(f"{path}: another run is writing it; wait for it") from error
+        raise UserError(
+            f"{path}: another run is writing it ({partial.name}); wait for it, or remove that file"
+        ) from error
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from error
     packed: Any = raw
@@ -153,6 +155,7 @@ def writing(path: str | Path) -> Iterator[Callable[[bytes], None]]:
             raw.flush()
             os.fsync(raw.fileno())
             partial.replace(place)
+        fsync_directory(place.parent)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from error
     finally:
