@@ -16,6 +16,7 @@ from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.spawn import run_ranks
 from tests.support.tiny import Trace, tiny_engines, tiny_run, tiny_train
+from tests.support.train import train
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -305,7 +306,7 @@ def test_the_documented_compressor_trains(tmp_path: Path) -> None:
         compress=["pp-forward=float8", "dp-grad=random-rows,share=0.5,error-feedback=on"],
         log_json_file=log,
     )
-    run_cli(4, ["pretrain_gpt.py", *flags]).check()
+    train(4, flags)
     events = [json.loads(line) for line in log.read_text().splitlines()]
     losses = [event["lm_loss"] for event in events if event["kind"] == "train"]
     assert losses[-1] < losses[0] - 0.1

@@ -16,6 +16,7 @@ from tasks import lambada, wikitext
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.spawn import run_ranks
+from tests.support.train import train
 from tests.unit.convert.support import MODELS, saved_model
 
 pytestmark = pytest.mark.multiprocess
@@ -47,7 +48,7 @@ def test_tasks_do_not_depend_on_the_layout(layout: Layout, tmp_path: Path) -> No
 def test_a_sweep_finds_the_losses_of_training_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     prefix, saved, log = write_documents(tmp_path / "tokens"), tmp_path / "saved", tmp_path / "log.jsonl"
     saving = {"save": saved, "save_interval": 2, "eval_interval": 2, "eval_iters": 3, "log_json_file": log}
-    run_cli(1, ["pretrain_gpt.py", *tiny_flags(prefix, num_layers=4, **saving)]).check()
+    train(1, tiny_flags(prefix, num_layers=4, **saving))
     sweep = ["val_check_gpt.py", "--load", str(saved)]
     done = run_cli(4, [*sweep, "--pipeline-model-parallel-size", "2", "--first", "4"]).check()
     assert "written to" in done.stdout

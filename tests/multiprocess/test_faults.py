@@ -18,6 +18,7 @@ import pytest
 from megatron.checkpoint.load import read_tracker
 from tests.support.cli import CliResult, RankProcesses, launch_ranks_cli, run_cli
 from tests.support.corpus import tiny_flags, write_documents
+from tests.support.train import train
 
 pytestmark = pytest.mark.multiprocess
 
@@ -70,9 +71,7 @@ def _kill_until_done(prefix: Path, folder: Path, kills: int, seed: int, **change
                 break
         assert isinstance(read_tracker(saved), (int, type(None)))
     reference = folder / "reference.jsonl"
-    run_cli(
-        2, [SCRIPT, *tiny_flags(prefix, **{**layout, "async_save": None}, log_json_file=reference)], timeout=240
-    ).check()
+    train(2, tiny_flags(prefix, **{**layout, "async_save": None}, log_json_file=reference))
     assert _losses(log) == _losses(reference)
     return done
 
@@ -147,7 +146,7 @@ def test_torchrun_restarts_from_the_last_checkpoint(prefix: Path, tmp_path: Path
     result.check()
     assert "loaded the checkpoint of iteration" in result.stdout
     reference = tmp_path / "reference.jsonl"
-    run_cli(2, [SCRIPT, *tiny_flags(prefix, train_iters=30, log_json_file=reference)]).check()
+    train(2, tiny_flags(prefix, train_iters=30, log_json_file=reference))
     assert _losses(log) == _losses(reference)
 
 
@@ -178,7 +177,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 @pytest.fixture(scope="module")
 def two_checkpoints(prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     saved = tmp_path_factory.mktemp("saved") / "run"
-    run_cli(1, [SCRIPT, *tiny_flags(prefix, train_iters=4, save=saved, save_interval=2)]).check()
+    train(1, tiny_flags(prefix, train_iters=4, save=saved, save_interval=2))
     return saved
 
 
@@ -204,7 +203,7 @@ def test_damaged_checkpoints_are_named_and_older_ones_offered(
     assert str(saved) in line
     assert re.search(r"\b2\b", line), f"the older checkpoint is not offered: {line}"
     (saved / "latest_checkpointed_iteration.txt").write_text("2")
-    run_cli(1, [SCRIPT, *tiny_flags(prefix, load=saved, train_iters=3)]).check()
+    train(1, tiny_flags(prefix, load=saved, train_iters=3))
 
 
 def test_a_full_disk_is_one_error_and_keeps_older_checkpoints(prefix: Path, tmp_path: Path) -> None:
@@ -222,7 +221,7 @@ def test_a_full_disk_is_one_error_and_keeps_older_checkpoints(prefix: Path, tmp_
         latest = read_tracker(saved)
         assert isinstance(latest, int)
         resumed = tiny_flags(prefix, **sizes, load=saved, train_iters=latest + 1)
-        run_cli(1, [SCRIPT, *resumed]).check()
+        train(1, resumed)
     finally:
         os.system(f"umount {small}")
 
@@ -246,7 +245,7 @@ def test_time_limit_and_kill_switch(prefix: Path, tmp_path: Path) -> None:
     switch = tmp_path / "stop"
     switch.touch()
     flags = tiny_flags(prefix, train_iters=100_000, save=saved, kill_switch_file=switch, log_interval=1000)
-    run_cli(1, [SCRIPT, *flags]).check()
+    train(1, flags)
     assert read_tracker(saved) == 1
 
 

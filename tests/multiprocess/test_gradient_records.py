@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents
+from tests.support.train import train
 from tools.plot_grad_distribution import main
 
 pytestmark = pytest.mark.multiprocess
@@ -26,7 +26,7 @@ def test_every_stage_is_recorded_and_drawn(tmp_path: Path, capsys: pytest.Captur
         log_gradients_density=0.1,
         log_json_file=log,
     )
-    run_cli(4, ["pretrain_gpt.py", *flags]).check()
+    train(4, flags)
     events = [event for event in map(json.loads, log.read_text().splitlines()) if event["kind"] == "gradients"]
     assert [event["iteration"] for event in events] == [2, 4, 6]
     names = events[-1]["parameters"].keys()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.config.run import RunConfig
-from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents
+from tests.support.train import train
 from tools.plan import entries_of
 from tools.planner.choice import choice_of
 from tools.planner.cluster import Cluster
@@ -63,7 +63,7 @@ def test_bytes_are_what_training_counts(settings: dict[str, object], tmp_path: P
     flags = tiny_flags(
         write_documents(tmp_path / "tiny"), num_layers=4, train_iters=4, save=saved, log_json_file=log, **settings
     )
-    run_cli(4, ["pretrain_gpt.py", *flags]).check()
+    train(4, flags)
     counted = [event for event in map(json.loads, log.read_text().splitlines()) if event["kind"] == "train"][-1]["comm"]
     config = RunConfig.load_yaml(next(saved.glob("iter_*/config.yaml"))).resolve(4)
     found = Predictor(config, Cluster(gpus=4), entries_of(config)).predict(choice_of(config, 4))

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.cli import CliResult, run_cli
+from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents
+from tests.support.train import train
 
 pytestmark = pytest.mark.multiprocess
 
@@ -19,10 +20,6 @@ SCRIPT = "pretrain_gpt.py"
 @pytest.fixture(scope="module")
 def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_documents(tmp_path_factory.mktemp("data") / "tiny")
-
-
-def _run(world_size: int, flags: list[str]) -> CliResult:
-    return run_cli(world_size, [SCRIPT, *flags]).check()
 
 
 def _losses(path: Path) -> dict[int, tuple[float, float | None]]:
@@ -37,9 +34,10 @@ def _stop_and_go_on(prefix: Path, folder: Path, world: tuple[int, int], first: A
     whole, parts, saved = folder / "whole.jsonl", folder / "parts.jsonl", folder / "saved"
     common: dict[str, Any] = {"train_iters": 8}
     unsaved = {**common, **first, "async_save": None}
-    _run(world[0], tiny_flags(prefix, **unsaved, log_json_file=whole))
-    _run(world[0], tiny_flags(prefix, **{**common, **first, "save": saved, "exit_interval": 4, "log_json_file": parts}))
-    _run(world[1], tiny_flags(prefix, **{**common, **then, "load": saved, "log_json_file": parts}))
+    train(world[0], tiny_flags(prefix, **unsaved, log_json_file=whole))
+    stopped = {**common, **first, "save": saved, "exit_interval": 4}
+    train(world[0], tiny_flags(prefix, **stopped, log_json_file=parts))
+    train(world[1], tiny_flags(prefix, **{**common, **then, "load": saved, "log_json_file": parts}))
     return _losses(whole), _losses(parts)
 
 
@@ -146,12 +144,12 @@ def test_a_dense_run_goes_on_with_radius(prefix: Path, tmp_path: Path) -> None:
     that at density 1."""
     dense = tmp_path / "dense"
     whole, radius, full = (tmp_path / f"{name}.jsonl" for name in ("whole", "radius", "full"))
-    _run(2, tiny_flags(prefix, train_iters=12, log_json_file=whole))
-    _run(2, tiny_flags(prefix, train_iters=12, exit_interval=4, save=dense))
+    train(2, tiny_flags(prefix, train_iters=12, log_json_file=whole))
+    train(2, tiny_flags(prefix, train_iters=12, exit_interval=4, save=dense))
     for log, density in ((radius, 0.1), (full, 1)):
         spec = f"dp-grad=stable-topk,density={density},interval=4"
         flags = tiny_flags(prefix, train_iters=12, load=dense, save=tmp_path / log.stem, compress=[spec])
-        _run(2, [*flags, "--log-json-file", str(log)])
+        train(2, [*flags, "--log-json-file", str(log)])
     wanted = {iteration: values for iteration, values in _losses(whole).items() if iteration > 4}
     assert _losses(full).keys() == _losses(radius).keys() == wanted.keys()
     for iteration, (loss, norm) in _losses(full).items():
@@ -201,18 +199,18 @@ def test_resume_at_another_layout_agrees(prefix: Path, tmp_path: Path, name: str
 def test_precision_changes_keep_the_best_values(prefix: Path, tmp_path: Path) -> None:
     """bf16 to fp32 takes the optimizer's fp32 values; back again starts them from the model's."""
     saved = tmp_path / "saved"
-    _run(1, tiny_flags(prefix, bf16=True, save=saved, train_iters=4))
-    _run(1, tiny_flags(prefix, bf16=True, load=saved, train_iters=5, log_json_file=tmp_path / "half.jsonl"))
-    _run(1, tiny_flags(prefix, load=saved, save=saved, train_iters=5, log_json_file=tmp_path / "full.jsonl"))
+    train(1, tiny_flags(prefix, bf16=True, save=saved, train_iters=4))
+    train(1, tiny_flags(prefix, bf16=True, load=saved, train_iters=5, log_json_file=tmp_path / "half.jsonl"))
+    train(1, tiny_flags(prefix, load=saved, save=saved, train_iters=5, log_json_file=tmp_path / "full.jsonl"))
     assert _losses(tmp_path / "full.jsonl")[5][0] == pytest.approx(_losses(tmp_path / "half.jsonl")[5][0], rel=1e-2)
-    _run(1, tiny_flags(prefix, bf16=True, load=saved, train_iters=6, log_json_file=tmp_path / "back.jsonl"))
+    train(1, tiny_flags(prefix, bf16=True, load=saved, train_iters=6, log_json_file=tmp_path / "back.jsonl"))
     assert list(_losses(tmp_path / "back.jsonl")) == [6]
 
 
 def test_finetune_starts_counting_anew(prefix: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
-    _run(1, tiny_flags(prefix, save=saved, train_iters=30, no_save_optim=True, log_json_file=tmp_path / "a.jsonl"))
-    _run(1, tiny_flags(prefix, load=saved, finetune=True, train_iters=2, log_json_file=tmp_path / "b.jsonl"))
+    train(1, tiny_flags(prefix, save=saved, train_iters=30, no_save_optim=True, log_json_file=tmp_path / "a.jsonl"))
+    train(1, tiny_flags(prefix, load=saved, finetune=True, train_iters=2, log_json_file=tmp_path / "b.jsonl"))
     before, after = _losses(tmp_path / "a.jsonl"), _losses(tmp_path / "b.jsonl")
     assert sorted(after) == [1, 2]
     assert after[1][0] < before[1][0] - 0.3
@@ -220,9 +218,9 @@ def test_finetune_starts_counting_anew(prefix: Path, tmp_path: Path) -> None:
 
 def test_checkpoint_arguments_and_wrong_models(prefix: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
-    _run(1, tiny_flags(prefix, save=saved, train_iters=2))
+    train(1, tiny_flags(prefix, save=saved, train_iters=2))
     shape = {"num_layers": None, "hidden_size": None, "num_attention_heads": None}
-    _run(1, tiny_flags(prefix, load=saved, use_checkpoint_args=True, train_iters=3, **shape))
+    train(1, tiny_flags(prefix, load=saved, use_checkpoint_args=True, train_iters=3, **shape))
     wrong = run_cli(1, [SCRIPT, *tiny_flags(prefix, load=saved, num_layers=3)])
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("error: ")

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents
+from tests.support.train import train
 
 pytestmark = pytest.mark.multiprocess
 
@@ -26,8 +27,8 @@ def test_every_byte_of_the_ledger_is_in_the_traces(tmp_path: Path) -> None:
         profile_step_start=2,
         profile_step_end=4,
     )
-    run_cli(4, ["pretrain_gpt.py", *flags]).check()
-    train = [event for event in map(json.loads, log.read_text().splitlines()) if event["kind"] == "train"]
+    train(4, flags)
+    trained = [event for event in map(json.loads, log.read_text().splitlines()) if event["kind"] == "train"]
     files = sorted(folder.iterdir())
     assert [file.name for file in files] == [f"trace_rank_{rank:05d}.json" for rank in range(4)]
     names: Counter[str] = Counter()
@@ -49,7 +50,7 @@ def test_every_byte_of_the_ledger_is_in_the_traces(tmp_path: Path) -> None:
     assert names["iteration"] == 2 * 4
     assert names["forward"] == names["backward"]
     for iteration in (2, 3):
-        comm = train[iteration]["comm"]
+        comm = trained[iteration]["comm"]
         # The log line's own messages come after the step.
         points = {point: figures["wire_bytes"] for point, figures in comm.items() if point != "control"}
         assert points.keys() >= {"pp-forward", "pp-backward", "dp-grad", "embedding"}

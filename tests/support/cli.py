@@ -48,7 +48,7 @@ def run_cli(
     world_size: int,
     argv: Sequence[str],
     env: Mapping[str, str] | None = None,
-    timeout: float = 120.0,
+    timeout: float = 240.0,
     torchrun_args: Sequence[str] = (),
 ) -> CliResult:
     """Runs ``python ARGV`` in the repository's folder; with more than one process through torchrun.
@@ -124,7 +124,7 @@ class RankProcesses:
         """The output of a rank so far; the exit code of one that still runs is given as 0."""
         return _result(self.processes[rank], Path(self._folder.name), str(rank))
 
-    def wait(self, timeout: float = 120.0) -> list[CliResult]:
+    def wait(self, timeout: float = 240.0) -> list[CliResult]:
         """Waits for all ranks.
 
         Raises:

@@ -41,6 +41,7 @@ PRELOAD = (
     "torch._dynamo",  # the first optimizer of a process imports it: two seconds
     "torch.distributed.checkpoint",
     "torch.distributed.tensor",
+    "megatron.training.pretrain",
     "pytest",
 )
 
