@@ -24,7 +24,7 @@ from megatron.config.errors import UserError
 from megatron.config.flags import ParsedSections
 from megatron.config.option import derived, option
 from megatron.config.run import RunConfig
-from megatron.data.atomic import atomic_write, check_writable
+from megatron.data.atomic import check_writable, write_whole
 from megatron.inference.flags import ModelFlags, check_layout, open_topology, parse_flags
 from megatron.inference.model import load_model, load_weights
 from megatron.topology.layout import Layout
@@ -142,11 +142,7 @@ class Losses:
             "val_checkpoints": [weights for _, _, weights in rows],
             **self.settings,
         }
-        try:
-            with atomic_write(self.path) as file:
-                file.write(json.dumps(values, indent=1).encode())
-        except OSError as error:
-            raise UserError(f"--output {self.path}: cannot be written ({error.strerror}); name another file") from error
+        write_whole(self.path, json.dumps(values, indent=1).encode(), "--output")
 
 
 def number_of_samples(flags: SweepFlags, config: RunConfig, replicas: int) -> int:

@@ -21,7 +21,7 @@ import torch
 from megatron.checkpoint.agree import together
 from megatron.config.errors import UserError
 from megatron.config.option import derived, option, required
-from megatron.data.atomic import atomic_write, check_writable
+from megatron.data.atomic import check_writable, write_whole
 from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
 from megatron.inference.jobs import Leader, follow
 from megatron.training.program import Ranks, run_program
@@ -118,11 +118,7 @@ def report(found: dict[str, Any] | UserError, flags: EvaluationFlags) -> None:
     print(make_table(found), flush=True)
     if flags.output:
         figures = {name: found[name] for name in ("results", "versions", "n-shot", "n-samples") if name in found}
-        try:
-            with atomic_write(Path(flags.output)) as file:
-                file.write(json.dumps(figures, indent=1, default=str).encode())
-        except OSError as error:
-            raise UserError(f"--output {flags.output}: cannot be written ({error.strerror})") from error
+        write_whole(flags.output, json.dumps(figures, indent=1, default=str).encode(), "--output")
 
 
 def via_hf(load: str, iteration: int | None, flags: EvaluationFlags) -> dict[str, Any]:

@@ -14,9 +14,8 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.errors import UserError
-from megatron.data.atomic import atomic_write
+from megatron.config.values import Values
+from megatron.data.atomic import write_whole
 
 COLUMNS = ("forward", "backward", "optimizer", "encode", "decode", "wait")
 
@@ -60,32 +60,20 @@ def _is_iteration(event: dict[str, Any]) -> bool:
     return event.get("ph") == "X" and event["name"] == "iteration"
 
 
-_KINDS: dict[str, Any] = {"a number": (int, float), "a whole number": int, "text": str, "an object": dict}
-
-
-def _check(place: str, values: dict[str, Any], kinds: Mapping[str, str]) -> None:
-    """Refuses values that are not of their kind."""
-    for name, kind in kinds.items():
-        value = values.get(name)
-        known = isinstance(value, _KINDS[kind]) and not isinstance(value, bool)
-        if not known or (isinstance(value, float) and not math.isfinite(value)):
-            raise UserError(f"{place}: {name} {value!r} is not {kind}; write it anew")
-
-
-def _check_event(place: str, event: Any) -> None:
+def _check_event(event: Any) -> None:
     """Refuses an event that lacks what the merged trace or the table takes from it."""
     if not isinstance(event, dict):
-        raise UserError(f"{place} is not an object; write it anew")
+        raise UserError("is not an object")
+    values = Values(event)
     if event.get("ph") == "X":
-        _check(place, event, {"name": "text", "ts": "a number", "dur": "a number"})
-    elif "ts" in event:
-        _check(place, event, {"ts": "a number"})
-    inside = {"iteration": "a whole number"} if _is_iteration(event) else {}
+        values.text("name")
+        values.number("dur")
+    if event.get("ph") == "X" or "ts" in event:
+        values.number("ts")
+    if _is_iteration(event):
+        Values(values.table("args")).integer("iteration", least=0, most=10**18)
     if event.get("ph") == "b":
-        inside = {"sent bytes": "a number"}
-    if inside:
-        _check(place, event, {"args": "an object"})
-        _check(place, event["args"], inside)
+        Values(values.table("args")).number("sent bytes")
 
 
 def read_trace(path: Path) -> RankTrace:
@@ -103,13 +91,19 @@ def read_trace(path: Path) -> RankTrace:
         raise UserError(f"{path}: not a trace of --profile-trace, or cut short; write it anew") from error
     if not isinstance(about, dict) or not isinstance(events, list):
         raise UserError(f"{path}: not a trace of --profile-trace; write it anew")
-    _check(str(path), about, {"rank": "a whole number", "label": "text"})
-    optional = {"world_size": "a whole number", "run": "text", "aligned_us": "a number"}
-    _check(str(path), about, {name: kind for name, kind in optional.items() if about.get(name) is not None})
-    for number, event in enumerate(events):
-        _check_event(f"{path}: event {number}", event)
-    known = {name: about.get(name) for name in optional}
-    return RankTrace(path, about["rank"], about["label"], events=events, **known)
+    place = str(path)
+    try:
+        told = Values(about)
+        rank, label = told.integer("rank", least=0), told.text("label")
+        world_size = told.integer("world_size") if told.has("world_size") else None
+        name = told.text("run") if told.has("run") else None
+        aligned_us = told.number("aligned_us") if told.has("aligned_us") else None
+        for number, event in enumerate(events):
+            place = f"{path}: event {number}"
+            _check_event(event)
+    except UserError as error:
+        raise UserError(f"{place}: {error}; write it anew") from error
+    return RankTrace(path, rank, label, world_size, name, aligned_us, events)
 
 
 def find(words: Sequence[str]) -> list[Path]:
@@ -199,10 +193,13 @@ def summary(traces: Sequence[RankTrace]) -> str:
 
 
 def write(content: dict[str, Any], path: Path) -> None:
-    """Writes a trace, compressed where the name ends in .gz; whole or not at all."""
+    """Writes a trace, compressed where the name ends in .gz; whole or not at all.
+
+    Raises:
+        UserError: when it cannot be written.
+    """
     data = json.dumps(content).encode()
-    with atomic_write(path) as stream:
-        stream.write(gzip.compress(data, 6, mtime=0) if path.suffix == ".gz" else data)
+    write_whole(path, gzip.compress(data, 6, mtime=0) if path.suffix == ".gz" else data, "-o")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -218,8 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except OSError as error:
-        print(f"error: {options.output}: {error.strerror}", file=sys.stderr)
+    except OSError as error:  # a folder that may not be looked into
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
     for doubt in doubts(traces):
         print(f"warning: {doubt}", file=sys.stderr)

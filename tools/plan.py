@@ -37,7 +37,7 @@ import torch  # noqa: E402
 from megatron.compression.schedule import RunLength  # noqa: E402
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.run import RunConfig  # noqa: E402
-from megatron.data.atomic import atomic_write, check_writable  # noqa: E402
+from megatron.data.atomic import check_writable, write_whole  # noqa: E402
 from megatron.tokenizer.build import build_tokenizer  # noqa: E402
 from megatron.topology.launch import LaunchEnvironment, init_process_group, pick_device, shutdown  # noqa: E402
 from megatron.topology.topology import build_topology  # noqa: E402
@@ -130,8 +130,7 @@ def measure(config: RunConfig, cluster: Cluster, vocab_size: int, specs: Sequenc
         if env.rank:
             return None
     made = described(found, cluster)
-    with atomic_write(path) as file:
-        file.write(write_cluster(made).encode())
+    write_whole(path, write_cluster(made).encode(), "--cluster")
     odd = [f"{name} {value:.3g}" for name, value in found.items() if name in made.corrections and value > ODD]
     if odd:
         print(f"note: {', '.join(odd)} times what the rates give: is the machine busy, or the model very small?")
@@ -228,8 +227,7 @@ def show(
     if len(found.best) > 1:
         print(f"the runner-up is {reason(found.best[0], found.best[1])}")
     if options.write:
-        with atomic_write(Path(options.write)) as file:
-            file.write(found.best[0].choice.configure(config).to_yaml().encode())
+        write_whole(options.write, found.best[0].choice.configure(config).to_yaml().encode(), "--write")
         print(f"the fastest run's configuration is written to {options.write}")
     return [*shown, *found.best]
 
@@ -269,8 +267,8 @@ def run(options: argparse.Namespace) -> None:
     predictor = Predictor(base, dataclasses.replace(cluster, gpus=gpus), vocab_size)
     shown = show(predictor, refusal is None, sets, config, options)
     if options.json:
-        with atomic_write(Path(options.json)) as file:
-            file.write(json.dumps([dataclasses.asdict(one) for one in shown], indent=1).encode())
+        found = json.dumps([dataclasses.asdict(one) for one in shown], indent=1)
+        write_whole(options.json, found.encode(), "--json")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -131,3 +131,22 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
+
+
+def write_whole(path: str | Path, data: bytes, flag: str = "") -> None:
+    """Writes a file that is either complete or not there, where `check_writable` looked.
+
+    Args:
+        path: of the file; links are followed.
+        data: what it holds.
+        flag: that names it, for the message.
+
+    Raises:
+        UserError: naming the flag and the file, when it cannot be written.
+    """
+    try:
+        with atomic_write(Path(os.path.realpath(path))) as stream:
+            stream.write(data)
+    except OSError as error:
+        named = f"{flag} {path}".strip()
+        raise UserError(f"{named}: cannot be written ({error.strerror}); name a file elsewhere") from error

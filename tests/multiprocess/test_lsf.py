@@ -59,7 +59,8 @@ def test_flags_that_cannot_be_read_are_named(tmp_path: Path, flags: str) -> None
 
 
 def test_outside_a_job_it_says_how_to_submit_it(tmp_path: Path) -> None:
-    done = subprocess.run(["bash", str(SCRIPT)], cwd=tmp_path, capture_output=True, text=True)
+    env = {**os.environ, "LC_ALL": "C"}  # bash complains of a locale that is not installed
+    done = subprocess.run(["bash", str(SCRIPT)], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "this is no job of LSF: submit it with bsub < examples/lsf/pretrain_gpt.lsf\n"
     assert not list(tmp_path.iterdir())

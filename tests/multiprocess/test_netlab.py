@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -39,11 +41,19 @@ dist.destroy_process_group()
 """
 
 
-def _start(tmp_path: Path, script: str, *arguments: str) -> subprocess.Popen[str]:
+@contextmanager
+def _started(tmp_path: Path, script: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A laboratory, of which nothing stays whatever a test finds."""
     path = tmp_path / f"script{len(list(tmp_path.iterdir()))}.py"
     path.write_text(script)
     command = [sys.executable, str(REPO / "tools" / "netlab.py"), *arguments, "--", str(path)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+            lab_removal.remove(f"nl{process.pid}")
 
 
 def _left(pid: int) -> str:
@@ -64,8 +74,9 @@ def test_the_link_shapes_and_its_interface_counts(tmp_path: Path) -> None:
 
     The counters have the frames around 1448 bytes each, and those that acknowledge every second one of the other way.
     """
-    lab = _start(tmp_path, REDUCE, "--hosts", "2", "--rate", "50mbit", "--timeout", "100")
-    out, err = lab.communicate(timeout=120)
+    with _started(tmp_path, REDUCE, "--hosts", "2", "--rate", "50mbit", "--timeout", "100") as lab:
+        out, err = lab.communicate(timeout=120)
+        left = _left(lab.pid)
     assert lab.returncode == 0, err
     seconds = float(re.findall(r"seconds ([\d.]+)", out)[0])
     limit = (1 << 20) * 32 / 50e6
@@ -75,14 +86,14 @@ def test_the_link_shapes_and_its_interface_counts(tmp_path: Path) -> None:
         for megabytes in map(float, row):
             framed = 2 * (1 << 20) * 4 * (1514 + 66 / 2) / 1448
             assert megabytes == pytest.approx(framed / 1e6, rel=0.03)
-    assert _left(lab.pid) == ""
+    assert left == ""
 
 
 def test_a_command_that_fails_ends_the_laboratory_with_its_status(tmp_path: Path) -> None:
-    lab = _start(tmp_path, "import sys; sys.exit('no such text')", "--hosts", "2")
-    _, err = lab.communicate(timeout=120)
-    assert lab.returncode == 1, err
-    assert _left(lab.pid) == ""
+    with _started(tmp_path, "import sys; sys.exit('no such text')", "--hosts", "2") as lab:
+        _, err = lab.communicate(timeout=120)
+        assert lab.returncode == 1, err
+        assert _left(lab.pid) == ""
 
 
 SLEEP = """
@@ -100,19 +111,22 @@ def test_two_at_once_and_interrupts(tmp_path: Path) -> None:
     about a signal of their own."""
     marks = [tmp_path / "first.mark", tmp_path / "second.mark"]
     scripts = [SLEEP.format(first, str(mark)) for first, mark in zip((OBSTINATE, ""), marks, strict=True)]
-    labs = [_start(tmp_path, script, "--hosts", "1", "--rate", "1gbit") for script in scripts]
-    for mark in marks:
-        _wait_for(mark)
-    time.sleep(0.2)
-    inside = [int(mark.read_text()) for mark in marks]
-    for number, lab, status in ((signal.SIGINT, labs[0], 130), (signal.SIGTERM, labs[1], 130)):
-        assert _left(lab.pid) != ""
-        lab.send_signal(number)
-        _, err = lab.communicate(timeout=60)
-        assert lab.returncode == status, err
-        assert "the hosts are removed" in err
-        assert _left(lab.pid) == ""
-    assert have_ended(inside, 1.0)
+    with ExitStack() as stack:
+        labs = [
+            stack.enter_context(_started(tmp_path, script, "--hosts", "1", "--rate", "1gbit")) for script in scripts
+        ]
+        for mark in marks:
+            _wait_for(mark)
+        time.sleep(0.2)
+        inside = [int(mark.read_text()) for mark in marks]
+        for number, lab in zip((signal.SIGINT, signal.SIGTERM), labs, strict=True):
+            assert _left(lab.pid) != ""
+            lab.send_signal(number)
+            _, err = lab.communicate(timeout=60)
+            assert lab.returncode == 130, err
+            assert "the hosts are removed" in err
+            assert _left(lab.pid) == ""
+        assert have_ended(inside, 1.0)
 
 
 def test_what_runs_in_another_thread_ends_with_the_laboratory(tmp_path: Path) -> None:
@@ -137,18 +151,18 @@ def test_what_runs_in_another_thread_ends_with_the_laboratory(tmp_path: Path) ->
 
 def test_what_a_killed_laboratory_leaves_is_cleaned(tmp_path: Path) -> None:
     mark = tmp_path / "killed.mark"
-    lab = _start(tmp_path, SLEEP.format(OBSTINATE, str(mark)), "--hosts", "1")
-    _wait_for(mark)
-    time.sleep(0.2)
-    lab.kill()
-    lab.wait()
-    assert _left(lab.pid) != ""
-    done = subprocess.run([sys.executable, str(REPO / "tools/netlab.py"), "clean"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert f"removed nl{lab.pid}" in done.stdout
-    lab.communicate()  # what ran there has let go of its output
-    assert _left(lab.pid) == ""
-    assert have_ended([int(mark.read_text())], 1.0)
+    with _started(tmp_path, SLEEP.format(OBSTINATE, str(mark)), "--hosts", "1") as lab:
+        _wait_for(mark)
+        time.sleep(0.2)
+        lab.kill()
+        lab.wait()
+        assert _left(lab.pid) != ""
+        done = subprocess.run([sys.executable, str(REPO / "tools/netlab.py"), "clean"], capture_output=True, text=True)
+        assert f"removed nl{lab.pid}\n" in done.stdout, done.stderr
+        assert f"nl{lab.pid}h" not in done.stderr  # what others left on this machine may stay
+        lab.communicate(timeout=60)  # what ran there has let go of its output
+        assert _left(lab.pid) == ""
+        assert have_ended([int(mark.read_text())], 1.0)
 
 
 def test_control_groups_of_a_killed_laboratory_are_cleaned_without_its_namespaces() -> None:
@@ -160,12 +174,16 @@ def test_control_groups_of_a_killed_laboratory_are_cleaned_without_its_namespace
     except cpu_limit.CpuLimitError as problem:
         pytest.skip(str(problem))
     member = subprocess.Popen(["sleep", "600"])
-    group.members.write_text(str(member.pid))
-    removed, left = lab_removal.clean()
-    assert f"nl{gone.pid}" in removed
-    assert not left
-    assert member.wait(5) == -signal.SIGKILL
-    assert not group.folder.exists()
+    try:
+        group.members.write_text(str(member.pid))
+        removed, left = lab_removal.clean()
+        assert f"nl{gone.pid}" in removed
+        assert not [line for line in left if f"nl{gone.pid}h" in line]
+        assert member.wait(5) == -signal.SIGKILL
+        assert not group.folder.exists()
+    finally:
+        member.kill()
+        lab_removal.remove(f"nl{gone.pid}")
 
 
 def test_hosts_that_miss_another_do_not_wait_long(
@@ -202,12 +220,13 @@ print(f"share {(time.process_time() - used) / 2:.3f} of {os.environ['RANK']}", f
 
 def test_hosts_have_processors_of_their_own(tmp_path: Path) -> None:
     """A quarter for each, although half of the machine would be idle; and the groups are gone afterwards."""
-    process = _start(tmp_path, BUSY, "--hosts", "2", "--cpus-per-host", "0.25")
-    out, err = process.communicate(timeout=200)
+    with _started(tmp_path, BUSY, "--hosts", "2", "--cpus-per-host", "0.25") as process:
+        out, err = process.communicate(timeout=200)
+        groups = list(Path("/sys/fs/cgroup").glob(f"**/nl{process.pid}h*"))
     if "processors cannot be shared out here" in err:
         pytest.skip(err.strip())
     assert process.returncode == 0, out + err
     shares = [float(share) for share in re.findall(r"share ([\d.]+) of", out)]
     assert len(shares) == 2
     assert all(0.02 < share < 0.4 for share in shares), shares
-    assert not list(Path("/sys/fs/cgroup").glob(f"**/nl{process.pid}h*"))
+    assert not groups

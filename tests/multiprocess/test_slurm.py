@@ -40,6 +40,7 @@ def _until(condition: Callable[[], object], seconds: float, story: Callable[[], 
 
 def test_outside_a_job_it_says_how_to_submit_it(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    env["LC_ALL"] = "C"  # bash complains of a locale that is not installed
     done = subprocess.run(["bash", str(SCRIPT)], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "this is no job of Slurm: submit it with sbatch examples/slurm/pretrain_gpt.sbatch\n"

@@ -109,6 +109,7 @@ def run_job(script: Path, folder: Path, env: Mapping[str, str], limits_s: list[f
     (folder / "blaunch").write_text(_BLAUNCH)
     (folder / "blaunch").chmod(0o755)
     own = {"LSB_JOBID": "4711", "LSB_DJOB_HOSTFILE": str(folder / "hosts"), "LSB_JOBNAME": job.options.get("-J", "")}
+    own["LC_ALL"] = "C"  # bash complains of a locale that is not installed
     values: list[int] = []
     repo = Path(__file__).resolve().parents[2]
     with (folder / job.options.get("-o", "out").replace("%J", "4711")).open("ab") as out:

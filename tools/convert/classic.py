@@ -26,10 +26,10 @@ from megatron.checkpoint.storage import bytes_of
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.config.values import Values
 from megatron.parallel.tensor.shards import ParamSpec
 from tools.convert.model import Entry, Weights, model_of, parameters_of, stacks_gate_and_up
 from tools.convert.pickles import unreadable
-from tools.convert.values import Values
 
 FILE = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")

@@ -17,11 +17,11 @@ from torch import Tensor
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.config.values import Values
 from tools.convert.model import Entry, Weights, model_of
 from tools.convert.names import Rule, architecture_of, rules
 from tools.convert.pickles import unreadable
 from tools.convert.safetensors_file import DTYPES, SafetensorsFile
-from tools.convert.values import Values
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 SHARD_BYTES = 5 << 30

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,23 @@ class _Bar:
             os.kill(os.getpid(), self.number)
 
 
+@pytest.fixture
+def usual_handlers() -> Iterator[None]:
+    """Those that a shell's child has, also where these tests run under nohup or in a background job."""
+    usual: dict[signal.Signals, Any] = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("usual_handlers")
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_conversion_leaves_nothing(
@@ -93,7 +111,8 @@ def test_nohup_stays_in_force(saved: Path, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_killed_conversion_can_be_repeated(to: str, saved: Path, tmp_path: Path) -> None:
     """What it left is removed; what another one, here or on another machine, holds and writes is not."""
-    gone, own, others = (tmp_path / f".out.{pid}.partial" for pid in (1, os.getpid(), 2))
+    pid = os.getpid()
+    gone, own, others = (tmp_path / f".out.{number}.partial" for number in (pid + 1, pid, pid + 2))
     for folder in (gone, own, others):
         (folder / "iter_0000007").mkdir(parents=True)
     with holding(others):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.disk import largest_file
 from tools.merge_traces import main
 
 
@@ -63,6 +64,16 @@ def test_what_is_not_a_trace_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     assert not (tmp_path / "out.json").exists()
 
 
+def test_a_full_disk_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _write(tmp_path, 0, None, 0.0, world_size=1)
+    out = tmp_path / "out.json"
+    with largest_file(20):
+        assert main([str(tmp_path), "-o", str(out)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: -o {out}: cannot be written (File too large)")
+    assert [path.name for path in tmp_path.iterdir()] == ["trace_rank_00000.json"]
+
+
 def test_two_runs_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other").mkdir()
     first, second = _write(tmp_path, 2, None, 0.0), _write(tmp_path / "other", 2, None, 0.0)
@@ -112,25 +123,30 @@ def test_files_that_do_not_say_their_run_are_merged_with_a_warning(
     assert "out.json: 2 ranks;" in captured.out
 
 
+_HUGE = 10**400
 _SPAN = {"name": "forward", "ph": "X", "ts": 0.0, "dur": 1.0}
 
 
 @pytest.mark.parametrize(
     ("events", "about", "message"),
     [
-        ([1, 2], {}, "event 0 is not an object"),
-        ([_SPAN, {**_SPAN, "ts": "0"}], {}, "event 1: ts '0' is not a number"),
-        ([{**_SPAN, "ts": float("nan")}], {}, "event 0: ts nan is not a number"),
-        ([{**_SPAN, "dur": None}], {}, "event 0: dur None is not a number"),
-        ([{"name": "forward", "ph": "X", "dur": 1.0}], {}, "event 0: ts None is not a number"),
-        ([{"ph": "X", "ts": 0.0, "dur": 1.0}], {}, "event 0: name None is not text"),
-        ([{**_SPAN, "name": "iteration"}], {}, "event 0: args None is not an object"),
-        ([{**_SPAN, "name": "iteration", "args": {}}], {}, "event 0: iteration None is not a whole number"),
-        ([{"name": "send", "ph": "b", "ts": 0.0}], {}, "event 0: args None is not an object"),
-        ([{"name": "send", "ph": "b", "ts": 0.0, "args": {}}], {}, "event 0: sent bytes None is not a number"),
-        ([_SPAN], {"aligned_us": "1"}, "aligned_us '1' is not a number"),
-        ([_SPAN], {"rank": "1"}, "rank '1' is not a whole number"),
-        ([_SPAN], {"world_size": "2"}, "world_size '2' is not a whole number"),
+        ([1, 2], {}, "event 0: is not an object"),
+        ([_SPAN, {**_SPAN, "ts": "0"}], {}, "event 1: ts is the text '0', not a number"),
+        ([{**_SPAN, "ts": float("nan")}], {}, "event 0: ts is nan, not a number"),
+        ([{**_SPAN, "dur": None}], {}, "event 0: dur is missing"),
+        ([{"name": "forward", "ph": "X", "dur": 1.0}], {}, "event 0: ts is missing"),
+        ([{"ph": "X", "ts": 0.0, "dur": 1.0}], {}, "event 0: name is missing"),
+        ([{**_SPAN, "name": "iteration"}], {}, "event 0: args is missing"),
+        ([{**_SPAN, "name": "iteration", "args": {}}], {}, "event 0: iteration is missing"),
+        ([{"name": "send", "ph": "b", "ts": 0.0}], {}, "event 0: args is missing"),
+        ([{"name": "send", "ph": "b", "ts": 0.0, "args": {}}], {}, "event 0: sent bytes is missing"),
+        ([_SPAN], {"aligned_us": "1"}, "aligned_us is the text '1', not a number"),
+        ([_SPAN], {"rank": "1"}, "rank is the text '1', not a whole number"),
+        ([_SPAN], {"world_size": "2"}, "world_size is the text '2', not a whole number"),
+        ([{**_SPAN, "ts": _HUGE}], {}, "event 0: ts is too large a number"),
+        ([_SPAN, {**_SPAN, "dur": _HUGE}], {}, "event 1: dur is too large a number"),
+        ([_SPAN], {"aligned_us": _HUGE}, "aligned_us is too large a number"),
+        ([_SPAN], {"world_size": _HUGE}, "world_size is 1000000000"),
         ({}, {}, "not a trace of --profile-trace"),
     ],
 )

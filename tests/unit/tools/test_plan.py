@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.run import RunConfig
+from tests.support.disk import largest_file
 from tests.unit.planner.support import CLUSTER, small_run
 from tools.plan import main
 from tools.planner.choice import choice_of
@@ -164,6 +165,33 @@ def test_the_fastest_run_is_written_without_what_it_does_not_use(
     (said,) = [line for line in shown.splitlines() if "without what the file says of" in line]
     assert "recompute_granularity" in said
     assert "num_layers_per_virtual_pipeline_stage" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "flag", "name"),
+    [
+        (["--json", "x.json"], "--json", "x.json"),
+        (["--write", "x.yaml"], "--write", "x.yaml"),
+        (["--measure"], "--cluster", "cluster.yaml"),
+    ],
+)
+def test_a_full_disk_is_one_line(
+    words: list[str],
+    flag: str,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    before = Path("cluster.yaml").read_text()
+    with largest_file(20):
+        assert main(["--config", "run.yaml", "--cluster", "cluster.yaml", "--top", "1", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"plan: error: {flag} {name}: cannot be written (File too large)")
+    assert {path.name for path in tmp_path.iterdir()} == {"run.yaml", "cluster.yaml"}
+    assert Path("cluster.yaml").read_text() == before
 
 
 def test_measuring_keeps_what_it_does_not_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

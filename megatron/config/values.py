@@ -52,7 +52,10 @@ class Values:
         """A finite number."""
 
         def fits(value: Any) -> bool:
-            return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            try:
+                return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            except OverflowError as error:
+                raise UserError(f"{name} is too large a number") from error
 
         return float(self._value(name, default, "a number", fits))
 
