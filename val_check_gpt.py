@@ -172,9 +172,9 @@ def sweep_all(flags: SweepFlags, model_flags: ModelFlags, parsed: ParsedSections
     # Training may save and remove checkpoints meanwhile: what rank 0 sees counts.
     seen = together(group, lambda: json.dumps(chosen(model_flags.load, flags)) if topology.rank == 0 else "")
     iterations: list[int] = json.loads(gather_texts(group, seen)[0])
-    damaged = ", ".join(map(str, left_out(model_flags.load, iterations, flags)))
-    if damaged and topology.rank == 0:
-        print(f"left out, since files are missing or damaged: iterations {damaged}", flush=True)
+    if topology.rank == 0 and (damaged := left_out(model_flags.load, iterations, flags)):
+        named = ", ".join(map(str, damaged))
+        print(f"left out, since files are missing or damaged: iterations {named}", flush=True)
     root, tokenizer = model_flags.load, parsed.sections["tokenizer"]
     model = load_model(root, iteration=iterations[0], tokenizer=tokenizer, topology=topology)
     config, samples = model.config, number_of_samples(flags, model.config, layout.dp)

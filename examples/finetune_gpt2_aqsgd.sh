@@ -24,9 +24,6 @@ PYTHON=${PYTHON:-python}
 read -r -a EXTRA <<< "${FLAGS:-}" # further flags of pretrain_gpt.py
 
 mkdir -p "$OUT"
-if [ ! -f "$OUT/gpt2/latest_checkpointed_iteration.txt" ]; then
-  "$PYTHON" tools/ckpt_convert.py --load "$GPT2" --save "$OUT/gpt2" --to megatron-cc
-fi
 STAMP=$("$PYTHON" - "$TEXT" "$VALID_TEXT" "$OUT" <<'PY'
 import hashlib, json, sys
 from pathlib import Path
@@ -59,6 +56,9 @@ if not done.exists():
 print(stamp)
 PY
 )
+if [ ! -f "$OUT/gpt2/latest_checkpointed_iteration.txt" ]; then
+  "$PYTHON" tools/ckpt_convert.py --load "$GPT2" --save "$OUT/gpt2" --to megatron-cc
+fi
 if [ ! -f "$OUT/data.done" ]; then
   for part in train valid; do
     "$PYTHON" tools/preprocess_data.py --input "$OUT/$part.jsonl" --output-prefix "$OUT/$part" --workers 1 --append-eod \

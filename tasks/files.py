@@ -7,8 +7,12 @@ from pathlib import Path
 from megatron.config.errors import UserError
 
 
-def read_utf8(path: str) -> str:
+def read_utf8(path: str, flag: str) -> str:
     """A text file's contents.
+
+    Args:
+        path: of the file.
+        flag: that names it, for the message.
 
     Raises:
         UserError: when it cannot be read; naming the line that is no UTF-8.
@@ -16,9 +20,9 @@ def read_utf8(path: str) -> str:
     try:
         contents = Path(path).read_bytes()
     except OSError as error:
-        raise UserError(f"--valid-data {path}: {error.strerror}") from error
+        raise UserError(f"{flag} {path}: {error.strerror}") from error
     try:
         return contents.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         line = contents.count(b"\n", 0, error.start) + 1
-        raise UserError(f"--valid-data {path}, line {line}: is no UTF-8 text") from error
+        raise UserError(f"{flag} {path}, line {line}: is no UTF-8 text") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 from megatron.config.errors import UserError
 from megatron.inference.model import LoadedModel
@@ -18,7 +19,7 @@ def read_texts(path: str) -> list[str]:
         UserError: naming the line that is none.
     """
     texts = []
-    for number, line in enumerate(read_utf8(path).split("\n"), 1):
+    for number, line in enumerate(read_utf8(path, "--valid-data").split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -56,19 +57,19 @@ def window_of(text: str, tokenizer: Tokenizer, length: int, strict: bool) -> Win
     return Window([*before, *target][-(length + 1) :], min(len(target), length))
 
 
-def evaluate(model: LoadedModel, path: str, strict: bool, batch: int) -> str:
+def evaluate(model: LoadedModel, texts: Sequence[str], path: str, strict: bool, batch: int) -> str:
     """The result line.
 
     Args:
         model: on every rank.
-        path: of the texts.
+        texts: read by ``read_texts``.
+        path: of the texts, for messages.
         strict: see ``window_of``.
         batch: texts in a forward pass.
 
     Raises:
-        UserError: for a file that cannot be read.
+        UserError: for a text that is too short.
     """
-    texts = read_texts(path)
     length = model.config.model.seq_length
     windows = [window_of(text, model.tokenizer, length, strict) for text in texts]
     for number, window in enumerate(windows, 1):

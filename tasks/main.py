@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -55,20 +55,11 @@ class TaskFlags:
     keep_last: bool = option(False, "Keep the last, smaller batch: it always is.", no_effect="it is always kept")
 
 
-def evaluate(model: LoadedModel, flags: TaskFlags) -> str:
-    """The result line of the task.
+def checked(flags: TaskFlags) -> Callable[[LoadedModel], str]:
+    """Checks what can be before the processes meet, and reads the data.
 
-    Raises:
-        UserError: for data that cannot be used.
-    """
-    (path,) = flags.valid_data
-    if flags.task == "LAMBADA":
-        return lambada.evaluate(model, path, flags.strict_lambada, flags.micro_batch_size)
-    return wikitext.evaluate(model, path, flags.overlapping_eval or None, flags.micro_batch_size)
-
-
-def check(flags: TaskFlags) -> None:
-    """Checks what can be before the processes meet.
+    Returns:
+        What gives the result line of the task, or raises UserError for data that does not suit the model.
 
     Raises:
         UserError: for tasks that are not offered, and data that is not there.
@@ -78,7 +69,12 @@ def check(flags: TaskFlags) -> None:
             raise UserError(
                 f"--{name.replace('_', '-')}: tasks are zero-shot here; fine-tune with pretrain_gpt.py --finetune"
             )
-    (wikitext.read_text if flags.task == "WIKITEXT103" else lambada.read_texts)(flags.valid_data[0])
+    (path,), batch = flags.valid_data, flags.micro_batch_size
+    if flags.task == "LAMBADA":
+        texts = lambada.read_texts(path)
+        return lambda model: lambada.evaluate(model, texts, path, flags.strict_lambada, batch)
+    read = wikitext.read_text(path)
+    return lambda model: wikitext.evaluate(model, read, path, flags.overlapping_eval or None, batch)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,11 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed = parse_flags(sys.argv[1:] if argv is None else argv, {"task": TaskFlags}, "main.py", DESCRIPTION)
         model_flags: ModelFlags = parsed.sections["model"]
         flags: TaskFlags = parsed.sections["task"]
-        check(flags)
+        evaluate = checked(flags)
         layout = check_layout(model_flags, ranks.env, replicas=True)
         ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.notes)
         model = open_model(model_flags, parsed.sections["tokenizer"], layout, ranks.env)
-        line = evaluate(model, flags)
+        line = evaluate(model)
         if model.speaks:
             rule = "-" * (len(line) + 1)
             print(f"{rule}\n{line}\n{rule}", flush=True)

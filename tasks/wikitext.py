@@ -18,7 +18,7 @@ def read_text(path: str) -> tuple[str, int]:
     Raises:
         UserError: when it cannot be read, or is empty.
     """
-    text = read_utf8(path)
+    text = read_utf8(path, "--valid-data")
     words = len(text.strip().split(" "))
     if words < 2:
         raise UserError(f"--valid-data {path}: holds no text of two words or more, with a space between them")
@@ -45,19 +45,20 @@ def windows_of(tokens: Sequence[int], length: int, stride: int) -> list[Window]:
     return windows
 
 
-def evaluate(model: LoadedModel, path: str, stride: int | None, batch: int) -> str:
+def evaluate(model: LoadedModel, read: tuple[str, int], path: str, stride: int | None, batch: int) -> str:
     """The result line.
 
     Args:
         model: on every rank.
-        path: of the text.
+        read: by ``read_text``.
+        path: of the text, for messages.
         stride: see ``windows_of``; None: as long as the window, so that every token is read once.
         batch: windows in a forward pass.
 
     Raises:
-        UserError: for a text that cannot be read.
+        UserError: for a text or stride that does not suit the model.
     """
-    text, words = read_text(path)
+    text, words = read
     tokens = model.tokenizer.tokenize(text)
     if len(tokens) < 2:
         raise UserError(f"--valid-data {path}: is too short")

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,11 @@ if __name__ == "__main__":
 
 import torch
 
+from megatron.config.errors import UserError
 from megatron.inference.generate import generate
 from megatron.inference.model import LoadedModel
 from megatron.inference.sampling import Sampling
-from tools.ckpt_convert import main as convert
+from tools.ckpt_convert import convert, parse
 from tools.planner.measure import rate_of
 
 
@@ -62,10 +63,11 @@ def loaded(theirs: Any, dtype: torch.dtype, device: torch.device) -> LoadedModel
         theirs.save_pretrained(folder / "hf")
         kind = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
         arguments = ["-i", str(folder / "hf"), "-o", str(folder / "ours"), "--to", "megatron-cc", "--dtype", kind]
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            failed = convert(arguments)
-        if failed:
-            sys.exit("error: the weights could not be converted")
+        try:
+            with redirect_stderr(io.StringIO()):
+                convert(parse(arguments))
+        except UserError as error:
+            sys.exit(f"error: {error}")
         tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=theirs.config.vocab_size - 1)
         return load_model(folder / "ours", tokenizer=tokenizer, device=device)
 

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,8 @@ from megatron.data.atomic import check_writable, write_whole
 from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
 from megatron.inference.jobs import Leader, follow
 from megatron.training.program import Ranks, run_program
-from tools.ckpt_convert import main as convert
+from tools.ckpt_convert import convert, parse
+from tools.interrupt import stopped_in_order
 
 DESCRIPTION = """Evaluates a checkpoint on tasks of lm-evaluation-harness.
 
@@ -72,7 +73,8 @@ def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:
     unknown = sorted(set(flags.tasks) - set(manager.all_tasks))
     if unknown:
         raise UserError(f"--tasks {unknown[0]}: the harness has no such task; --include-path adds a folder of tasks")
-    _check_data(flags.tasks, manager)
+    loads = "load" if hasattr(manager, "load") else "load_task_or_group"  # its name in older versions
+    setattr(manager, loads, partial(_loaded, getattr(manager, loads)))
     name, arguments = model if isinstance(model, tuple) else (model, None)
     found = simple_evaluate(
         model=name,
@@ -90,19 +92,19 @@ def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:
     return dict(found)
 
 
-def _check_data(tasks: Sequence[str], manager: Any) -> None:
-    """Loads the tasks' data, as the harness will again: what is wrong with it is not what is wrong with the model.
+def _loaded(load: Callable[[list[str]], Any], tasks: list[str]) -> Any:
+    """What the harness loads for tasks: what is wrong with their data is not what is wrong with the model.
 
     Raises:
         UserError: naming the task.
     """
-    load = getattr(manager, "load", None) or manager.load_task_or_group  # its name in older versions
-    for task in tasks:
-        try:
-            load([task])
-        except Exception as error:  # of files, formats and the network: each library below has its own
-            reason = (str(error).splitlines() or [""])[0] or type(error).__name__
-            raise UserError(f"--tasks {task}: its data cannot be had ({reason})") from error
+    try:
+        return load(tasks)
+    except Exception as error:  # of files, formats and the network: each library below has its own
+        for task in tasks if len(tasks) > 1 else ():
+            _loaded(load, [task])
+        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+        raise UserError(f"--tasks {' '.join(tasks)}: its data cannot be had ({reason})") from error
 
 
 def report(found: dict[str, Any] | UserError, flags: EvaluationFlags) -> None:
@@ -125,12 +127,12 @@ def via_hf(load: str, iteration: int | None, flags: EvaluationFlags) -> dict[str
     """Exports the checkpoint and evaluates the export.
 
     Raises:
-        UserError: when it has no Hugging Face architecture.
+        UserError: when it has no Hugging Face architecture, and as ``run`` does.
     """
     with tempfile.TemporaryDirectory(prefix="evaluate-lm-") as folder:
         step = ["--iteration", str(iteration)] if iteration is not None else []
-        if convert(["--load", load, "--save", f"{folder}/hf", "--to", "hf", *step]):
-            raise UserError("--via hf: the checkpoint cannot be exported; leave --via out")
+        with stopped_in_order():
+            convert(parse(["--load", load, "--save", f"{folder}/hf", "--to", "hf", *step]))
         return run(("hf", {"pretrained": f"{folder}/hf", "dtype": "auto"}), flags)
 
 

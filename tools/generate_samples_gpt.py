@@ -25,6 +25,7 @@ from megatron.inference.generate import Generated, Token, generate
 from megatron.inference.model import LoadedModel
 from megatron.inference.text import TextStream, continuation, is_text
 from megatron.training.program import Ranks, run_program
+from tasks.files import read_utf8
 
 DESCRIPTION = """Generates text from a checkpoint of any layout, on one process or, under torchrun, on several.
 
@@ -213,14 +214,7 @@ def read_prompts(path: str) -> list[str]:
     Raises:
         UserError: when there are none, or it cannot be read.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise UserError(f"--sample-input-file {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise UserError(f"--sample-input-file {path}, line {line}: is no UTF-8 text") from error
-    texts = [line.removesuffix("\r") for line in lines if line.strip()]
+    texts = [line for line in read_utf8(path, "--sample-input-file").split("\n") if line.strip()]
     if not texts:
         raise UserError(f"--sample-input-file {path}: has no line with a prompt")
     return texts

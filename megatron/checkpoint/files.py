@@ -28,6 +28,23 @@ def folder_name(iteration: Iteration) -> str:
     return iteration if isinstance(iteration, str) else f"iter_{iteration:07d}"
 
 
+def tracked_text(root: Path) -> str:
+    """The beginning of the tracker, as text.
+
+    Raises:
+        OSError: when it cannot be read.
+    """
+    with (root / TRACKER).open("rb") as stream:
+        return stream.read(100).decode(errors="replace").strip()
+
+
+def iteration_of(text: str) -> Iteration | None:
+    """What a tracker's text names, if anything."""
+    if text == "release":
+        return "release"
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
+
+
 def checkpoint_folder(root: Path, iteration: Iteration) -> Path:
     """Where a checkpoint is, or would be."""
     final = root / folder_name(iteration)

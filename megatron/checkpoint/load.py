@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,14 @@ import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 
 from megatron.checkpoint.agree import first_problem, gather_texts, raise_together, rank_of, size_of
-from megatron.checkpoint.files import TRACKER, Iteration, checkpoint_folder, saved_iterations
+from megatron.checkpoint.files import (
+    TRACKER,
+    Iteration,
+    checkpoint_folder,
+    iteration_of,
+    saved_iterations,
+    tracked_text,
+)
 from megatron.checkpoint.logical import LogicalShard
 from megatron.checkpoint.manifest import Manifest, StoredItem, read_manifest
 from megatron.checkpoint.plain import decode_plain, dtype_from_name
@@ -44,13 +50,12 @@ def read_tracker(root: str | Path) -> Iteration | None:
     """
     path = Path(root) / TRACKER
     try:
-        with path.open("rb") as stream:
-            text = stream.read(100).decode(errors="replace").strip()
+        text = tracked_text(path.parent)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
-    iteration = _iteration_of(text)
+    iteration = iteration_of(text)
     if iteration is None:
         raise UserError(
             f"{path} holds {text[:30]!r} instead of an iteration or 'release'{_fallback(path.parent, None)}"
@@ -58,13 +63,6 @@ def read_tracker(root: str | Path) -> Iteration | None:
     if not checkpoint_folder(path.parent, iteration).is_dir():
         raise UserError(f"{path} names iteration {iteration}, which is not there{_fallback(path.parent, iteration)}")
     return iteration
-
-
-def _iteration_of(text: str) -> Iteration | None:
-    """What a tracker's text names, if anything."""
-    if text == "release":
-        return "release"
-    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
 def complete_iterations(root: str | Path) -> list[int]:
@@ -102,7 +100,7 @@ def _fallback(root: Path, broken: Iteration | None, flag: str | None = None) -> 
 def _asked_for(root: Path, broken: Iteration | None) -> bool:
     """Whether somebody named a checkpoint that is not the tracker's."""
     try:
-        tracked = _iteration_of((root / TRACKER).read_bytes()[:100].decode(errors="replace").strip())
+        tracked = iteration_of(tracked_text(root))
     except OSError:
         return False
     return broken is not None and tracked not in (None, broken)
@@ -138,14 +136,16 @@ def open_checkpoint(root: Path, iteration: Iteration, flag: str | None = None) -
         raise UserError(f"{error}{_fallback(root, iteration, flag)}") from error
 
 
-def _read_checked(root: Path, iteration: Iteration, pick: Callable[[Manifest], StoredItem]) -> bytes:
-    folder, manifest = open_checkpoint(root, iteration)
+def _read_checked(
+    root: Path, iteration: Iteration, pick: Callable[[Manifest], StoredItem], flag: str | None = None
+) -> bytes:
+    folder, manifest = open_checkpoint(root, iteration, flag)
     item = pick(manifest)
     data = read_item(folder, item)
     if data is None:
         raise UserError(
             f"{folder / item.file} is missing, truncated or damaged: {item.length} bytes from {item.offset} "
-            f"do not have their checksum{_fallback(root, iteration)}"
+            f"do not have their checksum{_fallback(root, iteration, flag)}"
         )
     return data
 
@@ -161,13 +161,18 @@ def load_common(root: str | Path, iteration: Iteration) -> dict[str, Any]:
     return value
 
 
-def load_config_yaml(root: str | Path, iteration: Iteration) -> str:
+def load_config_yaml(root: str | Path, iteration: Iteration, flag: str | None = None) -> str:
     """The configuration saved in a checkpoint.
+
+    Args:
+        root: the folder of all checkpoints.
+        iteration: which one.
+        flag: that named it; None for the tracker's.
 
     Raises:
         UserError: when the checkpoint is missing or damaged.
     """
-    return _read_checked(Path(root), iteration, lambda m: m.documents[CONFIG]).decode()
+    return _read_checked(Path(root), iteration, lambda m: m.documents[CONFIG], flag).decode()
 
 
 def saved_config(
@@ -185,12 +190,11 @@ def saved_config(
     """
     if isinstance(iteration, int) and iteration < 0:
         raise UserError(f"{flag} {iteration}: iterations count from 0")
-    if iteration is not None:
-        open_checkpoint(Path(root), iteration, flag)
     chosen = read_tracker(root) if iteration is None else iteration
     if chosen is None:
         raise UserError(f"--load {root} holds no checkpoint; name the folder that --save wrote to")
-    return RunConfig.from_yaml(load_config_yaml(root, chosen), f"{root}, iteration {chosen}"), chosen
+    text = load_config_yaml(root, chosen, None if iteration is None else flag)
+    return RunConfig.from_yaml(text, f"{root}, iteration {chosen}"), chosen
 
 
 def load_per_rank(root: str | Path, iteration: Iteration, rank: int) -> dict[str, Any] | None:

@@ -26,9 +26,10 @@ def _lines(root: Path, folder: Path, layout: Layout | None) -> list[str]:
     """Result lines of both tasks on this rank."""
     topology = None if layout is None else build_topology(layout, torch.device("cpu"))
     model = load_model(root, topology=topology)
+    text, lines = str(folder / "text"), str(folder / "lines")
     return [
-        wikitext.evaluate(model, str(folder / "text"), 7, 3),
-        lambada.evaluate(model, str(folder / "lines"), True, 3),
+        wikitext.evaluate(model, wikitext.read_text(text), text, 7, 3),
+        lambada.evaluate(model, lambada.read_texts(lines), lines, True, 3),
     ]
 
 

@@ -85,4 +85,4 @@ def _refused(folder: Path) -> None:
         (error,) = [line for line in done.stderr.splitlines() if "error" in line]
         assert error.startswith("finetune_gpt2_aqsgd: error: TEXT=")
         assert said in error
-        assert not (folder / "out" / "data.done").exists()
+        assert not list((folder / "out").iterdir())

@@ -35,7 +35,7 @@ from tools.bench_network.report import figure, rate_of, table  # noqa: E402
 from tools.bench_network.setups import Setup  # noqa: E402
 from tools.bench_network.worker import config_of  # noqa: E402
 from tools.interrupt import stopped_in_order  # noqa: E402
-from tools.netlab import Lab, LabError, Traffic  # noqa: E402
+from tools.lab import Lab, LabError, Traffic  # noqa: E402
 from tools.planner.choice import choice_of  # noqa: E402
 from tools.planner.cluster import Cluster, write_cluster  # noqa: E402
 from tools.planner.measure import described  # noqa: E402

@@ -28,7 +28,7 @@ from tools.bench_network.cases import PIPELINE, Case  # noqa: E402
 from tools.bench_network.report import rate_of  # noqa: E402
 from tools.bench_network.setups import aqsgd_pipeline  # noqa: E402
 from tools.interrupt import stopped_in_order  # noqa: E402
-from tools.netlab import Lab, LabError  # noqa: E402
+from tools.lab import Lab, LabError  # noqa: E402
 from tools.plot_loss_curves import main as plot_loss_curves  # noqa: E402
 
 HOSTS = 4

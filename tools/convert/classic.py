@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from megatron.checkpoint.files import TRACKER
+from megatron.checkpoint.files import TRACKER, Iteration, folder_name, iteration_of, tracked_text
 from megatron.checkpoint.storage import bytes_of
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
@@ -49,14 +49,11 @@ def find_classic(root: Path, iteration: int | None = None) -> Path | None:
         if iteration is not None:
             raise UserError(f"--iteration {iteration}: {root} is one checkpoint already; leave it out")
         return root
-    tracker = root / TRACKER
-    name = f"iter_{iteration:07d}" if iteration is not None else None
-    if name is None and tracker.is_file():
-        text = tracker.read_text(errors="replace").strip()
-        named = re.fullmatch(r"[0-9]{1,18}", text)
-        name = "release" if text == "release" else f"iter_{int(text):07d}" if named else None
-    if name is not None and _ranks(root / name):
-        return root / name
+    named: Iteration | None = iteration
+    if named is None and (root / TRACKER).is_file():
+        named = iteration_of(tracked_text(root))
+    if named is not None and _ranks(root / folder_name(named)):
+        return root / folder_name(named)
     others = sorted(path.name for path in root.glob("iter_*") if _ranks(path)) if iteration is not None else []
     if others:
         raise UserError(f"--iteration {iteration}: {root} has no such checkpoint; it has {', '.join(others)}")
@@ -196,8 +193,9 @@ def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
                 )
     files = {place: _load(path) for place, path in paths.items()}
     try:
-        model, padded, version, iteration, tokenizer = _described(files[0, 0])
-        entries_size = _vocab_size(_arguments(files[0, 0]), vocab_size, padded, len(tps))
+        args = _arguments(files[0, 0])
+        model, padded, version, iteration, tokenizer = _described(files[0, 0], args)
+        entries_size = _vocab_size(args, vocab_size, padded, len(tps))
         if model.num_query_groups % len(tps):
             raise UserError(f"{model.num_query_groups} query groups cannot be in {len(tps)} tensor-parallel ranks")
     except UserError as error:
@@ -341,13 +339,13 @@ def _arguments(file: Mapping[str, Any]) -> Values:
     return Values(vars(args))
 
 
-def _described(file: Mapping[str, Any]) -> tuple[ModelConfig, int, float, int, TokenizerConfig]:
-    """What a file says: the model, the rows of its padded embedding, version, iteration, tokenizer.
+def _described(file: Mapping[str, Any], args: Values) -> tuple[ModelConfig, int, float, int, TokenizerConfig]:
+    """What a file and its arguments say: the model, the rows of its padded embedding, version, iteration, tokenizer.
 
     Raises:
         UserError: when it does not, or says what cannot be.
     """
-    args, values = _arguments(file), Values(file)
+    values = Values(file)
     version = values.number("checkpoint_version", 0)
     if version not in VERSIONS:
         raise UserError(f"checkpoint_version {version:g} is not known; {', '.join(map(str, VERSIONS))} are")

@@ -46,9 +46,9 @@ class _RankFile:
     """
 
     path: Path
-    places: dict[str, int] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
-    records: dict[int, str] = field(default_factory=dict)
+    places: dict[str, int]
+    sizes: dict[str, int]
+    records: dict[int, str]
     crcs: dict[str, int] = field(default_factory=dict)
 
     def fill(self, name: str, part: Tensor, zeros: int = 0) -> None:

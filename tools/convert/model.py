@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,9 +21,7 @@ from megatron.model.gpt import GPTStage, StagePart
 from megatron.parallel.tensor.embedding import VocabShard
 from megatron.parallel.tensor.shards import ParamSpec, collect_specs
 from megatron.topology.group import Group
-
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-"""What weights are stored as."""
+from tools.convert.safetensors_file import DTYPES
 
 
 @dataclass(frozen=True)
@@ -69,6 +68,7 @@ class Weights:
         return sum(torch.Size(entry.shape).numel() * entry.dtype.itemsize for entry in self.entries.values())
 
 
+@cache
 def parameters_of(model: ModelConfig, vocab_size: int) -> dict[str, ParamSpec]:
     """Logical names of a model's parameters, their whole shapes and split dimensions, in the model's order."""
     comm = TensorComm(Group(None, (0,), 0, "this process", "none"), Ledger(), CompressionPlan({}, 0, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.checkpoint.files import Iteration
-from megatron.checkpoint.load import saved_config, saved_shapes
+from megatron.checkpoint.load import saved_config
 from megatron.checkpoint.logical import LogicalShard, Piece
 from megatron.checkpoint.model_state import MODEL
 from megatron.checkpoint.save import save_checkpoint
@@ -38,8 +39,9 @@ def read_ours(root: Path, iteration: Iteration | None = None) -> Weights:
     config, chosen = saved_config(root, iteration, "--iteration")
     stored = StoredTensors(root, chosen)
     entries = {
-        name.removeprefix(MODEL): Entry(shape, dtype, lambda name=name: stored.read(name))  # type: ignore[misc]
-        for name, (shape, dtype) in saved_shapes(root, chosen, MODEL).items()
+        name.removeprefix(MODEL): Entry(tuple(held.size), held.properties.dtype, partial(stored.read, name))
+        for name, held in stored.manifest.tensors.items()
+        if name.startswith(MODEL)
     }
     if EMBEDDING not in entries:
         raise UserError(f"{root}, iteration {chosen}: the checkpoint holds no {MODEL}{EMBEDDING}")

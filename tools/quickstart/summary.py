@@ -45,7 +45,7 @@ def summarise(log: Path, heldout: Unigram) -> Summary:
     Raises:
         UserError: when the run logged no training or no validation.
     """
-    events = list(read_records(log))
+    events = read_records(log)
     train = [event for event in events if event.get("kind") == "train"]
     validation = [event for event in events if event.get("kind") == "validation"]
     if not train or not validation or validation[-1].get("lm_loss") is None:

@@ -88,7 +88,6 @@ class Worker:
     def __init__(self, model: LoadedModel, waiting: int, patience_s: float, ended: Callable[[], None]) -> None:
         self.model = model
         self.error: BaseException | None = None
-        self.busy = False
         self.served = 0
         self._ended = ended
         self._patience_s = patience_s
@@ -116,6 +115,11 @@ class Worker:
         """Ends after the job at hand, which is cut short; the other ranks end, too."""
         self.cut()
         self._thread.join()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is a job at hand."""
+        return self._at_hand is not None
 
     @property
     def waiting(self) -> int:
@@ -174,14 +178,14 @@ class Worker:
             ticket.emit(Piece(row, token, text))
             return streams[row].stopped or ticket.cancelled.is_set() or self._stop.is_set()
 
-        self.busy, self._at_hand = True, ticket
+        self._at_hand = ticket
         try:
             scored, found = leader.do(job, on_token)
         except BaseException as error:
             ticket.emit(Failed(f"the server failed: {type(error).__name__}: {error}"))
             raise
         finally:
-            self.busy, self._at_hand = False, None
+            self._at_hand = None
         self.served += 1
         results = []
         for text, stream, sample, prompt in zip(texts, streams, found, scored, strict=True):

@@ -304,5 +304,11 @@ def test_one_that_was_asked_for_is_not_replaced_by_the_tracker(tmp_path: Path) -
         assert str(error.value).endswith(f"newest first: {shown}; name one of them (--ckpt-step 6)")
         with pytest.raises(UserError, match=r"newest first: 6.*; name one of them$"):
             load_tensors(tmp_path, broken, shards(model()))
+    config = tmp_path / "iter_0000006" / "config.yaml"
+    config.write_bytes(config.read_bytes()[:-1])
+    save(tmp_path, 4)
+    (tmp_path / TRACKER).write_text("6")
+    with pytest.raises(UserError, match=r"config.yaml is missing.*: 4; name one of them \(--ckpt-step 4\)$"):
+        saved_config(tmp_path, 6)
     with pytest.raises(UserError, match=r"--ckpt-step -3: iterations count from 0"):
         saved_config(tmp_path, -3)
