@@ -145,7 +145,7 @@ def write_whole(path: str | Path, data: bytes, flag: str = "") -> None:
         UserError: naming the flag and the file, when it cannot be written.
     """
     try:
-        with atomic_write(Path(os.path.realpath(path))) as stream:
+        with atomic_write(Path(path)) as stream:
             stream.write(data)
     except OSError as error:
         named = f"{flag} {path}".strip()
