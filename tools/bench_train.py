@@ -265,7 +265,8 @@ def overhead(shape: Shape, steps: int) -> list[dict[str, Any]]:
     alone = statistics.median([single.step() for _ in range(steps + 2)][2:])
     single.close()
     rows = []
-    context = mp.get_context("forkserver")  # imports this module, and all that it needs, once
+    context = mp.get_context("forkserver")  # imports once what each rank needs
+    context.set_forkserver_preload(["__main__", "torch._dynamo"])
     for number, (name, parallel) in enumerate(LAYOUTS.items()):
         port = 20000 + (os.getpid() + number * 37) % 20000
         ends = [context.Pipe() for _ in range(2)]

@@ -115,6 +115,7 @@ def save_layouts(root: str) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
     earlier = sorted(Path(root).iterdir())
+    dist.barrier()  # before anybody saves
     for number, layout in enumerate(LAYOUTS[world]):
         for path in earlier:
             held = Rank(rank, *layout)
