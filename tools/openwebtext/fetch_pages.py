@@ -237,37 +237,23 @@ def _write(source: str, wanted: set[bytes], record: _Record, output: Path) -> Re
     return report
 
 
+_NUMBERS: tuple[tuple[str, str, float, float, str], ...] = (
+    ("connections", "N", 1, 400, "connections at once"),  # each is a thread and an open file or two, of 1024
+    ("delay", "S", 0, 3600, "seconds between pages of a host"),
+    ("timeout", "S", 0.1, 3600, "seconds of silence; a page may take three times as long"),
+    ("max_bytes", "N", 1, 1_000_000_000, "bytes of a page, at most"),
+)
+"""Fields of ``Limits`` that are numbers: how help calls a value, the least and the most, and what it is."""
+
+
 def add_limits(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Flags of what fetching may cost."""
     base = Limits()
-    parser.add_argument(
-        "--connections",
-        type=int,
-        default=base.connections,
-        metavar="N",
-        help=f"connections at once ({base.connections})",
-    )
-    parser.add_argument(
-        "--delay",
-        type=float,
-        default=base.delay,
-        metavar="S",
-        help=f"seconds between pages of a host ({base.delay:g})",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=base.timeout,
-        metavar="S",
-        help=f"seconds of silence; a page may take three times as long ({base.timeout:g})",
-    )
-    parser.add_argument(
-        "--max-bytes",
-        type=int,
-        default=base.max_bytes,
-        metavar="N",
-        help=f"bytes of a page, at most ({base.max_bytes})",
-    )
+    for name, metavar, _, _, text in _NUMBERS:
+        usual = getattr(base, name)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=type(usual), default=usual, metavar=metavar, help=f"{text} ({usual})"
+        )
     parser.add_argument("--user-agent", default=base.agent, metavar="NAME", help=f"told to the sites ({base.agent})")
     parser.add_argument("--ignore-robots", action="store_true", help="do not ask for robots.txt")
     parser.add_argument(
@@ -281,22 +267,14 @@ def limits_of(options: argparse.Namespace) -> Limits:
     Raises:
         UserError: when they make no sense.
     """
-    for flag, least, most in (
-        ("connections", 1, 400),  # each is a thread and an open file or two, of 1024
-        ("max_bytes", 1, 1_000_000_000),
-        ("delay", 0, 3600),
-        ("timeout", 0.1, 3600),
-    ):
-        value = getattr(options, flag)
-        if not least <= value <= most:
-            raise UserError(f"--{flag.replace('_', '-')} {value}: give {least} to {most}")
+    numbers = {name: getattr(options, name) for name, *_ in _NUMBERS}
+    for name, _, least, most, _ in _NUMBERS:
+        if not least <= numbers[name] <= most:
+            raise UserError(f"--{name.replace('_', '-')} {numbers[name]}: give {least} to {most}")
     if not options.user_agent.isprintable() or not options.user_agent.strip() or not options.user_agent.isascii():
         raise UserError(f"--user-agent {options.user_agent!r}: give a name of ASCII letters")
     return Limits(
-        connections=options.connections,
-        delay=options.delay,
-        timeout=options.timeout,
-        max_bytes=options.max_bytes,
+        **numbers,
         agent=options.user_agent,
         robots=not options.ignore_robots,
         private=options.allow_private_hosts,
