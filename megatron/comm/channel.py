@@ -106,8 +106,8 @@ class PipelineChannel:
         return self.plan.codec(way.point) if on else _IDENTITY
 
     def _unscaled(self, way: Direction, codec: Codec) -> tuple[torch.dtype, float]:
-        """What a codec is given: fp32 (or fp64) numbers, and gradients without the loss scale."""
-        if codec.exact:
+        """What a codec is given: fp32 (or fp64) numbers unless it takes any, and gradients without the loss scale."""
+        if codec.exact or (way.point is Point.PP_FWD and not codec.widened):
             return self.dtype, 1.0
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         return wide, self._scale if way.point is Point.PP_BWD else 1.0

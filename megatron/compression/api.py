@@ -152,10 +152,18 @@ class Payload:
 class Codec(ABC):
     """Encodes a tensor into one message and back; both ends evolve equal state from equal bytes.
 
-    ``exact`` codecs return what they were given; the others are handed gradients without the loss scale, in fp32.
+    Messages, inputs, states and results have memory of their own, as each has a holder who may overwrite it: a message
+    is on its way when the next one is encoded, error feedback changes what it gave to ``encode``, and layers change
+    what was decoded. Two exceptions save copies: the message of an ``exact`` codec may be its input, and the result of
+    ``decode`` may lie in the message, which the receiver gives up.
     """
 
     exact = False
+    """Whether a tensor comes back as it was, whatever it holds. The others are handed finite numbers in fp32 (or
+    fp64), gradients without the loss scale."""
+
+    widened = True
+    """Whether activations are converted to fp32 (or fp64) first; False for codecs that may send them as they are."""
 
     shared: tuple[str, ...] = ()
     """Names of the state that both ends must hold equal; the rest is the sender's own."""
@@ -163,6 +171,10 @@ class Codec(ABC):
     def __init__(self, config: Any = None) -> None:
         """``config`` is an instance of the registered options class."""
         self.config = config
+
+    def pays(self, shape: torch.Size) -> bool:
+        """Whether the message of a tensor of this shape is smaller than the tensor."""
+        return True
 
     @abstractmethod
     def empty_payload(
@@ -187,7 +199,7 @@ class Codec(ABC):
         """Turns a message back into a tensor of the given shape and dtype."""
 
     def reconstruct(self, payload: Payload, x: Tensor, state: CompressorState, key: Hashable) -> Tensor | Approximation:
-        """What the receiver of ``encode``'s message of ``x`` will decode; called by the sender."""
+        """What the receiver of ``encode``'s message of ``x`` will decode; called by the sender, who only reads it."""
         return self.decode(payload, x.shape, x.dtype, state, key)
 
     def decode_gathered(

@@ -1,8 +1,8 @@
 """Messages as changes since the last visit of the same sample (AQ-SGD, Wang et al. 2022, algorithm 1).
 
-Both ends remember what the receiver got for each sample. A first visit sends the activation itself, in bf16 or fixed
-point; every later one only the quantised difference, whose error the next difference contains. Which is which both ends
-derive from the sample ids alone.
+Both ends remember what the receiver got for each sample. A first visit sends the activation itself, as it is, in half
+precision or in fixed point; every later one only the quantised difference, whose error the next difference contains.
+Which is which both ends derive from the sample ids alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.compression.api import Codec, Payload
 from megatron.compression.fixpoint import FixpointConfig, Quantiser, message_seed
-from megatron.compression.options import opt
+from megatron.compression.options import SpecError, opt
 from megatron.compression.sample_cache import SampleCache
 from megatron.compression.state import CompressorState
 from megatron.kernels.grid import Role
@@ -31,12 +31,22 @@ class DeltaConfig(FixpointConfig):
     """Changes of a sample's activations since its last visit; for runs of several epochs."""
 
     bits: int = opt(4, "of each number of a difference", minimum=1, maximum=8, scheduled=True)
-    first_bits: int = opt(16, "of each number at a first visit: 32, 16 (bf16), or 1 to 8", minimum=1, maximum=32)
+    first_bits: int = opt(
+        16,
+        "of each number at a first visit: 1 to 8, 16 (the run's half precision, bf16 in wider runs), or 32 (as it is)",
+        minimum=1,
+        maximum=32,
+    )
     cache: int = opt(20000, "samples that each end of a boundary remembers", minimum=1)
     memory: int = opt(0, "samples of these in memory, the others in a file; 0 for all", minimum=0)
     folder: str = opt("", "of that file; the system's folder of temporary files unless given")
     cache_dtype: Literal["bf16", "fp16", "fp32"] = opt("bf16", "of what is remembered")
     cache_bits: int = opt(0, "of each number that is remembered; 0 keeps cache-dtype", minimum=0, maximum=8)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.first_bits > 8 and self.first_bits not in (16, 32):
+            raise SpecError(f"first-bits={self.first_bits}: must be 1 to 8, 16 or 32")
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,7 @@ class DeltaCodec(Codec):
     """Holds one row for each remembered sample and end; see ``SampleCache``."""
 
     config: DeltaConfig
+    widened = False
     shared = (f"{_CACHE}.ids", f"{_CACHE}.rows")
 
     def __init__(self, config: DeltaConfig | None = None) -> None:
@@ -67,7 +78,7 @@ class DeltaCodec(Codec):
         for sample, is_known in zip(samples, known, strict=True):
             if is_known:
                 self._cache(state).expect(sample)
-        nbytes = sum(self._nbytes(row, is_known) for is_known in known)
+        nbytes = sum(self._nbytes(row, is_known, dtype) for is_known in known)
         return Payload(torch.empty(nbytes, dtype=torch.uint8, device=device))
 
     def expect(self, shape: torch.Size, state: CompressorState, key: Hashable) -> None:
@@ -79,13 +90,13 @@ class DeltaCodec(Codec):
         cache = self._cache(state)
         wires = []
         for place, (sample, known) in enumerate(zip(samples, self._visit(samples, state), strict=True)):
-            own = (x.select(1, place) if len(row) < x.dim() else x).float()
+            own = x.select(1, place) if len(row) < x.dim() else x
             if known:
                 held = self._recall(cache, sample, row)
-                wire = self.difference.encode(own, self._seed(state), Role.DELTA, held)
+                wire = self.difference.encode(own.float(), self._seed(state), Role.DELTA, held)
             else:
                 wire = self._encode_first(own, self._seed(state))
-                held = self._decode_first(wire, row)
+                held = self._decode_first(wire, row, x.dtype)
             self._remember(cache, sample, held)
             wires.append(wire)
         return Payload(torch.cat(wires) if wires else torch.empty(0, dtype=torch.uint8, device=x.device))
@@ -98,16 +109,16 @@ class DeltaCodec(Codec):
         known_samples: list[bool] = pending.popleft()
         rows, position = [], 0
         for sample, known in zip(samples, known_samples, strict=True):
-            nbytes = self._nbytes(row, known)
+            nbytes = self._nbytes(row, known, dtype)
             wire = payload.wire[position : position + nbytes]
             position += nbytes
             if known:
                 got = self._recall(cache, sample, row)
                 self.difference.add_to(got, wire)
             else:
-                got = self._decode_first(wire, row)
+                got = self._decode_first(wire, row, dtype)
             self._remember(cache, sample, got)
-            rows.append(got)
+            rows.append(got.to(dtype))
         whole = torch.stack(rows, dim=1) if len(row) < len(shape) else rows[0]
         return whole.view(shape).to(dtype)
 
@@ -124,32 +135,40 @@ class DeltaCodec(Codec):
         state.stage("messages", state.count("messages") + 1)
         return message_seed(self.config.seed, state.count("messages"))
 
-    def _nbytes(self, row: torch.Size, known: bool) -> int:
-        if known:
-            return self.difference.nbytes(row)
-        bits = self.config.first_bits
-        return self.first.nbytes(row) if bits <= 8 else -(-row.numel() * (4 if bits > 16 else 2) // 4) * 4
+    def _first_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+        """What a first visit's numbers are on the wire in a run of activations of ``dtype``; None in fixed point."""
+        if self.config.first_bits <= 8:
+            return None
+        return dtype if self.config.first_bits == 32 or dtype.itemsize == 2 else torch.bfloat16
+
+    def _nbytes(self, row: torch.Size, known: bool, dtype: torch.dtype) -> int:
+        wide = self._first_dtype(dtype)
+        if known or wide is None:
+            return (self.difference if known else self.first).nbytes(row)
+        return -(-row.numel() * wide.itemsize // 4) * 4
 
     def _encode_first(self, own: Tensor, seed: int | None) -> Tensor:
-        if self.config.first_bits <= 8:
-            return self.first.encode(own, seed)
-        wide = torch.float32 if self.config.first_bits > 16 else torch.bfloat16
-        wire = torch.zeros(self._nbytes(own.shape, False), dtype=torch.uint8, device=own.device)
+        wide = self._first_dtype(own.dtype)
+        if wide is None:
+            return self.first.encode(own.float(), seed)
+        wire = torch.zeros(self._nbytes(own.shape, False, own.dtype), dtype=torch.uint8, device=own.device)
         wire[: own.numel() * wide.itemsize].view(wide).copy_(own.reshape(-1))
         return wire
 
-    def _decode_first(self, wire: Tensor, row: torch.Size) -> Tensor:
-        """What the receiver gets at a first visit, fp32; the sender computes it from the same bytes."""
-        if self.config.first_bits <= 8:
+    def _decode_first(self, wire: Tensor, row: torch.Size, dtype: torch.dtype) -> Tensor:
+        """What the receiver gets at a first visit; the sender computes it from the same bytes."""
+        wide = self._first_dtype(dtype)
+        if wide is None:
             return self.first.decode(wire, row)
-        wide = torch.float32 if self.config.first_bits > 16 else torch.bfloat16
-        return wire[: row.numel() * wide.itemsize].view(wide).view(row).float()
+        part = wire[: row.numel() * wide.itemsize]
+        whole = part.clone() if part.storage_offset() % wide.itemsize else part
+        return whole.view(wide).view(row)
 
     def _remember(self, cache: SampleCache, sample: int, got: Tensor) -> None:
         if self.config.cache_bits:
-            cache.store(sample, self.memory.encode(got, None))
+            cache.store(sample, self.memory.encode(got.float(), None))
         else:
-            cache.store(sample, got.to(_DTYPES[self.config.cache_dtype]))
+            cache.store(sample, got.to(_DTYPES[self.config.cache_dtype], copy=True))
 
     def _recall(self, cache: SampleCache, sample: int, row: torch.Size) -> Tensor:
         """What is remembered of a sample, in fp32 and free to be changed."""

@@ -38,6 +38,9 @@ class LowRankCodec(Codec):
         rank = min(n, m, self.config.rank)
         return rank if rank * (n + m) < n * m else None
 
+    def pays(self, shape: torch.Size) -> bool:
+        return self._rank(shape) is not None
+
     def empty_payload(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
     ) -> Payload:
@@ -49,7 +52,7 @@ class LowRankCodec(Codec):
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
         rank, (n, m) = self._rank(x.shape), matrix_shape(x.shape)
         if rank is None:
-            return Payload(x.contiguous())
+            return Payload(x.detach().clone(memory_format=torch.contiguous_format))
         matrix_1nm = x.reshape(1, n, m).to(_wide(x.dtype))
         q_1mr = state.get("q") if self.config.warm_start else None
         if q_1mr is not None and q_1mr.shape[1] == m and q_1mr.shape[2] > rank:

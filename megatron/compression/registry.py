@@ -30,10 +30,10 @@ class Entry:
         codec: for messages and gathers.
         rounds: for sums.
         feedback: the residual it has unless ``error-feedback`` says otherwise, by point; "off" where not named.
+        no_feedback: why it can have no residual; empty when it can.
         points: where it may serve; None for everywhere that its contracts fit.
         remembers_samples: it gains from samples that come again, and from those alone: not in evaluation.
-        needs_warmup: it changes how the whole model is trained, after a warm-up: at all stages, with a residual of its
-            own.
+        needs_warmup: it changes how the whole model is trained, after a warm-up: at all stages.
         problem: why options that are right one by one cannot be right together; empty when they can.
         tuned_limits: least and greatest value of each option that is found while the run goes on.
         advice: what to use instead at the other points.
@@ -43,6 +43,7 @@ class Entry:
     codec: type[Codec] | None = None
     rounds: type[RoundCompressor] | None = None
     feedback: Mapping[Point, str] = field(default_factory=dict)
+    no_feedback: str = ""
     points: frozenset[Point] | None = None
     remembers_samples: bool = False
     needs_warmup: bool = False
@@ -99,7 +100,8 @@ def _edgc_limits(options: EDGCConfig) -> dict[str, tuple[float, float]]:
     return {"rank": options.limits}
 
 
-_NONE = Entry(IdentityConfig, codec=IdentityCodec, rounds=IdentityRounds)
+_NONE = Entry(IdentityConfig, codec=IdentityCodec, rounds=IdentityRounds, no_feedback="leaves no error")
+_OWN_MEMORY = "makes up for what it left out when the sample comes again"
 
 BUILTIN: Mapping[str, Entry] = MappingProxyType(
     {
@@ -130,6 +132,7 @@ BUILTIN: Mapping[str, Entry] = MappingProxyType(
             points=frozenset({Point.PP_FWD}),
             advice="samples are met again in activations only; use fixpoint",
             remembers_samples=True,
+            no_feedback=_OWN_MEMORY,
         ),
         "delta-lowbits": Entry(
             DeltaLowBitsConfig,
@@ -137,6 +140,7 @@ BUILTIN: Mapping[str, Entry] = MappingProxyType(
             points=frozenset({Point.PP_FWD}),
             advice="samples are met again in activations only; use fixpoint",
             remembers_samples=True,
+            no_feedback=_OWN_MEMORY,
         ),
         "edgc": Entry(
             EDGCConfig,
@@ -152,6 +156,7 @@ BUILTIN: Mapping[str, Entry] = MappingProxyType(
             rounds=QuantizedAdam,
             points=frozenset({Point.DP_GRAD}),
             needs_warmup=True,
+            no_feedback="has a residual of its own",
             advice="use fixpoint with error-feedback=on",
         ),
         "topk": Entry(

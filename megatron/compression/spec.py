@@ -244,10 +244,8 @@ def _feedback(point: Point, entry: Entry, name: str, given: str | None) -> str:
         raise SpecError(f"error-feedback={given}: the choices at {point.value} are on, {', '.join(kinds)}")
     if given != "off" and not point.keeps_state:
         raise SpecError(f"error-feedback={given}: {point.value} keeps no state ({_STATELESS[point]}); leave it out")
-    if given != "off" and entry.needs_warmup:
-        raise SpecError(f"error-feedback={given}: {name} has a residual of its own; leave it out")
-    if given != "off" and name in ("none", "identity"):
-        raise SpecError(f"error-feedback={given}: {name} leaves no error; leave it out")
+    if given != "off" and entry.no_feedback:
+        raise SpecError(f"error-feedback={given}: {name} {entry.no_feedback}; leave it out")
     return given
 
 

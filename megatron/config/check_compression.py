@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from megatron.compression.delta import DeltaConfig
 from megatron.compression.points import Point
 from megatron.compression.quantized_adam import QuantizedAdamConfig
 from megatron.compression.schedule import RunLength
@@ -26,12 +25,6 @@ def check_compression(config: RunConfig, world_size: int, note: Callable[[str], 
             raise UserError(f"{where}: --DDP-impl torch reduces gradients itself; use --DDP-impl local")
         if isinstance(spec.options, QuantizedAdamConfig):
             _check_adam(config, spec.options.beta, where)
-        half = config.precision.fp16 or config.precision.bf16
-        if isinstance(spec.options, DeltaConfig) and half and spec.options.first_bits > 16:
-            raise UserError(
-                f"{where}: first-bits={spec.options.first_bits}, but activations have 16 bits with --fp16 and --bf16; "
-                "write first-bits=16"
-            )
         if point is Point.EMBED_GRAD:
             _check_embedding(config, spec, where)
         if point in (Point.TP_FWD, Point.TP_BWD):

@@ -16,9 +16,10 @@ from megatron.comm.policy import CompressionPlan, Position
 from megatron.comm.reducer import GradBucket, GradReducer, Place
 from megatron.comm.rounds import Job, RoundsInFlight
 from megatron.compression.api import Aggregate, Codec, Op, Payload, Peers, Request, RoundCompressor
+from megatron.compression.delta import DeltaConfig
 from megatron.compression.identity import IdentityRounds
 from megatron.compression.points import Point
-from megatron.compression.registry import Entry
+from megatron.compression.registry import BUILTIN, Entry
 from megatron.compression.spec import Spec
 from megatron.compression.state import CompressorState
 from megatron.topology.group import Group
@@ -207,6 +208,32 @@ def _channel(scale: float) -> list[str]:
     if (account["messages"], account["wire_bytes"], account["raw_bytes"]) != (6, 6 * 48, 6 * 96):
         wrong.append(str(account))
     return wrong
+
+
+def _first_visits(first_bits: int, dtype: torch.dtype) -> tuple[Tensor, int]:
+    """What the second stage gets of an activation that it has never met, and the bytes on the wire."""
+    group, ledger = _group(), Ledger()
+    spec = Spec(Point.PP_FWD, "delta", BUILTIN["delta"], DeltaConfig(first_bits=first_bits))
+    plan = CompressionPlan({Point.PP_FWD: spec}, group.rank, 2)
+    channel = PipelineChannel(group, group, plan, ledger, SHAPE, dtype, torch.device("cpu"))
+    position, x = Position(0, 0, 0, 1), _values(0, SHAPE).to(dtype)
+    if group.rank == 0:
+        channel.send(channel.forward, x, position, (5,))
+        channel.flush()
+        return x, int(ledger.take()["pp-forward"]["wire_bytes"])
+    return channel.recv(channel.forward, position, (5,)), 0
+
+
+@pytest.mark.parametrize(
+    ("first_bits", "dtype", "width"),
+    [(16, torch.float16, 2), (16, torch.bfloat16, 2), (32, torch.float16, 2), (32, torch.float32, 4)],
+    ids=str,
+)
+def test_a_first_visit_sends_the_activation_as_it_is(first_bits: int, dtype: torch.dtype, width: int) -> None:
+    (sent, nbytes), (got, _) = run_ranks(2, _first_visits, first_bits, dtype)
+    assert got.dtype == dtype
+    assert torch.equal(sent, got)
+    assert nbytes == SHAPE.numel() * width
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])

@@ -41,6 +41,16 @@ LOSSLESS: dict[str, tuple[int, Changes]] = {
     "identity": (4, _run("dp-grad=identity", "pp-forward=none", "pp-backward=identity", pp=2)),
     "powersgd, full rank": (4, _run(f"dp-grad=powersgd,{FULL_RANK}", tp=2)),
     "powersgd, full rank, aggregate residual": (2, _run(f"dp-grad=powersgd,{FULL_RANK},error-feedback=aggregate")),
+    "powersgd of a rank that does not pay": (2, _run("dp-grad=powersgd,rank=1000")),
+    "low rank that does not pay, both ways": (
+        2,
+        _run("pp-forward=lowrank,rank=32", "pp-backward=lowrank,rank=32", pp=2),
+    ),
+    "low rank that does not pay, means fed back": (
+        2,
+        _run("pp-backward=lowrank,rank=32,error-feedback=lazy-mean", pp=2),
+    ),
+    "delta, first visits as they are": (2, _run("pp-forward=delta,first-bits=32", pp=2, order="fixed")),
     "powersgd, full rank, overlapped": (2, _run(f"dp-grad=powersgd,{FULL_RANK}", **OVERLAP)),
     "powersgd, full rank, sharded": (2, _run(f"dp-grad=powersgd,{FULL_RANK}", use_distributed_optimizer=True)),
     "stable top-k, density 1": (4, _run("dp-grad=stable-topk,density=1,interval=3", pp=2)),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import io
+import typing
 from typing import Any
 
 import pytest
@@ -11,6 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron.compression.api import Codec, Payload, RoundCompressor
+from megatron.compression.approximation import dense
+from megatron.compression.error_feedback import RESIDUAL, ErrorFeedbackCodec
+from megatron.compression.options import SpecError
 from megatron.compression.points import Point
 from megatron.compression.registry import BUILTIN
 from megatron.compression.state import CompressorState
@@ -124,6 +130,96 @@ class TestCodec:
         assert torch.equal(skipped, again)
         assert torch.equal(again, other)
         assert contents(sender) == contents(resumed[0])
+
+
+def variants(cls: type[Any]) -> list[Any]:
+    """Options classes' instances: the defaults, and each option alone at its bounds, a large rank and every choice."""
+    found = [cls()]
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        bounds = field.metadata
+        if typing.get_origin(hints[field.name]) is typing.Literal:
+            values = typing.get_args(hints[field.name])
+        elif hints[field.name] is bool:
+            values = (False, True)
+        else:
+            values = (bounds["minimum"], 512 if bounds["maximum"] is None else bounds["maximum"])
+        for value in values:
+            if value is None or (isinstance(field.default, str) and not isinstance(value, str)):
+                continue
+            with contextlib.suppress(SpecError):
+                found.append(cls(**{field.name: value}))
+    return list(dict.fromkeys(found))
+
+
+VARIANTS = [(f"{name} {options}", name, options) for name in CODECS for options in variants(BUILTIN[name].config)]
+FED = [variant for variant in VARIANTS if not BUILTIN[variant[1]].no_feedback]
+
+
+class TestOwnership:
+    """Of a codec's messages, inputs, states and results, no two share memory that anyone changes later.
+
+    Whoever holds one of them may overwrite it: the caller its input and what was decoded, the network the buffers of
+    messages, error feedback its residual. Here everybody does, at once.
+    """
+
+    @pytest.mark.parametrize("shape", [(6, 2, 8), (40, 1, 16), (9, 5)], ids=str)
+    @pytest.mark.parametrize(("name", "options"), [v[1:] for v in VARIANTS], ids=[v[0] for v in VARIANTS])
+    def test_messages_survive_what_their_holders_do(self, name: str, options: Any, shape: tuple[int, ...]) -> None:
+        entry = BUILTIN[name]
+        assert entry.codec is not None
+        calm, rough = entry.codec(options), entry.codec(options)
+        ends = [CompressorState() for _ in range(4)]
+        for step in range(4):
+            key, x = ("sample", step % 2), noise(shape, torch.float32, step)
+            wanted = send(calm, x, *ends[:2], key)
+            given = x.clone()
+            payload = rough.encode(given, ends[2], key)
+            sent = payload.wire.clone()
+            expected = (
+                dense(rough.reconstruct(payload, given, ends[2], key), given) if not entry.remembers_samples else None
+            )
+            if not rough.exact:
+                given.fill_(torch.nan)
+            assert torch.equal(payload.wire, sent), "the message lives in the input"
+            arrived = rough.empty_payload(x.shape, x.dtype, x.device, ends[3], key)
+            arrived.wire.copy_(sent)
+            payload.wire.view(torch.uint8).fill_(255)
+            got = rough.decode(arrived, x.shape, x.dtype, ends[3], key)
+            assert torch.equal(got, wanted)
+            if expected is not None:
+                assert torch.equal(expected, wanted)
+            got.fill_(torch.nan)
+            arrived.wire.view(torch.uint8).fill_(255)
+            for state in ends:
+                state.commit()
+
+    @pytest.mark.parametrize("mean", [False, True])
+    @pytest.mark.parametrize("shape", [(6, 2, 8), (40, 1, 16), (1, 3)], ids=str)
+    @pytest.mark.parametrize(("name", "options"), [v[1:] for v in FED], ids=[v[0] for v in FED])
+    def test_feedback_conserves_what_was_meant(
+        self, name: str, options: Any, shape: tuple[int, ...], mean: bool
+    ) -> None:
+        """What was decoded and what is left make what was meant, over messages of one step and of several; messages
+        still under way do not change."""
+        entry = BUILTIN[name]
+        assert entry.codec is not None
+        codec, sender, receiver = ErrorFeedbackCodec(entry.codec(options), mean), CompressorState(), CompressorState()
+        meant, decoded = torch.zeros(shape), torch.zeros(shape)
+        for step in range(3):
+            under_way = []
+            for message in range(2):
+                x = noise(shape, torch.float32, 2 * step + message)
+                meant += x
+                payload = codec.encode(x, sender, message)
+                under_way.append((payload, payload.wire.clone()))
+                decoded += codec.decode(Payload(payload.wire.clone()), x.shape, x.dtype, receiver, message)
+            assert all(torch.equal(payload.wire, sent) for payload, sent in under_way)
+            residual = sender.get(RESIDUAL)
+            assert residual is not None
+            over = (lambda y: y.reshape(-1, shape[-1]).mean(dim=0)) if mean else (lambda y: y)
+            torch.testing.assert_close(over(decoded) + residual, over(meant), rtol=1e-5, atol=1e-4)
+            sender.commit()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
