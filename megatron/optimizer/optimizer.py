@@ -15,6 +15,7 @@ from megatron.compression.points import Point
 from megatron.config.optimizer import OptimizerConfig
 from megatron.kernels.ops import finite_norm
 from megatron.optimizer.frozen import freeze, set_steps_taken, step_frozen, steps_taken
+from megatron.optimizer.direction import begin_directions, end_directions
 from megatron.optimizer.inner import make_inner, set_hyperparameters, step_inner
 from megatron.optimizer.loss_scale import LossScale
 from megatron.optimizer.pieces import Piece, own_pieces
@@ -145,7 +146,8 @@ class Optimizer:
             vote: a number that the caller wants summed over the ranks; it travels with the rest.
             freeze_variance: leave Adam's second moments as they are, once an update has been taken.
             sound: False when all ranks know already that the gradients are not finite, or nothing at all.
-            publish_update: leave what was subtracted from the parameters, over the learning rate, in the gradients.
+            publish_update: leave the update's direction, weight decay included, in the gradients: what is subtracted
+                from the parameters over the learning rate, at any learning rate.
         """
         totals = self._world_totals(loss_sum, tokens, vote)
         loss = totals.loss_sum / totals.tokens if totals.tokens else 0.0
@@ -161,10 +163,10 @@ class Optimizer:
         if self.config.clip_grad > 0 and norm > 0:
             divisor /= min(1.0, self.config.clip_grad / (norm + 1e-6))
         set_hyperparameters(self.inner, lr, weight_decay)
-        before = [piece.main.clone() for piece in self.pieces] if publish_update else []
+        published = begin_directions(self.inner, self.pieces, divisor) if publish_update else []
         self._update(divisor, freeze_variance)
-        for piece, old in zip(self.pieces, before, strict=False):
-            piece.grad.copy_(old.sub_(piece.main).div_(lr or 1.0))
+        if publish_update:
+            end_directions(self.inner, self.pieces, published, self.frozen_at if freeze_variance else 0)
         self.publisher.publish(iteration)
         return StepOutcome(loss, norm, False, scale, totals.votes, params_norm, num_zeros)
 

@@ -1,0 +1,55 @@
+"""The direction of an update: what a step subtracts from the parameters, over the learning rate.
+
+It comes from the optimizer's state, not from how the parameters moved: a learning rate of 0, with which a warm-up
+begins, moves nothing, and what a tiny one subtracts is rounded away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.optimizer.frozen import steps_taken
+from megatron.optimizer.pieces import Piece
+
+
+def begin_directions(inner: torch.optim.Optimizer, pieces: Sequence[Piece], divisor: float) -> list[Tensor]:
+    """What the directions of the coming step hold besides the optimizer's state: weight decay, or without momentum all.
+
+    Args:
+        inner: Adam with decoupled weight decay, or SGD.
+        pieces: what it updates; their gradients are still to be divided by ``divisor``.
+    """
+    groups = {id(p): group for group in inner.param_groups for p in group["params"]}
+    parts = []
+    for piece in pieces:
+        part = piece.main * groups[id(piece.main)]["weight_decay"]
+        if not inner.state[piece.main]:
+            part.add_(piece.grad.to(part.dtype), alpha=1.0 / divisor)
+        parts.append(part)
+    return parts
+
+
+def end_directions(
+    inner: torch.optim.Optimizer, pieces: Sequence[Piece], parts: Sequence[Tensor], frozen_at: int
+) -> None:
+    """Writes the directions of the step that was just taken to the pieces' gradients.
+
+    Args:
+        inner, pieces: those of ``begin_directions``.
+        parts: its result.
+        frozen_at: the number of updates after which Adam's second moments were frozen; 0 when they were not.
+    """
+    groups = {id(p): group for group in inner.param_groups for p in group["params"]}
+    count = steps_taken(inner, pieces)
+    for piece, part in zip(pieces, parts, strict=True):
+        state, group = inner.state[piece.main], groups[id(piece.main)]
+        if "exp_avg_sq" in state:
+            beta1, beta2 = group["betas"]
+            root = (state["exp_avg_sq"] / (1.0 - beta2 ** (frozen_at or count))).sqrt_().add_(group["eps"])
+            part.addcdiv_(state["exp_avg"], root, value=1.0 / (1.0 - beta1**count))
+        elif "momentum_buffer" in state:
+            part = state["momentum_buffer"]
+        piece.grad.copy_(part)
