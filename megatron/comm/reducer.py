@@ -187,6 +187,11 @@ class GradReducer:
         """Whether this step's sums carry noise that the optimizer's second moments must not see."""
         return self._on and self.compressor.freezes_variance
 
+    @property
+    def clips_first(self) -> bool:
+        """Whether this step's local gradients are clipped in place of the sums."""
+        return self._on and self.compressor.clips_first
+
     def observe(self) -> None:
         """Hands the compressor the optimizer's update, which lies in the buckets in place of the gradients."""
         for bucket, units in zip(self.buckets, self.units, strict=True):

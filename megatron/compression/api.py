@@ -90,6 +90,9 @@ class RoundCompressor(ABC):
     freezes_variance = False
     """Whether the optimizer must leave Adam's second moments as they are while this compressor is on."""
 
+    clips_first = False
+    """Whether each replica's gradient is clipped before the sum, not the sum after, as it carries too much noise."""
+
     index_sets: tuple[str, ...] = ()
     """Names of state tensors that are indices into the flattened input."""
 

@@ -54,6 +54,7 @@ class ErrorFeedback(RoundCompressor):
         self.observes = inner.observes
         self.index_sets = inner.index_sets
         self.freezes_variance = inner.freezes_variance
+        self.clips_first = inner.clips_first
 
     def observe(self, update: Tensor, state: CompressorState) -> None:
         self.inner.observe(update, state)

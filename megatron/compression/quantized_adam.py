@@ -54,13 +54,15 @@ class QuantizedAdam(RoundCompressor):
 
     With g_i a rank's gradient, m the shared momentum and n ranks: u_i = beta m / n + (1 - beta) g_i + error_i is
     quantised, exchanged, summed, and the sum quantised again and gathered: M. The answer (M - beta m) / (1 - beta)
-    makes any optimizer's momentum move as M does, so that clipping, norms and the tied embedding's exchange stay what
-    they are. The errors of both steps stay where they were made (``FixpointRounds`` under ``ErrorFeedback``). m is 0
-    when the warm-up ends. The optimizer freezes its second moments, which the quantisation's noise would inflate.
+    makes any optimizer's momentum move as M does, so that the tied embedding's exchange and the optimizer stay what
+    they are. It carries the error of M times 1 / (1 - beta), so gradients are clipped before. The errors of both steps
+    stay where they were made (``FixpointRounds`` under ``ErrorFeedback``). m is 0 when the warm-up
+    ends. The optimizer freezes its second moments, which the quantisation's noise would inflate.
     """
 
     config: QuantizedAdamConfig
     freezes_variance = True
+    clips_first = True
     settles = True
 
     def __init__(self, config: QuantizedAdamConfig | None = None) -> None:

@@ -6,6 +6,8 @@ not say otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -101,6 +103,11 @@ def finite_norm(x: Tensor) -> Tensor:
     else:
         reference.finite_norm(x, out_2)
     return out_2
+
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> float:
+    """Sum of squares of all elements, in fp64; inf or nan when any element is. One synchronization of the device."""
+    return float(torch.stack([finite_norm(x)[0] for x in tensors]).sum()) if tensors else 0.0
 
 
 def sample_histogram(x: Tensor, stride: int, bins: int) -> tuple[Tensor, Tensor]:

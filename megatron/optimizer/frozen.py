@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from megatron.comm.ledger import Ledger
+from megatron.compression.points import Point
 from megatron.optimizer.pieces import Piece
+from megatron.parallel.data.buffer import ParamSlot
+from megatron.topology.group import Group
 
 
 def steps_taken(inner: torch.optim.Optimizer, pieces: Sequence[Piece]) -> int:
@@ -30,15 +35,40 @@ def set_steps_taken(inner: torch.optim.Optimizer, pieces: Sequence[Piece], count
             state["step"] = torch.full_like(state["step"], float(count))
 
 
-def freeze(inner: torch.optim.Optimizer, pieces: Sequence[Piece]) -> None:
+def freeze(
+    inner: torch.optim.Optimizer,
+    pieces: Sequence[Piece],
+    slots: Sequence[ParamSlot],
+    holders: Sequence[Group],
+    ledger: Ledger,
+) -> None:
     """Makes the second moments fit to divide by for ever.
 
     Elements that had no gradient yet have a second moment of 0, and their first momentum would be divided by epsilon:
-    they take the mean of their tensor.
+    they take the mean of their whole tensor, whatever part of it is here.
+
+    Args:
+        inner: Adam.
+        pieces: what this rank updates.
+        slots: all parameters that this rank holds, in the order that the holders share.
+        holders: this rank's tensor-parallel group, and the group that shares the pieces of a sharded optimizer; the
+            ranks of each hold parts of the same tensors.
+        ledger: where the sums over the holders are counted.
     """
+    places = {id(slot): place for place, slot in enumerate(slots)}
+    sums = torch.zeros(len(slots), dtype=torch.float64, device=slots[0].param.device)
+    tp = holders[0]
+    for piece in pieces:
+        if piece.slot.spec.dim is not None or tp.rank == 0:
+            sums[places[id(piece.slot)]] += inner.state[piece.main]["exp_avg_sq"].sum(dtype=torch.float64)
+    for group in holders:
+        pending = group.all_reduce(sums)
+        ledger.sent(Point.CONTROL, pending.sent_bytes)
+        ledger.wait(Point.CONTROL, pending)
     for piece in pieces:
         moments = inner.state[piece.main]["exp_avg_sq"]
-        moments[moments == 0] = moments.mean()
+        mean = sums[places[id(piece.slot)]] / math.prod(piece.slot.spec.logical_shape)
+        moments[moments == 0] = mean.to(moments.dtype)
 
 
 def step_frozen(inner: torch.optim.Optimizer, pieces: Sequence[Piece], divisor: float, frozen_at: int) -> None:

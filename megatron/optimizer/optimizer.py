@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.compression.points import Point
 from megatron.config.optimizer import OptimizerConfig
-from megatron.kernels.ops import finite_norm
-from megatron.optimizer.frozen import freeze, set_steps_taken, step_frozen, steps_taken
+from megatron.kernels.ops import sum_of_squares
 from megatron.optimizer.direction import begin_directions, end_directions
+from megatron.optimizer.frozen import freeze, set_steps_taken, step_frozen, steps_taken
 from megatron.optimizer.inner import make_inner, set_hyperparameters, step_inner
 from megatron.optimizer.loss_scale import LossScale
 from megatron.optimizer.pieces import Piece, own_pieces
@@ -133,6 +132,7 @@ class Optimizer:
         vote: float = 0.0,
         publish_update: bool = False,
         freeze_variance: bool = False,
+        clipped: bool = False,
         sound: bool = True,
     ) -> StepOutcome:
         """Takes one step on final gradients.
@@ -145,6 +145,7 @@ class Optimizer:
             lr, weight_decay: of this step.
             vote: a number that the caller wants summed over the ranks; it travels with the rest.
             freeze_variance: leave Adam's second moments as they are, once an update has been taken.
+            clipped: the gradients were clipped before they were summed.
             sound: False when all ranks know already that the gradients are not finite, or nothing at all.
             publish_update: leave the update's direction, weight decay included, in the gradients: what is subtracted
                 from the parameters over the learning rate, at any learning rate.
@@ -160,7 +161,7 @@ class Optimizer:
             return StepOutcome(loss, None, True, scale, totals.votes, params_norm, num_zeros)
         divisor = scale * totals.tokens / expected_tokens
         norm = math.sqrt(totals.grad_sq) / divisor
-        if self.config.clip_grad > 0 and norm > 0:
+        if self.config.clip_grad > 0 and norm > 0 and not clipped:
             divisor /= min(1.0, self.config.clip_grad / (norm + 1e-6))
         set_hyperparameters(self.inner, lr, weight_decay)
         published = begin_directions(self.inner, self.pieces, divisor) if publish_update else []
@@ -172,7 +173,9 @@ class Optimizer:
 
     def _update(self, divisor: float, freeze_variance: bool) -> None:
         if freeze_variance and not self.frozen_at and self.steps:
-            freeze(self.inner, self.pieces)
+            slots = [slot for buffer in self.buffers for bucket in buffer.buckets for slot in bucket.slots]
+            holders = [self.topology.tp, *([self.topology.dp] if self.sharded else [])]
+            freeze(self.inner, self.pieces, slots, holders, self.ledger)
             self.frozen_at = self.steps
         if freeze_variance and self.frozen_at:
             step_frozen(self.inner, self.pieces, divisor, self.frozen_at)
@@ -182,8 +185,8 @@ class Optimizer:
     def _world_totals(self, loss_sum: float, tokens: float, vote: float) -> StepTotals:
         """One small all-reduce over the world makes every decision of the step the same everywhere."""
         counted = self._counted()
-        grad_sq = _sum_of_squares([piece.grad for piece in counted])
-        params_sq = _sum_of_squares([piece.main for piece in counted]) if self.log_params_norm else 0.0
+        grad_sq = sum_of_squares([piece.grad for piece in counted])
+        params_sq = sum_of_squares([piece.main for piece in counted]) if self.log_params_norm else 0.0
         zeros = float(sum((piece.grad == 0).sum().item() for piece in counted)) if self.log_num_zeros else 0.0
         device = self.topology.device
         values = [loss_sum, tokens, grad_sq, params_sq, zeros, vote]
@@ -204,8 +207,3 @@ class Optimizer:
         if self.separate_main:
             for piece in self.pieces:
                 piece.main.copy_(piece.model)
-
-
-def _sum_of_squares(tensors: list[Tensor]) -> float:
-    """Sum of squares of all elements, in fp64; inf or nan when any element is. One synchronisation of the device."""
-    return float(torch.stack([finite_norm(x)[0] for x in tensors]).sum()) if tensors else 0.0

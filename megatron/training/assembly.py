@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -182,19 +182,16 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
     )
     torch_ddp = config.parallel.ddp_impl == "torch" and layout.dp > 1
     sharded = config.parallel.use_distributed_optimizer and layout.dp > 1
-    overlap = config.parallel.overlap_grad_reduce
-    buffers = [
-        FlatBuffer(
-            named_params(collect_specs(stage), stage),
-            main_grad_dtype(dtype, config.parallel.accumulate_allreduce_grads_in_fp32),
-            layout.dp if sharded else 1,
-            bucket_elements(config.parallel.ddp_bucket_size, overlap, layout.dp),
-            tensor_parallel=layout.tp > 1,
-        )
-        for stage in stages
-    ]
+    buffers = _build_buffers(config, layout, stages, sharded)
     sync = GradientSync(
-        buffers, topology, plan, ledger, sharded, overlap, reduce=not (torch_ddp or config.parallel.no_allreduce)
+        buffers,
+        topology,
+        plan,
+        ledger,
+        sharded,
+        config.parallel.overlap_grad_reduce,
+        reduce=not (torch_ddp or config.parallel.no_allreduce),
+        clip_grad=config.optimizer.clip_grad,
     )
     optimizer = Optimizer(
         buffers,
@@ -225,6 +222,21 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         comm=comm,
         plan=plan,
     )
+
+
+def _build_buffers(config: RunConfig, layout: Layout, stages: Sequence[GPTStage], sharded: bool) -> list[FlatBuffer]:
+    """The parameters and gradients of each stage, in buckets."""
+    parallel = config.parallel
+    return [
+        FlatBuffer(
+            named_params(collect_specs(stage), stage),
+            main_grad_dtype(config.precision.params_dtype, parallel.accumulate_allreduce_grads_in_fp32),
+            layout.dp if sharded else 1,
+            bucket_elements(parallel.ddp_bucket_size, parallel.overlap_grad_reduce, layout.dp),
+            tensor_parallel=layout.tp > 1,
+        )
+        for stage in stages
+    ]
 
 
 def _build_loss_scale(config: RunConfig) -> LossScale:

@@ -135,21 +135,23 @@ def train_step(
     with timers("forward-backward", level=1):
         span = pipeline_span(timers, trace)
         engines.pipeline.run(schedules, programs, iteration, count, loss_grad, span=span)
+    expected_tokens = count * layout.dp * config.training.micro_batch_size * config.model.seq_length
     with timers("grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce", level=1):
         reports = engines.holds_loss and engines.topology.tp.rank == 0
         tokens = programs[-1].tokens if reports else 0.0
-        sound = engines.sync.finish(tokens)
+        sound = engines.sync.finish(tokens, expected_tokens)
     with timers("optimizer", level=1), trace.span("optimizer"):
         outcome = engines.optimizer.step(
             programs[-1].loss_sum if reports else 0.0,
             tokens,
-            expected_tokens=count * layout.dp * config.training.micro_batch_size * config.model.seq_length,
+            expected_tokens=expected_tokens,
             iteration=iteration,
             lr=lr,
             weight_decay=weight_decay,
             vote=vote,
             publish_update=engines.sync.wants_update,
             freeze_variance=engines.sync.freezes_variance,
+            clipped=engines.sync.clips_first,
             sound=sound,
         )
     if not outcome.skipped and engines.sync.wants_update:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from megatron.parallel.data.buffer import ParamSlot
 from megatron.training.assembly import Engines
 from megatron.training.replica_check import disagreements
 from tests.support.cli import run_cli
@@ -233,6 +236,113 @@ def test_gathered_differences_follow_the_optimizer(dense: Trace) -> None:
     assert ours.losses == pytest.approx(dense.losses, rel=2e-3)
     assert ours.losses != exact.losses
     assert ours.bytes_by_point["param-gather"] < 0.27 * exact.bytes_by_point["param-gather"]
+
+
+def _quantized_adam(clip: float, bits: int, warmup: int = 4) -> Changes:
+    changes = _run(f"dp-grad=quantized-adam,bits={bits},warmup={warmup}", precision="fp32")
+    return {**changes, "optimizer": {"clip_grad": clip}}
+
+
+def test_noise_of_few_bits_does_not_trip_clipping() -> None:
+    """The answer's error is that of the momenta over 1 - beta: its norm is several times the gradient's."""
+    free, clipped = (run_ranks(2, tiny_run, _quantized_adam(clip, bits=2), 12)[0] for clip in (0.0, 4.0))
+    assert max(free.grad_norms[:4]) < 2.1, "a replica's gradient may be clipped: the case tests nothing"
+    assert max(free.grad_norms[4:]) > 4.5, "there is no noise: the case tests nothing"
+    assert clipped.losses == free.losses
+
+
+def _local(whole: Tensor, slot: ParamSlot) -> Tensor:
+    """This rank's part of a logical tensor, with zeros for the vocabulary's padding."""
+    part, offsets = whole.new_zeros(slot.param.shape), slot.spec.offsets()
+    held = whole[tuple(slice(at, at + size) for at, size in zip(offsets, part.shape, strict=True))]
+    part[tuple(slice(0, size) for size in held.shape)] = held
+    return part
+
+
+def _clipped_sum(layout: dict[str, int], max_norm: float) -> tuple[list[float], float]:
+    """Norms of the replicas' gradients, and the greatest difference between what was summed and the clipped sum."""
+    changes = _quantized_adam(max_norm, bits=8, warmup=1)
+    changes["parallel"] |= layout
+    engines = tiny_engines(changes)
+    sync, dp = engines.sync, engines.topology.dp
+    slots = [slot for buffer in engines.buffers for bucket in buffer.buckets for slot in bucket.slots]
+
+    def gradient(replica: int, slot: ParamSlot) -> Tensor:
+        """Of a whole logical tensor: its value does not depend on the layout."""
+        seed = replica + 10 * sum(map(ord, slot.logical_name))
+        return torch.randn(slot.spec.logical_shape, generator=torch.Generator().manual_seed(seed)) * (1 + 2 * replica)
+
+    tensors = {slot.logical_name: slot for slot in slots if not slot.spec.tied_copy}
+    squares = torch.tensor([sum(gradient(r, s).square().sum() for s in tensors.values()) for r in range(dp.size)])
+    engines.topology.pp.all_reduce(squares).wait()
+    norms = squares.sqrt()
+    engines.begin_step(1)
+    for buffer in engines.buffers:
+        for slot in slots:
+            tied = slot.spec.tied_copy
+            mine = _local(gradient(dp.rank, slot), slot) / dp.size
+            buffer.grads_flat[slot.start : slot.stop] = 0.0 if tied else mine.flatten()
+    assert sync.finish(64.0 * engines.holds_loss * (engines.topology.tp.rank == 0), 64 * dp.size)
+    worst = 0.0
+    for buffer in engines.buffers:
+        for slot in slots:
+            factors = [min(1.0, max_norm / float(norm)) for norm in norms]
+            parts = [_local(gradient(r, slot), slot) * factors[r] / dp.size for r in range(dp.size)]
+            wanted = sum(parts[1:], parts[0]).flatten()
+            if not slot.spec.tied:
+                worst = max(worst, float((buffer.grads_flat[slot.start : slot.stop] - wanted).abs().max()))
+    return norms.tolist(), worst
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, {"pipeline_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}], ids=str
+)
+def test_each_replica_is_clipped_by_the_norm_of_its_whole_model(layout: dict[str, int]) -> None:
+    """Quantised momenta: by a plain computation from whole tensors, on any layout."""
+    ranks = 2 * max(layout.values(), default=1)
+    results = run_ranks(ranks, _clipped_sum, layout, 400.0)
+    for norms, worst in results:
+        assert norms[0] < 400.0 < norms[1], "one replica is to be clipped, and one not"
+        assert norms == pytest.approx(results[0][0], rel=1e-5)
+        assert worst < 0.1
+
+
+def _fillings(parallel: dict[str, Any]) -> dict[str, float]:
+    """What second moments of zero become when they are frozen, for each logical tensor that is here."""
+    changes = _quantized_adam(1.0, bits=8)
+    changes["parallel"] |= parallel
+    engines = tiny_engines(changes)
+    optimizer = engines.optimizer
+    for piece in optimizer.pieces:
+        spec = piece.slot.spec
+        whole = torch.arange(math.prod(spec.logical_shape), dtype=torch.float64).view(spec.logical_shape) % 7
+        mine = _local(whole, piece.slot).flatten()[piece.start : piece.stop]
+        optimizer.inner.state[piece.main]["exp_avg_sq"].copy_(mine)
+    optimizer.steps = 3
+    optimizer.step(1.0, 1.0, 1, 0, lr=0.0, weight_decay=0.0, freeze_variance=True)
+    found: dict[str, float] = {}
+    for piece in optimizer.pieces:
+        filled = optimizer.inner.state[piece.main]["exp_avg_sq"]
+        fractional = filled[filled != filled.round()]
+        if fractional.numel():
+            assert float(fractional.min()) == float(fractional.max())
+            found[piece.slot.logical_name] = float(fractional[0])
+    return found
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"tensor_model_parallel_size": 2}, {"use_distributed_optimizer": True}], ids=["tp2", "sharded"]
+)
+def test_moments_are_frozen_alike_on_every_layout(parallel: dict[str, Any]) -> None:
+    """Empty ones take the mean of their tensor, not of what one rank holds of it."""
+    alone = _fillings({})
+    assert len(alone) > 10
+    found: dict[str, float] = {}
+    for part in run_ranks(2, _fillings, parallel):
+        for name, filling in part.items():
+            assert filling == pytest.approx(alone[name], rel=1e-6), name
+            found[name] = filling
+    assert found.keys() == alone.keys()
 
 
 def _ranks_by_entropy(changes: Changes) -> tuple[list[int], list[float]]:

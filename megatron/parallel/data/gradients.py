@@ -16,6 +16,7 @@ from megatron.compression.linalg import matrix_shape
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
 from megatron.parallel.data.buffer import Bucket, BucketKind, FlatBuffer, ParamSlot
+from megatron.parallel.data.clipping import clip_replica
 from megatron.topology.group import Group
 from megatron.topology.topology import Topology
 
@@ -31,6 +32,7 @@ class GradientSync:
         sharded: each rank needs only its own share of every bucket.
         overlap: launch buckets during backward.
         reduce: False when something else averages over replicas (torch's DistributedDataParallel).
+        clip_grad: greatest L2 norm of a replica's gradient where the compressor wants it clipped before; 0 for any.
     """
 
     def __init__(
@@ -42,8 +44,11 @@ class GradientSync:
         sharded: bool,
         overlap: bool,
         reduce: bool = True,
+        clip_grad: float = 0.0,
     ) -> None:
         self.buffers = buffers
+        self.topology = topology
+        self.clip_grad = clip_grad
         self.group = topology.dp
         self.tp = topology.tp
         self.world = topology.world
@@ -108,6 +113,11 @@ class GradientSync:
         """Whether this step's gradients must leave the optimizer's second moments as they are."""
         return self.group.size > 1 and self.reduce and any(reducer.freezes_variance for reducer in self.reducers)
 
+    @property
+    def clips_first(self) -> bool:
+        """Whether each replica's gradient is clipped in place of their sum."""
+        return self.group.size > 1 and self.reduce and any(reducer.clips_first for reducer in self.reducers)
+
     def observe_update(self) -> None:
         """Shows compressors the update that the optimizer left in the buckets (in own shares, when sharded)."""
         if self.sharded:
@@ -138,8 +148,8 @@ class GradientSync:
 
     def before_last_backward(self, chunk: int) -> None:
         """The coming backward completes the chunk's gradients."""
-        if not self.overlap:
-            return
+        if not self.overlap or self.clips_first:
+            return  # a norm is known when all is
         buffer, reducer = self.buffers[chunk], self.reducers[chunk]
 
         def full(index: int) -> None:
@@ -148,11 +158,12 @@ class GradientSync:
 
         buffer.notify_when_full(full)
 
-    def finish(self, tokens: float) -> bool:
+    def finish(self, tokens: float, expected_tokens: int) -> bool:
         """Leaves final gradients in the buckets (with ``sharded``: in this rank's shares).
 
         Args:
             tokens: that count in the losses of this rank; zero where another rank reports them.
+            expected_tokens: tokens of the global batch.
 
         Returns:
             False where compressors with a memory had to know whether the step can be taken, and it cannot: a
@@ -160,6 +171,8 @@ class GradientSync:
             nothing about steps where none had to know.
         """
         self._sum_partial()
+        if self.clips_first and self.clip_grad > 0:
+            clip_replica(self.buffers, self.topology, self.ledger, self.clip_grad, self._scale, tokens, expected_tokens)
         reduces = self.group.size > 1 and self.reduce
         for reducer in self.reducers:
             if reduces:

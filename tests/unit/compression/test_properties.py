@@ -172,7 +172,7 @@ class TestOwnership:
         ends = [CompressorState() for _ in range(4)]
         for step in range(4):
             key, x = ("sample", step % 2), noise(shape, torch.float32, step)
-            wanted = send(calm, x, *ends[:2], key)
+            wanted = send(calm, x, ends[0], ends[1], key)
             given = x.clone()
             payload = rough.encode(given, ends[2], key)
             sent = payload.wire.clone()

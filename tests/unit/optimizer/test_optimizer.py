@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.config.optimizer import OptimizerConfig
+from megatron.kernels.ops import sum_of_squares
 from megatron.optimizer.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
-from megatron.optimizer.optimizer import Optimizer, _sum_of_squares
+from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.data.buffer import FlatBuffer
 from megatron.parallel.tensor.shards import ParamSpec
 from megatron.topology.topology import single_process
@@ -211,12 +212,12 @@ def test_the_norm_of_many_small_numbers_is_accurate() -> None:
     x = torch.full((40_000_000,), 1e-3)
     x[::7] = 2e-3
     wanted = float(x.double().square().sum())
-    assert math.sqrt(_sum_of_squares([x])) == pytest.approx(math.sqrt(wanted), rel=1e-6)
+    assert math.sqrt(sum_of_squares([x])) == pytest.approx(math.sqrt(wanted), rel=1e-6)
 
 
 def test_the_norm_of_fp16_numbers_may_exceed_fp16() -> None:
     x = torch.full((10_000,), 6e4, dtype=torch.float16)
-    assert _sum_of_squares([x]) == pytest.approx(float(x.double().square().sum()), rel=1e-5)
-    assert _sum_of_squares([]) == 0.0
+    assert sum_of_squares([x]) == pytest.approx(float(x.double().square().sum()), rel=1e-5)
+    assert sum_of_squares([]) == 0.0
     x[5] = torch.inf
-    assert not math.isfinite(_sum_of_squares([x]))
+    assert not math.isfinite(sum_of_squares([x]))

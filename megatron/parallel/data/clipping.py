@@ -1,0 +1,58 @@
+"""Clipping before the sum, for compressors whose answers carry noise that would trip it after."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from megatron.comm.ledger import Ledger
+from megatron.compression.points import Point
+from megatron.kernels.ops import sum_of_squares
+from megatron.parallel.data.buffer import FlatBuffer
+from megatron.topology.topology import Topology
+
+
+def clip_replica(
+    buffers: Sequence[FlatBuffer],
+    topology: Topology,
+    ledger: Ledger,
+    max_norm: float,
+    scale: float,
+    tokens: float,
+    expected_tokens: int,
+) -> None:
+    """Scales the gradients of this rank's replica down to an L2 norm of ``max_norm`` over all its stages and shards.
+
+    A replica's gradient is the mean over its own samples. The two stages' parts of a tied embedding's gradient are not
+    summed yet and count each on its own. Norms that are not finite clip nothing: such a step is skipped.
+
+    Args:
+        buffers: local gradients, as parts of a mean over ``expected_tokens`` of all replicas, times ``scale``.
+        topology, ledger: over whom one small all-reduce goes, and where it is counted.
+        max_norm: above zero.
+        scale: the loss scale.
+        tokens: that count in the losses of this rank; zero where another rank reports them.
+        expected_tokens: tokens of the global batch.
+    """
+    squares = torch.zeros(topology.dp.size + 1, dtype=torch.float64, device=topology.device)
+    counted = [
+        buffer.grads_flat[slot.start : slot.stop]
+        for buffer in buffers
+        for bucket in buffer.buckets
+        for slot in bucket.slots
+        if slot.spec.dim is not None or topology.tp.rank == 0
+    ]
+    squares[topology.dp.rank] = sum_of_squares(counted)
+    squares[-1] = tokens
+    pending = topology.world.all_reduce(squares)
+    ledger.sent(Point.CONTROL, pending.sent_bytes)
+    ledger.wait(Point.CONTROL, pending)
+    grad_sq, all_tokens = float(squares[topology.dp.rank]), float(squares[-1])
+    if not all_tokens or not math.isfinite(grad_sq):
+        return
+    norm = math.sqrt(grad_sq) * topology.dp.size / scale * expected_tokens / all_tokens
+    if norm > max_norm:
+        for buffer in buffers:
+            buffer.grads_flat.mul_(max_norm / (norm + 1e-6))
