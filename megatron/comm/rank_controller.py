@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
@@ -18,18 +19,23 @@ from megatron.topology.topology import Topology
 class RankController:
     """One for each rank; all hold the same numbers, since every measurement is averaged over the mesh.
 
+    Constructing it is a collective call.
+
     Args:
         config: the compressor's options.
         plan: whose rank is set.
         topology, ledger: where measurements are averaged, and counted.
-        shape: (n, m) of this stage's largest matrices.
+        shape: (n, m) of this stage's largest matrices; those of the first stage, which is measured, decide.
     """
 
     def __init__(
         self, config: EDGCConfig, plan: CompressionPlan, topology: Topology, ledger: Ledger, shape: tuple[int, int]
     ) -> None:
         self.config, self.plan, self.topology, self.ledger = config, plan, topology, ledger
-        self.rule = RankByEntropy(config, shape)
+        n, m = shape if topology.is_first_stage else (0, 0)
+        pair = torch.tensor([n, m])
+        topology.control.all_reduce(pair, ReduceOp.MAX).wait()
+        self.rule = RankByEntropy(config, (int(pair[0]), int(pair[1])))
         self._set()
 
     def _set(self) -> None:
@@ -42,7 +48,7 @@ class RankController:
         if (iteration + 1) % self.config.sample_every == 0:
             self.rule.add(self._measure(grads) - math.log(scale))
         if (iteration + 1) % self.config.window == 0:
-            self.rule.close_window()
+            self.rule.close_window(moves=self.plan.activation(Point.DP_GRAD).on(iteration))
             self._set()
 
     def _measure(self, grads: Sequence[Tensor]) -> float:

@@ -107,12 +107,17 @@ class RankByEntropy:
             self.sum += entropy
             self.count += 1
 
-    def close_window(self) -> int:
-        """The rank of the next window. The first two windows only set the reference."""
-        if self.count:
+    def close_window(self, moves: bool = True) -> int:
+        """The rank of the next window. The first two windows that measured anything only set the reference.
+
+        Args:
+            moves: False in a warm-up, whose windows are measured but decide nothing.
+        """
+        measured = self.count > 0
+        if measured:
             self.means = [*self.means[:2], *self.means[2:][-1:], self.sum / self.count]
         self.sum, self.count = 0.0, 0
-        if len(self.means) >= 3:
+        if moves and measured and len(self.means) >= 3:
             wanted = self._linear() if self.config.rule == "linear" else self._formula()
             low, high = self.config.limits
             step = min(max(wanted - self.rank, -self.config.max_step), self.config.max_step)

@@ -101,6 +101,7 @@ class RunCheckpoints:
             "optimizer_steps": self.engines.optimizer.steps,
             "variance_frozen_at": self.engines.optimizer.frozen_at,
             "separate_main": self.engines.optimizer.separate_main,
+            **{name: controller.state_dict() for name, controller in self.engines.controllers.items()},
         }
         self.saver.save(iteration, tensors, common, None, self.config_yaml)
         self.saved_iteration = iteration
@@ -167,8 +168,11 @@ class RunCheckpoints:
             self.compressors.load(root, iteration, self.group, self.log)
             optimizer.steps = int(common["optimizer_steps"])
             optimizer.frozen_at = int(common.get("variance_frozen_at", 0))
-            if self.engines.sync.controller is not None and "rank_controller" in common:
-                self.engines.sync.controller.load_state_dict(common["rank_controller"])
+            for name, controller in self.engines.controllers.items():
+                if name in common:
+                    controller.load_state_dict(common[name])
+                else:
+                    self.log(f"{root}: the checkpoint of iteration {iteration} holds no {name}: it starts anew")
             optimizer.loss_scale.load_state_dict(common["loss_scale"])
         if not self.config.finetune:
             self.schedule.load_state_dict(common["schedule"])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.compression.points import Point
 from megatron.parallel.data.buffer import ParamSlot
 from megatron.training.assembly import Engines
 from megatron.training.replica_check import disagreements
@@ -369,6 +370,31 @@ def test_ranks_follow_the_entropy_alike_on_every_rank() -> None:
     assert ranks[15] < 8
     scaled = run_ranks(4, _ranks_by_entropy, _run(spec, pp=2, precision="fp16"))[0]
     assert scaled[1] == pytest.approx(means, abs=0.1)
+
+
+def _rule_and_own_rank(changes: Changes) -> tuple[tuple[int, int], int]:
+    engines = tiny_engines(changes)
+    assert engines.sync.controller is not None
+    return engines.sync.controller.rule.shape, engines.plan.rounds(Point.DP_GRAD).config.rank
+
+
+def test_all_stages_decide_by_the_matrices_of_the_first() -> None:
+    """Whose gradients are measured; each sets the rank that its slack gives."""
+    spec = "dp-grad=edgc,rank=8,min-rank=2,rule=formula,stage-slack=0.5"
+    changes = {**_run(spec, pp=2), "model": {"max_position_embeddings": 512}}
+    results = run_ranks(4, _rule_and_own_rank, changes)
+    assert [shape for shape, _ in results] == [results[0][0]] * 4
+    assert results[0][0] == (512, 32), "the embedding of positions, which the last stage does not hold"
+
+
+def test_the_first_compressed_step_has_the_greatest_rank() -> None:
+    """Windows of the dense warm-up are measured, but they do not move the rank."""
+    spec = "dp-grad=edgc,rank=8,min-rank=2,window=2,sample-every=1,max-step=2,warmup=9"
+    ranks, means = run_ranks(2, _ranks_by_entropy, _run(spec))[0]
+    assert len(means) > 2
+    assert ranks[:9] == [8] * 9
+    assert ranks[9] == 6, "the window that ends the warm-up decides for the steps behind it"
+    assert min(ranks) < 6
 
 
 def test_residuals_that_are_reset_do_not_cross_iterations() -> None:

@@ -29,10 +29,12 @@ def _losses(path: Path) -> dict[int, tuple[float, float | None]]:
     return {event["iteration"]: (event.get("lm_loss", 0.0), event.get("grad_norm")) for event in trained}
 
 
-def _stop_and_go_on(prefix: Path, folder: Path, world: tuple[int, int], first: Any, then: Any) -> tuple[dict, dict]:
-    """Losses of an uninterrupted run, and of one stopped after 4 of 8 iterations that goes on in another way."""
+def _stop_and_go_on(
+    prefix: Path, folder: Path, world: tuple[int, int], first: Any, then: Any, iterations: int = 8
+) -> tuple[dict, dict]:
+    """Losses of an uninterrupted run, and of one stopped after 4 iterations that goes on in another way."""
     whole, parts, saved = folder / "whole.jsonl", folder / "parts.jsonl", folder / "saved"
-    common: dict[str, Any] = {"train_iters": 8}
+    common: dict[str, Any] = {"train_iters": iterations}
     unsaved = {**common, **first, "async_save": None}
     train(world[0], tiny_flags(prefix, **unsaved, log_json_file=whole))
     stopped = {**common, **first, "save": saved, "exit_interval": 4}
@@ -96,7 +98,7 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {
             "pipeline_model_parallel_size": 2,
-            "compress": ["dp-grad=edgc,rank=6,min-rank=2,window=3,sample-every=1,max-step=2"],
+            "compress": ["dp-grad=edgc,rank=10,min-rank=2,window=3,sample-every=1,max-step=8,stage-slack=0.3"],
         },
     ),
     "stable top-k on tensor-parallel ranks": (
@@ -132,8 +134,10 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
 def test_resume_is_exact_at_the_same_layout(prefix: Path, tmp_path: Path, name: str) -> None:
     world_size, changes = SAME[name]
     then = {**changes, "async_save": None}
-    whole, parts = _stop_and_go_on(prefix, tmp_path, (world_size, world_size), changes, then)
-    assert len(whole) >= 8
+    # What a compressor forgets may show much later: when it chooses anew, a sample returns, or a rank moves.
+    iterations = 24 if "compress" in changes else 8
+    whole, parts = _stop_and_go_on(prefix, tmp_path, (world_size, world_size), changes, then, iterations)
+    assert len(whole) >= iterations
     assert parts == whole
     if "fp16" in name:
         assert any(norm is None for _, norm in whole.values()), "no step was skipped: the case tests nothing"

@@ -54,6 +54,24 @@ def test_the_linear_rule() -> None:
     assert _windows(quick, [5.0, 4.0, 3.5, 3.25, 3.25, 9.0]) == [64, 64, 40, 28, 16, 64]
 
 
+def test_a_window_without_a_measurement_moves_nothing() -> None:
+    rule = RankByEntropy(EDGCConfig(rank=64, min_rank=16), (512, 512))
+    assert _windows(rule, [5.0, 4.0, 3.5]) == [64, 64, 60]
+    rule.add(math.nan)
+    assert rule.close_window() == 60
+    assert rule.close_window() == 60
+    assert _windows(rule, [3.5]) == [56]
+
+
+def test_the_rank_waits_for_the_end_of_the_dense_warm_up() -> None:
+    """Windows are measured from the start, but the first compressed step has the greatest rank."""
+    rule = RankByEntropy(EDGCConfig(rank=64, min_rank=16), (512, 512))
+    for entropy in (5.0, 4.0, 3.5, 3.4, 3.35):
+        rule.add(entropy)
+        assert rule.close_window(moves=False) == 64
+    assert _windows(rule, [3.3]) == [60]
+
+
 def test_a_standstill_at_the_start_keeps_the_greatest_rank() -> None:
     """The published code divides by the first change, which it makes zero."""
     rule = RankByEntropy(EDGCConfig(rank=32), (512, 512))
