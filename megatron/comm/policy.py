@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from megatron.compression.api import Codec, RoundCompressor
 from megatron.compression.identity import IdentityCodec, IdentityRounds
 from megatron.compression.points import Point
@@ -84,9 +86,13 @@ class CompressionPlan:
         return self.specs[point].options_at(self._iteration, self._tuned.get(point))
 
     def ever_pays(self, point: Point, shape: tuple[int, ...]) -> bool:
-        """Whether parameters of this shape are worth compressing with any options that the point's may become."""
+        """Whether tensors of this shape are worth compressing with any options that the point's may become."""
         spec = self.specs.get(point)
-        return spec is not None and any(spec.rounds(options).pays(shape) for options in spec.variants())
+        if spec is None:
+            return False
+        if point.sums:
+            return any(spec.rounds(options).pays(shape) for options in spec.variants())
+        return any(spec.codec(options).pays(torch.Size(shape)) for options in spec.variants())
 
     def rounds(self, point: Point) -> RoundCompressor:
         """The compressor of sums at a point, with the options of this iteration; without state."""

@@ -22,6 +22,7 @@ from megatron.topology.topology import Topology, build_topology, single_process
 from megatron.training.assembly import build_engines, layout_of
 from megatron.training.batch_size import BatchSizeSchedule
 from megatron.training.compression_notes import compression_notes, run_length
+from megatron.training.coverage import coverage_notes
 from megatron.training.kernel_check import check_kernels
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.program import Ranks, run_program
@@ -93,6 +94,8 @@ def run(config: RunConfig, notes: Sequence[str], env: LaunchEnvironment, started
     engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length))
     for note in compression_notes(config, datasets[0], layout.dp, length, train_iters):
         say(f"note: {note}")
+    for line in coverage_notes(engines):
+        say(line)
     say(_summary(topology, vocab_size, engines.padded_vocab_size, [len(d) if d else 0 for d in datasets]))
     schedule = LRSchedule.from_options(
         config.optimizer,

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron.compression.points import Point
 from megatron.parallel.data.buffer import ParamSlot
 from megatron.training.assembly import Engines
+from megatron.training.coverage import coverage_notes
 from megatron.training.replica_check import disagreements
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents
@@ -492,3 +493,61 @@ def test_the_log_tells_what_each_point_did(tmp_path: Path) -> None:
     assert [event["micro_batches"] for event in probes] == [[0, 1, 2, 3, 4]] * 4
     assert all(0 < abs(cosine) < 0.6 for event in probes for cosine in event["cosine_sim"])
     assert "Total Length: 5 | Cosine Sim: [" in result.stdout
+
+
+COVERED: dict[str, tuple[int, Changes, list[str]]] = {
+    "every point": (
+        4,
+        _run(
+            "pp-forward=fixpoint,bits=4",
+            "pp-backward=lowrank,rank=2,when=epilogue",
+            "dp-grad=powersgd,rank=2,stages=first:1",
+            "embedding=powersgd,rank=2",
+            pp=2,
+        ),
+        [
+            "--compress pp-forward=fixpoint compresses 100.0% of the numbers that pp-forward sends",
+            # Two micro-batches, both sent back after the second stage's last forward but one.
+            "--compress pp-backward=lowrank compresses 50.0% of the numbers that pp-backward sends",
+            "--compress dp-grad=powersgd compresses {first_stage_matrices:.1%} of the numbers that dp-grad sends",
+            "--compress embedding=powersgd compresses 100.0% of the numbers that embedding sends",
+        ],
+    ),
+    "ranks that do not pay": (
+        4,
+        _run("pp-backward=lowrank,rank=64", "dp-grad=powersgd,rank=128", "embedding=powersgd,rank=25", pp=2),
+        [
+            f"warning: --compress {spec} compresses 0% of what {spec.split('=')[0]} sends: there only ranks up to "
+            f"{highest} send fewer bytes than the matrices; lower rank={rank}"
+            for spec, highest, rank in (
+                ("pp-backward=lowrank", 10, 64),
+                ("dp-grad=powersgd", 25, 128),
+                ("embedding=powersgd", 24, 25),
+            )
+        ],
+    ),
+    "tensor-parallel, sharded": (
+        4,
+        _run("tp-forward=powersgd,rank=2", "param-gather=cast", tp=2, use_distributed_optimizer=True),
+        [
+            "--compress tp-forward=powersgd compresses 100.0% of the numbers that tp-forward sends",
+            "--compress param-gather=cast compresses 100.0% of the numbers that param-gather sends",
+        ],
+    ),
+    "nothing to send": (2, _run("dp-grad=powersgd", "tp-forward=cast", pp=2), []),
+}
+
+
+def _coverage(changes: Changes) -> list[str]:
+    return coverage_notes(tiny_engines(changes))
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_a_run_says_what_share_it_will_compress(name: str) -> None:
+    ranks, changes, wanted = COVERED[name]
+    # Each of two stages has two layers of 4 matrices; beside them the first has the embeddings, the last a norm.
+    layer, vectors = 32 * (3 * 32 + 32 + 4 * 32 + 4 * 32), 32 * (3 + 1 + 4 + 1 + 4)
+    first, last = 2 * (layer + vectors) + (97 + 16) * 32, 2 * (layer + vectors) + 97 * 32 + 2 * 32
+    matrices = (2 * layer + (97 + 16) * 32) / (first + last)
+    for found in run_ranks(ranks, _coverage, changes):
+        assert found == [line.format(first_stage_matrices=matrices) for line in wanted]
