@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.compression.api import Codec, Payload, RoundCompressor
 from megatron.compression.approximation import dense
-from megatron.compression.error_feedback import RESIDUAL, ErrorFeedbackCodec
+from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback, ErrorFeedbackCodec
 from megatron.compression.options import SpecError
 from megatron.compression.points import Point
 from megatron.compression.registry import BUILTIN
@@ -288,6 +288,39 @@ class TestRounds:
         assert torch.equal(skipped, again)
         assert torch.equal(again, other)
         assert [contents(state) for state in states] == [contents(state) for state in resumed]
+
+
+FED_ROUNDS = [
+    (f"{name} {options}", name, options)
+    for name in ROUNDS
+    if not BUILTIN[name].no_feedback
+    for options in variants(BUILTIN[name].config)
+    if getattr(options, "flush", "") != "mean"  # forgets on purpose
+]
+
+
+@pytest.mark.parametrize("kind", ["local", "aggregate"])
+@pytest.mark.parametrize(("name", "options"), [v[1:] for v in FED_ROUNDS], ids=[v[0] for v in FED_ROUNDS])
+def test_feedback_of_sums_conserves_what_was_meant(name: str, options: Any, kind: Any) -> None:
+    """Over the steps, what all ranks meant is what was summed and what is left on them, whatever the options are."""
+    entry, ranks, shape = BUILTIN[name], 3, (2, 8, 6)
+    assert entry.rounds is not None
+    compressor = ErrorFeedback(entry.rounds(options), kind)
+    states = [CompressorState() for _ in range(ranks)]
+    meant, summed = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+    for step in range(6):
+        xs = [noise(shape, torch.float64, ranks * step + rank) for rank in range(ranks)]
+        meant += sum(xs)
+        totals = [aggregate.total for aggregate in run_lockstep(compressor, xs, states)]
+        assert all(torch.equal(total, totals[0]) for total in totals)
+        summed += totals[0]
+        if compressor.observes:
+            for state in states:
+                compressor.observe(totals[0].clone(), state)
+        for state in states:
+            state.commit()
+    left = sum((state.tensors[RESIDUAL] for state in states), torch.zeros(shape, dtype=torch.float64))
+    torch.testing.assert_close(summed + left, meant, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
