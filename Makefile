@@ -9,7 +9,7 @@ WORKERS := -n 2 --no-loadscope-reorder
 ARGS ?=
 export PYTHON
 
-.PHONY: help quickstart test test-faults lint format bench-train bench-kernels bench-memory bench-cleaning bench-convergence bench-generate bench-network bench-time-to-loss clean clean-all
+.PHONY: help quickstart test test-faults lint format bench-train bench-kernels bench-memory bench-cleaning bench-convergence bench-lep bench-generate bench-network bench-time-to-loss clean clean-all
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -41,6 +41,9 @@ bench-memory:  ## measure peak memory with and without compressors
 
 bench-convergence:  ## train a small GPT with and without compressors and compare losses and bytes (two hours)
 	@$(RUN) --extras test,lint -- -m tools.bench_convergence $(ARGS)
+
+bench-lep:  ## measure what error propagation does to gradients and losses, by width (hours)
+	@$(RUN) --extras test,lint -- -m tools.bench_lep.run $(ARGS)
 
 bench-cleaning:  ## measure the cleaning tools, and find_duplicates beside a plain loop over datasketch
 	@$(RUN) --extras test,lint -- -m tools.openwebtext.bench $(ARGS)

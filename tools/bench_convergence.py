@@ -75,7 +75,7 @@ MODEL: dict[str, Any] = {
 }
 
 
-def run(command: list[str], log: Path) -> None:
+def run(command: list[str], log: Path, threads: int = 1) -> None:
     """Runs a command of this project, its output in a file.
 
     Raises:
@@ -83,7 +83,7 @@ def run(command: list[str], log: Path) -> None:
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w") as file:
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         done = subprocess.run([sys.executable, *command], cwd=REPO, stdout=file, stderr=subprocess.STDOUT, env=env)
     if done.returncode:
         sys.exit(f"error: {' '.join(command[:3])} failed; see {log}\n{log.read_text()[-2000:]}")
