@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from megatron.config.errors import UserError
+from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 
 
@@ -20,6 +23,10 @@ def check_model(config: RunConfig) -> None:
             f"{model.max_position_embeddings}; raise the latter to at least the former"
         )
     _check_rotary(config)
+    if model.add_qkv_bias and model.add_bias_linear:
+        raise UserError(
+            "--add-qkv-bias: all linear layers have biases already; leave it out, or add --disable-bias-linear"
+        )
     chosen = [
         flag
         for flag, on in (
@@ -51,8 +58,11 @@ def check_model(config: RunConfig) -> None:
 def _check_rotary(config: RunConfig) -> None:
     model = config.model
     if model.position_embedding_type != "rope":
-        if model.rotary_percent != 1.0:
-            raise UserError("--rotary-percent needs rotary positions; add --position-embedding-type rope")
+        given = "--rotary-percent" if model.rotary_percent != 1.0 else "--rotary-scaling"
+        if model.rotary_percent != 1.0 or model.rotary_scaling != "none":
+            raise UserError(f"{given} needs rotary positions; add --position-embedding-type rope")
+    _check_rotary_scaling(model)
+    if model.position_embedding_type != "rope":
         return
     rotated = int(model.kv_channels * model.rotary_percent)
     if rotated < 2 or rotated % 2 != 0:
@@ -60,4 +70,20 @@ def _check_rotary(config: RunConfig) -> None:
             f"--rotary-percent {model.rotary_percent:g} of {model.kv_channels} channels a head "
             f"(--kv-channels) rotates {rotated} channels; choose values that give an even number of at least "
             "2"
+        )
+
+
+def _check_rotary_scaling(model: ModelConfig) -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(model)}
+    of_all, of_llama3 = ("factor",), ("original_length", "low_turns", "high_turns")
+    needed = {"none": (), "linear": of_all, "llama3": of_all + of_llama3}[model.rotary_scaling]
+    for part in of_all + of_llama3:
+        name = f"rotary_scaling_{part}"
+        if part not in needed and getattr(model, name) != defaults[name]:
+            kind = "llama3" if part in of_llama3 else "linear or llama3"
+            raise UserError(f"--{name.replace('_', '-')} is for --rotary-scaling {kind}; add it, or leave this out")
+    if model.rotary_scaling == "llama3" and model.rotary_scaling_low_turns >= model.rotary_scaling_high_turns:
+        raise UserError(
+            f"--rotary-scaling-low-turns {model.rotary_scaling_low_turns:g} is not below --rotary-scaling-high-turns "
+            f"{model.rotary_scaling_high_turns:g}; lower the former"
         )

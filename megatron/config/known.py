@@ -218,10 +218,6 @@ _REFUSED = [
     ),
     _refused("the loss is always computed in fp32; leave it out", switches="fp16-lm-cross-entropy"),
     _refused(
-        "scaled rotary positions are not available; leave it out",
-        values="rotary-seq-len-interpolation-factor=1",
-    ),
-    _refused(
         "only decoder-only GPT models are trained; leave it out",
         values="decoder-num-layers decoder-seq-length pipeline-model-parallel-split-rank",
     ),

@@ -66,6 +66,45 @@ class ModelConfig:
     rotary_percent: float = option(
         1.0, "Share of each head's channels that is rotated.", above=0, maximum=1, checkpoint="shape"
     )
+    rotary_scaling: Literal["none", "linear", "llama3"] = option(
+        "none",
+        "Longer rotary wavelengths, for texts longer than those that a model was first trained on: all of them "
+        "(linear), or the long ones (llama3).",
+        checkpoint="shape",
+    )
+    rotary_scaling_factor: float = option(
+        8.0,
+        "How much longer --rotary-scaling makes them.",
+        minimum=1,
+        aliases=("rope-scaling-factor",),
+        checkpoint="shape",
+    )
+    rotary_scaling_original_length: int = option(
+        8192,
+        "Of --rotary-scaling llama3: the length of the texts that the model was first trained on.",
+        unit="tokens",
+        minimum=1,
+        checkpoint="shape",
+    )
+    rotary_scaling_low_turns: float = option(
+        1.0,
+        "Of --rotary-scaling llama3: wavelengths that turn fewer times in the original length are scaled in full.",
+        above=0,
+        checkpoint="shape",
+    )
+    rotary_scaling_high_turns: float = option(
+        4.0,
+        "Of --rotary-scaling llama3: wavelengths that turn more often in the original length stay as they are.",
+        above=0,
+        checkpoint="shape",
+    )
+    sliding_window: int | None = derived(
+        "all earlier positions",
+        "Positions that attention looks at, the newest and those before it.",
+        unit="tokens",
+        minimum=1,
+        checkpoint="shape",
+    )
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Normalisation layer.", checkpoint="shape")
     norm_epsilon: float = option(
         1e-5,
@@ -93,6 +132,16 @@ class ModelConfig:
         "No biases in the linear layers.",
         flag="disable-bias-linear",
         off_switch=True,
+        checkpoint="shape",
+    )
+    add_qkv_bias: bool = option(
+        False,
+        "Biases in the projection to queries, keys and values, where --disable-bias-linear leaves the others out.",
+        checkpoint="shape",
+    )
+    parallel_residual: bool = option(
+        False,
+        "The MLP of a layer reads the layer's input, beside the attention, instead of what follows the attention.",
         checkpoint="shape",
     )
     attention_dropout: float = option(0.1, "Dropout probability of the attention weights.", minimum=0, below=1)

@@ -32,6 +32,7 @@ class Shortcut:
 VALUE = "\0value"
 
 _POSITION = "model.position_embedding_type"
+_SCALING = "model.rotary_scaling"
 
 
 def _without_position_embedding(explicit: Explicit) -> None:
@@ -74,6 +75,17 @@ SHORTCUTS: tuple[Shortcut, ...] = (
         name="use-rotary-position-embeddings",
         help="Same as --position-embedding-type rope.",
         sets={_POSITION: "rope"},
+    ),
+    Shortcut(
+        name="use-rope-scaling",
+        help="Same as --rotary-scaling llama3.",
+        sets={_SCALING: "llama3"},
+    ),
+    Shortcut(
+        name="rotary-seq-len-interpolation-factor",
+        help="Same as --rotary-scaling linear --rotary-scaling-factor FACTOR.",
+        sets={_SCALING: "linear", "model.rotary_scaling_factor": VALUE},
+        takes_value=True,
     ),
     Shortcut(
         name="no-position-embedding",

@@ -46,13 +46,13 @@ class SelfAttention(ShardedModule):
         self.head_dim = config.kv_channels
         self.groups = config.num_query_groups // comm.size
         self.queries_per_group = config.num_attention_heads // config.num_query_groups
+        self.window = config.sliding_window
         self.dropout = config.attention_dropout
         self.recompute_core = recompute_core
         rows = config.num_query_groups * (self.queries_per_group + 2) * self.head_dim
         width = config.num_attention_heads * self.head_dim
-        self.query_key_value = ColumnParallelLinear(
-            (rows, config.hidden_size), config.add_bias_linear, comm, device, dtype
-        )
+        biased = config.add_bias_linear or config.add_qkv_bias
+        self.query_key_value = ColumnParallelLinear((rows, config.hidden_size), biased, comm, device, dtype)
         self.dense = RowParallelLinear(width, config.hidden_size, config.add_bias_linear, comm, device, dtype)
 
     def forward(
@@ -81,9 +81,9 @@ class SelfAttention(ShardedModule):
             return self._core_with_keyed_dropout(query, key, value, context)
         if dropping:
             self._seed_fused_dropout(context)
-        mask = context.cache.mask if context.cache is not None else None
-        if context.segment_ids_bs is not None:
-            mask = _causal_within_segments(context.segment_ids_bs)
+        mask = self._allowed(query, context)
+        if context.cache is not None and mask is None:
+            mask = context.cache.mask
         return F.scaled_dot_product_attention(
             query,
             key,
@@ -93,6 +93,15 @@ class SelfAttention(ShardedModule):
             is_causal=mask is None and query.shape[2] > 1,  # one position alone comes after all that are kept
             enable_gqa=self.queries_per_group > 1,
         )
+
+    def _allowed(self, query: Tensor, context: ForwardContext) -> Tensor | None:
+        """True where a position of a whole text may look, (b or 1, 1, s, s); None where at all up to itself."""
+        allowed = None if context.segment_ids_bs is None else _causal_within_segments(context.segment_ids_bs)
+        s = query.shape[2]
+        if self.window is not None and s > self.window:
+            band = torch.ones((1, 1, s, s), dtype=torch.bool, device=query.device).tril().triu(1 - self.window)
+            allowed = band if allowed is None else allowed & band
+        return allowed
 
     def _seed_fused_dropout(self, context: ForwardContext) -> None:
         """Keys the generator that the fused CUDA kernel draws from.
@@ -111,8 +120,8 @@ class SelfAttention(ShardedModule):
         value = value.repeat_interleave(self.queries_per_group, dim=1)
         s = query.shape[2]
         scores = query @ key.transpose(-1, -2)
-        if context.segment_ids_bs is not None:
-            allowed = _causal_within_segments(context.segment_ids_bs)
+        allowed = self._allowed(query, context)
+        if allowed is not None:
             probs = scores.div(math.sqrt(self.head_dim)).masked_fill(~allowed, -torch.inf).softmax(dim=-1)
         else:
             probs = causal_softmax(scores, 1 / math.sqrt(self.head_dim))

@@ -26,7 +26,10 @@ def hidden_dropout(
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm attention and MLP, each with dropout and a residual: (s, b, h) -> (s, b, h)."""
+    """Pre-norm attention and MLP, each with dropout and a residual, one after the other or side by side.
+
+    (s, b, h) -> (s, b, h).
+    """
 
     def __init__(
         self,
@@ -41,6 +44,7 @@ class TransformerLayer(nn.Module):
         self.layer = layer
         self.comm = comm
         self.dropout = config.hidden_dropout
+        self.parallel = config.parallel_residual
         self.input_layernorm = Norm(config, comm, device, dtype)
         self.self_attention = SelfAttention(config, layer, comm, device, dtype, recompute_core)
         self.post_attention_layernorm = Norm(config, comm, device, dtype)
@@ -56,5 +60,6 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x_sbh: Tensor, context: ForwardContext, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         attended = self.self_attention(self.input_layernorm(x_sbh), context, rotary)
-        x_sbh = self._add(attended, x_sbh, context, "attention-output")
-        return self._add(self.mlp(self.post_attention_layernorm(x_sbh)), x_sbh, context, "mlp-output")
+        then_sbh = self._add(attended, x_sbh, context, "attention-output")
+        mlp_input = x_sbh if self.parallel else then_sbh
+        return self._add(self.mlp(self.post_attention_layernorm(mlp_input)), then_sbh, context, "mlp-output")

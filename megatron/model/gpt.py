@@ -185,8 +185,7 @@ class GPTStage(nn.Module):
         else:
             length = x_sbh.shape[0] * (self.comm.size if self.comm.sequence_parallel else 1)
             positions_sb = torch.arange(length, device=x_sbh.device).unsqueeze(1)
-        rotary_dim = int(self.config.kv_channels * self.config.rotary_percent)
-        return rotary_tables(positions_sb, rotary_dim, self.config.rotary_base, self.dtype)
+        return rotary_tables(positions_sb, self.config, self.dtype)
 
     def loss(self, x_sbh: Tensor, labels_bs: Tensor, weights_bs: Tensor) -> tuple[Tensor, Tensor]:
         """Weighted sum of the tokens' losses (scalar), and the losses themselves (b, s); last stage only."""

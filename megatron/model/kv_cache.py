@@ -18,10 +18,16 @@ class KVCache:
         layers: global numbers of the stage's layers.
         shape: of each layer's keys, and of its values: (rows, key-value heads on this rank, positions, channels).
         dtype, device: of both.
+        window: positions that attention looks at; None for all.
     """
 
     def __init__(
-        self, layers: Iterable[int], shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+        self,
+        layers: Iterable[int],
+        shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        window: int | None = None,
     ) -> None:
         def space() -> Tensor:
             # Zeros: a masked position has weight 0, and 0 times what lies in fresh memory may be no number.
@@ -30,6 +36,7 @@ class KVCache:
         self._held = {layer: (space(), space()) for layer in layers}
         self._rows_b = torch.arange(shape[0], device=device)
         self.capacity = shape[2]
+        self._window = window
         self.lengths: list[int] = []
         self._lengths_b = torch.zeros(0, dtype=torch.int64, device=device)
         self.mask: Tensor | None = None
@@ -72,8 +79,13 @@ class KVCache:
     def _refresh(self) -> None:
         device = self._rows_b.device
         self._lengths_b = torch.tensor(self.lengths, dtype=torch.int64, device=device)
-        if min(self.lengths) == max(self.lengths):
+        longest, window = max(self.lengths), self._window
+        slides = window is not None and longest >= window
+        if min(self.lengths) == longest and not slides:
             self.mask = None
-        else:
-            positions = torch.arange(max(self.lengths) + 1, device=device)
-            self.mask = (positions <= self._lengths_b.unsqueeze(1))[:, None, None]
+            return
+        positions, newest_b1 = torch.arange(longest + 1, device=device), self._lengths_b.unsqueeze(1)
+        seen = positions <= newest_b1
+        if window is not None:
+            seen &= positions > newest_b1 - window
+        self.mask = seen[:, None, None]

@@ -143,6 +143,12 @@ RICH: Changes = {
         "add_bias_linear": False,
         "untie_embeddings_and_output_weights": True,
         "ffn_hidden_size": 48,
+        "rotary_scaling": "llama3",
+        "rotary_scaling_factor": 4.0,
+        "rotary_scaling_original_length": 8,
+        "add_qkv_bias": True,
+        "sliding_window": 5,
+        "parallel_residual": True,
     },
     **DOUBLE,
 }
