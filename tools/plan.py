@@ -39,6 +39,7 @@ from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.run import RunConfig  # noqa: E402
 from megatron.data.atomic import check_writable, write_whole  # noqa: E402
 from megatron.tokenizer.build import build_tokenizer  # noqa: E402
+from megatron.tokenizer.vocabulary import model_entries  # noqa: E402
 from megatron.topology.launch import LaunchEnvironment, init_process_group, pick_device, shutdown  # noqa: E402
 from megatron.topology.topology import build_topology  # noqa: E402
 from megatron.training.assembly import layout_of  # noqa: E402
@@ -87,11 +88,12 @@ def entries_of(config: RunConfig) -> int:
     if config.tokenizer.tokenizer_type is None:
         return config.tokenizer.vocab_size or GPT2_VOCAB
     try:
-        return build_tokenizer(config.tokenizer).vocab_size
+        built = build_tokenizer(config.tokenizer)
     except UserError as error:
         if config.tokenizer.tokenizer_type == "GPT2BPETokenizer":
-            return GPT2_VOCAB
+            return config.tokenizer.vocab_size or GPT2_VOCAB
         raise UserError(f"{error}; or give the number of its entries with --vocab-size") from error
+    return model_entries(config.tokenizer, built)
 
 
 def _without_pipeline(config: RunConfig, world_size: int) -> RunConfig:

@@ -43,7 +43,8 @@ class TokenizerConfig:
     )
     vocab_size: int | None = derived(
         "the tokenizer's",
-        "Size of the vocabulary before padding.",
+        "Size of the model's vocabulary before padding, at least the tokenizer's. For the NullTokenizer: "
+        "the ids in the text, beside which the vocabulary has one more.",
         unit="entries",
         minimum=1,
         checkpoint="default",

@@ -25,7 +25,7 @@ class Token:
 
     Args:
         id: of it.
-        logprob: logarithm of the probability that the model gave it, at temperature 1 and among all tokens.
+        logprob: logarithm of the probability that the model gave it, at temperature 1 and among all its entries.
         top: the likeliest tokens there and their logarithms, as many as were asked for.
     """
 
@@ -82,7 +82,8 @@ def generate(
         cached: keep keys and values of earlier positions; without, everything is computed anew for each token.
         on_token: told about each token, on the model's speaker alone.
     """
-    eod = model.tokenizer.eod
+    # A model may have more entries than its tokenizer has texts for; those are never chosen.
+    eod, known = model.tokenizer.eod, model.tokenizer.vocab_size
     started_empty = [not prompt for prompt in prompts]
     rows = [list(prompt) or [eod] for prompt in prompts]
     results = [Generated(row, len(row)) for row in rows]
@@ -101,8 +102,8 @@ def generate(
             logits_bv = model.stage.logits(hidden_1bh)[0]
             if model.speaks:
                 numbers = torch.stack([torch.rand((), generator=draws[i], dtype=torch.float64) for i in active])
-                said[0] = sampling.after(count).choose(logits_bv, numbers)
-                tokens = _details(logits_bv, said[0], top)
+                said[0] = sampling.after(count).choose(logits_bv[:, :known], numbers)
+                tokens = _details(logits_bv, said[0], top, known)
                 for column, (i, token) in enumerate(zip(active, tokens, strict=True)):
                     if token.id != eod:
                         results[i].details.append(token)
@@ -129,13 +130,13 @@ def _grow(results: Sequence[Generated], active: Sequence[int], said: Tensor, eod
     return going_on
 
 
-def _details(logits_nv: Tensor, tokens_n: Tensor, top: int) -> list[Token]:
-    """The tokens with their probabilities."""
+def _details(logits_nv: Tensor, tokens_n: Tensor, top: int, known: int) -> list[Token]:
+    """The tokens with their probabilities among all entries of the model; the likeliest are the tokenizer's."""
     logprobs_nv = logits_nv.float().log_softmax(dim=-1)
     own = logprobs_nv.gather(1, tokens_n.to(logprobs_nv.device).unsqueeze(1)).squeeze(1).tolist()
     likeliest: list[tuple[tuple[int, float], ...]] = [()] * len(own)
     if top:
-        found = logprobs_nv.topk(min(top, logprobs_nv.shape[-1]), dim=-1)
+        found = logprobs_nv[:, :known].topk(min(top, known), dim=-1)
         pairs = zip(found.indices.tolist(), found.values.tolist(), strict=True)
         likeliest = [tuple(zip(ids, values, strict=True)) for ids, values in pairs]
     return [Token(*values) for values in zip(tokens_n.tolist(), own, likeliest, strict=True)]
@@ -163,7 +164,7 @@ def score(model: LoadedModel, rows: Sequence[Sequence[int]], top: int = 1) -> li
     scored: list[list[Token]] = [[] for _ in rows]
     if not longest:
         return scored
-    eod = model.tokenizer.eod
+    eod, known = model.tokenizer.eod, model.tokenizer.vocab_size
     tokens_bs = torch.tensor([row + [eod] * (longest - len(row)) for row in inputs], device=model.device)
     x_sbh = model.hidden(tokens_bs, ForwardContext())
     if x_sbh is None:
@@ -176,5 +177,5 @@ def score(model: LoadedModel, rows: Sequence[Sequence[int]], top: int = 1) -> li
         for b, row in enumerate(rows):
             wanted = row[first + 1 : first + 1 + step]
             if wanted:
-                scored[b] += _details(logits_sbv[: len(wanted), b], torch.tensor(wanted), top)
+                scored[b] += _details(logits_sbv[: len(wanted), b], torch.tensor(wanted), top, known)
     return scored

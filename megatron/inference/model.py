@@ -16,11 +16,13 @@ from megatron.checkpoint.agree import together
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.load import load_tensors, saved_config
 from megatron.checkpoint.model_state import MODEL, model_tensors
+from megatron.checkpoint.vocabulary import saved_entries
 from megatron.comm.channel import PipelineChannel
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan, Position
 from megatron.comm.tensor import TensorComm
 from megatron.compression.points import Point
+from megatron.config.errors import UserError
 from megatron.config.parallel import ParallelConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig, run_around
@@ -32,6 +34,7 @@ from megatron.model.kv_cache import KVCache
 from megatron.model.stages import build_stages
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
+from megatron.tokenizer.vocabulary import fitted
 from megatron.topology.layout import Layout
 from megatron.topology.topology import Topology, single_process
 
@@ -99,7 +102,7 @@ class LoadedModel:
         """An empty cache for rows of at most so many positions."""
         model = self.config.model
         shape = (rows, model.num_query_groups // self.topology.layout.tp, positions, model.kv_channels)
-        return KVCache(self.stage.part.layers, shape, self.stage.dtype, self.device)
+        return KVCache(self.stage.part.layers, shape, self.stage.dtype, self.device, model.sliding_window)
 
     def tell_all(self, x: Tensor, src: int) -> Tensor:
         """Overwrites a CPU tensor on every rank by rank ``src``'s."""
@@ -167,14 +170,15 @@ def load_model(
         topology = single_process(device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     group = topology.control.pg
     config, chosen = together(group, lambda: saved_config(root, iteration))
-    built = together(group, lambda: build_tokenizer(_tokenizer_config(config, tokenizer)))
+    entries = together(group, lambda: saved_entries(root, chosen))
+    built = together(group, lambda: _vocabulary(config, tokenizer, entries))
     ledger, plan, dtype = Ledger(), CompressionPlan({}), config.precision.params_dtype
     (stage,) = build_stages(
         config.model,
         RecomputeConfig(),
         topology.layout,
         topology.coordinates.pp,
-        built.vocab_size,
+        entries,
         TensorComm(topology.tp, ledger, plan),
         topology.device,
         dtype,
@@ -210,9 +214,23 @@ def load_weights(
     )
 
 
-def _tokenizer_config(config: RunConfig, given: TokenizerConfig | None) -> TokenizerConfig:
-    saved = config.tokenizer
-    if given is None:
-        return saved
-    changes = {name: value for name, value in vars(given).items() if value}
-    return dataclasses.replace(saved, **changes)
+def _vocabulary(config: RunConfig, given: TokenizerConfig | None, entries: int) -> Tokenizer:
+    """The run's tokenizer, or the one given instead, for a model that may have more entries than it.
+
+    Raises:
+        UserError: when it cannot be built, or is another model's.
+    """
+    changes = {} if given is None else {name: value for name, value in vars(given).items() if value}
+    wanted = dataclasses.replace(config.tokenizer, **changes)
+    size = changes.get("vocab_size")
+    if size is None:
+        wanted = fitted(wanted, entries)
+    elif size != entries and wanted.tokenizer_type != "NullTokenizer":
+        raise UserError(f"--vocab-size {size}: the checkpoint's model has {entries} entries; leave it out")
+    tokenizer = build_tokenizer(wanted)
+    if tokenizer.vocab_size > entries:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} entries, the checkpoint's model {entries}: it is another "
+            "model's; give the one that this was trained with"
+        )
+    return tokenizer

@@ -60,7 +60,7 @@ class TokenizerFlags(Protocol):
 
     @property
     def vocab_size(self) -> int | None:
-        """For the NullTokenizer."""
+        """Entries of the model; for the NullTokenizer, ids in the text."""
 
     @property
     def vocab_extra_ids(self) -> int:

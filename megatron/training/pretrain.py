@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from megatron.checkpoint.agree import together
 from megatron.checkpoint.load import saved_config
+from megatron.checkpoint.vocabulary import saved_entries
 from megatron.config.errors import UserError
 from megatron.config.flags import ParsedRun, parse_args
 from megatron.config.merge import merge_checkpoint_config
@@ -17,6 +19,7 @@ from megatron.config.run import RunConfig
 from megatron.data.build import Dataset, build_datasets
 from megatron.optimizer.schedules import LRSchedule
 from megatron.tokenizer.build import build_tokenizer
+from megatron.tokenizer.vocabulary import fitted, model_entries
 from megatron.topology.launch import LaunchEnvironment, pick_device
 from megatron.topology.topology import Topology, build_topology, single_process
 from megatron.training.assembly import build_engines, layout_of
@@ -56,8 +59,10 @@ def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
     if wanted.use_checkpoint_args:
         if wanted.load is None:
             raise UserError("--use-checkpoint-args takes the model's shape from --load, which is missing")
-        saved, _ = saved_config(wanted.load)
+        saved, iteration = saved_config(wanted.load)
         given = merge_checkpoint_config(given, parsed.explicit, saved)
+        if "tokenizer.vocab_size" not in parsed.explicit:
+            given = replace(given, tokenizer=fitted(given.tokenizer, saved_entries(wanted.load, iteration)))
     return given.resolve(env.world_size, cuda_available=torch.cuda.is_available(), notes=parsed.notes)
 
 
@@ -131,26 +136,26 @@ def run(config: RunConfig, notes: Sequence[str], env: LaunchEnvironment, started
         reporter.close()
 
 
-def _vocabulary(config: RunConfig) -> tuple[int, int]:
-    """Number of entries and the end-of-document token; without a tokenizer no token is the end of a document."""
+def _vocabulary(config: RunConfig) -> tuple[int, int, int]:
+    """The model's entries, the tokenizer's, and the end of a document; without a tokenizer no token is that end."""
     tokenizer, data = config.tokenizer, config.data
     if tokenizer.tokenizer_type is not None:
         built = build_tokenizer(tokenizer)
-        return built.vocab_size, built.eod
+        return model_entries(tokenizer, built), built.vocab_size, built.eod
     if data.eod_mask_loss or data.reset_position_ids or data.reset_attention_mask:
         raise UserError(
             "--eod-mask-loss, --reset-position-ids and --reset-attention-mask look for the end of a document: "
             "give --tokenizer-type, or leave them out"
         )
     assert tokenizer.vocab_size is not None
-    return tokenizer.vocab_size, -1
+    return tokenizer.vocab_size, tokenizer.vocab_size, -1
 
 
 def _open_data(
     config: RunConfig, env: LaunchEnvironment, train_iters: int, batch_sizes: BatchSizeSchedule
 ) -> tuple[tuple[Dataset | None, Dataset | None, Dataset | None], int]:
-    """Tokenizer and data sets; one rank of each machine checks the tokens."""
-    vocab_size, eod = _vocabulary(config)
+    """Data sets and the model's entries; one rank of each machine checks the tokens."""
+    entries, vocab_size, eod = _vocabulary(config)
     size, validation = config.training.global_batch_size, config.validation
     train_samples = config.training.train_samples or train_iters * size
     evaluations = train_iters // validation.eval_interval + 1
@@ -166,7 +171,7 @@ def _open_data(
     )
     if datasets[0] is None and not validation.skip_train:
         raise UserError("there is no document to train on: raise the first share of --split, or give --train-data-path")
-    return datasets, vocab_size
+    return datasets, entries
 
 
 def _rank_0_log(topology: Topology, reporter: Reporter) -> Callable[[str], None]:

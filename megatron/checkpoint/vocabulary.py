@@ -1,0 +1,28 @@
+"""The size of a saved model's vocabulary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.checkpoint.files import Iteration
+from megatron.checkpoint.load import open_checkpoint
+from megatron.checkpoint.model_state import MODEL
+from megatron.config.errors import UserError
+
+EMBEDDING = MODEL + "embedding.word_embeddings.weight"
+
+
+def saved_entries(root: str | Path, iteration: Iteration) -> int:
+    """Entries of the vocabulary of a checkpoint's model, without padding.
+
+    Args:
+        root: the folder of all checkpoints.
+        iteration: which one.
+
+    Raises:
+        UserError: when it is damaged, or holds no embedding.
+    """
+    folder, manifest = open_checkpoint(Path(root), iteration)
+    if EMBEDDING not in manifest.tensors:
+        raise UserError(f"{folder}: the checkpoint holds no {EMBEDDING}; name one of a GPT model")
+    return int(manifest.tensors[EMBEDDING].size[0])
