@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""Converts checkpoints between our own format, Hugging Face folders (GPT-2, Llama) and the classic Megatron layout.
+"""Converts checkpoints between our own format, Hugging Face folders and the classic Megatron layout.
 
     python tools/ckpt_convert.py --load checkpoints --save gpt2-mine --to hf
     python tools/ckpt_convert.py --load gpt2 --save checkpoints --to megatron-cc
     python tools/ckpt_convert.py --load checkpoints --save classic --to classic --target-tensor-model-parallel-size 2
     python tools/ckpt_convert.py --load checkpoints --iteration 1000 --save half --to hf --dtype bf16
 
-What --load is, is found out: any layout of ours, a Hugging Face folder, or mp_rank_TT[_PPP] files of Megatron-LM and
-its forks (checkpoint versions 0 to 3, any tensor- and pipeline-parallel size). Weights only: a converted checkpoint is
-gone on from with pretrain_gpt.py --load DIR --finetune --use-checkpoint-args. Tensors are read and written one by one,
-so memory holds the largest one and not the model. --save is complete or not there.
+What --load is, is found out: any layout of ours, a Hugging Face folder (GPT-2, GPT-NeoX, Llama, Mistral or Qwen2), or
+mp_rank_TT[_PPP] files of Megatron-LM and its forks (checkpoint versions 0 to 3, any tensor- and pipeline-parallel
+size). Weights only: a converted checkpoint is gone on from with pretrain_gpt.py --load DIR --finetune
+--use-checkpoint-args. The tokenizer is the one that flags name, else the one whose files lie in --load; our own
+checkpoints say where theirs is. Tensors are read and written one by one, so memory holds the largest one and not the
+model. --save is complete or not there.
 """
 
 from __future__ import annotations
@@ -31,12 +33,14 @@ from megatron.checkpoint.files import TRACKER  # noqa: E402
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.flags import parse_args  # noqa: E402
 from megatron.config.tokenizer import TokenizerConfig  # noqa: E402
+from megatron.tokenizer.vocabulary import fitted  # noqa: E402
 from tools.convert.classic import find_classic, read_classic  # noqa: E402
 from tools.convert.classic_write import write_classic  # noqa: E402
 from tools.convert.hugging_face import is_hf, read_hf, write_hf  # noqa: E402
 from tools.convert.model import Weights, check_complete  # noqa: E402
 from tools.convert.ours import read_ours, write_ours  # noqa: E402
 from tools.convert.place import placed  # noqa: E402
+from tools.convert.tokenizer_files import built, tokenizer_beside  # noqa: E402
 from tools.interrupt import stopped_in_order  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -75,7 +79,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--vocab-size", type=int, metavar="N", help="entries without padding, where a classic file has none"
     )
-    made.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer's files out")
+    tokenizer = made.add_argument_group("tokenizer", "instead of the one whose files lie in --load")
+    tokenizer.add_argument("--tokenizer-type", metavar="TYPE", help="as in training (what the files make of it)")
+    tokenizer.add_argument("--vocab-file", metavar="FILE", help="vocab.json, or a WordPiece vocab.txt")
+    tokenizer.add_argument("--merge-file", metavar="FILE", help="merges.txt")
+    tokenizer.add_argument("--tokenizer-model", metavar="PATH", help="SentencePiece model, or Hugging Face folder")
+    tokenizer.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer's files out")
     forks = made.add_argument_group("command lines of Optimus-CC and Megatron-DeepSpeed")
     forks.add_argument("--model-type", metavar="GPT", help="makes --to classic the default; only GPT can be converted")
     forks.add_argument("-p", "-processes", "-weight_data_type", dest="ignored", metavar="X", help="has no effect")
@@ -132,10 +141,37 @@ def read(options: argparse.Namespace) -> Weights:
             f"--load {folder} holds neither a checkpoint ({TRACKER}) nor a Hugging Face model (config.json)"
         )
     check_complete(weights, str(folder))
+    tokenizer = _tokenizer(options, weights, [folder] if classic in (None, folder) else [classic, folder])
     dtype = DTYPES.get(options.dtype)
     entries = {name: entry.to(dtype) for name, entry in weights.entries.items()}
-    tokenizer = TokenizerConfig() if options.no_tokenizer else weights.tokenizer
     return dataclasses.replace(weights, entries=entries, tokenizer=tokenizer)
+
+
+def _tokenizer(options: argparse.Namespace, weights: Weights, folders: Sequence[Path]) -> TokenizerConfig:
+    """The tokenizer that flags name, else that of our own checkpoint, else the one beside the checkpoint.
+
+    Paths inside other checkpoints do not count: they are whatever their writer wanted them to be.
+
+    Raises:
+        UserError: for flags that name none, or one of another model.
+    """
+    names = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.no_tokenizer:
+        if given:
+            raise UserError(
+                f"--no-tokenizer contradicts --{next(iter(given)).replace('_', '-')}; leave one of them out"
+            )
+        return TokenizerConfig()
+    if not given:
+        return weights.tokenizer if weights.tokenizer.tokenizer_type else tokenizer_beside(*folders)
+    if "tokenizer_type" not in given:
+        model = Path(given.get("tokenizer_model", ""))
+        by_model = "HFTokenizer" if model.is_dir() else "SentencePieceTokenizer"
+        given["tokenizer_type"] = by_model if "tokenizer_model" in given else "GPT2BPETokenizer"
+    tokenizer = fitted(TokenizerConfig(**given), weights.vocab_size)
+    built(tokenizer, weights.vocab_size)
+    return tokenizer
 
 
 def write(weights: Weights, options: argparse.Namespace, done: Callable[[int], None]) -> None:

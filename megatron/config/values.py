@@ -26,6 +26,10 @@ class Values:
         """Whether there is a value."""
         return self._content.get(name) is not None
 
+    def says(self, name: str) -> bool:
+        """Whether the name is there, whatever its value."""
+        return name in self._content
+
     def _value(self, name: str, default: Any, what: str, fits: Any) -> Any:
         if not self.has(name):
             if default is None:

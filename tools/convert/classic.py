@@ -9,27 +9,21 @@ from __future__ import annotations
 
 import argparse
 import re
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from megatron.checkpoint.files import TRACKER, Iteration, folder_name, iteration_of, tracked_text
-from megatron.checkpoint.storage import bytes_of
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
-from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.values import Values
 from megatron.parallel.tensor.shards import ParamSpec
 from tools.convert.model import Entry, Weights, model_of, parameters_of, stacks_gate_and_up
-from tools.convert.pickles import unreadable
+from tools.convert.torch_file import Stored, TorchFile
 
 FILE = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
@@ -96,54 +90,16 @@ def _safe_globals(path: Path) -> list[Any]:
     return allowed + [(_Opaque, name) for name in named if name.split(".")[0] in ("megatron", "deepspeed", "apex")]
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor in a file, which is read when it is needed.
-
-    Args:
-        path: of the file.
-        like: its shape, strides and type; where torch's format has no places, the tensor itself.
-    """
-
-    path: Path
-    like: Tensor
-
-    def read(self) -> Tensor:
-        """The tensor, in memory of its own."""
-        place = getattr(self.like.untyped_storage(), "_checkpoint_offset", None)
-        if place is None or not isinstance(self.like, FakeTensor):
-            return self.like
-        if not self.like.is_contiguous():
-            count = self.like.untyped_storage().nbytes() // self.like.element_size()
-            whole = self._bytes_at(place, (count,))
-            return whole.as_strided(self.like.shape, self.like.stride(), self.like.storage_offset()).contiguous()
-        return self._bytes_at(place + self.like.storage_offset() * self.like.element_size(), self.like.shape)
-
-    def _bytes_at(self, place: int, shape: tuple[int, ...]) -> Tensor:
-        found = torch.empty(shape, dtype=self.like.dtype)
-        with self.path.open("rb") as stream:
-            stream.seek(place)
-            memory = bytes_of(found)
-            if stream.readinto(memory) != len(memory):
-                raise UserError(f"{self.path}: ends too early; fetch the file again")
-        return found
-
-
-def _load(path: Path) -> dict[str, Any]:
-    """A rank's file without its tensors' contents, where torch's format allows.
+def _load(path: Path) -> TorchFile:
+    """A rank's file.
 
     Raises:
-        UserError: when it is damaged, or holds what the weights-only loader refuses.
+        UserError: when it cannot be read, or holds no model.
     """
-    mode = FakeTensorMode() if zipfile.is_zipfile(path) else nullcontext()
-    try:
-        with torch.serialization.safe_globals(_safe_globals(path)), mode:
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds for files that are none of its own
-        raise unreadable(path, error) from error
-    if not isinstance(loaded, dict) or not ("model" in loaded or "model0" in loaded):
+    file = TorchFile(path, _safe_globals(path))
+    if not isinstance(file.content, dict) or not ("model" in file.content or "model0" in file.content):
         raise UserError(f"{path}: holds no model; give the folder of a classic Megatron checkpoint")
-    return loaded
+    return file
 
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
@@ -193,25 +149,29 @@ def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
                 )
     files = {place: _load(path) for place, path in paths.items()}
     try:
-        args = _arguments(files[0, 0])
-        model, padded, version, iteration, tokenizer = _described(files[0, 0], args)
+        args = _arguments(files[0, 0].content)
+        model, padded, version, iteration = _described(files[0, 0].content, args)
         entries_size = _vocab_size(args, vocab_size, padded, len(tps))
         if model.num_query_groups % len(tps):
             raise UserError(f"{model.num_query_groups} query groups cannot be in {len(tps)} tensor-parallel ranks")
     except UserError as error:
         raise UserError(f"{paths[0, 0]}: {error}") from error
-    shards = [_pipeline_of(files, paths, tp, len(pps), model, folder) for tp in range(len(tps))]
+    shards = [_pipeline_of(files, tp, len(pps), model, folder) for tp in range(len(tps))]
+    expected = parameters_of(model, entries_size)
+    for name, part in shards[0].items():
+        if name not in expected:
+            raise UserError(f"{part.file.path}: {part.name} has no place in a model of its arguments")
     entries = {}
-    for name, spec in parameters_of(model, entries_size).items():
+    for name, spec in expected.items():
         parts = [shard[name] for shard in shards if name in shard]
         if len(parts) != len(shards):
             raise UserError(f"{folder}: {name} is in {len(parts)} of {len(shards)} tensor-parallel ranks")
         _check_parts(name, parts, spec, model, padded)
         entries[name] = Entry(spec.logical_shape, parts[0].like.dtype, _merged(name, parts, spec, model, version))
-    return Weights(model, entries_size, entries, tokenizer, iteration)
+    return Weights(model, entries_size, entries, iteration=iteration)
 
 
-def _check_parts(name: str, parts: Sequence[_Stored], spec: ParamSpec, model: ModelConfig, padded: int) -> None:
+def _check_parts(name: str, parts: Sequence[Stored], spec: ParamSpec, model: ModelConfig, padded: int) -> None:
     """Compares the ranks' parts of a tensor with what the arguments ask for.
 
     Raises:
@@ -223,7 +183,7 @@ def _check_parts(name: str, parts: Sequence[_Stored], spec: ParamSpec, model: Mo
     if spec.dim is not None:
         if shape[spec.dim] % len(parts):
             raise UserError(
-                f"{parts[0].path}: {name} has {shape[spec.dim]} rows or columns by its arguments, "
+                f"{parts[0].file.path}: {name} has {shape[spec.dim]} rows or columns by its arguments, "
                 f"which cannot be in {len(parts)} ranks"
             )
         shape[spec.dim] //= len(parts)
@@ -232,34 +192,34 @@ def _check_parts(name: str, parts: Sequence[_Stored], spec: ParamSpec, model: Mo
     for part in parts:
         found, dtype = tuple(part.like.shape), part.like.dtype
         if found != tuple(shape):
-            raise UserError(f"{part.path}: {name} has shape {found}, its arguments ask for {tuple(shape)}")
+            raise UserError(f"{part.file.path}: {name} has shape {found}, its arguments ask for {tuple(shape)}")
         if dtype != parts[0].like.dtype:
-            raise UserError(f"{part.path}: {name} is {dtype}, another rank's part of it {parts[0].like.dtype}")
+            raise UserError(f"{part.file.path}: {name} is {dtype}, another rank's part of it {parts[0].like.dtype}")
 
 
 def _pipeline_of(
-    files: Mapping[tuple[int, int], Mapping[str, Any]],
-    paths: Mapping[tuple[int, int], Path],
+    files: Mapping[tuple[int, int], TorchFile],
     tp: int,
     stages: int,
     model: ModelConfig,
     folder: Path,
-) -> dict[str, _Stored]:
+) -> dict[str, Stored]:
     """A tensor-parallel rank's tensors by logical name, with the layers of all stages and chunks in their order."""
-    chunks = [name for name in files[tp, 0] if isinstance(name, str) and re.fullmatch(r"model[0-9]+", name)]
-    found: dict[str, _Stored] = {}
+    chunks = [name for name in files[tp, 0].content if isinstance(name, str) and re.fullmatch(r"model[0-9]+", name)]
+    found: dict[str, Stored] = {}
     done = 0
     for name in [f"model{number}" for number in range(len(chunks))] or ["model"]:
         for stage in range(stages):
-            held = files[tp, stage].get(name)
+            file = files[tp, stage]
+            held = file.content.get(name)
             if not isinstance(held, Mapping):
-                raise UserError(f"{paths[tp, stage]}: {name} is not there, or holds no tensors by name")
+                raise UserError(f"{file.path}: {name} is not there, or holds no tensors by name")
             flat = _flat(held)
             layers = {int(m[1]) for m in (re.search(r"layers\.(\d+)\.", key) for key in flat) if m}
             for key, tensor in flat.items():
                 logical = _logical(key, done)
                 if logical is not None:
-                    found.setdefault(logical, _Stored(paths[tp, stage], tensor))
+                    found.setdefault(logical, file.stored(key, tensor))
             done += len(layers)
     if done != model.num_layers:
         raise UserError(f"{folder}: the files hold {done} layers, their arguments say {model.num_layers}")
@@ -267,7 +227,7 @@ def _pipeline_of(
 
 
 def _merged(
-    name: str, stored: Sequence[_Stored], spec: ParamSpec, model: ModelConfig, version: float
+    name: str, stored: Sequence[Stored], spec: ParamSpec, model: ModelConfig, version: float
 ) -> Callable[[], Tensor]:
     def read() -> Tensor:
         parts = [one.read() for one in (stored if spec.dim is not None else stored[:1])]
@@ -319,14 +279,6 @@ def _vocab_size(args: Values, given: int | None, padded: int, tp: int) -> int:
     return padded
 
 
-def _tokenizer_of(args: Values) -> TokenizerConfig:
-    """The tokenizer that the arguments name, where its files still are."""
-    kind, vocab, merges = (args.text(name, "") for name in ("tokenizer_type", "vocab_file", "merge_file"))
-    if kind == "GPT2BPETokenizer" and vocab and merges and Path(vocab).is_file() and Path(merges).is_file():
-        return TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=vocab, merge_file=merges)
-    return TokenizerConfig()
-
-
 def _arguments(file: Mapping[str, Any]) -> Values:
     """The arguments in a file.
 
@@ -339,8 +291,8 @@ def _arguments(file: Mapping[str, Any]) -> Values:
     return Values(vars(args))
 
 
-def _described(file: Mapping[str, Any], args: Values) -> tuple[ModelConfig, int, float, int, TokenizerConfig]:
-    """What a file and its arguments say: the model, the rows of its padded embedding, version, iteration, tokenizer.
+def _described(file: Mapping[str, Any], args: Values) -> tuple[ModelConfig, int, float, int]:
+    """What a file and its arguments say: the model, the rows of its padded embedding, version, iteration.
 
     Raises:
         UserError: when it does not, or says what cannot be.
@@ -350,7 +302,7 @@ def _described(file: Mapping[str, Any], args: Values) -> tuple[ModelConfig, int,
     if version not in VERSIONS:
         raise UserError(f"checkpoint_version {version:g} is not known; {', '.join(map(str, VERSIONS))} are")
     iteration = values.integer("iteration", 0, least=0, most=10**18)
-    return _model_of(args), args.integer("padded_vocab_size"), version, iteration, _tokenizer_of(args)
+    return _model_of(args), args.integer("padded_vocab_size"), version, iteration
 
 
 _SIZES = (
@@ -361,20 +313,55 @@ _FLAGS = (
     "openai_gelu", "squared_relu", "bias_gelu_fusion", "swiglu", "untie_embeddings_and_output_weights",
     "add_bias_linear",
 )  # fmt: skip
-_NUMBERS = {"norm_epsilon": "layernorm_epsilon", "rotary_percent": "rotary_percent", "rotary_base": "rotary_base"}
+_NUMBERS = {
+    "layernorm_epsilon": "norm_epsilon",
+    "norm_epsilon": "norm_epsilon",
+    "rotary_percent": "rotary_percent",
+    "rotary_base": "rotary_base",
+}
+_NONE_OF_OURS = (
+    "apply_layernorm_1p", "apply_residual_connection_post_layernorm", "multi_latent_attention", "qk_layernorm",
+    "rotary_interleaved",
+)  # fmt: skip
+"""Arguments that change what a model computes, which ours cannot."""
 
 
 def _model_of(args: Values) -> ModelConfig:
     """The model that a file's arguments describe."""
+    for name in _NONE_OF_OURS:
+        if args.flag(name, False):
+            raise UserError(f"{name} cannot be converted: our models do not compute that")
     known: dict[str, object] = {name: args.integer(name) for name in _SIZES if args.has(name)}
     known |= {name: args.flag(name, False) for name in _FLAGS if args.has(name)}
-    known |= {ours: args.number(theirs) for ours, theirs in _NUMBERS.items() if args.has(theirs)}
+    known |= {ours: args.number(theirs) for theirs, ours in _NUMBERS.items() if args.has(theirs)}
     if args.has("normalization"):
         known["normalization"] = args.text("normalization")
-    rotary = args.text("position_embedding_type", "") == "rope" or args.flag("use_rotary_position_embeddings", False)
-    known["position_embedding_type"] = "rope" if rotary else "learned_absolute"
+    known |= _positions_of(args)
+    known["add_qkv_bias"] = args.flag("add_qkv_bias", False) and not known.get("add_bias_linear", True)
     if args.flag("group_query_attention", False) and args.has("num_query_groups"):
         known["num_query_groups"] = args.integer("num_query_groups")
     if "seq_length" not in known:
         known["seq_length"] = args.integer("max_position_embeddings")
     return model_of(**known)
+
+
+def _positions_of(args: Values) -> dict[str, object]:
+    """How positions enter the model."""
+    kind = args.text("position_embedding_type", "learned_absolute")
+    if kind == "rope" or args.flag("use_rotary_position_embeddings", False):
+        return {"position_embedding_type": "rope", **_scaling_of(args)}
+    if kind == "none" or not args.flag("add_position_embedding", True):
+        return {"position_embedding_type": "none"}
+    if kind != "learned_absolute":
+        raise UserError(f"position_embedding_type {kind!r} cannot be converted; learned_absolute, rope and none can")
+    return {}
+
+
+def _scaling_of(args: Values) -> dict[str, object]:
+    """Scaled rotary positions, as Megatron's arguments name them."""
+    factor = args.number("rotary_seq_len_interpolation_factor", 1.0)
+    if args.flag("use_rope_scaling", False):
+        if factor != 1.0:
+            raise UserError("use_rope_scaling and rotary_seq_len_interpolation_factor are both there; only one can be")
+        return {"rotary_scaling": "llama3", "rotary_scaling_factor": args.number("rope_scaling_factor", 8.0)}
+    return {} if factor == 1.0 else {"rotary_scaling": "linear", "rotary_scaling_factor": factor}

@@ -7,6 +7,7 @@ has to be in memory as a whole.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import errno
 import os
 import struct
@@ -28,6 +29,7 @@ from megatron.model.stages import padded_vocab_size
 from megatron.parallel.tensor.shards import ParamSpec
 from tools.convert.classic import FILE
 from tools.convert.model import Weights, parameters_of, stacks_gate_and_up
+from tools.convert.tokenizer_files import built, copy_tokenizer
 
 _LOCAL_CRC, _CENTRAL_CRC = 14, 16
 """Where the checksum stands in a zip archive's local and central headers."""
@@ -86,7 +88,7 @@ class _RankFile:
 
 
 def write_classic(weights: Weights, root: Path, tp: int, pp: int, done: Callable[[int], None]) -> None:
-    """Writes ``root/iter_NNNNNNN/mp_rank_TT[_PPP]/model_optim_rng.pt`` and the tracker.
+    """Writes ``root/iter_NNNNNNN/mp_rank_TT[_PPP]/model_optim_rng.pt``, the tracker and the tokenizer's files.
 
     Args:
         weights: what to write.
@@ -98,6 +100,8 @@ def write_classic(weights: Weights, root: Path, tp: int, pp: int, done: Callable
         UserError: when the model does not divide so.
     """
     model = weights.model
+    _check_has_a_form(model)
+    built(weights.tokenizer, weights.vocab_size)
     for flag, size, count, what in (
         ("--target-tensor-model-parallel-size", tp, model.num_attention_heads, "heads"),
         ("--target-tensor-model-parallel-size", tp, model.num_query_groups, "query groups"),
@@ -126,7 +130,32 @@ def write_classic(weights: Weights, root: Path, tp: int, pp: int, done: Callable
         done(whole.numel() * whole.element_size())
     for file in files.values():
         file.seal()
+    copy_tokenizer(weights.tokenizer, root)
     (root / TRACKER).write_text(f"{weights.iteration}\n")
+
+
+def _check_has_a_form(model: ModelConfig) -> None:
+    """Refuses a model that the layout's arguments cannot describe, so that no reader takes it for another one.
+
+    Raises:
+        UserError: naming what they cannot say.
+    """
+    plain = {field.name: field.default for field in dataclasses.fields(model)}
+    llama3 = ("original_length", "low_turns", "high_turns")
+    other = {
+        "--parallel-residual": model.parallel_residual,
+        "--sliding-window": model.sliding_window is not None,
+        "--rotary-scaling-factor with a fraction": model.rotary_scaling == "linear"
+        and not model.rotary_scaling_factor.is_integer(),
+    } | {
+        f"--rotary-scaling-{part.replace('_', '-')} of its own": getattr(model, name) != plain[name]
+        for part, name in ((part, f"rotary_scaling_{part}") for part in llama3)
+    }
+    found = [what for what, there in other.items() if there]
+    if found:
+        raise UserError(
+            f"--to classic: that layout has no {' and no '.join(found)}; keep it in our own format, or --to hf"
+        )
 
 
 def _part(name: str, whole: Tensor, spec: ParamSpec, model: ModelConfig, t: int, tp: int) -> Tensor:
@@ -206,6 +235,7 @@ def _arguments(weights: Weights, tp: int, pp: int, padded: int) -> dict[str, Any
     """The arguments that readers of the layout look for, as plain types."""
     dtype = weights.entries["embedding.word_embeddings.weight"].dtype
     model, tokenizer = weights.model, weights.tokenizer
+    linear = model.rotary_scaling == "linear"
     grouped = model.num_query_groups != model.num_attention_heads
     return {
         "num_layers": model.num_layers,
@@ -216,6 +246,7 @@ def _arguments(weights: Weights, tp: int, pp: int, padded: int) -> dict[str, Any
         "seq_length": model.seq_length,
         "max_position_embeddings": model.max_position_embeddings,
         "layernorm_epsilon": model.norm_epsilon,
+        "norm_epsilon": model.norm_epsilon,
         "openai_gelu": model.openai_gelu,
         "squared_relu": model.squared_relu,
         "bias_gelu_fusion": model.bias_gelu_fusion,
@@ -223,10 +254,15 @@ def _arguments(weights: Weights, tp: int, pp: int, padded: int) -> dict[str, Any
         "normalization": model.normalization,
         "add_bias_linear": model.add_bias_linear,
         "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
+        "add_qkv_bias": model.add_qkv_bias,
         "position_embedding_type": "rope" if model.position_embedding_type == "rope" else "learned_absolute",
+        "add_position_embedding": model.position_embedding_type == "learned_absolute",
         "use_rotary_position_embeddings": model.position_embedding_type == "rope",
         "rotary_percent": model.rotary_percent,
         "rotary_base": model.rotary_base,
+        "use_rope_scaling": model.rotary_scaling == "llama3",
+        "rope_scaling_factor": model.rotary_scaling_factor,
+        "rotary_seq_len_interpolation_factor": int(model.rotary_scaling_factor) if linear else None,
         "group_query_attention": grouped,
         "num_query_groups": model.num_query_groups if grouped else 1,
         "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,

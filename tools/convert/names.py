@@ -1,4 +1,4 @@
-"""Which tensors of Hugging Face's GPT-2 and Llama are which of ours, and how one becomes the other."""
+"""Which tensors of Hugging Face's models are which of ours, and how one becomes the other."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
+from tools.convert.architectures import architecture_of
 
 Views = Callable[[Tensor], Sequence[Tensor]]
 Joined = Callable[[Sequence[Tensor]], Tensor]
@@ -43,45 +43,19 @@ def _transposed(ours: str, theirs: str, rows: int, columns: int) -> Rule:
     return Rule(ours, (rows, columns), ((theirs, (columns, rows)),), lambda x: [x.t()], lambda parts: parts[0].t())
 
 
-def architecture_of(model: ModelConfig) -> str:
-    """gpt2 or llama.
+def rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
+    """All tensors of a model, in the order of the forward pass.
 
     Raises:
-        UserError: when the model is neither, with what keeps it from being one.
+        UserError: when no architecture has them.
     """
-    heads_fill = model.num_attention_heads * model.kv_channels == model.hidden_size
-    gpt2 = {
-        "--position-embedding-type learned_absolute": model.position_embedding_type == "learned_absolute",
-        "--normalization LayerNorm": model.normalization == "LayerNorm",
-        "no --swiglu": not model.swiglu,
-        "no --squared-relu": not model.squared_relu,
-        "biases": model.add_bias_linear,
-        "a key and value for each head": model.num_query_groups == model.num_attention_heads,
-        "--kv-channels of hidden size / heads": heads_fill,
-    }
-    llama = {
-        "--position-embedding-type rope": model.position_embedding_type == "rope",
-        "--rotary-percent 1": model.rotary_percent == 1.0,
-        "--normalization RMSNorm": model.normalization == "RMSNorm",
-        "--swiglu": model.swiglu,
-        "--disable-bias-linear": not model.add_bias_linear,
-    }
-    for name, wanted in (("gpt2", gpt2), ("llama", llama)):
-        if all(wanted.values()):
-            return name
-    missing = {
-        name: [what for what, met in wanted.items() if not met] for name, wanted in (("GPT-2", gpt2), ("Llama", llama))
-    }
-    closest = min(missing, key=lambda name: len(missing[name]))
-    raise UserError(
-        f"Hugging Face has no architecture for this model: it is closest to {closest}, which has "
-        f"{', '.join(missing[closest])}; keep it in our own format, or train one of these"
-    )
-
-
-def rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
-    """All tensors of a model, in the order of the forward pass."""
-    yield from (gpt2_rules if architecture_of(model) == "gpt2" else llama_rules)(model, vocab_size)
+    kind = architecture_of(model)
+    if kind == "gpt2":
+        yield from gpt2_rules(model, vocab_size)
+    elif kind == "gpt_neox":
+        yield from gpt_neox_rules(model, vocab_size)
+    else:
+        yield from llama_rules(model, vocab_size)
 
 
 def gpt2_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
@@ -123,34 +97,71 @@ def gpt2_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
         yield _same("output_layer.weight", "lm_head.weight", vocab_size, h)
 
 
+def gpt_neox_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
+    """GPTNeoXForCausalLM, whose order of query, key and value is ours."""
+    h, ffn = model.hidden_size, model.ffn_hidden_size
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+        "self_attention.query_key_value": ((3 * h, h), (3 * h,)),
+        "self_attention.dense": ((h, h), (h,)),
+        "mlp.dense_h_to_4h": ((ffn, h), (ffn,)),
+        "mlp.dense_4h_to_h": ((h, ffn), (h,)),
+        "input_layernorm": ((h,), (h,)),
+        "post_attention_layernorm": ((h,), (h,)),
+    }
+    yield _same("embedding.word_embeddings.weight", "gpt_neox.embed_in.weight", vocab_size, h)
+    for number in range(model.num_layers):
+        at = f"layers.{number}."
+        for name, (weight, bias) in shapes.items():
+            theirs = f"gpt_neox.{at}{name.replace('self_attention', 'attention')}"
+            yield _same(f"{at}{name}.weight", f"{theirs}.weight", *weight)
+            yield _same(f"{at}{name}.bias", f"{theirs}.bias", *bias)
+    for kind in ("weight", "bias"):
+        yield _same(f"final_layernorm.{kind}", f"gpt_neox.final_layer_norm.{kind}", h)
+    if model.untie_embeddings_and_output_weights:
+        yield _same("output_layer.weight", "embed_out.weight", vocab_size, h)
+
+
 def llama_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
-    """LlamaForCausalLM."""
-    h, ffn, groups, width = model.hidden_size, model.ffn_hidden_size, model.num_query_groups, model.kv_channels
-    queries = model.num_attention_heads // groups
-    sizes = (queries * width, width, width)
+    """LlamaForCausalLM, MistralForCausalLM and Qwen2ForCausalLM: the same names, with other biases."""
+    h, ffn, wide = model.hidden_size, model.ffn_hidden_size, model.num_attention_heads * model.kv_channels
     yield _same("embedding.word_embeddings.weight", "model.embed_tokens.weight", vocab_size, h)
     for number in range(model.num_layers):
         at, there = f"layers.{number}.", f"model.layers.{number}."
         yield _same(f"{at}input_layernorm.weight", f"{there}input_layernorm.weight", h)
-        # Ours holds the queries, the key and the value of each group together.
-        yield Rule(
-            f"{at}self_attention.query_key_value.weight",
-            (groups * sum(sizes), h),
-            tuple((f"{there}self_attn.{q}_proj.weight", (groups * s, h)) for q, s in zip("qkv", sizes, strict=True)),
-            lambda x: x.view(groups, sum(sizes), h).split(sizes, dim=1),
-            lambda parts: torch.cat([part.view(groups, -1, h) for part in parts], dim=1).view(-1, h),
-        )
-        wide = model.num_attention_heads * width
+        yield _by_group(model, at, there, "weight", (h,))
+        if model.add_bias_linear or model.add_qkv_bias:
+            yield _by_group(model, at, there, "bias", ())
         yield _same(f"{at}self_attention.dense.weight", f"{there}self_attn.o_proj.weight", h, wide)
         yield _same(f"{at}post_attention_layernorm.weight", f"{there}post_attention_layernorm.weight", h)
-        yield Rule(
-            f"{at}mlp.dense_h_to_4h.weight",
-            (2, ffn, h),
-            tuple((f"{there}mlp.{name}_proj.weight", (ffn, h)) for name in ("gate", "up")),
-            lambda x: x.unbind(0),
-            lambda parts: torch.stack(list(parts)),
-        )
+        yield _gate_and_up(at, there, "weight", (ffn, h))
         yield _same(f"{at}mlp.dense_4h_to_h.weight", f"{there}mlp.down_proj.weight", h, ffn)
+        if model.add_bias_linear:
+            yield _same(f"{at}self_attention.dense.bias", f"{there}self_attn.o_proj.bias", h)
+            yield _gate_and_up(at, there, "bias", (ffn,))
+            yield _same(f"{at}mlp.dense_4h_to_h.bias", f"{there}mlp.down_proj.bias", h)
     yield _same("final_layernorm.weight", "model.norm.weight", h)
     if model.untie_embeddings_and_output_weights:
         yield _same("output_layer.weight", "lm_head.weight", vocab_size, h)
+
+
+def _by_group(model: ModelConfig, at: str, there: str, kind: str, rest: tuple[int, ...]) -> Rule:
+    """Ours holds the queries, the key and the value of each group together."""
+    groups, width = model.num_query_groups, model.kv_channels
+    sizes = (model.num_attention_heads // groups * width, width, width)
+    return Rule(
+        f"{at}self_attention.query_key_value.{kind}",
+        (groups * sum(sizes), *rest),
+        tuple((f"{there}self_attn.{q}_proj.{kind}", (groups * s, *rest)) for q, s in zip("qkv", sizes, strict=True)),
+        lambda x: x.view(groups, sum(sizes), *rest).split(sizes, dim=1),
+        lambda parts: torch.cat([part.view(groups, -1, *rest) for part in parts], dim=1).flatten(0, 1),
+    )
+
+
+def _gate_and_up(at: str, there: str, kind: str, shape: tuple[int, ...]) -> Rule:
+    return Rule(
+        f"{at}mlp.dense_h_to_4h.{kind}",
+        (2, *shape),
+        tuple((f"{there}mlp.{name}_proj.{kind}", shape) for name in ("gate", "up")),
+        lambda x: x.unbind(0),
+        lambda parts: torch.stack(list(parts)),
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,13 +16,12 @@ from megatron.checkpoint.logical import LogicalShard, Piece
 from megatron.checkpoint.model_state import MODEL
 from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.stored import StoredTensors
-from megatron.config.errors import UserError
+from megatron.checkpoint.vocabulary import saved_entries
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import run_around
-from megatron.config.tokenizer import TokenizerConfig
+from megatron.model.gpt import TIED_NAME
+from megatron.tokenizer.vocabulary import fitted
 from tools.convert.model import Entry, Weights
-
-EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def read_ours(root: Path, iteration: Iteration | None = None) -> Weights:
@@ -43,10 +41,8 @@ def read_ours(root: Path, iteration: Iteration | None = None) -> Weights:
         for name, held in stored.manifest.tensors.items()
         if name.startswith(MODEL)
     }
-    if EMBEDDING not in entries:
-        raise UserError(f"{root}, iteration {chosen}: the checkpoint holds no {MODEL}{EMBEDDING}")
     number = chosen if isinstance(chosen, int) else 0
-    return Weights(config.model, entries[EMBEDDING].shape[0], entries, config.tokenizer, number)
+    return Weights(config.model, saved_entries(root, chosen), entries, config.tokenizer, number)
 
 
 class LazyShard(LogicalShard):
@@ -76,19 +72,12 @@ def write_ours(weights: Weights, root: Path, done: Callable[[int], None]) -> Non
     Raises:
         UserError: when it cannot be written; nothing is left behind then.
     """
-    dtype = weights.entries[EMBEDDING].dtype
+    dtype = weights.entries[TIED_NAME].dtype
     precision = PrecisionConfig(bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
-    config = run_around(weights.model, tokenizer=_tokenizer(weights), precision=precision)
+    config = run_around(weights.model, tokenizer=fitted(weights.tokenizer, weights.vocab_size), precision=precision)
     tensors: dict[str, LogicalShard] = {MODEL + name: LazyShard(entry, done) for name, entry in weights.entries.items()}
     text = config.resolve(1).to_yaml()
     try:
         save_checkpoint(root, weights.iteration, tensors, {"separate_main": False}, None, text)
     except CheckpointException as error:  # torch wraps what stops it, Ctrl-C too
         raise next(iter(error.failures.values()))[0] from error
-
-
-def _tokenizer(weights: Weights) -> TokenizerConfig:
-    """The tokenizer, or a vocabulary of that size without one."""
-    if weights.tokenizer.tokenizer_type is not None:
-        return weights.tokenizer
-    return dataclasses.replace(weights.tokenizer, vocab_size=weights.vocab_size)

@@ -26,7 +26,41 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama, 1 group": {**LLAMA, "num_query_groups": 1},
     "llama, 2 groups, untied": {**LLAMA, "num_query_groups": 2, "untie_embeddings_and_output_weights": True},
     "llama, wide heads": {**LLAMA, "kv_channels": 16, "rotary_base": 5000.0},
+    "llama with biases": {**LLAMA, "add_bias_linear": True, "num_query_groups": 2},
+    "llama, all wavelengths scaled": {**LLAMA, "rotary_scaling": "linear", "rotary_scaling_factor": 3.0},
+    "llama 3": {**LLAMA, "rotary_scaling": "llama3", "rotary_scaling_factor": 32.0, "rotary_base": 5e4},
+    "qwen2, 2 groups, untied": {
+        **LLAMA,
+        "add_qkv_bias": True,
+        "num_query_groups": 2,
+        "untie_embeddings_and_output_weights": True,
+    },
+    "neox": {"position_embedding_type": "rope"},
+    "neox, half rotated, exact gelu, untied": {
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.5,
+        "bias_gelu_fusion": False,
+        "untie_embeddings_and_output_weights": True,
+    },
 }
+NOT_CLASSIC: dict[str, dict[str, Any]] = {
+    "llama 3, short": {
+        **LLAMA,
+        "rotary_base": 20.0,
+        "rotary_scaling": "llama3",
+        "rotary_scaling_original_length": 24,
+        "rotary_scaling_high_turns": 3.0,
+    },
+    "mistral": {**LLAMA, "num_query_groups": 2, "sliding_window": 5},
+    "qwen2 with a window": {**LLAMA, "add_qkv_bias": True, "sliding_window": 3},
+    "neox, side by side": {
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.25,
+        "parallel_residual": True,
+        "untie_embeddings_and_output_weights": True,
+    },
+}
+"""Models that the classic layout has no words for."""
 
 
 def saved_model(folder: Path, model: dict[str, Any], precision: dict[str, Any] | None = None, layers: int = 3) -> Path:

@@ -9,6 +9,7 @@ import runpy
 import sys
 import types
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ import torch
 from megatron.inference.model import load_model
 from megatron.model.context import ForwardContext
 from tests.support.tiny import VOCAB
-from tests.unit.convert.support import HEADS, HIDDEN, LENGTH, MODELS, convert, saved_model
+from tests.unit.convert.support import HEADS, HIDDEN, LENGTH, MODELS, NOT_CLASSIC, convert, saved_model
 from tools.ckpt_convert import main
 from tools.convert.model import Weights
 from tools.convert.ours import read_ours
 
+DROPOUTS: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 FILE = "model_optim_rng.pt"
 
 
@@ -59,12 +61,16 @@ def test_there_and_back(name: str, tp: int, pp: int, tmp_path: Path) -> None:
     convert(classic, tmp_path / "back", "megatron-cc")
     _assert_equal(read_ours(saved), read_ours(tmp_path / "back"))
     first, second = read_ours(saved).model, read_ours(tmp_path / "back").model
-    assert (first.activation, first.rotary_base, first.norm_epsilon) == (
-        second.activation,
-        second.rotary_base,
-        second.norm_epsilon,
-    )
+    assert first == replace(second, init_method_std=first.init_method_std, **DROPOUTS)
     assert read_ours(tmp_path / "back").iteration == 7
+
+
+@pytest.mark.parametrize("name", NOT_CLASSIC)
+def test_what_the_layout_cannot_say_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = saved_model(tmp_path / "ours", NOT_CLASSIC[name])
+    assert main(["--load", str(saved), "--save", str(tmp_path / "classic"), "--to", "classic"]) == 2
+    assert "--to classic: that layout has no --" in capsys.readouterr().err
+    assert not (tmp_path / "classic").exists()
 
 
 def test_names_and_shapes_are_those_of_the_layout(tmp_path: Path) -> None:

@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.load import saved_config
+from megatron.config.errors import UserError
+from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.inference.model import load_model
 from megatron.model.context import ForwardContext
 from tests.support.tiny import VOCAB
-from tests.unit.convert.support import HEADS, HIDDEN, LENGTH, LLAMA, MODELS, convert, saved_model
+from tests.unit.convert.support import HEADS, HIDDEN, LENGTH, LLAMA, MODELS, NOT_CLASSIC, convert, saved_model
 from tools.ckpt_convert import main
+from tools.convert.classic_write import write_classic
 from tools.convert.hugging_face import read_hf, write_hf
 from tools.convert.ours import read_ours
 
@@ -28,11 +32,14 @@ def _logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
         return loaded.stage.logits(loaded.stage(tokens, ForwardContext())).transpose(0, 1)
 
 
-@pytest.mark.parametrize("name", MODELS)
+ALL = MODELS | NOT_CLASSIC
+
+
+@pytest.mark.parametrize("name", ALL)
 def test_logits_of_the_exported_and_the_imported_model_are_ours(name: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    saved = saved_model(tmp_path / "ours", MODELS[name])
+    saved = saved_model(tmp_path / "ours", ALL[name])
     convert(saved, tmp_path / "hf", "hf")
     convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
     tokens = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(3))
@@ -49,25 +56,68 @@ def test_logits_of_the_exported_and_the_imported_model_are_ours(name: str, tmp_p
     first, second = read_ours(saved), read_ours(tmp_path / "back")
     assert first.entries.keys() == second.entries.keys()
     assert all(torch.equal(first.entries[n].read(), second.entries[n].read()) for n in first.entries)
+    assert replace(first.model, hidden_dropout=0.0) == replace(second.model, **_not_in_a_config(first.model))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama, 2 groups, untied"])
+def _not_in_a_config(model: ModelConfig) -> dict[str, Any]:
+    """What config.json does not say, and changes no number."""
+    return {
+        "bias_gelu_fusion": model.bias_gelu_fusion,
+        "hidden_dropout": 0.0,
+        "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
+        "init_method_std": model.init_method_std,
+        "seq_length": model.seq_length,
+    }
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {}),
+    "llama, 2 groups": ("llama", {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}),
+    "llama 3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_theta": 50.0, "rope_type": "llama3", "original_max_position_embeddings": 32, **LLAMA3,
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama of transformers 4": ("llama", {"rope_theta": 50.0, "rope_scaling": {"type": "linear", "factor": 2}}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"sliding_window": 6}),
+    "mistral without a window": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
+    "qwen2, sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
+    "pythia": ("gpt_neox", {}),
+    "neox, one after the other": (
+        "gpt_neox",
+        {
+            "rope_parameters": {"rope_theta": 300.0, "rope_type": "default", "partial_rotary_factor": 1.0},
+            "use_parallel_residual": False, "tie_word_embeddings": True, "hidden_act": "gelu_new",
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", THEIRS)
 def test_their_models_come_in(name: str, tmp_path: Path) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(2)
-    sizes: dict[str, Any] = {"vocab_size": VOCAB, "initializer_range": 0.1}
-    if name == "gpt2":
-        config = GPT2Config(n_positions=LENGTH, n_embd=HIDDEN, n_layer=2, n_head=HEADS, **sizes)
-        theirs: Any = GPT2LMHeadModel(config)
+    kind, changes = THEIRS[name]
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "initializer_range": 0.1, "bos_token_id": None, "eos_token_id": None}
+    if kind == "gpt2":
+        sizes |= {"n_positions": LENGTH, "n_embd": HIDDEN, "n_layer": 2, "n_head": HEADS}
     else:
-        theirs = LlamaForCausalLM(
-            LlamaConfig(
-                hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2, num_attention_heads=HEADS,
-                num_key_value_heads=2, max_position_embeddings=LENGTH,
-                rope_parameters={"rope_theta": 500.0, "rope_type": "default"}, **sizes,
-            )
-        )  # fmt: skip
+        sizes |= {
+            "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": HEADS,
+            "num_key_value_heads": 2, "max_position_embeddings": LENGTH,
+        }  # fmt: skip
+    theirs: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **changes))
+    with torch.no_grad():
+        for parameter in theirs.parameters():  # biases begin at zero, norms at one
+            parameter.add_(torch.randn(parameter.shape), alpha=0.1)
     theirs.save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "ours", "megatron-cc")
     tokens = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(3))
@@ -116,18 +166,66 @@ def test_old_files_of_torch_come_in(tmp_path: Path) -> None:
     assert all(torch.equal(first.entries[n].read(), second.entries[n].read()) for n in first.entries)
 
 
+def _gpt2_files(folder: Path, entries: int) -> dict[str, Any]:
+    """Files of a tokenizer with so many entries, the last of which ends a document."""
+    folder.mkdir(exist_ok=True)
+    words = [chr(97 + i % 26) * (1 + i // 26) for i in range(entries - 1)]
+    (folder / "v.json").write_text(json.dumps({word: i for i, word in enumerate([*words, "<|endoftext|>"])}))
+    (folder / "m.txt").write_text("#version: 0.2\n")
+    return {"vocab_file": str(folder / "v.json"), "merge_file": str(folder / "m.txt")}
+
+
 def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
     saved = saved_model(tmp_path / "ours", {})
-    vocab, merges = tmp_path / "v.json", tmp_path / "m.txt"
-    vocab.write_text(json.dumps({chr(97 + i % 26) * (1 + i // 26): i for i in range(VOCAB)}))
-    merges.write_text("#version: 0.2\n")
-    weights = read_ours(saved)
-    given = TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges))
+    files = _gpt2_files(tmp_path / "files", VOCAB - 10)
+    weights = replace(read_ours(saved), tokenizer=TokenizerConfig(tokenizer_type="GPT2BPETokenizer", **files))
+    for name, write in (("hf", write_hf), ("classic", lambda w, f, d: write_classic(w, f, 1, 1, d))):
+        (tmp_path / name).mkdir()
+        write(weights, tmp_path / name, lambda nbytes: None)
+        assert (tmp_path / name / "vocab.json").read_text() == Path(files["vocab_file"]).read_text()
+        assert (tmp_path / name / "merges.txt").is_file()
+        convert(tmp_path / name, tmp_path / f"back from {name}", "megatron-cc")
+        config, _ = saved_config(tmp_path / f"back from {name}")
+        assert config.tokenizer.tokenizer_type == "GPT2BPETokenizer"
+        assert config.tokenizer.vocab_file == str(tmp_path / name / "vocab.json")
+        # The model is larger than the tokenizer, and stays so.
+        assert config.tokenizer.vocab_size == VOCAB
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["vocab_size"], config["eos_token_id"], config["bos_token_id"]) == (VOCAB, VOCAB - 11, VOCAB - 11)
+
+
+def test_a_tokenizer_that_is_none_is_not_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint of somebody else may name any file of this machine, or bring a link to one."""
+    (tmp_path / "secret").write_text("root:x:0:0\n")
+    weights = read_ours(saved_model(tmp_path / "ours", {}))
+    files = _gpt2_files(tmp_path / "files", VOCAB)
+    named = TokenizerConfig(tokenizer_type="GPT2BPETokenizer", **files | {"vocab_file": str(tmp_path / "secret")})
     (tmp_path / "hf").mkdir()
-    write_hf(replace(weights, tokenizer=given), tmp_path / "hf", lambda nbytes: None)
-    assert (tmp_path / "hf" / "vocab.json").read_text() == vocab.read_text()
-    assert (tmp_path / "hf" / "merges.txt").is_file()
-    assert read_hf(tmp_path / "hf").tokenizer.tokenizer_type == "GPT2BPETokenizer"
+    with pytest.raises(UserError, match="or convert without the tokenizer"):
+        write_hf(replace(weights, tokenizer=named), tmp_path / "hf", lambda nbytes: None)
+    assert not list((tmp_path / "hf").iterdir())
+    larger = TokenizerConfig(tokenizer_type="GPT2BPETokenizer", **_gpt2_files(tmp_path / "larger", VOCAB + 1))
+    with pytest.raises(UserError, match="the tokenizer has 98 entries, the model 97"):
+        write_hf(replace(weights, tokenizer=larger), tmp_path / "hf", lambda nbytes: None)
+    assert not list((tmp_path / "hf").iterdir())
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(_tokenizer_json())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "b"}))
+    (folder / "special_tokens_map.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match=r"special_tokens_map\.json: is not JSON"):
+        write_hf(
+            replace(weights, tokenizer=TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(folder))),
+            tmp_path / "hf",
+            lambda nbytes: None,
+        )
+    assert not (tmp_path / "hf" / "special_tokens_map.json").exists()
+
+
+def _tokenizer_json() -> str:
+    from tokenizers import Tokenizer, models
+
+    return str(Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).to_str())
 
 
 def _damaged(folder: Path, how: str) -> None:

@@ -1,0 +1,145 @@
+"""Files of ``torch.save``, read by torch's weights-only loader and checked against their own checksums."""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.storage import bytes_of
+from megatron.config.errors import UserError
+
+
+class TorchFile:
+    """A file of torch's. What it holds is read now; its tensors lie in it, mapped into memory, until they are used.
+
+    The tensors of a file of before torch 1.6, which is no archive, are in memory.
+
+    Args:
+        path: of the file.
+        allowed: what it may name beyond tensors and plain containers, as ``torch.serialization.safe_globals`` takes it.
+
+    Raises:
+        UserError: when it is damaged, or holds what the weights-only loader refuses.
+    """
+
+    def __init__(self, path: Path, allowed: Sequence[Any] = ()) -> None:
+        self.path = path
+        self._records: frozenset[tuple[int, int]] | None = None
+        self._whole: set[int] = set()
+        try:
+            archive = zipfile.is_zipfile(path)
+            if archive:
+                self._records = _checked_records(path)
+            with torch.serialization.safe_globals(list(allowed)), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.content: Any = torch.load(
+                    path, map_location=lambda storage, _: storage, weights_only=True, mmap=archive
+                )
+        except UserError:
+            raise
+        except Exception as error:  # torch raises many kinds for files that are none of its own
+            raise _unreadable(path, error) from error
+
+    def stored(self, name: str, like: Tensor) -> Stored:
+        """A tensor of this file.
+
+        Raises:
+            UserError: when it is no dense one with contents.
+        """
+        kinds = {
+            "sparse": like.layout != torch.strided,
+            "nested": like.is_nested,
+            "quantized": like.is_quantized,
+            "without contents": like.device.type != "cpu",
+        }
+        for kind, found in kinds.items():
+            if found:
+                raise UserError(f"{self.path}: {name} is a tensor that is {kind}; only dense ones can be converted")
+        return Stored(self, name, like.detach())
+
+    def check(self, name: str, like: Tensor) -> None:
+        """Compares the memory below a tensor with the archive's checksums, once.
+
+        Raises:
+            UserError: when no record of the archive has its size and checksum.
+        """
+        storage = like.untyped_storage()
+        if self._records is None or not storage.nbytes() or storage.data_ptr() in self._whole:
+            return
+        data = bytes_of(torch.empty(0, dtype=torch.uint8).set_(storage))
+        if (len(data), zlib.crc32(data)) not in self._records:
+            raise UserError(f"{self.path}: {name} is damaged: it does not have its checksum; fetch the file again")
+        self._whole.add(storage.data_ptr())
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file.
+
+    Args:
+        file: which.
+        name: of the tensor, for messages.
+        like: the tensor itself, whose memory is the file's.
+    """
+
+    file: TorchFile
+    name: str
+    like: Tensor
+
+    def read(self) -> Tensor:
+        """The tensor, checked, in the order of its elements.
+
+        Raises:
+            UserError: when it is damaged.
+        """
+        self.file.check(self.name, self.like)
+        return self.like.resolve_neg().contiguous()
+
+
+def _checked_records(path: Path) -> frozenset[tuple[int, int]] | None:
+    """Sizes and checksums of an archive's storages; None where it was written without checksums.
+
+    Raises:
+        UserError: for an archive of another byte order.
+        zipfile.BadZipFile: when what is beside the storages is damaged.
+    """
+    with zipfile.ZipFile(path) as archive:
+        infos = archive.infolist()
+        if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
+            raise zipfile.BadZipFile("torch compresses nothing")
+        checked = any(info.CRC for info in infos)
+        for info in infos:
+            if checked and "/data/" not in info.filename:
+                archive.read(info)
+    reader: Any = torch._C.PyTorchFileReader(str(path))
+    order = reader.get_record("byteorder") if reader.has_record("byteorder") else b""
+    if order in (b"little", b"big") and order != sys.byteorder.encode():
+        raise UserError(f"{path}: its numbers are {order.decode()}-endian; save it anew on a machine like this one")
+    if not checked:
+        return None
+    return frozenset((info.file_size, info.CRC) for info in infos if "/data/" in info.filename)
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    """The error in words of our own: torch's own advise to load the file without its safeguard."""
+    if isinstance(error, OSError):
+        return UserError(f"{path}: {error.strerror or error}")
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    if named:
+        return UserError(
+            f"{path}: cannot be read safely: it names {named[1]}, and only tensors and plain values are read; "
+            "fetch a file that holds nothing else"
+        )
+    return UserError(
+        f"{path}: cannot be read safely: it is damaged, or holds more than tensors and plain values; fetch it again"
+    )
