@@ -16,6 +16,7 @@ from megatron.config.errors import UserError
 from megatron.config.flags import ParsedRun, parse_args
 from megatron.config.merge import merge_checkpoint_config
 from megatron.config.run import RunConfig
+from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.build import Dataset, build_datasets
 from megatron.optimizer.schedules import LRSchedule
 from megatron.tokenizer.build import build_tokenizer
@@ -61,9 +62,23 @@ def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
             raise UserError("--use-checkpoint-args takes the model's shape from --load, which is missing")
         saved, iteration = saved_config(wanted.load)
         given = merge_checkpoint_config(given, parsed.explicit, saved)
-        if "tokenizer.vocab_size" not in parsed.explicit:
-            given = replace(given, tokenizer=fitted(given.tokenizer, saved_entries(wanted.load, iteration)))
+        given = replace(given, tokenizer=_fitted(given.tokenizer, saved_entries(wanted.load, iteration), parsed))
     return given.resolve(env.world_size, cuda_available=torch.cuda.is_available(), notes=parsed.notes)
+
+
+def _fitted(tokenizer: TokenizerConfig, entries: int, parsed: ParsedRun) -> TokenizerConfig:
+    """The tokenizer for a checkpoint's model, which may have more entries than it.
+
+    Raises:
+        UserError: for a --vocab-size of another model.
+    """
+    result = fitted(tokenizer, entries)
+    if "tokenizer.vocab_size" in parsed.explicit and result != tokenizer:
+        raise UserError(
+            f"--vocab-size: {tokenizer.vocab_size} was given but the checkpoint's model needs {result.vocab_size}; "
+            "leave the flag out"
+        )
+    return result
 
 
 def run(config: RunConfig, notes: Sequence[str], env: LaunchEnvironment, started: float) -> None:

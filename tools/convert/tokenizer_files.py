@@ -21,16 +21,34 @@ def tokenizer_beside(*folders: Path) -> TokenizerConfig:
     """The tokenizer whose files lie in the first of some folders that holds any."""
     for folder in folders:
         vocab, merges = folder / "vocab.json", folder / "merges.txt"
-        if vocab.is_file() and merges.is_file():
+        pair = vocab.is_file() and merges.is_file()
+        if pair and _is_gpt2s(folder):
             return TokenizerConfig(
                 tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocab.resolve()), merge_file=str(merges.resolve())
             )
-        if (folder / "tokenizer.json").is_file():
+        if pair or (folder / "tokenizer.json").is_file():
             return TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(folder.resolve()))
         if (folder / "tokenizer.model").is_file():
             model = str((folder / "tokenizer.model").resolve())
             return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=model)
     return TokenizerConfig()
+
+
+def _is_gpt2s(folder: Path) -> bool:
+    """Whether vocab.json and merges.txt are to be used as GPT-2 does; Qwen2, for one, cuts words in another way."""
+    named = _text_in(folder / "tokenizer_config.json", "tokenizer_class")
+    if named:
+        return named.startswith("GPT2Tokenizer")
+    return not (folder / "tokenizer.json").is_file() or _text_in(folder / "config.json", "model_type") == "gpt2"
+
+
+def _text_in(path: Path, name: str) -> str:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return ""
+    value = content.get(name) if isinstance(content, dict) else None
+    return value if isinstance(value, str) else ""
 
 
 def built(tokenizer: TokenizerConfig, entries: int) -> Tokenizer | None:

@@ -26,6 +26,7 @@ from tools import ckpt_convert
 from tools.ckpt_convert import main
 from tools.convert.model import Weights
 from tools.convert.ours import read_ours
+from tools.convert.tokenizer_files import tokenizer_beside
 from tools.convert.torch_file import TorchFile
 
 FILE = "model_optim_rng.pt"
@@ -362,6 +363,28 @@ def _gpt2_files(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "<|endoftext|>": 2}))
     (folder / "merges.txt").write_text("#version: 0.2\n")
+
+
+@pytest.mark.parametrize(
+    ("named", "model_type", "fast", "type_"),
+    [
+        ("GPT2Tokenizer", "qwen2", True, "GPT2BPETokenizer"),
+        ("GPT2TokenizerFast", "gpt2", False, "GPT2BPETokenizer"),
+        ("Qwen2Tokenizer", "qwen2", True, "HFTokenizer"),
+        ("Qwen2Tokenizer", "qwen2", False, "HFTokenizer"),
+        (None, "gpt2", True, "GPT2BPETokenizer"),
+        (None, "qwen2", True, "HFTokenizer"),
+        (None, "gpt_neox", False, "GPT2BPETokenizer"),
+    ],
+)
+def test_whose_vocab_json_it_is(named: str | None, model_type: str, fast: bool, type_: str, tmp_path: Path) -> None:
+    """Qwen2's folders have both files, too, and its words are not GPT-2's."""
+    _gpt2_files(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": named} if named else {}))
+    if fast:
+        (tmp_path / "tokenizer.json").write_text("{}")
+    assert tokenizer_beside(tmp_path).tokenizer_type == type_
 
 
 def test_flags_and_files_beside_the_checkpoint_name_the_tokenizer(

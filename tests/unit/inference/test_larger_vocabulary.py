@@ -89,5 +89,7 @@ def test_training_goes_on_with_the_checkpoints_entries(saved: Path, tmp_path: Pa
     flags = f"--load {saved} --finetune --use-checkpoint-args --train-iters 1 --micro-batch-size 1 --data-path x --lr 1"
     files = "--tokenizer-type GPT2BPETokenizer --vocab-file v.json --merge-file m.txt"
     env = LaunchEnvironment.read(None)
-    for more, size in (("", VOCAB - 1), (files, VOCAB), (f"{files} --vocab-size 200", 200)):
+    for more, size in (("", VOCAB - 1), (files, VOCAB), (f"{files} --vocab-size {VOCAB}", VOCAB)):
         assert resolve(parse_args([*flags.split(), *more.split()]), env).tokenizer.vocab_size == size
+    with pytest.raises(UserError, match=f"--vocab-size: 200 was given but the checkpoint's model needs {VOCAB}"):
+        resolve(parse_args([*flags.split(), *files.split(), "--vocab-size", "200"]), env)
