@@ -48,7 +48,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 3), (4, 3)])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 3), (4, 1)])
 def test_there_and_back(name: str, tp: int, pp: int, tmp_path: Path) -> None:
     groups = MODELS[name].get("num_query_groups", HEADS)
     saved = saved_model(tmp_path / "ours", MODELS[name])

@@ -212,7 +212,7 @@ def _damaged(data: bytes, change: tuple[str, float, int], beginning: int) -> byt
     return data[:at] + bytes([data[at] ^ number]) + data[at + 1 :]
 
 
-EXAMPLES = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EXAMPLES = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.mark.parametrize("kind", ["classic", "bin"])

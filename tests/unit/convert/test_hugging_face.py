@@ -245,6 +245,8 @@ def _damaged(folder: Path, how: str) -> None:
         (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "n_layer"}))
     elif how == "more layers":
         (folder / "config.json").write_text(json.dumps(config | {"n_layer": 4}))
+    elif how == "fewer layers":
+        (folder / "config.json").write_text(json.dumps(config | {"n_layer": 2}))
 
 
 @pytest.mark.parametrize(
@@ -257,6 +259,7 @@ def _damaged(folder: Path, how: str) -> None:
         ("no json", "is not JSON"),
         ("no size", "n_layer is missing"),
         ("more layers", "there is no tensor transformer.h.3.ln_1.weight"),
+        ("fewer layers", "transformer.h.2.attn.c_attn.bias has no place in the model that config.json describes"),
     ],
 )
 def test_what_is_wrong_with_a_folder_is_said(
