@@ -158,6 +158,8 @@ def _places(folder: Path) -> dict[str, Path]:
 
 
 def _opened(path: Path) -> Any:
+    if path.exists() and not path.is_file():  # a pipe would never end
+        raise UserError(f"{path}: is not a file; fetch it again")
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:

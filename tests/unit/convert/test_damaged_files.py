@@ -19,14 +19,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from megatron.checkpoint.load import saved_config
 from megatron.config.errors import UserError
 from tests.unit.convert.support import LLAMA, convert, saved_model
 from tools import ckpt_convert
 from tools.ckpt_convert import main
 from tools.convert.model import Weights
 from tools.convert.ours import read_ours
-from tools.convert.tokenizer_files import tokenizer_beside
 from tools.convert.torch_file import TorchFile
 
 FILE = "model_optim_rng.pt"
@@ -332,90 +330,3 @@ def test_arguments_of_any_values_are_refused_or_fit(
     assert "Traceback" not in error
     assert error.count("\n") == (1 if status else 0)
     shutil.rmtree(folder)
-
-
-# Tokenizers
-
-
-def _names_a_vocabulary(path: Path, vocabulary: Path) -> None:
-    content = _load(path)
-    content["args"].tokenizer_type = "GPT2BPETokenizer"
-    content["args"].vocab_file = content["args"].merge_file = str(vocabulary)
-    torch.save(content, path)
-
-
-def test_a_path_inside_a_classic_checkpoint_is_not_followed(models: dict[str, Path], tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("root:x:0:0\n")
-    shutil.copytree(models["classic"], tmp_path / "classic")
-    for path in (tmp_path / "classic").rglob(FILE):
-        _names_a_vocabulary(path, secret)
-    for to in ("hf", "classic", "megatron-cc"):
-        convert(tmp_path / "classic", tmp_path / f"to {to}", to)
-        for path in (tmp_path / f"to {to}").rglob("*"):
-            assert not path.is_file() or b"root:x" not in path.read_bytes(), path
-            assert path.name not in ("vocab.json", "merges.txt")
-    tokenizer = saved_config(tmp_path / "to megatron-cc")[0].tokenizer
-    assert (tokenizer.tokenizer_type, tokenizer.vocab_file) == (None, None)
-
-
-def _gpt2_files(folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "<|endoftext|>": 2}))
-    (folder / "merges.txt").write_text("#version: 0.2\n")
-
-
-@pytest.mark.parametrize(
-    ("named", "model_type", "fast", "type_"),
-    [
-        ("GPT2Tokenizer", "qwen2", True, "GPT2BPETokenizer"),
-        ("GPT2TokenizerFast", "gpt2", False, "GPT2BPETokenizer"),
-        ("Qwen2Tokenizer", "qwen2", True, "HFTokenizer"),
-        ("Qwen2Tokenizer", "qwen2", False, "HFTokenizer"),
-        (None, "gpt2", True, "GPT2BPETokenizer"),
-        (None, "qwen2", True, "HFTokenizer"),
-        (None, "gpt_neox", False, "GPT2BPETokenizer"),
-    ],
-)
-def test_whose_vocab_json_it_is(named: str | None, model_type: str, fast: bool, type_: str, tmp_path: Path) -> None:
-    """Qwen2's folders have both files, too, and its words are not GPT-2's."""
-    _gpt2_files(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": named} if named else {}))
-    if fast:
-        (tmp_path / "tokenizer.json").write_text("{}")
-    assert tokenizer_beside(tmp_path).tokenizer_type == type_
-
-
-def test_flags_and_files_beside_the_checkpoint_name_the_tokenizer(
-    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(models["classic"], tmp_path / "classic")
-    files = tmp_path / "files"
-    _gpt2_files(files)
-    flags = ["--vocab-file", str(files / "vocab.json"), "--merge-file", str(files / "merges.txt")]
-    convert(tmp_path / "classic", tmp_path / "flags", "hf", *flags)
-    assert (tmp_path / "flags" / "vocab.json").is_file()
-    for number, place in enumerate((tmp_path / "classic", tmp_path / "classic" / "iter_0000007")):
-        _gpt2_files(place)
-        convert(tmp_path / "classic", tmp_path / f"beside{number}", "hf")
-        assert (tmp_path / f"beside{number}" / "merges.txt").is_file()
-        (place / "vocab.json").unlink()
-        convert(tmp_path / "classic", tmp_path / f"half{number}", "hf")
-        assert not (tmp_path / f"half{number}" / "merges.txt").exists()
-    save = ["--load", str(tmp_path / "classic"), "--save", str(tmp_path / "x"), "--to", "hf"]
-    for more, says in (
-        ([*flags, "--no-tokenizer"], "--no-tokenizer contradicts --vocab-file"),
-        (["--vocab-file", "gone", *flags[2:]], "--vocab-file gone: no such file"),
-        (flags[:2], "--tokenizer-type GPT2BPETokenizer needs --merge-file"),
-        (["--tokenizer-type", "GPT3"], "--tokenizer-type GPT3 is not known"),
-        (["--tokenizer-model", str(files)], "cannot be"),
-    ):
-        capsys.readouterr()
-        if says == "cannot be":
-            (files / "tokenizer.json").write_text("{")
-        assert main([*save, *more]) == 2
-        error = capsys.readouterr().err
-        assert says in error
-        assert error.count("\n") == 1
-        assert not (tmp_path / "x").exists()

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.load import saved_config
-from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.inference.model import load_model
@@ -19,7 +17,6 @@ from megatron.model.context import ForwardContext
 from tests.support.tiny import VOCAB
 from tests.unit.convert.support import HEADS, HIDDEN, LENGTH, LLAMA, MODELS, NOT_CLASSIC, convert, saved_model
 from tools.ckpt_convert import main
-from tools.convert.classic_write import write_classic
 from tools.convert.hugging_face import read_hf, write_hf
 from tools.convert.ours import read_ours
 
@@ -164,68 +161,6 @@ def test_old_files_of_torch_come_in(tmp_path: Path) -> None:
     convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
     first, second = read_ours(saved), read_ours(tmp_path / "back")
     assert all(torch.equal(first.entries[n].read(), second.entries[n].read()) for n in first.entries)
-
-
-def _gpt2_files(folder: Path, entries: int) -> dict[str, Any]:
-    """Files of a tokenizer with so many entries, the last of which ends a document."""
-    folder.mkdir(exist_ok=True)
-    words = [chr(97 + i % 26) * (1 + i // 26) for i in range(entries - 1)]
-    (folder / "v.json").write_text(json.dumps({word: i for i, word in enumerate([*words, "<|endoftext|>"])}))
-    (folder / "m.txt").write_text("#version: 0.2\n")
-    return {"vocab_file": str(folder / "v.json"), "merge_file": str(folder / "m.txt")}
-
-
-def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
-    saved = saved_model(tmp_path / "ours", {})
-    files = _gpt2_files(tmp_path / "files", VOCAB - 10)
-    weights = replace(read_ours(saved), tokenizer=TokenizerConfig(tokenizer_type="GPT2BPETokenizer", **files))
-    for name, write in (("hf", write_hf), ("classic", lambda w, f, d: write_classic(w, f, 1, 1, d))):
-        (tmp_path / name).mkdir()
-        write(weights, tmp_path / name, lambda nbytes: None)
-        assert (tmp_path / name / "vocab.json").read_text() == Path(files["vocab_file"]).read_text()
-        assert (tmp_path / name / "merges.txt").is_file()
-        convert(tmp_path / name, tmp_path / f"back from {name}", "megatron-cc")
-        config, _ = saved_config(tmp_path / f"back from {name}")
-        assert config.tokenizer.tokenizer_type == "GPT2BPETokenizer"
-        assert config.tokenizer.vocab_file == str(tmp_path / name / "vocab.json")
-        # The model is larger than the tokenizer, and stays so.
-        assert config.tokenizer.vocab_size == VOCAB
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert (config["vocab_size"], config["eos_token_id"], config["bos_token_id"]) == (VOCAB, VOCAB - 11, VOCAB - 11)
-
-
-def test_a_tokenizer_that_is_none_is_not_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A checkpoint of somebody else may name any file of this machine, or bring a link to one."""
-    (tmp_path / "secret").write_text("root:x:0:0\n")
-    weights = read_ours(saved_model(tmp_path / "ours", {}))
-    files = _gpt2_files(tmp_path / "files", VOCAB)
-    named = TokenizerConfig(tokenizer_type="GPT2BPETokenizer", **files | {"vocab_file": str(tmp_path / "secret")})
-    (tmp_path / "hf").mkdir()
-    with pytest.raises(UserError, match="or convert without the tokenizer"):
-        write_hf(replace(weights, tokenizer=named), tmp_path / "hf", lambda nbytes: None)
-    assert not list((tmp_path / "hf").iterdir())
-    larger = TokenizerConfig(tokenizer_type="GPT2BPETokenizer", **_gpt2_files(tmp_path / "larger", VOCAB + 1))
-    with pytest.raises(UserError, match="the tokenizer has 98 entries, the model 97"):
-        write_hf(replace(weights, tokenizer=larger), tmp_path / "hf", lambda nbytes: None)
-    assert not list((tmp_path / "hf").iterdir())
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "tokenizer.json").write_text(_tokenizer_json())
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "b"}))
-    (folder / "special_tokens_map.json").symlink_to(tmp_path / "secret")
-    with pytest.raises(UserError, match=r"special_tokens_map\.json: is not JSON"):
-        write_hf(
-            replace(weights, tokenizer=TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(folder))),
-            tmp_path / "hf",
-            lambda nbytes: None,
-        )
-    assert not (tmp_path / "hf" / "special_tokens_map.json").exists()
-
-
-def _tokenizer_json() -> str:
-    from tokenizers import Tokenizer, models
-
-    return str(Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).to_str())
 
 
 def _damaged(folder: Path, how: str) -> None:

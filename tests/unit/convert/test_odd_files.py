@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -114,6 +115,14 @@ def test_an_index_of_other_kinds(
     index = tmp_path / "hf" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
     assert f"{index}: {says}" in _said(capsys, tmp_path / "hf")
+
+
+def test_a_part_that_is_a_pipe(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    convert(models["gpt2"], tmp_path / "hf", "hf")
+    names = load_file(tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, "p")}))
+    os.mkfifo(tmp_path / "hf" / "p")
+    assert f"{tmp_path / 'hf' / 'p'}: is not a file" in _said(capsys, tmp_path / "hf")
 
 
 def _as_bin(folder: Path, change: Callable[[dict[str, Any]], Any], **how: Any) -> Path:
