@@ -52,7 +52,15 @@ NOT_CLASSIC: dict[str, dict[str, Any]] = {
         "rotary_scaling_high_turns": 3.0,
     },
     "mistral": {**LLAMA, "num_query_groups": 2, "sliding_window": 5},
-    "qwen2 with a window": {**LLAMA, "add_qkv_bias": True, "sliding_window": 3},
+    "qwen2 with a window": {
+        **LLAMA,
+        "add_qkv_bias": True,
+        "num_query_groups": 2,
+        "untie_embeddings_and_output_weights": True,
+        "rotary_scaling": "linear",
+        "rotary_scaling_factor": 2.5,
+        "sliding_window": 3,
+    },
     "neox, side by side": {
         "position_embedding_type": "rope",
         "rotary_percent": 0.25,
