@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -22,6 +23,9 @@ from megatron.inference.model import LoadedModel
 from megatron.inference.server.requests import Limits
 from megatron.inference.server.worker import Worker
 from megatron.training.program import Ranks, run_program
+
+if TYPE_CHECKING:  # what the server extra installs
+    from megatron.inference.server.hosts import AllowedHosts
 
 DESCRIPTION = """Serves a trained model over HTTP, on one process or, under torchrun, on several.
 
@@ -38,7 +42,8 @@ DESCRIPTION = """Serves a trained model over HTTP, on one process or, under torc
 PUT /api is Megatron's, POST /v1/completions OpenAI's; GET /health says whether the server works, GET / is a form.
 Requests are done one after the other; what one may cost, and how many may wait, is bounded. There is no encryption
 and no password: whoever reaches the port may use the model, which is why it is this machine alone unless --host says
-otherwise."""
+otherwise. Requests must name the server as it is known (their Host header): by a loopback name, by what --allowed-host
+adds, and where it listens to others also by an address or this machine's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,19 @@ class ServerFlags:
 
     host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 is every one of this machine.", metavar="ADDRESS")
     port: int = option(5000, "Port to listen at; 0 takes a free one and prints it.", minimum=0, maximum=65535)
+    allowed_host: list[str] = option(  # noqa: RUF009
+        [],
+        "A name that requests may call the server by, beside its own; once for each, * for any.",
+        metavar="NAME",
+        repeatable=True,
+    )
+    max_connections: int = option(
+        512,
+        "Connections that are served; others are told to come again.",
+        unit="connections",
+        minimum=1,
+        maximum=65536,
+    )
     max_queue: int = option(32, "Requests that may wait; more are told to come again.", unit="requests", minimum=1)
     max_tokens_to_oom: int = option(
         12000, "Prompts x (tokens of the longest + new ones) of a request, at most.", unit="tokens", minimum=1
@@ -63,6 +81,18 @@ def check(flags: ServerFlags) -> None:
     # An empty address, as of a variable that is not set, would be every one of this machine.
     if not flags.host.strip():
         raise UserError("--host is empty; 127.0.0.1 is this machine alone, 0.0.0.0 every address of it")
+    hosts_of(flags)
+
+
+def hosts_of(flags: ServerFlags) -> AllowedHosts:
+    """The names that the server goes by.
+
+    Raises:
+        UserError: for one that is no name.
+    """
+    from megatron.inference.server.hosts import AllowedHosts
+
+    return AllowedHosts(flags.host, flags.allowed_host)
 
 
 def listen(flags: ServerFlags) -> socket.socket:
@@ -71,9 +101,11 @@ def listen(flags: ServerFlags) -> socket.socket:
     Raises:
         UserError: when it cannot.
     """
+    from megatron.inference.server.listening import BACKLOG
+
     try:
         family = socket.AF_INET6 if ":" in flags.host else socket.AF_INET
-        return socket.create_server((flags.host, flags.port), family=family, backlog=128)
+        return socket.create_server((flags.host, flags.port), family=family, backlog=BACKLOG)
     except (OSError, OverflowError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(f"--host {flags.host} --port {flags.port}: {reason}; choose others") from error
@@ -86,7 +118,7 @@ def serve(model: LoadedModel, flags: ServerFlags, patience_s: float, listening: 
         CommunicationError: when another rank is gone.
     """
     from megatron.inference.server.app import Server
-    from megatron.inference.server.listening import HTTPServer, configuration
+    from megatron.inference.server.listening import HTTPServer, configuration, room_for
 
     def ended() -> None:
         server.should_exit = True
@@ -94,10 +126,13 @@ def serve(model: LoadedModel, flags: ServerFlags, patience_s: float, listening: 
     worker = Worker(model, flags.max_queue, patience_s, ended)
     limits = Limits(model.window, flags.max_tokens_to_oom)
     name = f"megatron-cc-{model.iteration}"
-    app = Server(worker, limits, flags.max_request_bytes, name).app()
+    app = Server(worker, limits, flags.max_request_bytes, name, hosts_of(flags)).app()
     host, port = listening.getsockname()[:2]
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    config = configuration(app, 2 * flags.max_queue + 16)
+    most = room_for(flags.max_connections)
+    if most < flags.max_connections:
+        print(f"note: --max-connections is {most}: this process may not have more files open (ulimit -n)", flush=True)
+    config = configuration(app, most)
     server = HTTPServer(config, worker, lambda: print(f"serving {name} at {where}", flush=True))
     for number in (signal.SIGINT, signal.SIGTERM):
         # uvicorn takes both while it runs, and raises them again when it has ended: nothing is left to do then.

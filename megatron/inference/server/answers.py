@@ -1,17 +1,43 @@
-"""Results in the words of the two APIs."""
+"""Results, and refusals, in the words of the two APIs."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from starlette.responses import JSONResponse
 
 from megatron.inference.generate import Token
 from megatron.inference.jobs import Job
 from megatron.inference.server.requests import Completion
 from megatron.inference.server.worker import Piece, Result
 from megatron.tokenizer.api import Tokenizer
+
+RETRY_SECONDS = 5
+"""After which a client that found no room may come again."""
+
+
+def error_body(message: str, status: int, code: str | None = None) -> dict[str, Any]:
+    """A refusal as OpenAI's clients read it, and as Megatron's do."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}, "message": message}
+
+
+def error_headers(status: int) -> dict[str, str]:
+    """What a client must know beside a refusal's message."""
+    if status == 503:
+        return {"Retry-After": str(RETRY_SECONDS)}
+    # What is left of a body that came too late would be taken for the next request.
+    return {"Connection": "close"} if status == 408 else {}
+
+
+def error_response(
+    message: str, status: int, code: str | None = None, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """A refusal."""
+    return JSONResponse(error_body(message, status, code), status, {**error_headers(status), **(headers or {})})
 
 
 def megatron_answer(job: Job, results: Sequence[Result], tokenizer: Tokenizer) -> dict[str, Any]:

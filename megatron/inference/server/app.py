@@ -12,12 +12,15 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from megatron.inference.jobs import Job
-from megatron.inference.server.answers import CompletionAnswer, megatron_answer
+from megatron.inference.server.answers import CompletionAnswer, error_body, error_response, megatron_answer
+from megatron.inference.server.hosts import AllowedHosts, HostCheck
 from megatron.inference.server.requests import Limits, RequestError, completion_job, megatron_job
 from megatron.inference.server.worker import Event, Failed, Piece, Result, Ticket, Worker
 
@@ -91,17 +94,25 @@ class Server:
         limits: of one request.
         body_bytes: of a request's body, at most.
         name: of the model.
+        hosts: names that the server goes by.
         body_s: how long a client may take to send it.
     """
 
     def __init__(
-        self, worker: Worker, limits: Limits, body_bytes: int, name: str, body_s: float = _BODY_SECONDS
+        self,
+        worker: Worker,
+        limits: Limits,
+        body_bytes: int,
+        name: str,
+        hosts: AllowedHosts,
+        body_s: float = _BODY_SECONDS,
     ) -> None:
         self.worker = worker
         self.limits = limits
         self.body_bytes = body_bytes
         self.body_s = body_s
         self.name = name
+        self.hosts = hosts
         self.started = time.time()
 
     def app(self) -> Starlette:
@@ -111,10 +122,17 @@ class Server:
             Route("/health", self.health),
             Route("/api", self.megatron, methods=["PUT", "POST"]),
             Route("/v1/models", self.models),
+            Route("/v1/models/{model:path}", self.one_model),
             Route("/v1/completions", self.completions, methods=["POST"]),
         ]
-        handlers: Any = {RequestError: _refuse, ClientDisconnect: _gone}
-        return Starlette(routes=routes, exception_handlers=handlers)
+        handlers: Any = {
+            RequestError: _refuse,
+            ClientDisconnect: _gone,
+            HTTPException: _not_here,
+            Exception: _failed,
+        }
+        checks = [Middleware(HostCheck, hosts=self.hosts)]
+        return Starlette(routes=routes, middleware=checks, exception_handlers=handlers)
 
     async def page(self, request: Request) -> Response:
         """The form."""
@@ -136,9 +154,19 @@ class Server:
         )
 
     async def models(self, request: Request) -> Response:
-        """The one model."""
-        model = {"id": self.name, "object": "model", "created": int(self.started), "owned_by": "megatron-cc"}
-        return JSONResponse({"object": "list", "data": [model]})
+        """All models, of which there is one."""
+        return JSONResponse({"object": "list", "data": [self._model]})
+
+    async def one_model(self, request: Request) -> Response:
+        """A model by its name."""
+        asked = request.path_params["model"]
+        if asked != self.name:
+            return error_response(f"there is no model {asked} here; this is {self.name}", 404, "model_not_found")
+        return JSONResponse(self._model)
+
+    @property
+    def _model(self) -> dict[str, Any]:
+        return {"id": self.name, "object": "model", "created": int(self.started), "owned_by": "megatron-cc"}
 
     async def _body(self, request: Request) -> object:
         """The request as JSON.
@@ -153,6 +181,7 @@ class Server:
             body = await asyncio.wait_for(self._read(request), self.body_s)
         except asyncio.TimeoutError as error:
             raise RequestError(f"the request did not come whole in {self.body_s:g} s", 408) from error
+        self.worker.check_room()  # before the work of reading a request that will find none
         try:
             found = json.loads(body)
             json.dumps(found, ensure_ascii=False).encode()
@@ -200,7 +229,7 @@ async def _events(running: Running, answer: CompletionAnswer) -> AsyncIterator[s
             if event is None:
                 yield ": waiting\n\n"
             elif isinstance(event, Failed):
-                yield _event({"error": {"message": event.message, "type": "server_error"}})
+                yield _event(error_body(event.message, event.status))
                 return
             elif isinstance(event, Piece):
                 yield _event(answer.piece(event))
@@ -218,11 +247,25 @@ def _event(value: object) -> str:
 
 
 async def _refuse(request: Request, error: RequestError) -> Response:
-    kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    # What is left of a body that came too late would be taken for the next request.
-    headers = {503: {"Retry-After": "5"}, 408: {"Connection": "close"}}.get(error.status)
-    body = {"error": {"message": str(error), "type": kind}, "message": str(error)}
-    return JSONResponse(body, error.status, headers)
+    return error_response(str(error), error.status)
+
+
+async def _not_here(request: Request, error: HTTPException) -> Response:
+    """What no route, or no method of a route, serves."""
+    asked, status = f"{request.method} {request.url.path}", error.status_code
+    if status == 404:
+        paths = ", ".join(route.path for route in request.app.routes if "{" not in route.path)
+        return error_response(f"there is no {asked} here; there are {paths}", 404, "unknown_url")
+    if status == 405:
+        allowed = sorted((error.headers or {}).get("Allow", "").split(", "))
+        return error_response(
+            f"there is no {asked} here; use {' or '.join(allowed)}", 405, "method_not_supported", error.headers
+        )
+    return error_response(error.detail, status, headers=error.headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return error_response(f"the server failed: {type(error).__name__}", 500)
 
 
 async def _gone(request: Request, error: ClientDisconnect) -> Response:

@@ -3,44 +3,74 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import resource
 import socket
 from collections.abc import Callable
 from typing import cast
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
+from megatron.inference.server.answers import error_body, error_headers
 from megatron.inference.server.worker import Worker
+
+BACKLOG = 2048
+"""Connections that the machine may hold before the server takes them."""
 
 _CUT_SECONDS = 3.0
 """How long the job at hand may take to be cut short before its client is told so instead."""
+
+_OWN_FILES = 128
+"""Open files beside the connections: libraries, the checkpoint, the sockets between ranks."""
 
 
 class Connection(H11Protocol):
     """A connection that is closed where it keeps others out without asking anything.
 
-    uvicorn limits neither the time before a first request nor that of half a request, while it counts both against
-    the connections that there may be: here whoever has sent no whole request in time is closed, and the one that
-    has been silent longest gives way where there are too many. What happens to a body that comes slowly, while its
-    handler waits for it, is the handler's to say.
+    uvicorn limits neither the time before a first request nor that of half a request: here whoever has sent no whole
+    request in time is closed, and where there are as many connections as there may be, the one that has been silent
+    longest gives way. Those for which there is no room at all are told to come again. What happens to a body that
+    comes slowly, while its handler waits for it, is the handler's to say.
     """
+
+    MOST = 512
+    """Connections that are served; as many again may be reading that there is no room."""
 
     HEAD_SECONDS = 20.0
     """From the beginning, or the answer before, to the end of a request's head; longer than uvicorn keeps alive."""
 
+    SPEAK_SECONDS = 2.0
+    """In which nobody need give way: many clients that come at once send their requests a moment later."""
+
     WRITE_SECONDS = 60.0
     """In which a client must have read some of its answer where much of it waits."""
 
+    READ_SECONDS = 3.0
+    """In which a client that was turned away must have read so."""
+
     _stuck: asyncio.TimerHandle | None = None
+    _turned_away = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._expect()
-        others = [one for one in cast("set[Connection]", self.connections) if not one.transport.is_closing()]
-        silent = [one for one in others if one is not self and one.silent]
-        if silent and 2 * len(others) > (self.limit_concurrency or 0):
-            min(silent, key=lambda one: one._since)._drop()
+        others = [one for one in cast("set[Connection]", self.connections) if one is not self]
+        served = [one for one in others if not (one._turned_away or one.transport.is_closing())]
+        if len(others) >= 2 * self.MOST:
+            # Each has been told, or waits for an answer: the one that was told first has had most time to read it.
+            told = [one for one in others if one._turned_away and not one.transport.is_closing()]
+            (min(told, key=lambda one: one._since) if told else self).transport.abort()
+        if len(served) >= self.MOST:
+            silent = [one for one in served if one.silent and self.loop.time() - one._since >= self.SPEAK_SECONDS]
+            giving_way = min(silent, key=lambda one: one._since) if silent else self
+            giving_way._turn_away(503, f"{self.MOST} others are connected; try again later")
+
+    def data_received(self, data: bytes) -> None:
+        if not self._turned_away:
+            super().data_received(data)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -62,9 +92,13 @@ class Connection(H11Protocol):
         self._expect()
         super().on_response_complete()
 
+    def send_400_response(self, msg: str) -> None:
+        """What is said to what is no HTTP."""
+        self._turn_away(400, f"the request is no HTTP: {msg}")
+
     def shutdown(self) -> None:
         """Lets those that wait for an answer have it."""
-        if self.silent:
+        if self._turned_away or self.silent:
             self.transport.close()
         else:
             super().shutdown()
@@ -77,6 +111,11 @@ class Connection(H11Protocol):
     @property
     def _idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def _asks_head(self) -> bool:
+        """Whether what is asked has an answer without a body."""
+        return bool(self.scope["method"] == "HEAD")
 
     def _expect(self) -> None:
         self._since = self.loop.time()
@@ -92,6 +131,35 @@ class Connection(H11Protocol):
             self.transport.abort()
         else:
             self.transport.close()
+
+    def _turn_away(self, status: int, message: str) -> None:
+        """Says why there is no answer, and ends.
+
+        Closing while there is something unread makes the other side forget what it was told, so that what comes is
+        read and thrown away until it has closed, for some seconds.
+        """
+        if self.transport.is_closing():
+            return
+        answerable = self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE)
+        if not answerable or self.transport.get_write_buffer_size() or (not self._idle and self._asks_head):
+            self._drop()
+            return
+        self._turned_away, self._since = True, self.loop.time()
+        self._deadline.cancel()
+        self._unset_keepalive_if_required()
+        if not self._idle:
+            self.cycle.disconnected = True  # its handler leaves off
+            self.cycle.message_event.set()
+        body = json.dumps(error_body(message, status)).encode()
+        fields = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
+        head = h11.Response(
+            status_code=status, headers=list({**fields, **error_headers(status)}.items()), reason=STATUS_PHRASES[status]
+        )
+        events = (head, h11.Data(data=body), h11.EndOfMessage())
+        self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
+        self.transport.resume_reading()
+        self.transport.write_eof()
+        self._deadline = self.loop.call_later(self.READ_SECONDS, self.transport.abort)
 
 
 class HTTPServer(uvicorn.Server):
@@ -118,15 +186,29 @@ class HTTPServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
+def room_for(most: int) -> int:
+    """Connections that there may be of so many wanted: fewer where this process may not have as many files open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * most + _OWN_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return most if soft == resource.RLIM_INFINITY else max(1, min(most, (soft - _OWN_FILES) // 2))
+
+
 def configuration(app: Starlette, most: int) -> uvicorn.Config:
-    """uvicorn's, for so many connections, or twice as many where each has asked something."""
+    """uvicorn's, for so many connections."""
+
+    class Bounded(Connection):
+        MOST = most
+
     return uvicorn.Config(
         app,
-        http=Connection,
+        http=Bounded,
         ws="none",
         log_level="warning",
         access_log=False,
-        limit_concurrency=2 * most,  # refused with status 503; more than most are closed while they are silent
+        backlog=BACKLOG,
         timeout_keep_alive=10,
         timeout_graceful_shutdown=5,
     )

@@ -126,14 +126,24 @@ class Worker:
         """Jobs in the queue."""
         return self._queue.qsize()
 
+    def check_room(self) -> None:
+        """Looks whether a job would be taken now.
+
+        Raises:
+            RequestError: when the queue is full, or the server ends.
+        """
+        if self._stop.is_set():
+            raise RequestError(_ENDS, 503)
+        if self._queue.full():
+            raise RequestError(f"{self.waiting} requests are waiting; try again later", 503)
+
     def submit(self, ticket: Ticket) -> None:
         """Puts a job into the queue.
 
         Raises:
             RequestError: when it is full, or the server ends.
         """
-        if self._stop.is_set():
-            raise RequestError(_ENDS, 503)
+        self.check_room()
         try:
             self._queue.put_nowait(ticket)
         except queue.Full as error:

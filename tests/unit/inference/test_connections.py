@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import threading
 import time
@@ -15,14 +16,17 @@ pytest.importorskip("uvicorn")
 
 from megatron.config.errors import UserError
 from megatron.inference.server.app import Server
-from megatron.inference.server.listening import Connection, HTTPServer, configuration
+from megatron.inference.server.hosts import AllowedHosts
+from megatron.inference.server.listening import Connection, HTTPServer, configuration, room_for
 from megatron.inference.server.requests import Limits
 from megatron.inference.server.worker import Worker
 from tests.unit.inference.support import trained_model
 from tools.run_text_generation_server import ServerFlags, check, listen
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
-HEALTH = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+)
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def _until(condition: Callable[[], bool]) -> None:
@@ -38,7 +42,8 @@ class Running:
     def __init__(self, body_s: float = 0.5, most: int = 8) -> None:
         self.listening = listen(ServerFlags(port=0))
         self.worker = Worker(trained_model(), 3, 60.0, lambda: None)
-        app = Server(self.worker, Limits(10**7, 10**7), 1000, "tiny", body_s=body_s).app()
+        hosts = AllowedHosts("127.0.0.1", ["models.example.org"])
+        app = Server(self.worker, Limits(10**7, 10**7), 1000, "tiny", hosts, body_s=body_s).app()
         self.server = HTTPServer(configuration(app, most), self.worker)
         self.worker.start()
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([self.listening])), daemon=True)
@@ -105,7 +110,8 @@ def test_half_a_body_is_told_that_it_took_too_long(running: Running) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", HEALTH[:20], HEAD + b"{"], ids=["nothing", "a part", "half a body"])
-def test_the_idle_give_way_to_others(sent: bytes) -> None:
+def test_the_idle_give_way_to_others(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Connection, "SPEAK_SECONDS", 0.0)
     made = Running(body_s=60.0)
     idle: list[socket.socket] = []
     try:
@@ -116,6 +122,41 @@ def test_the_idle_give_way_to_others(sent: bytes) -> None:
         assert made.end() < 4.5  # and do not hold up the end, as requests may for 5 s
         for one in idle:
             one.close()
+
+
+def _burst(made: Running, clients: int) -> list[bytes]:
+    """What clients hear that all connect before any asks, as those do whom a busy machine lets wait."""
+    body = b'{"prompt": "1 2", "max_tokens": 4, "temperature": 0}'
+    request = HEAD.replace(b"99", str(len(body)).encode()) + body
+    opened = [made.open() for _ in range(clients)]
+    for one in opened:
+        one.sendall(request)
+    answers = [one.recv(65536) for one in opened]
+    for one in opened:
+        one.close()
+    return answers
+
+
+@pytest.mark.parametrize("most", [ServerFlags().max_connections, 16], ids=["room for all", "no room"])
+def test_every_client_of_a_burst_is_answered(most: int) -> None:
+    made = Running(most=most)
+    try:
+        answers = _burst(made, 300)
+        assert made.ask(HEALTH).startswith(b"HTTP/1.1 200")
+    finally:
+        made.end()
+    assert {answer[:12] for answer in answers} == {b"HTTP/1.1 200", b"HTTP/1.1 503"}
+    refused = [answer.lower() for answer in answers if answer.startswith(b"HTTP/1.1 503")]
+    assert all(b"\r\nretry-after: 5\r\n" in answer and b'"server_error"' in answer for answer in refused)
+
+
+def test_room_is_what_open_files_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(256, 4096)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
+    assert (room_for(512), limits[-1]) == (512, (1152, 4096))
+    assert (room_for(65536), limits[-1]) == (1984, (4096, 4096))
+    assert (room_for(100), limits[-1]) == (100, (4096, 4096))
 
 
 def test_a_client_that_reads_nothing_is_dropped(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:

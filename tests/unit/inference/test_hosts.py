@@ -1,0 +1,125 @@
+"""Which Host headers name the server, and what it says to others and to what it does not serve."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn")
+
+from megatron.config.errors import UserError
+from megatron.inference.server.hosts import AllowedHosts
+from tests.unit.inference.test_connections import Running
+
+LOOPBACK = ["localhost", "LOCALHOST:5000", "localhost.", "app.localhost:1", "127.0.0.1:5000", "127.8.9.1", "[::1]:5000"]
+FOREIGN = ["evil.example", "evil.example:5000", "localhost.evil.example", "127.0.0.1.evil.example", "xlocalhost"]
+BROKEN = ["", " ", "localhost:5000:1", "localhost@evil.example", "[::1", "a b", "127.0.0.1/x", "evil.example#localhost"]
+
+
+@pytest.mark.parametrize("bound", ["127.0.0.1", "localhost", "::1"])
+def test_a_server_of_this_machine_alone_goes_by_loopback_names(bound: str) -> None:
+    hosts = AllowedHosts(bound)
+    assert [one for one in LOOPBACK if not hosts.allows(one)] == []
+    own = socket.gethostname() + ".example"
+    assert [one for one in [*FOREIGN, *BROKEN, "10.0.0.1", "[2001:db8::1]", own] if hosts.allows(one)] == []
+
+
+@pytest.mark.parametrize("bound", ["0.0.0.0", "10.1.2.3", "::", "node7.example"])
+def test_one_that_others_reach_goes_by_addresses_and_its_own_name_too(bound: str) -> None:
+    hosts = AllowedHosts(bound)
+    named = ["10.0.0.1:5000", "[2001:db8::1]:5000", socket.gethostname(), f"{bound}:5000"] if ":" not in bound else []
+    assert [one for one in [*LOOPBACK, *named] if not hosts.allows(one)] == []
+    assert [one for one in [*FOREIGN, *BROKEN, "node8.example", "1.2.3.4.5"] if hosts.allows(one)] == []
+
+
+def test_further_names_are_given() -> None:
+    hosts = AllowedHosts("127.0.0.1", ["Models.Example.org.", "10.0.0.1", "fe80::1"])
+    for one in ("models.example.org:443", "10.0.0.1", "[fe80::1]:5000", "localhost"):
+        assert hosts.allows(one)
+    assert not hosts.allows("example.org")
+    assert not hosts.allows("10.0.0.2")
+    assert AllowedHosts("127.0.0.1", ["*"]).allows("evil.example")
+
+
+@pytest.mark.parametrize("given", ["", "http://a.example", "a.example:5000", "a b", "a.example/x"])
+def test_what_is_no_name_is_refused(given: str) -> None:
+    with pytest.raises(UserError, match=r"--allowed-host .* is no name of a host"):
+        AllowedHosts("127.0.0.1", [given])
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    made = Running(most=64)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def _ask(running: Running, method: str, path: str, host: str = "localhost") -> tuple[int, Any, Any]:
+    """Status, JSON, and headers."""
+    with closing(http.client.HTTPConnection(*running.address, timeout=20)) as connection:
+        connection.request(method, path, headers={"Host": host, "Content-Type": "application/json"})
+        reply = connection.getresponse()
+        text = reply.read()
+        return reply.status, json.loads(text) if text else None, reply.headers
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/nothing"])
+def test_a_foreign_name_reaches_nothing(running: Running, path: str) -> None:
+    status, found, _ = _ask(running, "GET", path, "evil.example:5000")
+    assert status == 403
+    assert "--allowed-host evil.example " in found["error"]["message"]
+
+
+def test_a_given_name_reaches_the_server(running: Running) -> None:
+    assert _ask(running, "GET", "/health", "models.example.org:443")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code", "says"),
+    [
+        ("GET", "/v2", 404, "unknown_url", "/v1/completions"),
+        ("POST", "/v1/chat/completions", 404, "unknown_url", "there is no POST /v1/chat/completions here"),
+        ("GET", "/v1/models/gpt-5", 404, "model_not_found", "this is tiny"),
+        ("GET", "/v1/models/a/b", 404, "model_not_found", "a/b"),
+        ("GET", "/v1/completions", 405, "method_not_supported", "use POST"),
+        ("DELETE", "/v1/models/tiny", 405, "method_not_supported", "use GET"),
+        ("GET", "/api", 405, "method_not_supported", "there is no GET /api here"),
+    ],
+)  # fmt: skip
+def test_what_is_not_served_is_said_as_openais_clients_read_it(
+    running: Running, method: str, path: str, status: int, code: str, says: str
+) -> None:
+    found, body, headers = _ask(running, method, path)
+    assert found == status
+    assert headers["content-type"] == "application/json"
+    assert body["error"] == {**body["error"], "type": "invalid_request_error", "param": None, "code": code}
+    assert says in body["error"]["message"]
+    assert body["message"] == body["error"]["message"]
+    assert (status == 405) == ("Allow" in headers)
+
+
+def test_the_model_is_found_by_its_name(running: Running) -> None:
+    status, found, _ = _ask(running, "GET", "/v1/models/tiny")
+    assert (status, found["id"], found["object"]) == (200, "tiny", "model")
+    assert _ask(running, "GET", "/v1/models")[1]["data"] == [found]
+
+
+def test_what_is_no_http_is_told_so_in_json(running: Running) -> None:
+    answer = running.ask(b"NONSENSE\r\n\r\n")
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400")
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def test_a_fault_of_the_server_is_json(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(running.worker), "busy", property(lambda self: 1 / 0))
+    status, found, _ = _ask(running, "GET", "/health")
+    assert (status, found["error"]["type"]) == (500, "server_error")
