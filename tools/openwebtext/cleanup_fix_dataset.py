@@ -97,8 +97,6 @@ def run(options: argparse.Namespace) -> Report:
         UserError: for files that cannot be read or written.
     """
     folder = Path(options.output_path)
-    if not folder.is_dir():
-        raise UserError(f"--output-path {folder}: there is no such folder; make it first")
     places = [names(Path(path), folder) for path in options.input_files]
     if len(set(places)) < len(places):
         raise UserError("--input-files: two files would have the same output; give them other names")
@@ -106,6 +104,10 @@ def run(options: argparse.Namespace) -> Report:
     for path in options.input_files:
         if not Path(path).exists():
             raise UserError(f"{path}: No such file or directory")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output-path {folder}: {error.strerror}; name a folder that can be written") from error
     total = Report()
     for path, (cleaned, filtered) in zip(options.input_files, places, strict=True):
         with writing(cleaned) as keep, writing(filtered) as drop:
@@ -130,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--tasks", nargs="+", required=True, choices=[*REMOVALS, *FIXES], metavar="TASK", help="see above"
     )
-    parser.add_argument("--output-path", required=True, metavar="DIR", help="an existing folder")
+    parser.add_argument("--output-path", required=True, metavar="DIR", help="folder of the outputs; made where there is none")
     parser.add_argument("--key", default="text", help="field that holds the text (text)")
     parser.add_argument("--log-interval", type=int, default=100, metavar="N", help="has no effect: there is a bar")
     add_common(parser)

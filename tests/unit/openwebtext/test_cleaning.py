@@ -125,13 +125,14 @@ def test_fixes_chain_and_files_are_named_after_their_inputs(tmp_path: Path) -> N
     ]
     source = write(tmp_path / "a.b.jsonl.gz", rows)
     tasks = ["remove_256_javascript", "remove_512_non_english", "ftfy_fix_text", "general_cleaning"]
-    flags = ["--input-files", source, "--output-path", str(tmp_path), "--workers", "1"]
+    new = tmp_path / "made" / "for it"
+    flags = ["--input-files", source, "--output-path", str(new), "--workers", "1"]
     assert cleanup_fix_dataset.main([*flags, "--tasks", *tasks]) == 0
-    kept = read(tmp_path / "a.b_cleaned.jsonl.gz")
+    kept = read(new / "a.b_cleaned.jsonl.gz")
     # The script this replaces returned after its first fix.
     assert kept[0]["text"] == "It is short and English,\nand costs €5."
     assert len(kept) == 2
-    assert read(tmp_path / "a.b_filtered.jsonl.gz") == rows[:2]
+    assert read(new / "a.b_filtered.jsonl.gz") == rows[:2]
 
 
 def test_what_is_read_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,10 +147,19 @@ def test_a_missing_input_is_noticed_before_the_first_is_cleaned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write(tmp_path / "a.jsonl", [{"text": ENGLISH * 4}])
-    flags = ["--input-files", source, str(tmp_path / "none"), "--output-path", str(tmp_path), "--tasks", "remove_512"]
+    new = str(tmp_path / "new")
+    flags = ["--input-files", source, str(tmp_path / "none"), "--output-path", new, "--tasks", "remove_512"]
     assert cleanup_fix_dataset.main([*flags, "--workers", "1"]) == 2
     assert "none: No such file" in capsys.readouterr().err
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write(tmp_path / "a.jsonl", [{"text": ENGLISH * 4}])
+    for folder in (source, f"{source}/inside"):
+        flags = ["--input-files", source, "--output-path", folder, "--tasks", "remove_512"]
+        assert cleanup_fix_dataset.main(flags) == 2
+        assert f"--output-path {folder}: " in capsys.readouterr().err
 
 
 def test_line_breaks_after_words_become_spaces() -> None:
