@@ -103,7 +103,7 @@ def prepare(out: Path, train_bytes: int) -> None:
     run(["tools/quickstart/make_corpus.py", "--output-dir", str(out / "corpus")], logs / "corpus.log")
     source = out / "corpus" / "train.jsonl"
     vocabulary = ["--vocab-size", str(VOCAB_SIZE), "--output-dir", str(out / "vocabulary")]
-    run(["tools/quickstart/train_bpe.py", "--input", str(source), *vocabulary], logs / "vocabulary.log")
+    run(["tools/train_vocab.py", "--input", str(source), *vocabulary], logs / "vocabulary.log")
     data.mkdir(parents=True, exist_ok=True)
     taken = 0
     with open(source, encoding="utf-8") as lines, open(data / "train.jsonl", "w", encoding="utf-8") as file:

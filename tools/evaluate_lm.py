@@ -53,6 +53,13 @@ class EvaluationFlags:
     limit: int | None = derived("all", "Only the first questions of each task.", unit="questions", minimum=1)
     micro_batch_size: int = option(8, "Texts in a forward pass.", unit="texts", minimum=1)
     via: Literal["adapter", "hf"] = option("adapter", "Ask the checkpoint directly, or export it first.")
+    bootstrap_iters: int = option(
+        1000,
+        "Times that the questions are drawn anew for the standard errors that have no formula; 0: no standard errors.",
+        unit="draws",
+        minimum=0,
+        maximum=1_000_000,
+    )
     output: str | None = derived("none", "JSON of all figures.", metavar="FILE")
 
 
@@ -75,6 +82,8 @@ def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:
         raise UserError(f"--tasks {unknown[0]}: the harness has no such task; --include-path adds a folder of tasks")
     loads = "load" if hasattr(manager, "load") else "load_task_or_group"  # its name in older versions
     setattr(manager, loads, partial(_loaded, getattr(manager, loads)))
+    # Processes forked for the draws would share this one's threads, device and sockets to other ranks.
+    os.environ["DISABLE_MULTIPROC"] = "1"
     name, arguments = model if isinstance(model, tuple) else (model, None)
     found = simple_evaluate(
         model=name,
@@ -86,7 +95,7 @@ def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:
         device="cuda" if torch.cuda.is_available() else "cpu",
         task_manager=manager,
         log_samples=False,
-        bootstrap_iters=0,
+        bootstrap_iters=flags.bootstrap_iters,
     )
     assert found is not None
     return dict(found)

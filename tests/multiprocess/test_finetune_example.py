@@ -16,7 +16,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.support.cli import REPO
-from tools.quickstart.train_bpe import train
+from tools.train_vocab import train
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -48,7 +48,7 @@ def test_it_trains_with_compressed_activations_and_goes_on(tmp_path: Path) -> No
         words.append(f"w{word}" + ("\n" if len(words) % 10 == 9 else ""))
     (tmp_path / "text.txt").write_text(" ".join(words))
     (tmp_path / "corpus.jsonl").write_text(json.dumps({"text": " ".join(words)}) + "\n")
-    train(tmp_path / "corpus.jsonl", tmp_path / "hf", 330)
+    train([tmp_path / "corpus.jsonl"], tmp_path / "hf", 330)
     size = len(json.loads((tmp_path / "hf" / "vocab.json").read_text()))
     torch.manual_seed(1)
     # As of a model whose vocabulary was padded where it was made.

@@ -132,7 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--tasks", nargs="+", required=True, choices=[*REMOVALS, *FIXES], metavar="TASK", help="see above"
     )
-    parser.add_argument("--output-path", required=True, metavar="DIR", help="folder of the outputs; made where there is none")
+    parser.add_argument(
+        "--output-path", required=True, metavar="DIR", help="folder of the outputs; made where there is none"
+    )
     parser.add_argument("--key", default="text", help="field that holds the text (text)")
     parser.add_argument("--log-interval", type=int, default=100, metavar="N", help="has no effect: there is a bar")
     add_common(parser)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any
@@ -64,6 +64,46 @@ class Encoded:
     bad: list[BadLine] = field(default_factory=list)
 
 
+def parse_line(line: bytes, keys: Sequence[str], *, first: bool = False) -> list[str] | None:
+    """The texts of the keys in a line; None for a blank one.
+
+    Args:
+        line: of JSON.
+        keys: whose strings are wanted.
+        first: of its file, where a byte order mark may stand.
+
+    Raises:
+        ValueError: says what is wrong with the line.
+    """
+    if first:
+        line = line.removeprefix(_BYTE_ORDER_MARK)
+    if line.isspace() or not line:
+        return None
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"invalid UTF-8 at byte {error.start + 1} of the line") from None
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("broken JSON (nested too deeply)") from None
+    except ValueError as error:
+        raise ValueError(f"broken JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON {_kind(value)} where an object belongs")
+    texts = []
+    for key in keys:
+        if key not in value:
+            raise ValueError(f"no key {key!r} (there are: {', '.join(map(repr, list(value)[:8])) or 'none'})")
+        found = value[key]
+        if not isinstance(found, str):
+            raise ValueError(f"the key {key!r} holds a JSON {_kind(found)} where a string belongs")
+        texts.append(found)
+    if "\\ud" in text or "\\uD" in text:
+        _refuse_lone_surrogates(texts)
+    return texts
+
+
 class Encoder:
     """Turns blocks of lines into ids. Built once in every worker."""
 
@@ -79,7 +119,7 @@ class Encoder:
         documents: list[tuple[int, list[str]]] = []
         for index, line in enumerate(block.lines, start=block.first):
             try:
-                texts = self._parse(line if index or block.source.start else line.removeprefix(_BYTE_ORDER_MARK))
+                texts = parse_line(line, self.options.json_keys, first=not (index or block.source.start))
             except ValueError as error:
                 bad.append(BadLine(index, str(error)))
                 continue
@@ -92,38 +132,6 @@ class Encoder:
             by_key = self._encode([texts for _, texts in documents])
         bad.sort(key=lambda line: line.index)
         return Encoded(block.source, block.size, len(documents), by_key, bad)
-
-    def _parse(self, line: bytes) -> list[str] | None:
-        """The texts of the keys; None for a blank line.
-
-        Raises:
-            ValueError: says what is wrong with the line.
-        """
-        if line.isspace() or not line:
-            return None
-        try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"invalid UTF-8 at byte {error.start + 1} of the line") from None
-        try:
-            value = json.loads(text)
-        except RecursionError:
-            raise ValueError("broken JSON (nested too deeply)") from None
-        except ValueError as error:
-            raise ValueError(f"broken JSON ({error})") from None
-        if not isinstance(value, dict):
-            raise ValueError(f"a JSON {_kind(value)} where an object belongs")
-        texts = []
-        for key in self.options.json_keys:
-            if key not in value:
-                raise ValueError(f"no key {key!r} (there are: {', '.join(map(repr, list(value)[:8])) or 'none'})")
-            found = value[key]
-            if not isinstance(found, str):
-                raise ValueError(f"the key {key!r} holds a JSON {_kind(found)} where a string belongs")
-            texts.append(found)
-        if "\\ud" in text or "\\uD" in text:
-            _refuse_lone_surrogates(texts)
-        return texts
 
     def _is_encodable(self, document: tuple[int, list[str]], bad: list[BadLine]) -> bool:
         try:

@@ -133,7 +133,7 @@ class Quickstart:
         ]
         script = REPO / "tools" / "quickstart"
         self.corpus_key = digest(script / "make_corpus.py", sys.version, sysconfig.get_path("stdlib"))
-        self.vocabulary_key = digest(self.corpus_key, script / "train_bpe.py", VOCAB_SIZE)
+        self.vocabulary_key = digest(self.corpus_key, REPO / "tools" / "train_vocab.py", VOCAB_SIZE)
         self.data_key = digest(self.vocabulary_key, REPO / "tools" / "preprocess_data.py")
         self.run_key = digest(self.data_key, MODEL, TRAINING)
 
@@ -159,7 +159,7 @@ class Quickstart:
     def train_vocabulary(self) -> None:
         arguments = ["--input", str(self.at.corpus / "train.jsonl"), "--vocab-size", str(VOCAB_SIZE)]
         arguments += ["--output-dir", str(self.at.vocabulary)]
-        self._python("vocabulary", ["tools/quickstart/train_bpe.py", *arguments])
+        self._python("vocabulary", ["tools/train_vocab.py", *arguments])
 
     def preprocess(self) -> None:
         self.at.data("train").parent.mkdir(parents=True, exist_ok=True)

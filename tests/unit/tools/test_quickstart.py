@@ -24,7 +24,6 @@ from tools.quickstart.process import CommandFailed, run_logged
 from tools.quickstart.run import Quickstart
 from tools.quickstart.stages import Stage, digest
 from tools.quickstart.summary import Summary, format_summary, summarise
-from tools.quickstart.train_bpe import train
 from tools.quickstart.unigram import Unigram, unigram
 
 REPO = Path(__file__).resolve().parents[3]
@@ -76,29 +75,6 @@ def test_a_library_without_held_out_text_is_refused(tmp_path: Path, monkeypatch:
     with pytest.raises(UserError, match="no Python sources"):
         write_corpus(tmp_path / "out", tmp_path / "library")
     assert not list(tmp_path.glob("out/*"))
-
-
-def test_vocabulary_is_deterministic_and_holds_end_of_text(tmp_path: Path) -> None:
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"text": f"the value of item {n % 7} is {n}\n"}) + "\n" for n in range(300)))
-    assert train(corpus, tmp_path / "a", 300) == 300
-    train(corpus, tmp_path / "b", 300)
-    for name in ("vocab.json", "merges.txt"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    vocabulary = json.loads((tmp_path / "a" / "vocab.json").read_text())
-    assert sorted(vocabulary.values()) == list(range(300))
-    assert "<|endoftext|>" in vocabulary
-    assert len((tmp_path / "a" / "merges.txt").read_text().splitlines()) == 1 + 300 - 257
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["merges.txt", "vocab.json"]
-
-
-def test_vocabulary_training_names_the_bad_line(tmp_path: Path) -> None:
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text('{"text": "good"}\n{"words": "bad"}\n')
-    with pytest.raises(UserError, match=r"corpus.jsonl:2: .*'text'"):
-        train(corpus, tmp_path / "out", 300)
-    with pytest.raises(UserError, match="--vocab-size 256"):
-        train(corpus, tmp_path / "out", 256)
 
 
 def write_tokens(prefix: Path, documents: list[list[int]]) -> None:
