@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatron.config.errors import UserError
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What steps to come take: samples of all replicas, and micro-batches of each."""
+
+    samples: int
+    micro_batches: int
 
 
 class BatchSizeSchedule:
@@ -74,6 +83,20 @@ class BatchSizeSchedule:
     def num_micro_batches(self, consumed_samples: int) -> int:
         """Micro-batches that each data-parallel rank runs in the step that begins there."""
         return self.at(consumed_samples) // self.samples_per_micro_batch
+
+    def ahead(self, consumed_samples: int, iterations: int) -> Ahead:
+        """What so many steps take that begin when `consumed_samples` samples have been consumed."""
+        begin = consumed_samples
+        while iterations and self.increments and consumed_samples < self.ramp_samples:
+            size = self.at(consumed_samples)
+            # The first number of samples at which the next size begins.
+            level = (size - self.start) // self.increment + 1
+            end = -(-level * self.ramp_samples // self.increments)
+            steps = min(iterations, max(1, -(-(end - consumed_samples) // size)))
+            consumed_samples, iterations = consumed_samples + steps * size, iterations - steps
+        consumed_samples += iterations * self.global_batch_size
+        samples = consumed_samples - begin
+        return Ahead(samples, samples // self.samples_per_micro_batch)
 
     def iterations_for(self, train_samples: int) -> int:
         """Number of whole steps in a run of `train_samples` samples; a last partial batch is not run."""

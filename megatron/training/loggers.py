@@ -124,6 +124,7 @@ class MetricLogger:
             "grad_norm": record.grad_norm,
             "num_zeros": record.num_zeros,
             "params_norm": record.params_norm,
+            "remaining_seconds": record.remaining_seconds,
         }
         consumed_tokens = record.consumed_samples * self._seq_length
         self.event(

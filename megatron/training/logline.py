@@ -1,7 +1,8 @@
 """The text of training and validation lines, and the window of iterations that one line sums up.
 
 The training line is read by other people's scripts (`TFLOPs:`, `elapsed time per iteration (s):`, `iteration
-i/ n`), so its fields, their order and their formats are fixed, and no other line may look like it.
+i/ n`), so its fields, their order and their formats are fixed, what is new comes last, and no other line may look
+like it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class TrainRecord:
     params_norm: float | None = None
     skipped_iterations: int = 0
     nan_iterations: int = 0
+    remaining_seconds: float | None = None
 
     @property
     def samples_per_second(self) -> float:
@@ -64,6 +66,8 @@ def format_train_line(record: TrainRecord) -> str:
         f"samples per second: {record.samples_per_second:.3f}",
         f"TFLOPs: {record.benchmark_tflops:.2f}",
     ]
+    if record.remaining_seconds is not None:
+        fields.append(f"remaining time (h): {record.remaining_seconds / 3600:.2f}")
     return " " + " ".join(f"{field} |" for field in fields)
 
 

@@ -127,7 +127,8 @@ def run(config: RunConfig, notes: Sequence[str], env: LaunchEnvironment, started
     )
     progress = Progress()
     timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option, device=device)
-    reporter = Reporter(config, engines, progress, train_iters, timers)
+    splits = (datasets[1] is not None, datasets[2] is not None)
+    reporter = Reporter(config, engines, progress, train_iters, timers, batch_sizes, splits)
     rank_0_log = _rank_0_log(topology, reporter)
     checkpoints = together(topology.control.pg, lambda: RunCheckpoints(config, engines, schedule, progress, rank_0_log))
     if not checkpoints.load() and config.checkpoint.load:

@@ -7,6 +7,7 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 
 import torch
 
@@ -14,7 +15,9 @@ from megatron.checkpoint.agree import gather_texts
 from megatron.config.run import RunConfig
 from megatron.optimizer.optimizer import StepOutcome
 from megatron.training.assembly import Engines
+from megatron.training.batch_size import BatchSizeSchedule
 from megatron.training.flops import ModelShape, benchmark_tflops, model_tflops
+from megatron.training.forecast import FIRST_ESTIMATE, Forecast, format_estimate, format_size, model_size
 from megatron.training.gradient_probe import GradientProbe
 from megatron.training.loggers import HonestFigures, MetricLogger
 from megatron.training.logline import LogWindow, TrainRecord
@@ -59,10 +62,19 @@ class Reporter:
         progress: the run's counters.
         train_iters: iterations of the whole run.
         timers: reported with each log line.
+        batch_sizes: of the run.
+        splits: whether there are a validation and a test set.
     """
 
     def __init__(
-        self, config: RunConfig, engines: Engines, progress: Progress, train_iters: int, timers: Timers
+        self,
+        config: RunConfig,
+        engines: Engines,
+        progress: Progress,
+        train_iters: int,
+        timers: Timers,
+        batch_sizes: BatchSizeSchedule,
+        splits: tuple[bool, bool],
     ) -> None:
         self.config = config
         self.engines = engines
@@ -76,6 +88,9 @@ class Reporter:
         self.logger: MetricLogger | None = None
         logging = config.logging
         self.gradients = GradientProbe(logging.log_gradients_density) if logging.log_gradients else None
+        self.batch_sizes = batch_sizes
+        self.size = model_size(engines)
+        self.forecast = Forecast(config, batch_sizes, engines.topology.layout, train_iters, splits)
         self._step_started = time.perf_counter()
         self._speaks = engines.topology.is_last_rank
 
@@ -108,7 +123,12 @@ class Reporter:
             dp_size=layout.dp,
             world_size=layout.world_size,
         )
-        self.logger.event("config", self.progress.iteration, config=self.config.to_dict())
+        done, length = self.progress, self.config.model.seq_length
+        ahead = self.batch_sizes.ahead(done.consumed_samples, max(0, self.train_iters - done.iteration))
+        tokens = (done.consumed_samples + ahead.samples) * length
+        self.line(format_size(self.size, tokens, done.consumed_samples * length))
+        size = {"parameters": self.size.total, "largest_rank": self.size.largest, "tokens": tokens}
+        self.logger.event("config", done.iteration, config=self.config.to_dict(), size=size)
 
     def line(self, text: str) -> None:
         """Text for people."""
@@ -122,16 +142,22 @@ class Reporter:
         self._step_started = time.perf_counter()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leaves the time spent inside, and the bytes moved, out of the training figures."""
+    def paused(self, what: str) -> Iterator[None]:
+        """Leaves the time spent inside, and the bytes moved, out of the training figures.
+
+        Args:
+            what: happens: "evaluate", "save" or "check".
+        """
         accounts = self.engines.ledger.accounts
         self.engines.ledger.take()
+        began = time.perf_counter()
         with self.window.paused():
             try:
                 yield
             finally:
                 self.engines.ledger.accounts = accounts
                 self._step_started = time.perf_counter()
+                self.forecast.pause(what, self._step_started - began)
 
     def after_step(self, outcome: StepOutcome, batch_size: int, lr: float, weight_decay: float) -> None:
         """Notes a step; reports the window when a line is due."""
@@ -156,9 +182,20 @@ class Reporter:
         if self.bar is not None:
             tokens = batch_size * self.config.model.seq_length
             self.bar.update(loss=outcome.loss, tokens_per_second=tokens / (now - self._step_started))
+        self.forecast.step(progress.consumed_samples - batch_size, now - self._step_started)
         self._step_started = now
         if progress.iteration % logging.log_interval == 0:
             self._report_window(outcome, batch_size, lr)
+        if self.forecast.done == FIRST_ESTIMATE:
+            self._report_estimate()
+
+    def _report_estimate(self) -> None:
+        """The first figure of how long the run will take, which a user waits for."""
+        progress, left = self.progress, self.train_iters - self.progress.iteration
+        seconds = self.forecast.remaining_s(progress.iteration, progress.consumed_samples)
+        if left and seconds is not None:
+            until = datetime.now().astimezone() + timedelta(seconds=seconds)
+            self.line(format_estimate(FIRST_ESTIMATE, left, seconds, f"{until:%Y-%m-%d %H:%M %Z}"))
 
     def _report_orthogonality(self) -> None:
         """What ``--check-orth-error-acti`` found in this step, of this rank."""
@@ -224,6 +261,7 @@ class Reporter:
             params_norm=outcome.params_norm,
             skipped_iterations=summary.skipped_iterations,
             nan_iterations=summary.nan_iterations,
+            remaining_seconds=self.forecast.remaining_s(self.progress.iteration, self.progress.consumed_samples),
         )
         figures = HonestFigures(
             model_tflops=model_tflops(self.shape, global_batch_size=batch_size, seconds=seconds, world_size=world_size),

@@ -89,7 +89,7 @@ class Trainer:
             while progress.iteration < self.train_iters and reason is ExitReason.NONE:
                 signalled = signals is not None and signals.received is not None
                 reason = self._iteration(batches, self._vote(signalled))
-        with self.reporter.paused():
+        with self.reporter.paused("save"):
             self.checkpoints.save()
         if reason is not ExitReason.NONE:
             self.reporter.line(self.policy.explain(reason, progress.iteration))
@@ -127,16 +127,16 @@ class Trainer:
         self.checkpoints.poll()
         every = config.training.check_replicas
         if every and progress.iteration % every == 0:
-            with self.reporter.paused():
+            with self.reporter.paused("check"):
                 check_replicas(self.engines, progress.iteration)
         self.reporter.after_step(outcome, size, self.schedule.lr, self.schedule.weight_decay)
         if self.valid_set is not None and progress.iteration % config.validation.eval_interval == 0:
-            with self.reporter.paused(), timers("evaluate"):
+            with self.reporter.paused("evaluate"), timers("evaluate"):
                 self._validate()
         reason = self._reason(outcome)
         interval = config.checkpoint.save_interval
         if interval and progress.iteration % interval == 0:
-            with self.reporter.paused(), timers("save-checkpoint"):
+            with self.reporter.paused("save"), timers("save-checkpoint"):
                 self.checkpoints.save()
         return reason
 

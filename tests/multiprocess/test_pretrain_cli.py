@@ -18,7 +18,7 @@ TRAIN_LINE = re.compile(
     r"^ iteration +(\d+)/ +(\d+) \| consumed samples: +(\d+) \| elapsed time per iteration \(s\): [\d.]+ \| "
     r"learning rate: \S+ \| global batch size: +\d+ \| lm loss: (\S+) \| loss scale: [\d.]+ \| "
     r"grad norm: [\d.]+ \| number of skipped iterations: +\d+ \| number of nan iterations: +\d+ \| "
-    r"samples per second: [\d.]+ \| TFLOPs: [\d.]+ \|$",
+    r"samples per second: [\d.]+ \| TFLOPs: [\d.]+ \| remaining time \(h\): [\d.]+ \|$",
     re.MULTILINE,
 )
 
@@ -51,6 +51,13 @@ def test_four_ranks_write_what_one_process_writes(prefix: Path, tmp_path: Path) 
     assert len(_losses(one)) == 6
     assert [float(x) for x in _losses(four)] == pytest.approx([float(x) for x in _losses(one)], rel=1e-5)
 
+    # 65 entries, 16 positions, 2 layers and the last norm; of a rank 33 rows (a row of them padding) and half of a layer.
+    total = 65 * 16 + 16 * 16 + 2 * (12 * 16 * 16 + 13 * 16) + 2 * 16
+    largest = {"one": total, "four": 33 * 16 + 16 * 16 + 6 * 16 * 16 + 7 * 16 // 2 + 6 * 16}
+    for name, result in (("one", one), ("four", four)):
+        size = json.loads((tmp_path / f"{name}.jsonl").read_text().splitlines()[0])["size"]
+        assert size == {"parameters": total, "largest_rank": largest[name], "tokens": 6 * 4 * 16}
+        assert re.search(rf"^  parameters \.+ {total:,}$", result.stdout, re.MULTILINE)
     assert "validation loss at iteration 3 | lm loss value: " in four.stdout
     assert "validation loss at iteration 6 on 4-sample draw from test set | lm loss value: " in four.stdout
     assert re.search(r"^    forward-compute \.+: \([\d.]+, [\d.]+\)$", four.stdout, re.MULTILINE)
@@ -104,6 +111,7 @@ def test_half_precisions_train(prefix: Path, precision: str) -> None:
     if precision == "fp16":
         changes["initial_loss_scale"] = 2**24  # overflows at first: some steps are skipped
     result = run_cli(1, [SCRIPT, *tiny_flags(prefix, **changes)]).check()
+    assert re.search(r"^ estimate after 10 iterations: \d+ seconds more for the other 30, until ", result.stdout, re.M)
     losses = [float(x) for x in _losses(result)]
     assert losses[-1] < losses[0] - 0.3
     skipped = re.findall(r"number of skipped iterations: +(\d+)", result.stdout)

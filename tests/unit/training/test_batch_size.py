@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.errors import UserError
-from megatron.training.batch_size import BatchSizeSchedule
+from megatron.training.batch_size import Ahead, BatchSizeSchedule
 
 
 def test_constant_batch_size() -> None:
@@ -82,3 +82,24 @@ def test_sizes_that_cannot_work_are_refused(
     with pytest.raises(UserError, match=message) as caught:
         BatchSizeSchedule(global_batch_size, micro_batch_size=2, dp_size=2, rampup=rampup)
     assert "\n" not in str(caught.value)
+
+
+@given(ramps, st.integers(0, 500), st.integers(0, 200))
+def test_what_is_ahead_is_the_sum_of_the_steps(ramp: tuple[int, int, int, int], begin: int, iterations: int) -> None:
+    start, increment, increments, samples = ramp
+    schedule = BatchSizeSchedule(
+        2 * (start + increment * increments), micro_batch_size=1, dp_size=2, rampup=(2 * start, 2 * increment, samples)
+    )
+    consumed = begin
+    micro_batches = 0
+    for _ in range(iterations):
+        micro_batches += schedule.num_micro_batches(consumed)
+        consumed += schedule.at(consumed)
+    assert schedule.ahead(begin, iterations) == Ahead(consumed - begin, micro_batches)
+
+
+def test_what_is_ahead_of_a_long_run_is_found_at_once() -> None:
+    schedule = BatchSizeSchedule(1536, micro_batch_size=1, dp_size=8, rampup=(16, 16, 5_859_375))
+    iterations = schedule.iterations_for(146_484_375)
+    assert 146_484_375 - 1536 < schedule.ahead(0, iterations).samples <= 146_484_375
+    assert schedule.ahead(0, 10**15).samples > 10**18

@@ -30,6 +30,7 @@ RECORD = TrainRecord(
     loss_scale=1.0,
     grad_norm=2.0,
     benchmark_tflops=0.25,
+    remaining_seconds=40.0,
 )
 FIGURES = HonestFigures(
     model_tflops=0.2,
@@ -90,6 +91,7 @@ def test_a_training_event_holds_the_honest_figures(tmp_path: Path) -> None:
         "samples_per_second": 16.0,
         "tokens_per_second": 1024.0,
         "benchmark_tflops": 0.25,
+        "remaining_seconds": 40.0,
         "model_tflops": 0.2,
         "mfu": None,
         "memory_bytes": 10**9,

@@ -1,0 +1,150 @@
+"""What a run will take: how large its model is, what it will see, and how long it still goes on."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron.config.run import RunConfig
+from megatron.parallel.tensor.shards import collect_specs
+from megatron.topology.layout import Layout
+from megatron.training.assembly import Engines
+from megatron.training.batch_size import BatchSizeSchedule
+
+FIRST_ESTIMATE = 10
+"""Iterations after which the whole run is estimated."""
+
+_STARTING = 2
+"""First iterations of a process, which build what later ones have and do not count where there are others."""
+
+_RECENT = 100
+"""Iterations whose mean stands for those to come."""
+
+_FORWARD_SHARE = 1 / 3
+"""Of a training micro-batch's time, what an evaluation's takes until one has been measured."""
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Numbers of parameters.
+
+    Args:
+        total: of the whole model, without padding, each once.
+        largest: on the rank that holds most, with its padding and its copy of what others hold too.
+    """
+
+    total: int
+    largest: int
+
+
+def model_size(engines: Engines) -> ModelSize:
+    """Counts the parameters of the whole model. Every rank calls it."""
+    topology = engines.topology
+    specs = [spec for stage in engines.stages for _, spec in collect_specs(stage).values()]
+    first = topology.tp.rank == 0 and topology.dp.rank == 0
+    own = sum(math.prod(spec.logical_shape) for spec in specs if first and not spec.tied_copy)
+    held = sum(parameter.numel() for stage in engines.stages for parameter in stage.parameters())
+    total, largest = torch.tensor([own]), torch.tensor([held])
+    topology.control.all_reduce(total).wait()
+    topology.control.all_reduce(largest, dist.ReduceOp.MAX).wait()
+    return ModelSize(int(total), int(largest))
+
+
+def format_size(size: ModelSize, tokens: int, seen: int) -> str:
+    """The size of a run as a section like those of its configuration."""
+    rows = {"parameters": size.total, "parameters_on_the_fullest_rank": size.largest, "tokens_to_see": tokens}
+    if seen:
+        rows["tokens_seen_before"] = seen
+    return "\n".join(["size:", *(f"  {name} {'.' * (46 - len(name))} {value:,}" for name, value in rows.items())])
+
+
+class Forecast:
+    """Estimates how long the rest of a run takes, from what its iterations, evaluations and saves took so far.
+
+    An iteration's time goes with its micro-batches and the filling of the pipeline, so that a growing batch size is
+    foreseen. Only what this process has done counts, whatever the run did before it was resumed.
+
+    Args:
+        config: resolved.
+        batch_sizes: of the run.
+        layout: its mesh.
+        train_iters: iterations of the whole run.
+        splits: whether there are a validation and a test set.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        batch_sizes: BatchSizeSchedule,
+        layout: Layout,
+        train_iters: int,
+        splits: tuple[bool, bool] = (False, False),
+    ) -> None:
+        self._config = config
+        self._batch_sizes = batch_sizes
+        self._train_iters = train_iters
+        self._splits = splits
+        self._filling = (layout.pp - 1) / layout.chunks
+        self._steps: deque[tuple[float, float]] = deque(maxlen=_RECENT)
+        self._pauses: dict[str, tuple[int, float]] = {}
+        self.done = 0
+
+    def step(self, consumed_samples: int, seconds: float) -> None:
+        """Notes an iteration that began when so many samples had been consumed."""
+        if self.done == _STARTING:
+            self._steps.clear()
+        self.done += 1
+        self._steps.append((self._batch_sizes.num_micro_batches(consumed_samples) + self._filling, seconds))
+
+    def pause(self, what: str, seconds: float) -> None:
+        """Notes an evaluation, a save or a check."""
+        times, total = self._pauses.get(what, (0, 0.0))
+        self._pauses[what] = times + 1, total + seconds
+
+    def remaining_s(self, iteration: int, consumed_samples: int) -> float | None:
+        """Seconds from an iteration's log line to the run's end; None before the first one of this process."""
+        slots = sum(slots for slots, _ in self._steps)
+        if not slots:
+            return None
+        per_slot = sum(seconds for _, seconds in self._steps) / slots
+        left = self._train_iters - iteration
+        ahead = self._batch_sizes.ahead(consumed_samples, left)
+        seconds = per_slot * (ahead.micro_batches + left * self._filling)
+        for what, times in self.pauses_left(iteration).items():
+            done, total = self._pauses.get(what, (0, 0.0))
+            seconds += times * (total / done if done else self._unmeasured_s(what, per_slot))
+        return seconds
+
+    def pauses_left(self, iteration: int) -> Mapping[str, int]:
+        """Evaluations, saves and checks from an iteration's log line, which those due with it follow, to the end."""
+        config, last = self._config, self._train_iters
+        validates, tests = (has and config.validation.eval_iters > 0 for has in self._splits)
+        every, saves = config.validation.eval_interval, config.checkpoint.save_interval
+        # The checkpoint at the end comes last, whether or not one was due with the last iteration.
+        return {
+            "evaluate": (_due(every, iteration - 1, last) if validates else 0) + validates + tests,
+            "save": (_due(saves, iteration - 1, last) + 1) if config.checkpoint.save else 0,
+            "check": _due(config.training.check_replicas, iteration, last),
+        }
+
+    def _unmeasured_s(self, what: str, per_slot: float) -> float:
+        """Seconds of what has not happened yet in this process."""
+        if what != "evaluate":
+            return 0.0
+        count = self._batch_sizes.global_batch_size // self._batch_sizes.samples_per_micro_batch
+        return self._config.validation.eval_iters * (count + self._filling) * per_slot * _FORWARD_SHARE
+
+
+def _due(every: int | None, iteration: int, last: int) -> int:
+    return last // every - iteration // every if every else 0
+
+
+def format_estimate(iterations: int, left: int, seconds: float, until: str) -> str:
+    """The line after the first iterations, which no script takes for a line of training."""
+    took = f"{seconds / 3600:.2f} hours" if seconds >= 36 else f"{seconds:.0f} seconds"
+    return f" estimate after {iterations} iterations: {took} more for the other {left:,}, until {until}"
