@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--measure", action="store_true", help="measure this machine and write its rates to --cluster")
     made.add_argument("--gpus", type=int, metavar="N", help="devices, instead of the cluster file's")
     made.add_argument("--no-search", action="store_true", help="predict the run as it is, and nothing else")
-    made.add_argument("--top", type=int, default=5, metavar="N", help="choices that are shown (5)")
+    made.add_argument("--top", type=int, default=5, metavar="N", help="layouts that are shown, each at its fastest (5)")
     made.add_argument(
         "--specs",
         action="append",
@@ -222,8 +222,8 @@ def show(
     found = search(predictor, sets, options.top)
     spent = time.perf_counter() - start
     print(
-        f"\nthe fastest of {found.considered} choices that fit ({found.predicted} predicted in {spent:.1f} s, the "
-        "others ruled out by their lower bounds):"
+        f"\nthe fastest of each of the fastest layouts, of {found.considered} choices ({found.predicted} predicted in "
+        f"{spent:.1f} s, {found.too_large} too large, the others ruled out by their lower bounds):"
     )
     print(f"{table(found.best, memory)}\n\nthe fastest:\n{breakdown(found.best[0], config)}")
     if len(found.best) > 1:

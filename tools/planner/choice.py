@@ -45,6 +45,11 @@ class Choice:
         """Ranks."""
         return self.tp * self.pp * self.dp
 
+    @property
+    def layout(self) -> tuple[int, int, int]:
+        """How the model and the data are split."""
+        return self.tp, self.pp, self.dp
+
     def configure(self, config: RunConfig) -> RunConfig:
         """The configuration with this choice in it, unresolved."""
         return dataclasses.replace(

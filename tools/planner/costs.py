@@ -78,17 +78,20 @@ class CostBook:
         self._length = RunLength(config.training.train_iters or 1_000_000, lambda epochs: 1)
         self._stand = DryStand(cluster.device)
         self._specs: dict[str, Spec] = {}
+        self._sets: dict[tuple[str, ...], dict[Point, Spec]] = {}
         self._pieces: dict[object, Piece] = {}
         self._reductions: dict[object, Reduction] = {}
         self._messages: dict[object, Message] = {}
 
     def specs(self, choice: Choice) -> dict[Point, Spec]:
         """The compressors of a choice."""
-        for text in choice.specs:
-            if text not in self._specs:
-                only = dataclasses.replace(self.config.compression, compress=[text])
-                (self._specs[text],) = only.specs(self._length).values()
-        return {self._specs[text].point: self._specs[text] for text in choice.specs}
+        if choice.specs not in self._sets:
+            for text in choice.specs:
+                if text not in self._specs:
+                    only = dataclasses.replace(self.config.compression, compress=[text])
+                    (self._specs[text],) = only.specs(self._length).values()
+            self._sets[choice.specs] = {self._specs[text].point: self._specs[text] for text in choice.specs}
+        return self._sets[choice.specs]
 
     def _text(self, choice: Choice, *points: Point) -> tuple[str, ...]:
         """The specs of some points."""

@@ -61,17 +61,27 @@ class Predictor(Stages):
 
     def __init__(self, config: RunConfig, cluster: Cluster, vocab_size: int) -> None:
         super().__init__(config, cluster, vocab_size)
-        self._bounds: dict[Choice, float] = {}
+        self._pipelines: dict[Choice, Pipeline] = {}
+        self._bounds: dict[tuple[Choice, int], float] = {}
+        self._times: dict[Choice, Sequence[StageTimes]] = {}
 
     def lower_bound(self, choice: Choice) -> float:
         """Seconds that the choice cannot undercut, cheaper to find than its prediction."""
-        # The optimizer and the sum of gradients come on top, whatever they are.
-        specs = tuple(spec for spec in choice.specs if spec.startswith(("pp-", "tp-")))
-        alone = dataclasses.replace(choice, sharded=False, overlap=False, specs=specs)
-        if alone not in self._bounds:
-            pipeline = self.pipeline(alone, wires_of(self.cluster, alone))
-            self._bounds[alone] = pipeline.lower_bound(alone.micro_batches)
-        return self._bounds[alone]
+        # The optimizer and the sum of gradients come on top, whatever they are, and no order of operations is better.
+        alone = dataclasses.replace(_forth_and_back(choice), schedule="1f1b", micro_batches=1)
+        key = alone, choice.micro_batches
+        if key not in self._bounds:
+            if alone not in self._pipelines:
+                self._pipelines[alone] = self.pipeline(alone, wires_of(self.cluster, alone))
+            self._bounds[key] = self._pipelines[alone].lower_bound(choice.micro_batches)
+        return self._bounds[key]
+
+    def times(self, choice: Choice, pipeline: Pipeline) -> Sequence[StageTimes]:
+        """The choice's pipeline played through, once for all that only sum gradients in another way."""
+        alone = _forth_and_back(choice)
+        if alone not in self._times:
+            self._times[alone] = pipeline.run(choice.micro_batches)
+        return self._times[alone]
 
     def memory_bytes(self, choice: Choice) -> float:
         """Bytes on the fullest rank."""
@@ -85,7 +95,7 @@ class Predictor(Stages):
         """
         wires = wires_of(self.cluster, choice)
         pipeline = self.pipeline(choice, wires)
-        times = pipeline.run(choice.micro_batches)
+        times = self.times(choice, pipeline)
         stages = [self.stage(choice, rank, wires) for rank in range(choice.pp)]
         synced, embedding_s = self._synchronised(choice, wires, pipeline, times, stages)
         slowest = max(range(choice.pp), key=lambda rank: synced[rank])
@@ -183,3 +193,9 @@ class Predictor(Stages):
             world_size=choice.world_size,
         )
         return rate / self.cluster.device.peak_tflops
+
+
+def _forth_and_back(choice: Choice) -> Choice:
+    """Of a choice, what its forwards and backwards depend on."""
+    specs = tuple(spec for spec in choice.specs if spec.startswith(("pp-", "tp-")))
+    return dataclasses.replace(choice, sharded=False, overlap=False, specs=specs)

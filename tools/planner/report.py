@@ -13,7 +13,9 @@ from tools.planner.predict import Prediction
 def described(choice: Choice) -> str:
     """A choice in few words."""
     words = [f"tp {choice.tp}", f"pp {choice.pp}", f"dp {choice.dp}"]
-    words.append(f"{choice.micro_batches} x {choice.micro_batch}")
+    words.append(
+        f"{choice.micro_batches} micro-batch{'es' if choice.micro_batches > 1 else ''} of {choice.micro_batch}"
+    )
     if choice.pp > 1:
         words.append(f"interleaved {choice.chunks}" if choice.chunks > 1 else choice.schedule)
     if choice.recompute.recompute_granularity:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.config.errors import UserError
@@ -35,7 +36,7 @@ class Found:
     """What a search found.
 
     Args:
-        best: fastest first.
+        best: the fastest choice of each of the fastest layouts, fastest first.
         considered: choices that there are.
         predicted: of these, the ones whose lower bound did not rule them out.
         too_large: of the ones looked at, those that do not fit into memory.
@@ -117,12 +118,12 @@ def search(
     top: int = 10,
     memory_gib: float | None = None,
 ) -> Found:
-    """The fastest choices that fit, by branch and bound: none is left out that could be among them.
+    """The fastest layouts that fit, each at its fastest, by branch and bound: none is left out that could be one.
 
     Args:
         predictor: of the model on the cluster.
         spec_sets: compressors that may serve together.
-        top: how many are wanted.
+        top: how many layouts are wanted.
         memory_gib: that a rank may fill; default: the device's.
 
     Raises:
@@ -136,14 +137,18 @@ def search(
     ]
     considered = len(queue)
     heapq.heapify(queue)
-    best: list[Prediction] = []
+    best: dict[tuple[int, int, int], Prediction] = {}
     predicted = too_large = 0
     smallest = float("inf")
     refusal: str | None = None
     while queue:
         bound, _, choice = heapq.heappop(queue)
-        if len(best) >= top and bound >= best[-1].seconds:
+        most = _slowest(best, top)
+        if bound >= most:
             break
+        own = best.get(choice.layout)
+        if own is not None and bound >= own.seconds:
+            continue
         # What compressors keep comes on top, and is not looked for in vain.
         needed = predictor.memory_bytes(replace(choice, specs=()))
         if needed <= limit and choice.specs:
@@ -154,13 +159,13 @@ def search(
             continue
         predicted += 1
         prediction = predictor.predict(choice)
-        if len(best) >= top and prediction.seconds >= best[-1].seconds:
+        if prediction.seconds >= (most if own is None else own.seconds):
             continue
         refused = _refusal(config, choice)
         if refused is not None:
             refusal = refused
         else:
-            best = sorted([*best, prediction], key=lambda one: one.seconds)[:top]
+            best[choice.layout] = prediction
     if not considered:
         raise UserError(
             f"no layout of {cluster.gpus} devices divides {config.model.num_layers} layers, "
@@ -174,7 +179,13 @@ def search(
             f"nothing fits into {limit / 2**30:.0f} GiB: the smallest of {considered} choices needs "
             f"{smallest / 2**30:.0f} GiB a device; take more devices, or larger ones"
         )
-    return Found(best, considered, predicted, too_large)
+    fastest = sorted(best.values(), key=lambda one: one.seconds)
+    return Found(fastest[:top], considered, predicted, too_large)
+
+
+def _slowest(best: Mapping[tuple[int, int, int], Prediction], top: int) -> float:
+    """Seconds that a layout must undercut to be among the fastest."""
+    return sorted(one.seconds for one in best.values())[top - 1] if len(best) >= top else math.inf
 
 
 def _refusal(config: RunConfig, choice: Choice) -> str | None:

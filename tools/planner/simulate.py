@@ -6,8 +6,9 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from megatron.parallel.pipeline.schedule import PipelineOp, epilogue, training_schedule
+from megatron.parallel.pipeline.schedule import PipelineOp, training_schedule
 
 _WHOLE = 1024
 """Operations, forward, of steps that are played from the beginning to the end."""
@@ -139,12 +140,14 @@ class _Rank:
 
     Args:
         ops: its operations.
+        late: the number of those before its epilogue.
         next: the number of those that are done.
         clock: when it is free.
         busy, coding: seconds of these so far.
     """
 
     ops: Sequence[PipelineOp]
+    late: int
     next: int = 0
     clock: float = 0.0
     busy: float = 0.0
@@ -161,7 +164,7 @@ class _Flow:
 
     Args:
         sender, receiver: its ends.
-        queue: messages that have not left, with their sizes (seconds of a free link) and latencies.
+        queue: messages that have not left, and what they take.
         left: of the first one's size.
         rate: of a free link's, at which it moves.
         since: when ``left`` was so much.
@@ -170,11 +173,16 @@ class _Flow:
 
     sender: int
     receiver: int
-    queue: deque[tuple[Message, float, float]] = field(default_factory=deque)
+    queue: deque[tuple[Message, Hop]] = field(default_factory=deque)
     left: float = 0.0
     rate: float = 1.0
     since: float = 0.0
     version: int = 0
+
+
+def _epilogue_begins(ops: Sequence[PipelineOp]) -> int:
+    """The operations up to the last forward, after which nothing is left to hide messages of backwards."""
+    return max((place for place, op in enumerate(ops) if op.forward), default=-1) + 1
 
 
 class _Play:
@@ -186,15 +194,15 @@ class _Play:
 
     def __init__(self, pipeline: Pipeline, schedules: Sequence[Sequence[PipelineOp]]) -> None:
         self.pipeline = pipeline
-        self.ranks = [_Rank(ops) for ops in schedules]
-        self.late = [epilogue(ops) for ops in schedules]
+        self.ranks = [_Rank(ops, _epilogue_begins(ops)) for ops in schedules]
         self.last = len(pipeline.forward_s) - 1
-        self.arrived: dict[Message, float] = {}
+        self.arrived: dict[Message, tuple[float, float]] = {}
+        """When, and how long each takes to decode."""
         self.missed: dict[Message, int] = {}
         self.flows: dict[tuple[int, int], _Flow] = {}
         self.leaving: list[list[_Flow]] = [[] for _ in schedules]
         self.arriving: list[list[_Flow]] = [[] for _ in schedules]
-        self.events: list[tuple[float, int, Callable[[float], None]]] = []
+        self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
 
     def run(self) -> None:
@@ -206,14 +214,14 @@ class _Play:
         for rank in range(len(self.ranks)):
             self._queue(rank)
         while self.events:
-            time, _, event = heapq.heappop(self.events)
-            event(time)
+            time, _, event, arguments = heapq.heappop(self.events)
+            event(time, *arguments)
         if self.missed:
             raise RuntimeError("the schedule waits for a message that is never sent")
 
-    def _at(self, time: float, event: Callable[[float], None]) -> None:
+    def _at(self, time: float, event: Callable[..., None], *arguments: Any) -> None:
         self._count += 1
-        heapq.heappush(self.events, (time, self._count, event))
+        heapq.heappush(self.events, (time, self._count, event, arguments))
 
     def _queue(self, number: int) -> None:
         """Lets a rank's next operation wait for its turn, or for its message."""
@@ -222,8 +230,8 @@ class _Play:
             return
         needs = self._needs(number, rank.ops[rank.next])
         if needs is None or needs in self.arrived:
-            start = rank.clock if needs is None else max(rank.clock, self.arrived[needs])
-            self._at(start, lambda _: self._do(number))
+            start = rank.clock if needs is None else max(rank.clock, self.arrived[needs][0])
+            self._at(start, self._do, number, needs)
         else:
             self.missed[needs] = number
 
@@ -233,37 +241,33 @@ class _Play:
         boundary = virtual - 1 if op.forward else virtual
         return (op.forward, boundary, op.micro_batch) if 0 <= boundary < self.last else None
 
-    def _do(self, number: int) -> None:
+    def _do(self, _: float, number: int, needs: Message | None) -> None:
         pipeline, rank = self.pipeline, self.ranks[number]
         op = rank.ops[rank.next]
         virtual = op.chunk * pipeline.stages + number
-        needs = self._needs(number, op)
         if needs is not None:
-            sender = needs[1] if op.forward else needs[1] + 1
-            sent = PipelineOp(op.forward, sender // pipeline.stages, op.micro_batch)
-            decode = pipeline.hops(op.forward, needs[1], sent in self.late[sender % pipeline.stages]).decode_s
-            rank.clock = max(rank.clock, self.arrived.pop(needs)) + decode
+            came, decode = self.arrived.pop(needs)
+            rank.clock = max(rank.clock, came) + decode
             rank.coding += decode
         spent = (pipeline.forward_s if op.forward else pipeline.backward_s)[virtual]
         rank.clock += spent
         rank.busy += spent
         goes = virtual if op.forward else virtual - 1
         if 0 <= goes < self.last:
-            hop = pipeline.hops(op.forward, goes, op in self.late[number])
+            hop = pipeline.hops(op.forward, goes, not op.forward and rank.next >= rank.late)
             rank.clock += hop.encode_s
             rank.coding += hop.encode_s
-            message = (op.forward, goes, op.micro_batch)
             to = (number + (1 if op.forward else -1)) % pipeline.stages
-            self._at(rank.clock, lambda time: self._send(number, to, message, hop, time))
+            self._at(rank.clock, self._send, number, to, (op.forward, goes, op.micro_batch), hop)
         rank.next += 1
         self._queue(number)
 
-    def _send(self, number: int, to: int, message: Message, hop: Hop, time: float) -> None:
+    def _send(self, time: float, number: int, to: int, message: Message, hop: Hop) -> None:
         if hop.transfer_s == 0.0:
-            self._arrive(message, time + hop.latency_s)
+            self._arrive(message, hop, time + hop.latency_s)
             return
         flow = self.flows.setdefault((number, to), _Flow(number, to))
-        flow.queue.append((message, hop.transfer_s, hop.latency_s))
+        flow.queue.append((message, hop))
         if len(flow.queue) == 1:
             flow.left, flow.since, flow.rate = hop.transfer_s, time, 0.0
             self.leaving[number].append(flow)
@@ -272,7 +276,9 @@ class _Play:
 
     def _share(self, sender: int, receiver: int, time: float) -> None:
         """Divides the ends of a link that one flow more, or one less, goes through."""
-        for flow in {id(flow): flow for flow in (*self.leaving[sender], *self.arriving[receiver])}.values():
+        leaving, arriving = self.leaving[sender], self.arriving[receiver]
+        both = [*leaving, *(flow for flow in arriving if flow.sender != sender)]
+        for flow in both:
             flow.left -= (time - flow.since) * flow.rate
             flow.since = time
             flow.rate = 1.0 / max(len(self.leaving[flow.sender]), len(self.arriving[flow.receiver]))
@@ -281,24 +287,24 @@ class _Play:
     def _expect_end(self, flow: _Flow) -> None:
         flow.version += 1
         version = flow.version
-        self._at(flow.since + max(flow.left, 0.0) / flow.rate, lambda time: self._end(flow, version, time))
+        self._at(flow.since + max(flow.left, 0.0) / flow.rate, self._end, flow, version)
 
-    def _end(self, flow: _Flow, version: int, time: float) -> None:
+    def _end(self, time: float, flow: _Flow, version: int) -> None:
         """The first message of a flow is through, unless its rate has changed since."""
         if version != flow.version:
             return
-        message, _, latency = flow.queue.popleft()
-        self._arrive(message, time + latency)
+        message, hop = flow.queue.popleft()
+        self._arrive(message, hop, time + hop.latency_s)
         if flow.queue:
-            flow.left, flow.since = flow.queue[0][1], time
+            flow.left, flow.since = flow.queue[0][1].transfer_s, time
             self._expect_end(flow)
             return
         self.leaving[flow.sender].remove(flow)
         self.arriving[flow.receiver].remove(flow)
         self._share(flow.sender, flow.receiver, time)
 
-    def _arrive(self, message: Message, time: float) -> None:
-        self.arrived[message] = time
+    def _arrive(self, message: Message, hop: Hop, time: float) -> None:
+        self.arrived[message] = time, hop.decode_s
         waiting = self.missed.pop(message, None)
         if waiting is not None:
             self._queue(waiting)

@@ -95,8 +95,15 @@ class Stages:
         passes = self.passes(choice, wires)
         counts = [self.pieces_of(choice, virtual) for virtual in range(choice.pp * choice.chunks)]
         hops: dict[tuple[bool, bool, Wire], Hop] = {}
+        found: dict[tuple[bool, int, bool], Hop] = {}
 
         def hop(forward: bool, boundary: int, late: bool) -> Hop:
+            key = (forward, boundary, late)
+            if key not in found:
+                found[key] = looked_up(forward, boundary, late)
+            return found[key]
+
+        def looked_up(forward: bool, boundary: int, late: bool) -> Hop:
             point = Point.PP_FWD if forward else Point.PP_BWD
             on = self.compresses(choice, point, (boundary if forward else boundary + 1) % choice.pp, late)
             wire = wires.hops[boundary % choice.pp]
