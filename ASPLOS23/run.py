@@ -30,6 +30,7 @@ if __name__ == "__main__":
 
 import numpy as np  # noqa: E402
 
+from ASPLOS23.progress import run_shown  # noqa: E402
 from ASPLOS23.report import write_report  # noqa: E402
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.yaml_file import read_yaml  # noqa: E402
@@ -214,14 +215,20 @@ def start(run: Run, how: str) -> None:
         words = run.slurm() if how == "slurm" else run.lsf()
         env = {**os.environ, **run.environment()}
         given = None if how == "slurm" else (REPO / "examples" / "lsf" / "pretrain_gpt.lsf").read_text()
-    print(f"{run.experiment.name} {run.model.name} {run.scheme}: {words[0]}", flush=True)
+    name, log = f"{run.experiment.name} {run.model.name} {run.scheme}", run.out / "output.txt"
     try:
-        done = subprocess.run(words, cwd=REPO, env=env, input=given, text=True, capture_output=how == "local")
+        if how == "local":
+            status = run_shown(words, env, REPO, log, name)
+        else:
+            print(f"{name}: {words[0]}", flush=True)
+            status = subprocess.run(words, cwd=REPO, env=env, input=given, text=True).returncode
     except OSError as error:
+        if how == "local":
+            raise
         raise UserError(f"{words[0]}: {error.strerror}; is it installed here?") from error
-    if done.returncode:
-        shown = f"\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}" if how == "local" else ""
-        raise UserError(f"{run.scheme}: {words[0]} ended with exit status {done.returncode}{shown}")
+    if status:
+        shown = f"; everything it said is in {log}\n{log.read_text()[-4000:]}" if how == "local" else ""
+        raise UserError(f"{run.scheme}: {Path(words[0]).name} ended with exit status {status}{shown}")
 
 
 def missing_flags(model: Model, given: Mapping[str, str | None], extra: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ class ProgressBar:
 
     Args: total: iterations of the run. done: iterations already done, when the run resumes. mode: `auto`
         shows the bar only when `stream` is a terminal (and tqdm imports), `on` always, `off` never. stream:
-        where the bar is drawn. output: where `write` puts whole lines.
+        where the bar is drawn. output: where `write` puts whole lines. name: what the bar is called.
 
     Raises UserError when the mode is `on` and tqdm is missing.
     """
@@ -28,14 +28,15 @@ class ProgressBar:
         mode: ProgressMode = "auto",
         stream: TextIO | None = None,
         output: TextIO | None = None,
+        name: str = "training",
     ) -> None:
         self._stream = sys.stderr if stream is None else stream
         self._output = sys.stdout if output is None else output
         self._bar: Any = None
         if mode == "on" or (mode == "auto" and self._stream.isatty()):
-            self._bar = self._make(total, done, required=mode == "on")
+            self._bar = self._make(total, done, name, required=mode == "on")
 
-    def _make(self, total: int, done: int, *, required: bool) -> Any:
+    def _make(self, total: int, done: int, name: str, *, required: bool) -> Any:
         try:
             from tqdm import tqdm
         except ImportError as error:
@@ -44,14 +45,14 @@ class ProgressBar:
                     "--progress-bar on needs the tqdm package: pip install tqdm, or drop the flag"
                 ) from error
             return None
-        return tqdm(total=total, initial=done, file=self._stream, unit="it", dynamic_ncols=True, desc="training")
+        return tqdm(total=total, initial=done, file=self._stream, unit="it", dynamic_ncols=True, desc=name)
 
     @property
     def shown(self) -> bool:
         return self._bar is not None
 
-    def update(self, *, loss: float | None = None, tokens_per_second: float | None = None) -> None:
-        """One iteration is done. Figures that are None keep out of the bar."""
+    def update(self, *, loss: float | None = None, tokens_per_second: float | None = None, steps: int = 1) -> None:
+        """So many iterations are done. Figures that are None keep out of the bar."""
         if self._bar is None:
             return
         figures = {}
@@ -60,7 +61,7 @@ class ProgressBar:
         if tokens_per_second is not None:
             figures["tokens/s"] = f"{tokens_per_second:,.0f}"
         self._bar.set_postfix(figures, refresh=False)
-        self._bar.update(1)
+        self._bar.update(steps)
 
     def write(self, text: str) -> None:
         """Print whole lines to the output, above the bar when there is one."""

@@ -51,7 +51,7 @@ def test_four_ranks_write_what_one_process_writes(prefix: Path, tmp_path: Path) 
     assert len(_losses(one)) == 6
     assert [float(x) for x in _losses(four)] == pytest.approx([float(x) for x in _losses(one)], rel=1e-5)
 
-    # 65 entries, 16 positions, 2 layers and the last norm; of a rank 33 rows (a row of them padding) and half of a layer.
+    # 65 entries, 16 positions, 2 layers, the last norm; of a rank 33 rows (one of them padding) and half of a layer.
     total = 65 * 16 + 16 * 16 + 2 * (12 * 16 * 16 + 13 * 16) + 2 * 16
     largest = {"one": total, "four": 33 * 16 + 16 * 16 + 6 * 16 * 16 + 7 * 16 // 2 + 6 * 16}
     for name, result in (("one", one), ("four", four)):

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ASPLOS23 import run as runner
+from ASPLOS23.progress import run_shown
 from ASPLOS23.run import main, names_in, read_experiment
 
 _COMM = {"dp-grad": {"raw_bytes": 2e6, "wire_bytes": 1e6, "coded_s": 0.1, "waited_s": 0.2}, "control": {}}
@@ -190,3 +194,41 @@ def test_every_experiment_has_a_report(kinds: tuple[str, ...], tmp_path: Path) -
         lines = [line for line in log.read_text().splitlines() if json.loads(line)["kind"] in kinds]
         log.write_text("\n".join(lines))
         assert _report(tmp_path, name) == 0
+
+
+def test_a_local_run_shows_how_far_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        f" iteration {number:8d}/      40 | consumed samples: {number:12d} | lm loss: {9 - number / 10:.6E} |"
+        for number in range(1, 41)
+    ]
+    script = f"print('noise\\n' + '\\n'.join({lines!r}))"
+    status = run_shown([sys.executable, "-c", script], os.environ, tmp_path, tmp_path / "log", "fig10 toy CB")
+    assert status == 0
+    first, *shown, last = capsys.readouterr().out.splitlines()
+    assert first == "fig10 toy CB: starting"
+    assert shown == [f"fig10 toy CB: iteration {n} of 40, lm loss {9 - n / 10:.4f}" for n in range(4, 41, 4)]
+    assert re.fullmatch(r"fig10 toy CB: 40 iterations in \d+ s", last)
+    assert (tmp_path / "log").read_text().splitlines() == ["noise", *lines]
+
+
+def test_a_terminal_gets_a_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    script = "print(' iteration 1/ 2 | x | lm loss: 3.0E+00 |\\n iteration 2/ 2 | x | lm loss: 2.5E+00 |')"
+    assert run_shown([sys.executable, "-c", script], os.environ, tmp_path, tmp_path / "log", "fig10 toy CB") == 0
+    printed = capsys.readouterr()
+    assert "fig10 toy CB: 100%" in printed.err
+    assert "loss=2.5000" in printed.err
+    assert "iteration 1 of 2" not in printed.out
+
+
+def test_a_local_run_that_fails_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "run_shown", lambda words, env, cwd, log, *_: log.write_text("error: it broke\n") and 2)
+    assert main(["fig10", "--local", "--scheme", "CB", "--out", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert "CB: " in error
+    assert "ended with exit status 2; everything it said is in " in error
+    assert "error: it broke" in error
