@@ -64,7 +64,8 @@ def running() -> Iterator[Running]:
 
 def _ask(running: Running, method: str, path: str, host: str = "localhost") -> tuple[int, Any, Any]:
     """Status, JSON, and headers."""
-    with closing(http.client.HTTPConnection(*running.address, timeout=20)) as connection:
+    place, port = running.address
+    with closing(http.client.HTTPConnection(place, port, timeout=20)) as connection:
         connection.request(method, path, headers={"Host": host, "Content-Type": "application/json"})
         reply = connection.getresponse()
         text = reply.read()
