@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 
 import torch
 import torch.distributed as dist
@@ -144,7 +145,11 @@ def _due(every: int | None, iteration: int, last: int) -> int:
     return last // every - iteration // every if every else 0
 
 
-def format_estimate(iterations: int, left: int, seconds: float, until: str) -> str:
+def format_estimate(iterations: int, left: int, seconds: float, now: datetime) -> str:
     """The line after the first iterations, which no script takes for a line of training."""
     took = f"{seconds / 3600:.2f} hours" if seconds >= 36 else f"{seconds:.0f} seconds"
-    return f" estimate after {iterations} iterations: {took} more for the other {left:,}, until {until}"
+    line = f" estimate after {iterations} iterations: {took} more for the other {left:,}"
+    try:
+        return f"{line}, until {now + timedelta(seconds=seconds):%Y-%m-%d %H:%M %Z}"
+    except OverflowError:  # no calendar goes so far
+        return line

@@ -7,7 +7,7 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime, timedelta
+from datetime import datetime
 
 import torch
 
@@ -194,8 +194,7 @@ class Reporter:
         progress, left = self.progress, self.train_iters - self.progress.iteration
         seconds = self.forecast.remaining_s(progress.iteration, progress.consumed_samples)
         if left and seconds is not None:
-            until = datetime.now().astimezone() + timedelta(seconds=seconds)
-            self.line(format_estimate(FIRST_ESTIMATE, left, seconds, f"{until:%Y-%m-%d %H:%M %Z}"))
+            self.line(format_estimate(FIRST_ESTIMATE, left, seconds, datetime.now().astimezone()))
 
     def _report_orthogonality(self) -> None:
         """What ``--check-orth-error-acti`` found in this step, of this rank."""

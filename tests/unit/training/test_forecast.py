@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
 from typing import Any
 
 import pytest
@@ -133,8 +134,11 @@ def test_the_texts() -> None:
     ]  # fmt: skip
     assert [line.split()[-1] for line in shown[1:]] == ["1,234,567", "345,678", "1,000,000,000", "5,000"]
     assert "tokens_seen_before" not in format_size(ModelSize(1, 1), 1, 0)
-    line = format_estimate(10, 499_990, 7200.0, "2030-01-02 03:04 UTC")
-    assert line == " estimate after 10 iterations: 2.00 hours more for the other 499,990, until 2030-01-02 03:04 UTC"
-    assert "30 seconds more" in format_estimate(10, 5, 30.0, "2030-01-02 03:04 UTC")
+    now = datetime(2030, 1, 2, 3, 4, tzinfo=timezone.utc)
+    line = format_estimate(10, 499_990, 7200.0, now)
+    assert line == " estimate after 10 iterations: 2.00 hours more for the other 499,990, until 2030-01-02 05:04 UTC"
+    assert "30 seconds more" in format_estimate(10, 5, 30.0, now)
+    for seconds in (1e13, 1e30):
+        assert format_estimate(10, 5, seconds, now).endswith(" hours more for the other 5")
     for text in (line, *shown):
         assert not any(pattern.search(text) for pattern in (ITERATION, ELAPSED, TFLOPS))
