@@ -13,7 +13,12 @@ from megatron.training.sinks import Record, read_records
 ENDINGS = ("png", "pdf", "svg", "svgz", "eps", "ps", "jpg", "jpeg", "tif", "tiff", "webp")
 """Of pictures."""
 
-_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Told apart by color-blind readers as well (Okabe and Ito)."""
+
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
+_TIMES = (("days", 24.0), ("hours", 1.0), ("minutes", 1 / 60), ("seconds", 1 / 3600))
 
 
 def plot_loss_curve(
@@ -39,13 +44,13 @@ def plot_loss_curve(
     axes = figure.add_subplot()
     runs = [_Run(Path(path), loss) for path in jsonl_paths]
     for i, (run, label) in enumerate(zip(runs, _labels(runs), strict=True)):
-        colour = _COLOURS[i % len(_COLOURS)]
-        # Several runs are told apart by colour; a single one can afford a second colour for what is held out.
-        run.draw(axes, label, colour, colour if len(runs) > 1 else _COLOURS[1])
+        colour = COLOURS[i % len(COLOURS)]
+        # Several runs are told apart by color; a single one can afford a second color for what is held out.
+        run.draw(axes, label, colour, colour if len(runs) > 1 else COLOURS[1])
     for (label, value), style in zip((reference_lines or {}).items(), ("--", ":", "-.") * 9, strict=False):
         axes.axhline(value, linestyle=style, linewidth=1.2, color="#555555", label=f"{label}: {value:.2f}")
     axes.set_title(title)
-    axes.set_xlabel("iteration")
+    label_iterations(axes)
     axes.set_ylabel("nats per token")
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
@@ -70,6 +75,26 @@ def new_figure(width: float, height: float) -> Any:
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def curve_style(number: int) -> dict[str, Any]:
+    """Color, dashes and marker of the curve of a number, by which 28 are told apart."""
+    # Seven and four have no common factor, so the pairs repeat after 28, and neighbors differ in both.
+    color, dashes, marker = COLOURS[number % 7], _DASHES[number % 4], MARKERS[number % 7]
+    return {"color": color, "linestyle": dashes, "marker": marker}
+
+
+def label_iterations(axes: Any) -> None:
+    """Makes the horizontal axis one of iterations, which are whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel("iteration")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True))
+
+
+def time_unit(hours: float) -> tuple[str, float]:
+    """The unit in which so many hours are a number above 1, where one is, and its length in hours."""
+    return next(((name, length) for name, length in _TIMES if hours > 2 * length), _TIMES[-1])
 
 
 def picture_format(path: Path) -> str:
@@ -106,7 +131,9 @@ class _Run:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from error
         self.path = path
         self.train = _points(events, "train", loss)
-        self.validation = _points(events, "validation", loss)
+        # The one at the end is of other samples than those on the way, and so no point of their curve.
+        self.validation = _points([e for e in events if not of_final_draw(e)], "validation", loss)
+        self.final = _points([e for e in events if of_final_draw(e)], "validation", loss)
         self.test = _points(events, "test", loss)
         if not self.train:
             raise UserError(f"{path}: holds no training events with {loss!r}: was it written by --log-json-file?")
@@ -122,9 +149,17 @@ class _Run:
         if self.validation:
             x, y = zip(*self.validation, strict=True)
             axes.plot(x, y, "o-", markersize=4.5, **hollow, label=f"{label}validation: {y[-1]:.2f}")
+        if self.final:
+            x, y = zip(*self.final, strict=True)
+            axes.plot(x, y, "D", markersize=5, **hollow, label=f"{label}validation at the end: {y[-1]:.2f}")
         if self.test:
             x, y = zip(*self.test, strict=True)
             axes.plot(x, y, "*", markersize=10, **hollow, label=f"{label}test: {y[-1]:.2f}")
+
+
+def of_final_draw(event: Record) -> bool:
+    """Whether an evaluation is one of the end of training, on the first samples of its set, not on the next ones."""
+    return event.get("samples") is not None
 
 
 def _points(events: Sequence[Record], kind: str, loss: str) -> list[tuple[int, float]]:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from tools.plot_loss_curves import Point, interpolated, main, read_run, smoothed
+from tools import plot_loss_curves
+from tools.loss_logs import Point, interpolated, read_run
+from tools.plot_loss_curves import main, smoothed
 
 
 def _json_log(path: Path, seconds: float, gain: float, steps: int = 20) -> Path:
@@ -73,8 +75,12 @@ def test_time_to_a_loss_beside_the_baseline(tmp_path: Path, capsys: pytest.Captu
     out = tmp_path / "new" / "loss.png"
     assert main([str(dense), str(fast), "--baseline", "dense", "-o", str(out), "--smooth", "3"]) == 0
     printed = capsys.readouterr().out
-    assert "| dense | 20 | 6.2000 | 6.5000 | 0.022 | 20 | 0.022 | 1.00 |" in printed
-    assert "| fast | 40 | 6.1000 | 6.5000 | 0.011 | 40 | 0.011 | 2.00 |" in printed
+    assert (
+        "| run | iterations | training loss | validation loss | seconds | 6.5000 after | seconds | times dense |"
+        in printed
+    )
+    assert "| dense | 20 | 6.2000 | 6.5000 | 80 | 20 | 80 | 1.00 |" in printed
+    assert "| fast | 40 | 6.1000 | 6.5000 | 40 | 40 | 40 | 2.00 |" in printed
     assert out.read_bytes()[:4] == b"\x89PNG"
 
 
@@ -150,7 +156,7 @@ def test_a_text_log_that_diverged_says_so(
     printed = capsys.readouterr().out
     assert "a: training losses that are not finite: 2, the first at iteration 3\n" in printed
     assert "a: validation losses that are not finite: 1, the first at iteration 4\n" in printed
-    assert "| a | 5 | 4.0000 | nan | 0.003 |\n" in printed
+    assert "| a | 5 | 4.0000 | nan | 10 |\n" in printed
     log.write_text("\n".join([*lines, _train_line(3, third)]))
     assert _losses(str(log)) == ["1:5", "2:4", "3:nan"]
 
@@ -219,3 +225,104 @@ def test_a_record_that_is_not_one_is_named(
 def test_an_ending_that_no_picture_has_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["missing.jsonl", "-o", str(tmp_path / "a.xyz")]) == 1
     assert "a.xyz: no picture ends so; use .png, .pdf, .svg" in capsys.readouterr().err
+
+
+def _lines(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> list[dict[str, list[float]]]:
+    """What is drawn: of each panel, the values of the curves by color, and lines, hollow or filled markers."""
+    figures: list[Any] = []
+    monkeypatch.setattr(plot_loss_curves, "save_figure", lambda figure, path: figures.append(figure))
+    assert main(words) == 0
+    panels = []
+    for panel in figures[0].axes:
+        found: dict[str, list[float]] = {}
+        for line in panel.get_lines():
+            if line.get_linestyle() == "None":
+                kind = "hollow" if line.get_markerfacecolor() == "white" else "filled"
+            else:
+                kind = "line"
+            found.setdefault(f"{line.get_color()} {kind}", []).extend(float(y) for y in line.get_ydata())
+        panels.append(found)
+    return panels
+
+
+def _ends_on_an_evaluation(path: Path, change: float, form: str) -> Path:
+    """20 iterations, evaluated every 10 and, on other samples, at the end."""
+    train = [(i, 6.0 - 0.1 * i + change) for i in (5, 10, 15, 20)]
+    evaluated = {10: [(5.5, "")], 20: [(4.5, ""), (4.8, "validation"), (4.9, "test")]}
+    rows = []
+    for i, loss in train:
+        rows.append(
+            json.dumps({"kind": "train", "iteration": i, "lm_loss": loss, "seconds_per_iteration": 1.0})
+            if form == "json"
+            else _train_line(i, f"{loss:.4f}")
+        )
+        for value, draw in evaluated.get(i, []):
+            if form == "json":
+                event = {"kind": draw or "validation", "iteration": i, "lm_loss": value + change}
+                rows.append(json.dumps({**event, "samples": 640 if draw else None}))
+            else:
+                end = f" on 640-sample draw from {draw} set" if draw else ""
+                rows.append(
+                    f" validation loss at iteration {i}{end} | lm loss value: {value + change:.6E} | lm loss PPL: 1 | "
+                )
+    path.write_text("\n".join(rows))
+    return path
+
+
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_an_evaluation_is_compared_with_its_like(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that ends on an interval has two validation losses there, of other samples; a test loss is none."""
+    words = [f"dense={_ends_on_an_evaluation(tmp_path / 'a', 0.0, form)}"]
+    words += [f"mine={_ends_on_an_evaluation(tmp_path / 'b', 0.0041, form)}"]
+    above, below = _lines(monkeypatch, [*words, "--baseline", "dense", "--x", "iterations"])
+    changes = [value for curve in below.values() for value in curve if value != 0.0]
+    assert len(changes) == 4 + 2 + 1
+    assert changes == pytest.approx([0.0041] * 7, abs=1e-6)
+    validation = [curve for name, curve in above.items() if name.endswith("hollow")]
+    assert validation[0] == pytest.approx([5.5, 4.5])
+    printed = capsys.readouterr().out
+    assert "| dense | 20 | 4.7500 | 4.5000 | 4.8000 |" in printed
+    # The loss at the end is of other samples: the run that never had the baseline's last validation loss has not now.
+    assert "| 4.5000 after |" in printed
+    assert "| never |" in printed
+
+
+def test_logs_of_other_intervals_are_compared_over_equal_iterations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same losses, logged as means of 1, 5 or 20 iterations, differ by nothing."""
+    losses = [8.0 - 0.03 * i for i in range(1, 101)]
+    words = []
+    for every in (1, 5, 20):
+        events = [
+            {"kind": "train", "iteration": i, "lm_loss": sum(losses[i - every : i]) / every, "consumed_tokens": 8 * i}
+            for i in range(every, 101, every)
+        ]
+        events += [{"kind": "validation", "iteration": i, "lm_loss": 5.0} for i in range(every, 101, every)]
+        path = tmp_path / f"every{every}.jsonl"
+        path.write_text("\n".join(map(json.dumps, events)))
+        words.append(str(path))
+    for base in ("every1", "every20"):
+        panels = _lines(monkeypatch, [*words, "--baseline", base, "--x", "iterations,tokens", "--smooth", "2"])
+        for below in panels[2:]:
+            drawn = [value for name, curve in below.items() if name.endswith("line") for value in curve]
+            assert len(drawn) > 5
+            assert drawn == pytest.approx([0.0] * len(drawn), abs=1e-9)
+        assert f"validated every 5 iterations, {base} every" in capsys.readouterr().out
+
+
+def test_evaluations_are_placed_between_training_losses(tmp_path: Path) -> None:
+    """Not at the last training loss before them; a log that begins late counts its own time alone."""
+    events: list[dict[str, Any]] = [
+        {"kind": "train", "iteration": i, "lm_loss": 5.0, "seconds_per_iteration": 36.0, "consumed_tokens": 8 * i}
+        for i in (1010, 1020, 1030)
+    ]
+    events.insert(2, {"kind": "validation", "iteration": 1026, "lm_loss": 4.0})
+    log = tmp_path / "a.jsonl"
+    log.write_text("\n".join(map(json.dumps, events)))
+    run = read_run(str(log), None)
+    assert [point.hours for point in run.train] == pytest.approx([0.1, 0.2, 0.3])
+    assert run.valid[0].hours == pytest.approx(0.26)
+    assert run.valid[0].tokens == pytest.approx(8 * 1026)

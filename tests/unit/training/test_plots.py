@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.config.errors import UserError
-from megatron.training.plots import ENDINGS, new_figure, plot_loss_curve, save_figure
+from megatron.training import plots
+from megatron.training.plots import (
+    ENDINGS,
+    curve_style,
+    label_iterations,
+    new_figure,
+    plot_loss_curve,
+    save_figure,
+    time_unit,
+)
 
 pytest.importorskip("matplotlib")
 
@@ -87,3 +98,43 @@ def test_the_ending_says_the_format(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a\.xyz: no picture ends so; use \.png, \.pdf"):
         plot_loss_curve([tmp_path / "absent.jsonl"], tmp_path / "a.xyz")
     assert not (tmp_path / "a.xyz").exists()
+
+
+def test_the_validation_at_the_end_is_no_point_of_the_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is of other samples, and stands at the same iteration where the run ends on an interval."""
+    run = write_run(tmp_path / "a.jsonl", floor=3.0)
+    with run.open("a") as file:
+        file.write(json.dumps({"kind": "validation", "iteration": 100, "lm_loss": 9.0, "samples": 64}) + "\n")
+    figures: list[Any] = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: figures.append(figure) or path)
+    plot_loss_curve([run], tmp_path / "loss.png")
+    curves = {line.get_label(): list(line.get_xdata()) for line in figures[0].axes[0].get_lines()}
+    (validation,) = (xs for label, xs in curves.items() if label.startswith("validation: "))
+    assert validation == [50, 100]
+    assert curves["validation at the end: 9.00"] == [100]
+    ticks = figures[0].axes[0].get_xticks()
+    assert all(tick == int(tick) for tick in ticks)
+
+
+@pytest.mark.parametrize("last", [2, 3, 7, 20, 999])
+def test_iterations_on_an_axis_are_whole(last: int) -> None:
+    axes = new_figure(3.0, 2.0).add_subplot()
+    axes.plot([1, last], [0.0, 1.0])
+    label_iterations(axes)
+    assert all(tick == int(tick) for tick in axes.get_xticks())
+    assert axes.get_xlabel() == "iteration"
+
+
+def test_curves_are_told_apart() -> None:
+    styles = [curve_style(number) for number in range(28)]
+    assert len({(style["color"], str(style["linestyle"])) for style in styles}) == 28
+    for one, other in pairwise(styles):
+        assert one["color"] != other["color"]
+        assert one["linestyle"] != other["linestyle"]
+
+
+@pytest.mark.parametrize(("seconds", "unit"), [(5, "seconds"), (300, "minutes"), (7300, "hours"), (9e5, "days")])
+def test_times_are_in_the_unit_that_fits(seconds: float, unit: str) -> None:
+    name, length = time_unit(seconds / 3600)
+    assert name == unit
+    assert 2 < seconds / 3600 / length < 121

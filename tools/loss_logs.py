@@ -1,0 +1,212 @@
+"""The losses in the logs of runs, and where they were seen."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron.config.errors import UserError
+from megatron.training.plots import of_final_draw
+from megatron.training.sinks import read_records
+
+# A number with what comes after it, so that one that the run was killed in does not count.
+_NUMBER = r"\s*(?P<loss>[-+.\w]+)[^-+.\w\n]"
+_TRAIN = re.compile(
+    r"iteration\s+(?P<iteration>\d+)/\s*\d+ \|.*?consumed samples:\s*(?P<samples>\d+).*?"
+    r"elapsed time per iteration \((?P<unit>ms|s)\):\s*(?P<elapsed>[\d.]+)(?P<rest>.*)"
+)
+_LOSS = re.compile("lm loss:" + _NUMBER)
+_SKIPPED = re.compile(r"number of skipped iterations:\s*(\d+)\D")
+_VALID = re.compile(r"validation loss at iteration\s+(?P<iteration>\d+)\b(?P<draw>[^|]*)\|.*?lm loss value:" + _NUMBER)
+
+
+_Row = tuple[str, int, float, float | None, float]
+"""Kind (train, validation or final), iteration, loss, tokens, seconds of an iteration."""
+
+
+@dataclass
+class Point:
+    """A loss, in nats per token, and where it was seen; nan when it was not finite."""
+
+    iteration: int
+    loss: float
+    tokens: float | None = None
+    hours: float = 0.0
+
+    def at(self, axis: str) -> float | None:
+        """Its place on an axis."""
+        return {"iterations": float(self.iteration), "tokens": self.tokens, "hours": self.hours}[axis]
+
+
+@dataclass
+class Run:
+    """The curves of one run, in order.
+
+    Args:
+        name: of the run.
+        train: training losses, means since the one before.
+        valid: validation losses on the way, each of the next samples.
+        final: those at the end of training, of the validation set's first samples: of others than those on the way.
+    """
+
+    name: str
+    train: list[Point] = field(default_factory=list)
+    valid: list[Point] = field(default_factory=list)
+    final: list[Point] = field(default_factory=list)
+
+    @property
+    def interval(self) -> float:
+        """Iterations from one training loss to the next."""
+        return _spacing(self.train)
+
+    @property
+    def eval_interval(self) -> float:
+        """Iterations from one evaluation to the next."""
+        return _spacing(self.valid)
+
+
+def _spacing(points: Sequence[Point]) -> float:
+    """The usual distance of points; that to the beginning where there is but one, 0 where there is none."""
+    places = [point.iteration for point in points]
+    steps = [b - a for a, b in itertools.pairwise(places)] or places
+    return float(statistics.median(steps)) if steps else 0.0
+
+
+def read_run(word: str, seq_length: int | None) -> Run:
+    """Reads NAME=FILE or FILE.
+
+    Raises:
+        UserError: when it cannot be read or holds no losses.
+    """
+    name, path = _named(word)
+    run = Run(name or (path.parent.name if path.stem == "log" and path.parent.name else path.stem))
+    try:
+        rows = _from_json(path) if _is_json(path) else _from_text(path, seq_length)
+    except OSError as error:
+        raise UserError(f"{word}: {error.strerror}") from error
+    train = [row for row in rows if row[0] == "train"]
+    if not train:
+        raise UserError(f"{path}: no training losses; give a file of --log-json-file or --log-txt-file")
+    hours, before = 0.0, _beginning(train)
+    starts = Point(before, math.nan, None, 0.0)
+    for _, iteration, loss, tokens, seconds in train:
+        hours += seconds * max(iteration - before, 0) / 3600.0
+        before = iteration
+        run.train.append(Point(iteration, loss, tokens, hours))
+    for kind, iteration, loss, tokens, _ in rows:
+        if kind != "train":
+            curve = run.valid if kind == "validation" else run.final
+            curve.append(_seen([starts, *run.train], iteration, loss, tokens))
+    return run
+
+
+def _beginning(train: Sequence[_Row]) -> int:
+    """The iteration that a log starts from: its first window is as long as the second."""
+    first = train[0][1]
+    return max(first - (train[1][1] - first), 0) if len(train) > 1 else 0
+
+
+def _seen(train: Sequence[Point], iteration: int, loss: float, tokens: float | None) -> Point:
+    """An evaluation, whose time (and tokens, where it does not say them) are between two training losses."""
+    places = [point.iteration for point in train]
+    inside = min(max(iteration, places[0]), places[-1])
+    hours = interpolated(places, [point.hours for point in train], inside)
+    known = [point for point in train if point.tokens is not None]
+    if tokens is None and known:
+        places = [0, *(point.iteration for point in known)]
+        ys = [0.0, *(point.tokens or 0.0 for point in known)]
+        tokens = interpolated(places, ys, min(iteration, places[-1]))
+    return Point(iteration, loss, tokens, hours or 0.0)
+
+
+def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float | None:
+    """The curve's value at x; None outside it, nan beside a gap."""
+    if not xs or not xs[0] <= x <= xs[-1]:
+        return None
+    i = bisect.bisect_left(xs, x)
+    if xs[i] == x:
+        return ys[i]
+    return ys[i - 1] + (ys[i] - ys[i - 1]) * (x - xs[i - 1]) / (xs[i] - xs[i - 1])
+
+
+def _named(word: str) -> tuple[str, Path]:
+    """The name (empty where none is given) and the file. A file may hold a = in its own name."""
+    name, equals, path = word.partition("=")
+    if not equals or Path(word).is_file():
+        return "", Path(word)
+    if not name or not path:
+        raise UserError(f"{word}: no {'file after' if name else 'name before'} the =; write NAME=FILE")
+    return name, Path(path)
+
+
+def _is_json(path: Path) -> bool:
+    """Whether the first line that is not blank is an object's."""
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        return next((line for line in file if line.strip()), "").lstrip().startswith("{")
+
+
+def _from_json(path: Path) -> list[_Row]:
+    """An event without a loss sums up iterations that were all skipped."""
+    rows: list[_Row] = []
+    for event in read_records(path):
+        if event.get("kind") in ("train", "validation") and "lm_loss" in event:
+            kind = "final" if event["kind"] == "validation" and of_final_draw(event) else event["kind"]
+            tokens = None if event.get("consumed_tokens") is None else event.number("consumed_tokens")
+            seconds = event.number("seconds_per_iteration", 0.0)
+            known = seconds if math.isfinite(seconds) else 0.0
+            rows.append((kind, event.iteration(), event.number("lm_loss"), tokens, known))
+    return rows
+
+
+def _from_text(path: Path, seq_length: int | None) -> list[_Row]:
+    """A log that was continued from an earlier iteration replaces what came after that."""
+    rows: list[_Row] = []
+    before: int | None = None
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            place = f"{path}:{number}"
+            if match := _TRAIN.search(line):
+                iteration = int(match["iteration"])
+                if before is not None and before >= iteration:
+                    rows = [row for row in rows if row[1] < iteration]
+                    before = None
+                loss = _text_loss(match["rest"], 1 if before is None else iteration - before, place)
+                before = iteration
+                if loss is None:
+                    continue
+                tokens = None if seq_length is None else float(int(match["samples"]) * seq_length)
+                seconds = _number(match["elapsed"], "elapsed time", place) / (1000.0 if match["unit"] == "ms" else 1.0)
+                rows.append(("train", iteration, loss, tokens, seconds))
+            elif match := _VALID.search(line):
+                loss = _number(match["loss"], "lm loss", place)
+                # "on 640-sample draw from test set", or in other forks "on validation set": of the end of training.
+                draw = match["draw"].split()
+                kind = "final" if draw else "validation"
+                if draw[-2:] != ["test", "set"]:
+                    rows.append((kind, int(match["iteration"]), loss, None, 0.0))
+    return rows
+
+
+def _text_loss(fields: str, iterations: int, place: str) -> float | None:
+    """The loss of a training line's window of so many iterations; None when there is none, or the line is torn.
+
+    A line leaves out a mean that is nan, and so it does where every iteration was skipped.
+    """
+    if match := _LOSS.search(fields):
+        return _number(match["loss"], "lm loss", place)
+    skipped = _SKIPPED.search(fields)
+    return math.nan if skipped is not None and int(skipped[1]) < iterations else None
+
+
+def _number(text: str, name: str, place: str) -> float:
+    try:
+        value = float(text)
+    except ValueError as error:
+        raise UserError(f"{place}: {name} {text} is not a number; correct or delete the line") from error
+    return value if math.isfinite(value) else math.nan
