@@ -13,7 +13,7 @@ from megatron.comm.rounds import Job, RoundsInFlight
 from megatron.compression.identity import IdentityRounds
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
-from megatron.topology.group import Group
+from megatron.topology.group import Group, num_bytes
 
 
 class EmbeddingSync:
@@ -26,11 +26,13 @@ class EmbeddingSync:
     Args:
         group: the holders that sum, of this tensor-parallel rank.
         plan: the compressor of ``EMBED_GRAD``.
-        ledger: where the bytes are counted.
+        ledger: where the bytes are counted. Compared with is what the two sums would send that a fused one replaces.
+        replicas: that a fused sum spans; 1 where the data-parallel reduction comes before.
     """
 
-    def __init__(self, group: Group, plan: CompressionPlan, ledger: Ledger) -> None:
+    def __init__(self, group: Group, plan: CompressionPlan, ledger: Ledger, replicas: int = 1) -> None:
         self.group = group
+        self.replicas = replicas
         self.plan = plan
         self.ledger = ledger
         self.state = CompressorState()
@@ -61,15 +63,20 @@ class EmbeddingSync:
         whole = count <= grad.numel()
         compressor = self.plan.rounds(Point.EMBED_GRAD)
         if not self._on or not whole or not compressor.pays(shape):
-            self._sum(Job(IdentityRounds(), grad, CompressorState()), None)
+            self._sum(Job(IdentityRounds(), grad, CompressorState()), num_bytes(grad))
             return
         unit = self._unit(shape)
         with self.ledger.encoding(Point.EMBED_GRAD):
             x = unit.take(grad, scale)
-        raw = 2 * (self.group.size - 1) * count * grad.element_size() // self.group.size
-        self._sum(Job(compressor, x, self.state), raw)
+        self._sum(Job(compressor, x, self.state), count * grad.element_size())
         with self.ledger.decoding(Point.EMBED_GRAD):
             unit.give(grad, x, scale)
 
-    def _sum(self, job: Job, raw_bytes: int | None) -> None:
-        RoundsInFlight([job], self.group, self.ledger, Point.EMBED_GRAD, raw_bytes=raw_bytes).settle()
+    def _sum(self, job: Job, exact_bytes: int) -> None:
+        raw = self._raw_bytes(exact_bytes)
+        RoundsInFlight([job], self.group, self.ledger, Point.EMBED_GRAD, raw_bytes=raw).settle()
+
+    def _raw_bytes(self, gradient: int) -> int:
+        """What this rank would send of an exact gradient of so many bytes, over its replicas and then the stages."""
+        ranks = (self.replicas, self.group.size // self.replicas)
+        return sum(2 * (size - 1) * gradient // size for size in ranks)

@@ -61,7 +61,7 @@ class GradientSync:
         fused = plan.fused_embedding and topology.fused_embedding is not None
         holders = topology.fused_embedding if fused else topology.embedding
         if holders is not None:
-            self.embedding = EmbeddingSync(holders, plan, ledger)
+            self.embedding = EmbeddingSync(holders, plan, ledger, topology.dp.size if fused else 1)
         self.reducers = [
             GradReducer(
                 [reduced_bucket(buffer, bucket, fused) for bucket in buffer.buckets], self.group, plan, ledger, sharded
