@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.errors import UserError
-from megatron.training.plots import new_figure, save_figure
+from megatron.training.plots import (
+    COLORS,
+    curve_style,
+    label_iterations,
+    new_figure,
+    of_final_draw,
+    save_figure,
+)
 from megatron.training.sinks import Record, finite_figures, read_records
 
 Events = list[Record]
@@ -96,14 +103,23 @@ def _loss(event: Record) -> str:
 
 
 def _losses(found: Mapping[str, Events]) -> Report:
+    trains = {scheme: _of(events, "train") for scheme, events in found.items()}
+    points = list(dict.fromkeys(name for train in trains.values() for event in train for name in _points(event)))
     rows = []
-    for scheme, events in found.items():
-        train = _of(events, "train")
+    for scheme, train in trains.items():
         raw, sent = _mean(train, lambda e: _point(e, "raw_bytes")), _mean(train, lambda e: _point(e, "wire_bytes"))
         bytes_cells = [_cell(sent / 1e6, ".3f"), _cell(_over(raw, sent), ".2f")]
+        bytes_cells += [_cell(_mean(train, lambda e, p=point: _sent(e, p)) / 1e6, ".3f") for point in points]  # type: ignore[misc]
         rows.append([scheme, str(train[-1].iteration()), _loss(train[0]), _loss(train[-1]), *bytes_cells])
     head = ["scheme", "iterations", "first loss", "last loss", "MB an iteration", "times fewer"]
-    return _rows(head, rows), None
+    return _rows([*head, *(f"{point} MB" for point in points)], rows), None
+
+
+def _sent(event: Record, point: str) -> float:
+    if "comm" not in event:
+        return math.nan
+    figures = _points(event).get(point)
+    return 0.0 if figures is None else figures.number("wire_bytes", 0.0)
 
 
 def _waited(event: Record, point: str) -> float:
@@ -135,34 +151,64 @@ def _breakdown(found: Mapping[str, Events]) -> Report:
 
     def draw(axes: Any) -> None:
         left = [0.0] * len(parts)
-        for column in columns:
+        for number, column in enumerate(columns):
             widths = [0.0 if math.isnan(width := own.get(column, 0.0)) else width for own in parts.values()]
-            axes.barh(list(parts), widths, left=left, label=column)
+            # Other hatches where the colors begin anew.
+            look = {"color": COLORS[number % len(COLORS)], "hatch": "//" if number >= len(COLORS) else ""}
+            axes.barh(list(parts), widths, left=left, label=column, edgecolor="white", linewidth=0.5, **look)
             left = [a + b for a, b in zip(left, widths, strict=True)]
         axes.invert_yaxis()
         axes.set_xlabel("seconds an iteration")
-        axes.legend(fontsize=7, frameon=False)
+        axes.figure.legend(loc="outside upper center", ncols=4, fontsize=7, frameon=False)
 
     return _rows(head, rows) + note, draw
 
 
+def _evaluations(events: Events) -> tuple[dict[int, Record], dict[int, Record]]:
+    """The evaluations on the way and at the end, by iteration: the latter are of other samples."""
+    on_the_way: dict[int, Record] = {}
+    at_the_end: dict[int, Record] = {}
+    for event in _of(events, "validation"):
+        if "lm_loss" in event:
+            (at_the_end if of_final_draw(event) else on_the_way)[event.iteration()] = event
+    return on_the_way, at_the_end
+
+
+def _comparable(found: Mapping[str, Events]) -> tuple[str, dict[str, Record]]:
+    """The last evaluations that all schemes have of the same samples, and where they are."""
+    pairs = {scheme: _evaluations(events) for scheme, events in found.items()}
+    # A scheme that has not been evaluated yet keeps nobody back.
+    known = {scheme: pair for scheme, pair in pairs.items() if any(pair)}
+    for kind, name in ((1, "at the end, iteration"), (0, "at iteration")):
+        common = set.intersection(*(set(pair[kind]) for pair in known.values())) if known else set()
+        if common:
+            last = max(common)
+            return f"{name} {last}", {scheme: pair[kind][last] for scheme, pair in known.items()}
+    return "", {}
+
+
 def _perplexity(found: Mapping[str, Events]) -> Report:
     rows = []
+    where, compared = _comparable(found)
     for scheme, events in found.items():
-        train, valid = _of(events, "train"), _of(events, "validation")
+        train = _of(events, "train")
         figures = ["", ""]
-        if valid and "lm_loss" in valid[-1]:
-            figures = [_loss(valid[-1]), f"{math.exp(min(valid[-1].number('lm_loss'), 20.0)):.2f}"]
+        if scheme in compared:
+            event = compared[scheme]
+            figures = [_loss(event), f"{math.exp(min(event.number('lm_loss'), 20.0)):.2f}"]
         days = sum(event.number("seconds_per_iteration", math.nan) for event in train) / 86400
         rows.append([scheme, str(train[-1].iteration()), *figures, _cell(days, ".3g")])
-    head = ["scheme", "iterations", "validation loss", "perplexity", "days"]
+    head = ["scheme", "iterations", f"validation loss {where}".rstrip(), "perplexity", "days"]
 
     def draw(axes: Any) -> None:
-        for scheme, events in found.items():
-            valid = [event for event in _of(events, "validation") if "lm_loss" in event]
-            places, losses = [event.iteration() for event in valid], [event.number("lm_loss") for event in valid]
-            axes.plot(places, losses, marker="o", markersize=3, label=scheme)
-        axes.set(xlabel="iteration", ylabel="validation loss, nats per token")
+        for number, (scheme, events) in enumerate(found.items()):
+            valid = _evaluations(events)[0].values()
+            losses = [event.number("lm_loss") for event in valid]
+            style = {**curve_style(number), "markersize": 4, "markerfacecolor": "white"}
+            axes.plot([event.iteration() for event in valid], losses, **style, label=scheme)
+        label_iterations(axes)
+        axes.set_ylabel("validation loss, nats per token")
+        axes.grid(alpha=0.3)
         axes.legend(frameon=False)
 
     return _rows(head, rows), draw
@@ -186,10 +232,12 @@ def _orthogonality(found: Mapping[str, Events]) -> Report:
     head = ["scheme", "mean cosine", "largest |cosine|", "mean |error average|", "mean |change average|"]
 
     def draw(axes: Any) -> None:
-        for scheme, (iterations, cosines) in series.items():
-            axes.plot(iterations, cosines, linewidth=1, label=scheme)
+        for number, (scheme, (iterations, cosines)) in enumerate(series.items()):
+            axes.plot(iterations, cosines, linewidth=1, color=COLORS[number % len(COLORS)], label=scheme)
         axes.axhline(0.0, color="black", linewidth=0.8)
-        axes.set(xlabel="iteration", ylabel="cosine: error and change of the activation", ylim=(-1, 1))
+        label_iterations(axes)
+        axes.set(ylabel="cosine: error and change of the activation", ylim=(-1, 1))
+        axes.grid(alpha=0.3)
         if series:
             axes.legend(frameon=False)
 
@@ -208,7 +256,8 @@ def _memory(found: Mapping[str, Events]) -> Report:
     ]
 
     def draw(axes: Any) -> None:
-        axes.bar(list(peaks), list(peaks.values()))
+        known = {scheme: peak for scheme, peak in peaks.items() if not math.isnan(peak)}
+        axes.bar_label(axes.bar(list(known), list(known.values()), color=COLORS[0], width=0.6), fmt="%.0f")
         axes.set_ylabel("peak memory of a rank, MB")
 
     return _rows(["scheme", "peak MB", "above the first", "times the first"], rows), draw

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -37,6 +38,8 @@ from megatron.config.yaml_file import read_yaml  # noqa: E402
 from megatron.data.indexed import IndexedWriter  # noqa: E402
 
 CASES = Path(__file__).resolve().parent / "cases"
+FIRST_NODE = "FIRST_NODE"
+RENDEZVOUS = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{FIRST_NODE}:29500")
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Experiment:
         schemes: names in ``cases/schemes.yaml``.
         report: how the logs are read.
         flags: further ones.
+        layouts: of models that this experiment splits in another way.
     """
 
     name: str
@@ -58,6 +62,7 @@ class Experiment:
     report: str
     local_iterations: int | None = None
     flags: tuple[str, ...] = ()
+    layouts: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -66,14 +71,30 @@ class Model:
 
     Args:
         name: of the model.
-        ranks, ranks_per_node: processes.
+        replicas: data-parallel ones.
+        ranks_per_node: processes.
         config: sections of a run's configuration.
     """
 
     name: str
-    ranks: int
+    replicas: int
     ranks_per_node: int
     config: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def stages(self) -> int:
+        """Of the pipeline."""
+        return int(self.config["parallel"].get("pipeline_model_parallel_size", 1))
+
+    @property
+    def ranks(self) -> int:
+        """Processes."""
+        return self.replicas * self.stages * int(self.config["parallel"].get("tensor_model_parallel_size", 1))
+
+    @property
+    def nodes(self) -> int:
+        """That the processes take."""
+        return -(-self.ranks // self.ranks_per_node)
 
     def flags(self) -> list[str]:
         """Its settings as flags."""
@@ -103,8 +124,12 @@ def read_experiment(name: str) -> Experiment:
     return Experiment(name, **content, **lists)
 
 
-def read_model(name: str) -> Model:
+def read_model(name: str, layout: Mapping[str, int] | None = None) -> Model:
     """Reads a case file.
+
+    Args:
+        name: of the model.
+        layout: replicas and parallel sizes in place of its own.
 
     Raises:
         UserError: when there is none of the name.
@@ -117,7 +142,19 @@ def read_model(name: str) -> Model:
         for section, values in content["config"].items():
             base["config"].setdefault(section, {}).update(values)
         content = base
-    return Model(name, **content)
+    sizes = dict(layout or {})
+    replicas = sizes.pop("replicas", content.pop("replicas"))
+    content["config"]["parallel"].update(sizes)
+    return Model(name, replicas, **content)
+
+
+def specs_of(scheme: Sequence[str], model: Model) -> tuple[str, ...]:
+    """Specs for a model's pipeline: the first three stages of two are all of them."""
+
+    def within(match: re.Match[str]) -> str:
+        return f"stages=first:{min(int(match[1]), model.stages)}"
+
+    return tuple(re.sub(r"stages=first:(\d+)", within, spec) for spec in scheme)
 
 
 def toy_prefix(out: Path) -> Path:
@@ -170,12 +207,13 @@ class Run:
         return [*words, *self.extra]
 
     def command(self) -> list[str]:
-        """On one node."""
-        return ["torchrun", "--nproc-per-node", str(self.model.ranks), "pretrain_gpt.py", *self.flags()]
-
-    @property
-    def _nodes(self) -> int:
-        return -(-self.model.ranks // self.model.ranks_per_node)
+        """On this machine, or on each node where the model takes several."""
+        nodes, each = self.model.nodes, min(self.model.ranks, self.model.ranks_per_node)
+        if self.local or nodes == 1:
+            words = ["--nproc-per-node", str(self.model.ranks)]
+        else:
+            words = ["--nnodes", str(nodes), "--nproc-per-node", str(each), *RENDEZVOUS]
+        return ["torchrun", *words, "pretrain_gpt.py", *self.flags()]
 
     @property
     def _job(self) -> str:
@@ -183,12 +221,12 @@ class Run:
 
     def slurm(self) -> list[str]:
         """A submission of ``examples/slurm/pretrain_gpt.sbatch``."""
-        own = [f"--job-name={self._job}", f"--nodes={self._nodes}", f"--gpus-per-node={self.model.ranks_per_node}"]
+        own = [f"--job-name={self._job}", f"--nodes={self.model.nodes}", f"--gpus-per-node={self.model.ranks_per_node}"]
         return ["sbatch", *own, "examples/slurm/pretrain_gpt.sbatch", *self.flags()]
 
     def lsf(self) -> list[str]:
         """A submission of ``examples/lsf/pretrain_gpt.lsf``, whose flags are in the environment."""
-        return ["bsub", "-J", self._job, "-n", str(self._nodes), "-gpu", f"num={self.model.ranks_per_node}"]
+        return ["bsub", "-J", self._job, "-n", str(self.model.nodes), "-gpu", f"num={self.model.ranks_per_node}"]
 
     def environment(self) -> dict[str, str]:
         """Of the jobs' scripts."""
@@ -204,7 +242,8 @@ def start(run: Run, how: str) -> None:
         OSError: when its folder cannot be made.
     """
     if how == "print":
-        print(f"# {run.scheme}\n{shlex.join(run.command())}\n", flush=True)
+        where = f", on each of {run.model.nodes} nodes; {FIRST_NODE}: one of them" if run.model.nodes > 1 else ""
+        print(f"# {run.scheme}{where}\n{shlex.join(run.command())}\n", flush=True)
         return
     run.out.mkdir(parents=True, exist_ok=True)
     if how == "local":
@@ -269,7 +308,7 @@ def runs_of(options: argparse.Namespace, experiment: Experiment, model: Model, e
     data = [word for flag, value in {**given, **stand_ins}.items() if value for word in (flag, value)]
     return [
         Run(
-            experiment, model, name, tuple(schemes[name]), out / experiment.name / model.name / name,
+            experiment, model, name, specs_of(schemes[name], model), out / experiment.name / model.name / name,
             (*data, *extra), options.how == "local",
         )
         for name in chosen
@@ -281,6 +320,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("experiment", help=f"{', '.join([*names_in('experiments'), 'fig14'])}")
     made.add_argument("--model", help=f"{', '.join(names_in('models'))}; toy with --local unless given")
+    made.add_argument("--replicas", type=int, help="data-parallel ones; those of the case unless given")
     made.add_argument("--scheme", help="comma-separated; all of the experiment unless given")
     how = made.add_mutually_exclusive_group()
     for name, text in (
@@ -305,7 +345,7 @@ def measure_kernels(options: argparse.Namespace, extra: Sequence[str]) -> int:
         UserError: for a flag of training runs.
         OSError: when its folder cannot be made.
     """
-    names = ("report", "model", "scheme", "data_path", "vocab_file", "merge_file")
+    names = ("report", "model", "replicas", "scheme", "data_path", "vocab_file", "merge_file")
     given = [*(name for name in names if getattr(options, name)), options.how]
     if given[0] not in ("print", "local"):
         flag = f"--{given[0].replace('_', '-')}"
@@ -329,7 +369,12 @@ def run_experiment(options: argparse.Namespace, extra: Sequence[str]) -> None:
     experiment = read_experiment(options.experiment)
     if options.model is None and options.how != "local":
         raise UserError(f"--model is needed: {', '.join(names_in('models'))}")
-    model = read_model(options.model or "toy")
+    layout = dict(experiment.layouts.get(options.model or "toy", {}))
+    if options.replicas is not None:
+        if options.replicas < 1:
+            raise UserError(f"--replicas {options.replicas}: give at least 1")
+        layout["replicas"] = options.replicas
+    model = read_model(options.model or "toy", layout)
     runs = runs_of(options, experiment, model, extra)
     if options.how != "print" and not options.data_path and model.name == "toy":
         make_toy_data(toy_prefix(Path(options.out).resolve()), int(model.config["tokenizer"]["vocab_size"]))

@@ -110,9 +110,9 @@ def _panel(axes: Any, series: Series, label: str) -> None:
     for number, (kind, points) in enumerate(sorted(series.items())):
         iterations = sorted(points)
         layers = [finite_figures(points[iteration]) for iteration in iterations]
-        colour = f"C{number}"
-        axes.plot(iterations, [statistics.fmean(values) for values in layers], color=colour, label=kind)
-        axes.fill_between(iterations, list(map(min, layers)), list(map(max, layers)), color=colour, alpha=0.15)
+        color = f"C{number}"
+        axes.plot(iterations, [statistics.fmean(values) for values in layers], color=color, label=kind)
+        axes.fill_between(iterations, list(map(min, layers)), list(map(max, layers)), color=color, alpha=0.15)
     axes.set(xlabel="iteration", ylabel=label, ylim=(0, 1))
     axes.grid(alpha=0.3)
 

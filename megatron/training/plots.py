@@ -13,7 +13,7 @@ from megatron.training.sinks import Record, read_records
 ENDINGS = ("png", "pdf", "svg", "svgz", "eps", "ps", "jpg", "jpeg", "tif", "tiff", "webp")
 """Of pictures."""
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Told apart by color-blind readers as well (Okabe and Ito)."""
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -44,9 +44,9 @@ def plot_loss_curve(
     axes = figure.add_subplot()
     runs = [_Run(Path(path), loss) for path in jsonl_paths]
     for i, (run, label) in enumerate(zip(runs, _labels(runs), strict=True)):
-        colour = COLOURS[i % len(COLOURS)]
+        color = COLORS[i % len(COLORS)]
         # Several runs are told apart by color; a single one can afford a second color for what is held out.
-        run.draw(axes, label, colour, colour if len(runs) > 1 else COLOURS[1])
+        run.draw(axes, label, color, color if len(runs) > 1 else COLORS[1])
     for (label, value), style in zip((reference_lines or {}).items(), ("--", ":", "-.") * 9, strict=False):
         axes.axhline(value, linestyle=style, linewidth=1.2, color="#555555", label=f"{label}: {value:.2f}")
     axes.set_title(title)
@@ -80,7 +80,7 @@ def new_figure(width: float, height: float) -> Any:
 def curve_style(number: int) -> dict[str, Any]:
     """Color, dashes and marker of the curve of a number, by which 28 are told apart."""
     # Seven and four have no common factor, so the pairs repeat after 28, and neighbors differ in both.
-    color, dashes, marker = COLOURS[number % 7], _DASHES[number % 4], MARKERS[number % 7]
+    color, dashes, marker = COLORS[number % 7], _DASHES[number % 4], MARKERS[number % 7]
     return {"color": color, "linestyle": dashes, "marker": marker}
 
 
@@ -143,9 +143,9 @@ class _Run:
         constant = len({e.number("global_batch_size", 0.0) for e in events if e.get("kind") == "train"}) == 1
         self.tokens_per_iteration = tokens / max(last.iteration(), 1) if tokens > 0 and constant else 0.0
 
-    def draw(self, axes: Any, label: str, colour: str, held_out_colour: str) -> None:
-        axes.plot(*zip(*self.train, strict=True), color=colour, alpha=0.75, label=f"{label}training")
-        hollow = {"color": held_out_colour, "markerfacecolor": "white"}
+    def draw(self, axes: Any, label: str, color: str, held_out_color: str) -> None:
+        axes.plot(*zip(*self.train, strict=True), color=color, alpha=0.75, label=f"{label}training")
+        hollow = {"color": held_out_color, "markerfacecolor": "white"}
         if self.validation:
             x, y = zip(*self.validation, strict=True)
             axes.plot(x, y, "o-", markersize=4.5, **hollow, label=f"{label}validation: {y[-1]:.2f}")

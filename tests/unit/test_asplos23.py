@@ -14,7 +14,7 @@ import pytest
 
 from ASPLOS23 import run as runner
 from ASPLOS23.progress import run_shown
-from ASPLOS23.run import main, names_in, read_experiment
+from ASPLOS23.run import main, names_in, read_experiment, read_model
 
 _COMM = {"dp-grad": {"raw_bytes": 2e6, "wire_bytes": 1e6, "coded_s": 0.1, "waited_s": 0.2}, "control": {}}
 _TRAIN = {"lm_loss": 4.0, "seconds_per_iteration": 1.0, "memory_bytes": 5e6, "comm": _COMM}
@@ -44,9 +44,9 @@ def _report(out: Path, experiment: str) -> int:
 @pytest.mark.parametrize(
     ("changed", "row"),
     [
-        ({}, "| CB | 3 | 4.0000 | 4.0000 | 1.000 | 2.00 |"),
-        ({"lm_loss": None}, "| CB | 3 | nan | nan | 1.000 | 2.00 |"),
-        ({"lm_loss": "none"}, "| CB | 3 |  |  | 1.000 | 2.00 |"),
+        ({}, "| CB | 3 | 4.0000 | 4.0000 | 1.000 | 2.00 | 1.000 |"),
+        ({"lm_loss": None}, "| CB | 3 | nan | nan | 1.000 | 2.00 | 1.000 |"),
+        ({"lm_loss": "none"}, "| CB | 3 |  |  | 1.000 | 2.00 | 1.000 |"),
         ({"comm": "none"}, "| CB | 3 | 4.0000 | 4.0000 |  |  |"),
         ({"comm": {}}, "| CB | 3 | 4.0000 | 4.0000 | 0.000 |  |"),
     ],
@@ -88,7 +88,7 @@ def test_figures_that_are_not_there_leave_cells_empty(
     [
         ({"lm_loss": "much"}, "log.jsonl:1: lm_loss 'much' is not a number"),
         ({"iteration": "none"}, "log.jsonl:7: no iteration"),
-        ({"comm": None}, "log.jsonl:7: comm None is not a group"),
+        ({"comm": None}, "log.jsonl:1: comm None is not a group"),
         ({"comm": {"dp-grad": {"raw_bytes": []}}}, "log.jsonl:7: comm dp-grad: raw_bytes [] is not a number"),
     ],
 )
@@ -232,3 +232,77 @@ def test_a_local_run_that_fails_says_why(
     assert "CB: " in error
     assert "ended with exit status 2; everything it said is in " in error
     assert "error: it broke" in error
+
+
+def _validated(out: Path, scheme: str, losses: dict[int, float], end: float | None) -> None:
+    """A log with evaluations on the way, and one of other samples at iteration 3."""
+    path = _write_log(out, "tbl2", scheme, lm_loss=None)
+    lines = [line for line in path.read_text().splitlines() if json.loads(line)["kind"] == "train"]
+    events: list[dict[str, Any]] = [
+        {"kind": "validation", "iteration": iteration, "lm_loss": loss, "samples": None}
+        for iteration, loss in losses.items()
+    ]
+    if end is not None:
+        events.append({"kind": "validation", "iteration": 3, "lm_loss": end, "samples": 64})
+        events.append({"kind": "test", "iteration": 3, "lm_loss": 9.0, "samples": 64})
+    path.write_text("\n".join([*lines, *map(json.dumps, events)]))
+
+
+@pytest.mark.parametrize(
+    ("cb", "end", "head", "rows"),
+    [
+        ({2: 4.5, 3: 4.3}, 4.4, "validation loss at the end, iteration 3", ("4.2000", "4.4000")),
+        ({2: 4.5, 3: 4.3}, None, "validation loss at iteration 3", ("4.1000", "4.3000")),
+        ({2: 4.5}, None, "validation loss at iteration 2", ("4.4000", "4.5000")),
+        ({}, None, "validation loss at the end, iteration 3", ("4.2000", "")),
+        ({7: 4.0}, None, "validation loss", ("", "")),
+    ],
+)
+def test_schemes_are_compared_on_the_same_samples(
+    cb: dict[int, float],
+    end: float | None,
+    head: str,
+    rows: tuple[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _validated(tmp_path, "Baseline", {2: 4.4, 3: 4.1}, 4.2)
+    _validated(tmp_path, "CB", cb, end)
+    assert main(["tbl2", "--model", "toy", "--scheme", "Baseline,CB", "--report", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert f"| {head} |" in printed
+    for scheme, loss in zip(("Baseline", "CB"), rows, strict=True):
+        assert f"| {scheme} | 3 | {loss} |" in printed
+
+
+def _printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(words) == 0
+    return capsys.readouterr().out
+
+
+def test_the_functionality_check_is_one_node(capsys: pytest.CaptureFixture[str]) -> None:
+    """Published for 335M: TP 2 x PP 2 on eight devices."""
+    printed = _printed(["functionality", "--model", "335M", "--scheme", "CB-FE-SC"], capsys)
+    assert "torchrun --nproc-per-node 8 pretrain_gpt.py" in printed
+    assert "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 " in printed
+    # The first three of two stages are both.
+    assert "dp-grad=powersgd,rank=128,stages=first:2" in printed
+    assert "FIRST_NODE" not in printed
+
+
+def test_runs_of_several_nodes_are_printed_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = _printed(["fig10", "--model", "8.3B", "--scheme", "CB-FE-SC"], capsys)
+    assert "# CB-FE-SC, on each of 16 nodes; FIRST_NODE: one of them\n" in printed
+    assert "torchrun --nnodes 16 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 pre" in printed
+    assert "stages=first:3" in printed
+    printed = _printed(["fig10", "--model", "8.3B", "--scheme", "CB", "--replicas", "2"], capsys)
+    assert "torchrun --nnodes 8 --nproc-per-node 8 " in printed
+    assert main(["fig10", "--model", "8.3B", "--replicas", "0"]) == 1
+    assert capsys.readouterr().err == "error: --replicas 0: give at least 1\n"
+
+
+@pytest.mark.parametrize("experiment", names_in("experiments"))
+@pytest.mark.parametrize("model", names_in("models"))
+def test_every_case_has_gradients_to_average(experiment: str, model: str) -> None:
+    """With one replica, FE and SC would send what the schemes without them send."""
+    assert read_model(model, read_experiment(experiment).layouts.get(model)).replicas > 1
