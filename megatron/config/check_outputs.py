@@ -103,6 +103,10 @@ def _check_trace(config: RunConfig) -> None:
 def _check_gradients(config: RunConfig) -> None:
     if config.logging.log_gradients and config.logging.log_json_file is None:
         raise UserError("--log-gradients writes to --log-json-file FILE; add it or leave --log-gradients out")
+    if config.logging.log_gradients_bins and not config.logging.log_gradients:
+        raise UserError(
+            f"--log-gradients-bins {config.logging.log_gradients_bins} is for the records of --log-gradients; add it"
+        )
     if config.logging.log_gradients and config.parallel.use_distributed_optimizer:
         raise UserError(
             "--log-gradients looks at whole gradients, of which --use-distributed-optimizer leaves each rank a share; "

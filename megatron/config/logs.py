@@ -69,6 +69,13 @@ class LoggingConfig:
     )
     log_gradients_interval: int = option(100, "Iterations between records.", unit="iterations", minimum=1)
     log_gradients_density: float = option(0.01, "Share of each matrix that counts as largest.", minimum=0, maximum=1)
+    log_gradients_bins: int = option(
+        0,
+        "Also record how many of the largest are in each of so many equal parts of a matrix, for the heat map of "
+        "tools/plot_grad_distribution.py --places (Radius draws 5,000; 200 show as much); 0: do not.",
+        minimum=0,
+        maximum=5000,
+    )
     profile_trace: str | None = derived(
         "none",
         "Write a Chrome trace of some iterations for each rank to this folder: forward, backward, encode, send, wait, "

@@ -89,7 +89,7 @@ def label_iterations(axes: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel("iteration")
-    axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 5, 10], integer=True))
 
 
 def time_unit(hours: float) -> tuple[str, float]:

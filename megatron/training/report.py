@@ -18,7 +18,7 @@ from megatron.training.assembly import Engines
 from megatron.training.batch_size import BatchSizeSchedule
 from megatron.training.flops import ModelShape, benchmark_tflops, model_tflops
 from megatron.training.forecast import FIRST_ESTIMATE, Forecast, format_estimate, format_size, model_size
-from megatron.training.gradient_probe import GradientProbe
+from megatron.training.gradient_probe import Figures, GradientProbe
 from megatron.training.loggers import HonestFigures, MetricLogger
 from megatron.training.logline import LogWindow, TrainRecord
 from megatron.training.progress import ProgressBar
@@ -87,7 +87,9 @@ class Reporter:
         self.bar: ProgressBar | None = None
         self.logger: MetricLogger | None = None
         logging = config.logging
-        self.gradients = GradientProbe(logging.log_gradients_density) if logging.log_gradients else None
+        self.gradients = (
+            GradientProbe(logging.log_gradients_density, logging.log_gradients_bins) if logging.log_gradients else None
+        )
         self.batch_sizes = batch_sizes
         self.size = model_size(engines)
         self.forecast = Forecast(config, batch_sizes, engines.topology.layout, train_iters, splits)
@@ -226,7 +228,7 @@ class Reporter:
             return
         looks = topology.dp.rank == 0 and topology.tp.rank == 0
         own = self.gradients.look(self.engines.buffers) if looks else {}
-        parameters: dict[str, dict[str, float]] = {}
+        parameters: dict[str, Figures] = {}
         for text in gather_texts(topology.control.pg, json.dumps(own)):
             parameters.update(json.loads(text))
         self.logger.event("gradients", iteration, density=logging.log_gradients_density, parameters=parameters)

@@ -24,6 +24,7 @@ def test_every_stage_is_recorded_and_drawn(tmp_path: Path, capsys: pytest.Captur
         log_gradients=True,
         log_gradients_interval=2,
         log_gradients_density=0.1,
+        log_gradients_bins=8,
         log_json_file=log,
     )
     train(4, flags)
@@ -35,7 +36,9 @@ def test_every_stage_is_recorded_and_drawn(tmp_path: Path, capsys: pytest.Captur
     for figures in events[-1]["parameters"].values():
         assert 0.1 <= figures["energy"] <= 1.0
         assert 0.0 <= figures["kept"] <= 1.0
-    assert main([str(log), "-o", str(out)]) == 0
+        assert len(figures["places"]) == 8
+    assert main([str(log), "-o", str(out), "--places", str(tmp_path / "places.png")]) == 0
+    assert (tmp_path / "places.png").read_bytes()[:4] == b"\x89PNG"
     assert "| mlp.dense_h_to_4h | 0." in capsys.readouterr().out
     assert out.read_bytes()[:4] == b"\x89PNG"
 

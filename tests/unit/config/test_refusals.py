@@ -34,6 +34,7 @@ BY_ITERATIONS = [
         4,
         ["--ffn-hidden-size 102", "--tensor-model-parallel-size 4"],
     ),
+    ("--log-gradients-bins 5", 1, ["--log-gradients-bins 5", "--log-gradients; add it"]),
     ("--num-query-groups 3", 1, ["--num-query-groups 3", "--num-attention-heads 4"]),
     ("--num-layers 5 --pipeline-model-parallel-size 2", 2, ["--num-layers 5", PP2]),
     ("--sequence-parallel", 1, ["--sequence-parallel", "--tensor-model-parallel-size"]),

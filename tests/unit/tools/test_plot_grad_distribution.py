@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tools.plot_grad_distribution import main
+from tools import plot_grad_distribution
+from tools.plot_grad_distribution import main, read_events, read_places
 
 _PARAMETERS = {
     "layers.0.mlp.weight": {"energy": 0.5, "kept": 0.25},
@@ -65,3 +66,54 @@ def test_a_record_that_is_not_one_is_named(
 def test_an_ending_that_no_picture_has_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path / "none.jsonl"), "-o", str(tmp_path / "a.zzz")]) == 1
     assert "a.zzz: no picture ends so; use .png, .pdf, .svg" in capsys.readouterr().err
+
+
+def _placed(*counts: Any, names: tuple[str, ...] = ("layers.0.mlp.weight",)) -> list[dict[str, Any]]:
+    """Records of where the largest are."""
+    return [{"parameters": {name: {"energy": 0.5, "places": row} for name in names}} for row in counts]
+
+
+def test_places_are_drawn_as_multiples_of_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Iterations from left to right, the matrix from bottom to top."""
+    log = _log(tmp_path / "a.jsonl", *_placed([4, 0], [3, 1], [2, 2]))
+    figures: dict[str, Any] = {}
+    monkeypatch.setattr(plot_grad_distribution, "save_figure", lambda figure, path: figures.update({path.name: figure}))
+    assert main([str(log), "-o", str(tmp_path / "a.png"), "--places", str(tmp_path / "b.png")]) == 0
+    panel = figures["b.png"].axes[0]
+    assert panel.get_title() == "layers.0.mlp"
+    (mesh,) = panel.collections
+    assert mesh.get_array().tolist() == [[2.0, 1.5, 1.0], [0.0, 0.5, 1.0]]
+    assert mesh.get_coordinates()[0, :, 0].tolist() == [0.5, 1.5, 2.5, 3.5]
+    assert mesh.get_coordinates()[:, 0, 1].tolist() == [0.0, 0.5, 1.0]
+
+
+def test_one_matrix_of_each_kind_is_drawn_unless_some_are_named(tmp_path: Path) -> None:
+    names = ("embedding.weight", *(f"layers.{layer}.{kind}.weight" for layer in range(12) for kind in ("mlp", "qkv")))
+    events = read_events(_log(tmp_path / "a.jsonl", *_placed([1, 2], names=names)))
+    assert sorted(read_places(events, None)) == ["embedding.weight", "layers.6.mlp.weight", "layers.6.qkv.weight"]
+    assert sorted(read_places(events, "layers.2.mlp,embed")) == ["embedding.weight", "layers.2.mlp.weight"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "words", "message"),
+    [
+        ([[1, 2], [1, 2, 3]], ["--places", "b.png"], "a.jsonl:2: parameters layers.0.mlp.weight: places: 3 counts"),
+        ([[1, 2], 3], ["--places", "b.png"], "a.jsonl:2: parameters layers.0.mlp.weight: places 3 is not a list"),
+        ([[1, 2], [1, None]], ["--places", "b.png"], "a.jsonl:2: parameters layers.0.mlp.weight: places: 2 counts"),
+        ([[]], ["--places", "b.png"], "a.jsonl:1: parameters layers.0.mlp.weight: places: 0 counts"),
+        ([[1, 2]], ["--places", "b.zzz"], "b.zzz: no picture ends so"),
+        ([[1, 2]], ["--places", "b.png", "--only", "qkv,x"], "--only qkv,x: no matrix is named so; there are layers.0"),
+        ([[1, 2]], ["--only", "qkv"], "--only qkv chooses what --places draws; give --places FILE"),
+        ([], ["--places", "b.png"], "--places: no places in the log; run with --log-gradients-bins 200"),
+    ],
+)
+def test_places_that_cannot_be_drawn_are_said_in_a_line(
+    counts: list[Any], words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = _log(tmp_path / "a.jsonl", *(_placed(*counts) if counts else [{}]))
+    words = [str(tmp_path / word) if word.startswith("b.") else word for word in words]
+    assert main([str(log), "-o", str(tmp_path / "a.png"), *words]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.glob("*.png"))

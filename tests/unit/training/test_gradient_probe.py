@@ -27,3 +27,17 @@ def test_kept_places_and_their_energy() -> None:
     assert probe.look([buffer]) == {"w": {"energy": 1.0, "kept": 0.5}}
     grad[:] = 0.0
     assert probe.look([buffer])["w"]["energy"] == 0.0
+
+
+def test_the_largest_are_counted_by_place() -> None:
+    """Parts are as equal as can be: 20 numbers in 3 parts are 7, 7 and 6, and all of a smaller matrix's."""
+    params = {"w": nn.Parameter(torch.zeros(4, 5)), "small": nn.Parameter(torch.zeros(1, 2))}
+    buffer = FlatBuffer(
+        [(name, name, ParamSpec(tuple(p.shape)), p) for name, p in params.items()], torch.float32, 1, None
+    )
+    slots = {slot.name: slot for bucket in buffer.buckets for slot in bucket.slots}
+    grad = buffer.grads_flat[slots["w"].start : slots["w"].stop]
+    grad[torch.tensor([0, 6, 7, 19])] = torch.tensor([1.0, -2.0, 3.0, -4.0])
+    found = GradientProbe(0.2, bins=3).look([buffer])
+    assert found["w"]["places"] == [2, 1, 1]
+    assert len(found["small"]["places"]) == 2
