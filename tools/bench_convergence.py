@@ -4,7 +4,7 @@
     make bench-convergence ARGS="--cases 'dense; CB, LEP' --seeds 1 --table"
 
 Every case trains on the same text, the quickstart's, for several epochs of the same samples, on 2 pipeline stages x 2
-replicas. Prints a table (mean and spread over the seeds) and writes it with a plot of the curves.
+replicas. Prints a table (mean and spread over the seeds) and writes it with pictures of the outcomes and the curves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.training.plots import of_final_draw
 from megatron.training.sinks import read_records
+from tools.convergence_figures import Outcome, draw_curves, draw_outcomes
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -154,11 +156,12 @@ def bytes_per_iteration(events: Sequence[Mapping[str, Any]]) -> dict[str, float]
     return {p: statistics.fmean(comm.get(p, {}).get("wire_bytes", 0.0) for comm in trained) for p in points}
 
 
-def table(out: Path, cases: list[str], seeds: list[int], iterations: int) -> str:
-    """The results as Markdown."""
-    points = ["pp-forward", "pp-backward", "dp-grad", "embedding"]
-    heads = ["case", "seeds", "validation loss", "vs dense", *(f"{point} kB" for point in points), "total kB"]
-    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+POINTS = ("pp-forward", "pp-backward", "dp-grad", "embedding")
+
+
+def outcomes(out: Path, cases: list[str], seeds: list[int], iterations: int) -> list[Outcome]:
+    """What the finished runs came to."""
+    found = []
     dense: dict[int, float] = {}
     for case in cases:
         logs = {seed: log_of(out, case, seed, iterations) for seed in seeds}
@@ -169,50 +172,41 @@ def table(out: Path, cases: list[str], seeds: list[int], iterations: int) -> str
         dense = losses if case == "dense" else dense
         versus = [losses[seed] / dense[seed] - 1 for seed in losses if seed in dense]
         sent = [bytes_per_iteration(runs[seed]) for seed in losses]
-        columns = [statistics.fmean(one.get(point, 0.0) for one in sent) / 1000 for point in points]
+        means = {point: statistics.fmean(one.get(point, 0.0) for one in sent) / 1000 for point in POINTS}
         spread = statistics.stdev(losses.values()) if len(losses) > 1 else 0.0
-        change = f"{statistics.fmean(versus):+.2%}" if versus else ""
-        cells = [case, str(len(losses)), f"{statistics.fmean(losses.values()):.4f} ± {spread:.4f}", change]
+        worse = 100 * statistics.fmean(versus) if versus else None
+        found.append(Outcome(case, statistics.fmean(losses.values()), spread, worse, means, len(losses)))
+    return found
+
+
+def table(found: Sequence[Outcome]) -> str:
+    """The results as Markdown."""
+    heads = ["case", "seeds", "validation loss", "vs dense", *(f"{point} kB" for point in POINTS), "total kB"]
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    for one in found:
+        change = "" if one.worse is None else f"{one.worse:+.2f}%"
+        columns = [one.sent[point] for point in POINTS]
+        cells = [one.case, str(one.seeds), f"{one.loss:.4f} ± {one.spread:.4f}", change]
         cells += [f"{column:.1f}" for column in columns] + [f"{sum(columns):.1f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def plot(out: Path, cases: list[str], seeds: list[int], iterations: int, path: Path) -> None:
-    """Validation loss over iterations, mean over the seeds, in two panels: all of it, and the end."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(15, 5.5))
-    colours = mpl.colormaps["tab20"]
-    finals: dict[str, float] = {}
-    for number, case in enumerate(cases):
+def curves(out: Path, cases: list[str], seeds: list[int], iterations: int) -> dict[str, dict[int, float]]:
+    """Validation losses on the way, means over the seeds that have them."""
+    means: dict[str, dict[int, float]] = {}
+    for case in cases:
         points: dict[int, list[float]] = {}
         for seed in seeds:
             log = log_of(out, case, seed, iterations)
             for event in read_records(log) if log.exists() else []:
-                if event["kind"] == "validation" and event.get("samples") is None:
-                    points.setdefault(event["iteration"], []).append(event["lm_loss"])
-        xs = sorted(points)
-        ys = [statistics.fmean(points[x]) for x in xs]
-        if not ys:
-            continue
-        finals[case] = ys[-1]
-        colour = "black" if case == "dense" else colours(number % 20)
-        for axis, start in zip(axes, (0, len(xs) // 2), strict=True):
-            axis.plot(xs[start:], ys[start:], "-o", color=colour, label=case, linewidth=1.2, markersize=2.5)
-    for axis in axes:
-        axis.set_xlabel("iteration")
-        axis.set_ylabel("validation loss, nats per token")
-        axis.grid(alpha=0.3)
-    if "dense" in finals:
-        axes[1].set_ylim(finals["dense"] * 0.998, finals["dense"] * 1.045)
-    axes[1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+                if event["kind"] == "validation" and not of_final_draw(event):
+                    points.setdefault(event.iteration(), []).append(event.number("lm_loss"))
+        # A mean over fewer seeds is one of other runs.
+        most = max(map(len, points.values()), default=0)
+        if points:
+            means[case] = {place: statistics.fmean(own) for place, own in points.items() if len(own) == most}
+    return means
 
 
 def main() -> None:
@@ -237,11 +231,13 @@ def main() -> None:
         for seed in seeds:
             for case in names:
                 train(out, case, seed, options.iterations)
-    text = table(out, names, seeds, options.iterations)
+    found = outcomes(out, names, seeds, options.iterations)
+    text = table(found)
     print(text)
     (out / "table.md").write_text(text + "\n")
     (out / "table.json").write_text(json.dumps({"iterations": options.iterations, "seeds": seeds}))
-    plot(out, names, seeds, options.iterations, out / "curves.png")
+    draw_outcomes(found, out / "convergence.png")
+    draw_curves(curves(out, names, seeds, options.iterations), out / "curves.png")
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@
     make bench-kernels ARGS="--models 2.5B --quick"
 
 Shapes are those of Optimus-CC's models: activations of one micro-batch (s x b x h / TP) and the gradients of a layer's
-matrices. GB/s counts the input's bytes. The limit is the time that a copy of the operation's smallest possible traffic
-(each input read once, each output written once) would take at the copy's speed, measured on as many bytes; "of limit"
-is that over the measured time. Prints Markdown and writes it with a plot.
+matrices. GB/s counts the input's bytes. The limit is the time that the operation's smallest possible traffic (each
+input read once, each output written once) would take at a copy's speed, measured on as many bytes; what is changed in
+place is compared with scaling as many numbers in place, since a copy also fetches the memory that it overwrites. "Of
+limit" is that over the measured time. Prints Markdown and writes it with a plot.
 """
 
 from __future__ import annotations
@@ -19,18 +20,23 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
+from megatron.compression.state import CompressorState
 from megatron.kernels import fused, native, ops, reference
 from megatron.kernels.grid import Grid, Layout, Role
+from tools.kernel_table import ROWS, Row, draw, kinds_of, line, summary
 
 TP, MICRO_BATCH, SEQUENCE = 8, 8, 1024
 MODELS = {"2.5B": 1920, "8.3B": 3072, "175B": 12288}
 BITS, DENSITIES, RANKS = (2, 4, 8), (0.01, 0.1, 0.5), (8, 32, 128)
+MESSAGE_RANKS = (8, 16, 24, 32, 40)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +49,7 @@ class Case:
         twin: the same in pure torch.
         input_bytes: what GB/s counts.
         traffic: the least that must be read and written.
+        in_place: how much of it is read and written again at the same place.
         rival, rival_name: what else it is compared with.
     """
 
@@ -56,22 +63,7 @@ class Case:
     traffic: int
     rival: Callable[[], Any] | None = None
     rival_name: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """What was measured, in seconds but for the first lines."""
-
-    op: str
-    model: str
-    shape: str
-    setting: str
-    gbps: float
-    copy_gbps: float
-    of_limit: float
-    times_twin: float
-    times_rival: float
-    rival: str
+    in_place: int = 0
 
 
 def matrices(hidden: int) -> dict[str, tuple[int, int]]:
@@ -137,12 +129,54 @@ def _grid_cases(model: str, x: Tensor, setting: str, grid: Grid) -> Iterator[Cas
     yield from _scale_cases(model, x, setting, grid)
     shape, size, message = f"{x.shape[0]} x {x.shape[1]}", nbytes(x), nbytes(*_message(x, grid))
     for role, name in ((Role.DELTA, "quantize, delta"), (Role.FEEDBACK, "quantize, feedback")):
-        yield Case(name, model, shape, setting, *_encode(x, grid, role), size, 3 * size + message)
-    yield Case("dequantize, add", model, shape, setting, *_decode(x, grid, Role.ADD), size, 2 * size + message)
+        pair = _encode(x, grid, role)
+        yield Case(name, model, shape, setting, *pair, size, 3 * size + message, in_place=2 * size)
+    pair = _decode(x, grid, Role.ADD)
+    yield Case("dequantize, add", model, shape, setting, *pair, size, 2 * size + message, in_place=2 * size)
     if grid.bits == 4:
         yield Case("quantize, stochastic", model, shape, setting, *_encode(x, grid, seed=7), size, size + message)
         rotated = dataclasses.replace(grid, rotation=64)
         yield Case("quantize, rotated", model, shape, setting, *_encode(x, rotated), size, size + message)
+
+
+def message_cases(model: str, device: str, quick: bool) -> Iterator[Case]:
+    """Optimus-CC's compressed backpropagation: an activation's gradient as two thin factors, and back (Fig. 14)."""
+    x_nm = torch.randn(SEQUENCE * MICRO_BATCH // TP, MODELS[model], device=device)
+    shape, size = f"{x_nm.shape[0]} x {x_nm.shape[1]}", nbytes(x_nm)
+    for rank in MESSAGE_RANKS[1:2] if quick else MESSAGE_RANKS:
+        codec, state, setting = LowRankCodec(LowRankConfig(rank)), CompressorState(), f"rank {rank}"
+        payload = codec.encode(x_nm, state, 0)
+        state.commit()
+        sent = nbytes(payload.wire)
+        yield Case(
+            "low-rank compress", model, shape, setting, partial(codec.encode, x_nm, state, 0),
+            partial(factors, x_nm, rank, _twin_basis), size, size + sent,
+            partial(factors, x_nm, rank, gram_schmidt), "Gram-Schmidt by columns",
+        )  # fmt: skip
+        yield Case(
+            "low-rank decompress", model, shape, setting,
+            partial(codec.decode, payload, x_nm.shape, x_nm.dtype, state, 0),
+            partial(product, payload.wire, x_nm.shape, rank), size, size + sent,
+        )  # fmt: skip
+
+
+def factors(x_nm: Tensor, rank: int, basis: Callable[[Tensor], Tensor]) -> Tensor:
+    """A message of plain torch; two bases and two products, as the compiled one."""
+    q_mr = basis(x_nm[:rank].T.contiguous())
+    p_nr = basis(x_nm @ q_mr)
+    return torch.cat([p_nr.flatten(), (x_nm.T @ p_nr).flatten()])
+
+
+def product(wire: Tensor, shape: torch.Size, rank: int) -> Tensor:
+    """The matrix of a message's factors, in plain torch."""
+    n, m = shape
+    return wire[: n * rank].view(n, rank) @ wire[n * rank :].view(m, rank).T
+
+
+def _twin_basis(x_nr: Tensor) -> Tensor:
+    q_nr = torch.empty_like(x_nr)
+    reference.orthonormalize(x_nr.unsqueeze(0), q_nr.unsqueeze(0))
+    return q_nr
 
 
 def gram_schmidt(x_nr: Tensor) -> Tensor:
@@ -189,6 +223,7 @@ def _choice_cases(model: str, x: Tensor, shape: str, density: float) -> Iterator
     yield Case(
         "scatter-add", model, shape, setting, lambda: ops.scatter_add_packed(flat, where, packed),
         lambda: reference.scatter_add_packed(flat, where, packed), nbytes(packed), traffic + nbytes(packed),
+        in_place=2 * nbytes(packed),
     )  # fmt: skip
 
 
@@ -204,6 +239,7 @@ def _rank_cases(model: str, m_knc: Tensor, shape: str, rank: int) -> Iterator[Ca
     yield Case(
         "M - P Q^T", model, shape, setting, lambda: ops.subtract_lowrank(m_knc, p_knr, q_kcr),
         lambda: reference.subtract_lowrank(m_knc, p_knr, q_kcr), nbytes(m_knc), nbytes(m_knc, m_knc, p_knr, q_kcr),
+        in_place=nbytes(m_knc, m_knc),
     )  # fmt: skip
 
 
@@ -273,77 +309,25 @@ def timed(run: Callable[[], Any], device: str, budget: float) -> float:
 
 
 def measure(case: Case, device: str, budget: float) -> Row:
-    """The case, its twin, its rival, and a copy of as many bytes."""
-    elements = max(case.traffic // 8, 1)
-    source, target = torch.ones(elements, device=device), torch.empty(elements, device=device)
-    copy = timed(lambda: target.copy_(source), device, budget)
+    """The case, its twin, its rival, and the passes over as many bytes that are its limit."""
+    limit = _passes(case.traffic - case.in_place, case.in_place, device, budget)
     own, twin = timed(case.run, device, budget), timed(case.twin, device, budget)
     rival = timed(case.rival, device, budget) if case.rival is not None else 0.0
-    copied = 8 * elements / copy
     return Row(
-        case.op, case.model, case.shape, case.setting, case.input_bytes / own / 1e9, copied / 1e9,
-        case.traffic / copied / own, twin / own, rival / own, case.rival_name,
+        case.op, case.model, case.shape, case.setting, case.input_bytes / own / 1e9, case.traffic / limit / 1e9,
+        limit / own, twin / own, rival / own, case.rival_name,
     )  # fmt: skip
 
 
-def line(row: Row) -> str:
-    rival = f"{row.times_rival:.1f} x {row.rival}" if row.rival else ""
-    return (
-        f"| {row.op} | {row.model} | {row.shape} | {row.setting} | {row.gbps:.1f} | {row.copy_gbps:.1f} "
-        f"| {row.of_limit:.2f} | {row.times_twin:.1f} | {rival} |"
-    )
-
-
-HEAD = (
-    "| operation | model | shape | setting | GB/s of input | copy GB/s | of limit | x twin | x others |\n"
-    "|---|---|---|---|---|---|---|---|---|"
-)
-
-
-def summary(rows: list[Row]) -> str:
-    """One line for each operation and setting: the range over models and shapes."""
-    kinds: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        kinds.setdefault((row.op, row.setting), []).append(row)
-    lines = ["| operation | setting | GB/s of input | of limit | x twin | x others |", "|---|---|---|---|---|---|"]
-
-    def span(values: list[float], digits: int) -> str:
-        low, high = min(values), max(values)
-        return f"{low:.{digits}f}" if low == high else f"{low:.{digits}f} to {high:.{digits}f}"
-
-    for (op, setting), own in kinds.items():
-        rival = f"{span([r.times_rival for r in own], 1)} x {own[0].rival}" if own[0].rival else ""
-        lines.append(
-            f"| {op} | {setting} | {span([r.gbps for r in own], 1)} | {span([r.of_limit for r in own], 2)} "
-            f"| {span([r.times_twin for r in own], 1)} | {rival} |"
-        )
-    return "\n".join(lines)
-
-
-def plot(rows: list[Row], path: Path, title: str) -> None:
-    """Bars of throughput, with what a copy would allow behind them."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    kinds: dict[str, list[Row]] = {}
-    for row in rows:
-        kinds.setdefault(f"{row.op}, {row.setting}".rstrip(", "), []).append(row)
-    names = list(kinds)
-    figure, axis = plt.subplots(figsize=(9, 0.26 * len(names) + 1.5))
-    limits = [statistics.fmean(r.gbps / r.of_limit for r in own) for own in kinds.values()]
-    speeds = [statistics.fmean(r.gbps for r in own) for own in kinds.values()]
-    axis.barh(names, limits, color="lightgrey", label="limit: a copy of the least traffic")
-    axis.barh(names, speeds, color="tab:blue", height=0.5, label="measured")
-    axis.set_xscale("log")
-    axis.set_xlabel("GB/s of input")
-    axis.set_title(title, fontsize=9)
-    axis.invert_yaxis()
-    axis.tick_params(labelsize=7)
-    axis.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+def _passes(copied: int, in_place: int, device: str, budget: float) -> float:
+    """Seconds of copying some bytes (half of them read, half written), and of scaling others where they are."""
+    elements = max(copied // 8, 1)
+    source, target = torch.ones(elements, device=device), torch.empty(elements, device=device)
+    seconds = timed(lambda: target.copy_(source), device, budget) * copied / (8 * elements)
+    if in_place:
+        scaled = torch.ones(max(in_place // 8, 1), device=device)
+        seconds += timed(lambda: scaled.mul_(1.0), device, budget)
+    return seconds
 
 
 def main() -> None:
@@ -366,20 +350,21 @@ def main() -> None:
         torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()}, {options.threads} threads"
     )
     rows: list[Row] = []
-    print(HEAD, flush=True)
+    print(ROWS, flush=True)
     for model in options.models.split(","):
         # What comes first pays for the processor's and the allocator's start: it is measured once more.
         measure(next(iter(codec_cases(model, options.device, options.quick))), options.device, 4 * options.budget)
-        for cases in (codec_cases, gradient_cases, model_cases):
+        for cases in (codec_cases, message_cases, gradient_cases, model_cases):
             for case in cases(model, options.device, options.quick):
                 rows.append(measure(case, options.device, options.budget))
                 print(line(rows[-1]), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "table.md").write_text("\n".join([HEAD, *map(line, rows)]) + "\n")
-    (options.out / "summary.md").write_text(summary(rows) + "\n")
+    (options.out / "table.md").write_text("\n".join([ROWS, *map(line, rows)]) + "\n")
+    text = summary(kinds := kinds_of(rows))
+    (options.out / "summary.md").write_text(text + "\n")
     (options.out / "rows.json").write_text(json.dumps([dataclasses.asdict(row) for row in rows]))
-    plot(rows, options.out / "kernels.png", f"{name}, torch {torch.__version__}")
-    print(f"\n{summary(rows)}\n\nwritten to {options.out}")
+    draw(kinds, options.out / "kernels.png", f"{name}, torch {torch.__version__}")
+    print(f"\n{text}\n\nwritten to {options.out}")
 
 
 if __name__ == "__main__":

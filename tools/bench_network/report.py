@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.training.plots import new_figure, save_figure
+from megatron.training.plots import curve_style, new_figure, save_figure
 
 Row = dict[str, Any]
 
@@ -57,19 +57,71 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(parts).rstrip()
 
 
+LAYOUTS = {
+    "pp4": "4 pipeline stages",
+    "pp8": "8 pipeline stages",
+    "dp4": "4 replicas",
+    "dp8": "8 replicas",
+    "3d": "TP 2 x PP 2 x DP 2",
+}
+_EAGER = ", eager 1F1B"
+_PEERS = {"torch DDP": "fp32 traffic", "torch DDP, fp16 hook": "bf16 traffic"}
+
+
+def traffic_of(case: str) -> tuple[str, bool]:
+    """What a case sends, and whether it is the other way to send that: eager 1F1B, or torch's own."""
+    if case.startswith("torch"):
+        return _PEERS.get(case, case.replace("torch DDP, powerSGD_hook", "powersgd")), True
+    name = case.removesuffix(_EAGER).removesuffix(" (AQ-SGD)")
+    return (f"{name} traffic" if name in ("fp32", "bf16") else name), case.endswith(_EAGER)
+
+
 def figure(rows: Sequence[Row], path: Path) -> None:
-    """Tokens/s against the link's rate, a panel for each layout."""
+    """Tokens/s against the link's rate, a panel for each layout; equal traffic has equal colors."""
+    rows = [row for row in rows if row["rate"] is not None]
     layouts = list(dict.fromkeys(row["layout"] for row in rows))
-    drawn = new_figure(5.5 * len(layouts), 4.2)
-    axes = drawn.subplots(1, len(layouts), squeeze=False)
-    for axis, layout in zip(axes[0], layouts, strict=True):
-        own = [row for row in rows if row["layout"] == layout and row["rate"] is not None]
-        for case in dict.fromkeys(row["case"] for row in own):
-            points = sorted((row["rate"] / 1e6, row["tokens_per_s"]) for row in own if row["case"] == case)
-            style = "--" if case.startswith("torch") else "-"
-            axis.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=case)
-        axis.set(xscale="log", xlabel="link, Mb/s", ylabel="tokens/s", title=layout)
-        axis.set_ylim(bottom=0)
-        axis.legend(fontsize=6)
-        axis.grid(alpha=0.3)
+    columns = min(len(layouts), 2)
+    lines = -(-len(layouts) // columns)
+    drawn = new_figure(5.6 * columns, 4.4 * lines)
+    panels = drawn.subplots(lines, columns, squeeze=False)
+    for axis, layout in zip(panels.flat, layouts, strict=False):
+        # Layouts of one kind (pp4, pp8) have the same colors.
+        alike = [row for row in rows if row["layout"].rstrip("0123456789") == layout.rstrip("0123456789")]
+        kinds = list(dict.fromkeys(traffic_of(row["case"])[0] for row in alike))
+        _panel(axis, [row for row in rows if row["layout"] == layout], kinds)
+        axis.set_title(LAYOUTS.get(layout, layout), fontsize=10)
+    for axis in panels.flat[len(layouts) :]:
+        axis.remove()
     save_figure(drawn, path)
+
+
+def _panel(axis: Any, rows: Sequence[Row], kinds: Sequence[str]) -> None:
+    """The links of one layout, with the key of its cases, whose traffic has the color of its place in ``kinds``."""
+    from matplotlib.lines import Line2D
+
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    for case in cases:
+        traffic, other = traffic_of(case)
+        style = curve_style(kinds.index(traffic))
+        points = sorted((row["rate"] / 1e6, row["tokens_per_s"]) for row in rows if row["case"] == case)
+        face = "white" if other else style["color"]
+        axis.plot(
+            *zip(*points, strict=True), "--" if other else "-", marker=style["marker"], color=style["color"],
+            markerfacecolor=face, markersize=4, linewidth=1.3,
+        )  # fmt: skip
+    keys = []
+    for kind in dict.fromkeys(traffic_of(case)[0] for case in cases):
+        style = {**curve_style(kinds.index(kind)), "linestyle": "-", "markersize": 4}
+        keys.append(Line2D([], [], **style, label=kind))
+    torch = any(case.startswith("torch") for case in cases)
+    if torch or any(case.endswith(_EAGER) for case in cases):
+        name = "torch's DDP, its nearest hook" if torch else "the same, eager 1F1B"
+        keys.append(Line2D([], [], color="grey", linestyle="--", marker="o", mfc="white", markersize=4, label=name))
+    axis.legend(handles=keys, fontsize=7, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    links = sorted({(row["rate"] / 1e6, row["setup"]) for row in rows})
+    axis.set(xscale="log", ylabel="tokens/s")
+    axis.set_xticks([rate for rate, _ in links], [f"{name}\n({rate:.3g})" for rate, name in links], fontsize=6)
+    axis.set_xticks([], minor=True)
+    axis.set_xlabel("link that is stood for (Mb/s here)", fontsize=8)
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)

@@ -1,0 +1,81 @@
+"""The kernels' benchmark: what it compares, its tables and its picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.config.errors import UserError
+from tools import bench_kernels, kernel_table
+from tools.bench_kernels import MESSAGE_RANKS, message_cases
+from tools.kernel_table import Kind, Row, draw, kinds_of, read_summary, summary
+
+ROWS = [
+    Row("quantize", "2.5B", "4 x 4", "2 bits, group", 30.0, 60.0, 0.5, 10.0, 0.0, ""),
+    Row("quantize", "8.3B", "8 x 8", "2 bits, group", 36.0, 60.0, 0.6, 20.0, 0.0, ""),
+    Row("abs_topk", "8.3B", "8 x 8", "1%", 7.0, 60.0, 0.1, 30.0, 15.0, "torch.topk"),
+    Row("finite_norm", "8.3B", "8 x 8", "", 40.0, 60.0, 0.9, 30.0, 0.0, ""),
+]
+
+
+def test_low_rank_messages_and_their_twins_are_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank-8 matrix comes back from the message, and from what plain torch makes of it."""
+    monkeypatch.setitem(bench_kernels.MODELS, "tiny", 96)
+    torch.manual_seed(0)
+    matrix = torch.randn(1024, 8) @ torch.randn(8, 96)
+    drawn = torch.randn
+    monkeypatch.setattr(
+        torch, "randn", lambda *sizes, **given: matrix.clone() if sizes == (1024, 96) else drawn(*sizes, **given)
+    )
+    cases = list(message_cases("tiny", "cpu", quick=False))
+    assert [case.op for case in cases] == ["low-rank compress", "low-rank decompress"] * len(MESSAGE_RANKS)
+    compress, decompress = cases[:2]
+    assert (compress.input_bytes, compress.traffic) == (1024 * 96 * 4, 1024 * 96 * 4 + 8 * (1024 + 96) * 4)
+    scale = matrix.abs().max()
+    for message in (compress.run().wire, compress.twin(), compress.rival() if compress.rival else None):
+        back = bench_kernels.product(message, matrix.shape, 8)
+        assert (back - matrix).abs().max() < 1e-4 * scale
+    for back in (decompress.run(), decompress.twin()):
+        assert (back - matrix).abs().max() < 1e-4 * scale
+    assert len(list(message_cases("tiny", "cpu", quick=True))) == 2
+
+
+def test_what_is_changed_in_place_has_a_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy's speed for what is copied, the speed of scaling for the rest."""
+    spent: list[str] = []
+
+    def timed(run: object, device: str, budget: float) -> float:
+        spent.append("run")
+        return {1: 2.0, 2: 1.0, 3: 4.0}.get(len(spent), 8.0)
+
+    monkeypatch.setattr(bench_kernels, "timed", timed)
+    case = bench_kernels.Case("op", "m", "s", "", lambda: None, lambda: None, 10**9, 3 * 10**3, in_place=10**3)
+    row = bench_kernels.measure(case, "cpu", 0.1)
+    assert row.of_limit == pytest.approx((2.0 + 1.0) / 4.0)
+    assert (row.gbps, row.times_twin) == (0.25, 2.0)
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    kinds = kinds_of(ROWS)
+    assert kinds[0] == Kind("quantize", "2 bits, group", (30.0, 36.0), (0.5, 0.6), (10.0, 20.0), (0.0, 0.0), "")
+    text = summary(kinds)
+    assert "| quantize | 2 bits, group | 30.0 to 36.0 | 0.50 to 0.60 | 10.0 to 20.0 |  |" in text
+    assert "| abs_topk | 1% | 7.0 | 0.10 | 30.0 | 15.0 x torch.topk |" in text
+    assert read_summary(f"before\n\n{text}\n\nafter") == kinds
+    with pytest.raises(UserError, match="no table that begins with"):
+        read_summary("nothing")
+
+
+def test_the_picture_shows_every_kind_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = []
+    monkeypatch.setattr(kernel_table, "save_figure", lambda figure, path: figures.append(figure))
+    draw(kinds_of(ROWS), tmp_path / "a.png", "title")
+    speed, share = figures[0].axes
+    names = [label.get_text() for label in speed.get_yticklabels()]
+    assert names == [
+        "fixed point, a scale for each group", "quantize, 2 bits, group", "Top-K", "abs_topk, 1%", "others",
+        "finite_norm",
+    ]  # fmt: skip
+    assert [list(line.get_xdata()) for line in share.get_lines()[:2]] == [[0.5, 0.6], [pytest.approx(0.55)]]

@@ -1,0 +1,177 @@
+"""What the kernels' benchmark measured: tables, and the picture that is drawn from them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.config.errors import UserError
+from megatron.training.plots import COLORS, new_figure, save_figure
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operation on one shape, in GB/s and ratios but for the first words."""
+
+    op: str
+    model: str
+    shape: str
+    setting: str
+    gbps: float
+    copy_gbps: float
+    of_limit: float
+    times_twin: float
+    times_rival: float
+    rival: str
+
+
+Span = tuple[float, float]
+"""The least and the most over shapes."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An operation with a setting, over all shapes."""
+
+    op: str
+    setting: str
+    gbps: Span
+    of_limit: Span
+    times_twin: Span
+    times_rival: Span
+    rival: str
+
+
+ROWS = (
+    "| operation | model | shape | setting | GB/s of input | copy GB/s | of limit | x twin | x others |\n"
+    "|---|---|---|---|---|---|---|---|---|"
+)
+KINDS = "| operation | setting | GB/s of input | of limit | x twin | x others |\n|---|---|---|---|---|---|"
+
+
+def line(row: Row) -> str:
+    """Of the table of all rows."""
+    rival = f"{row.times_rival:.1f} x {row.rival}" if row.rival else ""
+    return (
+        f"| {row.op} | {row.model} | {row.shape} | {row.setting} | {row.gbps:.1f} | {row.copy_gbps:.1f} "
+        f"| {row.of_limit:.2f} | {row.times_twin:.1f} | {rival} |"
+    )
+
+
+def kinds_of(rows: Sequence[Row]) -> list[Kind]:
+    """The ranges over models and shapes."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.op, row.setting), []).append(row)
+
+    def span(values: list[float]) -> Span:
+        return min(values), max(values)
+
+    return [
+        Kind(
+            op,
+            setting,
+            span([r.gbps for r in own]),
+            span([r.of_limit for r in own]),
+            span([r.times_twin for r in own]),
+            span([r.times_rival for r in own]),
+            own[0].rival,
+        )
+        for (op, setting), own in found.items()
+    ]
+
+
+def summary(kinds: Sequence[Kind]) -> str:
+    """One line for each operation and setting."""
+    lines = [KINDS]
+    for kind in kinds:
+        rival = f"{_text(kind.times_rival, 1)} x {kind.rival}" if kind.rival else ""
+        lines.append(
+            f"| {kind.op} | {kind.setting} | {_text(kind.gbps, 1)} | {_text(kind.of_limit, 2)} "
+            f"| {_text(kind.times_twin, 1)} | {rival} |"
+        )
+    return "\n".join(lines)
+
+
+def _text(span: Span, digits: int) -> str:
+    low, high = span
+    return f"{low:.{digits}f}" if low == high else f"{low:.{digits}f} to {high:.{digits}f}"
+
+
+def read_summary(text: str) -> list[Kind]:
+    """The kinds in a text that holds a table of ``summary``.
+
+    Raises:
+        UserError: when it holds none.
+    """
+    lines = text.splitlines()
+    head = KINDS.splitlines()[0]
+    if head not in lines:
+        raise UserError(f"no table that begins with {head}")
+    kinds = []
+    for words in lines[lines.index(head) + 2 :]:
+        if not words.startswith("|"):
+            break
+        op, setting, *numbers, rival = (cell.strip() for cell in words.strip("|").split("|"))
+        gbps, of_limit, twin = (_span(number) for number in numbers)
+        times, _, name = rival.partition(" x ")
+        kinds.append(Kind(op, setting, gbps, of_limit, twin, _span(times) if name else (0.0, 0.0), name))
+    return kinds
+
+
+def _span(text: str) -> Span:
+    numbers = [float(number) for number in re.findall(r"[\d.]+", text)]
+    if not numbers:
+        raise UserError(f"{text!r} is no range of numbers")
+    return numbers[0], numbers[-1]
+
+
+FAMILIES = {
+    "fixed point, a scale for each group": lambda kind: kind.setting.endswith(", group"),
+    "fixed point, a scale for each channel or tensor": lambda kind: kind.setting.endswith((", channel", ", tensor")),
+    "Top-K": lambda kind: kind.setting.endswith("%"),
+    "low rank": lambda kind: kind.setting.startswith("rank "),
+    "others": lambda kind: True,
+}
+
+
+def draw(kinds: Sequence[Kind], path: Path, title: str) -> None:
+    """Throughput beside the share of the limit, a group of lines for each family of operations."""
+    rows: list[Kind | str] = []
+    left = list(kinds)
+    for family, holds in FAMILIES.items():
+        own = [kind for kind in left if holds(kind)]
+        left = [kind for kind in left if kind not in own]
+        rows += [family, *own] if own else []
+    figure = new_figure(9.5, 0.185 * len(rows) + 1.3)
+    speed, share = figure.subplots(1, 2, sharey=True)
+    color = COLORS[0]
+    for y, row in enumerate(rows):
+        if isinstance(row, str):
+            continue
+        for panel, (low, high) in ((speed, row.gbps), (share, row.of_limit)):
+            panel.plot([low, high], [y, y], color=color, linewidth=3.5, alpha=0.35, solid_capstyle="round")
+            hollow = panel is share and high > 1.0
+            panel.plot([(low + high) / 2], [y], "o", color=color, markersize=4, mfc="white" if hollow else color)
+    names = [row if isinstance(row, str) else f"{row.op}, {row.setting}".rstrip(", ") for row in rows]
+    speed.set_yticks(range(len(rows)), names, fontsize=7)
+    for label, row in zip(speed.get_yticklabels(), rows, strict=True):
+        label.set_fontweight("bold" if isinstance(row, str) else "normal")
+    speed.invert_yaxis()
+    speed.set_ylim(len(rows) - 0.4, -0.6)
+    speed.set(xscale="log")
+    speed.set_xlabel("GB/s of input", fontsize=8)
+    speed.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    share.set_xlim(left=0)
+    share.axvline(1.0, color="black", linewidth=0.8, linestyle="--")
+    share.set_xlabel("of the limit: the least traffic, at a copy's speed", fontsize=8)
+    if any(kind.of_limit[1] > 1.0 for kind in kinds):
+        share.set_title("hollow: in place, so a copy is no limit", fontsize=8)
+    for panel in (speed, share):
+        panel.grid(axis="x", alpha=0.3)
+        panel.tick_params(axis="y", length=0)
+        panel.tick_params(axis="x", labelsize=8)
+    figure.suptitle(f"{title}; dots are the middles of the ranges over shapes", fontsize=9)
+    save_figure(figure, path)
