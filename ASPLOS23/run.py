@@ -157,9 +157,9 @@ def specs_of(scheme: Sequence[str], model: Model) -> tuple[str, ...]:
     return tuple(re.sub(r"stages=first:(\d+)", within, spec) for spec in scheme)
 
 
-def toy_prefix(out: Path) -> Path:
-    """Where the data of the model toy is."""
-    return out / "data" / "toy_document"
+def toy_prefix(out: Path, model: Model) -> Path:
+    """Where the data of the model toy is; that of another vocabulary lies elsewhere."""
+    return out / "data" / f"toy{model.config['tokenizer']['vocab_size']}_document"
 
 
 def make_toy_data(prefix: Path, vocab_size: int) -> None:
@@ -298,7 +298,7 @@ def runs_of(options: argparse.Namespace, experiment: Experiment, model: Model, e
     out = Path(options.out).resolve()
     given = {"--data-path": options.data_path, "--vocab-file": options.vocab_file, "--merge-file": options.merge_file}
     if model.name == "toy" and not options.data_path:
-        given["--data-path"] = str(toy_prefix(out))
+        given["--data-path"] = str(toy_prefix(out, model))
     missing = [] if options.report else missing_flags(model, given, extra)
     stand_ins = {flag: flag.strip("-").replace("-", "_").upper() for flag in missing}
     if missing and options.how != "print":
@@ -377,7 +377,7 @@ def run_experiment(options: argparse.Namespace, extra: Sequence[str]) -> None:
     model = read_model(options.model or "toy", layout)
     runs = runs_of(options, experiment, model, extra)
     if options.how != "print" and not options.data_path and model.name == "toy":
-        make_toy_data(toy_prefix(Path(options.out).resolve()), int(model.config["tokenizer"]["vocab_size"]))
+        make_toy_data(toy_prefix(Path(options.out).resolve(), model), int(model.config["tokenizer"]["vocab_size"]))
     for run in () if options.report else runs:
         start(run, options.how)
     if options.report or options.how == "local":

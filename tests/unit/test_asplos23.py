@@ -121,12 +121,15 @@ def test_data_is_made_when_a_run_is_started(
     words = ["tbl2", "--model", "toy", "--scheme", "CB", "--out", str(tmp_path / "out")]
     for how in ([], ["--print"]):
         assert main([*words, *how]) == 0
-    assert f"--data-path {tmp_path / 'out' / 'data' / 'toy_document'}" in capsys.readouterr().out
+    assert f"--data-path {tmp_path / 'out' / 'data' / 'toy960_document'}" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
     assert not started
     assert main([*words, "--slurm"]) == 0
     assert len(started) == 1
-    assert {path.name for path in (tmp_path / "out" / "data").iterdir()} == {"toy_document.bin", "toy_document.idx"}
+    assert {path.name for path in (tmp_path / "out" / "data").iterdir()} == {
+        "toy960_document.bin",
+        "toy960_document.idx",
+    }
 
 
 def test_the_kernels_are_measured_only_when_asked(

@@ -100,14 +100,15 @@ def _panel(axis: Any, rows: Sequence[Row], kinds: Sequence[str]) -> None:
     from matplotlib.lines import Line2D
 
     cases = list(dict.fromkeys(row["case"] for row in rows))
-    for case in cases:
+    for number, case in enumerate(cases):
         traffic, other = traffic_of(case)
         style = curve_style(kinds.index(traffic))
+        # Thinner and smaller from case to case, so that equal ones show under one another.
         points = sorted((row["rate"] / 1e6, row["tokens_per_s"]) for row in rows if row["case"] == case)
         face = "white" if other else style["color"]
         axis.plot(
             *zip(*points, strict=True), "--" if other else "-", marker=style["marker"], color=style["color"],
-            markerfacecolor=face, markersize=4, linewidth=1.3,
+            markerfacecolor=face, markersize=6 - 2.5 * number / len(cases), linewidth=2.4 - 1.4 * number / len(cases),
         )  # fmt: skip
     keys = []
     for kind in dict.fromkeys(traffic_of(case)[0] for case in cases):
