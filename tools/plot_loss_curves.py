@@ -220,7 +220,7 @@ def _finish(figure: Any, panels: Any, runs: Sequence[Run], baseline: Run | None,
         for n, run in enumerate(runs)
     ]
     keys.append(Line2D([], [], color="grey", linewidth=1.5, label=f"line: training{mean}"))
-    grey = {"color": "grey", "marker": "o", "linestyle": "none"}
+    grey: dict[str, Any] = {"color": "grey", "marker": "o", "linestyle": "none"}
     if any(run.valid for run in runs):
         keys.append(Line2D([], [], **grey, markerfacecolor="white", label="hollow: validation"))
     if any(run.final for run in runs):

@@ -40,4 +40,4 @@ def test_the_largest_are_counted_by_place() -> None:
     grad[torch.tensor([0, 6, 7, 19])] = torch.tensor([1.0, -2.0, 3.0, -4.0])
     found = GradientProbe(0.2, bins=3).look([buffer])
     assert found["w"]["places"] == [2, 1, 1]
-    assert len(found["small"]["places"]) == 2
+    assert found["small"]["places"] in ([0, 1], [1, 0])

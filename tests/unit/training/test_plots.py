@@ -106,7 +106,12 @@ def test_the_validation_at_the_end_is_no_point_of_the_curve(tmp_path: Path, monk
     with run.open("a") as file:
         file.write(json.dumps({"kind": "validation", "iteration": 100, "lm_loss": 9.0, "samples": 64}) + "\n")
     figures: list[Any] = []
-    monkeypatch.setattr(plots, "save_figure", lambda figure, path: figures.append(figure) or path)
+
+    def keep(figure: Any, path: Path) -> Path:
+        figures.append(figure)
+        return path
+
+    monkeypatch.setattr(plots, "save_figure", keep)
     plot_loss_curve([run], tmp_path / "loss.png")
     curves = {line.get_label(): list(line.get_xdata()) for line in figures[0].axes[0].get_lines()}
     (validation,) = (xs for label, xs in curves.items() if label.startswith("validation: "))
