@@ -150,13 +150,18 @@ def _read_checked(
     return data
 
 
-def load_common(root: str | Path, iteration: Iteration) -> dict[str, Any]:
+def load_common(root: str | Path, iteration: Iteration, flag: str | None = None) -> dict[str, Any]:
     """The ``common`` values of a checkpoint.
+
+    Args:
+        root: the folder of all checkpoints.
+        iteration: which one.
+        flag: that named it; None for the tracker's.
 
     Raises:
         UserError: when the checkpoint is missing or damaged.
     """
-    value = decode_plain(_read_checked(Path(root), iteration, lambda m: m.documents[COMMON]))
+    value = decode_plain(_read_checked(Path(root), iteration, lambda m: m.documents[COMMON], flag))
     assert isinstance(value, dict)
     return value
 

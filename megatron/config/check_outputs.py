@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
@@ -17,6 +17,9 @@ _TOKENIZER_NEEDS: dict[str, tuple[str, ...]] = {
     "BertWordPieceCase": ("vocab_file",),
     "HFTokenizer": ("tokenizer_model",),
     "NullTokenizer": ("vocab_size",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
 }
 
 
@@ -125,6 +128,7 @@ def check_outputs(config: RunConfig) -> None:
         (checkpoint.keep_last is not None, "--keep-last", checkpoint.save, "--save"),
         (checkpoint.no_save_optim, "--no-save-optim", checkpoint.save, "--save"),
         (checkpoint.no_save_rng, "--no-save-rng", checkpoint.save, "--save"),
+        (checkpoint.ckpt_step is not None, "--ckpt-step", checkpoint.load, "--load"),
         (checkpoint.finetune, "--finetune", checkpoint.load, "--load"),
         (checkpoint.use_checkpoint_args, "--use-checkpoint-args", checkpoint.load, "--load"),
         (checkpoint.exit_on_missing_checkpoint, "--exit-on-missing-checkpoint", checkpoint.load, "--load"),
@@ -132,23 +136,3 @@ def check_outputs(config: RunConfig) -> None:
     for given, flag, folder, needed in needs:
         if given and folder is None:
             raise UserError(f"{flag} needs {needed} FOLDER; add it or leave {flag} out")
-
-
-def notes_on_outputs(config: RunConfig, note: Callable[[str], None]) -> None:
-    """Tell of TensorBoard switches that have nothing to write to."""
-    logging = config.logging
-    if logging.tensorboard_dir is not None:
-        return
-    idle = [
-        flag
-        for on, flag in (
-            (logging.log_timers_to_tensorboard, "--log-timers-to-tensorboard"),
-            (logging.log_batch_size_to_tensorboard, "--log-batch-size-to-tensorboard"),
-            (logging.log_validation_ppl_to_tensorboard, "--log-validation-ppl-to-tensorboard"),
-            (logging.log_memory_to_tensorboard, "--log-memory-to-tensorboard"),
-            (logging.log_world_size_to_tensorboard, "--log-world-size-to-tensorboard"),
-        )
-        if on
-    ]
-    if idle:
-        note(f"{', '.join(idle)}: no effect without --tensorboard-dir")

@@ -25,16 +25,11 @@ def check_layout(config: RunConfig, world_size: int) -> None:
             f"--num-layers {model.num_layers} is not a multiple of --pipeline-model-parallel-size "
             f"{pipeline}; change one of them"
         )
-    if parallel.sequence_parallel:
-        if tensor == 1:
-            raise UserError(
-                "--sequence-parallel needs --tensor-model-parallel-size of at least 2; leave it out or raise the size"
-            )
-        if model.seq_length % tensor != 0:
-            raise UserError(
-                f"--sequence-parallel: --seq-length {model.seq_length} is not a multiple of "
-                f"--tensor-model-parallel-size {tensor}; change one of them"
-            )
+    if parallel.sequence_parallel and model.seq_length % tensor != 0:
+        raise UserError(
+            f"--sequence-parallel: --seq-length {model.seq_length} is not a multiple of "
+            f"--tensor-model-parallel-size {tensor}; change one of them"
+        )
 
 
 def check_parallel(config: RunConfig, cuda_available: bool) -> None:
@@ -53,7 +48,10 @@ def _check_interleaving(config: RunConfig) -> None:
     chunks, stages = parallel.virtual_pipeline_model_parallel_size, parallel.pipeline_model_parallel_size
     if chunks is None:
         return
-    flag = f"--num-layers-per-virtual-pipeline-stage {parallel.num_layers_per_virtual_pipeline_stage}"
+    flag = (
+        f"--num-layers-per-virtual-pipeline-stage {parallel.num_layers_per_virtual_pipeline_stage} "
+        f"(--virtual-pipeline-model-parallel-size {chunks})"
+    )
     if stages < 2:
         raise UserError(f"{flag} needs --pipeline-model-parallel-size of at least 2; raise it or leave the flag out")
     if parallel.pipeline_schedule != "1f1b":

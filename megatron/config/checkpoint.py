@@ -16,6 +16,9 @@ class CheckpointConfig:
         "only at the end", "Save at every iteration that this number divides.", unit="iterations", minimum=1
     )
     load: str | None = derived("start afresh", "Folder to resume from.", metavar="FOLDER")
+    ckpt_step: int | None = derived(
+        "the newest", "Iteration of the checkpoint of --load.", unit="iterations", minimum=0, aliases=("iteration",)
+    )
     finetune: bool = option(False, "Load the weights only: counters, optimizer, random state and schedules start anew.")
     no_save_optim: bool = option(False, "Do not save the optimizer.")
     no_save_rng: bool = option(
@@ -28,6 +31,10 @@ class CheckpointConfig:
         False,
         "Do not load the random state.",
         no_effect="randomness is drawn from the seed and what it is for, so there is no random state",
+    )
+    no_load_lr_state: bool = option(
+        False,
+        "Do not load the position in the learning-rate schedule: warm-up and decay begin anew while iterations go on.",
     )
     use_checkpoint_args: bool = option(False, "Take the model's shape from the checkpoint instead of from the flags.")
     exit_on_missing_checkpoint: bool = option(

@@ -7,17 +7,19 @@ import re
 import shutil
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from megatron.config.collect import FlagTable, Given, Target, collect_yaml
 from megatron.config.convert import check_fields, check_required, spell
+from megatron.config.dialects import DIALECTS, dialect_sections
 from megatron.config.errors import UserError
+from megatron.config.idle import idle_notes
 from megatron.config.known import KNOWN_FLAGS, SWITCH, VALUE, KnownFlag
-from megatron.config.legacy import LegacyConfig, json_log, translate
 from megatron.config.option import FieldOption
 from megatron.config.run import RunConfig, run_sections
-from megatron.config.shortcuts import SHORTCUTS, Shortcut
+from megatron.config.shortcuts import SHORTCUTS, Explicit, Shortcut
+from megatron.config.translation import Dialect
 from megatron.config.yaml_file import read_yaml
 
 _EPILOG = (
@@ -51,22 +53,24 @@ class ParsedRun:
     extras: dict[str, Any] = field(default_factory=dict)
 
     def resolve(self, world_size: int, *, cuda_available: bool = False) -> RunConfig:
-        """The resolved configuration; what was decided for the user is added to `notes`."""
-        return self.config.resolve(world_size, cuda_available=cuda_available, notes=self.notes)
+        """The resolved configuration; what was decided for the user and what has no effect is added to `notes`."""
+        resolved = self.config.resolve(world_size, cuda_available=cuda_available, notes=self.notes)
+        self.notes += idle_notes(self.config, resolved, self.explicit, world_size)
+        return resolved
 
+
+_BACKSLASH = "a word that is only a backslash is left out; nothing may follow the one that ends a line"
 
 _GENERAL = tuple(map(spell, ("config", "help", "list-compressors")))
 """Flags that are no part of a configuration."""
-
-LEGACY = "legacy"
-"""The section of old flags, which are translated and then forgotten."""
 
 
 class FlagParser:
     """Parses flags and `--config` files into instances of the given sections."""
 
-    def __init__(self, table: FlagTable, prog: str, description: str) -> None:
+    def __init__(self, table: FlagTable, prog: str, description: str, dialects: Sequence[Dialect] = ()) -> None:
         self.table = table
+        self.dialects = tuple(dialects)
         self._argparse = _build_argparse(table, prog, description)
 
     def parse(self, argv: Sequence[str], *, check: bool = True) -> ParsedSections:
@@ -75,8 +79,11 @@ class FlagParser:
         With `check`, required fields must be there and each field must be within its bounds. Raises
         UserError in one line for anything that is not understood; prints and exits for --help.
         """
-        namespace = self._argparse.parse_args(self._normalise(argv), namespace=argparse.Namespace(events=[]))
+        words = [word for word in argv if word != "\\"]
+        namespace = self._argparse.parse_args(self._normalise(words), namespace=argparse.Namespace(events=[]))
         flags = Given(self.table)
+        if len(words) != len(argv):
+            flags.notes.append(_BACKSLASH)
         for target, spelling, texts in namespace.events:
             flags.flag(target, spelling, texts)
         sources = [flags]
@@ -109,14 +116,16 @@ class FlagParser:
         return words
 
     def _merge(self, sources: list[Given]) -> ParsedSections:
-        explicit: dict[str, Any] = {}
+        explicit = Explicit()
         notes: list[str] = []
-        for source in sources:
-            explicit.update(source.values)
+        for level, source in enumerate(sources):
+            explicit.add(source.values, level)
             notes += [note for note in source.notes if note not in notes]
         for shortcut in (shortcut for source in sources for shortcut in source.shortcuts):
             if shortcut.when is not None:
                 shortcut.when(explicit)
+        for dialect in self.dialects:
+            dialect.translate(explicit, notes.append)
         sections = {
             section: cls(**{path.partition(".")[2]: explicit[path] for path in explicit if _in(path, section)})
             for section, cls in self.table.sections.items()
@@ -146,8 +155,8 @@ def build_run_parser(
     description: str = "Pretrain a GPT with tensor, pipeline and data parallelism.",
 ) -> FlagParser:
     """The parser of training runs, with further sections for programs that take its flags and their own."""
-    sections = {**run_sections(), LEGACY: LegacyConfig, **(extra_sections or {})}
-    return build_parser(sections, prog, description, shortcuts=SHORTCUTS, known=KNOWN_FLAGS)
+    sections = {**run_sections(), **dialect_sections(), **(extra_sections or {})}
+    return FlagParser(FlagTable(sections, SHORTCUTS, KNOWN_FLAGS), prog, description, DIALECTS)
 
 
 def parse_args(
@@ -158,23 +167,17 @@ def parse_args(
     Raises UserError in one line; prints and exits for --help. Values of the run are not checked yet, so that
     those of a checkpoint can be merged first.
     """
-    parsed = build_run_parser(extra_sections, prog).parse(argv, check=False)
+    return read_run(build_run_parser(extra_sections, prog), argv, extra_sections)
+
+
+def read_run(parser: FlagParser, argv: Sequence[str], extra_sections: dict[str, type] | None = None) -> ParsedRun:
+    """The same as `parse_args`, with a parser that is there already."""
+    parsed = parser.parse(argv, check=False)
     extras = {name: parsed.sections[name] for name in extra_sections or {}}
     for name, values in extras.items():
         check_required(name, values)
         check_fields(name, values)
     config = RunConfig(**{name: parsed.sections[name] for name in run_sections()})
-    check_fields(LEGACY, parsed.sections[LEGACY])
-    given = {path.partition(".")[2] for path in parsed.explicit if _in(path, LEGACY)}
-    log_file = json_log(parsed.sections[LEGACY], parsed.notes.append)
-    if log_file is not None and config.logging.log_json_file is None:
-        config = replace(config, logging=replace(config.logging, log_json_file=log_file))
-    half = config.precision.fp16 or config.precision.bf16
-    specs = translate(parsed.sections[LEGACY], given, parsed.notes.append, half)
-    if specs:
-        both = replace(config.compression, compress=[*config.compression.compress, *specs])
-        config = replace(config, compression=both)
-        parsed.explicit.add("compression.compress")
     return ParsedRun(config=config, notes=parsed.notes, explicit=parsed.explicit, extras=extras)
 
 

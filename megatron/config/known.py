@@ -1,4 +1,4 @@
-"""Flags of Megatron-LM and Megatron-DeepSpeed that are not fields here.
+"""Flags of Megatron-LM, Megatron-DeepSpeed, Optimus-CC, Radius, EDGC and AQ-SGD that are not fields here.
 
 Two kinds. Ignoring some is harmless: they are accepted, and reported once with the reason. Ignoring others
 would change what is trained: they are refused by name with what to do, unless the value given is the one
@@ -164,6 +164,39 @@ _HARMLESS = [
     _harmless("checkpoints have one format", values="ckpt-format dist-ckpt-format"),
     # Other models and programs
     _harmless(
+        "only models with experts (--num-experts above 1) read it, which are not available yet",
+        switches="disable-moe-token-dropping create-moe-param-group disable-moe-top2-2nd-expert-sampling "
+        "use-tutel enable-expert-tensor-parallelism",
+        values="mlp-type topk expert-interval moe-train-capacity-factor moe-eval-capacity-factor "
+        "moe-min-capacity moe-loss-coeff",
+    ),
+    _harmless(
+        "only val_check_gpt.py reads it",
+        switches="get-val-ppls",
+        values="src-ckpt-path val-start-iteration val-target-iteration val-ckpt-interval val-ppls-save-path",
+    ),
+    _harmless("Optimus-CC did not read it either", switches="check-comp-speed check-comp-ratio"),
+    _harmless(
+        "tools/plot_grad_distribution.py draws what --log-gradients records",
+        switches="plot-gradients-density",
+        values="plot-gradients-density-type plot-gradients-density-interval plot-gradients-density-output-dir",
+    ),
+    _harmless(
+        "losses, ranks and times go to --log-json-file; EDGC itself is --compress dp-grad=edgc",
+        values="collect-log-path",
+    ),
+    _harmless(
+        "the run's length is --train-iters, --train-samples or --train-tokens",
+        values="n-epochs num-iters",
+    ),
+    _harmless("only language models are trained", values="task-type"),
+    _harmless(
+        "the launcher's environment says which process this is (torchrun sets it), and --distributed-backend how "
+        "processes talk",
+        values="rank world-size dist-url dist-backend cuda-id cuda-num use-cuda",
+    ),
+    _harmless("see --profile-trace for where time goes", values="profiling trace-postfix debug-mem"),
+    _harmless(
         "only text generation reads it",
         values="inference-batch-times-seqlen-threshold max-tokens-to-oom",
     ),
@@ -200,12 +233,13 @@ _HARMLESS = [
 _REFUSED = [
     _refused(
         "mixture of experts is not available yet; leave it out",
-        switches="disable-moe-token-dropping create-moe-param-group disable-moe-top2-2nd-expert-sampling "
-        "use-tutel enable-expert-tensor-parallelism expert-parallel",
-        values="mlp-type=standard topk=1 expert-interval=2 moe-train-capacity-factor=1 "
-        "moe-eval-capacity-factor=1 moe-min-capacity=4 moe-loss-coeff=0.1 moe-expert-parallel-size=1 "
-        "ep-world-size=1 num-experts-switch",
+        switches="expert-parallel",
+        values="moe-expert-parallel-size=1 ep-world-size=1 num-experts-switch",
         lists="num-experts=1",
+    ),
+    _refused(
+        "LAMB is not available; use --optimizer adam",
+        values="lamb-beta1=0.9 lamb-beta2=0.9 lamb-eps=1e-6",
     ),
     _refused("FP8 training is not available; use --bf16", switches="fp8-e4m3 fp8-hybrid", values="fp8-format"),
     _refused(
@@ -239,11 +273,6 @@ _REFUSED = [
         switches="ds-sequence-parallel-fpdt",
         values="ds-sequence-parallel-size=1",
     ),
-    _refused("ZeRO is not used; use --use-distributed-optimizer (its stage 1)", values="zero-stage=0"),
-    _refused(
-        "DeepSpeed is not used; give its settings as flags and leave the file out",
-        values="deepspeed-config",
-    ),
     _refused(
         "random layer-token dropping is not available; leave it out",
         switches="random-ltd",
@@ -256,11 +285,6 @@ _REFUSED = [
     ),
     _refused("knowledge distillation is not available; leave it out", switches="kd mos", values="load-teacher"),
     _refused("use --finetune, which starts from iteration 0", switches="reset-iteration"),
-    _refused(
-        "checkpoints are chosen by the folder's latest_checkpointed_iteration.txt; write the iteration there",
-        values="load-tag",
-    ),
-    _refused("use --override-opt-param-scheduler", switches="no-load-lr-state"),
     _refused("give the local folder to --data-path", values="aml-data-download-path"),
     _refused("every sample is used; leave it out", values="sample-rate=1"),
     _refused("give --train-samples or --train-iters; the model is always built", values="use-dataset-only=false"),

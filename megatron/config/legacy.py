@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from megatron.config.errors import UserError
-from megatron.config.option import option
-
-Note = Callable[[str], None]
+from megatron.config.option import derived, option
+from megatron.config.shortcuts import Explicit
+from megatron.config.translation import Given, Note, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,72 +107,124 @@ class LegacyConfig:
         "allreduce", "sharded_ps_compressed is the same as --compress dp-grad=quantized-adam."
     )
     dp_bits: int = option(8, "Bits of --dp-mode sharded_ps_compressed.", minimum=1, maximum=8)
+    log_gradients_output_dir: str | None = derived(
+        "--log-json-file", "Folder for what --log-gradients records.", metavar="FOLDER"
+    )
 
 
-_SWITCHES = ("grad_comp", "inter_grad_comp", "inter_acti_comp", "emb_grad_comp", "mp_grad_comp", "mp_acti_comp")
+_A_TOP_K = "a Top-K --grad-comp-type or --emb-grad-comp-type"
+NEEDS = {
+    "save_json_path": "--save-json-log",
+    "experiment_name": "--save-json-log",
+    "comp_seed": "a PowerSGD compressor",
+    "use_error_feedback": "--inter-grad-comp, or --grad-comp of type PowerSGD (Top-K keeps its residual by itself)",
+    "grad_comp_type": "--grad-comp",
+    "grad_comp_rank": "--grad-comp of type PowerSGD",
+    "grad_comp_warm_up": "--grad-comp of type PowerSGD (Top-K has --stable-topk-threshold)",
+    "selective_grad_comp": "--grad-comp",
+    "selective_grad_comp_way": "--grad-comp and --selective-grad-comp",
+    "density": _A_TOP_K,
+    "stable_topk_interval": "a stable Top-K --grad-comp-type or --emb-grad-comp-type",
+    "stable_topk_threshold": _A_TOP_K,
+    "stable_topk_warmup_method": "a Top-K compressor and --stable-topk-threshold above 0",
+    "stable_topk_range": "a stable Top-K --grad-comp-type that has a range",
+    "stable_topk_density_warmup_steps": "the classic Top-K as --grad-comp-type, and a --density above 0",
+    "inter_grad_comp_type": "--inter-grad-comp",
+    "inter_grad_comp_rank": "--inter-grad-comp",
+    "inter_grad_comp_warm_up": "--inter-grad-comp",
+    "inter_grad_comp_epilogue_only": "--inter-grad-comp",
+    "inter_acti_comp_type": "--inter-acti-comp",
+    "inter_acti_comp_rank": "--inter-acti-comp",
+    "inter_acti_comp_warm_up": "--inter-acti-comp",
+    "emb_grad_comp_type": "--emb-grad-comp",
+    "emb_grad_comp_rank": "--emb-grad-comp of type PowerSGD",
+    "emb_grad_comp_warm_up": "--emb-grad-comp of type PowerSGD (Top-K has --stable-topk-threshold)",
+    "emb_use_error_feedback": "--emb-grad-comp of type PowerSGD (Top-K keeps its residual by itself)",
+    "mp_grad_comp_type": "--mp-grad-comp",
+    "mp_grad_comp_rank": "--mp-grad-comp",
+    "mp_grad_comp_warm_up": "--mp-grad-comp",
+    "mp_acti_comp_type": "--mp-acti-comp",
+    "mp_acti_comp_rank": "--mp-acti-comp",
+    "mp_acti_comp_warm_up": "--mp-acti-comp",
+    "forward_bits_act": "--forward-compress-method delta-lowbits",
+    "max_activation_cache_size": "--forward-compress-method delta or delta-lowbits",
+    "warmup_epochs": "--forward-compress-method, --backward-compress-method or --dp-mode sharded_ps_compressed",
+    "forward_bits": "--forward-compress-method",
+    "forward_scale_method": "--forward-compress-method",
+    "forward_scale_dims": "--forward-compress-method",
+    "backward_bits": "--backward-compress-method",
+    "backward_scale_method": "--backward-compress-method",
+    "backward_scale_dims": "--backward-compress-method",
+    "dp_bits": "--dp-mode sharded_ps_compressed",
+    "log_gradients_output_dir": "--log-gradients",
+}
+"""What a flag has no effect without; every other one is looked at in any case."""
+
+Old = Given[LegacyConfig]
+
+SECTION = "legacy"
 
 
-def translate(old: LegacyConfig, explicit: set[str], note: Note, half: bool = False) -> list[str]:
-    """The specs that old flags stand for.
+def translate(explicit: Explicit, note: Note) -> None:
+    """Adds what the old flags stand for.
 
-    Args:
-        old: their values.
-        explicit: names of those that were given.
-        note: takes a line for each translation, and for each flag without effect.
-        half: activations have 16 bits.
-
-    Raises:
-        UserError: for a compressor that the old systems named but that does not exist here.
+    Raises UserError for a compressor that the old systems named but that does not exist here.
     """
+    old: Old = Given(SECTION, LegacyConfig, explicit)
+    half = bool(explicit.get("precision.fp16") or explicit.get("precision.bf16"))
     specs = [
         *_optimus_gradients(old),
         *_optimus_pipeline(old),
         *_optimus_embedding(old),
-        *_optimus_tensor(old),
+        *_optimus_tensor(old, note),
         *_fixpoint("pp-forward", "forward", old, half),
         *_fixpoint("pp-backward", "backward", old, half),
         *_quantized_adam(old),
     ]
-    if old.dp_mode in ("central_ps", "sharded_ps"):
-        note(f"--dp-mode {old.dp_mode}: no effect, gradients are averaged by all-reduce; the result is the same")
-    given: list[str] = []
     for flags, spec in specs:
         note(f"{flags} means --compress {spec}")
-        given.append(spec)
-    for switch in _SWITCHES:
-        idle = [name for name in sorted(explicit) if name.startswith(f"{switch}_") and not getattr(old, switch)]
-        if idle:
-            note(f"{', '.join(map(_flag, idle))}: no effect without {_flag(switch)}")
-    if old.selective_grad_comp and not old.grad_comp:
-        note("--selective-grad-comp: no effect without --grad-comp")
-    return given
+    if specs:
+        given = explicit.get("compression.compress", [])
+        explicit["compression.compress"] = [*given, *(spec for _, spec in specs)]
+    if old.forward_compress_method.startswith("delta") and "data.sample_order" not in explicit:
+        explicit["data.sample_order"] = "fixed"
+        note("--forward-compress-method delta means --sample-order fixed: what is remembered must come again")
+    _json_files(old, explicit, note)
+    if old.dp_mode in ("central_ps", "sharded_ps"):
+        note(f"--dp-mode {old.dp_mode}: no effect, gradients are averaged by all-reduce; the result is the same")
+    for name in old.unread():
+        note(f"{flag(name)}: no effect without {NEEDS[name]}")
 
 
-def json_log(old: LegacyConfig, note: Note) -> str | None:
-    """The file that ``--save-json-log`` stands for: written during the run, not at its end."""
-    if not old.save_json_log:
-        if old.experiment_name is not None:
-            note("--experiment-name: no effect without --save-json-log")
-        return None
-    path = str(Path(old.save_json_path) / f"{old.experiment_name or 'run'}.jsonl")
-    note(f"--save-json-log means --log-json-file {path}")
-    return path
+def _json_files(old: Old, explicit: Explicit, note: Note) -> None:
+    """The file that ``--save-json-log`` or ``--log-gradients-output-dir`` stands for, which the run appends to."""
+    path, why = "", ""
+    if explicit.get("logging.log_gradients") and old.log_gradients_output_dir is not None:
+        path = str(Path(old.log_gradients_output_dir) / "gradients.jsonl")
+        why = "--log-gradients-output-dir"
+    if old.save_json_log:
+        path = str(Path(old.save_json_path) / f"{old.experiment_name or 'run'}.jsonl")
+        why = "--save-json-log"
+    if not path:
+        return
+    ours = explicit.setdefault("logging.log_json_file", path)
+    if ours == path:
+        note(f"{why} means --log-json-file {path}")
+    else:
+        note(f"{why}: no effect beside --log-json-file {ours}, where all records go")
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _low_rank(old: LegacyConfig, switch: str, feedback: str) -> str:
+def _low_rank(old: Old, switch: str, feedback: str) -> str:
     """The options that all of Optimus-CC's compressors share."""
     kind = getattr(old, f"{switch}_type")
     if kind.lower() != "powersgd":
-        raise UserError(f"{_flag(switch)}-type {kind} does not exist here; use PowerSGD (the default)")
+        raise UserError(f"{flag(switch)}-type {kind} does not exist here; use PowerSGD (the default)")
     rank, warmup = getattr(old, f"{switch}_rank"), getattr(old, f"{switch}_warm_up")
     text = f"rank={rank},seed={old.comp_seed}"
     if feedback:
         text += f",error-feedback={feedback}"
-    return text + (f",warmup={warmup:g}" if warmup else "")
+    # With a point it is a fraction of the run: 1.0 is all of it, and 1 would be one iteration.
+    return text + (f",warmup={float(warmup)!r}" if warmup else "")
 
 
 _STABLE = {
@@ -189,35 +240,43 @@ _EMBEDDING_TOP_K = ("stable-topk", *(f"emb{name}" for name in _STABLE if name.st
 _CLASSIC = ("topk", "topkreducerefcorrectionresisgradwarmup")
 
 
-def _radius(old: LegacyConfig) -> list[tuple[str, str]]:
+def _radius(old: Old) -> str:
     """Radius' reducers; their residual needs no flag."""
-    kind = old.grad_comp_type.lower()
-    warmup = f",warmup={old.stable_topk_threshold}" if old.stable_topk_threshold else ""
-    flags = f"--grad-comp --grad-comp-type {old.grad_comp_type}"
-    if kind in _CLASSIC:
-        slow = old.stable_topk_density_warmup_steps
-        density = f"1~{old.density:g}@{slow}" if slow and old.density else f"{old.density:g}"
-        return [(flags, f"dp-grad=topk,density={density}{warmup}")]
-    reach = old.stable_topk_range if _STABLE[kind] else 0
-    spec = f"dp-grad=stable-topk,density={old.density:g},interval={old.stable_topk_interval},range={reach}{warmup}"
-    return [(flags, spec)]
+    if old.grad_comp_type.lower() in _CLASSIC:
+        slow = old.density and old.stable_topk_density_warmup_steps
+        density = f"1~{old.density!r}@{slow}" if slow else f"{old.density!r}"
+        return f"dp-grad=topk,density={density}{_dense_until(old)}"
+    reach = old.stable_topk_range if _STABLE[old.grad_comp_type.lower()] else 0
+    return f"dp-grad={_stable(old, reach)}"
 
 
-def _optimus_gradients(old: LegacyConfig) -> list[tuple[str, str]]:
+def _stable(old: Old, reach: int) -> str:
+    return f"stable-topk,density={old.density!r},interval={old.stable_topk_interval},range={reach}{_dense_until(old)}"
+
+
+def _dense_until(old: Old) -> str:
+    dense = old.stable_topk_threshold and old.stable_topk_warmup_method == "Dense"
+    return f",warmup={old.stable_topk_threshold}" if dense else ""
+
+
+def _optimus_gradients(old: Old) -> list[tuple[str, str]]:
     if not old.grad_comp:
         return []
-    if old.grad_comp_type.lower() in (*_STABLE, *_CLASSIC):
-        return _radius(old)
-    # The published reducer keeps input - average, not input - own contribution.
-    spec = "dp-grad=powersgd," + _low_rank(old, "grad_comp", "aggregate" if old.use_error_feedback else "off")
     flags = "--grad-comp"
+    if old.grad_comp_type.lower() in (*_STABLE, *_CLASSIC):
+        spec = _radius(old)
+        flags += f" --grad-comp-type {old.grad_comp_type}"
+    else:
+        # The published reducer keeps input - average, not input - own contribution.
+        feedback = "aggregate" if old.use_error_feedback else "off"
+        spec = "dp-grad=powersgd," + _low_rank(old, "grad_comp", feedback)
     if old.selective_grad_comp:
         spec += f",stages=first:{old.selective_grad_comp_way}"
         flags += " --selective-grad-comp"
     return [(flags, spec)]
 
 
-def _optimus_pipeline(old: LegacyConfig) -> list[tuple[str, str]]:
+def _optimus_pipeline(old: Old) -> list[tuple[str, str]]:
     specs = []
     if old.inter_grad_comp:
         spec = "pp-backward=lowrank," + _low_rank(old, "inter_grad_comp", "lazy" if old.use_error_feedback else "off")
@@ -227,32 +286,34 @@ def _optimus_pipeline(old: LegacyConfig) -> list[tuple[str, str]]:
     return specs
 
 
-def _optimus_embedding(old: LegacyConfig) -> list[tuple[str, str]]:
+def _optimus_embedding(old: Old) -> list[tuple[str, str]]:
     if old.emb_grad_comp:
         fused = ",fused=on" if old.emb_comm_opt else ""
         flags = "--emb-comm-opt --emb-grad-comp" if old.emb_comm_opt else "--emb-grad-comp"
         kind = old.emb_grad_comp_type.lower()
         if kind in _EMBEDDING_TOP_K:
-            spec = f"stable-topk,density={old.density:g},interval={old.stable_topk_interval},range=0"
-            warmup = f",warmup={old.stable_topk_threshold}" if old.stable_topk_threshold else ""
-            return [(flags, f"embedding={spec}{warmup}{fused}")]
+            return [(flags, f"embedding={_stable(old, 0)}{fused}")]
         spec = _low_rank(old, "emb_grad_comp", "local" if old.emb_use_error_feedback else "off")
         return [(flags, f"embedding=powersgd,{spec}{fused}")]
     return [("--emb-comm-opt", "embedding=fused")] if old.emb_comm_opt else []
 
 
-def _optimus_tensor(old: LegacyConfig) -> list[tuple[str, str]]:
+def _optimus_tensor(old: Old, note: Note) -> list[tuple[str, str]]:
     specs = []
     for switch, point in (("mp_acti_comp", "tp-forward"), ("mp_grad_comp", "tp-backward")):
         if getattr(old, switch):
-            specs.append((_flag(switch), f"{point}=powersgd," + _low_rank(old, switch, "")))
+            specs.append((flag(switch), f"{point}=powersgd," + _low_rank(old, switch, "")))
+            note(
+                f"{flag(switch)}: without the error feedback that it always had in Optimus-CC: {point} keeps no state, "
+                "since recomputation and evaluation run it again"
+            )
     return specs
 
 
 _SCALES = {"01": "channel", "012": "tensor"}
 
 
-def _fixpoint(point: str, way: str, old: LegacyConfig, half: bool) -> list[tuple[str, str]]:
+def _fixpoint(point: str, way: str, old: Old, half: bool) -> list[tuple[str, str]]:
     """AQ-SGD's quantiser: one scale for a channel (or tensor), and a grid that clips the positive peak."""
     if getattr(old, f"{way}_compress_method") == "none":
         return []
@@ -276,7 +337,7 @@ def _fixpoint(point: str, way: str, old: LegacyConfig, half: bool) -> list[tuple
     return [(f"--{way}-compress-method", spec)]
 
 
-def _quantized_adam(old: LegacyConfig) -> list[tuple[str, str]]:
+def _quantized_adam(old: Old) -> list[tuple[str, str]]:
     if old.dp_mode != "sharded_ps_compressed":
         return []
     spec = f"dp-grad=quantized-adam,bits={old.dp_bits},warmup={old.warmup_epochs}epochs"

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megatron.config.check_compression import check_compression
 from megatron.config.check_model import check_model
-from megatron.config.check_outputs import check_data, check_outputs, notes_on_outputs
+from megatron.config.check_outputs import check_data, check_outputs
 from megatron.config.check_parallel import check_layout, check_parallel
 from megatron.config.check_training import check_batches, check_length, check_schedules
 from megatron.config.convert import check_fields
@@ -29,6 +29,7 @@ def resolve_run(config: RunConfig, world_size: int, *, cuda_available: bool, not
 
     if world_size < 1:
         raise UserError(f"the world size is {world_size}; start at least one process")
+    config = _resolve_tokenizer(config, note)
     _check_all_required(config)
     for section in run_sections():
         check_fields(section, getattr(config, section))
@@ -45,7 +46,6 @@ def resolve_run(config: RunConfig, world_size: int, *, cuda_available: bool, not
     check_data(config)
     check_outputs(config)
     check_compression(config, world_size, note)
-    notes_on_outputs(config, note)
     return config
 
 
@@ -65,6 +65,14 @@ def _check_all_required(config: RunConfig) -> None:
         missing.append("--tokenizer-type (or --vocab-size)")
     if missing:
         raise UserError(f"not given but required: {', '.join(missing)}; add {'it' if len(missing) == 1 else 'them'}")
+
+
+def _resolve_tokenizer(config: RunConfig, note: Note) -> RunConfig:
+    tokenizer = config.tokenizer.with_type()
+    if tokenizer == config.tokenizer:
+        return config
+    note(f"--vocab-file with --merge-file means --tokenizer-type {tokenizer.tokenizer_type}")
+    return replace(config, tokenizer=tokenizer)
 
 
 def _resolve_model(config: RunConfig) -> RunConfig:
@@ -100,6 +108,9 @@ def _resolve_parallel(config: RunConfig, cuda_available: bool, note: Note) -> Ru
         parallel = replace(parallel, accumulate_allreduce_grads_in_fp32=True)
     if is_unset(parallel.distributed_backend):
         parallel = replace(parallel, distributed_backend="nccl" if cuda_available else "gloo")
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        note("--sequence-parallel: no effect, there is one tensor-parallel rank")
+        parallel = replace(parallel, sequence_parallel=False)
     layers_per_stage = config.model.num_layers // parallel.pipeline_model_parallel_size
     per_chunk = parallel.num_layers_per_virtual_pipeline_stage
     chunks = parallel.virtual_pipeline_model_parallel_size

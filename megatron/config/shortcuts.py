@@ -8,7 +8,21 @@ from typing import Any
 
 from megatron.config.errors import UserError
 
-Explicit = dict[str, Any]
+
+class Explicit(dict[str, Any]):
+    """Values that were given explicitly: dotted field -> value.
+
+    levels: dotted field -> number of the source that gave it; a higher one wins over a lower one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels: dict[str, int] = {}
+
+    def add(self, values: Mapping[str, Any], level: int) -> None:
+        """Take what a source says; sources come in ascending order."""
+        self.update(values)
+        self.levels.update(dict.fromkeys(values, level))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,13 +121,6 @@ SHORTCUTS: tuple[Shortcut, ...] = (
         note="--no-pipeline-parallel is known but has no effect here: one stage is no pipeline",
     ),
     Shortcut(
-        name="batch-size",
-        help="Old name of --micro-batch-size.",
-        sets={"training.micro_batch_size": VALUE},
-        takes_value=True,
-        note="--batch-size is an old name: taken as --micro-batch-size {value}",
-    ),
-    Shortcut(
         name="model-parallel-size",
         help="Old name of --tensor-model-parallel-size.",
         sets={"parallel.tensor_model_parallel_size": VALUE},
@@ -126,5 +133,29 @@ SHORTCUTS: tuple[Shortcut, ...] = (
         sets={"optimizer.lr_warmup_fraction": VALUE},
         takes_value=True,
         note="--warmup is an old name: taken as --lr-warmup-fraction {value}",
+    ),
+    Shortcut(
+        name="embedding-dim",
+        help="AQ-SGD's name of --hidden-size.",
+        sets={"model.hidden_size": VALUE},
+        takes_value=True,
+    ),
+    Shortcut(
+        name="num-heads",
+        help="AQ-SGD's name of --num-attention-heads.",
+        sets={"model.num_attention_heads": VALUE},
+        takes_value=True,
+    ),
+    Shortcut(
+        name="warmup-steps",
+        help="AQ-SGD's name of --lr-warmup-iters.",
+        sets={"optimizer.lr_warmup_iters": VALUE},
+        takes_value=True,
+    ),
+    Shortcut(
+        name="pp-mode",
+        help="AQ-SGD's name of --pipeline-schedule.",
+        sets={"parallel.pipeline_schedule": VALUE},
+        takes_value=True,
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.config.option import derived, option
@@ -56,3 +56,9 @@ class TokenizerConfig:
         minimum=0,
         checkpoint="default",
     )
+
+    def with_type(self) -> TokenizerConfig:
+        """The same with the type that the files imply where none is given: GPT-2's of a vocabulary and merges."""
+        if self.tokenizer_type is None and self.vocab_file is not None and self.merge_file is not None:
+            return replace(self, tokenizer_type="GPT2BPETokenizer")
+        return self

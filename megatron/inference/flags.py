@@ -9,10 +9,10 @@ from typing import Literal
 import torch
 
 from megatron.checkpoint.load import saved_config
+from megatron.config.dialects import dialect_sections
 from megatron.config.errors import UserError
-from megatron.config.flags import LEGACY, ParsedSections, build_parser
+from megatron.config.flags import ParsedSections, build_parser
 from megatron.config.known import KNOWN_FLAGS, SWITCH, VALUE, VALUES, KnownFlag
-from megatron.config.legacy import LegacyConfig
 from megatron.config.option import FieldOption, derived, field_options, option, required
 from megatron.config.run import run_sections
 from megatron.config.shortcuts import SHORTCUTS
@@ -89,7 +89,7 @@ def parse_flags(argv: Sequence[str], sections: Mapping[str, type], prog: str, de
     used = {flag for name, cls in own.items() for field in field_options(name, cls) for flag in field.flags}
     training = [
         KnownFlag(name=flag, arity=_arity(field), refused=False, reason=_NOT_NEEDED)
-        for name, cls in {**run_sections(), LEGACY: LegacyConfig}.items()
+        for name, cls in {**run_sections(), **dialect_sections()}.items()
         for field in field_options(name, cls)
         for flag in field.flags
     ]

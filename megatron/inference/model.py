@@ -220,7 +220,7 @@ def _vocabulary(config: RunConfig, given: TokenizerConfig | None, entries: int) 
     Raises:
         UserError: when it cannot be built, or is another model's.
     """
-    changes = {} if given is None else {name: value for name, value in vars(given).items() if value}
+    changes = {} if given is None else {name: value for name, value in vars(given.with_type()).items() if value}
     wanted = dataclasses.replace(config.tokenizer, **changes)
     size = changes.get("vocab_size")
     if size is None:

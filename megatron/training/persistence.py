@@ -128,12 +128,13 @@ class RunCheckpoints:
         root = self.config.load
         if root is None:
             return False
-        iteration = read_tracker(root)
+        flag = None if self.config.ckpt_step is None else "--ckpt-step"
+        iteration = read_tracker(root) if flag is None else self.config.ckpt_step
         if iteration is None:
             if self.config.exit_on_missing_checkpoint or self.config.finetune:
                 raise UserError(f"--load {root} holds no checkpoint; name the folder that --save wrote to")
             return False
-        common = load_common(root, iteration)
+        common = load_common(root, iteration, flag)
         try:
             self._restore(root, iteration, common)
         except (KeyError, TypeError, ValueError) as error:
@@ -175,7 +176,8 @@ class RunCheckpoints:
                     self.log(f"{root}: the checkpoint of iteration {iteration} holds no {name}: it starts anew")
             optimizer.loss_scale.load_state_dict(common["loss_scale"])
         if not self.config.finetune:
-            self.schedule.load_state_dict(common["schedule"])
+            if not self.config.no_load_lr_state:
+                self.schedule.load_state_dict(common["schedule"])
             for name, value in common["progress"].items():
                 setattr(self.progress, name, int(value))
             self.saved_iteration = self.progress.iteration if self.config.load == self.config.save else None

@@ -56,14 +56,15 @@ def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
     Raises:
         UserError: for settings that cannot work; no process group exists yet.
     """
-    given, wanted = parsed.config, parsed.config.checkpoint
+    wanted = parsed.config.checkpoint
     if wanted.use_checkpoint_args:
         if wanted.load is None:
             raise UserError("--use-checkpoint-args takes the model's shape from --load, which is missing")
-        saved, iteration = saved_config(wanted.load)
-        given = merge_checkpoint_config(given, parsed.explicit, saved)
-        given = replace(given, tokenizer=_fitted(given.tokenizer, saved_entries(wanted.load, iteration), parsed))
-    return given.resolve(env.world_size, cuda_available=torch.cuda.is_available(), notes=parsed.notes)
+        saved, iteration = saved_config(wanted.load, wanted.ckpt_step)
+        parsed.config = given = merge_checkpoint_config(parsed.config, parsed.explicit, saved)
+        tokenizer = _fitted(given.tokenizer, saved_entries(wanted.load, iteration), parsed)
+        parsed.config = replace(given, tokenizer=tokenizer)
+    return parsed.resolve(env.world_size, cuda_available=torch.cuda.is_available())
 
 
 def _fitted(tokenizer: TokenizerConfig, entries: int, parsed: ParsedRun) -> TokenizerConfig:

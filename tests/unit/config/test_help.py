@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import build_run_parser, parse_args
+from megatron.config.dialects import dialect_sections
 from megatron.config.known import KNOWN_FLAGS
 from megatron.config.reference import flags_markdown
 from megatron.config.run import run_sections
@@ -25,7 +26,7 @@ def text(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_help_is_grouped_by_section(text: str) -> None:
     titles = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert titles == ["general", *run_sections(), "legacy", "shorthand and old names"]
+    assert titles == ["general", *run_sections(), *dialect_sections(), "shorthand and old names"]
 
 
 def test_help_fits_the_terminal(text: str) -> None:

@@ -84,6 +84,16 @@ CASES: dict[str, list[str]] = {
     "--dp-mode central_ps": [],
     "--experiment_name mine": [],
     "--save_json_log --save_json_path logs": [],
+    "--log_gradients --log_gradients_output_dir logs": [],
+    "--grad_comp --grad_comp_warm_up 1.0": ["dp-grad=powersgd,rank=4,seed=714,error-feedback=off,warmup=1.0"],
+    "--grad_comp --grad_comp_warm_up 0.1234567": [
+        "dp-grad=powersgd,rank=4,seed=714,error-feedback=off,warmup=0.1234567"
+    ],
+    "--grad_comp --grad_comp_type topk --density 0.1234567 --stable_topk_density_warmup_steps 0 "
+    "--selective_grad_comp": ["dp-grad=topk,density=0.1234567,warmup=200,stages=first:2"],
+    "--grad_comp --grad_comp_type stable-topk --selective_grad_comp --selective_grad_comp_way 1": [
+        "dp-grad=stable-topk,density=0.01,interval=100,range=50,warmup=200,stages=first:1"
+    ],
 }
 
 
@@ -109,7 +119,10 @@ def test_every_old_flag_is_tested() -> None:
     [
         ("--grad_comp --grad_comp_type RandomizedSVD", ["--grad-comp-type RandomizedSVD", "use PowerSGD"]),
         ("--forward-compress-method fixpoint --forward-scale-dims (2,)", ["--forward-scale-dims", "(0,1)"]),
-        ("--forward-compress-method delta", ["--sample-order lazy no sample comes twice", "--sample-order fixed"]),
+        (
+            "--forward-compress-method delta --sample-order lazy",
+            ["--sample-order lazy no sample comes twice", "--sample-order fixed"],
+        ),
         ("--dp-mode sharded_ps_compressed --adam-beta1 0.95", ["beta=0.9", "write beta=0.95"]),
         ("--dp-mode sharded_ps_compressed --optimizer sgd", ["variant of Adam", "dp-grad=fixpoint"]),
         ("--compress pp-forward=delta,first-bits=12 --sample-order fixed", ["must be 1 to 8, 16 or 32"]),
@@ -131,7 +144,7 @@ def test_refusals(by_iterations: list[str], flags: str, words: list[str]) -> Non
 
 def test_what_has_no_effect_is_said(by_iterations: list[str]) -> None:
     parsed = parse_args([*by_iterations, "--grad_comp_rank", "8", "--selective_grad_comp"])
-    assert "--grad-comp-rank: no effect without --grad-comp" in parsed.notes
+    assert "--grad-comp-rank: no effect without --grad-comp of type PowerSGD" in parsed.notes
     assert "--selective-grad-comp: no effect without --grad-comp" in parsed.notes
 
 
@@ -139,3 +152,46 @@ def test_the_json_log_of_the_old_flags_is_a_file_of_lines(by_iterations: list[st
     parsed = parse_args([*by_iterations, "--save_json_log", "--save_json_path", "logs/", "--experiment_name", "mine"])
     assert parsed.config.logging.log_json_file == "logs/mine.jsonl"
     assert "--save-json-log means --log-json-file logs/mine.jsonl" in parsed.notes
+    parsed = parse_args([*by_iterations, "--save_json_log", "--experiment_name", "mine", "--log-json-file", "own"])
+    assert parsed.config.logging.log_json_file == "own"
+    assert "--save-json-log: no effect beside --log-json-file own, where all records go" in parsed.notes
+
+
+def test_gradient_records_go_to_the_folder_of_the_old_flag(by_iterations: list[str]) -> None:
+    parsed = parse_args([*by_iterations, "--log_gradients", "--log_gradients_output_dir", "logs"])
+    assert parsed.resolve(1).logging.log_json_file == "logs/gradients.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("switch", "point"),
+    [
+        ("grad_comp", "dp-grad"),
+        ("inter_grad_comp", "pp-backward"),
+        ("inter_acti_comp", "pp-forward"),
+        ("emb_grad_comp", "embedding"),
+        ("mp_grad_comp", "tp-backward"),
+        ("mp_acti_comp", "tp-forward"),
+    ],
+)
+@pytest.mark.parametrize(("share", "iterations"), [("1.0", 100), ("1", 100), ("0.999", 99), ("0.01", 1), ("0", 0)])
+def test_a_warm_up_is_a_share_of_the_run(
+    by_iterations: list[str], switch: str, point: str, share: str, iterations: int
+) -> None:
+    """1.0 is the whole run, not one iteration."""
+    config = parse_args([*by_iterations, f"--{switch}", f"--{switch}_warm_up", share]).resolve(1)
+    specs = {place.value: spec for place, spec in config.compression.specs(RunLength(100)).items()}
+    assert specs[point].activation.warmup_iters == iterations
+
+
+@pytest.mark.parametrize("switch", ["mp_grad_comp", "mp_acti_comp"])
+def test_a_point_that_keeps_no_residual_says_that_the_old_one_did(by_iterations: list[str], switch: str) -> None:
+    notes = parse_args([*by_iterations, f"--{switch}"]).notes
+    told = [note for note in notes if "without the error feedback that it always had in Optimus-CC" in note]
+    assert len(told) == 1
+    assert told[0].startswith(f"--{switch.replace('_', '-')}: ")
+
+
+def test_remembering_samples_orders_them(by_iterations: list[str]) -> None:
+    parsed = parse_args([*by_iterations, "--forward-compress-method", "delta"])
+    assert parsed.resolve(1).data.sample_order == "fixed"
+    assert any("means --sample-order fixed" in note for note in parsed.notes)

@@ -37,7 +37,6 @@ BY_ITERATIONS = [
     ("--log-gradients-bins 5", 1, ["--log-gradients-bins 5", "--log-gradients; add it"]),
     ("--num-query-groups 3", 1, ["--num-query-groups 3", "--num-attention-heads 4"]),
     ("--num-layers 5 --pipeline-model-parallel-size 2", 2, ["--num-layers 5", PP2]),
-    ("--sequence-parallel", 1, ["--sequence-parallel", "--tensor-model-parallel-size"]),
     (
         "--sequence-parallel --tensor-model-parallel-size 2 --seq-length 33",
         2,
@@ -209,6 +208,8 @@ BY_ITERATIONS = [
     ("--no-save-optim", 1, ["--no-save-optim", "--save FOLDER"]),
     ("--no-save-rng", 1, ["--no-save-rng", "--save FOLDER"]),
     ("--finetune", 1, ["--finetune", "--load FOLDER"]),
+    ("--ckpt-step 3", 1, ["--ckpt-step", "--load FOLDER"]),
+    ("--load x --ckpt-step=-3", 1, ["--ckpt-step", "at least 0"]),
     ("--use-checkpoint-args", 1, ["--use-checkpoint-args", "--load FOLDER"]),
     ("--exit-on-missing-checkpoint", 1, ["--exit-on-missing-checkpoint", "--load FOLDER"]),
     # Evaluation and logs

@@ -69,7 +69,7 @@ compress: none
     assert config.compression.compress == ["none"]
     assert "precision.loss_scale" not in parsed.explicit
     assert "model.add_bias_linear" in parsed.explicit
-    assert [note.split(" ")[0] for note in parsed.notes] == ["--batch-size", "--fp8-margin"]
+    assert [note.split(" ")[0] for note in parsed.notes] == ["--fp8-margin", "--batch-size"]
 
 
 def test_a_section_with_the_name_of_a_field(tmp_path: Path) -> None:

@@ -1,0 +1,108 @@
+"""Flags of AQ-SGD's runners that describe the run, and what they mean here; legacy.py has its compressors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.errors import UserError
+from megatron.config.option import derived, option
+from megatron.config.shortcuts import Explicit
+from megatron.config.translation import Given, Note, settle
+
+SECTION = "aqsgd"
+_TASKS = ("wikitext", "arxiv21")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AqsgdConfig:
+    """Flags of AQ-SGD's runners, translated. With --pipeline-group-size, sizes count as they do there."""
+
+    pipeline_group_size: int | None = derived(
+        "unused",
+        "Same as --pipeline-model-parallel-size; --num-layers then counts the layers of one stage, and --batch-size "
+        "the samples of one replica's step.",
+        unit="stages",
+        minimum=1,
+    )
+    data_group_size: int | None = derived("1", "Replicas that --batch-size stands for.", unit="replicas", minimum=1)
+    batch_size: int | None = derived(
+        "unused",
+        "Old name of --micro-batch-size; with --pipeline-group-size, samples of a replica's step.",
+        unit="samples",
+        minimum=1,
+    )
+    model_name: str | None = derived("unused", "Same as --load FOLDER --finetune.", metavar="FOLDER")
+    load_pretrained_model: bool | None = derived("on", "Off: --model-name loads nothing.")
+    tokenizer_name: str | None = derived(
+        "unused", "Same as --tokenizer-type HFTokenizer --tokenizer-model PATH.", metavar="PATH"
+    )
+    task_name: str | None = derived("unused", "wikitext or arxiv21: a language model, of the text of --data-path.")
+    do_evaluation: bool | None = derived("on", "Off: same as --eval-iters 0.")
+    gradient_accumulate_step: int = option(1, "Only 1: --batch-size decides.", minimum=1)
+
+
+Theirs = Given[AqsgdConfig]
+
+
+def translate(explicit: Explicit, note: Note) -> None:
+    """Adds what the flags mean. Raises UserError for what is not available or contradicts another flag."""
+    given: Theirs = Given(SECTION, AqsgdConfig, explicit)
+    if given.task_name is not None:
+        if given.task_name not in _TASKS:
+            raise UserError(f"--task-name {given.task_name}: only language models are trained; use {_TASKS[0]}")
+        note(f"--task-name {given.task_name}: no effect, the text is that of --data-path")
+    if given.gradient_accumulate_step != 1:
+        raise UserError("--gradient-accumulate-step repeats the same batch; leave it out and raise --batch-size")
+    _sizes(given, explicit, note)
+    _model(given, explicit, note)
+    if given.do_evaluation is False:
+        settle(explicit, f"{SECTION}.do_evaluation", "validation.eval_iters", 0, "--do-evaluation false")
+
+
+def _sizes(given: Theirs, explicit: Explicit, note: Note) -> None:
+    stages, batch, replicas = given.pipeline_group_size, given.batch_size, given.data_group_size
+    if stages is None:
+        if replicas is not None:
+            note("--data-group-size: no effect without --pipeline-group-size; replicas are what the processes leave")
+        if batch is not None:
+            by = f"{SECTION}.batch_size"
+            settle(explicit, by, "training.micro_batch_size", batch, f"--batch-size {batch}")
+            note(f"--batch-size is an old name: taken as --micro-batch-size {batch}")
+        return
+    where = f"--pipeline-group-size {stages}"
+    path = "parallel.pipeline_model_parallel_size"
+    settle(explicit, f"{SECTION}.pipeline_group_size", path, stages, where)
+    layers = explicit.get("model.num_layers")
+    if layers is not None:
+        explicit["model.num_layers"] = layers * stages
+        note(f"{where}: --num-layers {layers} counts one stage, as in AQ-SGD; the model has {layers * stages} layers")
+    if batch is not None:
+        whole = batch * (replicas or 1)
+        settle(explicit, f"{SECTION}.batch_size", "training.global_batch_size", whole, f"--batch-size {batch}")
+        note(f"{where}: --batch-size {batch} counts one replica's step, as in AQ-SGD; --global-batch-size is {whole}")
+    elif replicas is not None:
+        note("--data-group-size: no effect without --batch-size; replicas are what the processes leave")
+
+
+def _model(given: Theirs, explicit: Explicit, note: Note) -> None:
+    name, tokenizer = given.model_name, given.tokenizer_name
+    if name is None:
+        if given.load_pretrained_model is not None:
+            note("--load-pretrained-model: no effect without --model-name")
+    elif given.load_pretrained_model is False:
+        note("--model-name: no effect with --load-pretrained-model false")
+    elif "checkpoint.load" in explicit:
+        note("--model-name: no effect beside --load")
+    else:
+        explicit |= {"checkpoint.load": name, "checkpoint.finetune": True}
+        note(
+            f"--model-name {name} means --load {name} --finetune; tools/ckpt_convert.py makes that folder from a "
+            "Hugging Face one"
+        )
+    if tokenizer is None:
+        return
+    if any(path.startswith("tokenizer.") for path in explicit):
+        note("--tokenizer-name: no effect beside another tokenizer's flags")
+        return
+    explicit |= {"tokenizer.tokenizer_type": "HFTokenizer", "tokenizer.tokenizer_model": tokenizer}
+    note(f"--tokenizer-name {tokenizer} means --tokenizer-type HFTokenizer --tokenizer-model {tokenizer}")

@@ -1,0 +1,237 @@
+"""Flags of Megatron-DeepSpeed that say what ours say otherwise: ZeRO stages, checkpoint tags, and DeepSpeed's file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.errors import UserError
+from megatron.config.json_file import read_json
+from megatron.config.option import derived
+from megatron.config.shortcuts import Explicit
+from megatron.config.translation import Given, Note, settle
+
+SECTION = "deepspeed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSpeedConfig:
+    """Flags of Megatron-DeepSpeed, translated."""
+
+    zero_stage: float | None = derived(
+        "0", "ZeRO: 1 is the same as --use-distributed-optimizer, 0 asks for nothing.", minimum=0
+    )
+    deepspeed_config: str | None = derived(
+        "none",
+        "DeepSpeed's JSON file: batch sizes, fp16, bf16, clipping and ZeRO stage are taken from it; what is not "
+        "available is refused by name.",
+        metavar="FILE",
+    )
+    load_tag: str | None = derived("the newest", "Same as --ckpt-step N, of a tag global_stepN.", metavar="TAG")
+
+
+def translate(explicit: Explicit, note: Note) -> None:
+    """Adds what the flags mean. Raises UserError for what is not available or contradicts another flag."""
+    given: Given[DeepSpeedConfig] = Given(SECTION, DeepSpeedConfig, explicit)
+    if given.zero_stage is not None:
+        _zero(explicit, f"{SECTION}.zero_stage", given.zero_stage, f"--zero-stage {given.zero_stage:g}", note)
+    if given.load_tag is not None:
+        if "checkpoint.load" not in explicit:
+            raise UserError("--load-tag needs --load FOLDER; add it or leave --load-tag out")
+        number = re.fullmatch(r"(?:global_step|iter_)?([0-9]{1,18})", given.load_tag)
+        if number is None:
+            raise UserError(f"--load-tag {given.load_tag}: expected global_stepN; or use --ckpt-step N")
+        step = int(number[1])
+        settle(explicit, f"{SECTION}.load_tag", "checkpoint.ckpt_step", step, f"--load-tag {given.load_tag}")
+        note(f"--load-tag {given.load_tag} means --ckpt-step {step}")
+    if given.deepspeed_config is not None:
+        _File(given.deepspeed_config, explicit, note).take()
+
+
+def _zero(explicit: Explicit, by: str, stage: Any, where: str, note: Note) -> None:
+    if stage not in (0, 1) or isinstance(stage, bool):
+        raise UserError(
+            f"{where}: gradients and parameters are not sharded; use stage 1 (--use-distributed-optimizer), or 0"
+        )
+    if stage == 1:
+        note(f"{where} means --use-distributed-optimizer")
+    settle(explicit, by, "parallel.use_distributed_optimizer", stage == 1, where)
+
+
+_IDLE = """
+    steps_per_print wall_clock_breakdown prescale_gradients dataloader_drop_last dump_state memory_breakdown
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer aio comms_logger flops_profiler tensorboard wandb
+    csv_monitor activation_checkpointing checkpoint disable_allgather
+"""
+"""Keys that change neither what is trained nor how it is saved."""
+
+_IDLE_ZERO = """
+    stage allgather_partitions allgather_bucket_size overlap_comm reduce_scatter reduce_bucket_size
+    contiguous_gradients elastic_checkpoint round_robin_gradients ignore_unused_parameters
+"""
+
+_INSTEAD = {
+    "optimizer": "give --optimizer, --lr and what else it holds as flags, and take it out of the file",
+    "scheduler": "give --lr-decay-style and what else it holds as flags, and take it out of the file",
+    "curriculum_learning": "curriculum learning is not available yet; switch it off in the file",
+    "data_efficiency": "neither curriculum learning nor random layer-token dropping is available; switch it off",
+}
+
+_PRECISION = ("loss_scale_window", "hysteresis", "min_loss_scale")
+
+_BY = f"{SECTION}.deepspeed_config"
+_AUTO = "auto"
+"""What a file says where flags decide."""
+
+
+class _File:
+    """One of DeepSpeed's files, which flags may repeat but not contradict.
+
+    Args:
+        path: of the file.
+        explicit: values of flags; what the file says is added.
+        note: takes a line on what was taken, and on what has no effect.
+    """
+
+    def __init__(self, path: str, explicit: Explicit, note: Note) -> None:
+        self.path = f"--deepspeed-config {path}"
+        self.content = read_json(path, self.path)
+        self.explicit = explicit
+        self.note = note
+        self.taken: list[str] = []
+        self.idle: list[str] = []
+
+    def take(self) -> None:
+        """Takes every key. Raises UserError for the first that is not available or contradicts a flag."""
+        for key, value in self.content.items():
+            if value == _AUTO or value is None:
+                continue
+            self._key(str(key), value)
+        self._accumulation()
+        if self.taken:
+            self.note(f"{self.path}: taken: {', '.join(self.taken)}")
+        if self.idle:
+            self.note(f"{self.path}: no effect: {', '.join(self.idle)}")
+
+    def _key(self, key: str, value: Any) -> None:
+        takers: dict[str, Callable[[str, Any], None]] = {
+            "train_batch_size": self._global_batch,
+            "train_micro_batch_size_per_gpu": self._micro_batch,
+            "gradient_accumulation_steps": self._steps,
+            "gradient_clipping": self._clipping,
+            "fp16": self._fp16,
+            "bf16": self._bf16,
+            "bfloat16": self._bf16,
+            "zero_optimization": self._zero,
+            "data_types": self._data_types,
+        }
+        if key in takers:
+            takers[key](key, value)
+        elif key in _IDLE.split() or (isinstance(value, dict) and value.get("enabled") is False):
+            self.idle.append(key)
+        else:
+            raise UserError(f"{self.path}: {key}: {_INSTEAD.get(key, 'is not available; take it out of the file')}")
+
+    def _set(self, key: str, path: str, value: Any) -> None:
+        settle(self.explicit, _BY, path, value, f"{self.path}: {key} {value}")
+        self.taken.append(key)
+
+    def _whole(self, key: str, value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UserError(f"{self.path}: {key} is {value!r}; it must be a whole number of at least 1")
+        return value
+
+    def _number(self, key: str, value: Any) -> float:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < 2.0**128:
+            raise UserError(f"{self.path}: {key} is {value!r}; it must be a number")
+        return float(value)
+
+    def _mapping(self, key: str, value: Any, known: Collection[str]) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise UserError(f"{self.path}: {key} must hold names and values, not a {type(value).__name__}")
+        for name in value:
+            if name not in known:
+                raise UserError(f"{self.path}: {key}.{name} is not available; take it out of the file")
+        return value
+
+    def _global_batch(self, key: str, value: Any) -> None:
+        self._set(key, "training.global_batch_size", self._whole(key, value))
+
+    def _micro_batch(self, key: str, value: Any) -> None:
+        self._set(key, "training.micro_batch_size", self._whole(key, value))
+
+    def _steps(self, key: str, value: Any) -> None:
+        self._whole(key, value)
+        self.taken.append(key)
+
+    def _clipping(self, key: str, value: Any) -> None:
+        self._set(key, "optimizer.clip_grad", self._number(key, value))
+
+    def _accumulation(self) -> None:
+        """The steps follow from the batch sizes and the number of replicas; here they are only checked."""
+        steps = self.content.get("gradient_accumulation_steps")
+        if steps in (None, _AUTO):
+            return
+        whole, micro = (self.explicit.get(f"training.{name}_batch_size") for name in ("global", "micro"))
+        where = f"{self.path}: gradient_accumulation_steps {steps}"
+        if whole is None or micro is None:
+            raise UserError(f"{where} needs both batch sizes; add --global-batch-size and --micro-batch-size")
+        if whole % (micro * steps) != 0:
+            raise UserError(f"{where} x a micro batch of {micro} does not divide the global batch of {whole}")
+
+    def _fp16(self, key: str, value: Any) -> None:
+        names = ("enabled", "loss_scale", "initial_scale_power", "auto_cast", *_PRECISION)
+        values = {name: one for name, one in self._mapping(key, value, names).items() if one not in (None, _AUTO)}
+        if not self._format(key, values, "precision.fp16"):
+            return
+        if values.get("auto_cast", False) is not False:
+            raise UserError(f"{self.path}: {key}.auto_cast is not available; take it out of the file")
+        scale = self._number(f"{key}.loss_scale", values.get("loss_scale", 0))
+        if scale:
+            self._set(f"{key}.loss_scale", "precision.loss_scale", scale)
+        if "initial_scale_power" in values:
+            power = self._number(f"{key}.initial_scale_power", values["initial_scale_power"])
+            if not 0 <= power <= 127:
+                raise UserError(f"{self.path}: {key}.initial_scale_power is {power}; it must be from 0 to 127")
+            self._set(f"{key}.initial_scale_power", "precision.initial_loss_scale", 2.0**power)
+        for name in _PRECISION:
+            if name in values:
+                read = self._number if name == "min_loss_scale" else self._whole
+                self._set(f"{key}.{name}", f"precision.{name}", read(f"{key}.{name}", values[name]))
+
+    def _bf16(self, key: str, value: Any) -> None:
+        values = self._mapping(key, value, ("enabled",))
+        if values.get("enabled") != _AUTO:
+            self._format(key, values, "precision.bf16")
+
+    def _format(self, key: str, values: dict[str, Any], path: str) -> bool:
+        """Whether the file switches a number format on."""
+        on = values.get("enabled", False)
+        if not isinstance(on, bool):
+            raise UserError(f"{self.path}: {key}.enabled is {on!r}; it must be true or false")
+        other = "precision.bf16" if path == "precision.fp16" else "precision.fp16"
+        if on and self.explicit.get(other):
+            raise UserError(f"{self.path}: {key} and --{other.partition('.')[2]} exclude each other; keep one format")
+        if "enabled" in values:
+            settle(self.explicit, _BY, path, on, f"{self.path}: {key}.enabled {str(on).lower()}")
+        (self.taken if on else self.idle).append(key)
+        return on
+
+    def _zero(self, key: str, value: Any) -> None:
+        values = dict(value) if isinstance(value, dict) else value
+        if isinstance(values, dict):
+            stage = values.get("stage", 0)
+            _zero(self.explicit, _BY, stage, f"{self.path}: {key}.stage {stage}", lambda line: None)
+            values = {name: one for name, one in values.items() if not name.startswith("stage3_")}
+        self._mapping(key, values, _IDLE_ZERO.split())
+        self.taken.append(f"{key}.stage")
+        self.idle += [f"{key}.{name}" for name in values if name != "stage"]
+
+    def _data_types(self, key: str, value: Any) -> None:
+        kind = self._mapping(key, value, ("grad_accum_dtype",)).get("grad_accum_dtype")
+        if kind not in (None, _AUTO, "fp32"):
+            raise UserError(f"{self.path}: {key}.grad_accum_dtype {kind} is not available; use fp32")
+        if kind == "fp32":
+            self._set(f"{key}.grad_accum_dtype", "parallel.accumulate_allreduce_grads_in_fp32", True)

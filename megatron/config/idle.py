@@ -1,0 +1,256 @@
+"""Settings that were given but have nothing to act on: each is told of, so that no flag does nothing in silence.
+
+What would change the training in secret is refused elsewhere; these change nothing, which may not be what was meant.
+Every field of a run is here, or always acts, or says `no_effect` itself: tests/unit/config/test_idle.py walks them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from megatron.config.option import field_options
+from megatron.config.run import RunConfig, run_sections
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Fields that share a condition.
+
+    fields: dotted names.
+    holds: whether they have nothing to act on, in a resolved run of so many processes.
+    why: the words behind "no effect".
+    """
+
+    fields: tuple[str, ...]
+    holds: Callable[[RunConfig, int], bool]
+    why: str
+
+
+def _fields(section: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names.split())
+
+
+def _decays(config: RunConfig) -> bool:
+    return config.optimizer.lr_decay_style != "constant"
+
+
+def _constant(config: RunConfig, world_size: int) -> bool:
+    return not _decays(config)
+
+
+def _resumes(config: RunConfig) -> bool:
+    return config.checkpoint.load is not None and not config.checkpoint.finetune
+
+
+def _one_replica(config: RunConfig, world_size: int) -> bool:
+    return config.data_parallel_size(world_size) == 1
+
+
+def _fixed_gelu(config: RunConfig, world_size: int) -> bool:
+    model = config.model
+    return model.swiglu or model.squared_relu or model.openai_gelu or not model.add_bias_linear
+
+
+def _tokenizer_is_not(*kinds: str) -> Callable[[RunConfig, int], bool]:
+    return lambda config, world_size: config.tokenizer.tokenizer_type not in kinds
+
+
+def _forward_codec(config: RunConfig) -> bool:
+    points = [spec.partition("=")[0].strip().lower() for spec in config.compression.compress]
+    return any(point in ("pp-forward", "tp-forward") for point in points)
+
+
+_TENSORBOARD = _fields(
+    "logging",
+    "tensorboard_log_interval tensorboard_queue_size log_timers_to_tensorboard log_batch_size_to_tensorboard "
+    "log_learning_rate_to_tensorboard log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard "
+    "log_world_size_to_tensorboard",
+)
+
+RULES: Sequence[Idle] = (
+    Idle(
+        ("model.rotary_base",),
+        lambda config, _: config.model.position_embedding_type != "rope",
+        "without --position-embedding-type rope",
+    ),
+    Idle(("model.bias_gelu_fusion",), _fixed_gelu, "beside another activation or --disable-bias-linear"),
+    Idle(
+        ("model.openai_gelu",),
+        lambda config, _: config.model.bias_gelu_fusion and config.model.add_bias_linear,
+        "GELU has its tanh form anyway, but with --no-bias-gelu-fusion or --disable-bias-linear",
+    ),
+    Idle(
+        ("model.init_method_std",),
+        lambda config, _: config.model.init_method_xavier_uniform,
+        "beside --init-method-xavier-uniform",
+    ),
+    Idle(
+        ("parallel.pipeline_schedule",),
+        lambda config, _: config.parallel.pipeline_model_parallel_size == 1,
+        "there is one pipeline stage",
+    ),
+    Idle(
+        ("parallel.async_tensor_model_parallel_allreduce",),
+        lambda config, _: config.parallel.tensor_model_parallel_size == 1,
+        "there is one tensor-parallel rank",
+    ),
+    Idle(
+        _fields("parallel", "overlap_grad_reduce no_allreduce use_distributed_optimizer"),
+        _one_replica,
+        "there is one replica",
+    ),
+    Idle(
+        _fields("parallel", "overlap_grad_reduce ddp_bucket_size"),
+        lambda config, _: config.parallel.ddp_impl == "torch",
+        "beside --DDP-impl torch, which has its own",
+    ),
+    Idle(
+        ("parallel.accumulate_allreduce_grads_in_fp32",),
+        lambda config, _: not (config.precision.fp16 or config.precision.bf16),
+        "gradients have fp32 anyway, but with --fp16 or --bf16",
+    ),
+    Idle(
+        ("parallel.distributed_timeout_minutes", "training.check_replicas"),
+        lambda _, world_size: world_size == 1,
+        "there is one process",
+    ),
+    Idle(
+        _fields("precision", "initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
+        lambda config, _: not config.precision.fp16,
+        "without --fp16",
+    ),
+    Idle(
+        _fields("precision", "initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
+        lambda config, _: config.precision.loss_scale is not None,
+        "beside a constant --loss-scale",
+    ),
+    Idle(
+        _fields("optimizer", "adam_beta1 adam_beta2 adam_eps use_apex"),
+        lambda config, _: config.optimizer.optimizer != "adam",
+        "without --optimizer adam",
+    ),
+    Idle(
+        ("optimizer.sgd_momentum",),
+        lambda config, _: config.optimizer.optimizer != "sgd",
+        "without --optimizer sgd",
+    ),
+    Idle(("optimizer.min_lr",), _constant, "with --lr-decay-style constant"),
+    Idle(
+        _fields("optimizer", "lr_decay_iters lr_decay_samples lr_decay_tokens"),
+        lambda config, _: not _decays(config) and config.optimizer.lr_warmup_fraction is None,
+        "with --lr-decay-style constant",
+    ),
+    Idle(
+        ("optimizer.weight_decay",),
+        lambda config, _: config.optimizer.weight_decay_incr_style != "constant",
+        "beside --start-weight-decay and --end-weight-decay",
+    ),
+    Idle(
+        _fields(
+            "optimizer",
+            "override_opt_param_scheduler use_checkpoint_opt_param_scheduler use_new_lr use_new_min_lr",
+        ),
+        lambda config, _: not _resumes(config) or config.checkpoint.no_load_lr_state,
+        "no schedule is loaded (--load without --finetune and --no-load-lr-state does that)",
+    ),
+    Idle(
+        _fields("checkpoint", "no_load_optim no_load_lr_state"),
+        lambda config, _: not _resumes(config),
+        "nothing of it is loaded anyway (--load without --finetune does that)",
+    ),
+    Idle(
+        ("data.split",),
+        lambda config, _: not config.data.data_path,
+        "without --data-path",
+    ),
+    Idle(
+        _fields("tokenizer", "vocab_file"),
+        _tokenizer_is_not("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"),
+        "only --tokenizer-type GPT2BPETokenizer and BertWordPiece... read it",
+    ),
+    Idle(
+        _fields("tokenizer", "merge_file"),
+        _tokenizer_is_not("GPT2BPETokenizer"),
+        "only --tokenizer-type GPT2BPETokenizer reads it",
+    ),
+    Idle(
+        _fields("tokenizer", "tokenizer_model"),
+        _tokenizer_is_not(
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "Llama2Tokenizer",
+            "HFTokenizer",
+            "HuggingFaceTokenizer",
+        ),
+        "only --tokenizer-type SentencePieceTokenizer and HFTokenizer read it",
+    ),
+    Idle(
+        _fields("tokenizer", "vocab_extra_ids"),
+        _tokenizer_is_not(
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "Llama2Tokenizer",
+            "BertWordPieceLowerCase",
+            "BertWordPieceCase",
+        ),
+        "only --tokenizer-type SentencePieceTokenizer and BertWordPiece... have such tokens",
+    ),
+    Idle(_TENSORBOARD, lambda config, _: config.logging.tensorboard_dir is None, "without --tensorboard-dir"),
+    Idle(
+        _fields("logging", "timing_log_option"),
+        lambda config, _: config.logging.timing_log_level == 0,
+        "without --timing-log-level above 0",
+    ),
+    Idle(
+        _fields("logging", "log_gradients_interval log_gradients_density"),
+        lambda config, _: not config.logging.log_gradients,
+        "without --log-gradients",
+    ),
+    Idle(
+        _fields("logging", "profile_step_start profile_step_end"),
+        lambda config, _: config.logging.profile_trace is None,
+        "without --profile-trace",
+    ),
+    Idle(
+        ("validation.eval_interval",),
+        lambda config, _: config.validation.eval_iters == 0 or config.validation.skip_train,
+        "nothing is evaluated during training",
+    ),
+    Idle(
+        ("compression.eval_compressed",),
+        lambda config, _: not _forward_codec(config),
+        "without a compressor of pp-forward or tp-forward",
+    ),
+    Idle(
+        ("compression.compress_module",),
+        lambda config, _: not config.compression.compress,
+        "without --compress",
+    ),
+)
+
+
+def idle_notes(given: RunConfig, resolved: RunConfig, explicit: Collection[str], world_size: int) -> list[str]:
+    """A line for each reason why flags that were given have no effect.
+
+    Args:
+        given: the configuration as it was given.
+        resolved: the same, resolved.
+        explicit: dotted names of what flags and files gave; what only repeats a default asks for nothing.
+        world_size: number of processes.
+    """
+    options = {field.path: field for section, cls in run_sections().items() for field in field_options(section, cls)}
+    told: set[str] = set()
+    lines = []
+    for rule in RULES:
+        flags = []
+        for path in rule.fields:
+            section, _, name = path.partition(".")
+            asked = path in explicit and getattr(getattr(given, section), name) != options[path].default
+            if asked and path not in told and rule.holds(resolved, world_size):
+                told.add(path)
+                flags.append(f"--{options[path].flag}")
+        if flags:
+            comma = "" if rule.why.startswith(("without", "with ", "beside")) else ","
+            lines.append(f"{', '.join(flags)}: no effect{comma} {rule.why}")
+    return lines

@@ -1,0 +1,107 @@
+"""The scripts of the systems that this one succeeds run as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.config import RunConfig, UserError, build_run_parser
+from megatron.config.flags import ParsedRun, read_run
+from tests.unit.config.original_scripts import AQSGD_DEBERTA, AQSGD_LM, COMPLETE, CURRICULUM, Script
+
+PARSER = build_run_parser()
+
+
+def _read(script: Script, folder: Path, more: str = "") -> ParsedRun:
+    file = folder / "ds_config.json"
+    file.write_text(script.deepspeed)
+    words = f"{script.flags} {more}".split()
+    return read_run(PARSER, [word.replace("DS", str(file)) if word.endswith("DS") else word for word in words])
+
+
+def _resolved(script: Script, folder: Path, more: str = "") -> tuple[RunConfig, list[str]]:
+    run = _read(script, folder, more)
+    return run.resolve(script.world_size, cuda_available=True), run.notes
+
+
+@pytest.mark.parametrize("name", COMPLETE)
+def test_a_script_resolves_as_it_is(name: str, tmp_path: Path) -> None:
+    config, notes = _resolved(COMPLETE[name], tmp_path)
+    assert config.tokenizer.tokenizer_type is not None
+    compresses = any(switch in COMPLETE[name].flags for switch in ("--grad_comp", "--inter_grad_comp"))
+    assert bool(config.compression.compress) == compresses
+    guessed = "--tokenizer-type" not in COMPLETE[name].flags
+    assert guessed == ("--vocab-file with --merge-file means --tokenizer-type GPT2BPETokenizer" in notes)
+
+
+def test_the_lone_backslash_of_two_scripts_is_told_of(tmp_path: Path) -> None:
+    config, notes = _resolved(COMPLETE["optimus-cc tbl2 335M CB"], tmp_path)
+    right, _ = _resolved(COMPLETE["optimus-cc tbl2 2.5B CB"], tmp_path)
+    assert config.compression == right.compression
+    assert [note for note in notes if "backslash" in note] == [
+        "a word that is only a backslash is left out; nothing may follow the one that ends a line"
+    ]
+
+
+def test_what_the_schemes_of_optimus_cc_mean(tmp_path: Path) -> None:
+    config, _ = _resolved(COMPLETE["optimus-cc tbl2 2.5B CB-FE-SC"], tmp_path)
+    assert config.compression.compress == [
+        "dp-grad=powersgd,rank=128,seed=714,error-feedback=aggregate,stages=first:3",
+        "pp-backward=lowrank,rank=16,seed=714,error-feedback=lazy,when=epilogue",
+        "embedding=fused",
+    ]
+    assert (config.recompute.recompute_granularity, config.recompute.recompute_method) == ("full", "uniform")
+
+
+def test_sequence_parallelism_on_one_rank_is_told_of(tmp_path: Path) -> None:
+    config, notes = _resolved(COMPLETE["jupiter 13B TP_SIZE=1"], tmp_path)
+    assert config.parallel.sequence_parallel is False
+    assert "--sequence-parallel: no effect, there is one tensor-parallel rank" in notes
+    config, notes = _resolved(COMPLETE["jupiter 13B"], tmp_path)
+    assert config.parallel.sequence_parallel is True
+    assert not any("--sequence-parallel" in note for note in notes)
+
+
+def test_what_a_file_of_deepspeed_means(tmp_path: Path) -> None:
+    config, notes = _resolved(COMPLETE["megatron-deepspeed 125M flash"], tmp_path)
+    assert config.parallel.use_distributed_optimizer is True
+    assert config.precision.initial_loss_scale == 2048
+    assert config.precision.loss_scale_window == 500
+    told = [note for note in notes if note.startswith("--deepspeed-config")]
+    assert "taken: train_batch_size" in told[0]
+    assert "no effect: steps_per_print" in told[1]
+    config, _ = _resolved(COMPLETE["megatron-deepspeed pretrain_llama2"], tmp_path)
+    assert config.parallel.use_distributed_optimizer is False
+
+
+def test_a_curriculum_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="curriculum_learning: curriculum learning is not available yet"):
+        _read(CURRICULUM, tmp_path)
+
+
+def test_the_language_model_of_aq_sgd_parses_and_says_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        _resolved(AQSGD_LM, tmp_path)
+    assert str(caught.value) == (
+        "not given but required: one of --train-iters, --train-samples and --train-tokens; add it"
+    )
+    config, notes = _resolved(AQSGD_LM, tmp_path, "--train-iters 1000 --data-path d")
+    model, parallel, training = config.model, config.parallel, config.training
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (48, 1600, 25)
+    assert (parallel.pipeline_model_parallel_size, parallel.pipeline_schedule) == (8, "gpipe")
+    assert (training.micro_batch_size, training.global_batch_size) == (1, 32)
+    assert (config.checkpoint.load, config.checkpoint.finetune) == ("checkpoints/gpt2-xl", True)
+    assert config.data.sample_order == "fixed"
+    assert config.tokenizer.tokenizer_model == "gpt2-xl"
+    assert [spec.split(",")[:2] for spec in config.compression.compress] == [
+        ["pp-forward=delta", "bits=4"],
+        ["pp-backward=fixpoint", "bits=8"],
+    ]
+    assert any("--num-layers 6 counts one stage" in note for note in notes)
+    assert any(note.startswith("--num-iters") for note in notes)
+
+
+def test_a_classifier_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--task-name cola: only language models are trained"):
+        _read(AQSGD_DEBERTA, tmp_path)
