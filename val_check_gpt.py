@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from megatron.config.errors import UserError
 from megatron.config.flags import ParsedSections
 from megatron.config.option import derived, option
 from megatron.config.run import RunConfig
+from megatron.config.shortcuts import VALUE, Shortcut
 from megatron.data.atomic import check_writable, write_whole
 from megatron.inference.flags import ModelFlags, check_layout, open_topology, parse_flags
 from megatron.inference.model import load_model, load_weights
@@ -36,6 +37,8 @@ DESCRIPTION = """Validation losses of a run's checkpoints, all on the same sampl
     python val_check_gpt.py --load checkpoints
     python val_check_gpt.py --load checkpoints --first 1000 --step 1000 --valid-data-path other --output losses.json
     torchrun --nproc-per-node 4 val_check_gpt.py --load checkpoints
+    python val_check_gpt.py --get_val_ppls --src_ckpt_path checkpoints --val_start_iteration 1000 \\
+        --val_target_iteration 9000 --val_ckpt_interval 1000 --val_ppls_save_path losses --experiment_name mine
 
 Data, sequence length and seed are those of the run that saved the checkpoints; data flags replace the data. Writes
 JSON with val_iters, val_lmloss and val_lmloss_ppl, after each checkpoint, so that a sweep that is interrupted goes on
@@ -48,24 +51,63 @@ class SweepFlags:
 
     first: int = option(0, "First iteration.", unit="iterations", minimum=0)
     last: int | None = derived("the newest", "Last iteration.", unit="iterations", minimum=0)
-    step: int = option(1, "Only iterations that this number divides.", unit="iterations", minimum=1)
+    step: int = option(1, "Only every so many iterations, counted from --first.", unit="iterations", minimum=1)
     eval_samples: int | None = derived(
-        "the run's --eval-iters x --global-batch-size", "Validation samples.", unit="samples", minimum=1
+        "--eval-iters x the run's --global-batch-size", "Validation samples.", unit="samples", minimum=1
     )
+    eval_iters: int | None = derived("the run's", "Validation batches.", unit="batches", minimum=1)
     micro_batch_size: int = option(4, "Samples in a forward pass.", unit="samples", minimum=1)
     output: str | None = derived("val_check.json in --load", "Where the losses go.", metavar="FILE")
+    val_ppls_save_path: str | None = derived(
+        "unused", "Same as --output FOLDER/NAME.json, of --experiment-name NAME.", metavar="FOLDER"
+    )
+    experiment_name: str = option("val_check", "Name of the file in --val-ppls-save-path.")
+    get_val_ppls: bool = option(
+        False, "Asks Optimus-CC for perplexities.", no_effect="perplexities are always written beside the losses"
+    )
+
+
+OLD_NAMES = tuple(
+    Shortcut(name=name, help=f"Optimus-CC's name of --{path.partition('.')[2]}.", sets={path: VALUE}, takes_value=True)
+    for name, path in (
+        ("src-ckpt-path", "model.load"),
+        ("val-start-iteration", "sweep.first"),
+        ("val-target-iteration", "sweep.last"),
+        ("val-ckpt-interval", "sweep.step"),
+    )
+)
 
 
 def output_of(load: str, sweep: SweepFlags) -> Path:
     """Where the losses go."""
+    if sweep.val_ppls_save_path is not None:
+        return Path(sweep.val_ppls_save_path) / f"{sweep.experiment_name}.json"
     return Path(sweep.output or Path(load) / "val_check.json")
+
+
+def check_together(sweep: SweepFlags, explicit: set[str], note: Callable[[str], None]) -> None:
+    """Checks flags that say the same thing.
+
+    Raises:
+        UserError: when two of them are given.
+    """
+    for one, other in (("eval_samples", "eval_iters"), ("output", "val_ppls_save_path")):
+        if getattr(sweep, one) is not None and getattr(sweep, other) is not None:
+            flags = [f"--{name.replace('_', '-')}" for name in (one, other)]
+            raise UserError(f"{' and '.join(flags)} exclude each other; leave one of them out")
+    if "sweep.experiment_name" in explicit and sweep.val_ppls_save_path is None:
+        note("--experiment-name: no effect without --val-ppls-save-path")
+
+
+def _wanted(number: int, sweep: SweepFlags, last: float) -> bool:
+    return sweep.first <= number <= last and (number - sweep.first) % sweep.step == 0
 
 
 def left_out(root: str, found: Sequence[int], sweep: SweepFlags) -> list[int]:
     """Checkpoints of a sweep that are not complete."""
     last = sweep.last if sweep.last is not None else math.inf
-    there = [number for number in sorted(saved_iterations(Path(root))) if sweep.first <= number <= last]
-    return [number for number in there if number % sweep.step == 0 and number not in found]
+    there = sorted(saved_iterations(Path(root)))
+    return [number for number in there if _wanted(number, sweep, last) and number not in found]
 
 
 def chosen(root: str, sweep: SweepFlags) -> list[int]:
@@ -76,7 +118,7 @@ def chosen(root: str, sweep: SweepFlags) -> list[int]:
     """
     there = sorted(complete_iterations(root))
     last = sweep.last if sweep.last is not None else max(there, default=0)
-    found = [number for number in there if sweep.first <= number <= last and number % sweep.step == 0]
+    found = [number for number in there if _wanted(number, sweep, last)]
     if not found:
         have = ", ".join(map(str, there)) or "none"
         damaged = ", ".join(map(str, left_out(root, found, sweep)))
@@ -152,9 +194,11 @@ def number_of_samples(flags: SweepFlags, config: RunConfig, replicas: int) -> in
         UserError: when the copies of the model cannot share them.
     """
     if flags.eval_samples is None:
-        usual = config.validation.eval_iters * config.training.global_batch_size
+        batches = config.validation.eval_iters if flags.eval_iters is None else flags.eval_iters
+        usual = batches * config.training.global_batch_size
         if usual < replicas:
-            raise UserError(f"the run had --eval-iters {config.validation.eval_iters}; give --eval-samples")
+            whose = "the run had " if flags.eval_iters is None else ""
+            raise UserError(f"{whose}--eval-iters {batches}; give --eval-samples")
         return usual - usual % replicas
     if flags.eval_samples % replicas:
         raise UserError(f"--eval-samples {flags.eval_samples} does not divide by the {replicas} copies of the model")
@@ -205,11 +249,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def body(ranks: Ranks) -> None:
         sections = {"sweep": SweepFlags, "data": DataConfig}
-        parsed = parse_flags(sys.argv[1:] if argv is None else argv, sections, "val_check_gpt.py", DESCRIPTION)
+        parsed = parse_flags(
+            sys.argv[1:] if argv is None else argv, sections, "val_check_gpt.py", DESCRIPTION, OLD_NAMES
+        )
         model_flags: ModelFlags = parsed.sections["model"]
         flags: SweepFlags = parsed.sections["sweep"]
         if model_flags.ckpt_step is not None:
             raise UserError(f"--ckpt-step {model_flags.ckpt_step}: a sweep takes --first and --last")
+        check_together(flags, parsed.explicit, parsed.notes.append)
         chosen(model_flags.load, flags)
         check_writable(output_of(model_flags.load, flags), "--output")
         layout = check_layout(model_flags, ranks.env, replicas=True)

@@ -15,7 +15,7 @@ from megatron.config.flags import ParsedSections, build_parser
 from megatron.config.known import KNOWN_FLAGS, SWITCH, VALUE, VALUES, KnownFlag
 from megatron.config.option import FieldOption, derived, field_options, option, required
 from megatron.config.run import run_sections
-from megatron.config.shortcuts import SHORTCUTS
+from megatron.config.shortcuts import SHORTCUTS, Shortcut
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.inference.model import LoadedModel, inference_layout, load_model
 from megatron.inference.sampling import Sampling
@@ -77,8 +77,14 @@ class SamplingFlags:
 COMMON: Mapping[str, type] = {"model": ModelFlags, "tokenizer": TokenizerConfig}
 
 
-def parse_flags(argv: Sequence[str], sections: Mapping[str, type], prog: str, description: str) -> ParsedSections:
-    """Parses a command line of ``COMMON`` and a program's own sections.
+def parse_flags(
+    argv: Sequence[str],
+    sections: Mapping[str, type],
+    prog: str,
+    description: str,
+    shortcuts: Sequence[Shortcut] = (),
+) -> ParsedSections:
+    """Parses a command line of ``COMMON`` and a program's own sections and shortcuts.
 
     Flags of training, which scripts made for other Megatrons give to every program, are accepted and noted.
 
@@ -87,6 +93,7 @@ def parse_flags(argv: Sequence[str], sections: Mapping[str, type], prog: str, de
     """
     own = {**COMMON, **sections}
     used = {flag for name, cls in own.items() for field in field_options(name, cls) for flag in field.flags}
+    used |= {one.name for one in shortcuts}
     training = [
         KnownFlag(name=flag, arity=_arity(field), refused=False, reason=_NOT_NEEDED)
         for name, cls in {**run_sections(), **dialect_sections()}.items()
@@ -104,7 +111,8 @@ def parse_flags(argv: Sequence[str], sections: Mapping[str, type], prog: str, de
         for flag in field.flags
     ]
     left = {one.name: one for one in training if one.name not in used}
-    parsed = build_parser(own, prog, description, known=list(left.values())).parse(argv)
+    parser = build_parser(own, prog, description, shortcuts=shortcuts, known=list(left.values()))
+    parsed = parser.parse(argv)
     aside = [note for note in parsed.notes if note.endswith(_NOT_NEEDED)]
     if aside:
         names = " ".join(note.split(" ", 1)[0] for note in aside)

@@ -77,6 +77,13 @@ def test_a_sweep_finds_the_losses_of_training_and_goes_on_where_it_stopped(tmp_p
     alone = run_cli(1, [*sweep, "--first", "4", "--last", "4"])
     assert alone.returncode == 2
     assert "files of 4 are missing or damaged" in alone.stderr
+    old = ["val_check_gpt.py", "--get_val_ppls", "--src_ckpt_path", str(saved), "--val_start_iteration", "2"]
+    old += ["--val_target_iteration", "6", "--val_ckpt_interval", "4", "--eval-iters", "3"]
+    old += ["--val_ppls_save_path", str(tmp_path), "--experiment_name", "mine"]
+    assert "--get-val-ppls is known but has no effect here" in run_cli(1, old).check().stderr
+    mine = json.loads((tmp_path / "mine.json").read_text())
+    assert mine["val_iters"] == [2, 6]
+    assert mine["val_lmloss"] == again["val_lmloss"][::2]
     none = run_cli(1, [*sweep, "--first", "7"])
     assert none.returncode == 2
     assert "there are 2, 6" in none.stderr

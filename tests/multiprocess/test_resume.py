@@ -234,3 +234,28 @@ def test_checkpoint_arguments_and_wrong_models(prefix: Path, tmp_path: Path) -> 
     missing = run_cli(1, [SCRIPT, *tiny_flags(prefix, load=tmp_path / "no", exit_on_missing_checkpoint=True)])
     assert missing.returncode == 2
     assert "holds no checkpoint" in missing.stderr
+
+
+def test_an_earlier_checkpoint_can_be_named(prefix: Path, tmp_path: Path) -> None:
+    """--ckpt-step and --load-tag go on from it, and --no-load-lr-state begins the schedule anew."""
+    saved, logs = tmp_path / "saved", {name: tmp_path / f"{name}.jsonl" for name in ("whole", "step", "tag", "lr")}
+    common = {"train_iters": 6, "lr_decay_style": "linear", "lr_warmup_iters": 2}
+    train(1, tiny_flags(prefix, **common, save=saved, save_interval=2, log_json_file=logs["whole"]))
+    again = {**common, "load": saved}
+    train(1, tiny_flags(prefix, **again, ckpt_step=2, log_json_file=logs["step"]))
+    train(1, tiny_flags(prefix, **again, load_tag="global_step4", log_json_file=logs["tag"]))
+    train(1, tiny_flags(prefix, **again, ckpt_step=2, no_load_lr_state=True, log_json_file=logs["lr"]))
+    whole = _losses(logs["whole"])
+    assert _losses(logs["step"]) == {n: whole[n] for n in (3, 4, 5, 6)}
+    assert _losses(logs["tag"]) == {n: whole[n] for n in (5, 6)}
+    rates = {
+        name: [event["learning_rate"] for event in map(json.loads, path.read_text().splitlines()) if "lm_loss" in event
+               and event["kind"] == "train"]
+        for name, path in logs.items()
+    }  # fmt: skip
+    assert rates["step"] == rates["whole"][2:]
+    assert rates["lr"] == rates["whole"][:4]
+    assert list(_losses(logs["lr"])) == [3, 4, 5, 6]
+    missing = run_cli(1, [SCRIPT, *tiny_flags(prefix, **again, ckpt_step=3)])
+    assert missing.returncode == 2
+    assert "complete are, newest first: 6, 4, 2; name one of them (--ckpt-step 6)" in missing.stderr

@@ -1,0 +1,189 @@
+"""Flags and files of Megatron-DeepSpeed: what is taken, what is refused, and by which name."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.config import UserError, build_run_parser
+from megatron.config.flags import ParsedRun, read_run
+
+PARSER = build_run_parser()
+BASE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 0.001 --vocab-size 100"
+
+
+def _parsed(folder: Path, content: Any, flags: str = "--micro-batch-size 2") -> ParsedRun:
+    path = folder / "ds.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return read_run(PARSER, [*BASE.split(), "--train-iters", "9", *flags.split(), "--deepspeed_config", str(path)])
+
+
+def test_everything_that_a_file_may_say(tmp_path: Path) -> None:
+    content = {
+        "train_batch_size": 24,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 3,
+        "gradient_clipping": 0.5,
+        "fp16": {
+            "enabled": True, "auto_cast": False, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 7,
+            "hysteresis": 3, "min_loss_scale": 2,
+        },
+        "bf16": {"enabled": False},
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 5e8, "stage3_max_live_parameters": 3e9},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "elasticity": {"enabled": False},
+        "steps_per_print": "auto",
+        "activation_checkpointing": {"partition_activations": True},
+    }  # fmt: skip
+    run = _parsed(tmp_path, content, "")
+    config = run.resolve(2)
+    assert (config.training.global_batch_size, config.training.micro_batch_size) == (24, 4)
+    assert config.optimizer.clip_grad == 0.5
+    precision = config.precision
+    assert (precision.fp16, precision.bf16, precision.loss_scale) == (True, False, None)
+    assert (precision.initial_loss_scale, precision.loss_scale_window) == (4096, 7)
+    assert (precision.hysteresis, precision.min_loss_scale) == (3, 2)
+    assert config.parallel.use_distributed_optimizer
+    assert config.parallel.accumulate_allreduce_grads_in_fp32
+    assert run.notes[1].endswith(
+        "no effect: bf16, zero_optimization.reduce_bucket_size, elasticity, activation_checkpointing"
+    )
+
+
+def test_a_constant_loss_scale_and_stage_0(tmp_path: Path) -> None:
+    content = {"fp16": {"enabled": True, "loss_scale": 128}, "zero_optimization": {"stage": 0}}
+    config = _parsed(tmp_path, content).resolve(2)
+    assert config.precision.loss_scale == 128
+    assert not config.parallel.use_distributed_optimizer
+
+
+def test_what_a_flag_repeats_does_not_contradict(tmp_path: Path) -> None:
+    content = {"train_batch_size": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    flags = "--micro-batch-size 2 --global-batch-size 8 --bf16 --zero-stage 1 --use-distributed-optimizer"
+    assert _parsed(tmp_path, content, flags).resolve(2).precision.bf16
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "words"),
+    [
+        ({"train_batch_size": 8}, "--global-batch-size 4", ["train_batch_size 8", "--global-batch-size 4"]),
+        ({"train_micro_batch_size_per_gpu": 8}, "--micro-batch-size 4", ["--micro-batch-size 4", "contradict"]),
+        ({"train_batch_size": 0}, "", ["train_batch_size is 0", "at least 1"]),
+        ({"train_batch_size": True}, "", ["train_batch_size is True"]),
+        ({"gradient_accumulation_steps": 2}, "", ["gradient_accumulation_steps 2", "needs both batch sizes"]),
+        (
+            {"gradient_accumulation_steps": 3, "train_batch_size": 8},
+            "--micro-batch-size 2",
+            ["gradient_accumulation_steps 3", "global batch of 8"],
+        ),
+        ({"gradient_clipping": 0.5}, "--clip-grad 1.0", ["gradient_clipping 0.5", "--clip-grad 1.0"]),
+        ({"gradient_clipping": "much"}, "", ["gradient_clipping is 'much'"]),
+        ('{"gradient_clipping": 1e999}', "", ["gradient_clipping is inf"]),
+        ('{"gradient_clipping": NaN}', "", ["gradient_clipping is nan"]),
+        ({"bf16": {"enabled": True}}, "--fp16", ["bf16 and --fp16 exclude each other"]),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "", ["bf16 and --fp16 exclude each other"]),
+        ({"fp16": {"enabled": False}}, "--fp16", ["fp16.enabled false and --fp16 contradict"]),
+        ({"fp16": {"enabled": "yes"}}, "", ["fp16.enabled is 'yes'"]),
+        ({"fp16": {"enabled": True, "fancy": 1}}, "", ["fp16.fancy is not available"]),
+        ({"fp16": {"enabled": True, "initial_scale_power": 4000}}, "", ["initial_scale_power is 4000", "127"]),
+        ({"fp16": 1}, "", ["fp16 must hold names and values"]),
+        ({"zero_optimization": {"stage": 2}}, "", ["zero_optimization.stage 2", "stage 1"]),
+        ({"zero_optimization": {"stage": 3}}, "", ["zero_optimization.stage 3"]),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {}}}, "", ["zero_optimization.offload_optimizer"]),
+        ({"zero_optimization": {"stage": 0}}, "--zero-stage 1", ["stage 0", "--use-distributed-optimizer"]),
+        ({"optimizer": {"type": "Adam"}}, "", ["optimizer: give --optimizer, --lr"]),
+        ({"scheduler": {}}, "", ["scheduler: give --lr-decay-style"]),
+        ({"curriculum_learning": {"enabled": True}}, "", ["curriculum_learning: curriculum learning is not available"]),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "", ["grad_accum_dtype bf16", "use fp32"]),
+        ({"whatever": 1}, "", ["whatever: is not available; take it out of the file"]),
+        ("[]", "", ["expected names and values, not a list"]),
+        ('{"fp16": {}, "fp16": {}}', "", ["'fp16' is given twice"]),
+        ("{", "", ["is not valid JSON"]),
+        ("[" * 100_000, "", ["nested too deeply"]),
+        ('{"train_batch_size": ' + "9" * 5000 + "}", "", ["is not valid JSON"]),
+        ("x" * (1 << 21), "", ["is larger than"]),
+    ],
+)
+def test_refused_in_one_line_that_names_file_and_key(
+    tmp_path: Path, content: Any, flags: str, words: list[str]
+) -> None:
+    with pytest.raises(UserError) as caught:
+        _parsed(tmp_path, content, flags)
+    message = str(caught.value)
+    assert message.startswith(f"--deepspeed-config {tmp_path / 'ds.json'}: ")
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_a_file_that_is_none_makes_nobody_wait(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name, reason in (("pipe", "is no plain file"), ("nowhere", "cannot be read"), (".", "cannot be read")):
+        with pytest.raises(UserError, match=reason):
+            read_run(PARSER, ["--deepspeed-config", str(tmp_path / name)])
+
+
+_KEYS = [
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "fp16",
+    "bf16", "zero_optimization", "data_types", "optimizer", "steps_per_print", "enabled", "stage", "loss_scale",
+    "initial_scale_power", "hysteresis", "grad_accum_dtype",
+]  # fmt: skip
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["auto", "", "fp32"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(_KEYS), inner, max_size=4),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(content=st.dictionaries(st.sampled_from(_KEYS), _JSON, max_size=4))
+def test_any_file_is_taken_or_refused_in_one_line(tmp_path_factory: pytest.TempPathFactory, content: Any) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    try:
+        _parsed(folder, content).resolve(1)
+    except UserError as error:
+        assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(("stage", "sharded"), [("0", False), ("1", True), ("1.0", True)])
+def test_zero_stages(stage: str, sharded: bool) -> None:
+    run = read_run(PARSER, [*BASE.split(), *"--train-iters 9 --micro-batch-size 2 --zero-stage".split(), stage])
+    assert run.resolve(2).parallel.use_distributed_optimizer is sharded
+
+
+@pytest.mark.parametrize("flags", ["--zero-stage 2", "--zero-stage 3", "--zero-stage 0.5", "--zero-stage -1"])
+def test_other_stages_are_refused(flags: str) -> None:
+    with pytest.raises(UserError, match="--zero-stage"):
+        read_run(PARSER, flags.replace(" -", "=-").split())
+    with pytest.raises(UserError, match="--zero-stage 0 and --use-distributed-optimizer contradict"):
+        read_run(PARSER, "--zero-stage 0 --use-distributed-optimizer".split())
+
+
+@pytest.mark.parametrize("tag", ["global_step12", "iter_0000012", "12"])
+def test_a_tag_names_an_iteration(tag: str) -> None:
+    assert read_run(PARSER, ["--load", "x", "--load-tag", tag]).config.checkpoint.ckpt_step == 12
+
+
+def test_a_tag_that_names_none_is_refused() -> None:
+    for tag in ("latest", "global_step", "", "global_step-1", "global_step" + "9" * 30):
+        with pytest.raises(UserError, match="--load-tag .*: expected global_stepN; or use --ckpt-step N"):
+            read_run(PARSER, ["--load", "x", f"--load-tag={tag}"])
+    with pytest.raises(UserError, match="--load-tag needs --load FOLDER"):
+        read_run(PARSER, ["--load-tag", "global_step3"])
+    with pytest.raises(UserError, match="--load-tag global_step3 and --ckpt-step 4 contradict each other"):
+        read_run(PARSER, "--load x --load-tag global_step3 --ckpt-step 4".split())
+
+
+def test_flags_win_over_a_file_of_ours_that_names_theirs(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("zero_stage: 1\nbatch_size: 4\nload_tag: global_step3\nload: x\n")
+    words = ["--config", str(tmp_path / "run.yaml")]
+    config = read_run(PARSER, [*words, "--micro-batch-size", "2", "--ckpt-step", "5"]).config
+    assert (config.training.micro_batch_size, config.checkpoint.ckpt_step) == (2, 5)
+    assert config.parallel.use_distributed_optimizer is True
+    assert read_run(PARSER, words).config.training.micro_batch_size == 4
