@@ -1,4 +1,4 @@
-"""The systems whose flags are understood, in the order of their translation."""
+"""The systems whose flags are understood."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from megatron.config.deepspeed import DeepSpeedConfig
 from megatron.config.legacy import LegacyConfig
 from megatron.config.translation import Dialect
 
-# DeepSpeed's file may name the number format, on which compressors depend.
 DIALECTS = (
     Dialect(section=deepspeed.SECTION, config=DeepSpeedConfig, translate=deepspeed.translate),
     Dialect(section=aqsgd.SECTION, config=AqsgdConfig, translate=aqsgd.translate),

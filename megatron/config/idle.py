@@ -106,9 +106,9 @@ RULES: Sequence[Idle] = (
         "beside --DDP-impl torch, which has its own",
     ),
     Idle(
-        ("parallel.accumulate_allreduce_grads_in_fp32",),
+        ("parallel.accumulate_allreduce_grads_in_fp32", "model.fp32_residual_connection"),
         lambda config, _: not (config.precision.fp16 or config.precision.bf16),
-        "gradients have fp32 anyway, but with --fp16 or --bf16",
+        "this is fp32 anyway, but with --fp16 or --bf16",
     ),
     Idle(
         ("parallel.distributed_timeout_minutes", "training.check_replicas"),

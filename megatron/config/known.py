@@ -248,7 +248,7 @@ _REFUSED = [
     ),
     _refused(
         "mixed formats inside the model are not available; use fp32 or bf16 throughout",
-        switches="fp32-residual-connection embedding-weights-in-fp32",
+        switches="embedding-weights-in-fp32",
     ),
     _refused("the loss is always computed in fp32; leave it out", switches="fp16-lm-cross-entropy"),
     _refused(

@@ -171,14 +171,13 @@ def translate(explicit: Explicit, note: Note) -> None:
     Raises UserError for a compressor that the old systems named but that does not exist here.
     """
     old: Old = Given(SECTION, LegacyConfig, explicit)
-    half = bool(explicit.get("precision.fp16") or explicit.get("precision.bf16"))
     specs = [
         *_optimus_gradients(old),
         *_optimus_pipeline(old),
         *_optimus_embedding(old),
         *_optimus_tensor(old, note),
-        *_fixpoint("pp-forward", "forward", old, half),
-        *_fixpoint("pp-backward", "backward", old, half),
+        *_fixpoint("pp-forward", "forward", old),
+        *_fixpoint("pp-backward", "backward", old),
         *_quantized_adam(old),
     ]
     for flags, spec in specs:
@@ -313,7 +312,7 @@ def _optimus_tensor(old: Old, note: Note) -> list[tuple[str, str]]:
 _SCALES = {"01": "channel", "012": "tensor"}
 
 
-def _fixpoint(point: str, way: str, old: Old, half: bool) -> list[tuple[str, str]]:
+def _fixpoint(point: str, way: str, old: Old) -> list[tuple[str, str]]:
     """AQ-SGD's quantiser: one scale for a channel (or tensor), and a grid that clips the positive peak."""
     if getattr(old, f"{way}_compress_method") == "none":
         return []
@@ -329,7 +328,7 @@ def _fixpoint(point: str, way: str, old: Old, half: bool) -> list[tuple[str, str
         spec += ",scale-method=l2"
     warmup = old.warmup_epochs
     if method != "fixpoint":
-        spec += f",cache={old.max_activation_cache_size},first-bits={16 if half else 32},cache-dtype=fp16"
+        spec += f",cache={old.max_activation_cache_size},first-bits=32,cache-dtype=fp16"
         spec += f",cache-bits={old.forward_bits_act}" if method == "delta-lowbits" else ""
         warmup -= 1  # the epoch in which every sample comes for the first time goes as it is anyway
     if warmup > 0:

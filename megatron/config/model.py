@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron.config.option import derived, option, required
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +147,11 @@ class ModelConfig:
         "The MLP of a layer reads the layer's input, beside the attention, instead of what follows the attention.",
         checkpoint="shape",
     )
+    fp32_residual_connection: bool = option(
+        False,
+        "Keep the residual stream in fp32 with --fp16 or --bf16; stages then exchange fp32.",
+        checkpoint="default",
+    )
     attention_dropout: float = option(0.1, "Dropout probability of the attention weights.", minimum=0, below=1)
     hidden_dropout: float = option(0.1, "Dropout probability of embeddings and residual branches.", minimum=0, below=1)
     init_method_std: float = option(0.02, "Standard deviation of the initial weights.", minimum=0)
@@ -155,6 +163,12 @@ class ModelConfig:
         minimum=1,
         checkpoint="default",
     )
+
+    def residual_dtype(self, params_dtype: torch.dtype) -> torch.dtype:
+        """The format of the residual stream, which pipeline stages exchange, beside parameters of another."""
+        import torch
+
+        return torch.promote_types(params_dtype, torch.float32) if self.fp32_residual_connection else params_dtype
 
     @property
     def activation(self) -> str:

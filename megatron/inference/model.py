@@ -188,7 +188,9 @@ def load_model(
     channel = None
     if topology.layout.pp > 1:
         links = (topology.forward_link, topology.backward_link)
-        channel = PipelineChannel(*links, plan, ledger, torch.Size(), dtype, topology.device)
+        channel = PipelineChannel(
+            *links, plan, ledger, torch.Size(), config.model.residual_dtype(dtype), topology.device
+        )
     return LoadedModel(stage.eval(), built, config, chosen, topology, ledger, channel)
 
 

@@ -53,6 +53,7 @@ class Embedding(ShardedModule):
         super().__init__()
         self.comm = comm
         self.dropout = config.hidden_dropout
+        self.residual_dtype = config.residual_dtype(dtype)
         tied = not config.untie_embeddings_and_output_weights
         self.word_embeddings = VocabParallelEmbedding(shard, config.hidden_size, tied, comm, device, dtype)
         self.position_embeddings: PositionEmbedding | None = None
@@ -63,6 +64,7 @@ class Embedding(ShardedModule):
         x_sbh = self.word_embeddings(tokens_bs)
         if self.position_embeddings is not None:
             x_sbh = x_sbh + self.position_embeddings(tokens_bs, context)
+        x_sbh = x_sbh.to(self.residual_dtype)
         return hidden_dropout(x_sbh, self.dropout, context.dropout, ("embedding",), self.comm)
 
 

@@ -31,6 +31,10 @@ class Norm(ShardedModule):
             self.specs[name] = with_partial_grad(spec) if comm.sequence_parallel else spec
 
     def forward(self, x_sbh: Tensor) -> Tensor:
-        if self.centred:
-            return F.layer_norm(x_sbh, self.shape, self.weight, self.bias, self.eps)
-        return F.rms_norm(x_sbh, self.shape, self.weight, self.eps)
+        # The residual stream may be wider than the parameters; what the norm feeds is not.
+        weight = self.weight.to(x_sbh.dtype)
+        if self.bias is not None:
+            normed = F.layer_norm(x_sbh, self.shape, weight, self.bias.to(x_sbh.dtype), self.eps)
+        else:
+            normed = F.rms_norm(x_sbh, self.shape, weight, self.eps)
+        return normed.to(self.weight.dtype)

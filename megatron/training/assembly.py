@@ -262,7 +262,10 @@ def _build_channel(config: RunConfig, topology: Topology, plan: CompressionPlan,
     """The messages to the neighbouring stages; sequence parallelism leaves each rank a part of the sequence."""
     parts = topology.layout.tp if config.parallel.sequence_parallel else 1
     shape = torch.Size((config.model.seq_length // parts, config.training.micro_batch_size, config.model.hidden_size))
-    dtype, links = config.precision.params_dtype, (topology.forward_link, topology.backward_link)
+    dtype, links = (
+        config.model.residual_dtype(config.precision.params_dtype),
+        (topology.forward_link, topology.backward_link),
+    )
     channel = PipelineChannel(*links, plan, ledger, shape, dtype, topology.device)
     channel.probe = ErrorProbe() if config.logging.check_orth_error_acti else None
     return channel

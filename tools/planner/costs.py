@@ -163,7 +163,7 @@ class CostBook:
             specs = self.specs(choice) if compressed else {}
             plan = CompressionPlan({p: spec for p, spec in specs.items() if p is point}, 0, choice.pp)
             plan.begin(STEADY)
-            dtype = self.config.precision.params_dtype
+            dtype = model.residual_dtype(self.config.precision.params_dtype)
             self._messages[key] = planned(
                 texts,
                 lambda: message(plan.codec(point), shape, dtype, self._stand, choice.micro_batch),

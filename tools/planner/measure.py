@@ -231,7 +231,8 @@ class Corrections:
             return pieces.embedding_sum(shape, math.prod(shape), replicas=1).coding_s if shape else 0.0
         model, keys = self.config.model, self.choice.micro_batch
         shape = (model.seq_length, keys, model.hidden_size)
-        sent = message(pieces.plan.codec(point), torch.Size(shape), self.config.precision.params_dtype, where, keys)
+        dtype = model.residual_dtype(self.config.precision.params_dtype)
+        sent = message(pieces.plan.codec(point), torch.Size(shape), dtype, where, keys)
         return sent.encode_s + sent.decode_s
 
 

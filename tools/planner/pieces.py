@@ -318,7 +318,8 @@ def _passes(built: _Built) -> tuple[float, Tally, Tally]:
     parts = stage.comm.size if stage.comm.sequence_parallel else 1
     tokens_bs = torch.zeros((batch, length), dtype=torch.int64, device=device)
     weights_bs = torch.zeros((batch, length), dtype=torch.float32, device=device)
-    activation = torch.empty((length // parts, batch, config.model.hidden_size), dtype=stage.dtype, device=device)
+    dtype = config.model.residual_dtype(stage.dtype)
+    activation = torch.empty((length // parts, batch, config.model.hidden_size), dtype=dtype, device=device)
     x: Tensor = tokens_bs if stage.part.first else built.stand.fill(activation).requires_grad_()
     forwards: list[Tally] = []
     backwards: list[Tally] = []

@@ -161,7 +161,7 @@ PARTNERS: dict[str, tuple[str, int]] = {
     "there is one tensor-parallel rank": (TP2, 2),
     "there is one replica": ("", 2),
     "beside --DDP-impl torch, which has its own": ("--overlap-grad-reduce", 2),
-    "gradients have fp32 anyway, but with --fp16 or --bf16": ("--fp16", 1),
+    "this is fp32 anyway, but with --fp16 or --bf16": ("--fp16", 1),
     "there is one process": ("", 2),
     "without --fp16": ("--fp16", 1),
     "beside a constant --loss-scale": ("--fp16", 1),

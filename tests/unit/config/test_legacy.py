@@ -66,7 +66,7 @@ CASES: dict[str, list[str]] = {
         "pp-forward=delta,bits=4,scale=channel,grid=asymmetric,cache=100,first-bits=32,cache-dtype=fp16"
     ],
     "--forward-compress-method delta --bf16 --sample-order fixed": [
-        "pp-forward=delta,bits=4,scale=channel,grid=asymmetric,cache=20000,first-bits=16,cache-dtype=fp16"
+        "pp-forward=delta,bits=4,scale=channel,grid=asymmetric,cache=20000,first-bits=32,cache-dtype=fp16"
     ],
     "--forward-compress-method delta-lowbits --forward-bits-act 2 --forward-bits 3 --warmup-epochs 2 "
     "--sample-order fixed": [
