@@ -21,6 +21,7 @@ from tools.openwebtext import (
     find_duplicates,
     fingerprints,
     group_duplicate_url,
+    group_duplicate_urls,
     remove_group_duplicates,
 )  # fmt: skip
 from tools.openwebtext.fingerprints import shingle_hashes, signatures, similarity
@@ -336,3 +337,7 @@ def test_the_bench_runs(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("datasketch")
     assert bench.main(["--documents", "60"]) == 0
     assert "find_duplicates" in capsys.readouterr().out
+
+
+def test_both_names_of_the_grouping_are_one_command() -> None:
+    assert group_duplicate_urls.main is group_duplicate_url.main
