@@ -66,6 +66,7 @@ SHORTCUT_VALUES = {
     "num-heads": "8",
     "warmup-steps": "5",
     "pp-mode": "gpipe",
+    "rotary-seq-len-interpolation-factor": "2",
 }
 MEANT = {
     "--model-parallel-size": "--tensor-model-parallel-size",
