@@ -260,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen(model_flags.load, flags)
         check_writable(output_of(model_flags.load, flags), "--output")
         layout = check_layout(model_flags, ranks.env, replicas=True)
-        ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.notes)
+        ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.sections, parsed.notes)
         sweep_all(flags, model_flags, parsed, layout, ranks)
 
     return run_program(body)

@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         flags: TaskFlags = parsed.sections["task"]
         evaluate = checked(flags)
         layout = check_layout(model_flags, ranks.env, replicas=True)
-        ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.notes)
+        ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.sections, parsed.notes)
         model = open_model(model_flags, parsed.sections["tokenizer"], layout, ranks.env)
         line = evaluate(model)
         if model.speaks:

@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise UserError("--via hf exports the run's own tokenizer; leave the tokenizer flags out, or --via")
             report(via_hf(model_flags.load, model_flags.ckpt_step, flags), flags)
             return
-        ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.notes)
+        ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.sections, parsed.notes)
         model = open_model(model_flags, parsed.sections["tokenizer"], layout, ranks.env)
         group = model.topology.control.pg
         if not model.speaks:

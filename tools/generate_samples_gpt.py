@@ -231,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         choice: SamplingFlags = parsed.sections["sampling"]
         texts = check(task, choice)
         layout = check_layout(model, ranks.env, replicas=False)
-        ranks.join(model.backend, model.distributed_timeout_minutes, parsed.notes)
+        ranks.join(model.backend, model.distributed_timeout_minutes, parsed.sections, parsed.notes)
         session = Session(
             open_model(model, parsed.sections["tokenizer"], layout, ranks.env), choice, task.micro_batch_size
         )

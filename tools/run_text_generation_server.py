@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"{error.name} is missing: pip install -e '.[server]'") from error
         check(flags)
         layout = check_layout(model_flags, ranks.env, replicas=False)
-        ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.notes)
+        ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.sections, parsed.notes)
         model = open_model(model_flags, parsed.sections["tokenizer"], layout, ranks.env)
         listening = together(model.topology.control.pg, lambda: listen(flags) if model.speaks else None)
         if listening is None:

@@ -29,6 +29,7 @@ class CompressionConfig:
         [],
         "A Python file whose register(registry) adds compressors.",
         repeatable=True,
+        contents="file",
         metavar="FILE",
     )
     eval_compressed: bool = option(

@@ -7,6 +7,8 @@ from typing import Literal
 
 from megatron.config.option import derived, option
 
+_OF_ONE = "only the last rank writes it"
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
@@ -25,7 +27,9 @@ class LoggingConfig:
         "minmax",
         "Report timers as the maximum over ranks, the minimum and maximum, or each rank's.",
     )
-    tensorboard_dir: str | None = derived("no TensorBoard", "Folder for TensorBoard events.", metavar="FOLDER")
+    tensorboard_dir: str | None = derived(
+        "no TensorBoard", "Folder for TensorBoard events.", metavar="FOLDER", may_differ=_OF_ONE
+    )
     tensorboard_log_interval: int = option(1, "Iterations between TensorBoard records.", unit="iterations", minimum=1)
     tensorboard_queue_size: int = option(
         1000, "Records that TensorBoard's writer holds before it writes.", unit="records", minimum=1
@@ -50,8 +54,12 @@ class LoggingConfig:
         False, "Write memory use to TensorBoard.", no_effect="memory is always written"
     )
     log_world_size_to_tensorboard: bool = option(False, "Write the number of processes to TensorBoard.")
-    log_txt_file: str | None = derived("none", "Append the log lines to this text file.", metavar="FILE")
-    log_json_file: str | None = derived("none", "Append one JSON object a log line to this file.", metavar="FILE")
+    log_txt_file: str | None = derived(
+        "none", "Append the log lines to this text file.", metavar="FILE", may_differ=_OF_ONE
+    )
+    log_json_file: str | None = derived(
+        "none", "Append one JSON object a log line to this file.", metavar="FILE", may_differ=_OF_ONE
+    )
     log_comm: bool = option(
         False,
         "With each log line another one: bytes, times and health of the residuals at each communication point.",
@@ -81,10 +89,12 @@ class LoggingConfig:
         "Write a Chrome trace of some iterations for each rank to this folder: forward, backward, encode, send, wait, "
         "decode, reduce, optimizer, with bytes. tools/merge_traces.py makes one file of them.",
         metavar="FOLDER",
+        may_differ="each rank writes a file of its own, on whatever disk is near",
     )
     profile_step_start: int = option(10, "First iteration of the trace, counted from 0.", minimum=0)
     profile_step_end: int = option(12, "Iteration behind the trace's last.", minimum=1)
     progress_bar: Literal["auto", "on", "off"] = option(
         "auto",
         "A progress bar: only on a terminal (auto), always or never.",
+        may_differ=_OF_ONE,
     )

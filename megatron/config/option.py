@@ -31,6 +31,9 @@ class Option:
     minimum, maximum: inclusive bounds; above, below: exclusive ones.
     when_unset: for a derived field, what takes its place.
     no_effect: why giving the flag changes nothing here; reported once when it is given.
+    contents: "file" for paths of files and "blend" for weights and prefixes of datasets, whose contents must be the
+        same on all ranks, wherever they lie; other values must themselves be the same.
+    may_differ: why ranks may be given different values all the same.
     checkpoint: "shape" when a checkpoint decides the value under --use-checkpoint-args, "default" when it
         only provides it if the flag is not given.
     """
@@ -50,6 +53,8 @@ class Option:
     required: bool = False
     when_unset: str = ""
     no_effect: str = ""
+    contents: str = ""
+    may_differ: str = ""
     checkpoint: str = ""
 
 

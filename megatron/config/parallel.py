@@ -76,7 +76,10 @@ class ParallelConfig:
         10.0, "How long a process waits for its peers before it gives up.", unit="minutes", above=0
     )
     local_rank: int | None = derived(
-        "LOCAL_RANK of the environment", "Number of this process on its node; launchers pass it.", minimum=0
+        "LOCAL_RANK of the environment",
+        "Number of this process on its node; launchers pass it.",
+        minimum=0,
+        may_differ="it tells the processes of a machine apart",
     )
 
     def data_parallel_size(self, world_size: int) -> int:

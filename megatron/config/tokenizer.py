@@ -35,11 +35,18 @@ class TokenizerConfig:
         "Vocabulary (vocab.json, or a WordPiece vocab.txt).",
         metavar="FILE",
         aliases=("vocab",),
+        contents="file",
         checkpoint="default",
     )
-    merge_file: str | None = derived("none", "BPE merges (merges.txt).", metavar="FILE", checkpoint="default")
+    merge_file: str | None = derived(
+        "none", "BPE merges (merges.txt).", metavar="FILE", contents="file", checkpoint="default"
+    )
     tokenizer_model: str | None = derived(
-        "none", "SentencePiece model, or a local Hugging Face folder.", metavar="PATH", checkpoint="default"
+        "none",
+        "SentencePiece model, or a local Hugging Face folder.",
+        metavar="PATH",
+        contents="file",
+        checkpoint="default",
     )
     vocab_size: int | None = derived(
         "the tokenizer's",

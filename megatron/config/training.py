@@ -39,7 +39,12 @@ class TrainingConfig:
     )
     exit_duration_in_mins: float | None = derived("never", "Save and exit after this long.", unit="minutes", above=0)
     exit_signal_handler: bool = option(False, "Save and exit on SIGTERM or SIGUSR1.")
-    kill_switch_file: str | None = derived("none", "Exit as soon as this file exists.", metavar="FILE")
+    kill_switch_file: str | None = derived(
+        "none",
+        "Exit as soon as this file exists.",
+        metavar="FILE",
+        may_differ="any machine's switch ends the run",
+    )
     seed: int = option(1234, "Seed of initialisation, dropout and data order.", minimum=0)
     check_replicas: int | None = derived(
         "never",

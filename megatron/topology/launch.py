@@ -61,47 +61,66 @@ def pick_device(backend: str, local_rank: int) -> torch.device:
     return device
 
 
-def init_process_group(env: LaunchEnvironment, backend: str, timeout_minutes: float) -> None:
+def open_store(env: LaunchEnvironment, timeout: timedelta) -> dist.Store:
+    """The store by which the ranks meet, at MASTER_ADDR and MASTER_PORT. Rank 0 keeps it unless the launcher does.
+
+    Raises:
+        CommunicationError: when nobody keeps it there.
+    """
+    os.environ.setdefault("MASTER_ADDR", _first_host(os.environ.get("SLURM_STEP_NODELIST", "localhost")))
+    os.environ.setdefault("MASTER_PORT", "6000")
+    launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            env.world_size,
+            is_master=env.rank == 0 and not launchers,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise _cannot_join(env, error) from error
+    # torchrun's store outlives the workers. After a restart the new ones would find what the old ones left there,
+    # and wait for processes that are gone.
+    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def init_process_group(
+    env: LaunchEnvironment, backend: str, timeout_minutes: float, store: dist.Store | None = None
+) -> None:
     """Joins torch's default process group.
+
+    Args:
+        env: this process's place.
+        backend: of the group.
+        timeout_minutes: of the meeting, and of every collective afterwards.
+        store: what ``open_store`` gave, if it was asked.
 
     Raises:
         CommunicationError: when the rendezvous fails.
     """
-    os.environ.setdefault("MASTER_ADDR", _first_host(os.environ.get("SLURM_STEP_NODELIST", "localhost")))
-    os.environ.setdefault("MASTER_PORT", "6000")
     timeout = timedelta(minutes=timeout_minutes)
+    store = open_store(env, timeout) if store is None else store
     try:
-        dist.init_process_group(
-            backend,
-            store=_store_of_this_attempt(timeout),
-            rank=env.rank,
-            world_size=env.world_size,
-            timeout=timeout,
-        )
+        dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise CommunicationError(
-            f"rank {env.rank} of {env.world_size} cannot join the process group at {where} "
-            f"(MASTER_ADDR, MASTER_PORT): {first_line(error)}"
-        ) from error
+        raise _cannot_join(env, error) from error
+
+
+def _cannot_join(env: LaunchEnvironment, error: Exception) -> CommunicationError:
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    return CommunicationError(
+        f"rank {env.rank} of {env.world_size} cannot join the process group at {where} "
+        f"(MASTER_ADDR, MASTER_PORT): {first_line(error)}"
+    )
 
 
 def _first_host(nodes: str) -> str:
     """The first host of a Slurm node list such as ``rack[07-09,12]-a,login``."""
     match = re.match(r"([^,\[]*)(?:\[([^],-]*)[^]]*\]([^,\[]*))?", nodes)
     return "".join(part or "" for part in match.groups()) if match else nodes
-
-
-def _store_of_this_attempt(timeout: timedelta) -> dist.Store | None:
-    """The launcher's store, with the names of this attempt kept apart; None where rank 0 is to keep the store.
-
-    torchrun's store outlives the workers. After a restart the new ones would find the addresses that the old ones
-    left there, and wait for processes that are gone.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
-    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def shutdown() -> None:

@@ -15,7 +15,7 @@ from megatron.checkpoint.vocabulary import saved_entries
 from megatron.config.errors import UserError
 from megatron.config.flags import ParsedRun, parse_args
 from megatron.config.merge import merge_checkpoint_config
-from megatron.config.run import RunConfig
+from megatron.config.run import RunConfig, run_sections
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.build import Dataset, build_datasets
 from megatron.optimizer.schedules import LRSchedule
@@ -44,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed = parse_args(list(sys.argv[1:] if argv is None else argv))
         ranks.env = env = LaunchEnvironment.read(parsed.config.parallel.local_rank)
         config = resolve(parsed, env)
-        ranks.join(config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes)
+        sections = {name: getattr(config, name) for name in run_sections()}
+        ranks.join(config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes, sections)
         run(config, parsed.notes, env, started)
 
     return run_program(body)

@@ -6,13 +6,17 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
 
 from megatron.compression.options import CompressorFault
 from megatron.config.errors import UserError
 from megatron.topology.errors import CommunicationError
 from megatron.topology.health import Watch
 from megatron.topology.launch import LaunchEnvironment, init_process_group, shutdown
+from megatron.training.identity import identity_of
+from megatron.training.meeting import LEAVE_SECONDS, Meeting
 
 EXIT_BAD_INPUT = 2
 EXIT_PEER_LOST = 3
@@ -26,20 +30,33 @@ class Ranks:
     Attributes:
         env: its place, as the launcher says.
         watch: on the others; None while they have not met.
+        meeting: of all; None before this rank came.
     """
 
     def __init__(self) -> None:
         self.env = LaunchEnvironment.read()
         self.watch: Watch | None = None
+        self.meeting: Meeting | None = None
 
-    def join(self, backend: str, timeout_minutes: float, notes: Sequence[str] = ()) -> None:
+    def join(
+        self, backend: str, timeout_minutes: float, sections: Mapping[str, Any], notes: Sequence[str] = ()
+    ) -> None:
         """Meets the others, if any; rank 0 prints the notes on the flags.
 
+        Args:
+            backend, timeout_minutes: of the process group.
+            sections: of the command's flags, by name, which must be the same on all ranks.
+            notes: on the flags.
+
         Raises:
+            UserError: on every rank, when flags, code or files differ, or another rank refuses its own.
             CommunicationError: when they do not come.
         """
         if self.env.world_size > 1:
-            init_process_group(self.env, backend, timeout_minutes)
+            identity = identity_of(sections)
+            self.meeting = Meeting(self.env, timedelta(minutes=timeout_minutes))
+            self.meeting.agree(identity)
+            init_process_group(self.env, backend, timeout_minutes, self.meeting.store)
             self.watch = Watch(self.env.rank, self.env.world_size)
             self.watch.start()
         if self.env.rank == 0:
@@ -55,12 +72,17 @@ class Ranks:
     def fail(self, text: str, status: int, reason: str | None = None) -> int:
         """Prints why, tells the others, and leaves.
 
-        Bad input is met by every rank alike and printed by rank 0; the others leave a little later, lest the launcher
-        ends rank 0 before it has spoken.
+        Bad input is printed by rank 0, whichever rank met it; the others leave a little later, lest the launcher ends
+        rank 0 before it has spoken.
         """
-        if status != EXIT_BAD_INPUT or self.env.rank == 0:
+        speaks = status != EXIT_BAD_INPUT or self.env.rank == 0
+        if speaks:
             print(text, file=sys.stderr, flush=True)
-        else:
+        if self.meeting is None and status in (EXIT_BAD_INPUT, EXIT_BUG) and self.env.world_size > 1:
+            told = self._stay_away(reason or text, status)
+            if not told and not speaks:
+                print(text, file=sys.stderr, flush=True)
+        if not speaks:
             time.sleep(_RANK_0_SPEAKS_SECONDS)
         if self.watch is not None:
             if status != EXIT_PEER_LOST:
@@ -68,6 +90,14 @@ class Ranks:
             sys.stdout.flush()
             os._exit(status)  # threads of a broken process group can block an orderly exit
         return status
+
+    def _stay_away(self, reason: str, status: int) -> bool:
+        """Tells the others, who would wait, that this rank will not join them; whether they could be told."""
+        try:
+            meeting = Meeting(self.env, timedelta(seconds=LEAVE_SECONDS))
+            return meeting.refuse(reason, bad_input=status == EXIT_BAD_INPUT)
+        except CommunicationError:
+            return False
 
 
 def run_program(body: Callable[[Ranks], None]) -> int:
@@ -85,7 +115,7 @@ def run_program(body: Callable[[Ranks], None]) -> int:
         ranks.leave()
         return 0
     except UserError as error:
-        return ranks.fail(f"error: {error}", EXIT_BAD_INPUT)
+        return ranks.fail(f"error: {error}", EXIT_BAD_INPUT, reason=str(error))
     except CommunicationError as error:
         lost = ranks.watch.explain() if ranks.watch is not None else None
         why = f"{lost} ({error})" if lost else str(error)

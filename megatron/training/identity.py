@@ -1,0 +1,83 @@
+"""What all ranks of a command must have in common: its code, its flags and the contents of the files it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megatron
+from megatron.compression.plugins import ENTRY_POINTS
+from megatron.config.check_outputs import parse_blend
+from megatron.config.option import FieldOption, field_options
+from megatron.data.indexed import dataset_files
+from megatron.data.regular import contents
+from megatron.training.meeting import Identity
+
+
+def identity_of(sections: Mapping[str, Any]) -> Identity:
+    """What this rank is about to do.
+
+    Args:
+        sections: of the command's flags, by name; resolved, where they can be.
+
+    Raises:
+        UserError: for a blend of datasets that cannot be read.
+    """
+    return {**_code(), **dict(_flags(sections))}
+
+
+def _code() -> dict[str, str]:
+    digest = blake2b(digest_size=8)
+    for root in megatron.__path__:
+        for path in sorted(Path(root).rglob("*.py")):
+            digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    installed = [
+        f"{found.name} {found.dist.version if found.dist else ''}".strip() for found in entry_points(group=ENTRY_POINTS)
+    ]
+    return {
+        "the code of the package megatron (a digest of its files)": digest.hexdigest(),
+        "the version of torch": torch.__version__,
+        "the list of installed compressors": ", ".join(sorted(installed)) or "empty",
+    }
+
+
+def _flags(sections: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """Every flag's value; last, since they follow from the flags, the contents of the files that are read."""
+    files = []
+    for section, values in sections.items():
+        for field in field_options(section, type(values)):
+            value, option = getattr(values, field.name), field.option
+            if option.contents:
+                files.append((option.contents, field.flag, value if isinstance(value, list) else [value]))
+            elif not option.may_differ:
+                yield f"--{field.flag}", _shown(field, value)
+    for kind, flag, words in files:
+        given = [word for word in words if word is not None]
+        yield f"the number of words of --{flag}", str(len(given))
+        if kind == "blend":
+            for number, (weight, prefix) in enumerate(parse_blend(given, f"--{flag}") if given else ()):
+                where = f"dataset {number + 1} of --{flag}"
+                yield f"the weight of {where}", f"{weight:g}"
+                for path in dataset_files(prefix):
+                    yield f"the {path.suffix} file of {where}", contents(path)
+        else:
+            for number, path in enumerate(given):
+                yield f"file {number + 1} of --{flag}", contents(path)
+
+
+def _shown(field: FieldOption, value: Any) -> str:
+    if value is None:
+        return "not given"
+    if field.path == "compression.compress":
+        value = [_without_folder(spec) for spec in value]
+    return (" ".join(map(str, value)) if isinstance(value, list) else str(value)) or "empty"
+
+
+def _without_folder(spec: str) -> str:
+    """A spec without its folder= of a codec's scratch file, which lies wherever a machine has room."""
+    return ",".join(word for word in spec.split(",") if not word.strip().lower().startswith("folder="))

@@ -1,0 +1,198 @@
+"""Ranks meet in the rendezvous store before any process group is built, and go on only if all are alike.
+
+A group of ranks that compute different things does not fail: its collectives wait, or mix what does not belong
+together. So every rank leaves what it is about to do in the store, or why it will not, rank 0 compares, and all end
+with the same words when something differs.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron.config.errors import UserError
+from megatron.topology.errors import CommunicationError
+from megatron.topology.group import first_line
+from megatron.topology.launch import LaunchEnvironment, open_store
+
+POLL_SECONDS = 0.02
+OTHERS_SECONDS = 3.0
+"""How long ranks may still come, to be named too, when one is known to differ."""
+LEAVE_SECONDS = 15.0
+"""How long a rank that has bad news waits for the others to hear it."""
+_PREFIX = "megatron-meeting"
+_MET, _REFUSED, _VERDICT, _HEARD = "met", "refused", "verdict", "heard"
+_SHOWN = 120
+
+Identity = Mapping[str, str]
+"""What must be alike on all ranks, by the name that a user knows it by, in the order in which it is compared."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks do: go on when there is no problem, else end with these words."""
+
+    problem: str = ""
+    bad_input: bool = True
+
+    def encode(self) -> str:
+        return json.dumps([self.problem, self.bad_input])
+
+    @staticmethod
+    def decode(data: bytes) -> Verdict:
+        return Verdict(*json.loads(data))
+
+    def check(self) -> None:
+        """Returns when there is no problem.
+
+        Raises:
+            UserError: for bad input.
+            CommunicationError: when a rank failed otherwise.
+        """
+        if self.problem:
+            raise UserError(self.problem) if self.bad_input else CommunicationError(self.problem)
+
+
+class Meeting:
+    """The ranks of a command, as their store sees them.
+
+    Args:
+        env: this process's place; there are others.
+        timeout: for all to come.
+
+    Raises:
+        CommunicationError: when nobody keeps the store.
+    """
+
+    def __init__(self, env: LaunchEnvironment, timeout: timedelta) -> None:
+        self.env = env
+        self.timeout = timeout
+        self.store = open_store(env, timeout)
+        self._box = dist.PrefixStore(_PREFIX, self.store)
+
+    def agree(self, identity: Identity) -> None:
+        """Returns when every rank has come and all are alike.
+
+        Raises:
+            UserError: on every rank, naming what differs and where, or with what another rank refuses.
+            CommunicationError: when a rank failed, or did not come.
+        """
+        try:
+            ticket = self._box.add(_MET, 1)
+            self._box.set(
+                f"{_MET}/{ticket}", json.dumps([self.env.rank, {"WORLD_SIZE": str(self.env.world_size), **identity}])
+            )
+            if self.env.rank == 0:
+                self._pronounce(self._compare())
+            # Rank 0 gives up at the same time, and says so.
+            verdict = self._verdict(self.timeout + timedelta(seconds=LEAVE_SECONDS))
+        except RuntimeError as error:
+            raise CommunicationError(f"rank 0 or the store that it keeps is gone: {first_line(error)}") from error
+        if verdict.problem:
+            self._leave()
+        verdict.check()
+
+    def refuse(self, problem: str, *, bad_input: bool) -> bool:
+        """Tells the others why this rank will not take part, and waits a little until they know.
+
+        Returns:
+            Whether rank 0, who speaks for all, has heard it or a reason of its own.
+        """
+        told = False
+        with suppress(RuntimeError):
+            if self.env.rank == 0:
+                self._pronounce(Verdict(problem, bad_input))
+            else:
+                own = Verdict(f"rank {self.env.rank}: {problem}", bad_input)
+                self._box.compare_set(_REFUSED, "", own.encode())
+            self._verdict(timedelta(seconds=LEAVE_SECONDS))
+            told = True
+        self._leave()
+        return told
+
+    def _compare(self) -> Verdict:
+        """Rank 0: reads what the others are about to do, until all have come or one is known to differ."""
+        came: dict[int, Identity] = {}
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        different = False
+        while len(came) < self.env.world_size and time.monotonic() < deadline:
+            key = f"{_MET}/{len(came) + 1}"
+            if self._box.check([key]):
+                rank, identity = json.loads(self._box.get(key))
+                if rank in came:
+                    return Verdict(f"two processes were started as rank {rank}; give each a RANK of its own")
+                came[rank] = identity
+                if not different and first_difference(came):
+                    different, deadline = True, min(deadline, time.monotonic() + OTHERS_SECONDS)
+            elif self._box.check([_REFUSED]):
+                return Verdict.decode(self._box.get(_REFUSED))
+            else:
+                time.sleep(POLL_SECONDS)
+        missing = [rank for rank in range(self.env.world_size) if rank not in came]
+        if missing and not different:
+            limit = f"{self.timeout.total_seconds():g} s (--distributed-timeout-minutes)"
+            return Verdict(f"{ranks_text(missing)} did not come within {limit}", bad_input=False)
+        return Verdict(first_difference(came) or "")
+
+    def _pronounce(self, verdict: Verdict) -> None:
+        self._box.compare_set(_VERDICT, "", verdict.encode())
+
+    def _verdict(self, timeout: timedelta) -> Verdict:
+        self._box.wait([_VERDICT], timeout)
+        return Verdict.decode(self._box.get(_VERDICT))
+
+    def _leave(self) -> None:
+        """Rank 0, with which the store or the launcher's patience goes, leaves last."""
+        deadline = time.monotonic() + LEAVE_SECONDS
+        with suppress(RuntimeError):
+            self._box.add(_HEARD, 1)
+            while self.env.rank == 0 and time.monotonic() < deadline:
+                if self._box.add(_HEARD, 0) >= self.env.world_size:
+                    return
+                time.sleep(POLL_SECONDS)
+
+
+def first_difference(identities: Mapping[int, Identity]) -> str | None:
+    """What ranks differ in first, with the values and the ranks; None when all are alike.
+
+    Args:
+        identities: by rank.
+    """
+    names = dict.fromkeys(name for identity in identities.values() for name in identity)
+    for name in names:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, identity in sorted(identities.items()):
+            ranks_of.setdefault(identity.get(name, "unknown"), []).append(rank)
+        if len(ranks_of) > 1:
+            alike = _alike(list(ranks_of))
+            shown = [f"{_short(value, alike)} on {ranks_text(ranks)}" for value, ranks in ranks_of.items()]
+            rest = f" (and {len(shown) - 3} more)" if len(shown) > 3 else ""
+            return f"the ranks do not agree: {name} is {' and '.join(shown[:3])}{rest}; make it the same on all of them"
+    return None
+
+
+def _alike(texts: Sequence[str]) -> int:
+    """How many characters texts have in common before they part."""
+    return next((i for i, column in enumerate(zip(*texts, strict=False)) if len(set(column)) > 1), min(map(len, texts)))
+
+
+def _short(value: str, alike: int) -> str:
+    """A value, of a long one the part around the first character (after some alike ones) that tells it apart."""
+    if len(value) <= _SHOWN:
+        return value
+    start = max(0, min(alike - _SHOWN // 2, len(value) - _SHOWN))
+    return "..." * (start > 0) + value[start : start + _SHOWN] + "..." * (start + _SHOWN < len(value))
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Names some ranks: "rank 3", "ranks 1, 2 and 4 more"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:4]))
+    return f"ranks {shown}" + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
