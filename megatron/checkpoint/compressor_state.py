@@ -8,6 +8,7 @@ of a warm start) must find the same holders again, or is dropped with a warning 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -236,6 +237,10 @@ class _Wanted:
     @property
     def fits(self) -> bool:
         """Whether this layout has a place for it: any for a parameter's residual, else the same shards."""
+        if not all(self.shape) or (len(self.shape) < 2 and not self.kind.endswith(_OF_SAMPLES)):
+            return False  # nothing that a run writes
+        if self.kind.startswith(_COUNTER) and math.prod(self.shape[2:]) != 1:
+            return False
         if self.kind.endswith(_OF_SAMPLES):
             return True
         if self._like_param and self.place.slot is not None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.data.atomic import fsync_directory
+from megatron.data.regular import read_regular
 
 TRACKER = "latest_checkpointed_iteration.txt"
 TEMPORARY, REPLACED = ".tmp_", ".old_"
@@ -34,8 +35,7 @@ def tracked_text(root: Path) -> str:
     Raises:
         OSError: when it cannot be read.
     """
-    with (root / TRACKER).open("rb") as stream:
-        return stream.read(100).decode(errors="replace").strip()
+    return read_regular(root / TRACKER, 100).decode(errors="replace").strip()
 
 
 def iteration_of(text: str) -> Iteration | None:
@@ -75,19 +75,23 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Clears what an interrupted save left; a checkpoint that had stepped aside takes its place again."""
+    """Clears what an interrupted save left; a checkpoint that had stepped aside takes its place again.
+
+    What cannot be removed stays: only the next save's own places must be free, and it finds out whether they are.
+    """
     for name in os.listdir(root):
         path = root / name
-        if re.fullmatch(rf"{re.escape(REPLACED)}({CHECKPOINT})", name):
-            final = root / name.removeprefix(REPLACED)
-            if final.exists():
-                _remove_folder(path)
-            else:
-                os.rename(path, final)
-        elif name.startswith(REMOVED) or re.fullmatch(rf"{re.escape(TEMPORARY)}({CHECKPOINT})", name):
-            shutil.rmtree(path)
-        elif name == TEMPORARY + TRACKER:
-            path.unlink()
+        with contextlib.suppress(OSError):
+            if re.fullmatch(rf"{re.escape(REPLACED)}({CHECKPOINT})", name):
+                final = root / name.removeprefix(REPLACED)
+                if final.exists():
+                    _remove_folder(path)
+                else:
+                    os.rename(path, final)
+            elif name.startswith(REMOVED) or re.fullmatch(rf"{re.escape(TEMPORARY)}({CHECKPOINT})", name):
+                _remove(path)
+            elif name == TEMPORARY + TRACKER:
+                path.unlink()
 
 
 def publish(root: Path, iteration: Iteration) -> None:
@@ -116,24 +120,29 @@ def publish(root: Path, iteration: Iteration) -> None:
             _remove_folder(replaced)
 
 
-def prune(root: Path, newest: int, keep_last: int) -> list[int]:
+def prune(root: Path, newest: int, keep_last: int) -> tuple[list[int], list[OSError]]:
     """Removes all but the last ``keep_last`` checkpoints up to ``newest``, which the tracker names.
 
     Later iterations, left by a run that went further before, are not this run's to remove.
 
     Returns:
-        The iterations removed.
+        The iterations removed, and why others could not be.
     """
+    removed, problems = [], []
     own = [iteration for iteration in saved_iterations(root) if iteration <= newest]
-    removed = own[max(1, keep_last) :]
-    for iteration in removed:
-        _remove_folder(checkpoint_folder(root, iteration))
-    return removed
+    for iteration in own[max(1, keep_last) :]:
+        try:
+            _remove_folder(checkpoint_folder(root, iteration))
+            removed.append(iteration)
+        except OSError as error:
+            problems.append(error)
+    return removed, problems
 
 
 def discard(root: Path, iteration: Iteration) -> None:
     """Removes what a failed save has written; never fails."""
-    shutil.rmtree(temporary_folder(root, iteration), ignore_errors=True)
+    with contextlib.suppress(OSError):
+        _remove(temporary_folder(root, iteration))
     with contextlib.suppress(OSError):
         (root / (TEMPORARY + TRACKER)).unlink()
 
@@ -141,5 +150,15 @@ def discard(root: Path, iteration: Iteration) -> None:
 def _remove_folder(folder: Path) -> None:
     """Removes a checkpoint; half removed it no longer looks like one."""
     doomed = folder.with_name(REMOVED + folder.name)
+    with contextlib.suppress(FileNotFoundError):  # what an interrupted removal left
+        _remove(doomed)
     os.rename(folder, doomed)
-    shutil.rmtree(doomed)
+    _remove(doomed)
+
+
+def _remove(path: Path) -> None:
+    """Removes a folder with what it holds; of a link only the link, since what it names is somebody else's."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)

@@ -16,12 +16,13 @@ from megatron.checkpoint.files import (
     TRACKER,
     Iteration,
     checkpoint_folder,
+    folder_name,
     iteration_of,
     saved_iterations,
     tracked_text,
 )
 from megatron.checkpoint.logical import LogicalShard
-from megatron.checkpoint.manifest import Manifest, StoredItem, read_manifest
+from megatron.checkpoint.manifest import MANIFEST, Manifest, StoredItem, read_manifest
 from megatron.checkpoint.plain import decode_plain, dtype_from_name
 from megatron.checkpoint.planner import ShardLoadPlanner
 from megatron.checkpoint.save import (
@@ -39,20 +40,25 @@ from megatron.config.run import RunConfig
 SHOWN_DIFFERENCES = SHOWN_ITERATIONS = 4
 
 
-def read_tracker(root: str | Path) -> Iteration | None:
-    """The checkpoint that a run goes on from.
+def read_tracker(root: str | Path, log: Log = silent) -> Iteration | None:
+    """The checkpoint that a run goes on from: the one that the tracker names, or without one the newest complete.
+
+    Args:
+        root: the folder of all checkpoints.
+        log: told when there is no tracker.
 
     Returns:
-        An iteration, "release", or None when there is no tracker (nothing has been saved).
+        An iteration, "release", or None when nothing has been saved.
 
     Raises:
-        UserError: when the tracker is unreadable or names a checkpoint that is not there.
+        UserError: when the tracker is unreadable or names a checkpoint that is not there, or there is no tracker and
+            no checkpoint is complete.
     """
     path = Path(root) / TRACKER
     try:
         text = tracked_text(path.parent)
     except FileNotFoundError:
-        return None
+        return _newest_complete(path, log)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     iteration = iteration_of(text)
@@ -65,12 +71,30 @@ def read_tracker(root: str | Path) -> Iteration | None:
     return iteration
 
 
+def _newest_complete(tracker: Path, log: Log) -> Iteration | None:
+    """What to load where the tracker is missing (or is a link to nothing); None where nothing was ever saved."""
+    root = tracker.parent
+    saved: list[Iteration] = [*saved_iterations(root)]
+    if checkpoint_folder(root, "release").is_dir():
+        saved.append("release")
+    for iteration in saved:
+        if _looks_complete(root, iteration):
+            log(f"warning: {tracker} is missing; taking iteration {iteration}, the newest complete checkpoint there")
+            return iteration
+    if saved:
+        shown = ", ".join(folder_name(iteration) for iteration in saved[:SHOWN_ITERATIONS])
+        raise UserError(
+            f"{tracker} is missing and no checkpoint there is complete ({shown}); name a folder that holds one"
+        )
+    return None
+
+
 def complete_iterations(root: str | Path) -> list[int]:
     """Iterations whose table of contents is intact and whose files have their sizes, newest first."""
     return [iteration for iteration in saved_iterations(Path(root)) if _looks_complete(Path(root), iteration)]
 
 
-def _looks_complete(root: Path, iteration: int) -> bool:
+def _looks_complete(root: Path, iteration: Iteration) -> bool:
     folder = checkpoint_folder(root, iteration)
     try:
         return check_file_sizes(folder, read_manifest(folder).files) is None
@@ -140,7 +164,11 @@ def _read_checked(
     root: Path, iteration: Iteration, pick: Callable[[Manifest], StoredItem], flag: str | None = None
 ) -> bytes:
     folder, manifest = open_checkpoint(root, iteration, flag)
-    item = pick(manifest)
+    try:
+        item = pick(manifest)
+    except KeyError as error:
+        fallback = _fallback(root, iteration, flag)
+        raise UserError(f"{folder / MANIFEST} lists no {error.args[0]}{fallback}") from error
     data = read_item(folder, item)
     if data is None:
         raise UserError(
@@ -148,6 +176,24 @@ def _read_checked(
             f"do not have their checksum{_fallback(root, iteration, flag)}"
         )
     return data
+
+
+def _read_plain(
+    root: Path, iteration: Iteration, pick: Callable[[Manifest], StoredItem], flag: str | None = None
+) -> dict[str, Any]:
+    """Names and values of a document, whoever wrote it."""
+    data = _read_checked(root, iteration, pick, flag)
+    try:
+        value = decode_plain(data)
+        if not isinstance(value, dict):
+            raise ValueError(f"it holds a {type(value).__name__} instead of names and values")
+    except ValueError as error:
+        where = checkpoint_folder(root, iteration) / pick(read_manifest(checkpoint_folder(root, iteration))).file
+        reason = (str(error).splitlines() or ["?"])[0]
+        raise UserError(
+            f"{where} is not what a checkpoint holds: {reason}{_fallback(root, iteration, flag)}"
+        ) from error
+    return value
 
 
 def load_common(root: str | Path, iteration: Iteration, flag: str | None = None) -> dict[str, Any]:
@@ -161,9 +207,7 @@ def load_common(root: str | Path, iteration: Iteration, flag: str | None = None)
     Raises:
         UserError: when the checkpoint is missing or damaged.
     """
-    value = decode_plain(_read_checked(Path(root), iteration, lambda m: m.documents[COMMON], flag))
-    assert isinstance(value, dict)
-    return value
+    return _read_plain(Path(root), iteration, lambda m: m.documents[COMMON], flag)
 
 
 def load_config_yaml(root: str | Path, iteration: Iteration, flag: str | None = None) -> str:
@@ -177,7 +221,13 @@ def load_config_yaml(root: str | Path, iteration: Iteration, flag: str | None = 
     Raises:
         UserError: when the checkpoint is missing or damaged.
     """
-    return _read_checked(Path(root), iteration, lambda m: m.documents[CONFIG], flag).decode()
+    data = _read_checked(Path(root), iteration, lambda m: m.documents[CONFIG], flag)
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        folder = checkpoint_folder(Path(root), iteration)
+        fallback = _fallback(Path(root), iteration, flag)
+        raise UserError(f"{folder / CONFIG} is no configuration: it is not UTF-8 text{fallback}") from error
 
 
 def saved_config(
@@ -212,9 +262,7 @@ def load_per_rank(root: str | Path, iteration: Iteration, rank: int) -> dict[str
     _, manifest = open_checkpoint(Path(root), iteration)
     if name not in manifest.blobs:
         return None
-    value = decode_plain(_read_checked(Path(root), iteration, lambda m: m.blobs[name]))
-    assert isinstance(value, dict)
-    return value
+    return _read_plain(Path(root), iteration, lambda m: m.blobs[name])
 
 
 def saved_shapes(root: str | Path, iteration: Iteration, prefix: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

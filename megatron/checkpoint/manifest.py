@@ -25,12 +25,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron.checkpoint.boxes import Box, clip
+from megatron.checkpoint.boxes import Box, clip, disjoint_parts
 from megatron.checkpoint.plain import dtype_from_name
 from megatron.config.errors import UserError
+from megatron.data.regular import read_regular
 
 MANIFEST = "metadata.json"
 FORMAT = 1
+_BEYOND = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     try:
@@ -130,6 +132,8 @@ def read_manifest(folder: Path) -> Manifest:
         intact = False
     if not intact:
         raise UserError(f"{path} is damaged: its checksum does not match")
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is not a checkpoint's table of contents: it holds a {type(content).__name__}")
     if content.get("format") != FORMAT or content.get("byteorder") != sys.byteorder:
         raise UserError(
             f"{path} has format {content.get('format')} and byte order {content.get('byteorder')}; this "
@@ -137,17 +141,19 @@ def read_manifest(folder: Path) -> Manifest:
         )
     try:
         return _from_content(content)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise UserError(f"{path} is not a checkpoint's table of contents: {error}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        # repr: an error of several lines, or of a missing key, says little as it is
+        raise UserError(f"{path} is not a checkpoint's table of contents: {error!r}") from error
 
 
 def _from_content(content: dict[str, Any]) -> Manifest:
-    files = {name: int(size) for name, size in content["files"].items()}
-    if any(Path(name).name != name for name in files):
+    files = {name: _count(size, f"the size of {name}") for name, size in content["files"].items()}
+    if any(Path(name).name != name or "\0" in name for name in files):
         raise ValueError("a file lies outside the checkpoint's folder")
+    iteration = content["iteration"]
     manifest = Manifest(
-        iteration=content["iteration"],
-        world_size=int(content["world_size"]),
+        iteration="release" if iteration == "release" else _count(iteration, "the iteration"),
+        world_size=_count(content["world_size"], "the number of ranks", least=1),
         files=files,
         documents={name: _item(row, files) for name, row in content["documents"].items()},
         tensors={},
@@ -155,24 +161,47 @@ def _from_content(content: dict[str, Any]) -> Manifest:
         items={},
     )
     for name, entry in content["tensors"].items():
-        dtype, shape = dtype_from_name(entry["dtype"]), tuple(entry["shape"])
+        dtype = _stored_type(entry["dtype"])
+        shape = _counts(entry["shape"], f"the shape of {name}")
         chunks = []
         for offsets, sizes, *row in entry["chunks"]:
             item = _item(row, files)
-            box: Box = (tuple(offsets), tuple(sizes))
+            where = f"a chunk of {name}"
+            box: Box = (_counts(offsets, where), _counts(sizes, where))
             if clip(box, shape) != box or item.length != math.prod(sizes) * dtype.itemsize:
                 raise ValueError(f"{name} has a chunk that does not fit")
             manifest.items[name, box[0]] = item
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-        if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(shape):
+        covered = disjoint_parts([(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks])
+        volume = sum(math.prod(chunk.sizes) for chunk in chunks)
+        if not volume == sum(math.prod(sizes) for _, (_, sizes) in covered) == math.prod(shape):
             raise ValueError(f"{name} is incomplete")
         properties = TensorProperties(dtype=dtype)
         manifest.tensors[name] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
     return manifest
 
 
+def _count(value: object, what: str, least: int = 0) -> int:
+    """A whole number from a file, which may hold anything."""
+    if type(value) is not int or not least <= value < _BEYOND:
+        raise ValueError(f"{what} is {str(value)[:40]}")
+    return value
+
+
+def _counts(values: Any, what: str) -> tuple[int, ...]:
+    return tuple(_count(value, what) for value in values)
+
+
+def _stored_type(name: str) -> torch.dtype:
+    """A type whose tensors are plain bytes."""
+    dtype = dtype_from_name(name)
+    torch.empty(1, dtype=dtype).view(torch.uint8)
+    return dtype
+
+
 def _item(row: list[Any], files: dict[str, int]) -> StoredItem:
-    file, offset, length, crc32 = row
-    if not (0 <= offset <= offset + length <= files[file]):
+    file, *numbers = row
+    offset, length, crc32 = _counts(numbers, f"an item in {file}")
+    if not offset + length <= files[file]:
         raise ValueError(f"an item lies beyond the end of {file}")
     return StoredItem(file, offset, length, crc32)

@@ -33,7 +33,7 @@ def decode_plain(data: bytes) -> Any:
     """
     try:
         return _from_json(json.loads(data.decode()))
-    except (AttributeError, KeyError, TypeError, RuntimeError, RecursionError) as error:
+    except (AttributeError, LookupError, TypeError, ArithmeticError, RuntimeError) as error:
         raise ValueError(str(error)) from error
 
 

@@ -117,12 +117,14 @@ class _Job:
         if self.keep_last is None:
             return
         try:
-            removed = files.prune(self.root, self.iteration, self.keep_last)
+            removed, problems = files.prune(self.root, self.iteration, self.keep_last)
         except OSError as error:
-            self.log(f"could not remove old checkpoints: {describe(error, self.root)}")
-            return
+            removed, problems = [], [error]
         for iteration in removed:
             self.log(f"removed checkpoint of iteration {iteration} from {self.root}")
+        for problem in problems:
+            where = Path(problem.filename or self.root)
+            self.log(f"could not remove an old checkpoint: {describe(problem, where)}")
 
 
 def save_checkpoint(

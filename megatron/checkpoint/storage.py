@@ -11,6 +11,7 @@ import errno
 import io
 import math
 import os
+import stat
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -39,6 +40,7 @@ from torch.futures import Future
 from megatron.checkpoint.files import write_synced
 from megatron.checkpoint.manifest import MANIFEST, Manifest, StoredItem
 from megatron.data.atomic import fsync_directory
+from megatron.data.regular import open_regular
 
 READ_BYTES = 1 << 24
 
@@ -209,7 +211,7 @@ class ShardReader(StorageReader):
             by_file.setdefault(item.file, []).append((item, read))
         for name, reads in by_file.items():
             try:
-                with (self.folder / name).open("rb", buffering=0) as stream:
+                with open_regular(self.folder / name) as stream:
                     for item, read in sorted(reads, key=lambda pair: pair[0].offset):
                         target = planner.resolve_tensor(read).detach()
                         target.copy_(self._read_box(stream, item, read))
@@ -259,9 +261,12 @@ def check_file_sizes(folder: Path, files: Mapping[str, int]) -> str | None:
     for name, size in files.items():
         path = folder / name
         try:
-            actual = path.stat().st_size
+            status = path.stat()
         except OSError as error:
             return f"{path} is missing" if isinstance(error, FileNotFoundError) else describe(error, path)
+        actual = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            return f"{path} is no plain file"
         if actual != size:
             return f"{path} is {'truncated' if actual < size else 'damaged'}: {actual} bytes instead of {size}"
     return None
@@ -276,7 +281,7 @@ def check_items(folder: Path, items: Iterable[StoredItem]) -> str | None:
     for name, stored in by_file.items():
         path = folder / name
         try:
-            with path.open("rb", buffering=0) as stream:
+            with open_regular(path) as stream:
                 for item in stored:
                     if _checksum(stream, item, buffer) != item.crc32:
                         where = f"bytes {item.offset} to {item.offset + item.length}"
@@ -300,7 +305,7 @@ def _checksum(stream: io.FileIO, item: StoredItem, buffer: memoryview) -> int:
 def read_into(folder: Path, item: StoredItem, memory: memoryview) -> bool:
     """Reads an item into memory of its length; whether it could be read and has its checksum."""
     try:
-        with (folder / item.file).open("rb", buffering=0) as stream:
+        with open_regular(folder / item.file) as stream:
             stream.seek(item.offset)
             _read_exactly(stream, memory)
     except (OSError, EOFError):

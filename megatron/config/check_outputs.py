@@ -126,6 +126,7 @@ def check_outputs(config: RunConfig) -> None:
         (checkpoint.save_interval is not None, "--save-interval", checkpoint.save, "--save"),
         (checkpoint.async_save, "--async-save", checkpoint.save, "--save"),
         (checkpoint.keep_last is not None, "--keep-last", checkpoint.save, "--save"),
+        (checkpoint.overwrite_checkpoints, "--overwrite-checkpoints", checkpoint.save, "--save"),
         (checkpoint.no_save_optim, "--no-save-optim", checkpoint.save, "--save"),
         (checkpoint.no_save_rng, "--no-save-rng", checkpoint.save, "--save"),
         (checkpoint.ckpt_step is not None, "--ckpt-step", checkpoint.load, "--load"),

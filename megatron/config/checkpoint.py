@@ -19,6 +19,11 @@ class CheckpointConfig:
     ckpt_step: int | None = derived(
         "the newest", "Iteration of the checkpoint of --load.", unit="iterations", minimum=0, aliases=("iteration",)
     )
+    overwrite_checkpoints: bool = option(
+        False,
+        "Save into a folder that holds checkpoints of another run; those of iterations that this run saves, too, are "
+        "replaced. Without it such a folder is refused, unless --load goes on from it.",
+    )
     finetune: bool = option(False, "Load the weights only: counters, optimizer, random state and schedules start anew.")
     no_save_optim: bool = option(False, "Do not save the optimizer.")
     no_save_rng: bool = option(

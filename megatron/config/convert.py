@@ -98,6 +98,10 @@ def _scalar(field: FieldOption, text: str, where: str) -> Any:
         return _finite(number, text, where)
     if field.choices:
         return _choice(field.choices, text, where)
+    if not text.strip():
+        raise UserError(
+            f"{where}: the value is empty; is a shell variable not set? Give {_kind(field)}, or leave it out"
+        )
     return text
 
 

@@ -6,13 +6,13 @@ import errno
 import os
 import stat
 from hashlib import blake2b
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 _SAMPLES, _SAMPLE_BYTES = 16, 64 << 10
 
 
-def open_regular(path: str | Path) -> BinaryIO:
+def open_regular(path: str | Path) -> FileIO:
     """Opens a file for reading, unbuffered; links are followed.
 
     Raises:
@@ -25,7 +25,7 @@ def open_regular(path: str | Path) -> BinaryIO:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(kind):
             raise OSError(errno.EINVAL, "is no plain file", str(path))
-        return os.fdopen(descriptor, "rb", buffering=0)
+        return FileIO(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
@@ -38,10 +38,12 @@ def read_regular(path: str | Path, limit: int | None = None) -> bytes:
         OSError: as ``open_regular``.
     """
     with open_regular(path) as stream:
-        parts = []
-        while part := stream.read(-1 if limit is None else limit - sum(map(len, parts))):
-            parts.append(part)
-        return b"".join(parts)
+        if limit is None:
+            return stream.readall()
+        data = b""
+        while part := stream.read(limit - len(data)):
+            data += part
+        return data
 
 
 def contents(path: str | Path) -> str:

@@ -98,7 +98,7 @@ class DynamicLossScale:
             scale = float(state["scale"])
             clean_steps = int(state.get("clean_steps", 0))
             overflows_left = int(state.get("overflows_left", self.hysteresis))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UserError(f"the checkpoint's loss scale cannot be read ({error!r}): use --no-load-optim") from error
         if not 0 < scale < float("inf"):
             raise UserError(f"the checkpoint's loss scale is {scale}: use --no-load-optim")

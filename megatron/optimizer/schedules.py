@@ -224,8 +224,12 @@ class LRSchedule:
         """
         try:
             position = int(state["consumed_samples"])
+            if position < 0:
+                raise ValueError(f"consumed_samples is {position}")
             saved = ScheduleValues(**{name: kind(state[name]) for name, kind in _FIELD_TYPES.items()})
-        except (KeyError, TypeError, ValueError) as error:
+            if not all(math.isfinite(value) for value in vars(saved).values() if isinstance(value, float)):
+                raise ValueError("a value is not finite")
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UserError(
                 f"the checkpoint's learning-rate schedule cannot be read ({error}): use --finetune"
             ) from error

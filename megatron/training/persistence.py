@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.agree import raise_together
+from megatron.checkpoint.agree import gather_texts, raise_together, together
 from megatron.checkpoint.compressor_state import PREFIX, CompressorCheckpoint
-from megatron.checkpoint.files import Iteration
+from megatron.checkpoint.files import Iteration, checkpoint_folder, iteration_of
+from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.load import load_common, load_tensors, read_tracker
 from megatron.checkpoint.model_state import (
     MAIN,
@@ -19,22 +19,14 @@ from megatron.checkpoint.model_state import (
     model_tensors,
     optimizer_tensors,
 )
+from megatron.checkpoint.save import COMMON
 from megatron.checkpoint.saver import CheckpointSaver
+from megatron.checkpoint.values import section_of
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.optimizer.schedules import LRSchedule
 from megatron.training.assembly import Engines
-from megatron.training.progress_state import Progress
-
-
-def _unwritable(root: str) -> str | None:
-    """Why checkpoints cannot be written to a folder; None when they can. Makes the folder."""
-    try:
-        Path(root).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=root):
-            return None
-    except OSError as error:
-        return f"--save {root}: cannot write there ({error.strerror}); name a folder that can be written to"
+from megatron.training.progress_state import Progress, SavedCounters
 
 
 class RunCheckpoints:
@@ -44,9 +36,7 @@ class RunCheckpoints:
         config: the resolved configuration.
         engines, schedule, progress: what is saved and restored, in place.
         log: takes lines for the user, on rank 0.
-
-    Raises:
-        UserError: on every rank, when ``--save`` cannot be written to.
+        lock: of the folder of ``--save``, on rank 0.
     """
 
     def __init__(
@@ -56,6 +46,7 @@ class RunCheckpoints:
         schedule: LRSchedule,
         progress: Progress,
         log: Callable[[str], None],
+        lock: FolderLock | None = None,
     ) -> None:
         self.config = config.checkpoint
         self.config_yaml = config.to_yaml()
@@ -63,6 +54,7 @@ class RunCheckpoints:
         self.schedule = schedule
         self.progress = progress
         self.log = log
+        self.lock = lock
         self.group = engines.topology.control.pg
         layout = engines.topology.layout
         self.compressors = CompressorCheckpoint(
@@ -75,8 +67,6 @@ class RunCheckpoints:
         self.saver: CheckpointSaver | None = None
         self.saved_iteration: int | None = None
         if self.config.save:
-            problem = _unwritable(self.config.save) if engines.topology.rank == 0 else None
-            raise_together(self.group, problem)
             self.saver = CheckpointSaver(
                 self.config.save,
                 self.group,
@@ -86,10 +76,15 @@ class RunCheckpoints:
             )
 
     def save(self) -> None:
-        """Saves the state after ``progress.iteration`` steps, unless that was done already."""
+        """Saves the state after ``progress.iteration`` steps, unless that was done already.
+
+        Raises:
+            UserError: on every rank, when it cannot be saved, or the folder is another run's by now.
+        """
         iteration = self.progress.iteration
         if self.saver is None or self.saved_iteration == iteration:
             return
+        raise_together(self.group, self.lock.lost() if self.lock is not None else None)
         tensors = model_tensors(self.engines.stages)
         if not self.config.no_save_optim:
             tensors |= optimizer_tensors(self.engines.optimizer)
@@ -129,25 +124,40 @@ class RunCheckpoints:
         if root is None:
             return False
         flag = None if self.config.ckpt_step is None else "--ckpt-step"
-        iteration = read_tracker(root) if flag is None else self.config.ckpt_step
+        iteration = self._chosen(root)
         if iteration is None:
             if self.config.exit_on_missing_checkpoint or self.config.finetune:
                 raise UserError(f"--load {root} holds no checkpoint; name the folder that --save wrote to")
             return False
-        common = load_common(root, iteration, flag)
+        common = together(self.group, lambda: load_common(root, iteration, flag))
+        where = checkpoint_folder(Path(root), iteration) / COMMON
+        asked = {"optimizer": not self._weights_only, "counters": not self.config.finetune}
+        saved = together(self.group, lambda: SavedCounters.read(common, where, **asked))
         try:
-            self._restore(root, iteration, common)
-        except (KeyError, TypeError, ValueError) as error:
+            self._restore(root, iteration, common, saved)
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(f"{root}: the checkpoint of iteration {iteration} lacks a value: {error!r}") from error
+            raise UserError(f"{where} does not fit this run: {error!r}") from error
         self.log(f"loaded the checkpoint of iteration {iteration} from {root}")
         return True
 
-    def _restore(self, root: str, iteration: Iteration, common: Mapping[str, Any]) -> None:
+    def _chosen(self, root: str) -> Iteration | None:
+        """The one asked for, or what rank 0 finds: ranks do not part where a file system shows them different things."""
+        if self.config.ckpt_step is not None:
+            return self.config.ckpt_step
+        first = self.engines.topology.rank == 0
+        found = together(self.group, lambda: read_tracker(root, self.log) if first else None)
+        return iteration_of(gather_texts(self.group, "" if found is None else str(found))[0])
+
+    @property
+    def _weights_only(self) -> bool:
+        return self.config.finetune or self.config.no_load_optim
+
+    def _restore(self, root: str, iteration: Iteration, common: Mapping[str, Any], saved: SavedCounters) -> None:
         optimizer = self.engines.optimizer
-        weights_only = self.config.finetune or self.config.no_load_optim
-        saved_main = bool(common["separate_main"]) and not weights_only
+        weights_only = self._weights_only
+        saved_main = saved.separate_main and not weights_only
         tensors = model_tensors(self.engines.stages)
         if not weights_only:
             tensors |= optimizer_tensors(optimizer)
@@ -167,8 +177,8 @@ class RunCheckpoints:
             optimizer.publisher.gather()
         if not weights_only:
             self.compressors.load(root, iteration, self.group, self.log)
-            optimizer.steps = int(common["optimizer_steps"])
-            optimizer.frozen_at = int(common.get("variance_frozen_at", 0))
+            optimizer.steps = saved.optimizer_steps
+            optimizer.frozen_at = saved.variance_frozen_at
             for name, controller in self.engines.controllers.items():
                 if name in common:
                     controller.load_state_dict(common[name])
@@ -178,6 +188,5 @@ class RunCheckpoints:
         if not self.config.finetune:
             if not self.config.no_load_lr_state:
                 self.schedule.load_state_dict(common["schedule"])
-            for name, value in common["progress"].items():
-                setattr(self.progress, name, int(value))
+            self.progress.load_state_dict(section_of(common, "progress"))
             self.saved_iteration = self.progress.iteration if self.config.load == self.config.save else None

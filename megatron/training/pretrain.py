@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 
 from megatron.checkpoint.agree import together
+from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.load import saved_config
+from megatron.checkpoint.ownership import owned_save_folder
 from megatron.checkpoint.vocabulary import saved_entries
 from megatron.config.errors import UserError
 from megatron.config.flags import ParsedRun, parse_args
@@ -44,9 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed = parse_args(list(sys.argv[1:] if argv is None else argv))
         ranks.env = env = LaunchEnvironment.read(parsed.config.parallel.local_rank)
         config = resolve(parsed, env)
-        sections = {name: getattr(config, name) for name in run_sections()}
-        ranks.join(config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes, sections)
-        run(config, parsed.notes, env, started)
+        writes = env.rank == 0 and not config.validation.skip_train
+        with owned_save_folder(config.checkpoint, print) if writes else nullcontext() as lock:
+            sections = {name: getattr(config, name) for name in run_sections()}
+            ranks.join(config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes, sections)
+            run(config, parsed.notes, env, started, lock)
 
     return run_program(body)
 
@@ -83,8 +88,17 @@ def _fitted(tokenizer: TokenizerConfig, entries: int, parsed: ParsedRun) -> Toke
     return result
 
 
-def run(config: RunConfig, notes: Sequence[str], env: LaunchEnvironment, started: float) -> None:
+def run(
+    config: RunConfig, notes: Sequence[str], env: LaunchEnvironment, started: float, lock: FolderLock | None = None
+) -> None:
     """Builds everything and trains.
+
+    Args:
+        config: the resolved configuration.
+        notes: on the flags.
+        env: this process's place.
+        started: ``time.monotonic()`` at the start of the program.
+        lock: of the folder that rank 0 saves to.
 
     Raises:
         UserError: on every rank, for data, files or checkpoints that cannot be used.
@@ -132,7 +146,7 @@ def run(config: RunConfig, notes: Sequence[str], env: LaunchEnvironment, started
     splits = (datasets[1] is not None, datasets[2] is not None)
     reporter = Reporter(config, engines, progress, train_iters, timers, batch_sizes, splits)
     rank_0_log = _rank_0_log(topology, reporter)
-    checkpoints = together(topology.control.pg, lambda: RunCheckpoints(config, engines, schedule, progress, rank_0_log))
+    checkpoints = RunCheckpoints(config, engines, schedule, progress, rank_0_log, lock)
     if not checkpoints.load() and config.checkpoint.load:
         say(f"no checkpoint in {config.checkpoint.load} yet: starting from random weights")
     together(topology.control.pg, reporter.open)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.values import count_of, section_of, switch_of
+from megatron.config.errors import UserError
 
 
 @dataclass
@@ -22,3 +28,55 @@ class Progress:
     def state_dict(self) -> dict[str, int]:
         """Plain numbers."""
         return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse.
+
+        Raises:
+            UserError: for anything but whole numbers; nothing has changed then.
+        """
+        counts = {field.name: count_of(state, field.name) for field in fields(self)}
+        for name, count in counts.items():
+            setattr(self, name, count)
+
+
+@dataclass(frozen=True)
+class SavedCounters:
+    """What the run's state needs beside tensors, read and checked before any of it is changed.
+
+    Args:
+        separate_main: the optimizer's values are kept apart from the model's.
+        optimizer_steps, variance_frozen_at: counters of the optimizer.
+    """
+
+    separate_main: bool
+    optimizer_steps: int = 0
+    variance_frozen_at: int = 0
+
+    @staticmethod
+    def read(common: Mapping[str, Any], where: Path, *, optimizer: bool, counters: bool) -> SavedCounters:
+        """From a checkpoint's common values.
+
+        Args:
+            common: the values.
+            where: they are from, for the message.
+            optimizer: its state will be asked for.
+            counters: the run's position will be asked for.
+
+        Raises:
+            UserError: naming the file and the value that is missing or of another kind.
+        """
+        try:
+            separate = switch_of(common, "separate_main")
+            if counters:
+                Progress().load_state_dict(section_of(common, "progress"))
+                section_of(common, "schedule")
+            if not optimizer:
+                return SavedCounters(separate)
+            section_of(common, "loss_scale")
+            return SavedCounters(
+                separate, count_of(common, "optimizer_steps"), count_of(common, "variance_frozen_at", 0)
+            )
+        except UserError as error:
+            remedy = "load another checkpoint, or its weights alone with --finetune"
+            raise UserError(f"{where} is not what a run writes: {error}; {remedy}") from error

@@ -244,6 +244,7 @@ def test_time_limit_and_kill_switch(prefix: Path, tmp_path: Path) -> None:
     assert "--exit-duration-in-mins" in run_cli(2, [SCRIPT, *flags]).check().stdout
     switch = tmp_path / "stop"
     switch.touch()
+    saved = tmp_path / "switched"
     flags = tiny_flags(prefix, train_iters=100_000, save=saved, kill_switch_file=switch, log_interval=1000)
     train(1, flags)
     assert read_tracker(saved) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +126,84 @@ def test_keep_last_keeps_the_newest_of_this_run(tmp_path: Path) -> None:
     assert read_tracker(tmp_path) == 4
 
 
+def test_old_checkpoints_that_are_links_are_unlinked(tmp_path: Path) -> None:
+    """A checkpoint moved to another disk, with a link in its place; what the link names stays."""
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    save(root, 1)
+    (root / "iter_0000001").rename(elsewhere)
+    (root / "iter_0000001").symlink_to(elsewhere)
+    (root / ".tmp_iter_0000009").symlink_to(elsewhere)
+    (root / ".tmp_removed_iter_0000008").symlink_to(tmp_path / "nothing")
+    for iteration in (2, 3, 4):
+        lines: list[str] = []
+        save(root, iteration, keep_last=2, log=lines.append)
+        assert not [line for line in lines if "could not" in line]
+    assert sorted(p.name for p in root.iterdir()) == ["iter_0000003", "iter_0000004", TRACKER]
+    assert sorted(p.name for p in elsewhere.iterdir()) == [
+        "common.json",
+        "config.yaml",
+        "metadata.json",
+        "shard_00000.bin",
+    ]
+    (root / "iter_0000004").rename(tmp_path / "four")
+    (root / "iter_0000004").symlink_to(tmp_path / "four")
+    save(root, 4, 7.0)  # replaced
+    assert_holds(root, 4, 7.0)
+    assert not (root / "iter_0000004").is_symlink()
+
+
+def test_what_cannot_be_removed_never_fails_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    (tmp_path / ".tmp_removed_iter_0000000").mkdir()
+
+    def busy(path: Any, *args: Any, **kwargs: Any) -> None:
+        raise OSError(16, "Device or resource busy", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        for iteration in (3, 4):
+            lines: list[str] = []
+            save(tmp_path, iteration, keep_last=1, log=lines.append)
+            assert read_tracker(tmp_path) == iteration
+            assert_holds(tmp_path, iteration)
+            (problem,) = [line for line in lines if "could not remove an old checkpoint" in line][-1:]
+            assert "Device or resource busy" in problem
+        (tmp_path / "iter_0000004").rename(tmp_path / ".tmp_iter_0000005")  # half of it, left by a kill
+        with pytest.raises(UserError, match="not saved"):
+            save(tmp_path, 5)
+        (tmp_path / ".tmp_iter_0000005").rename(tmp_path / "iter_0000004")
+    save(tmp_path, 5, keep_last=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000005", TRACKER]
+
+
 def test_no_tracker_means_nothing_was_saved(tmp_path: Path) -> None:
     assert read_tracker(tmp_path) is None
     assert read_tracker(tmp_path / "absent") is None
+    tmp_path.joinpath(".tmp_iter_0000001").mkdir()  # the first save was interrupted
+    assert read_tracker(tmp_path) is None
+
+
+@pytest.mark.parametrize("how", ["missing", "a link to nothing"])
+def test_without_a_tracker_the_newest_complete_one_counts(tmp_path: Path, how: str) -> None:
+    """A kill can fall between the renames of the first checkpoint and of its tracker."""
+    for iteration in (1, 2, 3):
+        save(tmp_path, iteration)
+    (tmp_path / TRACKER).unlink()
+    if how != "missing":
+        (tmp_path / TRACKER).symlink_to(tmp_path / "nothing")
+    (tmp_path / "iter_0000003" / "metadata.json").unlink()
+    lines: list[str] = []
+    assert read_tracker(tmp_path, lines.append) == 2
+    assert [line.partition("; ")[2] for line in lines] == ["taking iteration 2, the newest complete checkpoint there"]
+    for iteration in (1, 2):
+        (tmp_path / f"iter_000000{iteration}" / "shard_00000.bin").unlink()
+    with pytest.raises(UserError, match=r"is missing and no checkpoint there is complete \(iter_0000003, iter_0000002"):
+        read_tracker(tmp_path)
+    save(tmp_path / "other", 4)
+    (tmp_path / "other" / "iter_0000004").rename(tmp_path / "other" / "release")
+    (tmp_path / "other" / TRACKER).unlink()
+    assert read_tracker(tmp_path / "other") == "release"
 
 
 @pytest.mark.parametrize("text", ["", "\n", "12a", "-3", "1e3", "rel", "\0\xff", "9" * 90, "٣"])

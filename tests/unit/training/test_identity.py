@@ -76,7 +76,7 @@ def test_the_scratch_folder_of_a_codec_may_differ() -> None:
 
 
 def test_contents_count_and_places_do_not(tmp_path: Path) -> None:
-    def identity(*words: str | Path) -> Any:
+    def identity(*words: str | int | Path) -> Any:
         return identity_of({"data": dataclasses.replace(tiny_config({}, 1).data, data_path=[str(w) for w in words])})
 
     one, same, other = (write_documents(tmp_path / name, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1)))

@@ -1,0 +1,80 @@
+"""The folder that a run saves to: writable, nobody else's, and without checkpoints of another run."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron.checkpoint.files import TRACKER, checkpoint_folder, saved_iterations
+from megatron.checkpoint.folder_lock import FolderLock
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.errors import UserError
+
+
+@contextmanager
+def owned_save_folder(config: CheckpointConfig, say: Callable[[str], None]) -> Iterator[FolderLock | None]:
+    """Holds the folder of ``--save``, which is made, for a run that is about to write to it.
+
+    Args:
+        config: where to load from and to save to.
+        say: takes lines for the user.
+
+    Raises:
+        UserError: when it cannot be written to, another run holds it, or it has checkpoints that this run does not go
+            on from.
+    """
+    if config.save is None:
+        yield None
+        return
+    lock = _lock(config.save, say)
+    try:
+        check_replaces_nothing(config)
+        yield lock
+    finally:
+        lock.release()
+
+
+def _lock(save: str, say: Callable[[str], None]) -> FolderLock:
+    try:
+        Path(save).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=save):
+            pass
+        return FolderLock(save, say)
+    except OSError as error:
+        raise UserError(
+            f"--save {save}: cannot write there ({error.strerror}); name a folder that can be written to"
+        ) from error
+
+
+def check_replaces_nothing(config: CheckpointConfig) -> None:
+    """Returns when what a run saves takes the place of nothing but its own earlier checkpoints.
+
+    Raises:
+        UserError: naming the flag that goes on from them, and the one that replaces them.
+    """
+    assert config.save is not None
+    found = _held(Path(config.save))
+    if found is None or config.overwrite_checkpoints:
+        return
+    if config.load is not None and os.path.realpath(config.load) == os.path.realpath(config.save):
+        if not config.finetune:
+            return
+        resume = "leave --finetune out to go on from them"
+    else:
+        resume = f"--load {config.save} goes on from them"
+    raise UserError(
+        f"--save {config.save} holds checkpoints of another run ({found}): {resume}, --overwrite-checkpoints replaces "
+        "them, or name another folder"
+    )
+
+
+def _held(root: Path) -> str | None:
+    """What a folder has of checkpoints, complete or not."""
+    saved = saved_iterations(root)
+    if saved:
+        return f"iteration {saved[0]}"
+    release = checkpoint_folder(root, "release")
+    return release.name if release.is_dir() else TRACKER if os.path.lexists(root / TRACKER) else None

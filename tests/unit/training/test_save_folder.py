@@ -1,0 +1,142 @@
+"""Whose checkpoints a run replaces: its own, and others' only when it is told to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.files import TRACKER
+from megatron.checkpoint.folder_lock import LOCK, FolderLock
+from megatron.checkpoint.load import complete_iterations, read_tracker
+from megatron.training.pretrain import main
+from tests.support.corpus import tiny_flags, write_documents
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_documents(tmp_path_factory.mktemp("data") / "tiny")
+
+
+@pytest.fixture
+def saved(prefix: Path, tmp_path: Path) -> Path:
+    """Iterations 1 and 2 of a run of 2."""
+    assert main(tiny_flags(prefix, train_iters=2, save=tmp_path / "saved", save_interval=1)) == 0
+    return tmp_path / "saved"
+
+
+def _snapshot(root: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in root.rglob("*") if path.is_file() and path.name != LOCK}
+
+
+def _refused(capsys: pytest.CaptureFixture[str], root: Path, flags: list[str]) -> str:
+    """What is said when a run is refused; nothing has changed then."""
+    before = _snapshot(root)
+    capsys.readouterr()
+    assert main(flags) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    assert _snapshot(root) == before
+    return said
+
+
+def test_another_runs_checkpoints_are_not_replaced(
+    prefix: Path, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for changes in ({}, {"num_layers": 4}, {"load": tmp_path / "elsewhere"}):
+        said = _refused(capsys, saved, tiny_flags(prefix, train_iters=1, save=saved, **changes))
+        assert f"--save {saved} holds checkpoints of another run (iteration 2)" in said
+        assert f"--load {saved} goes on from them" in said
+        assert "--overwrite-checkpoints replaces them" in said
+    said = _refused(capsys, saved, tiny_flags(prefix, train_iters=1, save=saved, load=saved, finetune=True))
+    assert "leave --finetune out to go on from them" in said
+
+
+def test_a_damaged_checkpoint_or_a_bare_tracker_is_another_runs_too(
+    prefix: Path, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for iteration in (1, 2):
+        (saved / f"iter_000000{iteration}" / "metadata.json").unlink()
+    assert "(iteration 2)" in _refused(capsys, saved, tiny_flags(prefix, save=saved))
+    (saved / TRACKER).unlink()
+    said = _refused(capsys, saved, tiny_flags(prefix, save=saved, load=saved))
+    assert "latest_checkpointed_iteration.txt is missing and no checkpoint there is complete" in said
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / TRACKER).write_text("release")
+    assert TRACKER in _refused(capsys, bare, tiny_flags(prefix, save=bare))
+
+
+def test_they_are_replaced_when_asked_for(
+    prefix: Path, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = tiny_flags(prefix, train_iters=1, save=saved, overwrite_checkpoints=True)
+    assert main([*flags, "--seed", "77"]) == 0
+    assert read_tracker(saved) == 1
+    assert complete_iterations(saved) == [2, 1]
+    assert (
+        main(tiny_flags(prefix, train_iters=1, save=saved, finetune=True, load=saved, overwrite_checkpoints=True)) == 0
+    )
+    capsys.readouterr()
+    assert main(tiny_flags(prefix, train_iters=2, save=saved, load=saved, overwrite_checkpoints=True)) == 0
+    assert "--overwrite-checkpoints has no effect" in capsys.readouterr().out
+
+
+def test_going_on_and_beginning_elsewhere_are_as_ever(
+    prefix: Path, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(saved)
+    assert main(tiny_flags(prefix, train_iters=3, save=saved, load=link)) == 0
+    assert read_tracker(saved) == 3
+    assert main(tiny_flags(prefix, train_iters=4, save=tmp_path / "fresh", load=saved)) == 0
+    assert read_tracker(tmp_path / "fresh") == 4
+    assert main([*tiny_flags(prefix, save=saved), "--skip-train"]) == 0  # nothing will be saved
+    assert "loaded the checkpoint of iteration 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("how", ["missing", "a link to nothing"])
+def test_without_a_tracker_the_newest_complete_checkpoint_is_taken(
+    prefix: Path, saved: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    (saved / TRACKER).unlink()
+    if how != "missing":
+        (saved / TRACKER).symlink_to(saved / "gone")
+    (saved / "iter_0000002" / "common.json").unlink()
+    capsys.readouterr()
+    assert main(tiny_flags(prefix, train_iters=2, save=saved, load=saved)) == 0
+    out = capsys.readouterr().out
+    assert f"{saved / TRACKER} is missing; taking iteration 1, the newest complete checkpoint there" in out
+    assert "loaded the checkpoint of iteration 1" in out
+    assert not (saved / TRACKER).is_symlink()
+    assert read_tracker(saved) == 2
+
+
+def test_a_folder_in_use_is_refused(prefix: Path, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = FolderLock(saved)
+    for flags in (tiny_flags(prefix, save=saved), tiny_flags(prefix, save=saved, load=saved)):
+        said = _refused(capsys, saved, flags)
+        assert f"--save {saved} is in use by another run (process {os.getpid()} on " in said
+    assert main(tiny_flags(prefix, load=saved, train_iters=3)) == 0  # readers are welcome
+    lock.release()
+
+
+def test_a_run_whose_folder_was_taken_over_saves_nothing(
+    prefix: Path, saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FolderLock, "lost", lambda self: "--save was taken over by another run")
+    before = complete_iterations(saved)
+    assert main(tiny_flags(prefix, train_iters=4, save=saved, load=saved)) == 2
+    assert "error: --save was taken over" in capsys.readouterr().err
+    assert complete_iterations(saved) == before
+
+
+@pytest.mark.parametrize("name", ["save", "load", "data-path", "vocab-file", "tensorboard-dir", "log-json-file"])
+def test_an_unset_shell_variable_is_an_error(
+    prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    for text in ("", " "):
+        said = _refused(capsys, tmp_path, [*tiny_flags(prefix), f"--{name}", text])
+        assert f"--{name}: the value is empty; is a shell variable not set?" in said
