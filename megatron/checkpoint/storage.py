@@ -39,6 +39,7 @@ from torch.futures import Future
 
 from megatron.checkpoint.files import write_synced
 from megatron.checkpoint.manifest import MANIFEST, Manifest, StoredItem
+from megatron.checkpoint.torch_stream import TORCH_METADATA, header, torch_metadata
 from megatron.data.atomic import fsync_directory
 from megatron.data.regular import open_regular
 
@@ -120,6 +121,10 @@ class ShardWriter(StorageWriter):
         with path.open("wb", buffering=0) as stream:
             for item in items:
                 value = planner.resolve_data(item)
+                if isinstance(value, Tensor):
+                    before = header(value.dtype, value.shape)
+                    write_all(stream, memoryview(before))
+                    offset += len(before)
                 data = bytes_of(value) if isinstance(value, Tensor) else value.getbuffer()
                 write_all(stream, data)
                 stored = StoredItem(path.name, offset, len(data), zlib.crc32(data))
@@ -140,20 +145,20 @@ class ShardWriter(StorageWriter):
             self.problem = describe(error, path)
 
     def _finish(self, metadata: Metadata, stored: dict[MetadataIndex, StoredItem]) -> None:
-        documents = {name: StoredItem(name, 0, len(data), zlib.crc32(data)) for name, data in self.documents.items()}
-        for name, data in self.documents.items():
-            write_synced(self.folder / name, data)
         entries = metadata.state_dict_metadata
         manifest = Manifest(
             self.iteration,
             self.world_size,
             files={},
-            documents=documents,
+            documents={},
             tensors={n: entry for n, entry in entries.items() if isinstance(entry, TensorStorageMetadata)},
             blobs={i.fqn: s for i, s in stored.items() if isinstance(entries[i.fqn], BytesStorageMetadata)},
             items={(i.fqn, tuple(i.offset)): s for i, s in stored.items() if i.offset is not None},
         )
-        for item in [*documents.values(), *stored.values()]:
+        for name, data in {**self.documents, TORCH_METADATA: torch_metadata(manifest)}.items():
+            write_synced(self.folder / name, data)
+            manifest.documents[name] = StoredItem(name, 0, len(data), zlib.crc32(data))
+        for item in [*manifest.documents.values(), *stored.values()]:
             manifest.files[item.file] = max(manifest.files.get(item.file, 0), item.offset + item.length)
         problem = check_file_sizes(self.folder, manifest.files)
         if problem is not None:

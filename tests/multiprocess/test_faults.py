@@ -158,7 +158,7 @@ def _truncate(folder: Path) -> None:
 def _flip(folder: Path) -> None:
     shard = max(folder.glob("shard_*.bin"), key=lambda path: path.stat().st_size)
     data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 16
+    data[-1] ^= 16
     shard.write_bytes(data)
 
 

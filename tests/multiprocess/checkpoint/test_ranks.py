@@ -206,7 +206,7 @@ def load_damaged(root: str) -> list[str]:
             data = (folder / name).read_bytes()
             dist.barrier()
             if rank == 0 and damage == "flip":
-                (folder / name).write_bytes(data[:40] + bytes([data[40] ^ 4]) + data[41:])
+                (folder / name).write_bytes(data[:-1] + bytes([data[-1] ^ 4]))
             elif rank == 0 and damage == "truncate":
                 (folder / name).write_bytes(data[:-1])
             elif rank == 0:

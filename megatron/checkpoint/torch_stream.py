@@ -1,0 +1,98 @@
+"""What lets torch.distributed.checkpoint's own readers read our shards: a header before each tensor, and ``.metadata``.
+
+Those readers ask ``torch.load`` for each stored part. Its older stream is a few pickled words and then the tensor's
+bytes as they are, so a part costs a header of some hundred bytes and no copy. Both are written for others: what reads
+our checkpoints here goes by ``metadata.json``, which has the place and the checksum of the bytes alone, and unpickles
+nothing.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import struct
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from megatron.checkpoint.manifest import Manifest
+
+TORCH_METADATA = ".metadata"
+
+_MAGIC, _VERSION, _PICKLE = 0x1950A86A20F9469CFC6C, 1001, 2  # from torch.serialization
+_STORAGES: dict[torch.dtype, type] = {
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+}
+"""Tensors of other types have no header, and other readers do not see them."""
+
+
+class _Bytes:
+    """Stands for the memory of the tensor that follows."""
+
+
+class _Following:
+    """A contiguous tensor whose bytes follow; unpickled, it is that tensor."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.shape = tuple(shape)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        strides = tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+        return torch._utils._rebuild_tensor_v2, (_Bytes(), 0, self.shape, strides, False, OrderedDict())
+
+
+class _Pickler(pickle.Pickler):
+    """Names the memory as ``torch.save`` does."""
+
+    def __init__(self, stream: io.BytesIO, storage: type, numel: int) -> None:
+        super().__init__(stream, protocol=_PICKLE)
+        self._named = ("storage", storage, "0", "cpu", numel, None)
+
+    def persistent_id(self, obj: Any) -> Any:
+        return self._named if isinstance(obj, _Bytes) else None
+
+
+def header(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
+    """What precedes a tensor's bytes; the same for the same type and shape, and empty where there is none."""
+    storage = _STORAGES.get(dtype)
+    if storage is None:
+        return b""
+    stream, numel = io.BytesIO(), math.prod(shape)
+    sizes = {"short": 2, "int": 4, "long": 4}
+    info = {"protocol_version": _VERSION, "little_endian": sys.byteorder == "little", "type_sizes": sizes}
+    for word in (_MAGIC, _VERSION, info):
+        stream.write(pickle.dumps(word, protocol=_PICKLE))
+    _Pickler(stream, storage, numel).dump(_Following(shape))
+    stream.write(pickle.dumps(["0"], protocol=_PICKLE))
+    return stream.getvalue() + struct.pack("=q", numel)
+
+
+def torch_metadata(manifest: Manifest) -> bytes:
+    """``.metadata`` of a checkpoint: its tensors, each part with its header."""
+    entries: dict[str, TensorStorageMetadata] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for name, tensor in manifest.tensors.items():
+        if tensor.properties.dtype not in _STORAGES:
+            continue
+        entries[name] = tensor
+        for chunk in tensor.chunks:
+            item = manifest.items[name, tuple(chunk.offsets)]
+            before = len(header(tensor.properties.dtype, chunk.sizes))
+            place = _StorageInfo(item.file, item.offset - before, item.length + before)
+            storage[MetadataIndex(name, chunk.offsets)] = place
+    return pickle.dumps(Metadata(dict(entries), storage_data=storage))
