@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron.checkpoint.files import TRACKER, checkpoint_folder, saved_iterations
-from megatron.checkpoint.folder_lock import FolderLock
+from megatron.checkpoint.folder_lock import LOCK, FolderLock
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import UserError
 
@@ -29,12 +29,17 @@ def owned_save_folder(config: CheckpointConfig, say: Callable[[str], None]) -> I
     if config.save is None:
         yield None
         return
+    new = not os.path.lexists(config.save)
     lock = _lock(config.save, say)
     try:
         check_replaces_nothing(config)
         yield lock
     finally:
         lock.release()
+        with suppress(OSError):
+            if new and os.listdir(config.save) == [LOCK]:  # refused before it saved anything
+                lock.path.unlink()
+                os.rmdir(config.save)
 
 
 def _lock(save: str, say: Callable[[str], None]) -> FolderLock:

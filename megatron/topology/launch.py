@@ -61,7 +61,7 @@ def pick_device(backend: str, local_rank: int) -> torch.device:
     return device
 
 
-def open_store(env: LaunchEnvironment, timeout: timedelta) -> dist.Store:
+def meet(env: LaunchEnvironment, timeout_minutes: float) -> dist.Store:
     """The store by which the ranks meet, at MASTER_ADDR and MASTER_PORT. Rank 0 keeps it unless the launcher does.
 
     Raises:
@@ -76,7 +76,7 @@ def open_store(env: LaunchEnvironment, timeout: timedelta) -> dist.Store:
             int(os.environ["MASTER_PORT"]),
             env.world_size,
             is_master=env.rank == 0 and not launchers,
-            timeout=timeout,
+            timeout=timedelta(minutes=timeout_minutes),
             wait_for_workers=False,
             multi_tenant=True,
         )
@@ -96,13 +96,13 @@ def init_process_group(
         env: this process's place.
         backend: of the group.
         timeout_minutes: of the meeting, and of every collective afterwards.
-        store: what ``open_store`` gave, if it was asked.
+        store: what ``meet`` returned, where it has been called.
 
     Raises:
         CommunicationError: when the rendezvous fails.
     """
     timeout = timedelta(minutes=timeout_minutes)
-    store = open_store(env, timeout) if store is None else store
+    store = meet(env, timeout_minutes) if store is None else store
     try:
         dist.init_process_group(backend, store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     except (RuntimeError, ValueError) as error:

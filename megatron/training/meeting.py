@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.config.errors import UserError
 from megatron.topology.errors import CommunicationError
 from megatron.topology.group import first_line
-from megatron.topology.launch import LaunchEnvironment, open_store
+from megatron.topology.launch import LaunchEnvironment, meet
 
 POLL_SECONDS = 0.02
 OTHERS_SECONDS = 3.0
@@ -64,16 +64,16 @@ class Meeting:
 
     Args:
         env: this process's place; there are others.
-        timeout: for all to come.
+        timeout_minutes: for all to come.
 
     Raises:
         CommunicationError: when nobody keeps the store.
     """
 
-    def __init__(self, env: LaunchEnvironment, timeout: timedelta) -> None:
+    def __init__(self, env: LaunchEnvironment, timeout_minutes: float) -> None:
         self.env = env
-        self.timeout = timeout
-        self.store = open_store(env, timeout)
+        self.timeout = timedelta(minutes=timeout_minutes)
+        self.store = meet(env, timeout_minutes)
         self._box = dist.PrefixStore(_PREFIX, self.store)
 
     def agree(self, identity: Identity) -> None:

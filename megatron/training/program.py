@@ -7,7 +7,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 from megatron.compression.options import CompressorFault
@@ -54,7 +53,7 @@ class Ranks:
         """
         if self.env.world_size > 1:
             identity = identity_of(sections)
-            self.meeting = Meeting(self.env, timedelta(minutes=timeout_minutes))
+            self.meeting = Meeting(self.env, timeout_minutes)
             self.meeting.agree(identity)
             init_process_group(self.env, backend, timeout_minutes, self.meeting.store)
             self.watch = Watch(self.env.rank, self.env.world_size)
@@ -94,7 +93,7 @@ class Ranks:
     def _stay_away(self, reason: str, status: int) -> bool:
         """Tells the others, who would wait, that this rank will not join them; whether they could be told."""
         try:
-            meeting = Meeting(self.env, timedelta(seconds=LEAVE_SECONDS))
+            meeting = Meeting(self.env, LEAVE_SECONDS / 60)
             return meeting.refuse(reason, bad_input=status == EXIT_BAD_INPUT)
         except CommunicationError:
             return False

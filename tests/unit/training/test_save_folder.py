@@ -114,6 +114,17 @@ def test_without_a_tracker_the_newest_complete_checkpoint_is_taken(
     assert read_tracker(saved) == 2
 
 
+def test_a_run_that_is_refused_leaves_no_folder(
+    prefix: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = tiny_flags(tmp_path / "no-data", save=tmp_path / "saved")
+    assert "no-data" in _refused(capsys, tmp_path, flags)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "saved").mkdir()
+    _refused(capsys, tmp_path, flags)
+    assert (tmp_path / "saved").is_dir()
+
+
 def test_a_folder_in_use_is_refused(prefix: Path, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lock = FolderLock(saved)
     for flags in (tiny_flags(prefix, save=saved), tiny_flags(prefix, save=saved, load=saved)):
