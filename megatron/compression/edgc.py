@@ -145,10 +145,14 @@ class RankByEntropy:
 
     def load_state_dict(self, state: dict[str, float | list[float]]) -> None:
         """The inverse; a rank beyond this run's limits is brought within."""
-        means, low, high = state["means"], *self.config.limits
-        assert isinstance(means, list)
+        (low, high), means = self.config.limits, state["means"]
+        if not isinstance(means, list):
+            raise TypeError(f"means is a {type(means).__name__} instead of a list")
+        kept, total, count = [float(mean) for mean in means], float(state["sum"]), int(state["count"])  # type: ignore[arg-type]
+        if not all(map(math.isfinite, [*kept, total])) or count < 0:
+            raise ValueError("means, sum and count of EDGC's window are no figures of a run")
         self.rank = min(max(int(state["rank"]), low), high)  # type: ignore[arg-type]
-        self.means, self.sum, self.count = list(means), float(state["sum"]), int(state["count"])  # type: ignore[arg-type]
+        self.means, self.sum, self.count = kept, total, count
 
 
 def _even(rank: float) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -97,3 +98,23 @@ def test_state_goes_through_json() -> None:
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))
     assert one.close_window() == other.close_window()
     assert one.state_dict() == other.state_dict()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"means": "abc"},
+        {"means": [None]},
+        {"means": [float("nan")]},
+        {"rank": float("inf")},
+        {"count": -1},
+        {"sum": []},
+    ],
+)
+def test_a_state_that_no_run_saved_is_refused_and_changes_nothing(changes: dict[str, Any]) -> None:
+    rule = RankByEntropy(EDGCConfig(rank=64, max_step=100), (64, 64))
+    _windows(rule, [5.0, 4.0, 3.6])
+    before = rule.state_dict()
+    with pytest.raises((TypeError, ValueError, OverflowError)):
+        rule.load_state_dict({**before, **changes})
+    assert rule.state_dict() == before
