@@ -196,6 +196,11 @@ RULES: Sequence[Idle] = (
         ),
         "only --tokenizer-type SentencePieceTokenizer and BertWordPiece... have such tokens",
     ),
+    Idle(
+        ("checkpoint.overwrite_checkpoints",),
+        lambda config, _: _resumes(config) and config.checkpoint.load == config.checkpoint.save,
+        "--load goes on from the checkpoints of --save",
+    ),
     Idle(_TENSORBOARD, lambda config, _: config.logging.tensorboard_dir is None, "without --tensorboard-dir"),
     Idle(
         _fields("logging", "timing_log_option"),

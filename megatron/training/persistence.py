@@ -143,7 +143,7 @@ class RunCheckpoints:
         return True
 
     def _chosen(self, root: str) -> Iteration | None:
-        """The one asked for, or what rank 0 finds: ranks do not part where a file system shows them different things."""
+        """The one asked for, or what rank 0 finds: file systems may show the ranks different things."""
         if self.config.ckpt_step is not None:
             return self.config.ckpt_step
         first = self.engines.topology.rank == 0

@@ -174,9 +174,11 @@ def test_a_tag_names_an_iteration(tag: str) -> None:
 
 
 def test_a_tag_that_names_none_is_refused() -> None:
-    for tag in ("latest", "global_step", "", "global_step-1", "global_step" + "9" * 30):
+    for tag in ("latest", "global_step", "global_step-1", "global_step" + "9" * 30):
         with pytest.raises(UserError, match=r"--load-tag .*: expected global_stepN; or use --ckpt-step N"):
             read_run(PARSER, ["--load", "x", f"--load-tag={tag}"])
+    with pytest.raises(UserError, match="--load-tag: the value is empty"):
+        read_run(PARSER, ["--load", "x", "--load-tag="])
     with pytest.raises(UserError, match="--load-tag needs --load FOLDER"):
         read_run(PARSER, ["--load-tag", "global_step3"])
     with pytest.raises(UserError, match="--load-tag global_step3 and --ckpt-step 4 contradict each other"):

@@ -183,6 +183,7 @@ PARTNERS: dict[str, tuple[str, int]] = {
         "--tokenizer-type BertWordPieceCase --vocab-file v",
         1,
     ),
+    "--load goes on from the checkpoints of --save": ("--save s", 1),
     "without --tensorboard-dir": ("--tensorboard-dir t", 1),
     "without --timing-log-level above 0": ("--timing-log-level 1", 1),
     "without --log-gradients": ("--log-gradients --log-json-file j", 1),
@@ -201,6 +202,7 @@ BESIDE: dict[str, str] = {
         "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.2"
     ),
     "nothing is evaluated during training": "--skip-train",
+    "--load goes on from the checkpoints of --save": "--save s --load s",
 }
 """What takes the ground from fields that act alone."""
 
