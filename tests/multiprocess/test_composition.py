@@ -21,7 +21,7 @@ from tests.support.tiny import tiny_config, tiny_engines, tiny_train
 
 Case = dict[str, str]
 
-STEPS = 5
+STEPS = 6
 
 FACTORS: dict[str, list[str]] = {
     "layout": ["tp2 dp2", "pp2 dp2", "tp2 pp2", "dp4", "pp4", "pp2 dp2 virtual", "pp2 dp2 gpipe"],
@@ -35,7 +35,7 @@ FACTORS: dict[str, list[str]] = {
         "stable-topk,density=0.1,interval=4,range=2,flush=rotate,warmup=1",
         "topk,density=1~0.2@3",
         "fixpoint,bits=8@0/3@3,error-feedback=on",
-        "quantized-adam,bits=8,warmup=2",
+        "quantized-adam,bits=8,warmup=4",
     ],
     "pp-forward": [
         "none",

@@ -81,7 +81,8 @@ def test_they_are_replaced_when_asked_for(
     )
     capsys.readouterr()
     assert main(tiny_flags(prefix, train_iters=2, save=saved, load=saved, overwrite_checkpoints=True)) == 0
-    assert "--overwrite-checkpoints: no effect, --load goes on from the checkpoints of --save" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "--overwrite-checkpoints: no effect, --load goes on from the checkpoints of --save" in said
 
 
 def test_going_on_and_beginning_elsewhere_are_as_ever(
