@@ -38,6 +38,7 @@ class EDGCConfig(PowerSGDConfig):
         0.0,
         "share by which the rank of each later pipeline stage, whose reduction begins earlier, is greater",
         minimum=0,
+        maximum=10,
     )
 
     @property

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.compression.api import Codec, Payload
-from megatron.compression.options import SpecError, opt
+from megatron.compression.options import SEED, SpecError, opt
 from megatron.compression.state import CompressorState
 from megatron.compression.two_step import TwoStepSum
 from megatron.kernels.grid import Grid, Layout, Method, Role
@@ -31,13 +31,13 @@ class FixpointConfig:
 
     bits: int = opt(8, "of each number", minimum=1, maximum=8, scheduled=True)
     scale: Literal["group", "channel", "tensor"] = opt("group", "what shares a scale")
-    group: int = opt(64, "numbers in a group, along the last dimension; a multiple of 8", minimum=8)
+    group: int = opt(64, "numbers in a group, along the last dimension; a multiple of 8", minimum=8, maximum=1 << 20)
     rotation: int = opt(0, "block of a Hadamard rotation that spreads outliers, 8 to 1024; 0 for none", minimum=0)
     scale_method: Literal["max", "l2"] = opt("max", "largest magnitude, or twice the root mean square")
     scale_dtype: Literal["fp32", "bf16"] = opt("fp32", "of the scales on the wire")
     grid: Literal["symmetric", "asymmetric"] = opt("symmetric", "asymmetric clips the positive peak, as AQ-SGD does")
     rounding: Literal["nearest", "stochastic"] = opt("nearest", "stochastic is unbiased, and seeded")
-    seed: int = opt(714, "of stochastic rounding")
+    seed: int = opt(714, "of stochastic rounding", minimum=0, maximum=SEED)
 
     def __post_init__(self) -> None:
         if self.group % 8:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.compression.api import Codec, Payload
 from megatron.compression.approximation import Approximation, Factors, dense
 from megatron.compression.linalg import matrix_shape, orthonormalise, random_bases
-from megatron.compression.options import opt
+from megatron.compression.options import SEED, opt
 from megatron.compression.state import CompressorState
 
 
@@ -21,7 +21,7 @@ class LowRankConfig:
 
     rank: int = opt(16, "columns of the factors", minimum=1, scheduled=True)
     warm_start: bool = opt(True, "begin each message at the last one's factor")
-    seed: int = opt(714, "of the first factor")
+    seed: int = opt(714, "of the first factor", minimum=0, maximum=SEED)
 
 
 class LowRankCodec(Codec):

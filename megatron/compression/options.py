@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import typing
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
+
+from megatron.compression.numerals import read_number, read_whole, shortened
 
 T = TypeVar("T")
 
@@ -19,8 +20,17 @@ class CompressorFault(RuntimeError):
     """What a compressor relies on in a run does not hold; one line that says what, and what to do."""
 
 
+SEED = (1 << 63) - 1
+"""The largest seed of a compressor."""
+
+
 def opt(
-    default: Any, help: str, minimum: float | None = None, maximum: float | None = None, scheduled: bool = False
+    default: Any,
+    help: str,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    scheduled: bool = False,
+    above: float | None = None,
 ) -> Any:
     """A field of an options dataclass.
 
@@ -28,9 +38,10 @@ def opt(
         default: the value when it is not given; its annotation (int, float, bool, str or a Literal) is its type.
         help: what it does, in a few words.
         minimum, maximum: inclusive bounds of a number.
+        above: an exclusive bound of a number.
         scheduled: the number may change over the run (``megatron.compression.schedule.Schedule``).
     """
-    metadata = {"help": help, "minimum": minimum, "maximum": maximum, "scheduled": scheduled}
+    metadata = {"help": help, "minimum": minimum, "maximum": maximum, "above": above, "scheduled": scheduled}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -90,7 +101,8 @@ def read_options(cls: type[T], values: Mapping[str, str], owner: str) -> T:
         if field is None:
             known = ", ".join(fields) or "none"
             raise SpecError(f"{owner} has no option {name!r}; its options are: {known}")
-        built[field.name] = _value(hints[field.name], text.strip(), f"{owner}: {spelled(name)}={text}", field.metadata)
+        where = f"{owner}: {spelled(name)}={shortened(text)}"
+        built[field.name] = _value(hints[field.name], text.strip(), where, field.metadata)
     return cls(**built)
 
 
@@ -109,11 +121,20 @@ def _value(hint: Any, text: str, where: str, bounds: Mapping[str, Any]) -> Any:
     if hint is str:
         return text
     try:
-        value = int(text) if hint is int else float(text)
-    except ValueError:
-        raise SpecError(f"{where}: expected {'a whole number' if hint is int else 'a number'}") from None
-    low, high = bounds.get("minimum"), bounds.get("maximum")
-    if not math.isfinite(value) or (low is not None and value < low) or (high is not None and value > high):
-        span = f"at least {low}" if high is None else f"at most {high}" if low is None else f"from {low} to {high}"
-        raise SpecError(f"{where}: must be {span}")
+        value = read_whole(text) if hint is int else read_number(text)
+    except ValueError as error:
+        kind = "a whole number" if hint is int else "a number"
+        raise SpecError(f"{where}: expected {kind}, and it {error}") from None
+    low, high, above = bounds.get("minimum"), bounds.get("maximum"), bounds.get("above")
+    outside = (low is not None and value < low) or (high is not None and value > high)
+    if outside or (above is not None and value <= above):
+        raise SpecError(f"{where}: must be {_span(low, high, above)}")
     return value
+
+
+def _span(low: float | None, high: float | None, above: float | None) -> str:
+    """The bounds of a number in words."""
+    if low is not None and high is not None:
+        return f"from {low} to {high}"
+    parts = [f"above {above}" if above is not None else "", f"at least {low}" if low is not None else ""]
+    return " and ".join(part for part in [*parts, f"at most {high}" if high is not None else ""] if part)

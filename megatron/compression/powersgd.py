@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.compression.api import Aggregate, Peers, Request, RoundCompressor
 from megatron.compression.approximation import Factors
 from megatron.compression.linalg import matrix_shape, orthonormalise, random_bases
-from megatron.compression.options import opt
+from megatron.compression.options import SEED, opt
 from megatron.compression.state import CompressorState
 
 
@@ -24,7 +24,7 @@ class PowerSGDConfig:
     min_ratio: float = opt(
         1.0, "shapes whose factors are not smaller than the matrix by more than this are sent as they are", minimum=0
     )
-    seed: int = opt(714, "of the first factors")
+    seed: int = opt(714, "of the first factors", minimum=0, maximum=SEED)
 
 
 class PowerSGD(RoundCompressor):

@@ -6,7 +6,11 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron.compression.numerals import read_number, read_whole, shortened
 from megatron.compression.options import SpecError
+
+MOST_STAGES = 1 << 20
+_MOST_EPOCHS = 1e6
 
 
 @dataclass(frozen=True)
@@ -54,9 +58,15 @@ def read_stages(text: str) -> tuple[int | None, int | None]:
     which, _, number = text.partition(":")
     if text == "all":
         return None, None
-    if which not in ("first", "last") or not number.isdigit():
-        raise SpecError(f"stages={text}: write all, first:N or last:N")
-    return (int(number), None) if which == "first" else (None, int(number))
+    try:
+        count = read_whole(number)
+    except ValueError:
+        count = -1
+    if which not in ("first", "last") or count < 0:
+        raise SpecError(f"stages={shortened(text)}: write all, first:N or last:N")
+    if not 1 <= count <= MOST_STAGES:
+        raise SpecError(f"stages={text}: must name at least one stage, and at most all; leave the spec out for none")
+    return (count, None) if which == "first" else (None, count)
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,7 @@ class RunLength:
     iterations_of: Callable[[float], int] | None = None
 
 
-_EPOCHS = re.compile(r"(\d+(?:\.\d+)?)\s*epochs?")
+_EPOCHS = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*epochs?")
 
 
 def read_iterations(text: str, length: RunLength, where: str) -> int:
@@ -86,13 +96,19 @@ def read_iterations(text: str, length: RunLength, where: str) -> int:
     Raises:
         SpecError: when it is none of these, or a fraction of a run whose length in iterations is not known.
     """
-    if text.isdigit():
-        return int(text)
+    if text.isdecimal() and text.isascii():
+        try:
+            return read_whole(text)
+        except ValueError as error:
+            raise SpecError(f"{where}: {error}") from None
     epochs = _EPOCHS.fullmatch(text)
     if epochs:
-        return 0 if length.iterations_of is None else length.iterations_of(float(epochs[1]))
+        count = float(epochs[1])
+        if count > _MOST_EPOCHS:
+            raise SpecError(f"{where}: at most {_MOST_EPOCHS:g} epochs")
+        return 0 if length.iterations_of is None else length.iterations_of(count)
     try:
-        fraction = float(text)
+        fraction = read_number(text)
     except ValueError:
         fraction = -1.0
     if not 0.0 <= fraction <= 1.0:
@@ -134,6 +150,10 @@ class Schedule:
         return min(values), max(values)
 
 
+_LEAST, _MOST = 1e-30, 1e30
+"""Around the ends of a ramp; their quotient is a number, too."""
+
+
 def read_schedule(text: str, length: RunLength) -> Schedule:
     """A schedule of steps (``64@0/32@1000/8@0.5``: value@iteration, fraction of the run, or epochs) or a ramp
     (``1~0.01@2000``: over so many iterations after the warm-up).
@@ -141,24 +161,27 @@ def read_schedule(text: str, length: RunLength) -> Schedule:
     Raises:
         SpecError: for anything else.
     """
-    how = f"{text}: write steps such as 64@0/32@1000/8@0.5, or a ramp such as 1~0.01@2000"
+    how = f"{shortened(text)}: write steps such as 64@0/32@1000/8@0.5, or a ramp such as 1~0.01@2000"
     try:
         if "~" in text:
             values, _, over = text.partition("@")
-            start, end = (float(part) for part in values.split("~"))
-            if start <= 0 or end <= 0:
+            start, end = (read_number(part) for part in values.split("~"))
+            if not _LEAST < start < _MOST or not _LEAST < end < _MOST:
                 raise SpecError(f"{text}: a ramp goes from one positive number to another")
-            return Schedule(ramp=(start, end, read_iterations(over, length, f"@{over}")))
-        steps = []
+            return Schedule(ramp=(start, end, read_iterations(over, length, f"@{shortened(over)}")))
+        steps, known = [], []
         for word in text.split("/"):
             value, _, first = word.partition("@")
-            steps.append((read_iterations(first, length, f"@{first}"), float(value)))
+            steps.append((read_iterations(first, length, f"@{shortened(first)}"), read_number(value)))
+            if length.iterations_of is not None or not _EPOCHS.fullmatch(first):
+                known.append(steps[-1][0])
     except SpecError as error:
         raise SpecError(f"{how} ({error})") from None
     except ValueError:
         raise SpecError(how) from None
     if steps[0][0] != 0:
         raise SpecError(f"{text}: the first step must begin at iteration 0")
-    if length.iterations_of is not None and [first for first, _ in steps] != sorted({first for first, _ in steps}):
+    # How long an epoch is may not be known yet; the other steps can be compared before.
+    if known != sorted(set(known)):
         raise SpecError(f"{text}: the steps must begin one after the other")
     return Schedule(steps=tuple(steps))

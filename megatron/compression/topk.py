@@ -31,7 +31,7 @@ class DisagreementError(CompressorFault):
 class TopKConfig:
     """Each rank's largest gradients, gathered with their indices."""
 
-    density: float = opt(0.01, "share of each parameter that is sent", minimum=0, maximum=1, scheduled=True)
+    density: float = opt(0.01, "share of each parameter that is sent", above=0, maximum=1, scheduled=True)
 
 
 class TopK(RoundCompressor):
@@ -60,7 +60,7 @@ class TopK(RoundCompressor):
 class StableTopKConfig:
     """The coordinates of the optimizer's largest updates, the same ones for many steps."""
 
-    density: float = opt(0.1, "share of each parameter that is sent", minimum=0, maximum=1, scheduled=True)
+    density: float = opt(0.1, "share of each parameter that is sent", above=0, maximum=1, scheduled=True)
     interval: int = opt(100, "steps from one choice, made on a dense step, to the next", minimum=1)
     range: int = opt(0, "neighbours on either side of a chosen coordinate that are sent as well", minimum=0)
     flush: Literal["dump", "mean", "rotate"] = opt(

@@ -18,6 +18,8 @@ def check_compression(config: RunConfig, world_size: int, note: Callable[[str], 
     _check_probe(config, specs)
     for point, spec in specs.items():
         where = f"--compress {point.value}={spec.name}"
+        _check_stages(config, spec, where, note)
+        _check_rank(config, spec, where)
         idle = _nothing_to_do(config, world_size, point)
         if idle and spec.name not in ("none", "identity"):
             note(f"{where}: no effect, {idle}")
@@ -67,6 +69,29 @@ def _nothing_to_do(config: RunConfig, world_size: int, point: Point) -> str:
     if point is Point.EMBED_GRAD and config.model.untie_embeddings_and_output_weights:
         return "the embeddings are not tied"
     return ""
+
+
+def _check_stages(config: RunConfig, spec: Spec, where: str, note: Callable[[str], None]) -> None:
+    stages = config.parallel.pipeline_model_parallel_size
+    for count, which in ((spec.activation.first_stages, "first"), (spec.activation.last_stages, "last")):
+        if count is not None and stages == 1:
+            note(f"{where}: stages={which}:{count} has no effect, there is one pipeline stage")
+        elif count is not None and count > stages:
+            raise UserError(
+                f"{where}: stages={which}:{count}, but --pipeline-model-parallel-size is {stages}; name at most "
+                f"{stages}, or write stages=all"
+            )
+
+
+def _check_rank(config: RunConfig, spec: Spec, where: str) -> None:
+    """Every matrix that is reduced or sent is as wide as the model on one of its sides."""
+    rank = max((getattr(options, "rank", 0) for options in spec.variants()), default=0)
+    hidden = config.model.hidden_size
+    if rank > hidden:
+        raise UserError(
+            f"{where}: rank={rank} is above the rank of any matrix of a model of --hidden-size {hidden}; "
+            f"write rank={max(hidden // 4, 1)} or less"
+        )
 
 
 def _check_adam(config: RunConfig, beta: float, where: str) -> None:

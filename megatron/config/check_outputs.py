@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
+
+LEAST_WEIGHT, MOST_WEIGHT = 1e-12, 1e12
+"""Of a data set in a blend, and of a share of --split; sums and quotients of them are exact enough."""
 
 # The files that each tokenizer cannot do without.
 _TOKENIZER_NEEDS: dict[str, tuple[str, ...]] = {
@@ -30,16 +32,26 @@ def parse_split(split: str) -> tuple[float, float, float]:
     """
     words = re.split(r"[,/]", split.strip())
     try:
-        shares = [float(word) for word in words]
+        shares = [_ascii_number(word) for word in words]
     except ValueError:
         shares = []
-    if not 1 <= len(shares) <= 3 or any(not math.isfinite(share) or share < 0 for share in shares):
+    if not 1 <= len(shares) <= 3 or not all(_fits(share) for share in shares):
         raise UserError(f"--split {split}: expected up to three shares such as 969,30,1, none of them negative")
     total = sum(shares)
     if total <= 0:
         raise UserError(f"--split {split}: the shares sum to 0; give at least one that is positive")
     shares += [0.0] * (3 - len(shares))
     return shares[0] / total, shares[1] / total, shares[2] / total
+
+
+def _ascii_number(word: str) -> float:
+    if not word.isascii():
+        raise ValueError(word)
+    return float(word)
+
+
+def _fits(weight: float) -> bool:
+    return weight == 0 or LEAST_WEIGHT <= weight <= MOST_WEIGHT
 
 
 def parse_blend(words: Sequence[str], flag: str) -> list[tuple[float, str]]:
@@ -51,11 +63,14 @@ def parse_blend(words: Sequence[str], flag: str) -> list[tuple[float, str]]:
     pairs = []
     for weight_word, path in zip(words[0::2], words[1::2], strict=True):
         try:
-            weight = float(weight_word)
+            weight = _ascii_number(weight_word)
         except ValueError:
             raise UserError(f"{flag}: {weight_word!r} is not a weight; write WEIGHT PATH WEIGHT PATH ...") from None
-        if not math.isfinite(weight) or weight < 0:
-            raise UserError(f"{flag}: the weight {weight_word} of {path} must be a number of at least 0")
+        if not _fits(weight):
+            raise UserError(
+                f"{flag}: the weight {weight_word} of {path} must be a number of at least 0 (0, or from "
+                f"{LEAST_WEIGHT:g} to {MOST_WEIGHT:g})"
+            )
         pairs.append((weight, path))
     if pairs and sum(weight for weight, _ in pairs) <= 0:
         raise UserError(f"{flag}: the weights sum to 0; give at least one that is positive")

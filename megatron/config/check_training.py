@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron.config.errors import UserError
 from megatron.config.option import is_unset
 from megatron.config.run import RunConfig
 
+MOST_DRAWN = 10**14
+"""Samples, of any data set; with the tokens of each they fit into 64 bits."""
+_MOST_MICRO_BATCHES = 1 << 16
 
-def batch_sizes(config: RunConfig) -> list[int]:
+
+def batch_sizes(config: RunConfig) -> Sequence[int]:
     """All global batch sizes of the run in order: one, or the steps of the ramp-up. Unit: samples.
 
     Raises UserError for a ramp-up whose steps do not reach the final size.
@@ -25,7 +31,7 @@ def batch_sizes(config: RunConfig) -> list[int]:
             f"--global-batch-size {final}; choose a start below it and an increment that divides the "
             "difference"
         )
-    return list(range(start, final + 1, increment))
+    return range(start, final + 1, increment)
 
 
 def _ramp(config: RunConfig) -> str:
@@ -71,7 +77,8 @@ def check_batches(config: RunConfig, world_size: int) -> None:
     replicas = config.data_parallel_size(world_size)
     together = training.micro_batch_size * replicas
     ramped = training.rampup_batch_size is not None
-    for size in batch_sizes(config):
+    sizes = batch_sizes(config)
+    for size in sizes[:2]:  # where a batch and the next one divide, so does every one after them
         where = f"--rampup-batch-size {_ramp(config)}: its batch of {size}" if ramped else f"--global-batch-size {size}"
         if size % together != 0:
             raise UserError(
@@ -86,12 +93,34 @@ def check_batches(config: RunConfig, world_size: int) -> None:
                     "(--num-layers-per-virtual-pipeline-stage) needs to be a multiple of "
                     f"--pipeline-model-parallel-size {stages}; choose a multiple of {stages * together}"
                 )
-    first = batch_sizes(config)[0]
+    if sizes[-1] // together > _MOST_MICRO_BATCHES:
+        raise UserError(
+            f"--global-batch-size {sizes[-1]} makes {sizes[-1] // together} micro-batches of each replica's step, more "
+            f"than {_MOST_MICRO_BATCHES}; raise --micro-batch-size, start more processes, or lower it"
+        )
+    _check_samples(config)
+    first = sizes[0]
     if training.train_samples is not None and training.train_samples < first:
         raise UserError(
             f"--train-samples {training.train_samples} is less than one global batch of {first}; train "
             "longer or lower --global-batch-size"
         )
+
+
+def _check_samples(config: RunConfig) -> None:
+    """Raise UserError for a run that draws more samples than can be counted."""
+    training, validation = config.training, config.validation
+    size = training.global_batch_size
+    iterations = training.train_iters or (training.train_samples or 0) // batch_sizes(config)[0]
+    for samples, flags in (
+        (iterations * size, f"--train-iters {iterations} x --global-batch-size {size}"),
+        (
+            (iterations // validation.eval_interval + 1) * validation.eval_iters * size,
+            f"--eval-iters {validation.eval_iters} every --eval-interval {validation.eval_interval} iterations",
+        ),
+    ):
+        if samples > MOST_DRAWN:
+            raise UserError(f"{flags}: the run draws {samples:_} samples, and at most {MOST_DRAWN:_} can be; lower one")
 
 
 def check_schedules(config: RunConfig) -> None:

@@ -78,9 +78,11 @@ class Given:
     spelled: dict[str, str] = field(default_factory=dict)
     shortcuts: list[Shortcut] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    switched_on: set[str] = field(default_factory=set)
 
     def flag(self, target: Target, spelling: str, texts: Sequence[str]) -> None:
         """Take a flag with the words that follow it. `spelling` is how messages call it."""
+        self._refuse_opposite(spelling, texts)
         if isinstance(target, FieldOption):
             self._set(target, from_text(target, texts, spelling), spelling)
         elif isinstance(target, Shortcut):
@@ -95,6 +97,17 @@ class Given:
         """Take a value that a YAML file gives under a field's own name. None leaves the default."""
         if value is not None:
             self._set(target, from_plain(target, value, spelling), spelling)
+
+    def _refuse_opposite(self, spelling: str, texts: Sequence[str]) -> None:
+        """Raise UserError when --x and --no-x are both given; a switch that is given as false says nothing."""
+        name = spell(spelling)
+        if list(map(str.lower, texts)) in (["false"], ["no"], ["off"], ["0"]):
+            self.switched_on.discard(name)
+            return
+        self.switched_on.add(name)
+        opposite = name.removeprefix("no-") if name.startswith("no-") else f"no-{name}"
+        if opposite in self.switched_on:
+            raise UserError(f"--{opposite} and --{name} contradict each other; give only one of them")
 
     def _shortcut(self, shortcut: Shortcut, spelling: str, texts: Sequence[str]) -> None:
         if not shortcut.takes_value and list(map(str.lower, texts)) == ["false"]:
@@ -114,6 +127,8 @@ class Given:
         before = self.spelled.get(path)
         if before is not None and before != spelling and self.values[path] != value:
             raise UserError(f"{before} and {spelling} contradict each other; give only one of them")
+        if before == spelling and self.values[path] != value:
+            self._note(f"{spelling} is given more than once; the last one counts")
         self.values[path] = value
         self.spelled[path] = spelling
         given = value != target.default
@@ -156,9 +171,20 @@ def _take_key(given: Given, name: str, value: Any, path: str, shown: str, sectio
     if value is None or (value is False and _is_switch(target)):
         return
     items = value if isinstance(value, list) else [value]
+    if any(isinstance(item, (list, dict)) for item in items):
+        raise UserError(f"{spelling}: expected a value or a list of values, not a nested one")
     if isinstance(target, KnownFlag):
         spelling = f"--{target.name}"
-    given.flag(target, spelling, [str(item).lower() if isinstance(item, bool) else str(item) for item in items])
+    given.flag(target, spelling, [_word(item, spelling) for item in items])
+
+
+def _word(item: Any, where: str) -> str:
+    """A plain value as a command line would have it."""
+    if isinstance(item, bool):
+        return str(item).lower()
+    if isinstance(item, int) and item.bit_length() > 200:
+        raise UserError(f"{where}: a number of {item.bit_length()} bits is too large")
+    return str(item)
 
 
 def _is_switch(target: Target) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
+from megatron.compression.numerals import checked_number, checked_whole, read_number, read_whole, shortened
 from megatron.config.errors import UserError
 from megatron.config.option import FieldOption, field_options
 
@@ -15,8 +15,8 @@ _FALSE = frozenset({"false", "no", "off", "0"})
 
 
 def spell(name: str) -> str:
-    """The form in which flag and field names are compared: hyphens, lower case, no leading dashes."""
-    return name.lstrip("-").replace("_", "-").lower()
+    """The form in which flag and field names are compared: hyphens, lower case, without the two leading dashes."""
+    return name.removeprefix("--").replace("_", "-").lower()
 
 
 def from_text(field: FieldOption, texts: Sequence[str], where: str) -> Any:
@@ -59,13 +59,32 @@ def _plain_scalar(field: FieldOption, value: Any, where: str) -> Any:
         if word not in field.choices:
             raise UserError(f"{where}: expected {_kind(field)}, not {str(value).lower()}")
         return word
-    if field.element is int and isinstance(value, float):
-        if not value.is_integer():
-            raise UserError(f"{where}: {value!r} is not an integer")
-        return int(value)
-    if field.element is float and isinstance(value, (int, float)):
-        return _finite(float(value), str(value), where)
+    if isinstance(value, (int, float)):
+        return _plain_number(field, value, where)
     return _scalar(field, str(value), where)
+
+
+def _plain_number(field: FieldOption, value: float, where: str) -> Any:
+    """The value of a field of any kind from a number that a YAML file holds."""
+    try:
+        if field.element is float:
+            return checked_number(value)
+        if isinstance(value, int):
+            checked_whole(value)  # before it is written out, which Python refuses for very long ones
+        elif field.element is int:
+            if not value.is_integer():
+                raise ValueError("is not an integer")
+            return checked_whole(int(value))
+    except ValueError as error:
+        raise UserError(f"{where}: {_digits(value)} {error}") from None
+    return _scalar(field, repr(value), where)
+
+
+def _digits(value: float) -> str:
+    """A number for a message, however long it is."""
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"a number of {value.bit_length()} bits"
+    return repr(value)
 
 
 def _switch(field: FieldOption, text: str, where: str) -> bool:
@@ -79,43 +98,42 @@ def _boolean(text: str, where: str) -> bool:
         return True
     if word in _FALSE:
         return False
-    raise UserError(f"{where}: {text!r} is neither true nor false")
+    raise UserError(f"{where}: {shortened(text)!r} is neither true nor false")
 
 
 def _scalar(field: FieldOption, text: str, where: str) -> Any:
     if field.element is bool:
         return _boolean(text, where)
-    if field.element is int:
+    if field.element in (int, float):
         try:
-            return int(text)
-        except ValueError:
-            raise UserError(f"{where}: {text!r} is not an integer") from None
-    if field.element is float:
-        try:
-            number = float(text)
-        except ValueError:
-            raise UserError(f"{where}: {text!r} is not a number") from None
-        return _finite(number, text, where)
+            return read_whole(text) if field.element is int else read_number(text)
+        except ValueError as error:
+            raise UserError(f"{where}: {shortened(text)!r} {error}") from None
     if field.choices:
         return _choice(field.choices, text, where)
     if not text.strip():
         raise UserError(
             f"{where}: the value is empty; is a shell variable not set? Give {_kind(field)}, or leave it out"
         )
+    return _printable(text, where)
+
+
+def _printable(text: str, where: str) -> str:
+    """A text that a log and a file's name can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{where}: {text!r} is not UTF-8; use other characters") from None
+    if "\0" in text:
+        raise UserError(f"{where}: {shortened(text)!r} holds a null character; leave it out")
     return text
-
-
-def _finite(number: float, text: str, where: str) -> float:
-    if not math.isfinite(number):
-        raise UserError(f"{where}: {text!r} is not a finite number")
-    return number
 
 
 def _choice(choices: Sequence[str], text: str, where: str) -> str:
     for choice in choices:
         if spell(choice) == spell(text):
             return choice
-    raise UserError(f"{where}: {text!r} is not one of {', '.join(choices)}")
+    raise UserError(f"{where}: {shortened(text)!r} is not one of {', '.join(choices)}")
 
 
 def _check_count(field: FieldOption, values: Sequence[Any], where: str) -> None:
@@ -165,7 +183,7 @@ def bounds_text(field: FieldOption) -> str:
     """The bounds of a number in words, such as "at least 0 and below 1"; empty without bounds."""
     option = field.option
     parts = [
-        f"{words} {bound:g}"
+        f"{words} {_bound(bound)}"
         for words, bound in (
             ("at least", option.minimum),
             ("above", option.above),
@@ -177,6 +195,14 @@ def bounds_text(field: FieldOption) -> str:
     return " and ".join(parts)
 
 
+_SINGLE = (2.0**-126, 2.0**126)
+"""Magnitudes that single precision, in which nearly every number here is used, holds in full."""
+
+
+def _bound(number: float) -> str:
+    return f"{number:_}" if isinstance(number, int) and number >= 1000 else f"{number:g}"
+
+
 def _check_bounds(field: FieldOption, number: float) -> None:
     option = field.option
     inside = (
@@ -186,7 +212,13 @@ def _check_bounds(field: FieldOption, number: float) -> None:
         and (option.below is None or number < option.below)
     )
     if not inside:
-        raise UserError(f"--{field.flag} is {number:_}; it must be {bounds_text(field)}")
+        raise UserError(f"--{field.flag} is {_given(number)}; it must be {bounds_text(field)}")
+    if isinstance(number, float) and number and not _SINGLE[0] <= abs(number) <= _SINGLE[1]:
+        raise UserError(f"--{field.flag} is {number:g}, which is beyond single precision; give a number that is meant")
+
+
+def _given(number: float) -> str:
+    return f"{number:_}" if isinstance(number, int) or abs(number) < 1e15 else f"{number:g}"
 
 
 def section_from_plain(section: str, cls: type, values: dict[str, Any], where: str) -> Any:

@@ -42,6 +42,7 @@ class DataConfig:
         "Threads of each rank that read samples ahead; 0 reads them when they are needed.",
         unit="threads",
         minimum=0,
+        maximum=256,
         may_differ="machines have different numbers of cores; samples and their order are the same",
     )
     dataloader_type: Literal["single", "cyclic"] | None = derived(

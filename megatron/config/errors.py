@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_LONGEST = 4000
+
 
 class UserError(ValueError):
     """Bad input: a flag, a file, a checkpoint, a peer.
@@ -9,3 +11,7 @@ class UserError(ValueError):
     The message is one line that says what is wrong, where, and what to do. Entry points print it without a
     traceback and exit non-zero on every rank.
     """
+
+    def __init__(self, message: str = "") -> None:
+        text = " ".join(message.splitlines())  # what it quotes may have several
+        super().__init__(text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}")

@@ -32,7 +32,7 @@ class LoggingConfig:
     )
     tensorboard_log_interval: int = option(1, "Iterations between TensorBoard records.", unit="iterations", minimum=1)
     tensorboard_queue_size: int = option(
-        1000, "Records that TensorBoard's writer holds before it writes.", unit="records", minimum=1
+        1000, "Records that TensorBoard's writer holds before it writes.", unit="records", minimum=1, maximum=10**6
     )
     log_timers_to_tensorboard: bool = option(False, "Write timers to TensorBoard.")
     log_batch_size_to_tensorboard: bool = option(False, "Write the batch size to TensorBoard.")
@@ -76,7 +76,7 @@ class LoggingConfig:
         "tools/plot_grad_distribution.py draws it).",
     )
     log_gradients_interval: int = option(100, "Iterations between records.", unit="iterations", minimum=1)
-    log_gradients_density: float = option(0.01, "Share of each matrix that counts as largest.", minimum=0, maximum=1)
+    log_gradients_density: float = option(0.01, "Share of each matrix that counts as largest.", above=0, maximum=1)
     log_gradients_bins: int = option(
         0,
         "Also record how many of the largest are in each of so many equal parts of a matrix, for the heat map of "

@@ -10,6 +10,10 @@ from megatron.config.option import derived, option, required
 if TYPE_CHECKING:
     import torch
 
+MOST = 1 << 24
+"""No size of a model is larger; products of two of them fit into 64 bits."""
+MOST_LAYERS = 10_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -19,31 +23,35 @@ class ModelConfig:
         "Number of transformer layers.",
         unit="layers",
         minimum=1,
+        maximum=MOST_LAYERS,
         aliases=("encoder-num-layers",),
         checkpoint="shape",
     )
-    hidden_size: int = required("Width of the residual stream.", minimum=1, checkpoint="shape")
+    hidden_size: int = required("Width of the residual stream.", minimum=1, maximum=MOST, checkpoint="shape")
     ffn_hidden_size: int = derived(
         "4 * hidden size; with --swiglu, 8/3 * hidden size rounded down to a multiple of 64",
         "Inner width of the MLP.",
         minimum=1,
+        maximum=MOST,
         checkpoint="shape",
     )
-    num_attention_heads: int = required("Number of query heads.", minimum=1, checkpoint="shape")
+    num_attention_heads: int = required("Number of query heads.", minimum=1, maximum=MOST, checkpoint="shape")
     num_query_groups: int = derived(
         "one per attention head",
         "Number of key/value heads (grouped-query attention). It must divide --num-attention-heads.",
         minimum=1,
+        maximum=MOST,
         aliases=("num-key-value-heads",),
         checkpoint="shape",
     )
     kv_channels: int = derived(
-        "hidden size / attention heads", "Width of one attention head.", minimum=1, checkpoint="shape"
+        "hidden size / attention heads", "Width of one attention head.", minimum=1, maximum=MOST, checkpoint="shape"
     )
     seq_length: int = required(
         "Sequence length of the training samples.",
         unit="tokens",
         minimum=1,
+        maximum=MOST,
         aliases=("encoder-seq-length",),
         checkpoint="default",
     )
@@ -52,6 +60,7 @@ class ModelConfig:
         "Number of positions that learned position embeddings can name.",
         unit="tokens",
         minimum=1,
+        maximum=MOST,
         checkpoint="shape",
     )
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = option(
@@ -154,13 +163,14 @@ class ModelConfig:
     )
     attention_dropout: float = option(0.1, "Dropout probability of the attention weights.", minimum=0, below=1)
     hidden_dropout: float = option(0.1, "Dropout probability of embeddings and residual branches.", minimum=0, below=1)
-    init_method_std: float = option(0.02, "Standard deviation of the initial weights.", minimum=0)
+    init_method_std: float = option(0.02, "Standard deviation of the initial weights.", minimum=0, maximum=1e6)
     init_method_xavier_uniform: bool = option(False, "Draw the initial weights from Xavier's uniform law.")
     make_vocab_size_divisible_by: int = option(
         128,
         "The vocabulary is padded to a multiple of this times the tensor-parallel size.",
         unit="entries",
         minimum=1,
+        maximum=MOST,
         checkpoint="default",
     )
 

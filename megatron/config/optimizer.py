@@ -16,7 +16,7 @@ class OptimizerConfig:
         "adam",
         "adam is AdamW (decoupled weight decay).",
     )
-    lr: float = required("Highest learning rate.", minimum=0)
+    lr: float = required("Highest learning rate.", minimum=0, maximum=1e4)
     min_lr: float = option(0.0, "Lowest learning rate of the decay.", minimum=0)
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = option(
         "linear",

@@ -8,16 +8,20 @@ from typing import Literal
 from megatron.config.errors import UserError
 from megatron.config.option import derived, option
 
+MOST_PROCESSES = 1 << 20
+MOST_MINUTES = 60 * 24 * 366
+"""Of waiting: what every library's clock can count."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Tensor, pipeline and data parallelism. The data-parallel size is what the world size leaves."""
 
     tensor_model_parallel_size: int = option(
-        1, "Tensor-parallel size: processes that share each layer.", unit="processes", minimum=1
+        1, "Tensor-parallel size: processes that share each layer.", unit="processes", minimum=1, maximum=MOST_PROCESSES
     )
     pipeline_model_parallel_size: int = option(
-        1, "Pipeline-parallel size: number of pipeline stages.", unit="stages", minimum=1
+        1, "Pipeline-parallel size: number of pipeline stages.", unit="stages", minimum=1, maximum=MOST_PROCESSES
     )
     num_layers_per_virtual_pipeline_stage: int | None = derived(
         "no interleaving",
@@ -73,12 +77,17 @@ class ParallelConfig:
         "Communication library.",
     )
     distributed_timeout_minutes: float = option(
-        10.0, "How long a process waits for its peers before it gives up.", unit="minutes", above=0
+        10.0,
+        "How long a process waits for its peers before it gives up.",
+        unit="minutes",
+        minimum=0.01,
+        maximum=MOST_MINUTES,
     )
     local_rank: int | None = derived(
         "LOCAL_RANK of the environment",
         "Number of this process on its node; launchers pass it.",
         minimum=0,
+        maximum=MOST_PROCESSES,
         may_differ="it tells the processes of a machine apart",
     )
 

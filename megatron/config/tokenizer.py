@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megatron.config.model import MOST
 from megatron.config.option import derived, option
 
 
@@ -54,6 +55,7 @@ class TokenizerConfig:
         "the ids in the text, beside which the vocabulary has one more.",
         unit="entries",
         minimum=1,
+        maximum=MOST,
         checkpoint="default",
     )
     vocab_extra_ids: int = option(
@@ -61,6 +63,7 @@ class TokenizerConfig:
         "Extra sentinel tokens at the end of the vocabulary.",
         unit="entries",
         minimum=0,
+        maximum=MOST,
         checkpoint="default",
     )
 

@@ -6,16 +6,26 @@ from dataclasses import dataclass
 
 from megatron.config.option import derived, option, required
 
+MOST_ITERATIONS = 10**9
+MOST_BATCH = 1 << 20
+"""Samples of a batch, global or micro."""
+MOST_SAMPLES = 10**12
+MOST_TOKENS = 10**16
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """The run's length is counted in iterations or in samples, never in both."""
 
     micro_batch_size: int = required(
-        "Samples in one forward pass of one data-parallel replica.", unit="samples", minimum=1
+        "Samples in one forward pass of one data-parallel replica.", unit="samples", minimum=1, maximum=MOST_BATCH
     )
     global_batch_size: int = derived(
-        "micro batch size * data-parallel size", "Samples in one optimizer step.", unit="samples", minimum=1
+        "micro batch size * data-parallel size",
+        "Samples in one optimizer step.",
+        unit="samples",
+        minimum=1,
+        maximum=MOST_BATCH,
     )
     rampup_batch_size: list[int] | None = derived(  # noqa: RUF009
         "no ramp-up",
@@ -24,15 +34,21 @@ class TrainingConfig:
         count=3,
         metavar="START INCREMENT SAMPLES",
         minimum=0,
+        maximum=MOST_SAMPLES,
     )
-    train_iters: int | None = derived("--train-samples decides", "Length of the run.", unit="iterations", minimum=1)
-    train_samples: int | None = derived("--train-iters decides", "Length of the run.", unit="samples", minimum=1)
+    train_iters: int | None = derived(
+        "--train-samples decides", "Length of the run.", unit="iterations", minimum=1, maximum=MOST_ITERATIONS
+    )
+    train_samples: int | None = derived(
+        "--train-iters decides", "Length of the run.", unit="samples", minimum=1, maximum=MOST_SAMPLES
+    )
     train_tokens: int | None = derived(
         "no limit",
         "Length of the run; counted as whole sequences of --seq-length. With --train-samples the shorter one "
         "ends the run.",
         unit="tokens",
         minimum=1,
+        maximum=MOST_TOKENS,
     )
     exit_interval: int | None = derived(
         "never", "Save and exit at every iteration that this number divides.", unit="iterations", minimum=1
@@ -45,7 +61,7 @@ class TrainingConfig:
         metavar="FILE",
         may_differ="any machine's switch ends the run",
     )
-    seed: int = option(1234, "Seed of initialisation, dropout and data order.", minimum=0)
+    seed: int = option(1234, "Seed of initialisation, dropout and data order.", minimum=0, maximum=2**32 - 1)
     check_replicas: int | None = derived(
         "never",
         "Compare, bit by bit, what ranks must hold alike (replicas' parameters, both ends' memories of pipeline "

@@ -11,7 +11,9 @@ from megatron.config.option import option
 class ValidationConfig:
     """When the model is evaluated and on how much."""
 
-    eval_iters: int = option(100, "Batches of each evaluation; 0 turns evaluation off.", unit="iterations", minimum=0)
+    eval_iters: int = option(
+        100, "Batches of each evaluation; 0 turns evaluation off.", unit="iterations", minimum=0, maximum=10**6
+    )
     eval_interval: int = option(
         1000, "Evaluate at every iteration that this number divides.", unit="iterations", minimum=1
     )

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config.errors import UserError
-
-MOST = 1 << 24
-"""No size of a model is larger; products of two of them fit into 64 bits."""
+from megatron.config.model import MOST
 
 
 class Values:

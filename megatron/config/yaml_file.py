@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +32,21 @@ class _BlockDumper(yaml.SafeDumper):
         return True
 
 
+_LARGEST = 1 << 20
+"""Bytes of a file. All flags together are a hundredth of that, and reading YAML takes seconds a megabyte."""
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping that the file holds, empty for an empty file. Raises UserError naming the file."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        # A pipe or a device may never end; opened like this, none makes anyone wait.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise UserError(f"{path}: is no plain file; give a YAML file")
+            data = stream.read(_LARGEST + 1)
+        if len(data) > _LARGEST:
+            raise UserError(f"{path}: is larger than {_LARGEST:,} bytes; give a YAML file of flags")
+        text = data.decode("utf-8-sig")
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the path") from None
     except UnicodeDecodeError:
@@ -47,6 +60,12 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
         content = yaml.load(text, Loader=_PlainLoader)
     except yaml.YAMLError as error:
         raise UserError(f"{where}: is not valid YAML ({_one_line(error)}); correct the file") from None
+    except RecursionError:
+        raise UserError(f"{where}: is nested too deeply; give sections of names and values") from None
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        # What the loader's own constructors let through: numbers of 5,000 digits, dates that are none, odd tags.
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{where}: holds a value that cannot be read ({reason}); correct the file") from None
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.check_outputs import LEAST_WEIGHT, MOST_WEIGHT
 from megatron.config.errors import UserError
 from megatron.data.cache import Arrays, cached_arrays
 
@@ -50,14 +51,17 @@ def parse_blend(values: list[str], flag: str) -> tuple[list[float] | None, list[
         raise UserError(f"--{flag} {' '.join(values)}: give one path, several, or a weight before each (0.3 A 0.7 B)")
     weights = [number for number in numbers[::2] if number is not None]
     for weight in weights:
-        if not 0 < weight < float("inf"):
-            raise UserError(f"--{flag}: the weight {weight:g} must be a positive number; leave a path out to drop it")
+        if not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+            raise UserError(
+                f"--{flag}: the weight {weight:g} must be a positive number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}; "
+                "leave a path out to drop it"
+            )
     return weights, list(values[1::2])
 
 
 def _number(text: str) -> float | None:
     try:
-        return float(text)
+        return float(text) if text.isascii() else None
     except ValueError:
         return None
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.config.check_outputs import MOST_WEIGHT
 from megatron.config.data import DataConfig
 from megatron.config.errors import UserError
 from megatron.data.batch import CollateOptions
@@ -99,7 +100,7 @@ def parse_split(text: str) -> list[tuple[float, float] | None]:
         shares = [float(part) for part in text.replace("/", ",").split(",")]
     except ValueError:
         shares = []
-    if not 1 <= len(shares) <= 3 or not all(0 <= share < float("inf") for share in shares) or not any(shares):
+    if not 1 <= len(shares) <= 3 or not all(0 <= share <= MOST_WEIGHT for share in shares) or not any(shares):
         raise UserError(f"--split {text}: give up to three shares such as 969,30,1, not negative and not all 0")
     bounds: list[tuple[float, float] | None] = []
     start = 0.0

@@ -14,6 +14,7 @@ from megatron.config.errors import UserError
 from megatron.config.flags import ParsedSections, build_parser
 from megatron.config.known import KNOWN_FLAGS, SWITCH, VALUE, VALUES, KnownFlag
 from megatron.config.option import FieldOption, derived, field_options, option, required
+from megatron.config.parallel import MOST_MINUTES
 from megatron.config.run import run_sections
 from megatron.config.shortcuts import SHORTCUTS, Shortcut
 from megatron.config.tokenizer import TokenizerConfig
@@ -41,7 +42,9 @@ class ModelFlags:
     distributed_backend: Literal["nccl", "gloo"] = derived(
         "nccl with CUDA, else gloo", "Between the processes that torchrun started."
     )
-    distributed_timeout_minutes: float = option(10.0, "How long a rank waits for another.", unit="minutes", above=0)
+    distributed_timeout_minutes: float = option(
+        10.0, "How long a rank waits for another.", unit="minutes", minimum=0.01, maximum=MOST_MINUTES
+    )
 
     @property
     def backend(self) -> Literal["nccl", "gloo"]:
@@ -60,7 +63,7 @@ class SamplingFlags:
         0.0, "Choose among the likeliest tokens that together have this probability; 0: all.", minimum=0, maximum=1
     )
     out_seq_length: int = option(1024, "New tokens of each text, at most.", unit="tokens", minimum=1)
-    seed: int = option(1234, "Of the random draws: text number i draws from seed + i.")
+    seed: int = option(1234, "Of the random draws: text number i draws from seed + i.", minimum=0, maximum=2**32 - 1)
     recompute: bool = option(
         False, "Keep no keys and values, but compute the whole text anew for each token (to check the cache)."
     )

@@ -46,7 +46,7 @@ class BatchSizeSchedule:
         self.increment = self.ramp_samples = self.increments = 0
         if rampup is not None:
             self._set_rampup(rampup)
-        for k in range(self.increments + 1):
+        for k in range(min(self.increments, 1) + 1):  # where these divide, all the later ones do
             self._check_divides(self.start + k * self.increment, micro_batch_size, dp_size)
 
     def _set_rampup(self, rampup: Sequence[int]) -> None:
@@ -101,9 +101,14 @@ class BatchSizeSchedule:
     def iterations_for(self, train_samples: int) -> int:
         """Number of whole steps in a run of `train_samples` samples; a last partial batch is not run."""
         iterations = consumed = 0
-        while consumed < self.ramp_samples and consumed + self.at(consumed) <= train_samples:
-            consumed += self.at(consumed)
-            iterations += 1
-        if consumed < self.ramp_samples:
-            return iterations
+        ramp = self.ramp_samples if self.increments else 0
+        while consumed < ramp:
+            size = self.at(consumed)
+            grown = consumed * self.increments // ramp + 1
+            until = min(-(-grown * ramp // self.increments), train_samples - size + 1)  # steps of this size begin below
+            if until <= consumed:
+                return iterations
+            steps = -(-(until - consumed) // size)
+            iterations += steps
+            consumed += steps * size
         return iterations + (train_samples - consumed) // self.global_batch_size

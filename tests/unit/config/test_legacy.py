@@ -12,8 +12,8 @@ from megatron.config.legacy import LegacyConfig
 
 CASES: dict[str, list[str]] = {
     "--grad_comp": ["dp-grad=powersgd,rank=4,seed=714,error-feedback=off,warmup=0.1"],
-    "--grad_comp --grad_comp_type PowerSGD --grad_comp_rank 128 --grad_comp_warm_up 0.0 --use_error_feedback": [
-        "dp-grad=powersgd,rank=128,seed=714,error-feedback=aggregate"
+    "--grad_comp --grad_comp_type PowerSGD --grad_comp_rank 48 --grad_comp_warm_up 0.0 --use_error_feedback": [
+        "dp-grad=powersgd,rank=48,seed=714,error-feedback=aggregate"
     ],
     "--grad_comp --selective_grad_comp --comp_seed 3": [
         "dp-grad=powersgd,rank=4,seed=3,error-feedback=off,warmup=0.1,stages=first:2"

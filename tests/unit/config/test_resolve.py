@@ -70,7 +70,7 @@ def test_gpt3_with_ramp_up_and_blend_resolves() -> None:
     --checkpoint-activations
     """
     config = _resolve(line.split(), 1024)
-    assert batch_sizes(config) == list(range(16, 1537, 16))
+    assert list(batch_sizes(config)) == list(range(16, 1537, 16))
     assert config.recompute.recompute_method == "uniform"
 
 

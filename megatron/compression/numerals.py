@@ -1,0 +1,72 @@
+"""Numbers as users write them: plain ASCII, of a size that the machine's own numbers have."""
+
+from __future__ import annotations
+
+import math
+import re
+
+LARGEST = (1 << 63) - 1
+"""The largest whole number that tensors and files can hold."""
+_LONGEST = 64
+_WHOLE = re.compile(r"[+-]?[0-9]+(_[0-9]+)*", re.ASCII)
+_DIGITS = r"[0-9]+(?:_[0-9]+)*"
+_NUMBER = re.compile(rf"[+-]?({_DIGITS}\.?(?:{_DIGITS})?|\.{_DIGITS})([eE][+-]?[0-9]+)?", re.ASCII)
+
+
+def read_whole(text: str) -> int:
+    """A whole number.
+
+    Raises:
+        ValueError: with what is wrong, to be put behind the text: "is not an integer" or "is too large".
+    """
+    text = text.strip()
+    if not _WHOLE.fullmatch(text):
+        raise ValueError("is not an integer")
+    if len(text) > _LONGEST:
+        raise ValueError("is too large an integer")
+    return checked_whole(int(text))
+
+
+def checked_whole(number: int) -> int:
+    """The number itself, when the machine can hold it. Raises ValueError as `read_whole`."""
+    if not -LARGEST <= number <= LARGEST:
+        raise ValueError("is too large an integer")
+    return number
+
+
+def read_number(text: str) -> float:
+    """A finite number.
+
+    Raises:
+        ValueError: with what is wrong, to be put behind the text, such as "is not a number".
+    """
+    text = text.strip()
+    if text.lower().lstrip("+-") in ("nan", "inf", "infinity"):
+        raise ValueError("is not a finite number")
+    written = _NUMBER.fullmatch(text)
+    if not written:
+        raise ValueError("is not a number")
+    if len(text) > _LONGEST:
+        raise ValueError("has too many digits for a number")
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError("is too large a number")
+    if number == 0.0 and any(digit in written[1] for digit in "123456789"):
+        raise ValueError("is so small that it would be 0")
+    return number
+
+
+def checked_number(number: float) -> float:
+    """The number as a float, when it is finite. Raises ValueError as `read_number`."""
+    try:
+        number = float(number)
+    except OverflowError:
+        raise ValueError("is too large a number") from None
+    if not math.isfinite(number):
+        raise ValueError("is not a finite number")
+    return number
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """A text for a message: its beginning only when it is long."""
+    return text if len(text) <= most else f"{text[:most]}..."
