@@ -87,3 +87,28 @@ def _check_rotary_scaling(model: ModelConfig) -> None:
             f"--rotary-scaling-low-turns {model.rotary_scaling_low_turns:g} is not below --rotary-scaling-high-turns "
             f"{model.rotary_scaling_high_turns:g}; lower the former"
         )
+
+
+def check_vocabulary(vocab_size: int, multiple: int, tensor: int) -> None:
+    """Raise UserError when padding leaves a tensor-parallel rank no entry of the vocabulary.
+
+    Args:
+        vocab_size: entries without padding.
+        multiple: --make-vocab-size-divisible-by.
+        tensor: tensor-parallel ranks.
+    """
+    if _all_hold_some(vocab_size, multiple, tensor):
+        return
+    powers = [1 << power for power in range(multiple.bit_length())]
+    fitting = [power for power in powers if power < multiple and _all_hold_some(vocab_size, power, tensor)]
+    less = f"--make-vocab-size-divisible-by {fitting[-1]}" if fitting else "--tensor-model-parallel-size"
+    raise UserError(
+        f"a vocabulary of {vocab_size} entries, padded to a multiple of --make-vocab-size-divisible-by {multiple} x "
+        f"--tensor-model-parallel-size {tensor}, leaves tensor-parallel rank {tensor - 1} none of them; "
+        f"{'use' if fitting else 'lower'} {less}"
+    )
+
+
+def _all_hold_some(vocab_size: int, multiple: int, tensor: int) -> bool:
+    rows = -(-vocab_size // (multiple * tensor)) * multiple
+    return rows * (tensor - 1) < vocab_size

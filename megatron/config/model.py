@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 MOST = 1 << 24
 """No size of a model is larger; products of two of them fit into 64 bits."""
-MOST_LAYERS = 10_000
+MOST_LAYERS = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class ModelConfig:
         "4 * hidden size; with --swiglu, 8/3 * hidden size rounded down to a multiple of 64",
         "Inner width of the MLP.",
         minimum=1,
-        maximum=MOST,
+        maximum=4 * MOST,
         checkpoint="shape",
     )
     num_attention_heads: int = required("Number of query heads.", minimum=1, maximum=MOST, checkpoint="shape")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from megatron.config.check_compression import check_compression
-from megatron.config.check_model import check_model
+from megatron.config.check_model import check_model, check_vocabulary
 from megatron.config.check_outputs import check_data, check_outputs
 from megatron.config.check_parallel import check_layout, check_parallel
 from megatron.config.check_training import check_batches, check_length, check_schedules
@@ -36,6 +36,13 @@ def resolve_run(config: RunConfig, world_size: int, *, cuda_available: bool, not
     config = _resolve_model(config)
     check_model(config)
     check_layout(config, world_size)
+    if config.tokenizer.vocab_size is not None and config.tokenizer.tokenizer_type in (None, "NullTokenizer"):
+        end = config.tokenizer.tokenizer_type is not None  # of documents, which that tokenizer adds
+        check_vocabulary(
+            config.tokenizer.vocab_size + end,
+            config.model.make_vocab_size_divisible_by,
+            config.parallel.tensor_model_parallel_size,
+        )
     config = _resolve_parallel(config, cuda_available, note)
     config = _resolve_recompute(config)
     config = _resolve_training(config, world_size, note)

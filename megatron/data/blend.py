@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron.config.check_outputs import LEAST_WEIGHT, MOST_WEIGHT
 from megatron.config.errors import UserError
-from megatron.data.cache import Arrays, cached_arrays
+from megatron.data.cache import Arrays, cached_arrays, check_room
 
 # Above this many draws the greedy choice runs over many stretches at once; both give the same arrays.
 _SEQUENTIAL_DRAWS = 100_000
@@ -179,6 +179,7 @@ def greedy_blend(shares: list[float], num_samples: int, stretch_count: int = _ST
     Returns:
         dataset_index: int16 [num_samples]; dataset_sample_index: int64 [num_samples].
     """
+    check_room(12 * num_samples, "a blend", num_samples)
     choice = np.zeros(num_samples, dtype=np.int16)
     if num_samples <= _SEQUENTIAL_DRAWS and stretch_count == _STRETCHES:
         _greedy_stretch(shares, [0] * len(shares), choice, 0)

@@ -4,28 +4,40 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import stat
+import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.atomic import atomic_write
+from megatron.config.errors import UserError
+from megatron.config.memory import in_words, memory_of_this_machine
+from megatron.data.atomic import atomic_write, check_writable
 
 Arrays = dict[str, NDArray[Any]]
+
+_FLAG = "--data-cache-path"
+_SCAN_BYTES = 64 << 20
 
 
 def cached_arrays(
     cache_path: str | Path | None, kind: str, identity: dict[str, Any], build: Callable[[], Arrays]
 ) -> Arrays:
-    """`build()`'s arrays, from the folder when it holds them for the same `identity`.
+    """`build()`'s arrays, from the folder when it holds them for the same `identity`, with the checksums of then.
 
     Args:
         cache_path: folder; None builds without keeping.
         kind: start of the file names.
         identity: everything that the arrays depend on, of JSON types; its hash is in the file names.
         build: returns the arrays by name.
+
+    Raises:
+        UserError: when they have to be written and cannot be; before they are built, where that shows before.
     """
     if cache_path is None:
         return build()
@@ -36,26 +48,95 @@ def cached_arrays(
     found = _load(folder, manifest, digest, kind)
     if found is not None:
         return found
+    make_cache(folder)
     arrays = build()
+    kept = {}
     for name, array in arrays.items():
-        with atomic_write(folder / f"{kind}-{digest}-{name}.npy") as stream:
-            np.save(stream, array, allow_pickle=False)
+        write_cached(folder / f"{kind}-{digest}-{name}.npy", partial(_save, array))
+        kept[name] = [array.dtype.str, list(array.shape), _checksum(array)]
     # Written last: a manifest vouches for its arrays.
-    shapes = {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()}
-    with atomic_write(manifest) as stream:
-        stream.write(json.dumps({"identity": identity, "arrays": shapes}, indent=1).encode())
+    content = json.dumps({"identity": identity, "arrays": kept}, indent=1).encode()
+    write_cached(manifest, lambda stream: stream.write(content))
     return arrays
 
 
-def _load(folder: Path, manifest: Path, digest: str, kind: str) -> Arrays | None:
+def _save(array: NDArray[Any], stream: BinaryIO) -> None:
+    np.save(stream, array, allow_pickle=False)
+
+
+def check_room(nbytes: int, name: str, samples: int) -> None:
+    """Checks that the arrays of an order of samples can be held, by the least that they take.
+
+    Raises:
+        UserError: with the bytes, when they cannot.
+    """
+    there_is = memory_of_this_machine()
+    if nbytes > there_is:
+        raise UserError(
+            f"{name}: --sample-order megatron holds the order of all {samples:_} samples in memory, at least "
+            f"{in_words(nbytes)} of the {in_words(there_is)} there are; use --sample-order lazy, or a shorter run"
+        )
+
+
+def make_cache(folder: Path) -> None:
+    """Makes the folder, and sees that files can be written into it.
+
+    Raises:
+        UserError: when it cannot.
+    """
     try:
-        shapes = json.loads(manifest.read_text())["arrays"]
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    check_writable(folder / "files", _FLAG)
+
+
+def write_cached(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Writes a file of the folder, which is complete or not there.
+
+    Raises:
+        UserError: when it cannot be written, such as on a full disk.
+    """
+    try:
+        with atomic_write(path) as stream:
+            write(stream)
+    except OSError as error:
+        raise _unwritable(path.parent, error) from error
+
+
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    reason = error.strerror or str(error)
+    return UserError(f"{_FLAG} {folder}: cannot be written ({reason}); make room, name another folder, or leave it out")
+
+
+def _checksum(array: NDArray[Any]) -> int:
+    """CRC-32 of the elements in C order."""
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    checksum = 0
+    for start in range(0, len(flat), _SCAN_BYTES):
+        checksum = zlib.crc32(flat[start : start + _SCAN_BYTES].data, checksum)
+    return checksum
+
+
+def _load(folder: Path, manifest: Path, digest: str, kind: str) -> Arrays | None:
+    """The arrays that a manifest vouches for; None when anything is missing or not what was written."""
+    try:
+        if not _is_file(manifest):
+            return None
         arrays: Arrays = {}
-        for name, (dtype, shape) in shapes.items():
-            array = np.load(folder / f"{kind}-{digest}-{name}.npy", mmap_mode="r", allow_pickle=False)
-            if array.dtype.str != dtype or list(array.shape) != shape:
+        for name, (dtype, shape, checksum) in json.loads(manifest.read_text())["arrays"].items():
+            path = folder / f"{kind}-{digest}-{name}.npy"
+            if not _is_file(path):
+                return None
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            if array.dtype.str != dtype or list(array.shape) != shape or _checksum(array) != checksum:
                 return None
             arrays[name] = array
         return arrays
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, SyntaxError):
         return None
+
+
+def _is_file(path: Path) -> bool:
+    """Not a pipe, which would be waited for without end."""
+    return stat.S_ISREG(os.stat(path).st_mode)

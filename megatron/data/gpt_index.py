@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.errors import UserError
-from megatron.data.cache import Arrays, cached_arrays
+from megatron.data.cache import Arrays, cached_arrays, check_room
 from megatron.data.permute import Permutation, mix
 
 # Entries of epochs' document orders that are kept, more or less.
@@ -262,8 +262,9 @@ def build_megatron_arrays(documents: Documents, seq_length: int, seed: int, num_
         before = ((epochs - 1) * epoch_tokens - 1) // seq_length
         if num_samples - before < int(0.80 * ((epoch_tokens - 1) // seq_length)):
             before_last = before
-    random = np.random.RandomState(seed)
     count = len(documents.lengths)
+    check_room(12 * epochs * count + 24 * total, documents.name, total)
+    random = np.random.RandomState(seed)
     document_index = np.tile(np.arange(documents.first, documents.first + count, dtype=np.int32), epochs)
     split = (epochs - 1) * count if before_last != total else epochs * count
     random.shuffle(document_index[:split])

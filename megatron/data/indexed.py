@@ -22,6 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron.config.errors import UserError
 from megatron.data.atomic import atomic_write, fsync_directory
+from megatron.data.cache import make_cache, write_cached
 from megatron.data.idx_format import (
     DTYPES,
     IMPLEMENTATIONS,
@@ -143,7 +144,7 @@ class IndexedDataset:
         name, size, modification time and the vocabulary, and later calls are immediate.
 
         Raises:
-            UserError: names the file, the first bad token id and its sequence.
+            UserError: names the file, the first bad token id and its sequence; or the cache that cannot be written.
         """
         if self.dtype.kind == "f":
             raise UserError(
@@ -153,12 +154,14 @@ class IndexedDataset:
         if self.dtype.kind == "u" and vocab_size > np.iinfo(self.dtype).max:
             return
         stamp = None if cache_path is None else Path(cache_path) / f"{self._stamp_name(vocab_size)}.json"
-        if stamp is not None and stamp.exists():
+        if stamp is not None and os.path.exists(stamp):
             return
+        if stamp is not None:
+            make_cache(stamp.parent)
         self._scan_tokens(vocab_size)
         if stamp is not None:
-            with atomic_write(stamp) as stream:
-                stream.write(json.dumps({"file": os.fspath(self.bin_path), "below": vocab_size}).encode())
+            verdict = json.dumps({"file": os.fspath(self.bin_path), "below": vocab_size}).encode()
+            write_cached(stamp, lambda stream: stream.write(verdict))
 
     def _stamp_name(self, vocab_size: int) -> str:
         info = self.bin_path.stat()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.comm.tensor import TensorComm
+from megatron.config.check_model import check_vocabulary
 from megatron.config.model import ModelConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.model.gpt import GPTStage, StagePart
@@ -45,7 +46,12 @@ def build_stages(
     dtype: torch.dtype,
     seed: int | None,
 ) -> list[GPTStage]:
-    """This pipeline rank's chunks, first chunk first; with initial weights, or (seed None) to be loaded."""
+    """This pipeline rank's chunks, first chunk first; with initial weights, or (seed None) to be loaded.
+
+    Raises:
+        UserError: for a vocabulary of which a rank would hold nothing.
+    """
+    check_vocabulary(vocab_size, config.make_vocab_size_divisible_by, comm.size)
     shard = VocabShard(vocab_size, padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by, comm.size), comm)
     stages = []
     for chunk in range(layout.chunks):

@@ -10,8 +10,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron.topology.errors import CommunicationError
+from megatron.topology.errors import CommunicationError, LaunchError
 from megatron.topology.group import first_line
+
+_NUMBER = re.compile(r"\s*-?[0-9]{1,18}\s*", re.ASCII)
+_MOST_LOCAL = 1 << 16
+"""Processes on a machine."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,19 @@ class LaunchEnvironment:
     world_size: int
     local_rank: int
 
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise LaunchError(f"WORLD_SIZE is {self.world_size}; start at least one process")
+        if not 0 <= self.rank < self.world_size:
+            raise LaunchError(
+                f"RANK is {self.rank}, but the ranks of WORLD_SIZE {self.world_size} are 0 to {self.world_size - 1}; "
+                "correct what the launcher sets"
+            )
+        if not 0 <= self.local_rank < _MOST_LOCAL:
+            raise LaunchError(
+                f"LOCAL_RANK (or --local-rank) is {self.local_rank}, not the number of a process on its machine"
+            )
+
     @staticmethod
     def read(local_rank: int | None = None) -> LaunchEnvironment:
         """Reads RANK, WORLD_SIZE and LOCAL_RANK, else the variables of srun, else a single process.
@@ -30,13 +47,15 @@ class LaunchEnvironment:
             local_rank: the launcher's ``--local-rank``, used where LOCAL_RANK is not set.
 
         Raises:
-            CommunicationError: when a variable is not a number.
+            LaunchError: when a variable is not a number, or not one of a rank.
         """
         world_size = _number("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
         rank = _number("RANK", "SLURM_PROCID") if world_size is not None else None
         local = _number("LOCAL_RANK")
         if local is None:
             local = _number("SLURM_LOCALID") if local_rank is None else local_rank
+        if world_size is not None:
+            _check_port()
         return LaunchEnvironment(rank or 0, 1 if world_size is None else world_size, local or 0)
 
 
@@ -45,11 +64,17 @@ def _number(*names: str) -> int | None:
     for name in names:
         text = os.environ.get(name)
         if text is not None:
-            try:
-                return int(text)
-            except ValueError as error:
-                raise CommunicationError(f"the environment variable {name} is {text!r}, not a number") from error
+            if not _NUMBER.fullmatch(text):
+                raise LaunchError(f"the environment variable {name} is {text[:60]!r}, not a number; correct it")
+            return int(text)
     return None
+
+
+def _check_port() -> None:
+    """Raises LaunchError when MASTER_PORT is set to what is no port."""
+    port = _number("MASTER_PORT")
+    if port is not None and not 0 <= port < 1 << 16:
+        raise LaunchError(f"the environment variable MASTER_PORT is {port}; ports are 0 to 65535")
 
 
 def pick_device(backend: str, local_rank: int) -> torch.device:

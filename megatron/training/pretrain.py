@@ -31,6 +31,7 @@ from megatron.training.batch_size import BatchSizeSchedule
 from megatron.training.compression_notes import compression_notes, run_length
 from megatron.training.coverage import coverage_notes
 from megatron.training.kernel_check import check_kernels
+from megatron.training.machine_check import check_machine, check_room
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.program import Ranks, run_program
 from megatron.training.progress_state import Progress
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed = parse_args(list(sys.argv[1:] if argv is None else argv))
         ranks.env = env = LaunchEnvironment.read(parsed.config.parallel.local_rank)
         config = resolve(parsed, env)
+        check_machine(config, env)
         writes = env.rank == 0 and not config.validation.skip_train
         with owned_save_folder(config.checkpoint, print) if writes else nullcontext() as lock:
             sections = {name: getattr(config, name) for name in run_sections()}
@@ -126,6 +128,7 @@ def run(
         assert config.training.train_samples is not None
         train_iters = batch_sizes.iterations_for(config.training.train_samples)
     datasets, vocab_size = together(topology.control.pg, lambda: _open_data(config, env, train_iters, batch_sizes))
+    together(topology.control.pg, lambda: check_room(config, env, vocab_size))
     length = run_length(config, datasets[0], batch_sizes)
     engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length))
     for note in compression_notes(config, datasets[0], layout.dp, length, train_iters):

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.compression.options import CompressorFault
 from megatron.config.errors import UserError
-from megatron.topology.errors import CommunicationError
+from megatron.topology.errors import CommunicationError, LaunchError
 from megatron.topology.health import Watch
 from megatron.topology.launch import LaunchEnvironment, init_process_group, shutdown
 from megatron.training.identity import identity_of
@@ -108,12 +108,18 @@ def run_program(body: Callable[[Ranks], None]) -> int:
     Returns:
         The exit status. A rank that fails leaves at once, without waiting for others that may be stuck.
     """
-    ranks = Ranks()
+    try:
+        ranks = Ranks()
+    except LaunchError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return EXIT_BAD_INPUT
     try:
         body(ranks)
         ranks.leave()
         return 0
     except UserError as error:
+        return ranks.fail(f"error: {error}", EXIT_BAD_INPUT, reason=str(error))
+    except LaunchError as error:
         return ranks.fail(f"error: {error}", EXIT_BAD_INPUT, reason=str(error))
     except CommunicationError as error:
         lost = ranks.watch.explain() if ranks.watch is not None else None

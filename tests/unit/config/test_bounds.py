@@ -282,7 +282,7 @@ def test_stages_of_a_pipeline_of_one_are_noted() -> None:
         ("--seed 4294967296", ["--seed", "at most 4_294_967_295"]),
         ("--local-rank 1_000_000_000", ["--local-rank"]),
         ("--distributed-timeout-minutes 1e30", ["--distributed-timeout-minutes", "at most"]),
-        ("--num-layers 1_000_000_000", ["--num-layers", "at most 10_000"]),
+        ("--num-layers 1_000_000_000", ["--num-layers", "at most 2_048"]),
         ("--global-batch-size 1_000_000_000", ["--global-batch-size", "at most 1_048_576"]),
         ("--global-batch-size 1_000_000 --micro-batch-size 1", ["--global-batch-size", "micro-batches", "--micro-bat"]),
         ("--eval-iters 1_000_000_000", ["--eval-iters", "at most 1_000_000"]),

@@ -356,7 +356,10 @@ def test_a_run_without_a_dataset_is_refused_where_one_is_needed(by_iterations: l
 def test_each_accepted_neighbour_resolves(by_iterations: list[str]) -> None:
     """The settings next to the refused ones work, so that a check does not refuse too much."""
     for flags, world_size in (
-        ("--tensor-model-parallel-size 4 --num-query-groups 4 --sequence-parallel", 4),
+        (
+            "--tensor-model-parallel-size 4 --make-vocab-size-divisible-by 32 --num-query-groups 4 --sequence-parallel",
+            4,
+        ),
         (f"{PP2} --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 8", 2),
         ("--hidden-size 66 --kv-channels 16", 1),
         ("--position-embedding-type rope --rotary-percent 0.25", 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -14,9 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.errors import UserError
+from megatron.data.blend import MegatronBlend
 from megatron.data.fixed_order import FixedOrder
 from megatron.data.gpt_index import Documents, LazyOrder, MegatronOrder, SampleOrder
 from megatron.data.permute import Permutation, mix
+from tests.support.disk import largest_file
 from tests.support.shared import shared_path
 
 LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(lambda lengths: sum(lengths) > 0)
@@ -168,6 +171,7 @@ def test_300_million_samples_start_at_once(tmp_path: Path) -> None:
 import resource
 from pathlib import Path
 import numpy as np
+from megatron.data.blend import MegatronBlend
 from megatron.data.fixed_order import FixedOrder
 from megatron.data.gpt_index import Documents, LazyOrder
 from megatron.data.idx_format import read_index
@@ -222,7 +226,7 @@ def test_megatron_arrays_come_from_the_cache(tmp_path: Path) -> None:
     assert len({path.name for path in tmp_path.iterdir()}) == 2 * len(names)
 
 
-@pytest.mark.parametrize("damage", ["truncate", "remove", "garbage"])
+@pytest.mark.parametrize("damage", ["truncate", "remove", "garbage", "value", "fifo", "deep"])
 def test_a_damaged_cache_is_built_again(tmp_path: Path, damage: str) -> None:
     def make() -> MegatronOrder:
         return MegatronOrder(documents([5, 9, 30]), 4, 1, 40, tmp_path, {"file": 1})
@@ -230,9 +234,38 @@ def test_a_damaged_cache_is_built_again(tmp_path: Path, damage: str) -> None:
     expected = make().shuffle_index.tolist()
     for path in sorted(tmp_path.iterdir()):
         content = path.read_bytes()
-        if damage == "remove":
+        if damage in ("remove", "fifo"):
             path.unlink()
+            if damage == "fifo":
+                os.mkfifo(path)
+        elif damage == "value":
+            path.write_bytes(content[:-4] + bytes([content[-4] ^ 1]) + content[-3:])
+        elif damage == "deep":
+            path.write_bytes(b"[" * 100_000)
         else:
             path.write_bytes(content[: len(content) // 2] if damage == "truncate" else b"garbage")
         assert make().shuffle_index.tolist() == expected
         assert path.read_bytes() == content
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    """A file in its place, a folder that takes no files, and a disk that is full; nothing is left half-written."""
+
+    def make(folder: Path) -> MegatronOrder:
+        return MegatronOrder(documents([50] * 400), 4, 1, 4000, folder, {"file": 1})
+
+    (tmp_path / "file").write_text("x")
+    for folder in (tmp_path / "file", tmp_path / "file" / "inside", Path("/proc/nothing"), Path("/proc")):
+        with pytest.raises(UserError, match=f"--data-cache-path {folder}.*(written|folder)"):
+            make(folder)
+    with largest_file(5000), pytest.raises(UserError, match=r"--data-cache-path .*full: cannot be written.*make room"):
+        make(tmp_path / "full")
+    assert all(path.suffix == ".npy" and np.load(path).size for path in (tmp_path / "full").iterdir())
+    assert len(make(tmp_path / "full")) == len(make(tmp_path / "full"))
+
+
+def test_an_order_that_fills_the_memory_is_refused_before_it_is_built() -> None:
+    with pytest.raises(UserError, match=r"--sample-order megatron holds .* 100_000_\d+_\d+_\d+ samples .* use --samp"):
+        MegatronOrder(documents([5, 9, 30]), 4, 1, 10**14)
+    with pytest.raises(UserError, match="a blend: --sample-order megatron"):
+        MegatronBlend([0.5, 0.5], 10**14)

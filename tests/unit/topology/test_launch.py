@@ -7,9 +7,12 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megatron.topology.errors import CommunicationError
+from megatron.topology.errors import CommunicationError, LaunchError
 from megatron.topology.launch import LaunchEnvironment, init_process_group, pick_device
+from megatron.training.program import run_program
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
@@ -95,3 +98,57 @@ def test_a_failed_rendezvous_names_the_address(monkeypatch: pytest.MonkeyPatch, 
 
 def test_gloo_lives_on_the_cpu() -> None:
     assert pick_device("gloo", 3) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc', not a number"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE is '', not a number"),
+        ({"WORLD_SIZE": "\u0662"}, "WORLD_SIZE is .*, not a number"),
+        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '9*', not a number"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is 0; start at least one"),
+        ({"WORLD_SIZE": "-2", "RANK": "0"}, "WORLD_SIZE is -2"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK is -1, but the ranks of WORLD_SIZE 2 are 0 to 1"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK is 2"),
+        ({**TORCHRUN, "LOCAL_RANK": "1000000000"}, "LOCAL_RANK .* is 1000000000"),
+        ({**TORCHRUN, "LOCAL_RANK": "-1"}, "LOCAL_RANK .* is -1"),
+        ({**TORCHRUN, "MASTER_PORT": "abc"}, "MASTER_PORT is 'abc', not a number"),
+        ({**TORCHRUN, "MASTER_PORT": "65536"}, "MASTER_PORT is 65536; ports are"),
+        ({**SRUN, "SLURM_PROCID": "x"}, "SLURM_PROCID is 'x'"),
+    ],
+)
+def test_what_no_launcher_says_is_refused(monkeypatch: pytest.MonkeyPatch, env: Mapping[str, str], words: str) -> None:
+    with pytest.raises(LaunchError, match=words) as caught:
+        _read(monkeypatch, env)
+    assert len(str(caught.value)) < 200
+
+
+@given(
+    st.fixed_dictionaries(
+        {}, optional={name: st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])) | st.integers(
+            -(10**30), 10**30).map(str) for name in (*VARIABLES[:3], "MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID")}
+    ),
+    st.none() | st.integers(-(10**30), 10**30),
+)  # fmt: skip
+def test_any_environment_is_a_rank_or_one_line(env: dict[str, str], local_rank: int | None) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in env.items():
+            patch.setenv(name, value)
+        try:
+            found = LaunchEnvironment.read(local_rank)
+        except LaunchError as error:
+            message = str(error)
+        else:
+            message = "a rank"
+            assert 0 <= found.rank < found.world_size
+            assert 0 <= found.local_rank < 1 << 16
+    assert len(message.splitlines()) == 1
+
+
+def test_a_program_ends_with_status_2_before_it_begins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "four")
+    assert run_program(lambda ranks: pytest.fail("it began")) == 2
+    assert capsys.readouterr().err == "error: the environment variable WORLD_SIZE is 'four', not a number; correct it\n"

@@ -1,0 +1,132 @@
+"""The least memory that a run needs on one rank, by arithmetic alone: what cannot fit is said before it is tried."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.config.errors import UserError
+from megatron.config.run import RunConfig
+
+_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
+
+
+@dataclass(frozen=True)
+class Need:
+    """One part of it: how many bytes, what for, and the flags that decide it."""
+
+    nbytes: int
+    what: str
+    flags: tuple[str, ...]
+
+
+def in_words(nbytes: int) -> str:
+    """A number of bytes for people, such as 1.5 GB."""
+    size, unit = float(nbytes), 0
+    while size >= 1000 and unit < len(_UNITS) - 1:
+        size, unit = size / 1000, unit + 1
+    return f"{size:.3g} {_UNITS[unit]}" if size < 1e6 else f"{size:.1e} {_UNITS[unit]}"
+
+
+def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = None) -> list[Need]:
+    """What a rank of the first pipeline stage holds at least.
+
+    Counted are parameters, gradients, optimizer, the widest activations of one micro-batch, and the tokens of a step;
+    what else there is depends on the machine, the compressors and the schedule.
+
+    Args:
+        config: the resolved configuration.
+        world_size: processes.
+        vocab_size: entries of the tokenizer; None takes ``--vocab-size``, if it is given.
+    """
+    model, parallel, training = config.model, config.parallel, config.training
+    tensor = parallel.tensor_model_parallel_size
+    heads = (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
+    matrices = (heads + model.num_attention_heads * model.kv_channels) * model.hidden_size
+    matrices += (3 if model.swiglu else 2) * model.ffn_hidden_size * model.hidden_size
+    layers = model.num_layers // parallel.pipeline_model_parallel_size
+    entries = (vocab_size if vocab_size is not None else config.tokenizer.vocab_size) or 0
+    step = model.make_vocab_size_divisible_by * tensor
+    positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
+    each = _bytes_of_a_parameter(config, world_size)
+    width = _width(config)
+    tokens = model.seq_length * training.micro_batch_size
+    row = model.hidden_size // (tensor if parallel.sequence_parallel else 1) + (model.ffn_hidden_size + heads) // tensor
+    batch = training.global_batch_size // config.data_parallel_size(world_size) * model.seq_length
+    shape = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels")
+    return [
+        Need(layers * matrices // tensor * each, "the weights of its layers", _given(model, *shape)),
+        Need(
+            -(-entries // step) * step // tensor * model.hidden_size * each,
+            "the embedding",
+            (f"--vocab-size {entries}", *_given(model, "make_vocab_size_divisible_by", "hidden_size")),
+        ),
+        Need(
+            positions * model.hidden_size * each,
+            "the positions",
+            _given(model, "max_position_embeddings", "hidden_size"),
+        ),
+        Need(
+            tokens * row * width,
+            "one micro-batch",
+            (*_given(training, "micro_batch_size"), *_given(model, "seq_length", "hidden_size", "ffn_hidden_size")),
+        ),
+        Need(batch * 8, "the tokens of a step", (*_given(training, "global_batch_size"), *_given(model, "seq_length"))),
+    ]
+
+
+def _given(section: object, *names: str) -> tuple[str, ...]:
+    return tuple(f"--{name.replace('_', '-')} {getattr(section, name)}" for name in names)
+
+
+def _width(config: RunConfig) -> int:
+    precision = config.precision
+    return 2 if precision.fp16 or precision.bf16 else 8 if precision.fp64 else 4
+
+
+def _bytes_of_a_parameter(config: RunConfig, world_size: int) -> int:
+    """The parameter, its gradient, and the optimizer's numbers, of which the sharded one holds a share."""
+    width = _width(config)
+    if config.validation.skip_train:
+        return width
+    gradient = max(width, 4) if config.parallel.accumulate_allreduce_grads_in_fp32 else width
+    moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
+    optimizer = moments * max(width, 4) + (4 if width == 2 else 0)
+    replicas = config.data_parallel_size(world_size) if config.parallel.use_distributed_optimizer else 1
+    return width + gradient + optimizer // replicas
+
+
+def check_memory(config: RunConfig, world_size: int, there_is: int, where: str, vocab_size: int | None = None) -> None:
+    """Raise UserError, with the bytes, for a run that needs more memory than there is.
+
+    Args:
+        config, world_size, vocab_size: see ``least_needs``.
+        there_is: bytes for one rank.
+        where: of what, for the message.
+    """
+    needs = least_needs(config, world_size, vocab_size)
+    total = sum(need.nbytes for need in needs)
+    if total <= there_is:
+        return
+    most = max(needs, key=lambda need: need.nbytes)
+    raise UserError(
+        f"each rank needs at least {in_words(total)} of memory, and there are {in_words(there_is)} {where}; "
+        f"{in_words(most.nbytes)} of it are {most.what} ({', '.join(most.flags)}): lower these, or split the model "
+        "over more processes"
+    )
+
+
+def memory_of_this_machine() -> int:
+    """Bytes of memory and swap space, or what this process's group may have of them."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("SwapTotal:"):
+                total += int(line.split()[1]) * 1024
+    for path in _CGROUPS:
+        with suppress(OSError, ValueError):
+            total = min(total, int(Path(path).read_text()))
+    return total

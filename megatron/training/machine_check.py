@@ -1,0 +1,70 @@
+"""Checks of a run against the machine, before processes meet and before anything large is made."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from megatron.compression.delta import DeltaConfig
+from megatron.compression.schedule import RunLength
+from megatron.config.errors import UserError
+from megatron.config.memory import check_memory, memory_of_this_machine
+from megatron.config.run import RunConfig
+from megatron.topology.launch import LaunchEnvironment
+
+
+def check_machine(config: RunConfig, env: LaunchEnvironment) -> None:
+    """Looks at memory, at the kill switch and at folders that compressors write to.
+
+    Raises:
+        UserError: for what the run cannot work with.
+    """
+    check_room(config, env)
+    switch = config.training.kill_switch_file
+    if switch is not None and os.path.lexists(switch):
+        raise UserError(f"--kill-switch-file {switch} exists already, so the run would end at once; remove it first")
+    for spec in config.compression.specs(RunLength(config.training.train_iters)).values():
+        if isinstance(spec.options, DeltaConfig) and spec.options.folder:
+            _check_folder(spec.options.folder, f"--compress {spec.point.value}={spec.name}")
+
+
+def check_room(config: RunConfig, env: LaunchEnvironment, vocab_size: int | None = None) -> None:
+    """Compares the least memory that the run needs with what there is.
+
+    Args:
+        config: the resolved configuration.
+        env: this process's place.
+        vocab_size: entries of the tokenizer, once it is known.
+
+    Raises:
+        UserError: when it cannot fit.
+    """
+    if config.parallel.distributed_backend == "nccl":
+        index = env.local_rank % torch.cuda.device_count()
+        there_is, where = torch.cuda.get_device_properties(index).total_memory, "on its GPU"
+    else:
+        ranks = _ranks_here(env)
+        there_is = memory_of_this_machine() // ranks
+        where = "on this machine" if ranks == 1 else f"on this machine for each of its {ranks} ranks"
+    check_memory(config, env.world_size, there_is, where, vocab_size)
+
+
+def _ranks_here(env: LaunchEnvironment) -> int:
+    """Ranks that share this machine, as far as the launcher says."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return min(max(int(text), 1), env.world_size) if text.isascii() and text.isdecimal() else 1
+
+
+def _check_folder(folder: str, where: str) -> None:
+    """Sees that files can be made in a folder, which may not be there yet."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as stream:
+            stream.write(b"\0")
+    except OSError as error:
+        raise UserError(
+            f"{where}: folder={folder}: cannot be written ({error.strerror}); name a folder on a disk"
+        ) from error

@@ -1,0 +1,102 @@
+"""Memory that a run needs at least, counted before any of it is taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.config import UserError, parse_args
+from megatron.config.check_model import check_vocabulary
+from megatron.config.memory import check_memory, in_words, least_needs, memory_of_this_machine
+from megatron.config.run import RunConfig
+from megatron.topology.topology import single_process
+from megatron.training.assembly import build_engines
+from tests.unit.config.conftest import MINIMAL
+
+
+def _config(flags: str = "", world_size: int = 1) -> RunConfig:
+    return parse_args([*MINIMAL.split(), "--train-iters", "3", *flags.split()]).resolve(world_size)
+
+
+@pytest.mark.parametrize(
+    "flags", ["", "--swiglu --num-query-groups 2", "--bf16", "--fp64", "--position-embedding-type rope"]
+)
+def test_the_least_is_near_what_a_model_takes(flags: str) -> None:
+    """Of the parameters and gradients alone: between what is counted without norms and biases and 4/5 of that."""
+    config = _config(flags)
+    engines = build_engines(config, single_process(torch.device("cpu")), 100)
+    held = sum(p.numel() * p.element_size() for stage in engines.stages for p in stage.parameters())
+    count = sum(p.numel() for stage in engines.stages for p in stage.parameters())
+    width = held // count
+    each = {2: 2 + 4 + 12, 4: 16, 8: 32}[width]
+    counted = sum(need.nbytes for need in least_needs(config, 1)[:3])
+    assert 0.8 * count * each < counted <= count * each
+
+
+def test_layouts_divide_it() -> None:
+    layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --make-vocab-size-divisible-by 32"
+    whole, part = (
+        sum(need.nbytes for need in least_needs(_config(flags, world), world)[:2])
+        for flags, world in (("--make-vocab-size-divisible-by 64", 1), (layout, 4))
+    )
+    assert whole / 4 < part < whole / 2
+    plain, sharded = (least_needs(_config(flags, 4), 4)[0].nbytes for flags in ("", "--use-distributed-optimizer"))
+    assert sharded == plain * (4 + 4 + 2) // 16
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--hidden-size 16777216", ["weights of its layers", "--hidden-size 16777216", "PB"]),
+        ("--ffn-hidden-size 16777216 --num-layers 2048", ["weights of its layers", "--ffn-hidden-size 16777216"]),
+        ("--kv-channels 16777216 --num-layers 2048", ["weights of its layers", "--kv-channels 16777216"]),
+        ("--vocab-size 16777216 --hidden-size 65536", ["the embedding", "--vocab-size 16777216"]),
+        ("--make-vocab-size-divisible-by 16777216 --hidden-size 65536", ["--make-vocab-size-divisible-by 16777216"]),
+        ("--max-position-embeddings 16777216 --hidden-size 65536", ["positions", "--max-position-embeddings 16777216"]),
+        ("--micro-batch-size 1048576 --seq-length 65536", ["one micro-batch", "--micro-batch-size 1048576"]),
+    ],
+)
+def test_what_cannot_fit_is_said_in_bytes(flags: str, words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        check_memory(_config(flags), 1, 10**12, "on this machine")
+    for word in ["each rank needs at least", "there are 1 TB on this machine", *words]:
+        assert word in str(caught.value)
+    check_memory(_config(), 1, 10**7, "on this machine")
+
+
+def test_the_vocabulary_may_come_from_the_tokenizer() -> None:
+    config = _config()
+    check_memory(config, 1, 10**8, "there")
+    with pytest.raises(UserError, match=r"the embedding .*--vocab-size 1000000"):
+        check_memory(config, 1, 10**8, "there", 10**6)
+
+
+def test_bytes_in_words() -> None:
+    assert [in_words(n) for n in (0, 999, 1500, 25_300_000_000, 10**18, 10**30)] == [
+        *("0 bytes", "999 bytes", "1.5 kB", "25.3 GB", "1 EB", "1.0e+12 EB")
+    ]
+    assert 10**8 < memory_of_this_machine() < 10**15
+
+
+@given(st.integers(1, 2000), st.integers(1, 300), st.integers(1, 9))
+def test_a_vocabulary_leaves_no_rank_empty(vocab_size: int, multiple: int, tensor: int) -> None:
+    step = multiple * tensor
+    rows = -(-vocab_size // step) * step // tensor
+    held = [max(0, min(rows, vocab_size - rank * rows)) for rank in range(tensor)]
+    assert sum(held) == vocab_size
+    if all(held):
+        check_vocabulary(vocab_size, multiple, tensor)
+        return
+    with pytest.raises(UserError) as caught:
+        check_vocabulary(vocab_size, multiple, tensor)
+    advice = str(caught.value).rpartition("--make-vocab-size-divisible-by ")[2]
+    if advice.isdecimal():
+        check_vocabulary(vocab_size, int(advice), tensor)
+
+
+@pytest.mark.parametrize(("vocab_size", "tensor"), [(2, 2), (100, 2), (257, 4)])
+def test_a_run_with_too_small_a_vocabulary_is_refused(vocab_size: int, tensor: int) -> None:
+    with pytest.raises(UserError, match=f"a vocabulary of {vocab_size} entries.*--tensor-model-parallel-size {tensor}"):
+        _config(f"--vocab-size {vocab_size} --tensor-model-parallel-size {tensor}", tensor)

@@ -1,0 +1,49 @@
+"""A run against the machine: what is there, and what stands in its way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.config import UserError, parse_args
+from megatron.topology.launch import LaunchEnvironment
+from megatron.training.machine_check import check_machine, check_room
+from tests.support.corpus import tiny_flags
+
+HERE = LaunchEnvironment(0, 1, 0)
+
+
+def _check(*flags: str) -> None:
+    check_machine(parse_args([*tiny_flags(Path("data")), *flags]).resolve(1), HERE)
+
+
+def test_an_ordinary_run_passes(tmp_path: Path) -> None:
+    _check("--kill-switch-file", str(tmp_path / "stop"))
+
+
+def test_a_kill_switch_that_is_there_already_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    with pytest.raises(UserError, match=r"--kill-switch-file .*stop exists already.*remove it first"):
+        _check("--kill-switch-file", str(tmp_path / "stop"))
+
+
+@pytest.mark.parametrize("name", ["/proc/x", "/dev/null", "/dev/null/x", "/sys", "file"])
+def test_a_folder_that_takes_no_files_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    flags = ("--sample-order", "fixed", "--compress", f"pp-forward=delta,memory=4,folder={tmp_path / name}")
+    with pytest.raises(UserError, match=f"pp-forward=delta: folder=.*{name}: cannot be written.*name a folder"):
+        _check(*flags)
+    _check(*flags[:-1], f"pp-forward=delta,memory=4,folder={tmp_path / 'new' / 'folder'}")
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+
+
+def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.training import machine_check
+
+    monkeypatch.setattr(machine_check, "memory_of_this_machine", lambda: 400_000)
+    config = parse_args(tiny_flags(Path("data"))).resolve(4)
+    check_room(config, LaunchEnvironment(0, 4, 0))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(UserError, match="there are 100 kB on this machine for each of its 4 ranks"):
+        check_room(config, LaunchEnvironment(0, 4, 0))
