@@ -29,6 +29,7 @@ from megatron.data.atomic import check_writable, write_whole
 from megatron.inference.flags import ModelFlags, check_layout, open_topology, parse_flags
 from megatron.inference.model import load_model, load_weights
 from megatron.topology.layout import Layout
+from megatron.training.logline import perplexity
 from megatron.training.program import Ranks, run_program
 from tasks.validation import data_of, mean_loss, open_samples
 
@@ -180,7 +181,7 @@ class Losses:
         values = {
             "val_iters": [n for n, _, _ in rows],
             "val_lmloss": [loss for _, loss, _ in rows],
-            "val_lmloss_ppl": [math.exp(min(20, loss)) for _, loss, _ in rows],
+            "val_lmloss_ppl": [perplexity(loss) for _, loss, _ in rows],
             "val_checkpoints": [weights for _, _, weights in rows],
             **self.settings,
         }
@@ -238,8 +239,8 @@ def sweep_all(flags: SweepFlags, model_flags: ModelFlags, parsed: ParsedSections
                 loaded = iteration
             loss = found = mean_loss(model, dataset, samples, flags.micro_batch_size)
             together(group, partial(losses.add, iteration, found) if topology.rank == 0 else lambda: None)
-        ppl = math.exp(min(20, loss))
-        lines.append(f"validation loss at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {ppl:.6E}")
+        ppl = f" | lm loss PPL: {perplexity(loss):.6E}" if math.isfinite(loss) else ""
+        lines.append(f"validation loss at iteration {iteration} | lm loss value: {loss:.6E}{ppl}")
     if topology.rank == 0:
         print("\n".join(lines), f"\nwritten to {losses.path}", flush=True)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from megatron.config.errors import UserError
 from megatron.inference.model import LoadedModel
+from megatron.training.logline import perplexity
 from tasks.detokenize import wikitext
 from tasks.files import read_utf8
 from tasks.scoring import Window, loss_sum, total
@@ -68,7 +68,7 @@ def evaluate(model: LoadedModel, read: tuple[str, int], path: str, stride: int |
     windows = windows_of(tokens, length, stride or length)
     loss = total(model, windows, batch, loss_sum, "WIKITEXT103") / (len(tokens) - 1)
     ratio = (len(tokens) - 1) / (words - 1)
-    ppl, adjusted = math.exp(min(20, loss)), math.exp(min(20, loss * ratio))
+    ppl, adjusted = perplexity(loss), perplexity(loss * ratio)
     return (
         f" validation results on WIKITEXT103 | avg loss: {loss:.4E} | ppl: {ppl:.4E} | adjusted ppl: {adjusted:.4E} | "
         f"token ratio: {ratio} |"

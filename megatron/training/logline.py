@@ -72,8 +72,8 @@ def format_train_line(record: TrainRecord) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), with the loss capped at 20 so that an untrained model prints a number."""
-    return math.exp(min(20.0, loss))
+    """exp(loss), with the loss capped at 20 so that an untrained model prints a number; nan of what is not finite."""
+    return math.exp(min(20.0, loss)) if math.isfinite(loss) else math.nan
 
 
 def validation_prefix(iteration: int, *, samples: int | None = None, split: str = "validation") -> str:
@@ -83,11 +83,14 @@ def validation_prefix(iteration: int, *, samples: int | None = None, split: str 
 
 
 def format_validation_lines(prefix: str, losses: Mapping[str, float]) -> list[str]:
-    """The validation line (nats per token and perplexity of each loss) between two dash rules."""
+    """The validation line (nats per token and perplexity of each loss) between two dash rules.
+
+    A loss that is not finite has no perplexity.
+    """
     line = f" validation loss at {prefix} | "
-    line += "".join(
-        f"{name} value: {value:.6E} | {name} PPL: {perplexity(value):.6E} | " for name, value in losses.items()
-    )
+    for name, value in losses.items():
+        line += f"{name} value: {value:.6E} | "
+        line += f"{name} PPL: {perplexity(value):.6E} | " if math.isfinite(value) else ""
     rule = "-" * (len(line) + 1)
     return [rule, line, rule]
 

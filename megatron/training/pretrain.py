@@ -29,6 +29,7 @@ from megatron.topology.topology import Topology, build_topology, single_process
 from megatron.training.assembly import build_engines, layout_of
 from megatron.training.batch_size import BatchSizeSchedule
 from megatron.training.compression_notes import compression_notes, run_length
+from megatron.training.console import make_output_last
 from megatron.training.coverage import coverage_notes
 from megatron.training.kernel_check import check_kernels
 from megatron.training.machine_check import check_machine, check_room
@@ -43,6 +44,7 @@ from megatron.training.trainer import Trainer
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``pretrain_gpt.py`` on this rank; the exit status."""
     started = time.monotonic()
+    make_output_last()
 
     def body(ranks: Ranks) -> None:
         parsed = parse_args(list(sys.argv[1:] if argv is None else argv))

@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from megatron.compression.options import CompressorFault
 from megatron.config.errors import UserError
 from megatron.topology.errors import CommunicationError, LaunchError
@@ -20,7 +22,14 @@ from megatron.training.meeting import LEAVE_SECONDS, Meeting
 EXIT_BAD_INPUT = 2
 EXIT_PEER_LOST = 3
 EXIT_BUG = 1
+EXIT_NOTHING_LEARNED = 4
 _RANK_0_SPEAKS_SECONDS = 1.0
+_NO_ROOM = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
+"""How torch's allocator for CPUs says it."""
+
+
+class NothingLearnedError(RuntimeError):
+    """A run came to its end without an update of the weights, on every rank. The message is one line."""
 
 
 class Ranks:
@@ -127,8 +136,31 @@ def run_program(body: Callable[[Ranks], None]) -> int:
         return ranks.fail(f"rank {ranks.env.rank}: {why}", EXIT_PEER_LOST)
     except CompressorFault as error:
         return ranks.fail(f"rank {ranks.env.rank}: {error}", EXIT_BUG)
+    except NothingLearnedError as error:
+        ranks.leave()
+        if ranks.env.rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return EXIT_NOTHING_LEARNED
     except KeyboardInterrupt:
         return ranks.fail(f"rank {ranks.env.rank}: interrupted", 130)
     except Exception as error:
+        if is_out_of_memory(error):
+            return ranks.fail(f"rank {ranks.env.rank}: {out_of_memory(error)}", EXIT_BUG)
         text = f"rank {ranks.env.rank} failed:\n{traceback.format_exc()}"
         return ranks.fail(text, EXIT_BUG, reason=f"{type(error).__name__}: {error}")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed, of Python, numpy, or torch on either device."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_ROOM)
+
+
+def out_of_memory(error: Exception) -> str:
+    """What failed, in one line that says what to do."""
+    reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+    return (
+        f"out of memory: {reason[:300]}; lower --micro-batch-size or --seq-length, recompute activations "
+        "(--recompute-granularity full), or split the model over more processes"
+    )

@@ -21,6 +21,7 @@ class ExitReason(IntEnum):
     INTERVAL = 1
     DURATION = 2
     SIGNAL = 3
+    KILL_SWITCH = 4
 
 
 class ExitSignals:
@@ -59,6 +60,7 @@ class ExitPolicy:
     Args:
         exit_interval: `--exit-interval`: end at iterations that divide by it.
         exit_duration_in_mins: `--exit-duration-in-mins`: end after this many minutes since `started`.
+        kill_switch_file: `--kill-switch-file`, for the log.
         started: reading of `clock` at the start of the program; now by default.
         clock: seconds of a monotonic clock.
     """
@@ -68,11 +70,13 @@ class ExitPolicy:
         *,
         exit_interval: int | None = None,
         exit_duration_in_mins: float | None = None,
+        kill_switch_file: str | None = None,
         started: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.exit_interval = exit_interval
         self.exit_duration_in_mins = exit_duration_in_mins
+        self.kill_switch_file = kill_switch_file
         self._clock = clock
         self._started = clock() if started is None else started
 
@@ -94,5 +98,6 @@ class ExitPolicy:
             ExitReason.INTERVAL: f"--exit-interval {self.exit_interval}",
             ExitReason.DURATION: f"--exit-duration-in-mins {self.exit_duration_in_mins}",
             ExitReason.SIGNAL: "a termination signal",
+            ExitReason.KILL_SWITCH: f"--kill-switch-file {self.kill_switch_file} exists",
         }[reason]
         return f"exiting after iteration {iteration}: {why}"

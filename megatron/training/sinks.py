@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -108,7 +109,14 @@ class TensorBoardSink(Sink):
         self._queue_size = queue_size
         self._resume = dict(resume or {})
         self._writers: dict[str, Any] = {}
+        # TensorBoard's threads print a trace of their own besides what the next call raises.
+        self._hook_before = threading.excepthook
+        threading.excepthook = self._on_thread_error
         self._writer("iterations")
+
+    def _on_thread_error(self, failed: threading.ExceptHookArgs) -> None:
+        if not (isinstance(failed.exc_value, OSError) and type(failed.thread).__module__.startswith("tensorboard.")):
+            self._hook_before(failed)
 
     def _writer(self, axis: str) -> Any:
         if axis not in self._writers:
@@ -127,8 +135,12 @@ class TensorBoardSink(Sink):
             writer.add_scalar(tag, value, step)
 
     def close(self) -> None:
-        for writer in self._writers.values():
-            writer.close()
+        try:
+            for writer in self._writers.values():
+                writer.flush()  # raises what the writer's thread met
+                writer.close()
+        finally:
+            threading.excepthook = self._hook_before
 
 
 def open_sinks(

@@ -15,6 +15,7 @@ from megatron.training.assembly import Engines
 from megatron.training.batch_size import BatchSizeSchedule
 from megatron.training.evaluation import evaluate
 from megatron.training.persistence import RunCheckpoints
+from megatron.training.program import NothingLearnedError
 from megatron.training.progress_state import Progress
 from megatron.training.replica_check import check_replicas
 from megatron.training.report import Reporter
@@ -24,6 +25,8 @@ from megatron.training.timers import Timers
 
 _SIGNAL_VOTE = 2.0**20
 """More than all ranks' votes for the time limit together."""
+_SWITCH_VOTE = 2.0**40
+"""More than all ranks' votes for a signal together."""
 
 
 class Trainer:
@@ -67,17 +70,35 @@ class Trainer:
         self.policy = ExitPolicy(
             exit_interval=config.training.exit_interval,
             exit_duration_in_mins=config.training.exit_duration_in_mins,
+            kill_switch_file=config.training.kill_switch_file,
             started=started,
         )
 
     def run(self) -> None:
-        """Trains (unless ``--skip-train``), evaluates at the end, and saves."""
+        """Trains (unless ``--skip-train``), evaluates at the end, and saves.
+
+        Raises:
+            NothingLearnedError: on every rank, when all of that is done and each of the steps was skipped.
+        """
         reason = ExitReason.NONE
+        begun, skipped = self.progress.iteration, self.progress.skipped
         if not self.config.validation.skip_train and self.progress.iteration < self.train_iters:
             reason = self._train()
         if reason is ExitReason.NONE:
             self._final_evaluations()
         self.checkpoints.close()
+        if reason is ExitReason.NONE and not self.config.validation.skip_train:
+            self._check_learned(begun, skipped)
+
+    def _check_learned(self, begun: int, skipped_before: int) -> None:
+        """Of what this process trained, and of the whole run."""
+        done, skipped = self.progress.iteration, self.progress.skipped
+        for steps, left_out in ((done - begun, skipped - skipped_before), (done, skipped)):
+            if steps and left_out == steps:
+                raise NothingLearnedError(
+                    f"nothing was learned: all {steps} steps were skipped, since gradients were not finite or no token "
+                    "counted; lower --lr or --initial-loss-scale, train longer, or use --bf16"
+                )
 
     def _train(self) -> ExitReason:
         assert self.train_set is not None
@@ -98,7 +119,9 @@ class Trainer:
     def _vote(self, signalled: bool) -> float:
         """This rank's wish to stop; it is summed over the ranks along with the step's other numbers."""
         switch = self.config.training.kill_switch_file
-        if signalled or (switch is not None and os.path.exists(switch)):
+        if switch is not None and os.path.exists(switch):
+            return _SWITCH_VOTE
+        if signalled:
             return _SIGNAL_VOTE
         return 1.0 if self.policy.decide(self.progress.iteration + 1) is ExitReason.DURATION else 0.0
 
@@ -142,6 +165,8 @@ class Trainer:
 
     def _reason(self, outcome: StepOutcome) -> ExitReason:
         """Why to stop now; the same on every rank, since the votes were summed."""
+        if outcome.votes >= _SWITCH_VOTE:
+            return ExitReason.KILL_SWITCH
         if outcome.votes >= _SIGNAL_VOTE:
             return ExitReason.SIGNAL
         if outcome.votes > 0:

@@ -242,12 +242,17 @@ def test_time_limit_and_kill_switch(prefix: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     flags = tiny_flags(prefix, train_iters=100_000, save=saved, exit_duration_in_mins=0.001, log_interval=1000)
     assert "--exit-duration-in-mins" in run_cli(2, [SCRIPT, *flags]).check().stdout
-    switch = tmp_path / "stop"
-    switch.touch()
     saved = tmp_path / "switched"
-    flags = tiny_flags(prefix, train_iters=100_000, save=saved, kill_switch_file=switch, log_interval=1000)
-    train(1, flags)
-    assert read_tracker(saved) == 1
+    switch, log = tmp_path / "stop", tmp_path / "log.jsonl"
+    flags = tiny_flags(prefix, train_iters=100_000, save=saved, kill_switch_file=switch, log_json_file=log)
+    with launch_ranks_cli(2, [SCRIPT, *flags]) as ranks:
+        _wait_for(lambda: len(_losses(log)) > 3, ranks)
+        switch.touch()
+        results = ranks.wait(30)
+    assert [result.returncode for result in results] == [0, 0], results[0].text()
+    saved_at = read_tracker(saved)
+    assert saved_at == max(_losses(log))
+    assert f"exiting after iteration {saved_at}: --kill-switch-file {switch} exists" in results[1].stdout
 
 
 @pytest.mark.parametrize("damage", ["truncated", "magic", "token"])

@@ -105,6 +105,20 @@ def test_skip_train_evaluates_only(prefix: Path) -> None:
 
 
 @pytest.mark.multiprocess
+def test_a_run_that_learns_nothing_says_so_with_a_status_of_its_own(prefix: Path, tmp_path: Path) -> None:
+    """And resumed at its end it says so again, as under ``torchrun --max-restarts``."""
+    changes: dict[str, object] = {"fp16": True, "initial_loss_scale": 1e30, "save": tmp_path, "train_iters": 3}
+    for load in (None, tmp_path):
+        with launch_ranks_cli(2, [SCRIPT, *tiny_flags(prefix, **changes, load=load)]) as ranks:
+            results = ranks.wait(60)
+        assert [result.returncode for result in results] == [4, 4], results[0].text()
+        assert re.search(
+            r"^error: nothing was learned: all 3 steps were skipped.*lower --lr.*\n\Z", results[0].stderr, re.M
+        )
+        assert "error" not in results[1].stderr
+
+
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precisions_train(prefix: Path, precision: str) -> None:
     changes: dict[str, object] = {precision: True, "train_iters": 40, "log_interval": 20}

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from megatron.config.errors import UserError
 from megatron.config.logs import LoggingConfig
 from megatron.training.loggers import HonestFigures, MetricLogger
 from megatron.training.logline import TrainRecord, format_train_line
-from megatron.training.sinks import Sink, open_sinks, read_records
+from megatron.training.sinks import Sink, TensorBoardSink, open_sinks, read_records
 from megatron.training.traffic import PointTraffic
+from tests.support.disk import largest_file
 
 RECORD = TrainRecord(
     iteration=20,
@@ -314,3 +316,16 @@ def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path: Path, flag:
     settings: dict[str, Any] = {setting: str(tmp_path / "file" / "inside")}
     with pytest.raises(UserError, match=flag):
         open_sinks(LoggingConfig(**settings))
+
+
+def test_tensorboard_on_a_full_disk_is_dropped_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its writer has a thread of its own, which meets the error and would print a trace."""
+    hook = threading.excepthook
+    with largest_file(2000):
+        logger = MetricLogger([TensorBoardSink(tmp_path)], LoggingConfig(), seq_length=8)
+        for iteration in range(1, 100):
+            logger.iteration(iteration, iteration, losses={"lm loss": 1.0}, learning_rate=0.1, global_batch_size=1)
+        logger.close()
+    warning = capfd.readouterr().err
+    assert re.fullmatch(r"warning: TensorBoard's events in .* cannot be written any more, left out: .*\n", warning)
+    assert threading.excepthook is hook

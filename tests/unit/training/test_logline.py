@@ -87,6 +87,15 @@ def test_validation_lines() -> None:
     assert rule == closing == "-" * (len(line) + 1)
 
 
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_has_no_perplexity(loss: float) -> None:
+    _, line, _ = format_validation_lines(validation_prefix(1000), {"lm loss": loss, "other": 1.0})
+    assert re.match(r" validation loss at iteration 1000 \| lm loss value: -?(NAN|INF) \| other value: 1\.0+E", line)
+    assert "lm loss PPL" not in line
+    assert " | other PPL: 2.718282E+00 | " in line
+    assert math.isnan(perplexity(loss))
+
+
 def test_prefixes_of_the_final_evaluations() -> None:
     assert validation_prefix(20, samples=160) == "iteration 20 on 160-sample draw from validation set"
     assert validation_prefix(20, samples=80, split="test") == "iteration 20 on 80-sample draw from test set"

@@ -63,7 +63,8 @@ def test_ranks_that_differ_agree_on_the_maximum() -> None:
 
 
 def test_each_reason_has_its_line() -> None:
-    policy = ExitPolicy(exit_interval=5, exit_duration_in_mins=1190)
+    policy = ExitPolicy(exit_interval=5, exit_duration_in_mins=1190, kill_switch_file="/x/stop")
     lines = {policy.explain(reason, 7) for reason in ExitReason}
     assert len(lines) == len(ExitReason)
+    assert policy.explain(ExitReason.KILL_SWITCH, 7).endswith(": --kill-switch-file /x/stop exists")
     assert policy.explain(ExitReason.DURATION, 7) == "exiting after iteration 7: --exit-duration-in-mins 1190"

@@ -1,0 +1,70 @@
+"""The standard streams of a run that outlives them: a full disk or a closed pipe behind them ends no training."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import TextIO
+
+
+class LastingStream(io.TextIOBase):
+    """Writes to a stream while that works, and to nothing afterwards.
+
+    Characters that the stream's encoding does not have are written as escapes.
+
+    Args:
+        stream: a file that the process has open.
+        warn: where one line goes when it fails.
+        name: of it, in that line.
+    """
+
+    def __init__(self, stream: TextIO, warn: TextIO, name: str) -> None:
+        self._stream = stream
+        self._warn = warn
+        self._name = name
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """Of the stream."""
+        return self._stream.encoding
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._give_up(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Puts the null device behind the stream, so that what it still holds can go somewhere."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+        self._warn.write(f"warning: {self._name} cannot be written any more, left out: {error}\n")
+        self._warn.flush()
+
+
+def make_output_last() -> None:
+    """Lets the process's own standard output and error fail without ending it."""
+    if sys.stderr is sys.__stderr__ and sys.stderr is not None:
+        sys.stderr = LastingStream(sys.stderr, io.StringIO(), "the standard error")
+    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
+        sys.stdout = LastingStream(sys.stdout, sys.stderr, "the standard output")
