@@ -57,7 +57,7 @@ class TrainingConfig:
     exit_signal_handler: bool = option(False, "Save and exit on SIGTERM or SIGUSR1.")
     kill_switch_file: str | None = derived(
         "none",
-        "Exit as soon as this file exists.",
+        "Save and exit as soon as this file exists; refused when it does at the start.",
         metavar="FILE",
         may_differ="any machine's switch ends the run",
     )
