@@ -171,6 +171,8 @@ def _take_key(given: Given, name: str, value: Any, path: str, shown: str, sectio
     if value is None or (value is False and _is_switch(target)):
         return
     items = value if isinstance(value, list) else [value]
+    if not items:
+        raise UserError(f"{spelling}: expected a value, not an empty list")
     if any(isinstance(item, (list, dict)) for item in items):
         raise UserError(f"{spelling}: expected a value or a list of values, not a nested one")
     if isinstance(target, KnownFlag):

@@ -13,7 +13,7 @@ from megatron.config.convert import nearest, section_from_plain, section_to_plai
 from megatron.config.data import DataConfig
 from megatron.config.errors import UserError
 from megatron.config.logs import LoggingConfig
-from megatron.config.model import ModelConfig
+from megatron.config.model import MOST, ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
@@ -132,6 +132,6 @@ def run_around(model: ModelConfig, **sections: Any) -> RunConfig:
     least: dict[str, Any] = {
         "training": TrainingConfig(micro_batch_size=1, global_batch_size=1, train_iters=1),
         "optimizer": OptimizerConfig(lr=1e-4),
-        "tokenizer": TokenizerConfig(vocab_size=1),
+        "tokenizer": TokenizerConfig(vocab_size=MOST),  # whose vocabulary any layout can share
     }
     return RunConfig(model=model, **{**least, **sections})
