@@ -172,7 +172,7 @@ def translate(explicit: Explicit, note: Note) -> None:
     """
     old: Old = Given(SECTION, LegacyConfig, explicit)
     specs = [
-        *_optimus_gradients(old),
+        *_optimus_gradients(old, explicit.get("parallel.pipeline_model_parallel_size") or 1),
         *_optimus_pipeline(old),
         *_optimus_embedding(old),
         *_optimus_tensor(old, note),
@@ -258,7 +258,7 @@ def _dense_until(old: Old) -> str:
     return f",warmup={old.stable_topk_threshold}" if dense else ""
 
 
-def _optimus_gradients(old: Old) -> list[tuple[str, str]]:
+def _optimus_gradients(old: Old, stages: int) -> list[tuple[str, str]]:
     if not old.grad_comp:
         return []
     flags = "--grad-comp"
@@ -270,7 +270,8 @@ def _optimus_gradients(old: Old) -> list[tuple[str, str]]:
         feedback = "aggregate" if old.use_error_feedback else "off"
         spec = "dp-grad=powersgd," + _low_rank(old, "grad_comp", feedback)
     if old.selective_grad_comp:
-        spec += f",stages=first:{old.selective_grad_comp_way}"
+        way = old.selective_grad_comp_way
+        spec += f",stages=first:{min(way, stages) if stages > 1 else way}"  # the first three of two are both
         flags += " --selective-grad-comp"
     return [(flags, spec)]
 

@@ -147,7 +147,7 @@ def test_every_flag_alone_acts_or_is_noted_or_refused() -> None:
     assert lines == (HERE / "flags_alone.txt").read_text(encoding="utf-8").splitlines()
 
 
-PP2, TP2 = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"
+PP2, TP2 = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 32"
 RESUMED = "--load x"
 # What makes a rule's fields act, by the words of the rule: (flags, processes).
 PARTNERS: dict[str, tuple[str, int]] = {
