@@ -83,6 +83,14 @@ class ParallelConfig:
         minimum=0.01,
         maximum=MOST_MINUTES,
     )
+    peer_timeout_seconds: float = option(
+        20.0,
+        "How long a process may give no sign of life before the others take it for dead. Computing, compiling and "
+        "waiting for disks are no silence; raise it to attach a debugger, which stops the whole process.",
+        unit="seconds",
+        minimum=3,
+        maximum=86_400,
+    )
     local_rank: int | None = derived(
         "LOCAL_RANK of the environment",
         "Number of this process on its node; launchers pass it.",

@@ -1,142 +1,245 @@
 """Finds out which peer is gone.
 
-A dead process cannot say so, and a collective that fails names a socket, not a rank. So every rank counts a heartbeat
-in the rendezvous store, and a rank that fails leaves its reason there. When a collective breaks, ``explain`` reads
-both; and a rank that is stuck while a peer has long been silent ends itself.
+A dead process cannot say so, and a collective that fails names a socket, not a rank. So every rank gives its neighbors
+(``megatron/topology/mesh.py``) a sign of life each second. The first to miss one, or to see its connection end, tells
+the others who is gone, and a rank that fails tells why. No rank is needed for this: rank 0, the store that it keeps and
+the launcher may be what is gone. ``explain`` says what was heard when a collective breaks; a rank whose main thread is
+stuck in one ends by itself.
+
+The signs come from a thread of their own, so a rank may compute, compile, wait for a disk or stand in pdb as long as it
+likes. What stops the whole process for longer than the limit (SIGSTOP, a debugger attached from outside, C code that
+keeps the interpreter's lock) counts as gone.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron.topology.launch import leave_reason
+from megatron.topology.mesh import LONGEST_LINE, Mesh, Peer
+
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 20.0
-"""A peer whose heartbeat stands still for this long is taken for dead."""
+"""A neighbor that gives no sign of life for this long is taken for dead."""
 EXPLAIN_SECONDS = 6.0
-"""How long ``explain`` watches heartbeats."""
-WATCH_ALL_UP_TO = 64
-"""Above this many ranks each watches its next one only."""
+"""How long ``explain`` listens for what may have broken a collective."""
+GRACE_SECONDS = 5.0
+"""What the main thread has to end by itself, with what it knows, once it is known who is gone."""
+FAILING_SECONDS = 30.0
+"""What a main thread that is ending already has."""
 
 _DONE = "done"
+_NEWS = "news "
 
 
 class Watch:
-    """This rank's heartbeat, and its view of the others'.
+    """This rank's signs of life, and its view of the others'.
 
     Args:
         rank, world_size: this process's.
-        exit_status: of a rank that ends itself because a peer is silent.
+        silent_seconds: how long a neighbor may give no sign of life.
+        exit_status: of a rank that ends itself because a peer or the launcher is gone.
+        launcher: the process id of the launcher that this process must not outlive, if any.
+        leave: ends this process.
     """
 
-    def __init__(self, rank: int, world_size: int, exit_status: int = 3) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        silent_seconds: float = SILENT_SECONDS,
+        exit_status: int = 3,
+        launcher: int | None = None,
+        leave: Callable[[int], object] = os._exit,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.exit_status = exit_status
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._prefix = f"megatron-watch/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{attempt}"
+        self._silent_beats = max(1, round(silent_seconds / BEAT_SECONDS))
+        self._launcher = launcher
+        self._leave = leave
+        self._mesh: Mesh | None = None
+        self._lock = threading.Lock()
+        """Held for calls that do not block, never while waiting."""
+        self._verdict: str | None = None
+        self._known = threading.Event()
+        self._exit_at = float("inf")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="watch", daemon=True)
-        self._store = self._connect()
-        self._store_lock = threading.Lock()
+        self._beat = 0
+        self._heard: dict[int, int] = {}
+        """The own beat at which each neighbor was last heard."""
+        self._done: set[int] = set()
 
-    def _connect(self) -> dist.TCPStore:
-        """A connection of its own: the default store's may be busy in a blocking call."""
-        return dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            timeout=timedelta(seconds=10),
-        )
+    def start(self, store: dist.Store | None = None, master: str = "localhost", local: bool = False) -> None:
+        """Meets the neighbors and begins to beat.
 
-    def start(self) -> None:
-        """Begins to beat and to watch."""
-        self._beat("0")
+        Args:
+            store: where the ranks find each other; used here only, and not at all by a rank that is alone.
+            master, local: see ``Mesh``.
+
+        Raises:
+            RuntimeError, OSError: when the store fails, or this machine has no address.
+        """
+        if self.world_size > 1:
+            assert store is not None
+            self._mesh = Mesh(self.rank, self.world_size, master, socket.gethostname(), local)
+            for problem in self._mesh.connect(store):
+                self._say(f"note: rank {self.rank}: {problem}; that it is gone will be noticed later")
         self._thread.start()
 
     def stop(self) -> None:
         """Says that this rank is done, and stops."""
         self._stop.set()
+        if self._mesh is not None:
+            self._mesh.wake()
         self._thread.join()
-        with suppress(RuntimeError):  # the store may have gone with the rank that kept it
-            self._beat(_DONE)
+        if self._mesh is not None:
+            self._mesh.tell(_DONE)
+            self._mesh.close()
 
     def report(self, reason: str) -> None:
-        """Leaves the reason why this rank fails; the first reason of all ranks is kept."""
-        text = f"rank {self.rank} failed: {(reason.splitlines() or [''])[0]}"
-        with suppress(RuntimeError), self._store_lock:
-            self._store.compare_set(f"{self._prefix}/failed", "", text)
+        """Tells the others why this rank fails, unless they know of an earlier reason."""
+        self._conclude(f"rank {self.rank} failed: {(reason.splitlines() or [''])[0]}", FAILING_SECONDS)
 
     def explain(self) -> str | None:
         """Which peer broke a collective, in words; None when every peer still answers.
 
-        Takes up to ``EXPLAIN_SECONDS``.
+        Takes up to ``EXPLAIN_SECONDS``, and a little longer where the suspicion is another rank's.
         """
-        try:
-            before = self._beats()
-            deadline = time.monotonic() + EXPLAIN_SECONDS
-            silent = set(before)
-            while time.monotonic() < deadline and silent:
-                failed = self._first_failure()
-                if failed is not None:
-                    return failed
-                time.sleep(BEAT_SECONDS / 2)
-                silent = {r for r, beat in self._beats().items() if beat == before.get(r) != _DONE}
-            return _name(sorted(silent)) if silent else None
-        except RuntimeError:
-            return "the rank or launcher that keeps the rendezvous store is gone"
+        with self._lock:
+            self._exit_at = time.monotonic() + FAILING_SECONDS  # the caller is about to end this process
+        if not self._known.wait(EXPLAIN_SECONDS):
+            with self._lock:
+                silent = self._silent(round(EXPLAIN_SECONDS / BEAT_SECONDS) - 1)
+            if silent:
+                self._conclude(self._name(silent), FAILING_SECONDS)
+            else:
+                self._known.wait(2 * BEAT_SECONDS)
+        return self._verdict
 
-    def _beat(self, value: str) -> None:
-        with self._store_lock:
-            self._store.set(f"{self._prefix}/beat/{self.rank}", value)
+    def _conclude(self, verdict: str, grace: float) -> None:
+        """Passes on who is gone; the first verdict that a rank hears of is the one that it keeps.
 
-    def _first_failure(self) -> str | None:
-        key = f"{self._prefix}/failed"
-        with self._store_lock:
-            return self._store.get(key).decode() if self._store.check([key]) else None
-
-    def _beats(self) -> dict[int, str]:
-        """Heartbeats of the ranks that this one watches and that have begun to beat."""
-        if self.world_size <= WATCH_ALL_UP_TO:
-            watched = [r for r in range(self.world_size) if r != self.rank]
-        else:
-            watched = [(self.rank + 1) % self.world_size]
-        beats = {}
-        for r in watched:
-            key = f"{self._prefix}/beat/{r}"
-            with self._store_lock:
-                if self._store.check([key]):
-                    beats[r] = self._store.get(key).decode()
-        return beats
+        Args:
+            verdict: in words.
+            grace: seconds until this process is ended, if it does not end by itself.
+        """
+        with self._lock:
+            if self._verdict is None:
+                self._verdict = verdict
+                self._exit_at = min(self._exit_at, time.monotonic() + grace)
+                if self._mesh is not None:
+                    self._mesh.tell(_NEWS + verdict[: LONGEST_LINE // 5])  # a character has up to four bytes
+        self._known.set()
 
     def _loop(self) -> None:
-        beat = 0
-        standing: dict[int, tuple[str, int]] = {}
-        while not self._stop.wait(BEAT_SECONDS):
-            beat += 1
-            try:
-                self._beat(str(beat))
-                current = self._beats()
-            except RuntimeError:
-                return  # the store is gone; the collectives will fail, and explain will say so
-            for r, value in current.items():
-                # Counted in own beats, not in wall-clock time: a machine that slept has not seen anyone die.
-                same, since = standing.get(r, ("", beat))
-                standing[r] = (value, since if value == same else beat)
-            limit = SILENT_SECONDS / BEAT_SECONDS
-            silent = [r for r, (value, since) in standing.items() if value != _DONE and beat - since >= limit]
+        due = time.monotonic()
+        while not self._stop.is_set():
+            now = time.monotonic()
+            if now >= due:
+                due = now + BEAT_SECONDS
+                self._on_beat()
+            if now >= self._exit_at:
+                said = f"rank {self.rank}: {self._verdict}"
+                leave_reason(said)
+                self._say(said)
+                self._leave(self.exit_status)
+                return
+            if self._mesh is None:
+                self._stop.wait(BEAT_SECONDS)
+            else:
+                self._mesh.wait(max(min(due, self._exit_at) - time.monotonic(), 0.0))
+                for verdict in self._take_in():
+                    self._conclude(verdict, GRACE_SECONDS)
+
+    def _on_beat(self) -> None:
+        # Time is counted in own beats: a machine or a process that stood still has not seen anyone die.
+        self._beat += 1
+        if self._launcher is not None and os.getppid() != self._launcher:
+            self._conclude(f"rank {self.rank} failed: its launcher is gone", 0.0)
+        if self._mesh is not None:
+            with self._lock:
+                self._mesh.tell("")
+                silent = self._silent(self._silent_beats)
             if silent:
-                sys.stderr.write(f"rank {self.rank}: {_name(silent)}\n")
+                self._conclude(self._name(self._silent(self._silent_beats - 2)), 0.0)
+
+    def _take_in(self) -> list[str]:
+        """What follows from what the neighbors have said."""
+        assert self._mesh is not None
+        verdicts = []
+        with self._lock:
+            for peer in self._mesh.peers.values():
+                if peer.lines or peer.rank not in self._heard:
+                    self._heard[peer.rank] = self._beat
+                self._done |= {peer.rank} if _DONE in peer.lines else set()
+                verdicts += [line.removeprefix(_NEWS) for line in peer.lines if line.startswith(_NEWS)]
+                peer.lines.clear()
+                if peer.closed and peer.rank not in self._done:
+                    verdicts.append(
+                        f"rank {peer.rank} on {peer.host} stopped answering: killed, or crashed (its connection ended)"
+                    )
+        return verdicts
+
+    def _silent(self, beats: int) -> list[Peer]:
+        """Neighbors that gave no sign of life for so many of this rank's own beats."""
+        if self._mesh is None:
+            return []
+        return [
+            self._mesh.peers[rank]
+            for rank, heard in self._heard.items()
+            if rank not in self._done and self._beat - heard >= beats
+        ]
+
+    def _name(self, silent: list[Peer]) -> str:
+        hosts: dict[str, list[int]] = defaultdict(list)
+        for peer in silent:
+            hosts[peer.host].append(peer.rank)
+        who = ", ".join(f"{_ranks(ranks)} on {host}" for host, ranks in hosts.items())
+        seconds = max(self._beat - self._heard[peer.rank] for peer in silent) * BEAT_SECONDS
+        return f"{who} stopped answering: no sign of life for {seconds:.0f} s (hung, or the machine or network is gone)"
+
+    def _say(self, text: str) -> None:
+        def write() -> None:
+            with suppress(OSError, ValueError):  # whoever read it has gone
+                sys.stderr.write(f"{text}\n")
                 sys.stderr.flush()
-                os._exit(self.exit_status)
+
+        # A pipe that nobody reads must not keep this process alive.
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        writer.join(BEAT_SECONDS)
 
 
-def _name(ranks: list[int]) -> str:
-    which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    return f"{which} stopped answering (killed, or hung)"
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
+
+
+def launcher_pid() -> int | None:
+    """The process id of the torchrun that started this process and that it must not outlive; None without one.
+
+    Ranks that a shell, srun or ssh started may outlive it on purpose (nohup, setsid), or are ended by its own means.
+    What started a worker of torchrun is torchrun; 0, which no process has, when that is gone already.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    parent = os.getppid()
+    if parent == 1:  # an orphan's, unless torchrun is what a container runs
+        try:
+            name = Path("/proc/1/comm").read_text()
+        except OSError:
+            return 0
+        return parent if name.startswith(("pt_", "python", "torchrun")) else 0
+    return parent

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +24,9 @@ from megatron.topology.group import first_line
 _NUMBER = re.compile(r"\s*-?[0-9]{1,18}\s*", re.ASCII)
 _MOST_LOCAL = 1 << 16
 """Processes on a machine."""
+_T = TypeVar("_T")
+_SPARE_SECONDS = 2.0
+"""torch's own time-out, which says more, comes first."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,12 @@ class LaunchEnvironment:
     rank: int
     world_size: int
     local_rank: int
+    local_world_size: int | None = None
+
+    @property
+    def one_machine(self) -> bool:
+        """All ranks are known to be on this machine."""
+        return self.local_world_size == self.world_size
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -56,7 +73,8 @@ class LaunchEnvironment:
             local = _number("SLURM_LOCALID") if local_rank is None else local_rank
         if world_size is not None:
             _check_port()
-        return LaunchEnvironment(rank or 0, 1 if world_size is None else world_size, local or 0)
+        local_world_size = _number("LOCAL_WORLD_SIZE")
+        return LaunchEnvironment(rank or 0, 1 if world_size is None else world_size, local or 0, local_world_size)
 
 
 def _number(*names: str) -> int | None:
@@ -92,24 +110,52 @@ def meet(env: LaunchEnvironment, timeout_minutes: float) -> dist.Store:
     Raises:
         CommunicationError: when nobody keeps it there.
     """
-    os.environ.setdefault("MASTER_ADDR", _first_host(os.environ.get("SLURM_STEP_NODELIST", "localhost")))
-    os.environ.setdefault("MASTER_PORT", "6000")
-    launchers = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    try:
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
+    master = os.environ.setdefault("MASTER_ADDR", _first_host(os.environ.get("SLURM_STEP_NODELIST", "localhost")))
+    port = os.environ.setdefault("MASTER_PORT", "6000")
+    timeout = timedelta(minutes=timeout_minutes)
+    keeps = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+    def connect() -> dist.Store:
+        return dist.TCPStore(
+            master,
+            int(port),
             env.world_size,
-            is_master=env.rank == 0 and not launchers,
-            timeout=timedelta(minutes=timeout_minutes),
+            is_master=keeps,
+            timeout=timeout,
             wait_for_workers=False,
             multi_tenant=True,
         )
+
+    try:
+        # torch waits for ever for the first answer of a listener that accepts.
+        store = _within(timeout.total_seconds() + _SPARE_SECONDS, connect)
     except (RuntimeError, ValueError) as error:
         raise _cannot_join(env, error) from error
+    except TimeoutError as error:
+        said = f"what listens there has not answered as a rendezvous does {error}"
+        raise _cannot_join(env, TimeoutError(f"{said}: another service, or a rank 0 that hangs?")) from error
     # torchrun's store outlives the workers. After a restart the new ones would find what the old ones left there,
     # and wait for processes that are gone.
     return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _within(seconds: float, call: Callable[[], _T]) -> _T:
+    """What a call returns or raises; a TimeoutError when it takes longer, in a thread that is left behind."""
+    done: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="rendezvous", daemon=True).start()
+    try:
+        return done.result(seconds)
+    except FutureTimeoutError:
+        if done.done():
+            raise
+        raise TimeoutError(f"in {seconds:.0f} s") from None
 
 
 def init_process_group(
@@ -146,6 +192,16 @@ def _first_host(nodes: str) -> str:
     """The first host of a Slurm node list such as ``rack[07-09,12]-a,login``."""
     match = re.match(r"([^,\[]*)(?:\[([^],-]*)[^]]*\]([^,\[]*))?", nodes)
     return "".join(part or "" for part in match.groups()) if match else nodes
+
+
+def leave_reason(text: str) -> None:
+    """Writes why this rank failed where torchrun looks for it, so that this is what the launcher says."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        line = (text.splitlines() or [""])[0]
+        now = str(int(time.time()))
+        with suppress(OSError), open(path, "w") as file:
+            json.dump({"message": {"message": line, "extraInfo": {"py_callstack": line, "timestamp": now}}}, file)
 
 
 def shutdown() -> None:

@@ -52,9 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = resolve(parsed, env)
         check_machine(config, env)
         writes = env.rank == 0 and not config.validation.skip_train
+        parallel = config.parallel
         with owned_save_folder(config.checkpoint, print) if writes else nullcontext() as lock:
-            sections = {name: getattr(config, name) for name in run_sections()}
-            ranks.join(config.parallel.distributed_backend, config.parallel.distributed_timeout_minutes, sections)
+            ranks.join(
+                parallel.distributed_backend,
+                parallel.distributed_timeout_minutes,
+                {name: getattr(config, name) for name in run_sections()},
+                peer_timeout_seconds=parallel.peer_timeout_seconds,
+            )
             run(config, parsed.notes, env, started, lock)
 
     return run_program(body)

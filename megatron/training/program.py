@@ -14,8 +14,9 @@ import torch
 from megatron.compression.options import CompressorFault
 from megatron.config.errors import UserError
 from megatron.topology.errors import CommunicationError, LaunchError
-from megatron.topology.health import Watch
-from megatron.topology.launch import LaunchEnvironment, init_process_group, shutdown
+from megatron.topology.group import first_line
+from megatron.topology.health import SILENT_SECONDS, Watch, launcher_pid
+from megatron.topology.launch import LaunchEnvironment, init_process_group, leave_reason, shutdown
 from megatron.training.identity import identity_of
 from megatron.training.meeting import LEAVE_SECONDS, Meeting
 
@@ -47,7 +48,12 @@ class Ranks:
         self.meeting: Meeting | None = None
 
     def join(
-        self, backend: str, timeout_minutes: float, sections: Mapping[str, Any], notes: Sequence[str] = ()
+        self,
+        backend: str,
+        timeout_minutes: float,
+        sections: Mapping[str, Any],
+        notes: Sequence[str] = (),
+        peer_timeout_seconds: float = SILENT_SECONDS,
     ) -> None:
         """Meets the others, if any; rank 0 prints the notes on the flags.
 
@@ -55,18 +61,27 @@ class Ranks:
             backend, timeout_minutes: of the process group.
             sections: of the command's flags, by name, which must be the same on all ranks.
             notes: on the flags.
+            peer_timeout_seconds: how long a rank may give no sign of life before the others end.
 
         Raises:
             UserError: on every rank, when flags, code or files differ, or another rank refuses its own.
             CommunicationError: when they do not come.
         """
-        if self.env.world_size > 1:
+        env, launcher = self.env, launcher_pid()
+        if env.world_size > 1:
             identity = identity_of(sections)
-            self.meeting = Meeting(self.env, timeout_minutes)
+            self.meeting = Meeting(env, timeout_minutes)
             self.meeting.agree(identity)
-            init_process_group(self.env, backend, timeout_minutes, self.meeting.store)
-            self.watch = Watch(self.env.rank, self.env.world_size)
-            self.watch.start()
+        store = self.meeting.store if self.meeting is not None else None
+        if store is not None or launcher is not None:
+            watch = Watch(env.rank, env.world_size, silent_seconds=peer_timeout_seconds, launcher=launcher)
+            try:
+                watch.start(store, os.environ.get("MASTER_ADDR", "localhost"), local=env.one_machine)
+            except (RuntimeError, OSError) as error:
+                raise CommunicationError(f"rank {env.rank} cannot meet its neighbors: {first_line(error)}") from error
+            self.watch = watch
+        if store is not None:
+            init_process_group(env, backend, timeout_minutes, store)
         if self.env.rank == 0:
             for note in notes:
                 print(f"note: {note}", file=sys.stderr)
@@ -92,6 +107,7 @@ class Ranks:
                 print(text, file=sys.stderr, flush=True)
         if not speaks:
             time.sleep(_RANK_0_SPEAKS_SECONDS)
+        leave_reason(f"rank {self.env.rank} failed: {reason}" if reason else text)
         if self.watch is not None:
             if status != EXIT_PEER_LOST:
                 self.watch.report(reason or text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -207,6 +208,46 @@ def test_hosts_that_miss_another_do_not_wait_long(
                 assert (inside.returncode, inside.stdout) == (0, "")
         assert hosts.run([str(tmp_path / "exit.py")], timeout=0.5) == 124
         assert "netlab: time-out after 0.5 s" in capfd.readouterr().err
+
+
+MEMBER = """
+import os, pathlib, sys, torch, torch.distributed as dist
+from megatron.training.program import run_program
+from megatron.topology.launch import LaunchEnvironment
+
+def body(ranks):
+    ranks.join("gloo", 10.0)
+    for step in range(10**9):
+        dist.all_reduce(torch.ones(1000))
+        if step == 100:
+            pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
+
+raise SystemExit(run_program(body))
+"""
+
+
+def test_ranks_end_when_another_machine_vanishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The cable of the machine with rank 0, the store and the first launcher is pulled: no connection ends by that."""
+    (tmp_path / "member.py").write_text(MEMBER)
+    monkeypatch.setenv("PYTHONPATH", str(REPO))
+    with netlab.Lab([None, None]) as lab:
+        command = [str(tmp_path / "member.py"), str(tmp_path)]
+        thread = threading.Thread(target=lab.run, args=(command,), kwargs={"ranks_per_host": 2}, daemon=True)
+        thread.start()
+        marks = [tmp_path / str(rank) for rank in range(4)]
+        for mark in marks:
+            _wait_for(mark)
+        time.sleep(0.2)
+        pids = [int(mark.read_text()) for mark in marks]
+        subprocess.run(["ip", "link", "set", lab.link(0), "down"], check=True)
+        assert have_ended(pids, 30.0)
+    thread.join(30)
+    err = capfd.readouterr().err
+    name = re.escape(socket.gethostname())
+    for here, gone in (("01", "23"), ("23", "01")):  # torchrun may end a host's other rank before it has spoken
+        assert re.search(rf"rank [{here}]: ranks? [{gone}, ]+ on {name} stopped answering: no sign of life", err), err
 
 
 BUSY = """

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
+import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron.topology.errors import CommunicationError, LaunchError
-from megatron.topology.launch import LaunchEnvironment, init_process_group, pick_device
+from megatron.topology.launch import LaunchEnvironment, init_process_group, leave_reason, pick_device
 from megatron.training.program import run_program
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
@@ -94,6 +99,38 @@ def test_a_failed_rendezvous_names_the_address(monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(CommunicationError, match=f"rank 1 of 2 cannot join the process group at {first}:no-port"):
         init_process_group(env, "gloo", 0.1)
     monkeypatch.delenv("MASTER_ADDR")
+
+
+@pytest.mark.parametrize("launchers", ["True", ""])
+def test_a_listener_that_stays_silent_is_given_the_time_out_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, launchers: str
+) -> None:
+    monkeypatch.setattr("megatron.topology.launch._SPARE_SECONDS", 0.2)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", launchers)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        start = time.monotonic()
+        what = (
+            "what listens there has not answered as a rendezvous does in 2 s: another service, or a rank 0 that hangs?"
+        )
+        where = f"rank 1 of 2 cannot join the process group at 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT): {what}"
+        with pytest.raises(CommunicationError, match=re.escape(where)):
+            init_process_group(LaunchEnvironment(1, 2, 1), "gloo", 1.3 / 60)
+        assert time.monotonic() - start < 10
+
+
+def test_the_reason_is_left_where_torchrun_looks_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    leave_reason("nobody asked")
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    leave_reason("rank 1 failed: ValueError: bad\nmore")
+    failure = ProcessFailure(local_rank=1, pid=1, exitcode=1, error_file=str(path))
+    said = ChildFailedError("x", {1: failure}).format_msg()
+    assert said.splitlines()[-2] == "  traceback : rank 1 failed: ValueError: bad"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "folder"))
+    leave_reason("a disk that is full changes nothing")
 
 
 def test_gloo_lives_on_the_cpu() -> None:

@@ -1,0 +1,236 @@
+"""Lines of text between neighboring ranks, over TCP connections that need no master.
+
+Each rank keeps connections to the ranks at distances 1, 2, 4, ... on a ring, both ways: 23 of them in a world of 4,096.
+What one rank tells its neighbors, and they theirs, reaches every rank in a few steps, whoever is gone.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import json
+import secrets
+import selectors
+import socket
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+CONNECT_SECONDS = 10.0
+LONGEST_LINE = 2000
+"""Bytes; a connection that sends a longer line is none of ours."""
+MOST_STRANGERS = 64
+"""Connections that have not said whose they are; more than neighbors at any world size."""
+
+
+def neighbors(rank: int, world_size: int) -> list[int]:
+    """The ranks that a rank keeps connections to; the relation is mutual."""
+    found = set()
+    distance = 1
+    while distance < world_size:
+        found |= {(rank + distance) % world_size, (rank - distance) % world_size}
+        distance *= 2
+    return sorted(found - {rank})
+
+
+@dataclass
+class Peer:
+    """A neighbor and the connection to it.
+
+    Attributes:
+        rank, host: of the neighbor.
+        link: the connection.
+        lines: what it has said and nobody has read; an empty one is a sign of life.
+        closed: the connection has ended.
+    """
+
+    rank: int
+    host: str
+    link: socket.socket
+    lines: list[str] = field(default_factory=list)
+    closed: bool = False
+    _coming: bytes = b""
+    _going: bytes = b""
+
+    def tell(self, line: str) -> None:
+        """Sends a line, now or, where the connection takes no more, with a later one."""
+        if line or not self._going:  # signs of life need not queue up
+            self._going += f"{line}\n".encode()
+        if not self.closed:
+            try:
+                self._going = self._going[self.link.send(self._going) :]
+            except BlockingIOError:
+                pass  # nobody reads there: a later line will try again
+            except OSError:
+                self._going = b""  # it has ended; reading says so, after what came last
+
+    def read(self) -> None:
+        """Takes in what has come, without waiting."""
+        try:
+            data = self.link.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        *lines, self._coming = (self._coming + data).split(b"\n")
+        self.lines += [line.decode(errors="replace") for line in lines]
+        self.closed = not data or len(self._coming) > LONGEST_LINE
+
+
+class Mesh:
+    """This rank's listener and its connections.
+
+    One thread waits and reads. Others may ``tell`` and ``wake``, one at a time.
+
+    Args:
+        rank, world_size: this process's.
+        master: the host name or address at which the ranks meet; it says which of this machine's addresses to use.
+        host: what to call this machine.
+        local: all ranks are on this machine.
+    """
+
+    def __init__(self, rank: int, world_size: int, master: str, host: str, local: bool = False) -> None:
+        self.rank = rank
+        self.neighbors = neighbors(rank, world_size)
+        self.peers: dict[int, Peer] = {}
+        self._host = host
+        self._hosts: dict[int, str] = {}
+        self._token = secrets.token_hex(16)
+        self._strangers: dict[socket.socket, Peer] = {}
+        family, address = _own_address(master)
+        loopback = ipaddress.ip_address(address).is_loopback
+        # A machine may know itself by a loopback address where others know it by the same name and another one.
+        self._address = master if loopback else address
+        self._listener = socket.socket(family, socket.SOCK_STREAM)
+        self._listener.bind(("" if loopback and not local else address, 0))
+        self._listener.listen(64)
+        self._listener.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._waker, self._woken = socket.socketpair()
+        for end in (self._waker, self._woken):
+            end.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+
+    def connect(self, store: dist.Store) -> list[str]:
+        """Says in the store where this rank listens, and connects to its neighbors of lower rank; the others call.
+
+        Returns:
+            A line for each neighbor that cannot be reached.
+
+        Raises:
+            RuntimeError: when the store fails, or a neighbor does not come within the store's time-out.
+        """
+        port = self._listener.getsockname()[1]
+        own = {"address": self._address, "port": port, "token": self._token, "host": self._host}
+        store.set(f"neighbor/{self.rank}", json.dumps(own))
+        problems = []
+        for rank in self.neighbors:
+            place: dict[str, Any] = json.loads(store.get(f"neighbor/{rank}"))
+            self._hosts[rank] = place["host"]
+            if rank < self.rank:
+                try:
+                    link = socket.create_connection((place["address"], place["port"]), CONNECT_SECONDS)
+                except OSError as error:
+                    where = f"{place['address']}:{place['port']}"
+                    problems.append(f"rank {rank} on {place['host']} cannot be reached at {where}: {error}")
+                    continue
+                peer = self._add(rank, link)
+                peer.tell(f"{self.rank} {place['token']}")
+        return problems
+
+    def _add(self, rank: int, link: socket.socket) -> Peer:
+        link.setblocking(False)
+        with suppress(OSError):
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer = Peer(rank, self._hosts[rank], link)
+        self.peers[rank] = peer
+        self._selector.register(link, selectors.EVENT_READ, peer)
+        return peer
+
+    def wait(self, seconds: float) -> None:
+        """Reads what comes; returns when something has, or ``wake`` was called, or the time is over."""
+        for key, _ in self._selector.select(seconds):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is self._woken:
+                with suppress(BlockingIOError):
+                    self._woken.recv(64)
+            elif isinstance(key.data, Peer):
+                key.data.read()
+                if key.data.closed:
+                    self._forget(key.data.link)
+            elif isinstance(key.fileobj, socket.socket):
+                self._introduce(key.fileobj)
+
+    def wake(self) -> None:
+        """Ends a ``wait`` in another thread."""
+        with suppress(OSError):
+            self._waker.send(b"\0")
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            link, _ = self._listener.accept()
+            link.setblocking(False)
+            if len(self._strangers) == MOST_STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                self._forget(oldest)
+            self._strangers[link] = Peer(-1, "", link)
+            self._selector.register(link, selectors.EVENT_READ)
+
+    def _introduce(self, link: socket.socket) -> None:
+        """Makes a connection that was accepted a neighbor's, once it has said whose it is and the listener's token."""
+        stranger = self._strangers[link]
+        stranger.read()
+        if stranger.lines:
+            name, _, token = stranger.lines.pop(0).partition(" ")
+            rank = int(name) if name.isdecimal() and len(name) < 10 else -1
+            if secrets.compare_digest(token.encode(), self._token.encode()) and rank in self._hosts:
+                self._selector.unregister(link)
+                del self._strangers[link]
+                peer = self._add(rank, link)
+                peer.lines, peer._coming, peer.closed = stranger.lines, stranger._coming, stranger.closed
+                if peer.closed:
+                    self._forget(link)
+                return
+            stranger.closed = True
+        if stranger.closed:
+            del self._strangers[link]
+            self._forget(link)
+
+    def _forget(self, link: socket.socket) -> None:
+        self._selector.unregister(link)
+        link.close()
+
+    def tell(self, line: str) -> None:
+        """Sends a line to all neighbors."""
+        for peer in list(self.peers.values()):
+            peer.tell(line)
+
+    def close(self) -> None:
+        """Ends all connections; what was told before arrives."""
+        for peer in self.peers.values():
+            if not peer.closed:
+                with suppress(OSError):
+                    peer.link.shutdown(socket.SHUT_WR)
+                peer.read()  # a connection closed with something unread is reset, which may overtake what was told
+                peer.link.close()
+        for link in [*self._strangers, self._listener, self._waker, self._woken]:
+            link.close()
+        self._selector.close()
+
+
+def _own_address(master: str) -> tuple[socket.AddressFamily, str]:
+    """The address of this machine that its connections to another one come from."""
+    problem: OSError = OSError(errno.EHOSTUNREACH, f"no address for {master}")
+    for family, kind, _, _, target in socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM):
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.connect(target)  # sends nothing
+                return family, str(probe.getsockname()[0])
+        except OSError as error:
+            problem = error
+    raise problem
