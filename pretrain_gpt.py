@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Pretrains GPT. On one process: ``python pretrain_gpt.py FLAGS``; on several: ``torchrun ... pretrain_gpt.py FLAGS``.
+"""Pretrains GPT. On one process: ``python pretrain_gpt.py FLAGS``; on several:
+``python tools/launch.py --nproc-per-node N pretrain_gpt.py FLAGS``, or under torchrun.
 
 ``--help`` lists the flags, grouped; ``--config FILE.yaml`` takes the same names.
 """

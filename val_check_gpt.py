@@ -37,7 +37,7 @@ DESCRIPTION = """Validation losses of a run's checkpoints, all on the same sampl
 
     python val_check_gpt.py --load checkpoints
     python val_check_gpt.py --load checkpoints --first 1000 --step 1000 --valid-data-path other --output losses.json
-    torchrun --nproc-per-node 4 val_check_gpt.py --load checkpoints
+    python tools/launch.py --nproc-per-node 4 val_check_gpt.py --load checkpoints
     python val_check_gpt.py --get_val_ppls --src_ckpt_path checkpoints --val_start_iteration 1000 \\
         --val_target_iteration 9000 --val_ckpt_interval 1000 --val_ppls_save_path losses --experiment_name mine
 

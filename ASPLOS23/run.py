@@ -248,7 +248,7 @@ def start(run: Run, how: str) -> None:
     run.out.mkdir(parents=True, exist_ok=True)
     if how == "local":
         (run.out / "log.jsonl").unlink(missing_ok=True)
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *run.command()[1:]]
+        words = [sys.executable, "tools/launch.py", "--standalone", *run.command()[1:]]
         env, given = {"OMP_NUM_THREADS": "1", **os.environ}, None
     else:
         words = run.slurm() if how == "slurm" else run.lsf()

@@ -93,7 +93,7 @@ if [ -f "$RUN/latest_checkpointed_iteration.txt" ]; then START=(--load "$RUN"); 
 
 before=$(evaluate "$OUT/gpt2")
 echo "before:$before"
-"$PYTHON" -m torch.distributed.run --standalone --nproc-per-node $((STAGES * REPLICAS)) pretrain_gpt.py \
+"$PYTHON" tools/launch.py --standalone --nproc-per-node $((STAGES * REPLICAS)) pretrain_gpt.py \
   "${START[@]}" --use-checkpoint-args --save "$RUN" --save-interval "$PER_EPOCH" \
   --pipeline-model-parallel-size "$STAGES" --micro-batch-size "$MICRO_BATCH" --global-batch-size "$BATCH" \
   --train-data-path "$OUT/train_text_document" --valid-data-path "$OUT/valid_text_document" \

@@ -19,7 +19,7 @@ MERGE_FILE=${MERGE_FILE:-gpt2-merges.txt}
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-checkpoints/gpt3_175b}
 
 # shellcheck disable=SC2086  # the blend is several words
-srun torchrun --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" \
+srun python tools/launch.py --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" \
   --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "${SLURM_JOB_ID:-0}" \
   pretrain_gpt.py \
   --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --sequence-parallel \

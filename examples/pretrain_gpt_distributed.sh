@@ -14,7 +14,7 @@ VOCAB_FILE=${VOCAB_FILE:-gpt2-vocab.json}
 MERGE_FILE=${MERGE_FILE:-gpt2-merges.txt}
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-checkpoints/gpt2_345m_distributed}
 
-torchrun --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
+python tools/launch.py --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
   --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
   pretrain_gpt.py \
   --num-layers 24 --hidden-size 1024 --num-attention-heads 16 \

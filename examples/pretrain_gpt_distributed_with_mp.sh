@@ -13,7 +13,7 @@ VOCAB_FILE=${VOCAB_FILE:-gpt2-vocab.json}
 MERGE_FILE=${MERGE_FILE:-gpt2-merges.txt}
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-checkpoints/gpt2_345m_mp}
 
-torchrun --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
+python tools/launch.py --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
   --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
   pretrain_gpt.py \
   --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel \

@@ -24,7 +24,7 @@ if [ -e "$CHECKPOINT_PATH/latest_checkpointed_iteration.txt" ]; then
   LOAD_PATH=$CHECKPOINT_PATH
 fi
 
-torchrun --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
+python tools/launch.py --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
   --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
   pretrain_gpt.py \
   --num-layers 24 --hidden-size 1024 --num-attention-heads 16 \

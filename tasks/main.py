@@ -23,7 +23,7 @@ DESCRIPTION = """Evaluates a checkpoint of any layout on a task, on one process 
 
     python tasks/main.py --task WIKITEXT103 --valid-data wiki.test.tokens --load DIR
     python tasks/main.py --task LAMBADA --valid-data lambada_test.jsonl --strict-lambada --load DIR
-    torchrun --nproc-per-node 4 tasks/main.py --tensor-model-parallel-size 2 ... --load DIR
+    python tools/launch.py --nproc-per-node 4 tasks/main.py --tensor-model-parallel-size 2 ... --load DIR
 
 WIKITEXT103 takes any text: the loss of each token, the perplexity, and the perplexity by words as they were before
 the spelling of WikiText (undone where the path holds "wiki"). LAMBADA takes JSON lines with a field text, whose last

@@ -33,7 +33,8 @@ DESCRIPTION = """Evaluates a checkpoint on tasks of lm-evaluation-harness.
     pip install -e '.[evaluation]'
     python tools/evaluate_lm.py --load checkpoints --tasks lambada_openai hellaswag
     python tools/evaluate_lm.py --load checkpoints --tasks my_task --include-path folder_of_my_task_yaml
-    torchrun --nproc-per-node 2 tools/evaluate_lm.py --tensor-model-parallel-size 2 --load checkpoints --tasks ...
+    python tools/launch.py --nproc-per-node 2 tools/evaluate_lm.py \\
+        --tensor-model-parallel-size 2 --load checkpoints --tasks ...
 
 --via adapter (the default) asks the checkpoint directly, on any layout; --via hf exports it to a Hugging Face folder
 and lets the harness's own model read that, which needs a GPT-2 or Llama architecture and one process. Both give the

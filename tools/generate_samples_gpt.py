@@ -33,7 +33,7 @@ DESCRIPTION = """Generates text from a checkpoint of any layout, on one process 
     python tools/generate_samples_gpt.py --load DIR --num-samples 8 --genfile samples.jsonl
     python tools/generate_samples_gpt.py --load DIR --sample-input-file prompts.txt
     python tools/generate_samples_gpt.py --load DIR                             asks for prompts
-    torchrun --nproc-per-node 4 tools/generate_samples_gpt.py --tensor-model-parallel-size 2
+    python tools/launch.py --nproc-per-node 4 tools/generate_samples_gpt.py --tensor-model-parallel-size 2
         --pipeline-model-parallel-size 2 --load DIR ...                         a model split over four processes
 
 The model's shape and the tokenizer come from the checkpoint; tokenizer flags replace the latter, for files that have

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes one trace of those that the ranks of a run wrote, for https://ui.perfetto.dev or chrome://tracing.
 
-    torchrun ... pretrain_gpt.py ... --profile-trace traces
+    python tools/launch.py ... pretrain_gpt.py ... --profile-trace traces
     python tools/merge_traces.py traces -o trace.json.gz
 
 Clocks of different machines are aligned by the barrier that the ranks passed just before the first traced iteration

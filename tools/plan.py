@@ -3,7 +3,7 @@
 
     python tools/plan.py --config run.yaml --cluster cluster.yaml             the run as it is, and the fastest ones
     python tools/plan.py --config run.yaml --cluster cluster.yaml --no-search the run as it is
-    torchrun --nproc-per-node 8 tools/plan.py --config run.yaml --cluster cluster.yaml --measure
+    python tools/launch.py --nproc-per-node 8 tools/plan.py --config run.yaml --cluster cluster.yaml --measure
 
 --config is what pretrain_gpt.py --config reads (and writes, to config.yaml beside its checkpoints). --cluster describes
 the devices and links; examples/clusters holds some. --measure fills its rates in by a probe of about a minute on the

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Draws how long the largest gradients stay where they are, from a run with --log-gradients.
 
-    torchrun ... pretrain_gpt.py ... --log-gradients --log-gradients-interval 100 --log-json-file log.jsonl
+    python tools/launch.py ... pretrain_gpt.py ... --log-gradients \\
+        --log-gradients-interval 100 --log-json-file log.jsonl
     python tools/plot_grad_distribution.py log.jsonl -o gradients.png
     torchrun ... pretrain_gpt.py ... --log-gradients --log-gradients-bins 200 --log-json-file log.jsonl
     python tools/plot_grad_distribution.py log.jsonl --places places.png --only layers.2.mlp

@@ -31,7 +31,8 @@ DESCRIPTION = """Serves a trained model over HTTP, on one process or, under torc
 
     pip install -e '.[server]'
     python tools/run_text_generation_server.py --load DIR                       then open http://127.0.0.1:5000
-    torchrun --nproc-per-node 2 tools/run_text_generation_server.py --tensor-model-parallel-size 2 --load DIR
+    python tools/launch.py --nproc-per-node 2 tools/run_text_generation_server.py --tensor-model-parallel-size 2 \\
+        --load DIR
 
     curl -X PUT localhost:5000/api -H 'Content-Type: application/json' \\
         -d '{"prompts": ["Once upon a time"], "tokens_to_generate": 32}'

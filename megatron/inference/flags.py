@@ -40,7 +40,7 @@ class ModelFlags:
     tensor_model_parallel_size: int = option(1, "Ranks that each layer is split over.", unit="ranks", minimum=1)
     pipeline_model_parallel_size: int = option(1, "Stages that the layers are split into.", unit="stages", minimum=1)
     distributed_backend: Literal["nccl", "gloo"] = derived(
-        "nccl with CUDA, else gloo", "Between the processes that torchrun started."
+        "nccl with CUDA, else gloo", "Between the processes that the launcher started."
     )
     distributed_timeout_minutes: float = option(
         10.0, "How long a rank waits for another.", unit="minutes", minimum=0.01, maximum=MOST_MINUTES

@@ -26,10 +26,10 @@ def test_what_the_script_asks_for() -> None:
 
 
 def _words_of_ranks(tmp_path: Path, **env: str) -> tuple[list[int], list[str]]:
-    """A job's exit values, and what it starts as torchrun, which here only writes its arguments down."""
+    """A job's exit values, and what it starts as Python, which here only writes its arguments down."""
     record = tmp_path / "argv"
-    (tmp_path / "torchrun").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > "{record}"\n')
-    (tmp_path / "torchrun").chmod(0o755)
+    (tmp_path / "python").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > "{record}"\n')
+    (tmp_path / "python").chmod(0o755)
     values = run_job(SCRIPT, tmp_path, {"RUN_DIR": str(tmp_path / "run"), **env}, limits_s=[30.0], warning_s=0.0)
     return values, record.read_text().splitlines() if record.exists() else []
 

@@ -40,12 +40,12 @@ def have_ended(pids: Iterable[int], patience: float = 20.0) -> bool:
 
 def kill_tree(pid: int) -> None:
     """Kills a process and its descendants, those that left its session included (torchrun's workers do)."""
-    for each in [pid, *_descendants(pid)]:
+    for each in [pid, *descendants(pid)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(each, signal.SIGKILL)
 
 
-def _descendants(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     """Children of a process and theirs, as /proc knows them; none where there is no /proc."""
     children: dict[int, list[int]] = defaultdict(list)
     for stat in Path("/proc").glob("[0-9]*/stat"):

@@ -1,4 +1,4 @@
-"""Runs the command lines as a user does: on one process, under torchrun, or as N processes to be killed."""
+"""Runs the command lines as a user does: on one process, under the launcher, or as N processes to be killed."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def run_cli(
     timeout: float = 240.0,
     torchrun_args: Sequence[str] = (),
 ) -> CliResult:
-    """Runs ``python ARGV`` in the repository's folder; with more than one process through torchrun.
+    """Runs ``python ARGV`` in the repository's folder; with more than one process through tools/launch.py.
 
     Args:
         world_size: processes; 1 runs Python itself.
         argv: the script and its arguments.
         env: environment variables added.
         timeout: seconds; then the command and its children are killed.
-        torchrun_args: arguments of torchrun, as ``--max-restarts``; with any, 1 process runs under it too.
+        torchrun_args: arguments of the launcher, as ``--max-restarts``; with any, 1 process runs under it too.
 
     Raises:
         AssertionError: when the time is over; with the output so far.
@@ -66,8 +66,7 @@ def run_cli(
     command = [sys.executable, *argv]
     if world_size > 1 or torchrun_args:
         launcher = [
-            "-m",
-            "torch.distributed.run",
+            "tools/launch.py",
             "--standalone",
             f"--nproc-per-node={world_size}",
             *torchrun_args,

@@ -35,7 +35,7 @@ WORLDS = {
 def _recorded_arguments(script: Path, folder: Path) -> list[str]:
     """Runs an example with a launcher that only writes down what it was asked to run."""
     record = folder / "argv"
-    for name in ("python", "torchrun", "srun"):
+    for name in ("python", "srun"):
         stub = folder / name
         stub.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {shlex.quote(str(record))}\n')
         stub.chmod(0o755)

@@ -171,7 +171,7 @@ class Quickstart:
 
     def train(self) -> None:
         self._start_over_when_changed()
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
+        launcher = ["tools/launch.py", "--standalone", f"--nproc-per-node={PROCESSES}"]
         self._python("train", [*launcher, "pretrain_gpt.py", *self.train_flags()], show=True)
 
     def train_flags(self) -> list[str]:

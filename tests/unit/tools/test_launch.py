@@ -1,0 +1,102 @@
+"""The launcher's last line and exit status."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from tools import launch
+
+REPO = Path(__file__).resolve().parents[3]
+
+
+def _failure(folder: Path, exitcode: int, said: str | None) -> ProcessFailure:
+    path = folder / "error.json"
+    if said is not None:
+        message = {"message": said, "extraInfo": {"py_callstack": said, "timestamp": "1"}}
+        path.write_text(json.dumps({"message": message}))
+    return ProcessFailure(local_rank=1, pid=4711, exitcode=exitcode, error_file=str(path))
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "said", "status", "line"),
+    [
+        (2, "error: --lr: 'x' is not a number", 2, None),  # printed by the rank, and nothing comes after it
+        (2, None, 2, "error: rank 5 (process 4711) ended with status 2"),
+        (1, "rank 5 failed: ValueError: bad", 1, "error: rank 5 failed: ValueError: bad"),
+        (3, "rank 5: rank 4 on a stopped answering", 3, "error: rank 5: rank 4 on a stopped answering"),
+        (7, None, 7, "error: rank 5 (process 4711) ended with status 7"),
+        (-11, None, 139, "error: rank 5 (process 4711) was ended by SIGSEGV"),
+        (
+            -9,
+            None,
+            137,
+            "error: rank 5 (process 4711) was ended by SIGKILL; it may have needed more memory than there is",
+        ),
+    ],
+)
+def test_ranks_that_fail(
+    exitcode: int,
+    said: str | None,
+    status: int,
+    line: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(arguments: object) -> None:
+        raise ChildFailedError("x", {5: _failure(tmp_path, exitcode, said)})
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setenv("LOGLEVEL", "WARNING")
+    assert launch.main(["x.py"]) == status
+    assert capsys.readouterr().err.splitlines() == ([] if line is None else [line])
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "line"),
+    [
+        (SignalException("got it", signal.SIGTERM), 143, "error: ended by SIGTERM"),
+        (KeyboardInterrupt(), 130, "error: interrupted"),
+        (ValueError("nnodes\nmore"), 1, "error: the ranks cannot be started: nnodes"),
+    ],
+)
+def test_launchers_that_fail(
+    raised: BaseException,
+    status: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(arguments: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setenv("LOGLEVEL", "WARNING")
+    assert launch.main(["x.py"]) == status
+    assert capsys.readouterr().err.splitlines() == [line]
+
+
+def test_the_line_of_the_rank_is_the_last_one_after_restarts_too(tmp_path: Path) -> None:
+    """All of torch's launcher, with ranks that fail at once in the way that the project's programs do."""
+    script = tmp_path / "fail.py"
+    script.write_text(
+        "import json, os, sys\n"
+        "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "line = f'error: attempt {attempt}'\n"
+        "message = {'message': line, 'extraInfo': {'py_callstack': line, 'timestamp': '1'}}\n"
+        "json.dump({'message': message}, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w'))\n"
+        "print(line, file=sys.stderr)\n"
+        "sys.exit(2)\n"
+    )
+    command = [sys.executable, "tools/launch.py", "--nproc-per-node", "1", "--max-restarts", "1", str(script)]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["error: attempt 0", "error: attempt 1"]

@@ -1,0 +1,78 @@
+#!/usr/bin/env python
+"""Starts a program's ranks as torchrun does, and says in one line, the last one, why they have failed.
+
+    python tools/launch.py --nproc-per-node 4 pretrain_gpt.py ...
+
+All flags are torchrun's (`--help` lists them): --nnodes, --node-rank, --master-addr, --max-restarts ... The exit status
+is that of the rank that failed first: 2 for input that cannot be used, 3 when a rank or machine is gone, 128 plus the
+signal's number for a rank that was killed. LOGLEVEL=WARNING, or INFO, shows what torchrun itself has to say, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+EXIT_BAD_INPUT = 2
+NO_FILE = "<N/A>"
+"""What torch gives as the error file of a process that left none."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; its exit status."""
+    arguments = run.parse_args(sys.argv[1:] if argv is None else argv)
+    if "LOGLEVEL" not in os.environ:
+        logging.disable(logging.ERROR)  # of this process alone
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no stack of C++ for each connection that a peer ended
+    try:
+        run.run(arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        line = _explain(rank, failure)
+        if line is not None:
+            _say(line)
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except SignalException as error:
+        _say(f"ended by {error.sigval.name}")
+        return 128 + error.sigval
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return 128 + signal.SIGINT
+    except Exception as error:  # a rendezvous that fails, flags that contradict each other
+        _say(f"the ranks cannot be started: {_first_line(error)}")
+        return 1
+    return 0
+
+
+def _explain(rank: int, failure: ProcessFailure) -> str | None:
+    """Why a rank failed; None when it has said so in the last line already."""
+    left_reason = failure.error_file != NO_FILE
+    if left_reason and failure.exitcode == EXIT_BAD_INPUT:
+        return None
+    who = f"rank {rank} (process {failure.pid})"
+    if failure.exitcode < 0:
+        hint = "; it may have needed more memory than there is" if -failure.exitcode == signal.SIGKILL else ""
+        return f"{who} was ended by {failure.signal_name()}{hint}"
+    if left_reason:
+        message: object = failure.message
+        return str(message["message"] if isinstance(message, dict) else message).removeprefix("error: ")
+    return f"{who} ended with status {failure.exitcode}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _say(text: str) -> None:
+    print(f"error: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
