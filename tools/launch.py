@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -34,10 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run.run(arguments)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        line = _explain(rank, failure)
+        line = _explain(error)
         if line is not None:
             _say(line)
+        _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
         _say(f"ended by {error.sigval.name}")
@@ -51,19 +52,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _explain(rank: int, failure: ProcessFailure) -> str | None:
-    """Why a rank failed; None when it has said so in the last line already."""
-    left_reason = failure.error_file != NO_FILE
-    if left_reason and failure.exitcode == EXIT_BAD_INPUT:
+def _explain(error: ChildFailedError) -> str | None:
+    """Why the first of the ranks that failed did so; None when that is the last line already."""
+    rank, failure = error.get_first_failure()
+    # Of bad input one rank speaks for all, as its last word. Other news comes among that of other ranks.
+    spoken = any(_left(each).get("extraInfo", {}).get("printed") for each in error.failures.values())
+    if failure.exitcode == EXIT_BAD_INPUT and spoken:
         return None
+    if said := _left(failure).get("message"):
+        return str(said).removeprefix("error: ")
     who = f"rank {rank} (process {failure.pid})"
     if failure.exitcode < 0:
         hint = "; it may have needed more memory than there is" if -failure.exitcode == signal.SIGKILL else ""
         return f"{who} was ended by {failure.signal_name()}{hint}"
-    if left_reason:
-        message: object = failure.message
-        return str(message["message"] if isinstance(message, dict) else message).removeprefix("error: ")
     return f"{who} ended with status {failure.exitcode}"
+
+
+def _left(failure: ProcessFailure) -> dict[str, Any]:
+    """What a rank left in its error file."""
+    message: object = failure.message if failure.error_file != NO_FILE else None
+    return message if isinstance(message, dict) else {}
 
 
 def _first_line(error: BaseException) -> str:

@@ -194,14 +194,19 @@ def _first_host(nodes: str) -> str:
     return "".join(part or "" for part in match.groups()) if match else nodes
 
 
-def leave_reason(text: str) -> None:
-    """Writes why this rank failed where torchrun looks for it, so that this is what the launcher says."""
+def leave_reason(text: str, printed: bool = True) -> None:
+    """Writes why this rank failed where torchrun looks for it, so that this is what the launcher says.
+
+    Args:
+        text: why; its first line is taken.
+        printed: this rank has said it; tools/launch.py need not repeat what is on the screen.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:
         line = (text.splitlines() or [""])[0]
-        now = str(int(time.time()))
+        extra = {"py_callstack": line, "timestamp": str(int(time.time())), "printed": printed}
         with suppress(OSError), open(path, "w") as file:
-            json.dump({"message": {"message": line, "extraInfo": {"py_callstack": line, "timestamp": now}}}, file)
+            json.dump({"message": {"message": line, "extraInfo": extra}}, file)
 
 
 def shutdown() -> None:

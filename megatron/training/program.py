@@ -107,7 +107,7 @@ class Ranks:
                 print(text, file=sys.stderr, flush=True)
         if not speaks:
             time.sleep(_RANK_0_SPEAKS_SECONDS)
-        leave_reason(f"rank {self.env.rank} failed: {reason}" if reason else text)
+        leave_reason(f"rank {self.env.rank} failed: {reason}" if reason else text, printed=speaks)
         if self.watch is not None:
             if status != EXIT_PEER_LOST:
                 self.watch.report(reason or text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -12,16 +11,18 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from megatron.topology.launch import leave_reason
 from tools import launch
 
 REPO = Path(__file__).resolve().parents[3]
 
 
-def _failure(folder: Path, exitcode: int, said: str | None) -> ProcessFailure:
+def _failure(folder: Path, exitcode: int, said: str | None, printed: bool) -> ProcessFailure:
     path = folder / "error.json"
     if said is not None:
-        message = {"message": said, "extraInfo": {"py_callstack": said, "timestamp": "1"}}
-        path.write_text(json.dumps({"message": message}))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+            leave_reason(said, printed)
     return ProcessFailure(local_rank=1, pid=4711, exitcode=exitcode, error_file=str(path))
 
 
@@ -29,6 +30,7 @@ def _failure(folder: Path, exitcode: int, said: str | None) -> ProcessFailure:
     ("exitcode", "said", "status", "line"),
     [
         (2, "error: --lr: 'x' is not a number", 2, None),  # printed by the rank, and nothing comes after it
+        (2, "unprinted error: --lr: 'x' is not a number", 2, "error: --lr: 'x' is not a number"),
         (2, None, 2, "error: rank 5 (process 4711) ended with status 2"),
         (1, "rank 5 failed: ValueError: bad", 1, "error: rank 5 failed: ValueError: bad"),
         (3, "rank 5: rank 4 on a stopped answering", 3, "error: rank 5: rank 4 on a stopped answering"),
@@ -52,7 +54,9 @@ def test_ranks_that_fail(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def run(arguments: object) -> None:
-        raise ChildFailedError("x", {5: _failure(tmp_path, exitcode, said)})
+        printed = said is None or not said.startswith("unprinted ")
+        text = said and said.removeprefix("unprinted ")
+        raise ChildFailedError("x", {5: _failure(tmp_path, exitcode, text, printed)})
 
     monkeypatch.setattr("torch.distributed.run.run", run)
     monkeypatch.setenv("LOGLEVEL", "WARNING")
@@ -91,7 +95,8 @@ def test_the_line_of_the_rank_is_the_last_one_after_restarts_too(tmp_path: Path)
         "import json, os, sys\n"
         "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
         "line = f'error: attempt {attempt}'\n"
-        "message = {'message': line, 'extraInfo': {'py_callstack': line, 'timestamp': '1'}}\n"
+        "extra = {'py_callstack': line, 'timestamp': '1', 'printed': True}\n"
+        "message = {'message': line, 'extraInfo': extra}\n"
         "json.dump({'message': message}, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w'))\n"
         "print(line, file=sys.stderr)\n"
         "sys.exit(2)\n"
