@@ -215,4 +215,7 @@ def test_an_unread_pipe_keeps_no_rank_alive() -> None:
         "import time; time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE) as process:
-        assert process.wait(60) == 3
+        try:
+            assert process.wait(60) == 3
+        finally:
+            process.kill()
