@@ -14,7 +14,11 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import run
@@ -32,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)  # of this process alone
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no stack of C++ for each connection that a peer ended
+    threading.Thread(target=_continue_the_stopped, name="stopped", daemon=True).start()
     try:
         run.run(arguments)
     except ChildFailedError as error:
@@ -50,6 +55,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"the ranks cannot be started: {_first_line(error)}")
         return 1
     return 0
+
+
+def _continue_the_stopped() -> None:
+    """Lets ranks that are stopped (SIGSTOP) hear that they are to end, for which torchrun would wait 30 s. Linux only."""
+    while True:
+        time.sleep(1.0)
+        for pid in stopped_and_asked_to_end(os.getpid()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def stopped_and_asked_to_end(parent: int) -> list[int]:
+    """Children of a process that are stopped and have a SIGTERM waiting for them."""
+    found = []
+    with suppress(OSError):
+        for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+            with suppress(OSError):
+                lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+                status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+                asked = int(status["ShdPnd"], 16) >> (signal.SIGTERM - 1) & 1
+                if status["State"].startswith("T") and asked:
+                    found.append(int(pid))
+    return found
 
 
 def _explain(error: ChildFailedError) -> str | None:

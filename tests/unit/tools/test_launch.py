@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,20 @@ def test_launchers_that_fail(
     monkeypatch.setenv("LOGLEVEL", "WARNING")
     assert launch.main(["x.py"]) == status
     assert capsys.readouterr().err.splitlines() == [line]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
+def test_a_stopped_rank_that_was_asked_to_end_is_found() -> None:
+    with subprocess.Popen(["sleep", "600"]) as child:
+        try:
+            for number, found in ((signal.SIGSTOP, False), (signal.SIGTERM, True)):
+                child.send_signal(number)
+                time.sleep(0.1)
+                assert (child.pid in launch.stopped_and_asked_to_end(os.getpid())) == found
+            child.send_signal(signal.SIGCONT)
+            assert child.wait(10) == -signal.SIGTERM
+        finally:
+            child.kill()
 
 
 def test_the_line_of_the_rank_is_the_last_one_after_restarts_too(tmp_path: Path) -> None:
