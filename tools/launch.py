@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _continue_the_stopped() -> None:
-    """Lets ranks that are stopped (SIGSTOP) hear that they are to end, for which torchrun would wait 30 s. Linux only."""
+    """Lets ranks that are stopped (SIGSTOP) hear that they are to end; torchrun would wait for them. Linux only."""
     while True:
         time.sleep(1.0)
         for pid in stopped_and_asked_to_end(os.getpid()):
