@@ -57,9 +57,9 @@ class Rank:
 
 
 @contextmanager
-def _world(size: int, **options: float) -> Iterator[list[Rank]]:
+def _world(size: int, silent_seconds: float = 0.5) -> Iterator[list[Rank]]:
     store = dist.HashStore()
-    ranks = [Rank(rank, size, **options) for rank in range(size)]
+    ranks = [Rank(rank, size, silent_seconds) for rank in range(size)]
     with ExitStack() as stack:
         for rank in ranks:
             stack.callback(rank.die)
