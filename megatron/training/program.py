@@ -98,16 +98,17 @@ class Ranks:
         Bad input is printed by rank 0, whichever rank met it; the others leave a little later, lest the launcher ends
         rank 0 before it has spoken.
         """
-        speaks = status != EXIT_BAD_INPUT or self.env.rank == 0
+        printed = speaks = status != EXIT_BAD_INPUT or self.env.rank == 0
         if speaks:
             print(text, file=sys.stderr, flush=True)
         if self.meeting is None and status in (EXIT_BAD_INPUT, EXIT_BUG) and self.env.world_size > 1:
             told = self._stay_away(reason or text, status)
             if not told and not speaks:
                 print(text, file=sys.stderr, flush=True)
+                printed = True
         if not speaks:
             time.sleep(_RANK_0_SPEAKS_SECONDS)
-        leave_reason(f"rank {self.env.rank} failed: {reason}" if reason else text, printed=speaks)
+        leave_reason(f"rank {self.env.rank} failed: {reason}" if status == EXIT_BUG and reason else text, printed)
         if self.watch is not None:
             if status != EXIT_PEER_LOST:
                 self.watch.report(reason or text)
