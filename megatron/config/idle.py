@@ -111,7 +111,7 @@ RULES: Sequence[Idle] = (
         "this is fp32 anyway, but with --fp16 or --bf16",
     ),
     Idle(
-        ("parallel.distributed_timeout_minutes", "training.check_replicas"),
+        ("parallel.distributed_timeout_minutes", "parallel.peer_timeout_seconds", "training.check_replicas"),
         lambda _, world_size: world_size == 1,
         "there is one process",
     ),

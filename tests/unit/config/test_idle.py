@@ -53,6 +53,7 @@ VALUES = {
     "profile_step_start": "11",
     "weight_decay": "0.1",
     "lr_warmup_iters": "3",
+    "peer_timeout_seconds": "30",
     "seq_length": "16",
     "ckpt_step": "3",
     "do_evaluation": "false",
