@@ -25,7 +25,6 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-EXIT_BAD_INPUT = 2
 NO_FILE = "<N/A>"
 """What torch gives as the error file of a process that left none."""
 
@@ -83,12 +82,13 @@ def stopped_and_asked_to_end(parent: int) -> list[int]:
 def _explain(error: ChildFailedError) -> str | None:
     """Why the first of the ranks that failed did so; None when that is the last line already."""
     rank, failure = error.get_first_failure()
-    # Of bad input one rank speaks for all, as its last word. Other news comes among that of other ranks.
     spoken = any(_left(each).get("extraInfo", {}).get("printed") for each in error.failures.values())
-    if failure.exitcode == EXIT_BAD_INPUT and spoken:
+    said = str(_left(failure).get("message", ""))
+    # What all ranks end with, one of them says as its last word. Other news comes among that of other ranks.
+    if said.startswith("error: ") and spoken:
         return None
-    if said := _left(failure).get("message"):
-        return str(said).removeprefix("error: ")
+    if said:
+        return said.removeprefix("error: ")
     who = f"rank {rank} (process {failure.pid})"
     if failure.exitcode < 0:
         hint = "; it may have needed more memory than there is" if -failure.exitcode == signal.SIGKILL else ""

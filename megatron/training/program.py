@@ -138,6 +138,7 @@ def run_program(body: Callable[[Ranks], None]) -> int:
         ranks = Ranks()
     except LaunchError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
+        leave_reason(f"error: {error}")
         return EXIT_BAD_INPUT
     try:
         body(ranks)
@@ -157,6 +158,7 @@ def run_program(body: Callable[[Ranks], None]) -> int:
         ranks.leave()
         if ranks.env.rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
+        leave_reason(f"error: {error}", printed=ranks.env.rank == 0)
         return EXIT_NOTHING_LEARNED
     except KeyboardInterrupt:
         return ranks.fail(f"rank {ranks.env.rank}: interrupted", 130)
