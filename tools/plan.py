@@ -255,7 +255,7 @@ def run(options: argparse.Namespace) -> None:
         if options.no_search or config.training.global_batch_size is None:
             raise
         base, refusal = searchable(config), error
-    sets = spec_sets(options, config, RunLength(base.training.train_iters))
+    sets = spec_sets(options, config, RunLength(base.training.planned_iters))
     vocab_size = options.vocab_size or entries_of(config)
     if options.measure:
         check_writable(options.cluster, "--cluster")

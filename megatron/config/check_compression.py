@@ -14,7 +14,7 @@ from megatron.config.run import RunConfig
 
 def check_compression(config: RunConfig, world_size: int, note: Callable[[str], None]) -> None:
     """Raises UserError for a compressor that cannot work in this run; notes one that has nothing to do."""
-    specs = config.compression.specs(RunLength(config.training.train_iters))
+    specs = config.compression.specs(RunLength(config.training.planned_iters))
     _check_probe(config, specs)
     for point, spec in specs.items():
         where = f"--compress {point.value}={spec.name}"

@@ -88,3 +88,11 @@ class TrainingConfig:
         maximum=2,
         no_effect="cached memory is kept",
     )
+
+    @property
+    def planned_iters(self) -> int | None:
+        """Iterations of the run; of one counted in samples those of the full batch size, of which a ramp-up takes
+        more. None where neither is known yet."""
+        if self.train_iters is not None or self.train_samples is None or not self.global_batch_size:
+            return self.train_iters
+        return max(self.train_samples // self.global_batch_size, 1)

@@ -167,7 +167,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
     """
     layout, device, dtype = topology.layout, topology.device, config.precision.params_dtype
     ledger = Ledger(_build_trace(config, topology))
-    specs = config.compression.specs(length or RunLength(config.training.train_iters))
+    specs = config.compression.specs(length or RunLength(config.training.planned_iters))
     plan = CompressionPlan(specs, topology.coordinates.pp, layout.pp)
     comm = TensorComm(
         topology.tp,

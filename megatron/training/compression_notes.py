@@ -10,12 +10,10 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.training.batch_size import BatchSizeSchedule
 
 
-def run_length(config: RunConfig, train: Dataset | None, batch_sizes: BatchSizeSchedule) -> RunLength:
+def run_length(train_iters: int, train: Dataset | None, batch_sizes: BatchSizeSchedule) -> RunLength:
     """Iterations of the run and of its epochs, for warm-ups that are a part of them."""
     epoch = train.epoch_samples if train is not None else 0
-    return RunLength(
-        config.training.train_iters, lambda epochs: batch_sizes.iterations_for(round(epochs * epoch)) if epoch else 0
-    )
+    return RunLength(train_iters, lambda epochs: batch_sizes.iterations_for(round(epochs * epoch)) if epoch else 0)
 
 
 def compression_notes(

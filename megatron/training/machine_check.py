@@ -26,7 +26,7 @@ def check_machine(config: RunConfig, env: LaunchEnvironment) -> None:
     switch = config.training.kill_switch_file
     if switch is not None and os.path.lexists(switch):
         raise UserError(f"--kill-switch-file {switch} exists already, so the run would end at once; remove it first")
-    for spec in config.compression.specs(RunLength(config.training.train_iters)).values():
+    for spec in config.compression.specs(RunLength(config.training.planned_iters)).values():
         if isinstance(spec.options, DeltaConfig) and spec.options.folder:
             _check_folder(spec.options.folder, f"--compress {spec.point.value}={spec.name}")
 

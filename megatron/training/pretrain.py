@@ -136,7 +136,7 @@ def run(
         train_iters = batch_sizes.iterations_for(config.training.train_samples)
     datasets, vocab_size = together(topology.control.pg, lambda: _open_data(config, env, train_iters, batch_sizes))
     together(topology.control.pg, lambda: check_room(config, env, vocab_size))
-    length = run_length(config, datasets[0], batch_sizes)
+    length = run_length(train_iters, datasets[0], batch_sizes)
     engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length))
     for note in compression_notes(config, datasets[0], layout.dp, length, train_iters):
         say(f"note: {note}")

@@ -183,6 +183,15 @@ def test_a_warm_up_is_a_share_of_the_run(
     assert specs[point].activation.warmup_iters == iterations
 
 
+@pytest.mark.parametrize("length", ["--train-samples=4000", "--train-tokens=128000"])
+def test_a_warm_up_may_be_a_share_of_samples_or_tokens(minimal: list[str], length: str) -> None:
+    """Optimus-CC's own default is 0.1 of the run."""
+    flags = [*minimal, length, "--global-batch-size", "8", "--grad_comp"]
+    config = parse_args(flags).resolve(1)
+    (spec,) = config.compression.specs(RunLength(config.training.planned_iters)).values()
+    assert spec.activation.warmup_iters == 50
+
+
 @pytest.mark.parametrize("switch", ["mp_grad_comp", "mp_acti_comp"])
 def test_a_point_that_keeps_no_residual_says_that_the_old_one_did(by_iterations: list[str], switch: str) -> None:
     notes = parse_args([*by_iterations, f"--{switch}"]).notes

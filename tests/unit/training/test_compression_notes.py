@@ -35,7 +35,7 @@ def _notes(folder: Path, spec: str, samples: int, replicas: int = 1, micro: int 
         vocab_size=None,
     )
     batch_sizes = BatchSizeSchedule(4 * micro * replicas, micro_batch_size=micro, dp_size=replicas)
-    length = run_length(config, train, batch_sizes)
+    length = run_length(100, train, batch_sizes)
     return compression_notes(config, train, replicas, length, 100)
 
 
