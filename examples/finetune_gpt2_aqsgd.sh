@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Fine-tunes a Hugging Face GPT-2 over pipeline stages whose links are slow, as AQ-SGD does: activations are sent as
-# quantised changes since the sample's last visit (4 bits), their gradients quantised (8 bits).
+# quantized changes since the sample's last visit (4 bits), their gradients quantized (8 bits).
 #
 #   GPT2=gpt2 TEXT=train.txt VALID_TEXT=valid.txt examples/finetune_gpt2_aqsgd.sh
 #

@@ -1,4 +1,4 @@
-"""Undoes the tokenisation that WikiText was published with, so that a model reads text as it is usually written."""
+"""Undoes the tokenization that WikiText was published with, so that a model reads text as it is usually written."""
 
 from __future__ import annotations
 

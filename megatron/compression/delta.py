@@ -1,7 +1,7 @@
 """Messages as changes since the last visit of the same sample (AQ-SGD, Wang et al. 2022, algorithm 1).
 
 Both ends remember what the receiver got for each sample. A first visit sends the activation itself, as it is, in half
-precision or in fixed point; every later one only the quantised difference, whose error the next difference contains.
+precision or in fixed point; every later one only the quantized difference, whose error the next difference contains.
 Which is which both ends derive from the sample ids alone.
 """
 
@@ -51,7 +51,7 @@ class DeltaConfig(FixpointConfig):
 
 @dataclass(frozen=True)
 class DeltaLowBitsConfig(DeltaConfig):
-    """The same with a quantised memory."""
+    """The same with a quantized memory."""
 
     cache_bits: int = opt(4, "of each number that is remembered; 0 keeps cache-dtype", minimum=0, maximum=8)
 

@@ -1,4 +1,4 @@
-"""Fixed-point numbers with shared scales: activations, their gradients, and sums in two quantised steps.
+"""Fixed-point numbers with shared scales: activations, their gradients, and sums in two quantized steps.
 
 AQ-SGD's stateless quantiser (Wang et al. 2022, "DirectQ"), with scales of short groups and a grid that reaches both
 peaks. Scales are fp32 or bf16 without an epsilon, so tiny gradients keep their size and zero stays zero.
@@ -55,7 +55,7 @@ class FixpointConfig:
 
 
 class Quantiser:
-    """Tensors to bytes and back, without state. 32 and 64-bit inputs are quantised in fp32.
+    """Tensors to bytes and back, without state. 32 and 64-bit inputs are quantized in fp32.
 
     A message is the scales, the codes, and up to 3 bytes that make its length a multiple of 4, so that messages that
     lie one behind the other keep their scales aligned.
@@ -155,7 +155,7 @@ def message_seed(seed: int, *parts: object) -> int:
 
 
 class FixpointCodec(Codec):
-    """Quantise, send, dequantise."""
+    """Quantize, send, dequantize."""
 
     config: FixpointConfig
 
@@ -182,7 +182,7 @@ class FixpointCodec(Codec):
 
 
 class FixpointRounds(TwoStepSum):
-    """The two-step sum with quantised messages."""
+    """The two-step sum with quantized messages."""
 
     config: FixpointConfig
 

@@ -1,4 +1,4 @@
-"""Quantised Adam: momenta are summed instead of gradients, quantised at both ends (AQ-SGD's data parallelism).
+"""Quantized Adam: momenta are summed instead of gradients, quantized at both ends (AQ-SGD's data parallelism).
 
 The structure of 1-bit Adam (Tang et al. 2021, algorithm 1) at 1 to 8 bits, as Wang et al. 2022 use it: after a warm-up
 of ordinary Adam its second moments are frozen, and every rank sends its momentum with the error of the last one.
@@ -53,11 +53,11 @@ class QuantizedAdam(RoundCompressor):
     """Exchanges momenta, and answers with the gradient that makes them.
 
     With g_i a rank's gradient, m the shared momentum and n ranks: u_i = beta m / n + (1 - beta) g_i + error_i is
-    quantised, exchanged, summed, and the sum quantised again and gathered: M. The answer (M - beta m) / (1 - beta)
+    quantized, exchanged, summed, and the sum quantized again and gathered: M. The answer (M - beta m) / (1 - beta)
     makes any optimizer's momentum move as M does, so that the tied embedding's exchange and the optimizer stay what
     they are. It carries the error of M times 1 / (1 - beta), so gradients are clipped before. The errors of both steps
     stay where they were made (``FixpointRounds`` under ``ErrorFeedback``). m is 0 when the warm-up
-    ends. The optimizer freezes its second moments, which the quantisation's noise would inflate.
+    ends. The optimizer freezes its second moments, which the quantization's noise would inflate.
     """
 
     config: QuantizedAdamConfig

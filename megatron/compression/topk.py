@@ -62,7 +62,7 @@ class StableTopKConfig:
 
     density: float = opt(0.1, "share of each parameter that is sent", above=0, maximum=1, scheduled=True)
     interval: int = opt(100, "steps from one choice, made on a dense step, to the next", minimum=1)
-    range: int = opt(0, "neighbours on either side of a chosen coordinate that are sent as well", minimum=0)
+    range: int = opt(0, "neighbors on either side of a chosen coordinate that are sent as well", minimum=0)
     flush: Literal["dump", "mean", "rotate"] = opt(
         "dump", "of the residual: all at once on the dense step, its mean over the steps, or a slice at every step"
     )

@@ -56,7 +56,7 @@ class FlagTable:
         return self._by_field_name.get(spell(name))
 
     def all_flags(self) -> list[str]:
-        """Every spelling, normalised, without dashes, sorted."""
+        """Every spelling, normalized, without dashes, sorted."""
         return sorted(self._by_flag)
 
     def nearest_flag(self, flag: str) -> str:

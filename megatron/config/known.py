@@ -15,7 +15,7 @@ SWITCH, VALUE, VALUES = "switch", "value", "values"
 
 @dataclass(frozen=True, kw_only=True)
 class KnownFlag:
-    """A flag that is recognised but sets nothing.
+    """A flag that is recognized but sets nothing.
 
     arity: SWITCH (no value), VALUE (one) or VALUES (any number).
     refused: whether giving it is an error.
@@ -160,7 +160,7 @@ _HARMLESS = [
     _harmless("no remote code is ever run", switches="trust-remote-code"),
     _harmless("batches always carry the identity of their samples", switches="return-data-index"),
     _harmless("samples go on into the next epoch by themselves", switches="repeated-dataloader"),
-    _harmless("the attention mask is never materialised", switches="no-create-attention-mask-in-dataloader"),
+    _harmless("the attention mask is never materialized", switches="no-create-attention-mask-in-dataloader"),
     _harmless("checkpoints have one format", values="ckpt-format dist-ckpt-format"),
     # Other models and programs
     _harmless(

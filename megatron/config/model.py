@@ -1,4 +1,4 @@
-"""The model's shape and its initialisation."""
+"""The model's shape and its initialization."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class ModelConfig:
         minimum=1,
         checkpoint="shape",
     )
-    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Normalisation layer.", checkpoint="shape")
+    normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Normalization layer.", checkpoint="shape")
     norm_epsilon: float = option(
         1e-5,
         "Added to the variance before its root.",

@@ -61,7 +61,7 @@ class TrainingConfig:
         metavar="FILE",
         may_differ="any machine's switch ends the run",
     )
-    seed: int = option(1234, "Seed of initialisation, dropout and data order.", minimum=0, maximum=2**32 - 1)
+    seed: int = option(1234, "Seed of initialization, dropout and data order.", minimum=0, maximum=2**32 - 1)
     check_replicas: int | None = derived(
         "never",
         "Compare, bit by bit, what ranks must hold alike (replicas' parameters, both ends' memories of pipeline "

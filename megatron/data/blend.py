@@ -139,7 +139,7 @@ class MegatronBlend:
     """megatron-core's blend: equal draw by draw.
 
     Args:
-        weights: normalised to a sum of 1 here, as there.
+        weights: normalized to a sum of 1 here, as there.
         num_samples: draws.
         cache_path: folder that keeps the arrays, or None.
     """

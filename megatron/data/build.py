@@ -91,7 +91,7 @@ def build_datasets(
 def parse_split(text: str) -> list[tuple[float, float] | None]:
     """Read `--split`: up to three shares of any sum, as the bounds (from, to) of each in [0, 1].
 
-    A share of 0 is None. Megatron's rule: bounds are running sums of the normalised shares.
+    A share of 0 is None. Megatron's rule: bounds are running sums of the normalized shares.
 
     Raises:
         UserError: not up to three numbers, a negative one, or all zero.

@@ -2,7 +2,7 @@
 
 Both see the documents of one split as an endless stream of tokens: an epoch holds every document once, in a
 shuffled order, and epochs follow each other. Sample k covers the seq_length + 1 tokens from position
-k * seq_length of that stream on, so neighbours share one token. A run draws the samples in a shuffled order;
+k * seq_length of that stream on, so neighbors share one token. A run draws the samples in a shuffled order;
 k, the number before that shuffle, is the sample's identity (`sample_id`).
 
 `MegatronOrder` builds Megatron's arrays: equal to megatron-core's, sample by sample, and as large.

@@ -1,4 +1,4 @@
-"""How numbers become codes: the parameters that every quantising kernel takes."""
+"""How numbers become codes: the parameters that every quantizing kernel takes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Grid:
         symmetric: levels k/(2^(b-1) - 1), both peaks representable (1 bit: the sign); else k/2^(b-1), whose positive
             peak is clipped.
         method: what a scale is.
-        rotation: block of a Walsh-Hadamard rotation before quantising, a power of two from 8 to 1024 that spreads
+        rotation: block of a Walsh-Hadamard rotation before quantizing, a power of two from 8 to 1024 that spreads
             outliers over the block; 0 for none. Not with channels.
     """
 

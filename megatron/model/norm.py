@@ -12,7 +12,7 @@ from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_parti
 
 
 class Norm(ShardedModule):
-    """Normalises over the hidden dimension: (s, b, h) -> (s, b, h).
+    """Normalizes over the hidden dimension: (s, b, h) -> (s, b, h).
 
     Under sequence parallelism each rank sees a part of the sequence, so the gradients of its parameters are
     partial sums.

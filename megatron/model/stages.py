@@ -64,7 +64,7 @@ def build_stages(
 
 
 def initialise(stage: GPTStage, config: ModelConfig, seed: int) -> None:
-    """Megatron's initialisation: normal(0, std), layer outputs scaled by 1 / sqrt(2 num_layers).
+    """Megatron's initialization: normal(0, std), layer outputs scaled by 1 / sqrt(2 num_layers).
 
     Norms start at one and biases at zero, as constructed.
     """

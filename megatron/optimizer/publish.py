@@ -24,7 +24,7 @@ class ParamPublisher:
     """Copies main values into the model and, when the optimizer is sharded, gathers the shares.
 
     With a compressor at ``PARAM_GATHER`` every rank sends the difference between its main values and the model's, and
-    all ranks, its own included, add what they decode to the model. What quantising lost stays in the next difference,
+    all ranks, its own included, add what they decode to the model. What quantizing lost stays in the next difference,
     so the model follows the main values without a residual (the weight differences of SDP4Bit, Jia et al. 2024).
 
     Args:

@@ -166,7 +166,7 @@ def _options(device: torch.device, timeout: timedelta) -> Any:
 
 
 def _open(link: Group, device: torch.device, ring: bool) -> None:
-    """Sends one element each way between neighbouring stages, pair after pair.
+    """Sends one element each way between neighboring stages, pair after pair.
 
     NCCL connects two ranks at their first message, and blocks both until then. During a step a rank posts
     receives ahead of what makes its peer send, so that wait could be for ever.

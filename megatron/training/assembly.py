@@ -47,7 +47,7 @@ class Engines:
         sync: makes gradients final.
         pipeline: runs schedules.
         optimizer: None when nothing is trained.
-        channel: messages to the neighbouring stages; None with a single stage.
+        channel: messages to the neighboring stages; None with a single stage.
         comm: the tensor-parallel points.
         plan: the compressors of all points.
         replicas: torch's DistributedDataParallel around the chunk, with ``--DDP-impl torch``.
@@ -259,7 +259,7 @@ def _build_loss_scale(config: RunConfig) -> LossScale:
 
 
 def _build_channel(config: RunConfig, topology: Topology, plan: CompressionPlan, ledger: Ledger) -> PipelineChannel:
-    """The messages to the neighbouring stages; sequence parallelism leaves each rank a part of the sequence."""
+    """The messages to the neighboring stages; sequence parallelism leaves each rank a part of the sequence."""
     parts = topology.layout.tp if config.parallel.sequence_parallel else 1
     shape = torch.Size((config.model.seq_length // parts, config.training.micro_batch_size, config.model.hidden_size))
     dtype, links = (

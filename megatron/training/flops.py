@@ -49,7 +49,7 @@ def model_flops_per_sample(shape: ModelShape, *, causal: bool = True) -> int:
     A multiply-add counts as two. Counted are the matrix products: query, key and value (of the query groups
     only), attention scores and context, the attention's output, the feed-forward network at its real width
     (three matrices for SwiGLU), and the logits over the padded vocabulary. The backward pass costs two
-    forward passes. Not counted: recomputation, embedding lookup, normalisation, softmax, the optimizer.
+    forward passes. Not counted: recomputation, embedding lookup, normalization, softmax, the optimizer.
 
     Attention counts the s(s+1)/2 pairs that the causal mask lets through; `causal=False` counts all s*s
     pairs, which is what many published figures do.

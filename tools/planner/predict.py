@@ -1,4 +1,4 @@
-"""Predicts a step of one choice: its time and where that goes, memory, bytes, and utilisation."""
+"""Predicts a step of one choice: its time and where that goes, memory, bytes, and utilization."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ Message = tuple[bool, int, int]
 
 @dataclass
 class _Flow:
-    """The messages from one rank to a neighbour, one after the other.
+    """The messages from one rank to a neighbor, one after the other.
 
     Args:
         sender, receiver: its ends.

@@ -1,4 +1,4 @@
-"""The unigram entropy of tokenised text: the best loss of a model that knows only how frequent each token is.
+"""The unigram entropy of tokenized text: the best loss of a model that knows only how frequent each token is.
 
     python tools/quickstart/unigram.py PREFIX [PREFIX ...]
 

@@ -44,7 +44,7 @@ class PipelineEngine:
     Args:
         layout: the mesh.
         stage: this rank's pipeline coordinate.
-        channel: messages to the neighbours; None with a single stage.
+        channel: messages to the neighbors; None with a single stage.
         before_last_backward: called with a chunk before the backward of its last micro-batch, after which its
             gradients are final.
     """

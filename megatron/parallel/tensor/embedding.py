@@ -30,7 +30,7 @@ class VocabShard:
         return max(0, min(self.rows, self.vocab_size - self.start))
 
     def weight(self, hidden: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
-        """An uninitialised local slice, (rows, hidden)."""
+        """An uninitialized local slice, (rows, hidden)."""
         return nn.Parameter(torch.empty((self.rows, hidden), device=device, dtype=dtype))
 
     def spec(self, hidden: int, *, tied: bool, tied_copy: bool) -> ParamSpec:
