@@ -32,13 +32,13 @@ class AqsgdConfig:
         minimum=1,
     )
     model_name: str | None = derived("unused", "Same as --load FOLDER --finetune.", metavar="FOLDER")
-    load_pretrained_model: bool | None = derived("on", "Off: --model-name loads nothing.")
+    load_pretrained_model: bool | None = derived("on", "Load the weights of --model-name; false: do not.")
     tokenizer_name: str | None = derived(
         "unused", "Same as --tokenizer-type HFTokenizer --tokenizer-model PATH.", metavar="PATH"
     )
     task_name: str | None = derived("unused", "wikitext or arxiv21: a language model, of the text of --data-path.")
-    do_evaluation: bool | None = derived("on", "Off: same as --eval-iters 0.")
-    gradient_accumulate_step: int = option(1, "Only 1: --batch-size decides.", minimum=1)
+    do_evaluation: bool | None = derived("on", "Evaluate; false is the same as --eval-iters 0.")
+    gradient_accumulate_step: int = option(1, "Only 1 is accepted; more repeated the same batch in AQ-SGD.", minimum=1)
 
 
 Theirs = Given[AqsgdConfig]

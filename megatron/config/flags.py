@@ -171,7 +171,7 @@ def parse_args(
 
 
 def read_run(parser: FlagParser, argv: Sequence[str], extra_sections: dict[str, type] | None = None) -> ParsedRun:
-    """The same as `parse_args`, with a parser that is there already."""
+    """`parse_args` with an existing parser."""
     parsed = parser.parse(argv, check=False)
     extras = {name: parsed.sections[name] for name in extra_sections or {}}
     for name, values in extras.items():
@@ -356,9 +356,9 @@ def help_details(described: FieldOption) -> str:
 
 
 def default_text(described: FieldOption) -> str:
-    """The default in words; empty for a switch, which is off."""
+    """The default in words; empty for a switch that is off."""
     if described.is_switch:
-        return ""
+        return described.option.when_unset
     if described.option.required:
         return "required"
     if described.option.when_unset:

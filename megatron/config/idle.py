@@ -1,6 +1,6 @@
-"""Settings that were given but have nothing to act on: each is told of, so that no flag does nothing in silence.
+"""Notes on settings that were given but have no effect, so that no flag is ignored silently.
 
-What would change the training in secret is refused elsewhere; these change nothing, which may not be what was meant.
+What would silently change the training is refused elsewhere; these change nothing, which may not be what was meant.
 Every field of a run is here, or always acts, or says `no_effect` itself: tests/unit/config/test_idle.py walks them all.
 """
 

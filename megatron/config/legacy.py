@@ -14,9 +14,9 @@ from megatron.config.translation import Given, Note, flag
 
 @dataclass(frozen=True, kw_only=True)
 class LegacyConfig:
-    """Compression flags of Optimus-CC, Radius and AQ-SGD, translated into --compress."""
+    """Flags of Optimus-CC, Radius and AQ-SGD for compression and logging, translated into --compress and --log-..."""
 
-    experiment_name: str | None = option(None, "Name of the run, for --save-json-log.")
+    experiment_name: str | None = derived("run", "Name of the run, for --save-json-log.")
     save_json_log: bool = option(False, "Same as --log-json-file PATH/NAME.jsonl.")
     save_json_path: str = option("./", "Folder of --save-json-log.", metavar="FOLDER")
     comp_seed: int = option(714, "Seed of compressors.", minimum=0)

@@ -21,9 +21,8 @@ _METADATA_KEY = "option"
 class Option:
     """What a field says about itself. Names are written without the leading dashes.
 
-    flag: the canonical flag; None takes the field's name with hyphens. For a switch that is on by default it
-    is
-        the flag that turns it off (`off_switch` is True then).
+    flag: the canonical flag; None takes the field's name with hyphens. For a switch that is on by default it is the
+        flag that turns it off (`off_switch` is True then).
     aliases: other spellings with the same meaning.
     count: the exact number of values of a list, None for any number.
     repeatable: the flag may be given several times, one value each.
