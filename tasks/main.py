@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Evaluates a checkpoint of any layout on a task, on one process or, under torchrun, on several."""
+"""Evaluates a checkpoint of any layout on a task, on one process or, under tools/launch.py, on several."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.inference.model import LoadedModel
 from megatron.training.program import Ranks, run_program
 from tasks import lambada, wikitext
 
-DESCRIPTION = """Evaluates a checkpoint of any layout on a task, on one process or, under torchrun, on several.
+DESCRIPTION = """Evaluates a checkpoint of any layout on a task, on one process or, under tools/launch.py, on several.
 
     python tasks/main.py --task WIKITEXT103 --valid-data wiki.test.tokens --load DIR
     python tasks/main.py --task LAMBADA --valid-data lambada_test.jsonl --strict-lambada --load DIR

@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         layout = check_layout(model_flags, ranks.env, replicas=False)
         if flags.via == "hf":
             if ranks.env.world_size > 1:
-                raise UserError("--via hf runs on one process; leave torchrun out, or --via")
+                raise UserError("--via hf runs on one process; leave the launcher out, or --via")
             if any(name.startswith("tokenizer.") for name in parsed.explicit):
                 raise UserError("--via hf exports the run's own tokenizer; leave the tokenizer flags out, or --via")
             report(via_hf(model_flags.load, model_flags.ckpt_step, flags), flags)

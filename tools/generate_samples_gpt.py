@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Generates text from a checkpoint of any layout, on one process or, under torchrun, on several."""
+"""Generates text from a checkpoint of any layout, on one process or, under tools/launch.py, on several."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron.inference.text import TextStream, continuation, is_text
 from megatron.training.program import Ranks, run_program
 from tasks.files import read_utf8
 
-DESCRIPTION = """Generates text from a checkpoint of any layout, on one process or, under torchrun, on several.
+DESCRIPTION = """Generates text from a checkpoint of any layout, on one process or, under tools/launch.py, on several.
 
     python tools/generate_samples_gpt.py --load DIR --prompt "def main("        one continuation, printed as it comes
     python tools/generate_samples_gpt.py --load DIR --num-samples 8 --genfile samples.jsonl

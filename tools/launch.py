@@ -1,11 +1,12 @@
 #!/usr/bin/env python
-"""Starts a program's ranks as torchrun does, and says in one line, the last one, why they have failed.
+"""Starts a program's ranks as torchrun does; when they fail, the last line says why.
 
     python tools/launch.py --nproc-per-node 4 pretrain_gpt.py ...
 
 All flags are torchrun's (`--help` lists them): --nnodes, --node-rank, --master-addr, --max-restarts ... The exit status
-is that of the rank that failed first: 2 for input that cannot be used, 3 when a rank or machine is gone, 128 plus the
-signal's number for a rank that was killed. LOGLEVEL=WARNING, or INFO, shows what torchrun itself has to say, too.
+is that of the rank that failed first: 1 for an error, 2 for bad input, 3 when a rank or machine is gone, 4 when every
+step was skipped, 128 plus the signal's number for a rank that was killed. LOGLEVEL=WARNING or INFO also shows
+torchrun's own messages.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _continue_the_stopped() -> None:
-    """Lets ranks that are stopped (SIGSTOP) hear that they are to end; torchrun would wait for them. Linux only."""
+    """Continues ranks that are stopped (SIGSTOP) and asked to end, for which torchrun would wait. Linux only."""
     while True:
         time.sleep(1.0)
         for pid in stopped_and_asked_to_end(os.getpid()):
@@ -80,7 +81,7 @@ def stopped_and_asked_to_end(parent: int) -> list[int]:
 
 
 def _explain(error: ChildFailedError) -> str | None:
-    """Why the first of the ranks that failed did so; None when that is the last line already."""
+    """Why the first rank failed; None when the last line on the screen says so already."""
     rank, failure = error.get_first_failure()
     spoken = any(_left(each).get("extraInfo", {}).get("printed") for each in error.failures.values())
     said = str(_left(failure).get("message", ""))

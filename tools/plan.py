@@ -7,9 +7,9 @@
 
 --config is what pretrain_gpt.py --config reads (and writes, to config.yaml beside its checkpoints). --cluster describes
 the devices and links; examples/clusters holds some. --measure fills its rates in by a probe of about a minute on the
-machine itself: alone it measures the device, under torchrun the links as well, with the ranks of a node one after the
-other. A device's memory, the sizes of the cluster and what this probe does not measure stay what the file says, but for
-its comments.
+machine itself: alone it measures the device, under tools/launch.py the links as well, with the ranks of a node one
+after the other. A device's memory, the sizes of the cluster and what this probe does not measure stay what the file
+says; the file's comments are lost.
 
 Predicted are seconds of an iteration and what they are spent on, memory of the fullest device, bytes of each
 communication point, and MFU. The real model and compressors are run on tensors without contents for that, and the real

@@ -4,7 +4,8 @@
     python tools/launch.py ... pretrain_gpt.py ... --log-gradients \\
         --log-gradients-interval 100 --log-json-file log.jsonl
     python tools/plot_grad_distribution.py log.jsonl -o gradients.png
-    torchrun ... pretrain_gpt.py ... --log-gradients --log-gradients-bins 200 --log-json-file log.jsonl
+    python tools/launch.py ... pretrain_gpt.py ... --log-gradients --log-gradients-bins 200 \\
+        --log-json-file log.jsonl
     python tools/plot_grad_distribution.py log.jsonl --places places.png --only layers.2.mlp
 
 Left: the share of the largest gradients of a matrix (--log-gradients-density of it) that was among the largest at the

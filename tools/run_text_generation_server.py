@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Serves a trained model over HTTP, on one process or, under torchrun, on several."""
+"""Serves a trained model over HTTP, on one process or, under tools/launch.py, on several."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron.training.program import Ranks, run_program
 if TYPE_CHECKING:  # what the server extra installs
     from megatron.inference.server.hosts import AllowedHosts
 
-DESCRIPTION = """Serves a trained model over HTTP, on one process or, under torchrun, on several.
+DESCRIPTION = """Serves a trained model over HTTP, on one process or, under tools/launch.py, on several.
 
     pip install -e '.[server]'
     python tools/run_text_generation_server.py --load DIR                       then open http://127.0.0.1:5000

@@ -62,7 +62,7 @@ class Owner:
 
 
 def _place() -> str:
-    """The machine's present start and the namespace of process numbers; the host's name where Linux is not."""
+    """This boot of the machine and the namespace of its process numbers; the host's name where there is no Linux."""
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()
@@ -78,7 +78,7 @@ def _born(process: int) -> str:
 
 
 def _lives_here(owner: Owner) -> bool:
-    """Whether an owner of this place is still there."""
+    """Whether an owner whose process this one can see still runs."""
     if Path("/proc/self/stat").exists():
         return bool(owner.born) and _born(owner.process) == owner.born
     try:
@@ -134,7 +134,7 @@ class FolderLock:
         return UserError(f"--save {self.root} is in use by another run{who}; stop that one, or name another folder")
 
     def _read(self) -> Owner | None:
-        """Who has signed; None when nobody did, or nobody can tell."""
+        """The owner on record; None when there is none, or the record cannot be read."""
         try:
             return Owner(**json.loads(read_regular(self.path, 10_000)))
         except (OSError, ValueError, TypeError, RecursionError):
@@ -148,7 +148,7 @@ class FolderLock:
             os.fsync(stream.fileno())
 
     def _lives(self, owner: Owner, say: Callable[[str], None]) -> bool:
-        """Whether one who signed and whose lock does not keep this process out is alive all the same."""
+        """Whether the owner on record is alive, although its lock does not keep this process out."""
         if owner.place == self.owner.place:
             return _lives_here(owner)
         say(f"{self.root} was in use by {owner}: waiting up to {SILENT_SECONDS:g} s for a sign of life")
@@ -178,7 +178,7 @@ class FolderLock:
         return f"--save {self.root} was taken over by another run ({owner}) while this one stood still"
 
     def release(self) -> None:
-        """Lets others have the folder."""
+        """Gives the folder up."""
         self._released.set()
         with suppress(OSError):
             if self._read() == self.owner:

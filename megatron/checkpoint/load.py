@@ -181,7 +181,7 @@ def _read_checked(
 def _read_plain(
     root: Path, iteration: Iteration, pick: Callable[[Manifest], StoredItem], flag: str | None = None
 ) -> dict[str, Any]:
-    """Names and values of a document, whoever wrote it."""
+    """A document of names and values, checked."""
     data = _read_checked(root, iteration, pick, flag)
     try:
         value = decode_plain(data)

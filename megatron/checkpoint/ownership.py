@@ -16,7 +16,7 @@ from megatron.config.errors import UserError
 
 @contextmanager
 def owned_save_folder(config: CheckpointConfig, say: Callable[[str], None]) -> Iterator[FolderLock | None]:
-    """Holds the folder of ``--save``, which is made, for a run that is about to write to it.
+    """Creates and locks the folder of ``--save`` for a run that is about to write to it.
 
     Args:
         config: where to load from and to save to.
@@ -55,7 +55,7 @@ def _lock(save: str, say: Callable[[str], None]) -> FolderLock:
 
 
 def check_replaces_nothing(config: CheckpointConfig) -> None:
-    """Returns when what a run saves takes the place of nothing but its own earlier checkpoints.
+    """Checks that what a run saves replaces nothing but its own earlier checkpoints.
 
     Raises:
         UserError: naming the flag that goes on from them, and the one that replaces them.
@@ -77,7 +77,7 @@ def check_replaces_nothing(config: CheckpointConfig) -> None:
 
 
 def _held(root: Path) -> str | None:
-    """What a folder has of checkpoints, complete or not."""
+    """The newest checkpoint in a folder, complete or not, in words; None when there is none."""
     saved = saved_iterations(root)
     if saved:
         return f"iteration {saved[0]}"

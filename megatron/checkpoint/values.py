@@ -1,4 +1,4 @@
-"""Values of a checkpoint's documents, which hold whatever the one who wrote them liked."""
+"""Checked values of a checkpoint's documents, which may hold anything."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BEYOND = 1 << 62
 
 
 def section_of(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Names and values under a name.
+    """The mapping under a name.
 
     Raises:
         UserError: when there is none, or it is something else.

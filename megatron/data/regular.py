@@ -1,4 +1,4 @@
-"""Opens files, and nothing else that a path may name: a pipe without a writer would be waited for without end."""
+"""Opens plain files and nothing else that a path may name: opening a pipe without a writer would never return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds out which peer is gone.
+"""Finds out which peer has died, hung or lost its network.
 
 A dead process cannot say so, and a collective that fails names a socket, not a rank. So every rank gives its neighbors
 (``megatron/topology/mesh.py``) a sign of life each second. The first to miss one, or to see its connection end, tells
@@ -43,10 +43,10 @@ _NEWS = "news "
 
 
 class Watch:
-    """This rank's signs of life, and its view of the others'.
+    """Sends this rank's signs of life, and watches those of its neighbors.
 
     Args:
-        rank, world_size: this process's.
+        rank, world_size: this rank's number and how many there are.
         silent_seconds: how long a neighbor may give no sign of life.
         exit_status: of a rank that ends itself because a peer or the launcher is gone.
         launcher: the process id of the launcher that this process must not outlive, if any.
@@ -83,7 +83,7 @@ class Watch:
         self._done: set[int] = set()
 
     def start(self, store: dist.Store | None = None, master: str = "localhost", local: bool = False) -> None:
-        """Meets the neighbors and begins to beat.
+        """Connects to the neighbors and begins to send signs of life.
 
         Args:
             store: where the ranks find each other; used here only, and not at all by a rank that is alone.
@@ -96,11 +96,11 @@ class Watch:
             assert store is not None
             self._mesh = Mesh(self.rank, self.world_size, master, socket.gethostname(), local)
             for problem in self._mesh.connect(store):
-                self._say(f"note: rank {self.rank}: {problem}; that it is gone will be noticed later")
+                self._say(f"note: rank {self.rank}: {problem}; if it dies, other ranks must notice it")
         self._thread.start()
 
     def stop(self) -> None:
-        """Says that this rank is done, and stops."""
+        """Tells the neighbors that this rank is done, and stops."""
         self._stop.set()
         if self._mesh is not None:
             self._mesh.wake()
@@ -165,7 +165,7 @@ class Watch:
                     self._conclude(verdict, GRACE_SECONDS)
 
     def _on_beat(self) -> None:
-        # Time is counted in own beats: a machine or a process that stood still has not seen anyone die.
+        # Time is counted in this rank's own beats: a process or machine that was stopped has not seen anyone die.
         self._beat += 1
         if self._launcher is not None and os.getppid() != self._launcher:
             self._conclude(f"rank {self.rank} failed: its launcher is gone", 0.0)
@@ -177,7 +177,7 @@ class Watch:
                 self._conclude(self._name(self._silent(self._silent_beats - 2)), 0.0)
 
     def _take_in(self) -> list[str]:
-        """What follows from what the neighbors have said."""
+        """Reads what the neighbors have said; the verdicts that follow from it."""
         assert self._mesh is not None
         verdicts = []
         with self._lock:
@@ -194,7 +194,7 @@ class Watch:
         return verdicts
 
     def _silent(self, beats: int) -> list[Peer]:
-        """Neighbors that gave no sign of life for so many of this rank's own beats."""
+        """Neighbors that gave no sign of life for that many of this rank's own beats."""
         if self._mesh is None:
             return []
         return [
@@ -228,10 +228,10 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def launcher_pid() -> int | None:
-    """The process id of the torchrun that started this process and that it must not outlive; None without one.
+    """The process id of the launcher (torchrun) that this process must not outlive; None without one.
 
-    Ranks that a shell, srun or ssh started may outlive it on purpose (nohup, setsid), or are ended by its own means.
-    What started a worker of torchrun is torchrun; 0, which no process has, when that is gone already.
+    Ranks that a shell, srun or ssh started may outlive it on purpose (nohup, setsid), or are ended by it. The parent
+    of a worker of torchrun is torchrun; the result is 0, which no process has, when that is gone already.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None

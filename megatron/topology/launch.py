@@ -23,10 +23,10 @@ from megatron.topology.group import first_line
 
 _NUMBER = re.compile(r"\s*-?[0-9]{1,18}\s*", re.ASCII)
 _MOST_LOCAL = 1 << 16
-"""Processes on a machine."""
+"""A bound on the processes of a machine."""
 _T = TypeVar("_T")
 _SPARE_SECONDS = 2.0
-"""torch's own time-out, which says more, comes first."""
+"""Added to the limit, since torch's own time-out says more and should come first."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +105,10 @@ def pick_device(backend: str, local_rank: int) -> torch.device:
 
 
 def meet(env: LaunchEnvironment, timeout_minutes: float) -> dist.Store:
-    """The store by which the ranks meet, at MASTER_ADDR and MASTER_PORT. Rank 0 keeps it unless the launcher does.
+    """The rendezvous store of the ranks, at MASTER_ADDR and MASTER_PORT. Rank 0 serves it unless the launcher does.
 
     Raises:
-        CommunicationError: when nobody keeps it there.
+        CommunicationError: when nothing serves it there.
     """
     master = os.environ.setdefault("MASTER_ADDR", _first_host(os.environ.get("SLURM_STEP_NODELIST", "localhost")))
     port = os.environ.setdefault("MASTER_PORT", "6000")
@@ -195,11 +195,11 @@ def _first_host(nodes: str) -> str:
 
 
 def leave_reason(text: str, printed: bool = True) -> None:
-    """Writes why this rank failed where torchrun looks for it, so that this is what the launcher says.
+    """Writes why this rank failed to torchrun's error file, so that the launcher can say it.
 
     Args:
         text: why; its first line is taken.
-        printed: this rank has said it; tools/launch.py need not repeat what is on the screen.
+        printed: this rank has printed it already, so that tools/launch.py need not.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None:

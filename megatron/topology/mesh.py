@@ -1,7 +1,7 @@
 """Lines of text between neighboring ranks, over TCP connections that need no master.
 
 Each rank keeps connections to the ranks at distances 1, 2, 4, ... on a ring, both ways: 23 of them in a world of 4,096.
-What one rank tells its neighbors, and they theirs, reaches every rank in a few steps, whoever is gone.
+What one rank tells its neighbors, and they tell theirs, reaches every rank in a few steps, whichever ranks are gone.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 CONNECT_SECONDS = 10.0
 LONGEST_LINE = 2000
-"""Bytes; a connection that sends a longer line is none of ours."""
+"""Bytes; a connection that sends a longer line is not from a rank."""
 MOST_STRANGERS = 64
-"""Connections that have not said whose they are; more than neighbors at any world size."""
+"""Connections that have not said which rank they are from; more than a rank has neighbors at any world size."""
 
 
 def neighbors(rank: int, world_size: int) -> list[int]:
@@ -80,12 +80,12 @@ class Peer:
 
 
 class Mesh:
-    """This rank's listener and its connections.
+    """This rank's listening socket and its connections.
 
-    One thread waits and reads. Others may ``tell`` and ``wake``, one at a time.
+    One thread waits and reads. Others may call ``tell`` and ``wake``, one at a time.
 
     Args:
-        rank, world_size: this process's.
+        rank, world_size: this rank's number and how many there are.
         master: the host name or address at which the ranks meet; it says which of this machine's addresses to use.
         host: what to call this machine.
         local: all ranks are on this machine.
@@ -182,7 +182,7 @@ class Mesh:
             self._selector.register(link, selectors.EVENT_READ)
 
     def _introduce(self, link: socket.socket) -> None:
-        """Makes a connection that was accepted a neighbor's, once it has said whose it is and the listener's token."""
+        """Makes an accepted connection a neighbor's, once it has sent its rank and this listener's token."""
         stranger = self._strangers[link]
         stranger.read()
         if stranger.lines:
@@ -224,7 +224,7 @@ class Mesh:
 
 
 def _own_address(master: str) -> tuple[socket.AddressFamily, str]:
-    """The address of this machine that its connections to another one come from."""
+    """The address of this machine from which it connects to another one."""
     problem: OSError = OSError(errno.EHOSTUNREACH, f"no address for {master}")
     for family, kind, _, _, target in socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM):
         try:

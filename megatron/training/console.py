@@ -1,4 +1,4 @@
-"""The standard streams of a run that outlives them: a full disk or a closed pipe behind them ends no training."""
+"""Standard output and error that may fail: a full disk or a closed pipe behind them does not end training."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class LastingStream(io.TextIOBase):
 
     Args:
         stream: a file that the process has open.
-        warn: where one line goes when it fails.
-        name: of it, in that line.
+        warn: where a warning goes when it fails.
+        name: of the stream, for the warning.
     """
 
     def __init__(self, stream: TextIO, warn: TextIO, name: str) -> None:
@@ -28,7 +28,7 @@ class LastingStream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """Of the stream."""
+        """The encoding of the stream."""
         return self._stream.encoding
 
     def fileno(self) -> int:
@@ -63,7 +63,7 @@ class LastingStream(io.TextIOBase):
 
 
 def make_output_last() -> None:
-    """Lets the process's own standard output and error fail without ending it."""
+    """Makes failures of the process's standard output and error harmless."""
     if sys.stderr is sys.__stderr__ and sys.stderr is not None:
         sys.stderr = LastingStream(sys.stderr, io.StringIO(), "the standard error")
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:

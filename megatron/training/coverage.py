@@ -56,7 +56,7 @@ def _line(spec: Spec, share: float, highest_rank: int) -> str:
 
 
 def _shares(engines: Engines, point: Point) -> Shares:
-    """Those of this rank's part of one iteration."""
+    """The shares of this rank's part of one iteration."""
     if point in (Point.PP_FWD, Point.PP_BWD):
         return _pipeline(engines, point)
     if point in (Point.TP_FWD, Point.TP_BWD):
@@ -115,7 +115,7 @@ def _pipeline(engines: Engines, point: Point) -> Shares:
 
 
 def _sent(engines: Engines, point: Point) -> Iterator[bool]:
-    """For each message that this rank sends in a step whether its time makes it one to compress."""
+    """For each message that this rank sends in a step, whether the spec's ``when`` lets it be compressed."""
     layout, stage = engines.topology.layout, engines.plan.stage
     training, kind = engines.config.training, engines.config.parallel.pipeline_schedule
     micro_batches = training.global_batch_size // (training.micro_batch_size * layout.dp)

@@ -1,4 +1,4 @@
-"""What a run will take: how large its model is, what it will see, and how long it still goes on."""
+"""The size of a run, and an estimate of its remaining time."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ FIRST_ESTIMATE = 10
 """Iterations after which the whole run is estimated."""
 
 _STARTING = 2
-"""First iterations of a process, which build what later ones have and do not count where there are others."""
+"""First iterations of a process, which are slower; they count only while there are no later ones."""
 
 _RECENT = 100
-"""Iterations whose mean stands for those to come."""
+"""How many of the last iterations the estimate averages."""
 
 _FORWARD_SHARE = 1 / 3
-"""Of a training micro-batch's time, what an evaluation's takes until one has been measured."""
+"""An evaluation's micro-batch over a training one, in time, until one has been measured."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Forecast:
         }
 
     def _unmeasured_s(self, what: str, per_slot: float) -> float:
-        """Seconds of what has not happened yet in this process."""
+        """Seconds of a pause that this process has not measured yet."""
         if what != "evaluate":
             return 0.0
         count = self._batch_sizes.global_batch_size // self._batch_sizes.samples_per_micro_batch
@@ -146,7 +146,7 @@ def _due(every: int | None, iteration: int, last: int) -> int:
 
 
 def format_estimate(iterations: int, left: int, seconds: float, now: datetime) -> str:
-    """The line after the first iterations, which no script takes for a line of training."""
+    """The log line of the estimate, which no script takes for a training line."""
     took = f"{seconds / 3600:.2f} hours" if seconds >= 36 else f"{seconds:.0f} seconds"
     line = f" estimate after {iterations} iterations: {took} more for the other {left:,}"
     try:

@@ -20,7 +20,7 @@ from megatron.training.meeting import Identity
 
 
 def identity_of(sections: Mapping[str, Any]) -> Identity:
-    """What this rank is about to do.
+    """What this rank is about to run.
 
     Args:
         sections: of the command's flags, by name; resolved, where they can be.
@@ -47,7 +47,7 @@ def _code() -> dict[str, str]:
 
 
 def _flags(sections: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """Every flag's value; last, since they follow from the flags, the contents of the files that are read."""
+    """The value of every flag, and then the contents of the files that the flags name."""
     files = []
     for section, values in sections.items():
         for field in field_options(section, type(values)):
@@ -79,5 +79,5 @@ def _shown(field: FieldOption, value: Any) -> str:
 
 
 def _without_folder(spec: str) -> str:
-    """A spec without its folder= of a codec's scratch file, which lies wherever a machine has room."""
+    """A spec without folder=, since each machine may keep a codec's scratch file elsewhere."""
     return ",".join(word for word in spec.split(",") if not word.strip().lower().startswith("folder="))

@@ -1,4 +1,4 @@
-"""Checks of a run against the machine, before processes meet and before anything large is made."""
+"""Checks of a run against the machine, before the ranks meet and before anything large is allocated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.topology.launch import LaunchEnvironment
 
 
 def check_machine(config: RunConfig, env: LaunchEnvironment) -> None:
-    """Looks at memory, at the kill switch and at folders that compressors write to.
+    """Checks memory, the kill switch and the folders that compressors write to.
 
     Raises:
         UserError: for what the run cannot work with.
@@ -59,7 +59,7 @@ def _ranks_here(env: LaunchEnvironment) -> int:
 
 
 def _check_folder(folder: str, where: str) -> None:
-    """Sees that files can be made in a folder, which may not be there yet."""
+    """Checks that files can be created in a folder, which is made if it is not there."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as stream:

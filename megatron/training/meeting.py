@@ -1,8 +1,8 @@
-"""Ranks meet in the rendezvous store before any process group is built, and go on only if all are alike.
+"""Compares what all ranks are about to run, before any process group is built; they go on only if it is the same.
 
-A group of ranks that compute different things does not fail: its collectives wait, or mix what does not belong
-together. So every rank leaves what it is about to do in the store, or why it will not, rank 0 compares, and all end
-with the same words when something differs.
+Ranks that compute different things do not fail by themselves: their collectives hang, or mix values that do not belong
+together. So every rank writes to the rendezvous store what it is about to run, or why it refuses to; rank 0 compares,
+and all ranks end with the same message when something differs.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from megatron.topology.launch import LaunchEnvironment, meet
 
 POLL_SECONDS = 0.02
 OTHERS_SECONDS = 3.0
-"""How long ranks may still come, to be named too, when one is known to differ."""
+"""Once a difference is known, how long rank 0 waits for further ranks, to name them too."""
 LEAVE_SECONDS = 15.0
-"""How long a rank that has bad news waits for the others to hear it."""
+"""How long a rank that refuses waits until the others know."""
 _PREFIX = "megatron-meeting"
 _MET, _REFUSED, _VERDICT, _HEARD = "met", "refused", "verdict", "heard"
 _SHOWN = 120
 
 Identity = Mapping[str, str]
-"""What must be alike on all ranks, by the name that a user knows it by, in the order in which it is compared."""
+"""What must be the same on all ranks, by the name that a user knows, in the order of comparison."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all ranks do: go on when there is no problem, else end with these words."""
+    """Rank 0's decision for all ranks: go on, or end with a problem."""
 
     problem: str = ""
     bad_input: bool = True
@@ -60,14 +60,14 @@ class Verdict:
 
 
 class Meeting:
-    """The ranks of a command, as their store sees them.
+    """The meeting of a command's ranks in their rendezvous store.
 
     Args:
-        env: this process's place; there are others.
-        timeout_minutes: for all to come.
+        env: this process's place among several.
+        timeout_minutes: how long to wait for all ranks.
 
     Raises:
-        CommunicationError: when nobody keeps the store.
+        CommunicationError: when nothing serves the store.
     """
 
     def __init__(self, env: LaunchEnvironment, timeout_minutes: float) -> None:
@@ -77,7 +77,7 @@ class Meeting:
         self._box = dist.PrefixStore(_PREFIX, self.store)
 
     def agree(self, identity: Identity) -> None:
-        """Returns when every rank has come and all are alike.
+        """Returns when every rank has come and all run the same thing.
 
         Raises:
             UserError: on every rank, naming what differs and where, or with what another rank refuses.
@@ -117,7 +117,7 @@ class Meeting:
         return told
 
     def _compare(self) -> Verdict:
-        """Rank 0: reads what the others are about to do, until all have come or one is known to differ."""
+        """Rank 0: reads what the others are about to run, until all have come or one differs."""
         came: dict[int, Identity] = {}
         deadline = time.monotonic() + self.timeout.total_seconds()
         different = False
@@ -148,7 +148,7 @@ class Meeting:
         return Verdict.decode(self._box.get(_VERDICT))
 
     def _leave(self) -> None:
-        """Rank 0, with which the store or the launcher's patience goes, leaves last."""
+        """Lets rank 0 leave last: with it ends the store, and the launcher then ends the others."""
         deadline = time.monotonic() + LEAVE_SECONDS
         with suppress(RuntimeError):
             self._box.add(_HEARD, 1)
@@ -159,7 +159,7 @@ class Meeting:
 
 
 def first_difference(identities: Mapping[int, Identity]) -> str | None:
-    """What ranks differ in first, with the values and the ranks; None when all are alike.
+    """The first thing that ranks differ in, with the values and the ranks; None when nothing differs.
 
     Args:
         identities: by rank.
@@ -178,12 +178,12 @@ def first_difference(identities: Mapping[int, Identity]) -> str | None:
 
 
 def _alike(texts: Sequence[str]) -> int:
-    """How many characters texts have in common before they part."""
+    """The length of the common beginning of some texts."""
     return next((i for i, column in enumerate(zip(*texts, strict=False)) if len(set(column)) > 1), min(map(len, texts)))
 
 
 def _short(value: str, alike: int) -> str:
-    """A value, of a long one the part around the first character (after some alike ones) that tells it apart."""
+    """A value; of a long one the part around the first character that differs."""
     if len(value) <= _SHOWN:
         return value
     start = max(0, min(alike - _SHOWN // 2, len(value) - _SHOWN))

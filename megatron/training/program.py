@@ -26,20 +26,20 @@ EXIT_BUG = 1
 EXIT_NOTHING_LEARNED = 4
 _RANK_0_SPEAKS_SECONDS = 1.0
 _NO_ROOM = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
-"""How torch's allocator for CPUs says it."""
+"""How torch's CPU allocator reports that memory has run out."""
 
 
 class NothingLearnedError(RuntimeError):
-    """A run came to its end without an update of the weights, on every rank. The message is one line."""
+    """A run that ended without a single update of the weights, on every rank. The message is one line."""
 
 
 class Ranks:
-    """This process among those of its command.
+    """The ranks of a command, as this one sees them.
 
     Attributes:
-        env: its place, as the launcher says.
-        watch: on the others; None while they have not met.
-        meeting: of all; None before this rank came.
+        env: this process's place, as the launcher says.
+        watch: over the other ranks; None until they have met.
+        meeting: of all ranks; None until this one has joined it.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Ranks:
         notes: Sequence[str] = (),
         peer_timeout_seconds: float = SILENT_SECONDS,
     ) -> None:
-        """Meets the others, if any; rank 0 prints the notes on the flags.
+        """Joins the other ranks, if any, in a process group; rank 0 prints the notes on the flags.
 
         Args:
             backend, timeout_minutes: of the process group.
@@ -87,7 +87,7 @@ class Ranks:
                 print(f"note: {note}", file=sys.stderr)
 
     def leave(self) -> None:
-        """Parts in peace."""
+        """Stops the watch and leaves the process group, at the end of a command that has succeeded."""
         if self.watch is not None:
             self.watch.stop()
         shutdown()
@@ -117,7 +117,7 @@ class Ranks:
         return status
 
     def _stay_away(self, reason: str, status: int) -> bool:
-        """Tells the others, who would wait, that this rank will not join them; whether they could be told."""
+        """Tells the other ranks, which would wait, that this one will not join them; whether they could be told."""
         try:
             meeting = Meeting(self.env, LEAVE_SECONDS / 60)
             return meeting.refuse(reason, bad_input=status == EXIT_BAD_INPUT)
@@ -170,7 +170,7 @@ def run_program(body: Callable[[Ranks], None]) -> int:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed, of Python, numpy, or torch on either device."""
+    """Whether an error is a failed allocation, of Python, NumPy, or torch on any device."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_ROOM)

@@ -91,7 +91,7 @@ class Trainer:
             self._check_learned(begun, skipped)
 
     def _check_learned(self, begun: int, skipped_before: int) -> None:
-        """Of what this process trained, and of the whole run."""
+        """Raises NothingLearnedError when every step of this process, or of the whole run, was skipped."""
         done, skipped = self.progress.iteration, self.progress.skipped
         for steps, left_out in ((done - begun, skipped - skipped_before), (done, skipped)):
             if steps and left_out == steps:

@@ -16,7 +16,7 @@ from megatron.inference.server.worker import Piece, Result
 from megatron.tokenizer.api import Tokenizer
 
 RETRY_SECONDS = 5
-"""After which a client that found no room may come again."""
+"""Seconds after which a client that found no room may try again."""
 
 
 def error_body(message: str, status: int, code: str | None = None) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def error_body(message: str, status: int, code: str | None = None) -> dict[str, 
 
 
 def error_headers(status: int) -> dict[str, str]:
-    """What a client must know beside a refusal's message."""
+    """The headers of a refusal."""
     if status == 503:
         return {"Retry-After": str(RETRY_SECONDS)}
     # What is left of a body that came too late would be taken for the next request.

@@ -251,7 +251,7 @@ async def _refuse(request: Request, error: RequestError) -> Response:
 
 
 async def _not_here(request: Request, error: HTTPException) -> Response:
-    """What no route, or no method of a route, serves."""
+    """Answers a request that no route, or no method of a route, serves."""
     asked, status = f"{request.method} {request.url.path}", error.status_code
     if status == 404:
         paths = ", ".join(route.path for route in request.app.routes if "{" not in route.path)

@@ -43,13 +43,14 @@ class Connection(H11Protocol):
     """From the beginning, or the answer before, to the end of a request's head; longer than uvicorn keeps alive."""
 
     SPEAK_SECONDS = 2.0
-    """In which nobody need give way: many clients that come at once send their requests a moment later."""
+    """How long a connection may be silent before it can be made to give way: of many clients that connect at once, most
+    send their requests a moment later."""
 
     WRITE_SECONDS = 60.0
     """In which a client must have read some of its answer where much of it waits."""
 
     READ_SECONDS = 3.0
-    """In which a client that was turned away must have read so."""
+    """How long a client that was turned away has to read why."""
 
     _stuck: asyncio.TimerHandle | None = None
     _turned_away = False
@@ -93,7 +94,7 @@ class Connection(H11Protocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What is said to what is no HTTP."""
+        """Answers what is not HTTP."""
         self._turn_away(400, f"the request is no HTTP: {msg}")
 
     def shutdown(self) -> None:
@@ -114,7 +115,7 @@ class Connection(H11Protocol):
 
     @property
     def _asks_head(self) -> bool:
-        """Whether what is asked has an answer without a body."""
+        """Whether the request is a HEAD, whose answer has no body."""
         return bool(self.scope["method"] == "HEAD")
 
     def _expect(self) -> None:
@@ -133,7 +134,7 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def _turn_away(self, status: int, message: str) -> None:
-        """Says why there is no answer, and ends.
+        """Says why there is no answer, and closes the connection.
 
         Closing while there is something unread makes the other side forget what it was told, so that what comes is
         read and thrown away until it has closed, for some seconds.
@@ -187,7 +188,7 @@ class HTTPServer(uvicorn.Server):
 
 
 def room_for(most: int) -> int:
-    """Connections that there may be of so many wanted: fewer where this process may not have as many files open."""
+    """How many of the wanted connections can be served: fewer where this process may not have as many files open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * most + _OWN_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -197,7 +198,7 @@ def room_for(most: int) -> int:
 
 
 def configuration(app: Starlette, most: int) -> uvicorn.Config:
-    """uvicorn's, for so many connections."""
+    """uvicorn's configuration, for at most so many connections."""
 
     class Bounded(Connection):
         MOST = most
