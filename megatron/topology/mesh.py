@@ -183,7 +183,9 @@ class Mesh:
 
     def _introduce(self, link: socket.socket) -> None:
         """Makes an accepted connection a neighbor's, once it has sent its rank and this listener's token."""
-        stranger = self._strangers[link]
+        stranger = self._strangers.get(link)
+        if stranger is None:  # evicted for a newer one by the same wait
+            return
         stranger.read()
         if stranger.lines:
             name, _, token = stranger.lines.pop(0).partition(" ")

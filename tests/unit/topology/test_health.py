@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron.topology import health
 from megatron.topology.health import Watch, launcher_pid
-from megatron.topology.mesh import LONGEST_LINE, MOST_STRANGERS, neighbors
+from megatron.topology.mesh import LONGEST_LINE, MOST_STRANGERS, Mesh, neighbors
 
 HOST = socket.gethostname()
 
@@ -169,6 +169,23 @@ def test_a_listener_is_not_disturbed_by_strangers() -> None:
             assert len(mesh._strangers) <= MOST_STRANGERS
         assert not any(rank.left.is_set() for rank in ranks)
         assert ranks[0].watch._verdict is None
+
+
+def test_a_stranger_may_speak_while_it_gives_way_to_another() -> None:
+    mesh = Mesh(0, 2, "127.0.0.1", HOST, local=True)
+    with ExitStack() as stack:
+        stack.callback(mesh.close)
+        where = mesh._listener.getsockname()
+        links = [stack.enter_context(socket.create_connection(where, 5)) for _ in range(MOST_STRANGERS)]
+        while len(mesh._strangers) < MOST_STRANGERS:
+            mesh.wait(1.0)
+        stack.enter_context(socket.create_connection(where, 5))
+        for link in links:
+            link.sendall(b"0 wrong\n")
+        time.sleep(0.1)
+        for _ in range(4):
+            mesh.wait(0.1)
+        assert len(mesh._strangers) <= 1
 
 
 def test_a_neighbor_out_of_reach_is_a_note(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
