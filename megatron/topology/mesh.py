@@ -99,12 +99,12 @@ class Mesh:
         self._hosts: dict[int, str] = {}
         self._token = secrets.token_hex(16)
         self._strangers: dict[socket.socket, Peer] = {}
-        family, address = _own_address(master)
-        loopback = ipaddress.ip_address(address).is_loopback
+        family, address = _own_address("localhost" if local else master)
         # A machine may know itself by a loopback address where others know it by the same name and another one.
-        self._address = master if loopback else address
+        ambiguous = _is_loopback(address) and not (local or master == "localhost" or _is_loopback(master))
+        self._address = master if ambiguous else address
         self._listener = socket.socket(family, socket.SOCK_STREAM)
-        self._listener.bind(("" if loopback and not local else address, 0))
+        self._listener.bind(("" if ambiguous else address, 0))
         self._listener.listen(64)
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -223,6 +223,13 @@ class Mesh:
         for link in [*self._strangers, self._listener, self._waker, self._woken]:
             link.close()
         self._selector.close()
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether it is an address, and that of a machine for itself."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(address).is_loopback
+    return False
 
 
 def _own_address(master: str) -> tuple[socket.AddressFamily, str]:

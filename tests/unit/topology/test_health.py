@@ -15,7 +15,7 @@ from threading import Event
 import pytest
 import torch.distributed as dist
 
-from megatron.topology import health
+from megatron.topology import health, mesh
 from megatron.topology.health import Watch, launcher_pid
 from megatron.topology.mesh import LONGEST_LINE, MOST_STRANGERS, Mesh, neighbors
 
@@ -186,6 +186,21 @@ def test_a_stranger_may_speak_while_it_gives_way_to_another() -> None:
         for _ in range(4):
             mesh.wait(0.1)
         assert len(mesh._strangers) <= 1
+
+
+@pytest.mark.parametrize(
+    ("master", "local", "everywhere"),
+    [("localhost", False, False), ("127.0.0.1", False, False), ("named", True, False), ("named", False, True)],
+)
+def test_a_listener_is_for_those_that_can_mean_it(
+    master: str, local: bool, everywhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name that is a loopback address here, as of a machine's own in /etc/hosts, may be another one elsewhere."""
+    monkeypatch.setattr(mesh, "_own_address", lambda master: (socket.AF_INET, "127.0.0.1"))
+    made = Mesh(0, 2, master, HOST, local)
+    assert made._listener.getsockname()[0] == ("0.0.0.0" if everywhere else "127.0.0.1")
+    assert made._address == ("named" if everywhere else "127.0.0.1")
+    made.close()
 
 
 def test_a_neighbor_out_of_reach_is_a_note(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
