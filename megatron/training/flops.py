@@ -24,6 +24,7 @@ class ModelShape:
     seq_length: int
     padded_vocab_size: int
     swiglu: bool = False
+    sliding_window: int | None = None
 
 
 def benchmark_tflops(
@@ -51,15 +52,16 @@ def model_flops_per_sample(shape: ModelShape, *, causal: bool = True) -> int:
     (three matrices for SwiGLU), and the logits over the padded vocabulary. The backward pass costs two
     forward passes. Not counted: recomputation, embedding lookup, normalization, softmax, the optimizer.
 
-    Attention counts the s(s+1)/2 pairs that the causal mask lets through; `causal=False` counts all s*s
-    pairs, which is what many published figures do.
+    Attention counts the pairs that the mask lets through: s(s+1)/2, or fewer within a sliding window;
+    `causal=False` counts all s*s pairs, which is what many published figures do.
     """
     s, h = shape.seq_length, shape.hidden_size
     q_width = shape.num_attention_heads * shape.kv_channels
     kv_width = shape.num_query_groups * shape.kv_channels
     projections = h * (q_width + 2 * kv_width) + q_width * h
     feed_forward = (3 if shape.swiglu else 2) * h * shape.ffn_hidden_size
-    pairs = s * (s + 1) // 2 if causal else s * s
+    window = min(shape.sliding_window or s, s)
+    pairs = window * (window + 1) // 2 + (s - window) * window if causal else s * s
     layer = s * (projections + feed_forward) + 2 * pairs * q_width
     multiply_adds = shape.num_layers * layer + s * h * shape.padded_vocab_size
     return 3 * 2 * multiply_adds

@@ -43,6 +43,7 @@ def model_shape(config: RunConfig, padded_vocab_size: int) -> ModelShape:
         seq_length=model.seq_length,
         padded_vocab_size=padded_vocab_size,
         swiglu=model.swiglu,
+        sliding_window=model.sliding_window,
     )
 
 

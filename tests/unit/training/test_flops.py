@@ -106,9 +106,10 @@ def test_the_honest_count_is_torchs_count(swiglu: bool, groups: int) -> None:
     assert model_flops_per_sample(shape, causal=False) == counter.get_total_flops()
 
 
-def test_causal_attention_counts_the_pairs_of_the_mask() -> None:
-    shape = ModelShape(3, 24, 40, 4, 2, 10, 16, 96)
-    pairs = int(torch.ones(16, 16).tril().sum())
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 100])
+def test_causal_attention_counts_the_pairs_of_the_mask(window: int | None) -> None:
+    shape = ModelShape(3, 24, 40, 4, 2, 10, 16, 96, sliding_window=window)
+    pairs = int(torch.ones(16, 16).tril().triu(1 - (window or 16)).sum())
     masked_pairs = 16 * 16 - pairs
     difference = model_flops_per_sample(shape, causal=False) - model_flops_per_sample(shape)
     assert difference == 3 * 3 * 4 * masked_pairs * 4 * 10
