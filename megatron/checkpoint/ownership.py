@@ -64,7 +64,7 @@ def check_replaces_nothing(config: CheckpointConfig) -> None:
     found = _held(Path(config.save))
     if found is None or config.overwrite_checkpoints:
         return
-    if config.load is not None and os.path.realpath(config.load) == os.path.realpath(config.save):
+    if config.saves_where_it_loads:
         if not config.finetune:
             return
         resume = "leave --finetune out to go on from them"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from megatron.config.option import derived, option
@@ -54,3 +55,10 @@ class CheckpointConfig:
     keep_last: int | None = derived(
         "all", "Keep only this many of the newest checkpoints.", unit="checkpoints", minimum=1
     )
+
+    @property
+    def saves_where_it_loads(self) -> bool:
+        """Whether --save is the folder of --load, however each is spelled."""
+        if self.load is None or self.save is None:
+            return False
+        return os.path.realpath(self.load) == os.path.realpath(self.save)

@@ -198,7 +198,7 @@ RULES: Sequence[Idle] = (
     ),
     Idle(
         ("checkpoint.overwrite_checkpoints",),
-        lambda config, _: _resumes(config) and config.checkpoint.load == config.checkpoint.save,
+        lambda config, _: _resumes(config) and config.checkpoint.saves_where_it_loads,
         "--load goes on from the checkpoints of --save",
     ),
     Idle(_TENSORBOARD, lambda config, _: config.logging.tensorboard_dir is None, "without --tensorboard-dir"),

@@ -189,4 +189,3 @@ class RunCheckpoints:
             if not self.config.no_load_lr_state:
                 self.schedule.load_state_dict(common["schedule"])
             self.progress.load_state_dict(section_of(common, "progress"))
-            self.saved_iteration = self.progress.iteration if self.config.load == self.config.save else None

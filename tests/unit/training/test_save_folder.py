@@ -80,7 +80,7 @@ def test_they_are_replaced_when_asked_for(
         main(tiny_flags(prefix, train_iters=1, save=saved, finetune=True, load=saved, overwrite_checkpoints=True)) == 0
     )
     capsys.readouterr()
-    assert main(tiny_flags(prefix, train_iters=2, save=saved, load=saved, overwrite_checkpoints=True)) == 0
+    assert main(tiny_flags(prefix, train_iters=2, save=saved, load=f"{saved}/.", overwrite_checkpoints=True)) == 0
     said = capsys.readouterr().out
     assert "--overwrite-checkpoints: no effect, --load goes on from the checkpoints of --save" in said
 
