@@ -173,9 +173,16 @@ class FolderLock:
     def lost(self) -> str | None:
         """Why this process may not write to the folder any more; None when it may."""
         owner = self._read()
-        if owner is None or owner == self.owner:
+        if owner == self.owner or (owner is None and not self._given_back()):
             return None
-        return f"--save {self.root} was taken over by another run ({owner}) while this one stood still"
+        who = f" ({owner})" if owner else ", which has ended,"
+        return f"--save {self.root} was taken over by another run{who} while this one stood still"
+
+    def _given_back(self) -> bool:
+        """Whether the record was emptied, as by one that took over and is done."""
+        with suppress(OSError):
+            return not read_regular(self.path, 1)
+        return False
 
     def release(self) -> None:
         """Gives the folder up."""

@@ -146,3 +146,15 @@ def test_an_owner_beats_until_another_has_taken_over(tmp_path: Path) -> None:
     assert (tmp_path / LOCK).stat().st_mtime_ns == before
     lock.release()
     assert "far" in (tmp_path / LOCK).read_text()
+
+
+def test_a_folder_that_another_has_used_and_left_is_lost_too(tmp_path: Path) -> None:
+    """It may hold checkpoints that are newer than this run knows."""
+    lock = FolderLock(tmp_path)
+    (tmp_path / LOCK).write_text("")
+    lost = lock.lost()
+    assert lost is not None
+    assert "was taken over by another run, which has ended, while this one stood still" in lost
+    (tmp_path / LOCK).unlink()
+    assert lock.lost() is None
+    lock.release()
