@@ -106,10 +106,12 @@ class Meeting:
         """
         told = False
         with suppress(RuntimeError):
+            # Bad input is what rank 0 says for all; a failure of its own is its alone.
+            named = problem if self.env.rank == 0 and bad_input else f"rank {self.env.rank}: {problem}"
+            own = Verdict((named.splitlines() or [""])[0], bad_input)
             if self.env.rank == 0:
-                self._pronounce(Verdict(problem, bad_input))
+                self._pronounce(own)
             else:
-                own = Verdict(f"rank {self.env.rank}: {problem}", bad_input)
                 self._box.compare_set(_REFUSED, "", own.encode())
             self._verdict(timedelta(seconds=LEAVE_SECONDS))
             told = True
