@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron.config.errors import UserError
+from megatron.config.regular import read_regular
 from megatron.data.atomic import holding
-from megatron.data.regular import read_regular
 
 LOCK = ".lock"
 BEAT_SECONDS = 3.0

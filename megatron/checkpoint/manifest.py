@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from megatron.checkpoint.boxes import Box, clip, disjoint_parts
 from megatron.checkpoint.plain import dtype_from_name
 from megatron.config.errors import UserError
-from megatron.data.regular import read_regular
+from megatron.config.regular import read_regular
 
 MANIFEST = "metadata.json"
 FORMAT = 1

@@ -40,8 +40,8 @@ from torch.futures import Future
 from megatron.checkpoint.files import write_synced
 from megatron.checkpoint.manifest import MANIFEST, Manifest, StoredItem
 from megatron.checkpoint.torch_stream import TORCH_METADATA, header, torch_metadata
+from megatron.config.regular import open_regular
 from megatron.data.atomic import fsync_directory
-from megatron.data.regular import open_regular
 
 READ_BYTES = 1 << 24
 

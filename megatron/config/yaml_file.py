@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megatron.config.errors import UserError
+from megatron.config.settings_file import read_settings
 
 
 class _PlainLoader(yaml.SafeLoader):
@@ -32,26 +31,9 @@ class _BlockDumper(yaml.SafeDumper):
         return True
 
 
-_LARGEST = 1 << 20
-"""Bytes of a file. All flags together are a hundredth of that, and reading YAML takes seconds a megabyte."""
-
-
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping that the file holds, empty for an empty file. Raises UserError naming the file."""
-    try:
-        # A pipe or a device may never end; opened like this, none makes anyone wait.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as stream:
-            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-                raise UserError(f"{path}: is no plain file; give a YAML file")
-            data = stream.read(_LARGEST + 1)
-        if len(data) > _LARGEST:
-            raise UserError(f"{path}: is larger than {_LARGEST:,} bytes; give a YAML file of flags")
-        text = data.decode("utf-8-sig")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: is not UTF-8 text; give a YAML file") from None
-    return parse_yaml(text, str(path))
+    return parse_yaml(read_settings(path, str(path), "YAML"), str(path))
 
 
 def parse_yaml(text: str, where: str) -> dict[str, Any]:

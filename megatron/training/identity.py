@@ -14,8 +14,8 @@ import megatron
 from megatron.compression.plugins import ENTRY_POINTS
 from megatron.config.check_outputs import parse_blend
 from megatron.config.option import FieldOption, field_options
+from megatron.config.regular import contents
 from megatron.data.indexed import dataset_files
-from megatron.data.regular import contents
 from megatron.training.meeting import Identity
 
 

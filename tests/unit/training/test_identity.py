@@ -11,8 +11,8 @@ import pytest
 
 import megatron
 from megatron.config.option import FieldOption, field_options
+from megatron.config.regular import contents, open_regular, read_regular
 from megatron.config.run import RunConfig, run_sections
-from megatron.data.regular import contents, open_regular, read_regular
 from megatron.training.identity import identity_of
 from megatron.training.meeting import first_difference, ranks_text
 from tests.support.corpus import write_documents
