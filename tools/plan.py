@@ -110,7 +110,8 @@ def _without_pipeline(config: RunConfig, world_size: int) -> RunConfig:
 
 def _this_machine() -> Cluster:
     """What is known of the machine before anything is measured: how many ranks, and their memory."""
-    env, here = LaunchEnvironment.read(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    env = LaunchEnvironment.read()
+    here = env.ranks_here
     if not torch.cuda.is_available():
         return Cluster(gpus=env.world_size, gpus_per_node=here, device=Device(memory_gib=4.0))
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
@@ -127,7 +128,7 @@ def measure(config: RunConfig, cluster: Cluster, vocab_size: int, specs: Sequenc
         resolved = _without_pipeline(config, env.world_size)
         init_process_group(env, backend, timeout_minutes=10)
         topology = build_topology(layout_of(resolved, env.world_size), pick_device(backend, env.local_rank))
-        found = measure_all(resolved, vocab_size, specs, topology, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        found = measure_all(resolved, vocab_size, specs, topology, env.ranks_here)
         shutdown()
         if env.rank:
             return None

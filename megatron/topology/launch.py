@@ -43,6 +43,11 @@ class LaunchEnvironment:
         """All ranks are known to be on this machine."""
         return self.local_world_size == self.world_size
 
+    @property
+    def ranks_here(self) -> int:
+        """Ranks of this machine, as far as the launcher says."""
+        return min(max(self.local_world_size or 1, 1), self.world_size)
+
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise LaunchError(f"WORLD_SIZE is {self.world_size}; start at least one process")

@@ -46,16 +46,10 @@ def check_room(config: RunConfig, env: LaunchEnvironment, vocab_size: int | None
         index = env.local_rank % torch.cuda.device_count()
         there_is, where = torch.cuda.get_device_properties(index).total_memory, "on its GPU"
     else:
-        ranks = _ranks_here(env)
+        ranks = env.ranks_here
         there_is = memory_of_this_machine() // ranks
         where = "on this machine" if ranks == 1 else f"on this machine for each of its {ranks} ranks"
     check_memory(config, env.world_size, there_is, where, vocab_size)
-
-
-def _ranks_here(env: LaunchEnvironment) -> int:
-    """Ranks that share this machine, as far as the launcher says."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return min(max(int(text), 1), env.world_size) if text.isascii() and text.isdecimal() else 1
 
 
 def _check_folder(folder: str, where: str) -> None:

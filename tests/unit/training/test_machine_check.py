@@ -44,6 +44,5 @@ def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(machine_check, "memory_of_this_machine", lambda: 400_000)
     config = parse_args(tiny_flags(Path("data"))).resolve(4)
     check_room(config, LaunchEnvironment(0, 4, 0))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(UserError, match="there are 100 kB on this machine for each of its 4 ranks"):
-        check_room(config, LaunchEnvironment(0, 4, 0))
+        check_room(config, LaunchEnvironment(0, 4, 0, 4))
