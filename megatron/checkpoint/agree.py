@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.errors import UserError
-from megatron.topology.errors import CommunicationError
+from megatron.topology.errors import CommunicationError, first_line
 
 T = TypeVar("T")
 
@@ -36,8 +36,7 @@ def communicating(what: str, call: Callable[[], T]) -> T:
     try:
         return call()
     except RuntimeError as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CommunicationError(f"{what} failed, a rank is gone or too slow: {reason}") from error
+        raise CommunicationError(f"{what} failed, a rank is gone or too slow: {first_line(error)}") from error
 
 
 def any_rank(group: dist.ProcessGroup | None, flag: bool) -> bool:

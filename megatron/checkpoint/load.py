@@ -36,6 +36,7 @@ from megatron.checkpoint.save import (
 from megatron.checkpoint.storage import ShardReader, check_file_sizes, check_items, read_item
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
+from megatron.topology.errors import first_line
 
 SHOWN_DIFFERENCES = SHOWN_ITERATIONS = 4
 
@@ -189,9 +190,8 @@ def _read_plain(
             raise ValueError(f"it holds a {type(value).__name__} instead of names and values")
     except ValueError as error:
         where = checkpoint_folder(root, iteration) / pick(read_manifest(checkpoint_folder(root, iteration))).file
-        reason = (str(error).splitlines() or ["?"])[0]
         raise UserError(
-            f"{where} is not what a checkpoint holds: {reason}{_fallback(root, iteration, flag)}"
+            f"{where} is not what a checkpoint holds: {first_line(error)}{_fallback(root, iteration, flag)}"
         ) from error
     return value
 

@@ -42,6 +42,7 @@ from megatron.checkpoint.manifest import MANIFEST, Manifest, StoredItem
 from megatron.checkpoint.torch_stream import TORCH_METADATA, header, torch_metadata
 from megatron.config.regular import open_regular
 from megatron.data.atomic import fsync_directory
+from megatron.topology.errors import first_line
 
 READ_BYTES = 1 << 24
 
@@ -63,7 +64,7 @@ def describe(error: Exception, path: Path) -> str:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{path}: {error.strerror}: free some, or choose another --save"
     reason = error.strerror if isinstance(error, OSError) else None
-    return f"{path}: {reason or (str(error).splitlines() or [type(error).__name__])[0]}"
+    return f"{path}: {reason or first_line(error)}"
 
 
 def _done(value: Any) -> Future[Any]:

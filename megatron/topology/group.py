@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.topology.errors import CommunicationError
+from megatron.topology.errors import CommunicationError, first_line
 
 # torch 2.13 renamed these two and warns at the old names.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -128,11 +128,6 @@ class Pending:
     def done(self) -> bool:
         """True when ``wait`` would not block."""
         return self.work is None or self.work.is_completed()
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def num_bytes(x: Tensor) -> int:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron.topology.errors import ranks_text
 from megatron.topology.launch import leave_reason
 from megatron.topology.mesh import LONGEST_LINE, Mesh, Peer
 
@@ -207,7 +208,7 @@ class Watch:
         hosts: dict[str, list[int]] = defaultdict(list)
         for peer in silent:
             hosts[peer.host].append(peer.rank)
-        who = ", ".join(f"{_ranks(ranks)} on {host}" for host, ranks in hosts.items())
+        who = ", ".join(f"{ranks_text(sorted(ranks))} on {host}" for host, ranks in hosts.items())
         seconds = max(self._beat - self._heard[peer.rank] for peer in silent) * BEAT_SECONDS
         return f"{who} stopped answering: no sign of life for {seconds:.0f} s (hung, or the machine or network is gone)"
 
@@ -221,10 +222,6 @@ class Watch:
         writer = threading.Thread(target=write, daemon=True)
         writer.start()
         writer.join(BEAT_SECONDS)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
 
 
 def launcher_pid() -> int | None:

@@ -18,8 +18,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron.topology.errors import CommunicationError, LaunchError
-from megatron.topology.group import first_line
+from megatron.topology.errors import CommunicationError, LaunchError, first_line
 
 _NUMBER = re.compile(r"\s*-?[0-9]{1,18}\s*", re.ASCII)
 _MOST_LOCAL = 1 << 16

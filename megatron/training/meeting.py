@@ -17,8 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from megatron.config.errors import UserError
-from megatron.topology.errors import CommunicationError
-from megatron.topology.group import first_line
+from megatron.topology.errors import CommunicationError, first_line, ranks_text
 from megatron.topology.launch import LaunchEnvironment, meet
 
 POLL_SECONDS = 0.02
@@ -190,11 +189,3 @@ def _short(value: str, alike: int) -> str:
         return value
     start = max(0, min(alike - _SHOWN // 2, len(value) - _SHOWN))
     return "..." * (start > 0) + value[start : start + _SHOWN] + "..." * (start + _SHOWN < len(value))
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Names some ranks: "rank 3", "ranks 1, 2 and 4 more"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:4]))
-    return f"ranks {shown}" + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")

@@ -13,8 +13,7 @@ import torch
 
 from megatron.compression.options import CompressorFault
 from megatron.config.errors import UserError
-from megatron.topology.errors import CommunicationError, LaunchError
-from megatron.topology.group import first_line
+from megatron.topology.errors import CommunicationError, LaunchError, first_line
 from megatron.topology.health import SILENT_SECONDS, Watch, launcher_pid
 from megatron.topology.launch import LaunchEnvironment, init_process_group, leave_reason, shutdown
 from megatron.training.identity import identity_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.topology.errors import CommunicationError
-from megatron.topology.group import Group, Pending, first_line
+from megatron.topology.errors import CommunicationError, first_line
+from megatron.topology.group import Group, Pending
 from megatron.topology.topology import single_process
 
 

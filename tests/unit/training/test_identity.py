@@ -13,8 +13,9 @@ import megatron
 from megatron.config.option import FieldOption, field_options
 from megatron.config.regular import contents, open_regular, read_regular
 from megatron.config.run import RunConfig, run_sections
+from megatron.topology.errors import ranks_text
 from megatron.training.identity import identity_of
-from megatron.training.meeting import first_difference, ranks_text
+from megatron.training.meeting import first_difference
 from tests.support.corpus import write_documents
 from tests.support.tiny import tiny_config
 
