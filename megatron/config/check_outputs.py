@@ -35,7 +35,8 @@ def parse_split(split: str) -> tuple[float, float, float]:
         shares = [_ascii_number(word) for word in words]
     except ValueError:
         shares = []
-    if not 1 <= len(shares) <= 3 or not all(_fits(share) for share in shares):
+    fit = all(share == 0 or LEAST_WEIGHT <= share <= MOST_WEIGHT for share in shares)
+    if not 1 <= len(shares) <= 3 or not fit:
         raise UserError(f"--split {split}: expected up to three shares such as 969,30,1, none of them negative")
     total = sum(shares)
     if total <= 0:
@@ -50,10 +51,6 @@ def _ascii_number(word: str) -> float:
     return float(word)
 
 
-def _fits(weight: float) -> bool:
-    return weight == 0 or LEAST_WEIGHT <= weight <= MOST_WEIGHT
-
-
 def parse_blend(words: Sequence[str], flag: str) -> list[tuple[float, str]]:
     """Pairs (weight, path) from "PATH" or "W1 P1 W2 P2 ...". Raises UserError naming the flag."""
     if len(words) == 1:
@@ -66,14 +63,12 @@ def parse_blend(words: Sequence[str], flag: str) -> list[tuple[float, str]]:
             weight = _ascii_number(weight_word)
         except ValueError:
             raise UserError(f"{flag}: {weight_word!r} is not a weight; write WEIGHT PATH WEIGHT PATH ...") from None
-        if not _fits(weight):
+        if not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
             raise UserError(
-                f"{flag}: the weight {weight_word} of {path} must be a number of at least 0 (0, or from "
-                f"{LEAST_WEIGHT:g} to {MOST_WEIGHT:g})"
+                f"{flag}: the weight {weight_word} of {path} must be a positive number from {LEAST_WEIGHT:g} to "
+                f"{MOST_WEIGHT:g}; leave a path out to drop it"
             )
         pairs.append((weight, path))
-    if pairs and sum(weight for weight, _ in pairs) <= 0:
-        raise UserError(f"{flag}: the weights sum to 0; give at least one that is positive")
     return pairs
 
 

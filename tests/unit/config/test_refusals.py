@@ -190,7 +190,7 @@ BY_ITERATIONS = [
     ("--split 0,0,0", 1, ["--split 0,0,0", "sum to 0"]),
     ("--data-path a b c", 1, ["--data-path", "3 words"]),
     ("--data-path a b", 1, ["--data-path", "'a' is not a weight"]),
-    ("--data-path=-1 --data-path 0 a 0 b", 1, ["--data-path", "weights sum to 0"]),
+    ("--data-path=-1 --data-path 0 a 0 b", 1, ["--data-path", "positive", "leave a path out"]),
     ("--train-data-path nan a 1 b", 1, ["--train-data-path", "the weight nan of a"]),
     ("--data-path a --train-data-path b", 1, ["--data-path", "--train-data-path"]),
     ("--data-path a --test-data-path b", 1, ["--data-path", "--test-data-path"]),
