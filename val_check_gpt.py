@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from megatron.checkpoint.agree import gather_texts, together
 from megatron.checkpoint.files import checkpoint_folder, saved_iterations
-from megatron.checkpoint.load import complete_iterations
+from megatron.checkpoint.find import complete_iterations
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.config.data import DataConfig
 from megatron.config.errors import UserError

@@ -1,4 +1,4 @@
-"""Finds and loads checkpoints. Nothing in memory changes before everything to be read has been checked."""
+"""Loads checkpoints. Nothing in memory changes before everything to be read has been checked."""
 
 from __future__ import annotations
 
@@ -13,14 +13,10 @@ from torch.distributed import checkpoint as dcp
 
 from megatron.checkpoint.agree import first_problem, gather_texts, raise_together, rank_of, size_of
 from megatron.checkpoint.files import (
-    TRACKER,
     Iteration,
     checkpoint_folder,
-    folder_name,
-    iteration_of,
-    saved_iterations,
-    tracked_text,
 )
+from megatron.checkpoint.find import fallback, read_tracker
 from megatron.checkpoint.logical import LogicalShard
 from megatron.checkpoint.manifest import MANIFEST, Manifest, StoredItem, read_manifest
 from megatron.checkpoint.plain import decode_plain, dtype_from_name
@@ -38,107 +34,7 @@ from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.topology.errors import first_line
 
-SHOWN_DIFFERENCES = SHOWN_ITERATIONS = 4
-
-
-def read_tracker(root: str | Path, log: Log = silent) -> Iteration | None:
-    """The checkpoint that a run goes on from: the one that the tracker names, or without one the newest complete.
-
-    Args:
-        root: the folder of all checkpoints.
-        log: told when there is no tracker.
-
-    Returns:
-        An iteration, "release", or None when nothing has been saved.
-
-    Raises:
-        UserError: when the tracker is unreadable or names a checkpoint that is not there, or there is no tracker and
-            no checkpoint is complete.
-    """
-    path = Path(root) / TRACKER
-    try:
-        text = tracked_text(path.parent)
-    except FileNotFoundError:
-        return _newest_complete(path, log)
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from error
-    iteration = iteration_of(text)
-    if iteration is None:
-        raise UserError(
-            f"{path} holds {text[:30]!r} instead of an iteration or 'release'{_fallback(path.parent, None)}"
-        )
-    if not checkpoint_folder(path.parent, iteration).is_dir():
-        raise UserError(f"{path} names iteration {iteration}, which is not there{_fallback(path.parent, iteration)}")
-    return iteration
-
-
-def _newest_complete(tracker: Path, log: Log) -> Iteration | None:
-    """What to load where the tracker is missing (or is a link to nothing); None where nothing was ever saved."""
-    root = tracker.parent
-    saved: list[Iteration] = [*saved_iterations(root)]
-    if checkpoint_folder(root, "release").is_dir():
-        saved.append("release")
-    for iteration in saved:
-        if _looks_complete(root, iteration):
-            log(f"warning: {tracker} is missing; taking iteration {iteration}, the newest complete checkpoint there")
-            return iteration
-    if saved:
-        shown = ", ".join(folder_name(iteration) for iteration in saved[:SHOWN_ITERATIONS])
-        raise UserError(
-            f"{tracker} is missing and no checkpoint there is complete ({shown}); name a folder that holds one"
-        )
-    return None
-
-
-def complete_iterations(root: str | Path) -> list[int]:
-    """Iterations whose table of contents is intact and whose files have their sizes, newest first."""
-    return [iteration for iteration in saved_iterations(Path(root)) if _looks_complete(Path(root), iteration)]
-
-
-def _looks_complete(root: Path, iteration: Iteration) -> bool:
-    folder = checkpoint_folder(root, iteration)
-    try:
-        return check_file_sizes(folder, read_manifest(folder).files) is None
-    except UserError:
-        return False
-
-
-def _fallback(root: Path, broken: Iteration | None, flag: str | None = None) -> str:
-    """Which checkpoint could be loaded instead, as the end of a message; older ones come first.
-
-    Args:
-        root: the folder of all checkpoints.
-        broken: the one that cannot be loaded.
-        flag: that named it, if one did: the tracker has no say then and may well name a good one.
-    """
-    if flag is not None or _asked_for(root, broken):
-        return _others(root, broken, flag)
-    saved = [iteration for iteration in saved_iterations(root) if iteration != broken]
-    if isinstance(broken, int):
-        saved.sort(key=lambda iteration: (iteration > broken, -iteration))
-    for iteration in saved:
-        if _looks_complete(root, iteration):
-            return f"; iteration {iteration} is complete: to load it, write {iteration} into {root / TRACKER}"
-    return f"; {root} has no other complete checkpoint"
-
-
-def _asked_for(root: Path, broken: Iteration | None) -> bool:
-    """Whether somebody named a checkpoint that is not the tracker's."""
-    try:
-        tracked = iteration_of(tracked_text(root))
-    except OSError:
-        return False
-    return broken is not None and tracked not in (None, broken)
-
-
-def _others(root: Path, broken: Iteration | None, flag: str | None) -> str:
-    """The complete checkpoints, newest first, for somebody who named another."""
-    complete = [iteration for iteration in complete_iterations(root) if iteration != broken]
-    if not complete:
-        return f"; {root} has no other complete checkpoint"
-    shown = ", ".join(map(str, complete[:SHOWN_ITERATIONS])) + ", ..." * (len(complete) > SHOWN_ITERATIONS)
-    example = f" ({flag} {complete[0]})" if flag else ""
-    return f"; complete are, newest first: {shown}; name one of them{example}"
+SHOWN_DIFFERENCES = 4
 
 
 def open_checkpoint(root: Path, iteration: Iteration, flag: str | None = None) -> tuple[Path, Manifest]:
@@ -154,11 +50,11 @@ def open_checkpoint(root: Path, iteration: Iteration, flag: str | None = None) -
     """
     folder = checkpoint_folder(root, iteration)
     if not folder.is_dir():
-        raise UserError(f"{folder} is not there{_fallback(root, iteration, flag)}")
+        raise UserError(f"{folder} is not there{fallback(root, iteration, flag)}")
     try:
         return folder, read_manifest(folder)
     except UserError as error:
-        raise UserError(f"{error}{_fallback(root, iteration, flag)}") from error
+        raise UserError(f"{error}{fallback(root, iteration, flag)}") from error
 
 
 def _read_checked(
@@ -168,13 +64,13 @@ def _read_checked(
     try:
         item = pick(manifest)
     except KeyError as error:
-        fallback = _fallback(root, iteration, flag)
-        raise UserError(f"{folder / MANIFEST} lists no {error.args[0]}{fallback}") from error
+        instead = fallback(root, iteration, flag)
+        raise UserError(f"{folder / MANIFEST} lists no {error.args[0]}{instead}") from error
     data = read_item(folder, item)
     if data is None:
         raise UserError(
             f"{folder / item.file} is missing, truncated or damaged: {item.length} bytes from {item.offset} "
-            f"do not have their checksum{_fallback(root, iteration, flag)}"
+            f"do not have their checksum{fallback(root, iteration, flag)}"
         )
     return data
 
@@ -191,7 +87,7 @@ def _read_plain(
     except ValueError as error:
         where = checkpoint_folder(root, iteration) / pick(read_manifest(checkpoint_folder(root, iteration))).file
         raise UserError(
-            f"{where} is not what a checkpoint holds: {first_line(error)}{_fallback(root, iteration, flag)}"
+            f"{where} is not what a checkpoint holds: {first_line(error)}{fallback(root, iteration, flag)}"
         ) from error
     return value
 
@@ -226,8 +122,8 @@ def load_config_yaml(root: str | Path, iteration: Iteration, flag: str | None = 
         return data.decode()
     except UnicodeDecodeError as error:
         folder = checkpoint_folder(Path(root), iteration)
-        fallback = _fallback(Path(root), iteration, flag)
-        raise UserError(f"{folder / CONFIG} is no configuration: it is not UTF-8 text{fallback}") from error
+        instead = fallback(Path(root), iteration, flag)
+        raise UserError(f"{folder / CONFIG} is no configuration: it is not UTF-8 text{instead}") from error
 
 
 def saved_config(
@@ -354,7 +250,7 @@ def _open_together(root: Path, iteration: Iteration, group: dist.ProcessGroup | 
 def _raise_damage(root: Path, iteration: Iteration, group: dist.ProcessGroup | None, problem: str | None) -> None:
     agreed = first_problem(group, problem)
     if agreed is not None:
-        raise UserError(f"{agreed}{_fallback(root, iteration)}")
+        raise UserError(f"{agreed}{fallback(root, iteration)}")
 
 
 def _wanted_by_all(

@@ -9,8 +9,9 @@ from typing import Any
 from megatron.checkpoint.agree import gather_texts, raise_together, together
 from megatron.checkpoint.compressor_state import PREFIX, CompressorCheckpoint
 from megatron.checkpoint.files import Iteration, checkpoint_folder, iteration_of
+from megatron.checkpoint.find import read_tracker
 from megatron.checkpoint.folder_lock import FolderLock
-from megatron.checkpoint.load import load_common, load_tensors, read_tracker
+from megatron.checkpoint.load import load_common, load_tensors
 from megatron.checkpoint.model_state import (
     MAIN,
     MODEL,

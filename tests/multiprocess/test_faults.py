@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.load import read_tracker
+from megatron.checkpoint.find import read_tracker
 from tests.support.cleanup import descendants, have_ended
 from tests.support.cli import CliResult, RankProcesses, launch_ranks_cli, run_cli
 from tests.support.corpus import tiny_flags, write_documents

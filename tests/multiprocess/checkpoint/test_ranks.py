@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.checkpoint import storage
-from megatron.checkpoint.load import load_common, load_per_rank, load_tensors, read_tracker
+from megatron.checkpoint.find import read_tracker
+from megatron.checkpoint.load import load_common, load_per_rank, load_tensors
 from megatron.checkpoint.logical import LogicalShard, shard_of_flat_range, shard_of_local
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.save import save_checkpoint

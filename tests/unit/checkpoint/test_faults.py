@@ -20,7 +20,8 @@ import torch
 
 from megatron.checkpoint import files, storage
 from megatron.checkpoint.files import TRACKER
-from megatron.checkpoint.load import load_common, load_tensors, read_tracker
+from megatron.checkpoint.find import read_tracker
+from megatron.checkpoint.load import load_common, load_tensors
 from megatron.checkpoint.logical import LogicalShard, shard_of_local
 from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.saver import CheckpointSaver

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.checkpoint.files import TRACKER
-from megatron.checkpoint.load import complete_iterations, load_common, load_per_rank, read_tracker, saved_config
+from megatron.checkpoint.find import complete_iterations, read_tracker
+from megatron.checkpoint.load import load_common, load_per_rank, saved_config
 from megatron.checkpoint.stored import StoredTensors
 from megatron.config.errors import UserError
 from megatron.optimizer.schedules import LRSchedule

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import TRACKER
+from megatron.checkpoint.find import complete_iterations, read_tracker
 from megatron.checkpoint.load import (
-    complete_iterations,
     load_common,
     load_config_yaml,
     load_per_rank,
     load_tensors,
-    read_tracker,
     saved_config,
     saved_world_size,
 )

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.files import TRACKER
+from megatron.checkpoint.find import complete_iterations, read_tracker
 from megatron.checkpoint.folder_lock import LOCK, FolderLock
-from megatron.checkpoint.load import complete_iterations, read_tracker
 from megatron.training.pretrain import main
 from tests.support.corpus import tiny_flags, write_documents
 
