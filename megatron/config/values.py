@@ -61,7 +61,7 @@ class Values:
 
         return float(self._value(name, default, "a number", fits))
 
-    def flag(self, name: str, default: bool) -> bool:
+    def flag(self, name: str, default: bool | None = None) -> bool:
         """True or false."""
         return bool(self._value(name, default, "true or false", lambda value: isinstance(value, bool)))
 

@@ -22,7 +22,6 @@ from megatron.checkpoint.model_state import (
 )
 from megatron.checkpoint.save import COMMON
 from megatron.checkpoint.saver import CheckpointSaver
-from megatron.checkpoint.values import section_of
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.optimizer.schedules import LRSchedule
@@ -189,4 +188,4 @@ class RunCheckpoints:
         if not self.config.finetune:
             if not self.config.no_load_lr_state:
                 self.schedule.load_state_dict(common["schedule"])
-            self.progress.load_state_dict(section_of(common, "progress"))
+            self.progress.load_state_dict(common["progress"])

@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.values import count_of, section_of, switch_of
 from megatron.config.errors import UserError
+from megatron.config.values import Values
+
+_MOST = 1 << 62
 
 
 @dataclass
@@ -35,7 +37,7 @@ class Progress:
         Raises:
             UserError: for anything but whole numbers; nothing has changed then.
         """
-        counts = {field.name: count_of(state, field.name) for field in fields(self)}
+        counts = {field.name: Values(state).integer(field.name, least=0, most=_MOST) for field in fields(self)}
         for name, count in counts.items():
             setattr(self, name, count)
 
@@ -67,15 +69,18 @@ class SavedCounters:
             UserError: naming the file and the value that is missing or of another kind.
         """
         try:
-            separate = switch_of(common, "separate_main")
+            values = Values(common)
+            separate = values.flag("separate_main")
             if counters:
-                Progress().load_state_dict(section_of(common, "progress"))
-                section_of(common, "schedule")
+                Progress().load_state_dict(values.table("progress"))
+                values.table("schedule")
             if not optimizer:
                 return SavedCounters(separate)
-            section_of(common, "loss_scale")
+            values.table("loss_scale")
             return SavedCounters(
-                separate, count_of(common, "optimizer_steps"), count_of(common, "variance_frozen_at", 0)
+                separate,
+                values.integer("optimizer_steps", least=0, most=_MOST),
+                values.integer("variance_frozen_at", 0, least=0, most=_MOST),
             )
         except UserError as error:
             remedy = "load another checkpoint, or its weights alone with --finetune"

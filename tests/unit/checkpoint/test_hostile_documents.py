@@ -154,17 +154,17 @@ def test_common_values_of_another_kind(loader: tuple[RunCheckpoints, Path], save
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"progress": {"iteration": -1, "consumed_samples": 8, "skipped": 0}}, "iteration is -1 instead of"),
-        ({"progress": {"iteration": 2, "consumed_samples": -8, "skipped": 0}}, "consumed_samples is -8 instead of"),
+        ({"progress": {"iteration": -1, "consumed_samples": 8, "skipped": 0}}, "iteration is -1, not a whole"),
+        ({"progress": {"iteration": 2, "consumed_samples": -8, "skipped": 0}}, "samples is -8, not a whole"),
         ({"progress": {"iteration": 2, "skipped": 0}}, "consumed_samples is missing"),
         ({"progress": {"iteration": True, "consumed_samples": 8, "skipped": 0}}, "iteration is True"),
-        ({"progress": [2, 8, 0]}, "progress is a list"),
+        ({"progress": [2, 8, 0]}, "progress is [2, 8, 0], not names and values"),
         ({"optimizer_steps": -5}, "optimizer_steps is -5"),
         ({"optimizer_steps": 1e400}, "optimizer_steps is inf"),
-        ({"separate_main": "no"}, "separate_main is 'no' instead of true or false"),
-        ({"schedule": []}, "schedule is a list"),
+        ({"separate_main": "no"}, "separate_main is the text 'no', not true or false"),
+        ({"schedule": []}, "schedule is [], not names and values"),
         ({"schedule": {}}, "learning-rate schedule cannot be read"),
-        ({"loss_scale": 7}, "loss_scale is a int"),
+        ({"loss_scale": 7}, "loss_scale is 7, not names and values"),
     ],
 )
 def test_counters_that_no_run_has(
