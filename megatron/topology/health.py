@@ -60,7 +60,7 @@ class Watch:
         world_size: int,
         *,
         silent_seconds: float = SILENT_SECONDS,
-        exit_status: int = 3,
+        exit_status: int,
         launcher: int | None = None,
         leave: Callable[[int], object] = os._exit,
     ) -> None:

@@ -73,7 +73,13 @@ class Ranks:
             self.meeting.agree(identity)
         store = self.meeting.store if self.meeting is not None else None
         if store is not None or launcher is not None:
-            watch = Watch(env.rank, env.world_size, silent_seconds=peer_timeout_seconds, launcher=launcher)
+            watch = Watch(
+                env.rank,
+                env.world_size,
+                silent_seconds=peer_timeout_seconds,
+                exit_status=EXIT_PEER_LOST,
+                launcher=launcher,
+            )
             try:
                 watch.start(store, os.environ.get("MASTER_ADDR", "localhost"), local=env.one_machine)
             except (RuntimeError, OSError) as error:

@@ -243,7 +243,7 @@ def test_an_unread_pipe_keeps_no_rank_alive() -> None:
         "import os, sys\n"
         "from megatron.topology import health\n"
         "sys.stderr.write('x' * 65536)\n"
-        "health.Watch(0, 1, launcher=0).start()\n"
+        "health.Watch(0, 1, exit_status=3, launcher=0).start()\n"
         "import time; time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE) as process:
