@@ -83,13 +83,16 @@ def stopped_and_asked_to_end(parent: int) -> list[int]:
 def _explain(error: ChildFailedError) -> str | None:
     """Why the first rank failed; None when the last line on the screen says so already."""
     rank, failure = error.get_first_failure()
-    spoken = any(_left(each).get("extraInfo", {}).get("printed") for each in error.failures.values())
     said = str(_left(failure).get("message", ""))
-    # What all ranks end with, one of them says as its last word. Other news comes among that of other ranks.
+    reason = said.removeprefix("error: ")
+    # What all ranks end with, one of them says as its last word, maybe naming the rank that it is about. Other news
+    # comes among that of other ranks.
+    left = [_left(each) for each in error.failures.values()]
+    spoken = any(one.get("extraInfo", {}).get("printed") and reason in str(one.get("message", "")) for one in left)
     if said.startswith("error: ") and spoken:
         return None
     if said:
-        return said.removeprefix("error: ")
+        return reason
     who = f"rank {rank} (process {failure.pid})"
     if failure.exitcode < 0:
         hint = "; it may have needed more memory than there is" if -failure.exitcode == signal.SIGKILL else ""

@@ -12,6 +12,7 @@ import json
 import secrets
 import selectors
 import socket
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ import torch.distributed as dist
 CONNECT_SECONDS = 10.0
 LONGEST_LINE = 2000
 """Bytes; a connection that sends a longer line is not from a rank."""
+_ACCEPT_PAUSE_SECONDS = 0.1
 MOST_STRANGERS = 64
 """Connections that have not said which rank they are from; more than a rank has neighbors at any world size."""
 
@@ -171,15 +173,18 @@ class Mesh:
             self._waker.send(b"\0")
 
     def _accept(self) -> None:
-        with suppress(OSError):
+        try:
             link, _ = self._listener.accept()
-            link.setblocking(False)
-            if len(self._strangers) == MOST_STRANGERS:
-                oldest = next(iter(self._strangers))
-                del self._strangers[oldest]
-                self._forget(oldest)
-            self._strangers[link] = Peer(-1, "", link)
-            self._selector.register(link, selectors.EVENT_READ)
+        except OSError:
+            time.sleep(_ACCEPT_PAUSE_SECONDS)  # too many open files: the caller stays in the queue, and select returns
+            return
+        link.setblocking(False)
+        if len(self._strangers) == MOST_STRANGERS:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            self._forget(oldest)
+        self._strangers[link] = Peer(-1, "", link)
+        self._selector.register(link, selectors.EVENT_READ)
 
     def _introduce(self, link: socket.socket) -> None:
         """Makes an accepted connection a neighbor's, once it has sent its rank and this listener's token."""

@@ -67,6 +67,37 @@ def test_ranks_that_fail(
 
 
 @pytest.mark.parametrize(
+    ("printed_by_rank_0", "line"),
+    [
+        ("error: rank 5: --lr: 'x' is not a number", None),
+        ("error: the disk is full", "error: --lr: 'x' is not a number"),
+    ],
+)
+def test_a_reason_that_nobody_has_printed_is_the_last_line(
+    printed_by_rank_0: str,
+    line: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Another rank's last words are no reason for silence, unless they are the same."""
+    first, other = tmp_path / "first", tmp_path / "other"
+    first.mkdir()
+    other.mkdir()
+    failures = {5: _failure(first, 2, "error: --lr: 'x' is not a number", False)}
+    failures[0] = _failure(other, 2, printed_by_rank_0, True)
+    failures[0].timestamp = failures[5].timestamp + 5
+
+    def run(arguments: object) -> None:
+        raise ChildFailedError("x", failures)
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setenv("LOGLEVEL", "WARNING")
+    assert launch.main(["x.py"]) == 2
+    assert capsys.readouterr().err.splitlines() == ([] if line is None else [line])
+
+
+@pytest.mark.parametrize(
     ("raised", "status", "line"),
     [
         (SignalException("got it", signal.SIGTERM), 143, "error: ended by SIGTERM"),
