@@ -79,9 +79,6 @@ def check(flags: ServerFlags) -> None:
     Raises:
         UserError: when they make no sense.
     """
-    # An empty address, as of a variable that is not set, would be every one of this machine.
-    if not flags.host.strip():
-        raise UserError("--host is empty; 127.0.0.1 is this machine alone, 0.0.0.0 every address of it")
     hosts_of(flags)
 
 

@@ -324,7 +324,7 @@ def test_an_empty_address_is_one_line(saved: Path) -> None:
         [sys.executable, "tools/run_text_generation_server.py", *flags], capture_output=True, text=True, cwd=REPO
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("error: --host is empty")
+    assert done.stderr.startswith("error: --host: the value is empty")
     assert done.stderr.count("\n") == 1
 
 
