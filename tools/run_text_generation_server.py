@@ -73,15 +73,6 @@ class ServerFlags:
     max_request_bytes: int = option(1 << 20, "Length of a request, at most.", unit="bytes", minimum=1)
 
 
-def check(flags: ServerFlags) -> None:
-    """Checks the flags as a whole.
-
-    Raises:
-        UserError: when they make no sense.
-    """
-    hosts_of(flags)
-
-
 def hosts_of(flags: ServerFlags) -> AllowedHosts:
     """The names that the server goes by.
 
@@ -155,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             import uvicorn  # noqa: F401
         except ImportError as error:
             raise UserError(f"{error.name} is missing: pip install -e '.[server]'") from error
-        check(flags)
+        hosts_of(flags)  # refuses what is no name before the ranks meet
         layout = check_layout(model_flags, ranks.env, replicas=False)
         ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.sections, parsed.notes)
         model = open_model(model_flags, parsed.sections["tokenizer"], layout, ranks.env)

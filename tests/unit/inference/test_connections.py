@@ -15,13 +15,14 @@ import pytest
 pytest.importorskip("uvicorn")
 
 from megatron.config.errors import UserError
+from megatron.inference.flags import parse_flags
 from megatron.inference.server.app import Server
 from megatron.inference.server.hosts import AllowedHosts
 from megatron.inference.server.listening import Connection, HTTPServer, configuration, room_for
 from megatron.inference.server.requests import Limits
 from megatron.inference.server.worker import Worker
 from tests.unit.inference.support import trained_model
-from tools.run_text_generation_server import ServerFlags, check, listen
+from tools.run_text_generation_server import ServerFlags, listen
 
 HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
@@ -171,9 +172,14 @@ def test_a_client_that_reads_nothing_is_dropped(running: Running, monkeypatch: p
             deaf.sendall(HEALTH * 2_000_000)  # the other side has had enough before
 
 
-def test_an_empty_address_is_refused_and_a_strange_one_is_one_line() -> None:
-    with pytest.raises(UserError, match="--host is empty"):
-        check(ServerFlags(host=" "))
+@pytest.mark.parametrize("host", ["", " "])
+def test_an_empty_address_is_refused(host: str) -> None:
+    """It would be every address of this machine."""
+    with pytest.raises(UserError, match="--host: the value is empty"):
+        parse_flags(["--load", "x", "--host", host], {"server": ServerFlags}, "server", "")
+
+
+def test_a_strange_address_is_one_line() -> None:
     for host in ("a..b", "x" * 70):
         with pytest.raises(UserError, match="choose others"):
             listen(ServerFlags(host=host, port=0))
