@@ -105,10 +105,11 @@ class RoundCompressor(ABC):
         return True
 
     def observe(self, update: Tensor, state: CompressorState) -> None:
-        """Called with the update of a step whose sums set the counter ``awaiting``, if ``observes``.
+        """Takes the update of a step whose sums set the counter ``awaiting``, if ``observes``.
 
         Args:
-            update: what the optimizer subtracted, over the learning rate; shaped like the input of ``rounds``.
+            update: the optimizer's direction, weight decay included, whatever the learning rate; shaped like the input
+                of ``rounds``.
             state: that of ``rounds``.
         """
         raise NotImplementedError

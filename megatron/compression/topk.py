@@ -133,7 +133,7 @@ class StableTopK(RoundCompressor):
         """Chooses the coordinates of the coming steps after a dense one.
 
         Args:
-            update: what the optimizer subtracted, over the learning rate; shaped like the input of ``rounds``.
+            update: the optimizer's direction, weight decay included; shaped like the input of ``rounds``.
         """
         if not state.count("awaiting"):
             return

@@ -7,6 +7,7 @@ begins, moves nothing, and what a tiny one subtracts is rounded away.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ def begin_directions(inner: torch.optim.Optimizer, pieces: Sequence[Piece], divi
         inner: Adam with decoupled weight decay, or SGD.
         pieces: what it updates; their gradients are still to be divided by ``divisor``.
     """
-    groups = {id(p): group for group in inner.param_groups for p in group["params"]}
+    groups = _groups(inner)
     parts = []
     for piece in pieces:
         part = piece.main * groups[id(piece.main)]["weight_decay"]
@@ -42,7 +43,7 @@ def end_directions(
         parts: its result.
         frozen_at: the number of updates after which Adam's second moments were frozen; 0 when they were not.
     """
-    groups = {id(p): group for group in inner.param_groups for p in group["params"]}
+    groups = _groups(inner)
     count = steps_taken(inner, pieces)
     for piece, part in zip(pieces, parts, strict=True):
         state, group = inner.state[piece.main], groups[id(piece.main)]
@@ -53,3 +54,8 @@ def end_directions(
         elif "momentum_buffer" in state:
             part = state["momentum_buffer"]
         piece.grad.copy_(part)
+
+
+def _groups(inner: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """The hyperparameters of each parameter, by its id."""
+    return {id(p): group for group in inner.param_groups for p in group["params"]}

@@ -49,7 +49,8 @@ def clip_replica(
     pending = topology.world.all_reduce(squares)
     ledger.sent(Point.CONTROL, pending.sent_bytes)
     ledger.wait(Point.CONTROL, pending)
-    grad_sq, all_tokens = float(squares[topology.dp.rank]), float(squares[-1])
+    *by_replica, all_tokens = squares.tolist()  # one synchronization of the device
+    grad_sq = by_replica[topology.dp.rank]
     if not all_tokens or not math.isfinite(grad_sq):
         return
     norm = math.sqrt(grad_sq) * topology.dp.size / scale * expected_tokens / all_tokens

@@ -88,6 +88,7 @@ def test_it_can_be_held_again_and_again(tmp_path: Path) -> None:
 def test_a_half_written_record_is_nobodys(tmp_path: Path, text: str) -> None:
     (tmp_path / LOCK).write_text(text)
     FolderLock(tmp_path).release()
+    assert (tmp_path / LOCK).read_text() == ""
 
 
 def test_where_files_have_no_locks_the_record_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
