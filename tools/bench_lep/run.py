@@ -83,7 +83,7 @@ def dense(out: Path, width: int, options: argparse.Namespace) -> None:
     values = {**model_flags(width, options), "seed": 1, "train-iters": iterations, "eval-interval": iterations}
     saving = {"save": folder, "load": folder, "save-interval": max(iterations // 10, 1), "keep-last": 1}
     flags = [*_flags({**values, **saving}), *_data_flags(out), "--log-json-file", str(log)]
-    run(["pretrain_gpt.py", *flags, *(["--bf16"] if options.bf16 else [])], out / "logs" / f"dense-{width}.log", 2)
+    run(["pretrain_gpt.py", *flags, *(["--bf16"] if options.bf16 else [])], out / "logs" / f"dense-{width}.log", options.threads)
 
 
 def frozen(out: Path, width: int, options: argparse.Namespace) -> None:
@@ -198,12 +198,14 @@ def main() -> None:
     parser.add_argument("--train-width", type=int, default=256, help="of the paired runs (256)")
     parser.add_argument("--train-iterations", type=int, default=300, help="of each paired run (300)")
     parser.add_argument("--seeds", default="1,2,3,4,5", help="of the paired runs (1,2,3,4,5)")
+    parser.add_argument("--threads", type=int, default=2, help="of the parts that one process runs (2)")
     parser.add_argument("--bf16", action="store_true", help="train in bf16: faster where the processor has it")
     options = parser.parse_args()
     parts = [part.strip() for part in options.only.split(",")]
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"--only: no part is named {unknown[0]!r}; the choices are {', '.join(PARTS)}")
     widths, seeds = ([int(n) for n in text.split(",")] for text in (options.widths, options.seeds))
+    torch.set_num_threads(options.threads)
     out = options.out.resolve()
     prepare(out, 1 << 40)
     for width in widths:
