@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
 from megatron.compression.state import CompressorState
-from megatron.kernels import fused, native, ops, reference
+from megatron.kernels import native, ops, reference
 from megatron.kernels.grid import Grid, Layout, Role
 from tools.kernel_table import ROWS, Row, draw, kinds_of, line, summary
 
@@ -203,7 +203,7 @@ def gradient_cases(model: str, device: str, quick: bool) -> Iterator[Case]:
         yield Case("finite_norm", model, shape, "", *_norm(x_nm), size, size)
         yield Case("histogram", model, shape, "every 4th, 1000 bins", *_histogram(x_nm), size // 4, size // 4)
         for rank in RANKS:
-            yield from _rank_cases(model, x_nm.unsqueeze(0), shape, rank)
+            yield from _rank_cases(model, x_nm.unsqueeze(0), rank)
 
 
 def _choice_cases(model: str, x: Tensor, shape: str, density: float) -> Iterator[Case]:
@@ -227,19 +227,13 @@ def _choice_cases(model: str, x: Tensor, shape: str, density: float) -> Iterator
     )  # fmt: skip
 
 
-def _rank_cases(model: str, m_knc: Tensor, shape: str, rank: int) -> Iterator[Case]:
+def _rank_cases(model: str, m_knc: Tensor, rank: int) -> Iterator[Case]:
     p_knr = torch.randn(1, m_knc.shape[1], rank, device=m_knc.device)
-    q_kcr = torch.randn(1, m_knc.shape[2], rank, device=m_knc.device) * 1e-3
     out, setting = torch.empty_like(p_knr), f"rank {rank}"
     yield Case(
         "orthonormalize", model, f"{p_knr.shape[1]} x {rank}", setting, lambda: ops.orthonormalize(p_knr),
         lambda: reference.orthonormalize(p_knr, out), nbytes(p_knr), 2 * nbytes(p_knr),
         lambda: gram_schmidt(p_knr[0]), "Gram-Schmidt by columns",
-    )  # fmt: skip
-    yield Case(
-        "M - P Q^T", model, shape, setting, lambda: ops.subtract_lowrank(m_knc, p_knr, q_kcr),
-        lambda: reference.subtract_lowrank(m_knc, p_knr, q_kcr), nbytes(m_knc), nbytes(m_knc, m_knc, p_knr, q_kcr),
-        in_place=nbytes(m_knc, m_knc),
     )  # fmt: skip
 
 
@@ -252,41 +246,6 @@ def _histogram(x: Tensor) -> Pair:
     counts = torch.empty(1000, dtype=torch.int64, device=x.device)
     limits = torch.empty(2, dtype=torch.float64, device=x.device)
     return lambda: ops.sample_histogram(x, 4, 1000), lambda: reference.sample_histogram(x, 4, counts, limits)
-
-
-def model_cases(model: str, device: str, quick: bool) -> Iterator[Case]:
-    """Fused model operations, forward and backward, against what torch runs without a compiler."""
-    hidden = MODELS[model]
-    rows, s = SEQUENCE * MICRO_BATCH // TP, 512
-    x, r = (torch.randn(rows, hidden, device=device, requires_grad=True) for _ in range(2))
-    w, b = (torch.randn(hidden, device=device, requires_grad=True) for _ in range(2))
-    scores = torch.randn(hidden // 128 // TP + 1, s, s, device=device, requires_grad=True)
-    future = torch.ones(s, s, dtype=torch.bool, device=device).triu(1)
-    seed, seed_scores = torch.randn_like(x), torch.randn_like(scores)
-
-    def both(forward: Callable[[], Tensor | tuple[Tensor, ...]], grad: Tensor) -> Callable[[], None]:
-        def run() -> None:
-            made = forward()
-            made = made if isinstance(made, tuple) else (made,)
-            torch.autograd.backward(made, [grad] * len(made))
-
-        return run
-
-    gelu = both(lambda: torch.nn.functional.gelu(x + b, approximate="tanh"), seed)
-    yield Case("bias_gelu + grad", model, f"{rows} x {hidden}", "", both(lambda: fused.bias_gelu(x, b), seed), gelu,
-               nbytes(x), 5 * nbytes(x))  # fmt: skip
-
-    def plain_norm() -> tuple[Tensor, Tensor]:
-        total = x + r
-        return total, torch.nn.functional.layer_norm(total, (hidden,), w, b, 1e-5)
-
-    yield Case("add_norm + grad", model, f"{rows} x {hidden}", "", both(lambda: fused.add_norm(x, r, w, b, 1e-5), seed),
-               both(plain_norm, seed), nbytes(x), 8 * nbytes(x))  # fmt: skip
-    plain = both(lambda: (scores * 0.1).masked_fill(future, -torch.inf).softmax(dim=-1), seed_scores)
-    shape = " x ".join(map(str, scores.shape))
-    yield Case("causal_softmax + grad", model, shape, "",
-               both(lambda: fused.causal_softmax(scores, 0.1), seed_scores), plain,
-               nbytes(scores), 5 * nbytes(scores))  # fmt: skip
 
 
 def timed(run: Callable[[], Any], device: str, budget: float) -> float:
@@ -354,7 +313,7 @@ def main() -> None:
     for model in options.models.split(","):
         # What comes first pays for the processor's and the allocator's start: it is measured once more.
         measure(next(iter(codec_cases(model, options.device, options.quick))), options.device, 4 * options.budget)
-        for cases in (codec_cases, message_cases, gradient_cases, model_cases):
+        for cases in (codec_cases, message_cases, gradient_cases):
             for case in cases(model, options.device, options.quick):
                 rows.append(measure(case, options.device, options.budget))
                 print(line(rows[-1]), flush=True)

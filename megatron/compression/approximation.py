@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.kernels.ops import scatter_add_packed, subtract_lowrank
+from megatron.kernels.ops import scatter_add_packed
 
 
 class Approximation(ABC):
@@ -40,8 +40,7 @@ class Factors(Approximation):
         torch.bmm(self.p_knr, self.q_kmr.transpose(1, 2), out=self._matrices(out))
 
     def subtract_from(self, x: Tensor, share: float = 1.0) -> None:
-        q_kmr = self.q_kmr if share == 1.0 else self.q_kmr * share
-        subtract_lowrank(self._matrices(x), self.p_knr, q_kmr)
+        self._matrices(x).baddbmm_(self.p_knr, self.q_kmr.transpose(1, 2), alpha=-share)
 
 
 @dataclass(frozen=True)

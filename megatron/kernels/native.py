@@ -111,11 +111,4 @@ OPERATORS = (
     "finite_norm",
     "sample_histogram",
     "orthonormalize",
-    "subtract_lowrank",
-    "causal_softmax",
-    "causal_softmax_grad",
-    "bias_gelu",
-    "bias_gelu_grad",
-    "add_norm",
-    "add_norm_grad",
 )

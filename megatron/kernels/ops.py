@@ -1,7 +1,6 @@
 """The kernels as the rest of the package calls them: compiled where they are built, else their pure-torch twins.
 
-What they compute is defined in ``reference`` and ``reference_fused``. Both give the same bits where ``reference`` does
-not say otherwise.
+What they compute is defined in ``reference``. Both give the same bits where it does not say otherwise.
 """
 
 from __future__ import annotations
@@ -130,14 +129,3 @@ def orthonormalize(x_knr: Tensor) -> Tensor:
     else:
         reference.orthonormalize(wide, q_knr)
     return q_knr
-
-
-def subtract_lowrank(m_knc: Tensor, p_knr: Tensor, q_kcr: Tensor) -> None:
-    """M - P Q^T in place, for a stack of matrices.
-
-    On CPUs torch's batched product does it in as few passes, with the vendor's matrix kernels.
-    """
-    if m_knc.is_cuda and native.serves(m_knc, p_knr, q_kcr) and m_knc.dtype == torch.float32:
-        native.operators().subtract_lowrank(m_knc, p_knr.contiguous(), q_kcr.contiguous())
-    else:
-        reference.subtract_lowrank(m_knc, p_knr, q_kcr)

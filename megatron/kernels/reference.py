@@ -234,7 +234,8 @@ def sample_histogram(x: Tensor, stride: int, counts_b: Tensor, range_2: Tensor) 
     low, high = torch.aminmax(values)
     range_2.copy_(torch.stack([low, high]))
     bins = counts_b.numel()
-    factor = bins / (high - low) if high > low else torch.zeros_like(low)
+    # A number over a tensor would be a product with the tensor's reciprocal: another rounding.
+    factor = torch.full_like(low, bins) / (high - low) if high > low else torch.zeros_like(low)
     places = ((values - low) * factor).to(torch.int64).clamp(max=bins - 1)
     counts_b.add_(torch.bincount(places, minlength=bins))
 
@@ -249,8 +250,3 @@ def orthonormalize(x_knr: Tensor, q_knr: Tensor) -> None:
     q, r_krr = torch.linalg.qr(x_knr.double(), mode="reduced")
     signs_kr = torch.where(torch.diagonal(r_krr, dim1=1, dim2=2) < 0, -1.0, 1.0)
     q_knr.copy_(q * signs_kr.unsqueeze(1))
-
-
-def subtract_lowrank(m_knc: Tensor, p_knr: Tensor, q_kcr: Tensor) -> None:
-    """M - P Q^T in place; sums of r products may differ by their rounding."""
-    m_knc.baddbmm_(p_knr, q_kcr.transpose(1, 2), alpha=-1)

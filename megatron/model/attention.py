@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.comm.tensor import TensorComm
 from megatron.config.model import ModelConfig
-from megatron.kernels.fused import causal_softmax
 from megatron.model.context import ForwardContext
 from megatron.model.rotary import apply_rotary
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -121,10 +120,9 @@ class SelfAttention(ShardedModule):
         s = query.shape[2]
         scores = query @ key.transpose(-1, -2)
         allowed = self._allowed(query, context)
-        if allowed is not None:
-            probs = scores.div(math.sqrt(self.head_dim)).masked_fill(~allowed, -torch.inf).softmax(dim=-1)
-        else:
-            probs = causal_softmax(scores, 1 / math.sqrt(self.head_dim))
+        if allowed is None:
+            allowed = torch.ones((s, s), dtype=torch.bool, device=query.device).tril()
+        probs = scores.div(math.sqrt(self.head_dim)).masked_fill(~allowed, -torch.inf).softmax(dim=-1)
         heads = query.shape[1]
         masks = [
             context.dropout.keep_mask(

@@ -79,15 +79,3 @@ def test_bases(rank: int) -> None:
     for n, r, power in ((1, 1, 0), (37, 37, -60), (1000, 40, 60), (4096, 128, 0)):
         own = min(rank, n, r)
         checks.check_bases(checks.noise((2, n, own), 0, DEVICE) @ checks.noise((2, own, r), 1, DEVICE) * 2.0**power)
-
-
-def test_lowrank_residual() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    for n, c, r in ((1, 1, 1), (70, 45, 5), (1000, 300, 128)):
-        checks.check_lowrank(*(checks.noise(s, 0, DEVICE) for s in ((2, n, c), (2, n, r), (2, c, r))))
-
-
-@pytest.mark.parametrize("dtype", checks.DTYPES)
-def test_fused_model_operations(dtype: torch.dtype) -> None:
-    for rows, columns in ((1, 3), (7, 7), (33, 200), (128, 1024)):
-        checks.check_fused(DEVICE, dtype, rows, columns)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.kernels import fused, native, ops, reference, reference_fused
+from megatron.kernels import ops, reference
 from megatron.kernels.grid import Grid, Layout, Method, Role
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -175,66 +175,3 @@ def check_bases(x_knr: Tensor) -> None:
 
 
 _CLOSE: dict[str, Any] = {"rtol": 0, "atol": 2e-6}
-
-
-def check_lowrank(m_knc: Tensor, p_knr: Tensor, q_kcr: Tensor) -> None:
-    """M - P Q^T to the rounding of sums of r fp32 products, by the operator and by what the package calls."""
-    wanted = m_knc.double() - p_knr.double() @ q_kcr.double().transpose(1, 2)
-    scale = 1e-6 * max(p_knr.shape[2], 1)
-    for run in (native.operators().subtract_lowrank, ops.subtract_lowrank):
-        result = m_knc.clone()
-        run(result, p_knr, q_kcr)
-        torch.testing.assert_close(result.double(), wanted, rtol=1e-6, atol=scale)
-
-
-def tolerance(dtype: torch.dtype) -> dict[str, Any]:
-    """A few units in the last place of a type."""
-    return {torch.float32: {"rtol": 2e-5, "atol": 2e-6}, torch.bfloat16: {"rtol": 1.6e-2, "atol": 1e-2}}.get(
-        dtype, {"rtol": 2e-3, "atol": 2e-3}
-    )
-
-
-def check_fused(device: str, dtype: torch.dtype, rows: int, columns: int) -> None:
-    """Results and gradients of the fused model operations against autograd of their definitions."""
-    x, r = (noise((rows, columns), seed, device, dtype).requires_grad_() for seed in (1, 2))
-    w, b = (noise((columns,), seed, device, dtype).requires_grad_() for seed in (3, 4))
-    dy, ds = (noise((rows, columns), seed, device, dtype) for seed in (5, 6))
-    near = tolerance(dtype)
-    if rows <= columns:
-        y = fused.causal_softmax(x, 0.3)
-        future = torch.ones(rows, columns, dtype=torch.bool, device=device).triu(1 + columns - rows)
-        wanted = (x.float() * 0.3).masked_fill(future, -torch.inf).softmax(dim=-1)
-        _compare((y,), (wanted,), (dy,), (x,), near)
-    y = fused.bias_gelu(x, b)
-    wanted = torch.nn.functional.gelu(x.float() + b.float(), approximate="tanh")
-    _compare((y,), (wanted,), (dy,), (x, b), near)
-    for bias in (b, None):
-        both = fused.add_norm(x, r, w, bias, 1e-5)
-        total = (x.float() + r.float()).to(dtype).float()
-        if bias is not None:
-            normed = torch.nn.functional.layer_norm(total, (columns,), w.float(), bias.float(), 1e-5)
-        else:
-            normed = torch.nn.functional.rms_norm(total, (columns,), w.float(), 1e-5)
-        inputs = (x, r, w) if bias is None else (x, r, w, b)
-        _compare(both, (total, normed), (ds, dy), inputs, near)
-    empty = torch.empty(0, columns, device=device, dtype=dtype)
-    assert fused.bias_gelu(empty, b).shape == (0, columns)
-    out = torch.empty_like(x)
-    reference_fused.bias_gelu(x, b, out)
-    torch.testing.assert_close(out, fused.bias_gelu(x, b), **near)
-
-
-def _compare(
-    found: tuple[Tensor, ...],
-    wanted: tuple[Tensor, ...],
-    grads: tuple[Tensor, ...],
-    inputs: tuple[Tensor, ...],
-    near: dict[str, Any],
-) -> None:
-    for own, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(own.float(), other.float(), **near)
-    own_grads = torch.autograd.grad(found, inputs, grads, retain_graph=True)
-    other_grads = torch.autograd.grad(wanted, inputs, [g.to(t.dtype) for g, t in zip(grads, wanted, strict=True)])
-    for own, other in zip(own_grads, other_grads, strict=True):
-        spread = float(other.float().abs().max()) + 1.0
-        torch.testing.assert_close(own.float() / spread, other.float() / spread, **near)

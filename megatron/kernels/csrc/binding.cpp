@@ -276,112 +276,6 @@ void orthonormalize(const Tensor &x, const Tensor &q) {
   device.done();
 }
 
-template <class Device>
-void subtract_lowrank(const Tensor &m, const Tensor &p, const Tensor &q) {
-  check_fp32(m, "m");
-  check_fp32(p, "p");
-  check_fp32(q, "q");
-  STD_TORCH_CHECK(m.dim() == 3 && p.dim() == 3 && q.dim() == 3 && p.size(0) == m.size(0) && q.size(0) == m.size(0) &&
-                      p.size(1) == m.size(1) && q.size(1) == m.size(2) && p.size(2) == q.size(2),
-                  "m must be (k, n, c), p (k, n, r) and q (k, c, r)");
-  Device device(m);
-  device->subtract_lowrank(&device.context, static_cast<float *>(m.data_ptr()), static_cast<const float *>(p.data_ptr()),
-                                     static_cast<const float *>(q.data_ptr()), m.size(0), m.size(1), m.size(2),
-                                     p.size(2));
-  device.done();
-}
-
-template <class Device>
-void causal_softmax(const Tensor &x, double scale, const Tensor &y) {
-  check_plain(x, "x");
-  check_same(y, x, "y");
-  STD_TORCH_CHECK(x.dim() == 3, "x must be (matrices, rows, columns)");
-  Device device(x);
-  device->causal_softmax(&device.context, x.data_ptr(), y.data_ptr(), dtype_of(x, "x"), x.size(0), x.size(1), x.size(2),
-                                   float(scale));
-  device.done();
-}
-
-template <class Device>
-void causal_softmax_grad(const Tensor &y, const Tensor &dy, double scale, const Tensor &dx) {
-  check_plain(y, "y");
-  check_same(dy, y, "dy");
-  check_same(dx, y, "dx");
-  STD_TORCH_CHECK(y.dim() == 3, "y must be (matrices, rows, columns)");
-  Device device(y);
-  device->causal_softmax_grad(&device.context, y.data_ptr(), dy.data_ptr(), dx.data_ptr(), dtype_of(y, "y"), y.size(0),
-                                        y.size(1), y.size(2), float(scale));
-  device.done();
-}
-
-void check_rows(const Tensor &x, const Tensor &vector, const char *what) {
-  check_plain(x, "x");
-  check_plain(vector, what);
-  STD_TORCH_CHECK(x.dim() == 2 && vector.numel() == x.size(1) && vector.scalar_type() == x.scalar_type(), what,
-                  " must be as long as a row of x, and of its type");
-}
-
-template <class Device>
-void bias_gelu(const Tensor &x, const Tensor &bias, const Tensor &y) {
-  check_rows(x, bias, "bias");
-  check_same(y, x, "y");
-  Device device(x);
-  device->bias_gelu(&device.context, x.data_ptr(), bias.data_ptr(), y.data_ptr(), dtype_of(x, "x"), x.size(0), x.size(1));
-  device.done();
-}
-
-template <class Device>
-void bias_gelu_grad(const Tensor &x, const Tensor &bias, const Tensor &dy, const Tensor &dx) {
-  check_rows(x, bias, "bias");
-  check_same(dy, x, "dy");
-  check_same(dx, x, "dx");
-  Device device(x);
-  device->bias_gelu_grad(&device.context, x.data_ptr(), bias.data_ptr(), dy.data_ptr(), dx.data_ptr(), dtype_of(x, "x"),
-                                   x.size(0), x.size(1));
-  device.done();
-}
-
-float *stats(const Tensor &t, const Tensor &x, const char *what) {
-  check_fp32(t, what);
-  STD_TORCH_CHECK(t.numel() == x.size(0), what, " must have one number for each row");
-  return static_cast<float *>(t.data_ptr());
-}
-
-template <class Device>
-void add_norm(const Tensor &x, const Tensor &residual, const Tensor &weight, std::optional<Tensor> bias, double eps,
-              const Tensor &sum, const Tensor &y, const Tensor &mean, const Tensor &rstd) {
-  check_rows(x, weight, "weight");
-  if (bias) check_rows(x, *bias, "bias");
-  check_same(residual, x, "residual");
-  check_same(sum, x, "sum");
-  check_same(y, x, "y");
-  Device device(x);
-  device->add_norm(&device.context, x.data_ptr(), residual.data_ptr(), weight.data_ptr(), bias ? bias->data_ptr() : nullptr,
-                             sum.data_ptr(), y.data_ptr(), stats(mean, x, "mean"), stats(rstd, x, "rstd"),
-                             dtype_of(x, "x"), x.size(0), x.size(1), float(eps));
-  device.done();
-}
-
-template <class Device>
-void add_norm_grad(const Tensor &sum, const Tensor &weight, const Tensor &mean, const Tensor &rstd, const Tensor &dy,
-                   const Tensor &dsum, const Tensor &dx, const Tensor &dweight, std::optional<Tensor> dbias) {
-  check_rows(sum, weight, "weight");
-  check_same(dy, sum, "dy");
-  check_same(dsum, sum, "dsum");
-  check_same(dx, sum, "dx");
-  check_fp32(dweight, "dweight");
-  STD_TORCH_CHECK(dweight.numel() == sum.size(1) && (!dbias || dbias->numel() == sum.size(1)),
-                  "dweight and dbias must be as long as a row");
-  if (dbias) check_fp32(*dbias, "dbias");
-  Device device(sum);
-  device->add_norm_grad(&device.context, sum.data_ptr(), weight.data_ptr(), stats(mean, sum, "mean"), stats(rstd, sum, "rstd"),
-                                  dy.data_ptr(), dsum.data_ptr(), dx.data_ptr(),
-                                  static_cast<float *>(dweight.data_ptr()),
-                                  dbias ? static_cast<float *>(dbias->data_ptr()) : nullptr, dtype_of(sum, "sum"),
-                                  !dbias, sum.size(0), sum.size(1));
-  device.done();
-}
-
 /* Which sources this was compiled from (setup.py). */
 #ifndef MCC_SOURCES
 #define MCC_SOURCES 0ll
@@ -405,17 +299,6 @@ STABLE_TORCH_LIBRARY(MCC_NAMESPACE, m) {
   m.def("finite_norm(Tensor x, Tensor(a!) out) -> ()");
   m.def("sample_histogram(Tensor x, int stride, Tensor(a!) counts, Tensor(b!) range) -> ()");
   m.def("orthonormalize(Tensor x, Tensor(a!) q) -> ()");
-  m.def("subtract_lowrank(Tensor(a!) m, Tensor p, Tensor q) -> ()");
-  m.def("causal_softmax(Tensor x, float scale, Tensor(a!) y) -> ()");
-  m.def("causal_softmax_grad(Tensor y, Tensor dy, float scale, Tensor(a!) dx) -> ()");
-  m.def("bias_gelu(Tensor x, Tensor bias, Tensor(a!) y) -> ()");
-  m.def("bias_gelu_grad(Tensor x, Tensor bias, Tensor dy, Tensor(a!) dx) -> ()");
-  m.def(
-      "add_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias, float eps, Tensor(a!) sum, Tensor(b!) y, "
-      "Tensor(c!) mean, Tensor(d!) rstd) -> ()");
-  m.def(
-      "add_norm_grad(Tensor sum, Tensor weight, Tensor mean, Tensor rstd, Tensor dy, Tensor dsum, Tensor(a!) dx, "
-      "Tensor(b!) dweight, Tensor(c!)? dbias) -> ()");
 }
 
 template <class Device>
@@ -429,13 +312,6 @@ void implement(torch::stable::detail::StableLibrary &m) {
   m.impl("finite_norm", TORCH_BOX(&finite_norm<Device>));
   m.impl("sample_histogram", TORCH_BOX(&sample_histogram<Device>));
   m.impl("orthonormalize", TORCH_BOX(&orthonormalize<Device>));
-  m.impl("subtract_lowrank", TORCH_BOX(&subtract_lowrank<Device>));
-  m.impl("causal_softmax", TORCH_BOX(&causal_softmax<Device>));
-  m.impl("causal_softmax_grad", TORCH_BOX(&causal_softmax_grad<Device>));
-  m.impl("bias_gelu", TORCH_BOX(&bias_gelu<Device>));
-  m.impl("bias_gelu_grad", TORCH_BOX(&bias_gelu_grad<Device>));
-  m.impl("add_norm", TORCH_BOX(&add_norm<Device>));
-  m.impl("add_norm_grad", TORCH_BOX(&add_norm_grad<Device>));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(MCC_NAMESPACE, CompositeExplicitAutograd, m) { m.impl("sources", TORCH_BOX(&sources)); }

@@ -65,21 +65,6 @@ typedef struct {
                     double *range);
   /* k matrices n x r -> orthonormal bases of their columns, n >= r. */
   void (*orthonormalize)(const mcc_context *, const float *x, int64_t k, int64_t n, int64_t r, float *q);
-  /* m (k x n x c) -= p (k x n x r) q^T (k x c x r) */
-  void (*subtract_lowrank)(const mcc_context *, float *m, const float *p, const float *q, int64_t k, int64_t n, int64_t c, int64_t r);
-  void (*causal_softmax)(const mcc_context *, const void *x, void *y, int dtype, int64_t matrices, int64_t rows, int64_t columns,
-                         float scale);
-  void (*causal_softmax_grad)(const mcc_context *, const void *y, const void *dy, void *dx, int dtype, int64_t matrices, int64_t rows,
-                              int64_t columns, float scale);
-  void (*bias_gelu)(const mcc_context *, const void *x, const void *bias, void *y, int dtype, int64_t rows, int64_t columns);
-  void (*bias_gelu_grad)(const mcc_context *, const void *x, const void *bias, const void *dy, void *dx, int dtype, int64_t rows,
-                         int64_t columns);
-  /* sum = x + residual; y = norm(sum) * weight + bias. bias null: RMSNorm. rstd and mean: fp32 per row. */
-  void (*add_norm)(const mcc_context *, const void *x, const void *residual, const void *weight, const void *bias, void *sum, void *y,
-                   float *mean, float *rstd, int dtype, int64_t rows, int64_t columns, float eps);
-  void (*add_norm_grad)(const mcc_context *, const void *sum, const void *weight, const float *mean, const float *rstd, const void *dy,
-                        const void *dsum, void *dx, float *dweight, float *dbias, int dtype, int rms, int64_t rows,
-                        int64_t columns);
 } mcc_table;
 
 /* The table for this processor, chosen once; "baseline" etc. in *name. */

@@ -127,18 +127,6 @@ def test_bases_that_take_a_second_round(device: str) -> None:
     checks.check_bases(torch.stack(stack))
 
 
-def test_lowrank_residual(device: str) -> None:
-    for n, c, r in ((1, 1, 1), (70, 45, 5), (33, 64, 40)):
-        m, p, q = (checks.noise(s, 0, device) for s in ((2, n, c), (2, n, r), (2, c, r)))
-        checks.check_lowrank(m, p, q)
-
-
-@pytest.mark.parametrize("dtype", checks.DTYPES)
-def test_fused_model_operations(device: str, dtype: torch.dtype) -> None:
-    for rows, columns in ((1, 3), (7, 7), (5, 200)):
-        checks.check_fused(device, dtype, rows, columns)
-
-
 NVCC = shutil.which("nvcc")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.kernels import native, ops
@@ -109,6 +109,7 @@ def test_dilation_and_places(rows: int, n: int, radius: int, seed: int) -> None:
     spoiled=st.booleans(),
     seed=st.integers(0, 99),
 )
+@example(count=3372, dtype=torch.bfloat16, stride=1, spoiled=False, seed=74)  # a quotient that must be rounded once
 def test_norms_and_histograms(count: int, dtype: torch.dtype, stride: int, spoiled: bool, seed: int) -> None:
     x = checks.noise((count,), seed, DEVICE, dtype)
     x = checks.spoil(x, seed) if spoiled else x
@@ -155,23 +156,10 @@ def test_bases_do_not_depend_on_threads_and_keep_nan() -> None:
     assert ops.orthonormalize(x).isnan().any()
 
 
-@pytest.mark.parametrize(("n", "c", "r"), [(1, 1, 1), (70, 130, 5), (64, 64, 8), (9, 200, 33)])
-def test_lowrank_residual(n: int, c: int, r: int) -> None:
-    m, p, q = (checks.noise(s, 0, DEVICE) for s in ((3, n, c), (3, n, r), (3, c, r)))
-    checks.check_lowrank(m, p, q)
-
-
-@pytest.mark.parametrize("dtype", checks.DTYPES)
-@pytest.mark.parametrize(("rows", "columns"), [(1, 3), (7, 7), (5, 64), (33, 100), (130, 48)])
-def test_fused_model_operations(dtype: torch.dtype, rows: int, columns: int) -> None:
-    checks.check_fused(DEVICE, dtype, rows, columns)
-
-
 def _operands() -> dict[str, tuple[object, ...]]:
     x, mask = torch.randn(64), torch.zeros(2, 9, dtype=torch.bool)
     codes, scales = torch.zeros(32, dtype=torch.uint8), torch.zeros(1)
-    rows, vector, stats = torch.randn(4, 8), torch.randn(8), torch.ones(4)
-    matrix = torch.randn(2, 9, 3)
+    rows, matrix = torch.randn(4, 8), torch.randn(2, 9, 3)
     index = torch.tensor([1, 5])
     return {
         "quantize_pack": (x, torch.zeros(64), codes, scales, 1, 4, 0, 64, True, 0, 0, False, 0),
@@ -183,22 +171,6 @@ def _operands() -> dict[str, tuple[object, ...]]:
         "finite_norm": (x, torch.zeros(2, dtype=torch.float64)),
         "sample_histogram": (x, 2, torch.zeros(5, dtype=torch.int64), torch.zeros(2, dtype=torch.float64)),
         "orthonormalize": (matrix, torch.zeros(2, 9, 3)),
-        "subtract_lowrank": (torch.randn(2, 9, 5), matrix, torch.randn(2, 5, 3)),
-        "causal_softmax": (matrix, 0.5, torch.zeros(2, 9, 3)),
-        "causal_softmax_grad": (matrix, matrix, 0.5, torch.zeros(2, 9, 3)),
-        "bias_gelu": (rows, vector, torch.zeros(4, 8)),
-        "bias_gelu_grad": (rows, vector, rows, torch.zeros(4, 8)),
-        "add_norm": (
-            rows,
-            rows,
-            vector,
-            vector,
-            1e-5,
-            *(torch.zeros(4, 8) for _ in "sy"),
-            stats.clone(),
-            stats.clone(),
-        ),
-        "add_norm_grad": (rows, vector, stats, stats, rows, rows, torch.zeros(4, 8), vector.clone(), vector.clone()),
     }
 
 
@@ -254,8 +226,6 @@ def test_operators_compile_in_one_graph() -> None:
         ("gather_packed", 1, torch.tensor([1, 64])),
         ("scatter_add_packed", 1, torch.tensor([-1, 5])),
         ("orthonormalize", 0, torch.randn(2, 3, 9)),
-        ("subtract_lowrank", 2, torch.randn(2, 5, 4)),
-        ("add_norm", 2, torch.randn(9)),
     ],
 )
 def test_operands_that_do_not_fit_are_refused(name: str, place: int, value: object) -> None:

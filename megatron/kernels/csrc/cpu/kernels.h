@@ -25,12 +25,9 @@ inline int thread_count() {
 
 #include "lowrank.inl"
 
-#include "fused.inl"
-
 extern const mcc_table table;
 const mcc_table table = {
-    quantize,       dequantize, abs_topk,  dilate,         gather,   scatter_add,   finite_norm, histogram, orthonormalize,
-    subtract_lowrank, causal_softmax, causal_softmax_grad, bias_gelu, bias_gelu_grad, add_norm, add_norm_grad,
+    quantize, dequantize, abs_topk, dilate, gather, scatter_add, finite_norm, histogram, orthonormalize,
 };
 
 }  // namespace MCC_ISA

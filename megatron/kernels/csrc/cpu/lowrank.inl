@@ -1,4 +1,4 @@
-/* Orthonormal bases by Cholesky-QR in fp64, and the residual of a low-rank approximation. */
+/* Orthonormal bases by Cholesky-QR in fp64. */
 
 constexpr int64_t kPanel = 64;  /* rows that are taken together */
 constexpr int64_t kSplits = 16; /* partial Gram matrices, whatever the number of threads: equal sums everywhere */
@@ -196,51 +196,4 @@ void orthonormalize(const mcc_context *, const float *x, int64_t k, int64_t n, i
 #pragma omp parallel for schedule(dynamic) if (many && k * n * r > kSerial)
   for (int64_t i = 0; i < k; ++i)
     orthonormalize_one(x + i * n * r, n, r, q + i * n * r, !many && n * r > kSerial);
-}
-
-void subtract_lowrank(const mcc_context *, float *m, const float *p, const float *q, int64_t k, int64_t n, int64_t c, int64_t r) {
-  if (k == 0 || n == 0 || c == 0 || r == 0) return;
-  /* As many sums as the registers hold beside what they are made of. */
-  constexpr int64_t kTall = 4, kWide = MCC_AVX512 ? 64 : 16;
-#pragma omp parallel if (k * n * c > kSerial)
-  {
-    std::vector<float> across(size_t(r * c)); /* q^T, so that columns of m lie together */
-    std::vector<float> block(size_t(r * kWide));
-    int64_t held = -1;
-    const int64_t tiles = (n + kPanel - 1) / kPanel;
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < k * tiles; ++t) {
-      const int64_t matrix = t / tiles, first = t % tiles * kPanel, last = std::min(first + kPanel, n);
-      if (matrix != held) {
-        const float *own = q + matrix * c * r;
-        for (int64_t j = 0; j < c; ++j)
-          for (int64_t i = 0; i < r; ++i) across[size_t(i * c + j)] = own[j * r + i];
-        held = matrix;
-      }
-      for (int64_t column = 0; column < c; column += kWide) {
-        const int64_t wide = std::min(kWide, c - column);
-        for (int64_t i = 0; i < r; ++i)
-          std::memcpy(block.data() + i * kWide, across.data() + i * c + column, size_t(wide) * 4);
-        for (int64_t row = first; row < last; row += kTall) {
-          const int64_t tall = std::min(kTall, last - row);
-          const float *left = p + (matrix * n + row) * r;
-          float *to = m + (matrix * n + row) * c + column;
-          float sums[kTall][kWide] = {{0}};
-          if (tall == kTall && wide == kWide) {
-            const float *right = block.data();
-            for (int64_t i = 0; i < r; ++i, right += kWide)
-              for (int64_t a = 0; a < kTall; ++a)
-                for (int64_t b = 0; b < kWide; ++b) sums[a][b] = MCC_FMA(left[a * r + i], right[b], sums[a][b]);
-          } else {
-            for (int64_t i = 0; i < r; ++i)
-              for (int64_t a = 0; a < tall; ++a)
-                for (int64_t b = 0; b < wide; ++b)
-                  sums[a][b] = MCC_FMA(left[a * r + i], block[size_t(i * kWide + b)], sums[a][b]);
-          }
-          for (int64_t a = 0; a < tall; ++a)
-            for (int64_t b = 0; b < wide; ++b) to[a * c + b] -= sums[a][b];
-        }
-      }
-    }
-  }
 }

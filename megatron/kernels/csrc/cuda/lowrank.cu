@@ -1,5 +1,4 @@
-/* Orthonormal bases by Cholesky-QR in fp64, all matrices of a stack at once, and the residual of a low-rank
- * approximation. */
+/* Orthonormal bases by Cholesky-QR in fp64, all matrices of a stack at once. */
 #include "platform.h"
 
 namespace mcc {
@@ -198,37 +197,6 @@ void orthonormalize(const mcc_context *context, const float *x, int64_t k, int64
   MCC_LAUNCH(invert_factors, grid_of(k), kThreads, context, gram, r, lengths, 1, status);
   MCC_LAUNCH(multiply, products, kThreads, context, first, gram, n, r, row_tiles, tiles, 1, status, q);
   MCC_LAUNCH(gram_schmidt, grid_of(k), kThreads, context, x, n, r, status, q);
-}
-
-__global__ void subtract_tiles(float *m, const float *p, const float *q, int64_t n, int64_t c, int64_t r,
-                               int64_t row_tiles, int64_t tiles) {
-  __shared__ float left[kTile][kTile + 1], right[kTile][kTile + 1];
-  int64_t b = blockIdx.x;
-  const int64_t tj = b % tiles, ti = (b /= tiles) % row_tiles, matrix = b / row_tiles;
-  const int column = threadIdx.x % kTile, first = threadIdx.x / kTile * kRowsEach;
-  float sums[kRowsEach] = {0};
-  for (int64_t depth = 0; depth < r; depth += kTile) {
-    for (int i = threadIdx.x; i < kTile * kTile; i += kThreads) {
-      const int64_t row = ti * kTile + i / kTile, c2 = tj * kTile + i / kTile, d = depth + i % kTile;
-      left[i / kTile][i % kTile] = row < n && d < r ? p[(matrix * n + row) * r + d] : 0.0f;
-      right[i / kTile][i % kTile] = c2 < c && d < r ? q[(matrix * c + c2) * r + d] : 0.0f;
-    }
-    __syncthreads();
-    for (int i = 0; i < kTile; ++i)
-      for (int j = 0; j < kRowsEach; ++j) sums[j] += left[first + j][i] * right[column][i];
-    __syncthreads();
-  }
-  for (int j = 0; j < kRowsEach; ++j) {
-    const int64_t row = ti * kTile + first + j, at = tj * kTile + column;
-    if (row < n && at < c) m[(matrix * n + row) * c + at] -= sums[j];
-  }
-}
-
-void subtract_lowrank(const mcc_context *context, float *m, const float *p, const float *q, int64_t k, int64_t n,
-                      int64_t c, int64_t r) {
-  if (k == 0 || n == 0 || c == 0 || r == 0) return;
-  const int64_t row_tiles = blocks_for(n, kTile), tiles = blocks_for(c, kTile);
-  MCC_LAUNCH(subtract_tiles, grid_of(k * row_tiles * tiles), kThreads, context, m, p, q, n, c, r, row_tiles, tiles);
 }
 
 }  // namespace cuda

@@ -13,23 +13,9 @@ void scatter_add(const mcc_context *, float *, const int64_t *, int64_t, const f
 void finite_norm(const mcc_context *, const void *, int, int64_t, double *);
 void histogram(const mcc_context *, const void *, int, int64_t, int64_t, int64_t, int64_t *, double *);
 void orthonormalize(const mcc_context *, const float *, int64_t, int64_t, int64_t, float *);
-void subtract_lowrank(const mcc_context *, float *, const float *, const float *, int64_t, int64_t, int64_t, int64_t);
-void causal_softmax(const mcc_context *, const void *, void *, int, int64_t, int64_t, int64_t, float);
-void causal_softmax_grad(const mcc_context *, const void *, const void *, void *, int, int64_t, int64_t, int64_t, float);
-void bias_gelu(const mcc_context *, const void *, const void *, void *, int, int64_t, int64_t);
-void bias_gelu_grad(const mcc_context *, const void *, const void *, const void *, void *, int, int64_t, int64_t);
-void add_norm(const mcc_context *, const void *, const void *, const void *, const void *, void *, void *, float *, float *,
-              int, int64_t, int64_t, float);
-void add_norm_grad(const mcc_context *, const void *, const void *, const float *, const float *, const void *, const void *,
-                   void *, float *, float *, int, int, int64_t, int64_t);
 
 static const mcc_table table = {
-    quantize,         dequantize,     abs_topk,
-    dilate,           gather,         scatter_add,
-    finite_norm,      histogram,      orthonormalize,
-    subtract_lowrank, causal_softmax, causal_softmax_grad,
-    bias_gelu,        bias_gelu_grad, add_norm,
-    add_norm_grad,
+    quantize, dequantize, abs_topk, dilate, gather, scatter_add, finite_norm, histogram, orthonormalize,
 };
 
 }  // namespace cuda
