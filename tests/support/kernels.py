@@ -106,6 +106,7 @@ def grids() -> Iterator[Grid]:
                 yield Grid(bits, Layout.TENSOR, 64, symmetric, method)
             yield Grid(bits, Layout.GROUP, 256 if bits % 2 else 32, symmetric, Method.MAX, 64)
             yield Grid(bits, Layout.TENSOR, 64, symmetric, Method.MAX, 128)
+            yield Grid(bits, Layout.GROUP, 64, symmetric, Method.MAX, 512 if bits % 2 else 256)
 
 
 def check_topk(x_kn: Tensor, count: int) -> None:

@@ -198,6 +198,8 @@ inline unsigned __ballot_sync(unsigned, int vote) {
 }
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __ffsll(long long x) { return __builtin_ffsll(x); }
 
 template <class T>
 inline T atomicAdd(T *to, T value) {

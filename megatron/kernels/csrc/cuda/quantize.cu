@@ -1,10 +1,12 @@
-/* Quantise and pack, unpack and dequantise: every number is read once, where its scale's group fits into a block. */
+/* Quantize and pack, unpack and dequantize: every number is read once, where its scale's group fits into a warp. */
 #include "platform.h"
 
 namespace mcc {
 namespace cuda {
 
-constexpr int kThreads = 128, kEach = 8, kBlock = kThreads * kEach; /* numbers that a block takes at a time */
+#include "words.h"
+
+constexpr int kThreads = 128, kBlock = kThreads * kEach; /* numbers that a block takes at a time */
 
 /* What is encoded at element i. */
 __device__ __forceinline__ float given_at(const mcc_codec &c, int64_t i) {
@@ -12,140 +14,6 @@ __device__ __forceinline__ float given_at(const mcc_codec &c, int64_t i) {
   if (c.role == MCC_DELTA) return x - read(c.other, c.other_dtype, i);
   if (c.role == MCC_FEEDBACK) return x + read(c.other, c.other_dtype, i);
   return x;
-}
-
-/* Eight neighbours in as few loads as their alignment allows. */
-__device__ __forceinline__ void read_eight(const void *p, int dtype, int64_t begin, int64_t count, float *v) {
-  const int size = dtype == MCC_FP32 ? 4 : 2;
-  const uintptr_t address = reinterpret_cast<uintptr_t>(p) + uintptr_t(begin) * size;
-  if (begin + kEach <= count && address % 16 == 0) {
-    uint32_t words[8];
-    const uint4 *from = reinterpret_cast<const uint4 *>(address);
-    const uint4 a = from[0];
-    words[0] = a.x, words[1] = a.y, words[2] = a.z, words[3] = a.w;
-    if (dtype == MCC_FP32) {
-      const uint4 b = from[1];
-      words[4] = b.x, words[5] = b.y, words[6] = b.z, words[7] = b.w;
-#pragma unroll
-      for (int j = 0; j < kEach; ++j) v[j] = float_of(words[j]);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kEach; ++j) {
-        const uint16_t h = uint16_t(words[j / 2] >> (16 * (j % 2)));
-        v[j] = dtype == MCC_BF16 ? bf16_to_float(h) : fp16_to_float(h);
-      }
-    }
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) v[j] = begin + j < count ? read(p, dtype, begin + j) : 0.0f;
-}
-
-__device__ __forceinline__ void write_eight(void *p, int dtype, int64_t begin, int64_t count, const float *v) {
-  const int size = dtype == MCC_FP32 ? 4 : 2;
-  const uintptr_t address = reinterpret_cast<uintptr_t>(p) + uintptr_t(begin) * size;
-  if (begin + kEach <= count && address % 16 == 0) {
-    uint4 *to = reinterpret_cast<uint4 *>(address);
-    if (dtype == MCC_FP32) {
-      to[0] = make_uint4(bits_of(v[0]), bits_of(v[1]), bits_of(v[2]), bits_of(v[3]));
-      to[1] = make_uint4(bits_of(v[4]), bits_of(v[5]), bits_of(v[6]), bits_of(v[7]));
-    } else {
-      uint32_t words[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const uint32_t low = dtype == MCC_BF16 ? float_to_bf16(v[2 * j]) : float_to_fp16(v[2 * j]);
-        const uint32_t high = dtype == MCC_BF16 ? float_to_bf16(v[2 * j + 1]) : float_to_fp16(v[2 * j + 1]);
-        words[j] = low | (high << 16);
-      }
-      to[0] = make_uint4(words[0], words[1], words[2], words[3]);
-    }
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < kEach; ++j)
-    if (begin + j < count) write(p, dtype, begin + j, v[j]);
-}
-
-/* Eight codes behind each other: ``bits`` bytes. */
-__device__ __forceinline__ void write_codes(uint8_t *to, int bits, const uint8_t *codes) {
-  uint64_t packed = 0;
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) packed |= uint64_t(codes[j]) << (j * bits);
-  const uintptr_t address = reinterpret_cast<uintptr_t>(to);
-  if (bits == 4 && address % 4 == 0)
-    *reinterpret_cast<uint32_t *>(to) = uint32_t(packed);
-  else if (bits == 8 && address % 8 == 0)
-    *reinterpret_cast<uint64_t *>(to) = packed;
-  else if (bits == 2 && address % 2 == 0)
-    *reinterpret_cast<uint16_t *>(to) = uint16_t(packed);
-  else
-    for (int b = 0; b < bits; ++b) to[b] = uint8_t(packed >> (8 * b));
-}
-
-__device__ __forceinline__ void read_codes(const uint8_t *from, int bits, uint8_t *codes) {
-  uint64_t packed = 0;
-  const uintptr_t address = reinterpret_cast<uintptr_t>(from);
-  if (bits == 4 && address % 4 == 0)
-    packed = *reinterpret_cast<const uint32_t *>(from);
-  else if (bits == 8 && address % 8 == 0)
-    packed = *reinterpret_cast<const uint64_t *>(from);
-  else if (bits == 2 && address % 2 == 0)
-    packed = *reinterpret_cast<const uint16_t *>(from);
-  else
-    for (int b = 0; b < bits; ++b) packed |= uint64_t(from[b]) << (8 * b);
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) codes[j] = uint8_t((packed >> (j * bits)) & ((1u << bits) - 1));
-}
-
-__device__ __forceinline__ uint8_t code_at(const mcc_grid &g, float v, float step, int64_t index) {
-  if (is_sign(g)) return v >= 0.0f;
-  const int32_t offset = 1 << (g.bits - 1);
-  if (!g.stochastic) return nearest_code(v * step, lowest(g), highest(g), offset);
-  return stochastic_code(v * step, lowest(g), highest(g), offset, Noise(g.seed).at(uint32_t(index)));
-}
-
-__device__ __forceinline__ int64_t scale_index(const mcc_grid &g, int64_t i) {
-  return g.layout == MCC_TENSOR ? 0 : g.layout == MCC_CHANNEL ? i % g.group : i / g.group;
-}
-
-/* Largest magnitude's bits and sum of a set of numbers, as its grid's scale needs them. */
-struct Extent {
-  uint32_t most;
-  double sum;
-};
-
-__device__ __forceinline__ void measure(const mcc_grid &g, float v, Extent &e) {
-  const uint32_t u = bits_of(v) & 0x7fffffffu;
-  if (g.method == MCC_L2)
-    e.sum += double(v) * double(v);
-  else if (is_sign(g))
-    e.sum += double(float_of(u));
-  else
-    e.most = u > e.most ? u : e.most;
-}
-
-__device__ __forceinline__ float scale_of(const mcc_grid &g, const Extent &e, int64_t n) {
-  if (n == 0) return 0.0f;
-  if (g.method == MCC_L2) return float(sqrt(e.sum / double(n)) * 2.0);
-  return is_sign(g) ? float(e.sum / double(n)) : float_of(e.most);
-}
-
-/* Eight codes, written, and the second tensor, moved. */
-__device__ __forceinline__ void encode_eight(const mcc_codec &c, int64_t begin, const float *v, const float *factors,
-                                             const float *units) {
-  uint8_t codes[kEach];
-  float moved[kEach];
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) codes[j] = begin + j < c.count ? code_at(c.grid, v[j], factors[j], begin + j) : 0;
-  write_codes(c.codes + begin / 8 * c.grid.bits, c.grid.bits, codes);
-  if (c.role == MCC_PLAIN) return;
-  if (c.role == MCC_DELTA) read_eight(c.other, c.other_dtype, begin, c.count, moved);
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    const float decoded = value_of(c.grid, codes[j], units[j]);
-    moved[j] = c.role == MCC_DELTA ? moved[j] + decoded : v[j] - decoded;
-  }
-  write_eight(c.other, c.other_dtype, begin, c.count, moved);
 }
 
 __device__ __forceinline__ void given_eight(const mcc_codec &c, int64_t begin, float *v) {
@@ -157,54 +25,75 @@ __device__ __forceinline__ void given_eight(const mcc_codec &c, int64_t begin, f
   for (int j = 0; j < kEach; ++j) v[j] = c.role == MCC_DELTA ? v[j] - other[j] : v[j] + other[j];
 }
 
-/* Groups of 8, 16, ... 256 numbers: neighbouring lanes hold one, and nothing leaves their registers. */
-__global__ void quantize_lanes(mcc_codec c) {
-  const mcc_grid &g = c.grid;
-  const int lanes = int(g.group / kEach);
-  const int64_t words = (c.count + kEach - 1) / kEach, whole = (words + kWarp - 1) / kWarp * kWarp;
-  for (int64_t w = thread_index(); w < whole; w += thread_total()) {
-    float v[kEach], factors[kEach], units[kEach];
-    const int64_t begin = w * kEach;
-    if (begin < c.count)
-      given_eight(c, begin, v);
-    else
-      for (int j = 0; j < kEach; ++j) v[j] = 0.0f;
-    Extent e = {0, 0.0};
+/* The second tensor moves by what its numbers decode to. */
+__device__ __forceinline__ void move_eight(const mcc_codec &c, int64_t begin, const float *given, const float *decoded) {
+  float moved[kEach];
+  if (c.role == MCC_DELTA) read_eight(c.other, c.other_dtype, begin, c.count, moved);
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) measure(g, v[j], e);
+  for (int j = 0; j < kEach; ++j) moved[j] = c.role == MCC_DELTA ? moved[j] + decoded[j] : given[j] - decoded[j];
+  write_eight(c.other, c.other_dtype, begin, c.count, moved);
+}
+
+/* Groups and rotated blocks of 8, 16, ... 256 numbers: neighboring lanes hold one, and nothing leaves their registers. */
+template <int kBits, bool kRotated>
+__global__ void quantize_lanes(mcc_codec c, int64_t coded) {
+  const mcc_grid &g = c.grid;
+  const int lanes = int(g.group / kEach), shift = __ffs(lanes) - 1;
+  const int64_t words = (coded + kEach - 1) / kEach, whole = (words + kWarp - 1) / kWarp * kWarp;
+  for (int64_t w = thread_index(); w < whole; w += thread_total()) {
+    float given[kEach], v[kEach];
+    uint8_t codes[kEach];
+    const int64_t begin = w * kEach;
+    given_eight(c, begin, given);
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) v[j] = given[j];
+    if (kRotated) rotate_lanes(v, g.rotation);
+    Extent e = {0, 0.0};
+    measure<kEach>(g, v, e);
     for (int d = 1; d < lanes; d *= 2) {
       const uint32_t other = __shfl_xor_sync(kAll, e.most, d);
       e.most = other > e.most ? other : e.most;
       if (g.method == MCC_L2 || is_sign(g)) e.sum += __shfl_xor_sync(kAll, e.sum, d);
     }
-    if (begin >= c.count) continue;
     float scale = scale_of(g, e, g.group);
-    if (w % lanes == 0)
-      scale = store_scale(c.scales, c.scale_dtype, begin / g.group, scale);
+    if (begin < coded && (w & (lanes - 1)) == 0)
+      scale = store_scale(c.scales, c.scale_dtype, w >> shift, scale);
     else if (c.scale_dtype != MCC_FP32)
       scale = bf16_to_float(float_to_bf16(scale));
     const float step = step_of(g, scale), unit = unit_of(g, scale);
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) factors[j] = step, units[j] = unit;
-    encode_eight(c, begin, v, factors, units);
+    codes_of<true>(g, v, &step, begin, codes);
+    if (begin + kEach > coded) clear_tail(begin, coded, codes);
+    if (begin < coded) write_codes<kBits>(c.codes + w * g.bits, g.bits, codes);
+    if (c.role == MCC_PLAIN) continue;
+    values_of<true>(g, codes, &unit, v);
+    if (kRotated) rotate_lanes(v, g.rotation);
+    if (begin < c.count) move_eight(c, begin, given, v);
   }
 }
 
 /* With scales that lie there already. */
+template <int kBits, bool kChannels>
 __global__ void quantize_words(mcc_codec c) {
   const int64_t words = (c.count + kEach - 1) / kEach;
+  constexpr int kScales = kChannels ? kEach : 1;
   for (int64_t w = thread_index(); w < words; w += thread_total()) {
-    float v[kEach], factors[kEach], units[kEach];
+    float v[kEach], decoded[kEach], steps[kScales], units[kScales];
+    uint8_t codes[kEach];
     const int64_t begin = w * kEach;
     given_eight(c, begin, v);
+    const Place place(c.grid, begin);
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-      const int64_t at = begin + j < c.count ? begin + j : c.count - 1;
-      const float scale = load_scale(c.scales, c.scale_dtype, scale_index(c.grid, at));
-      factors[j] = step_of(c.grid, scale);
+    for (int j = 0; j < kScales; ++j) {
+      const float scale = load_scale(c.scales, c.scale_dtype, kChannels ? place.at(j) : place.first);
+      steps[j] = step_of(c.grid, scale);
       units[j] = unit_of(c.grid, scale);
     }
-    encode_eight(c, begin, v, factors, units);
+    codes_of<!kChannels>(c.grid, v, steps, begin, codes);
+    if (begin + kEach > c.count) clear_tail(begin, c.count, codes);
+    write_codes<kBits>(c.codes + w * c.grid.bits, c.grid.bits, codes);
+    if (c.role == MCC_PLAIN) continue;
+    values_of<!kChannels>(c.grid, codes, units, decoded);
+    move_eight(c, begin, v, decoded);
   }
 }
 
@@ -214,10 +103,13 @@ __global__ void measure_pieces(mcc_codec c, int64_t size, int64_t pieces, int64_
   __shared__ double sums[33];
   const int64_t group = blockIdx.x / pieces, part = blockIdx.x % pieces;
   const int64_t end = (group + 1) * size < c.count ? (group + 1) * size : c.count;
-  int64_t begin = group * size + part * piece;
-  const int64_t stop = begin + piece < end ? begin + piece : end;
+  const int64_t first = group * size + part * piece, stop = first + piece < end ? first + piece : end;
   Extent e = {0, 0.0};
-  for (begin += threadIdx.x; begin < stop; begin += blockDim.x) measure(c.grid, given_at(c, begin), e);
+  for (int64_t begin = first + threadIdx.x * kEach; begin < stop; begin += int64_t(blockDim.x) * kEach) {
+    float v[kEach];
+    given_eight(c, begin, v); /* zeros, which change no scale, beyond the last number */
+    measure<kEach>(c.grid, v, e);
+  }
   const uint32_t whole = block_max(e.most, room);
   const double total = block_sum(e.sum, sums);
   if (threadIdx.x == 0) {
@@ -249,7 +141,10 @@ __global__ void measure_channels(mcc_codec c) {
   const int64_t column = int64_t(blockIdx.x) * 32 + x, rows = c.count / c.grid.group;
   Extent e = {0, 0.0};
   if (column < c.grid.group)
-    for (int64_t row = y; row < rows; row += 8) measure(c.grid, given_at(c, row * c.grid.group + column), e);
+    for (int64_t row = y; row < rows; row += 8) {
+      const float v = given_at(c, row * c.grid.group + column);
+      measure<1>(c.grid, &v, e);
+    }
   most[y][x] = e.most;
   sum[y][x] = e.sum;
   __syncthreads();
@@ -261,7 +156,7 @@ __global__ void measure_channels(mcc_codec c) {
   store_scale(c.scales, c.scale_dtype, column, scale_of(c.grid, e, rows));
 }
 
-/* Rotated numbers of a chunk of kBlock, in shared memory; every thread calls it. */
+/* Blocks too large for a warp: the rotated numbers of a chunk of kBlock, in shared memory; every thread calls it. */
 __device__ __forceinline__ void rotate_chunk(float *v, int block) {
   for (int h = 1; h < block; h *= 2) {
     __syncthreads();
@@ -313,18 +208,26 @@ __global__ void rotate_from(mcc_codec c, int64_t total, const float *decoded) {
   }
 }
 
+template <int kBits, bool kChannels, bool kRotated>
 __global__ void dequantize_words(mcc_codec c) {
-  const int64_t words = (c.count + kEach - 1) / kEach;
-  for (int64_t w = thread_index(); w < words; w += thread_total()) {
+  const int64_t coded = kRotated ? (c.count + c.grid.rotation - 1) / c.grid.rotation * c.grid.rotation : c.count;
+  const int64_t words = (coded + kEach - 1) / kEach, whole = (words + kWarp - 1) / kWarp * kWarp;
+  constexpr int kScales = kChannels ? kEach : 1;
+  for (int64_t w = thread_index(); w < (kRotated ? whole : words); w += thread_total()) {
     uint8_t codes[kEach];
-    float v[kEach], other[kEach];
+    float v[kEach], units[kScales], other[kEach];
     const int64_t begin = w * kEach;
-    read_codes(c.codes + w * c.grid.bits, c.grid.bits, codes);
+    if (!kRotated || begin < coded) {
+      const Place place(c.grid, begin);
+      read_codes<kBits>(c.codes + w * c.grid.bits, c.grid.bits, codes);
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-      const int64_t at = begin + j < c.count ? begin + j : c.count - 1;
-      const float scale = load_scale(c.scales, c.scale_dtype, scale_index(c.grid, at));
-      v[j] = value_of(c.grid, codes[j], unit_of(c.grid, scale));
+      for (int j = 0; j < kScales; ++j)
+        units[j] = unit_of(c.grid, load_scale(c.scales, c.scale_dtype, kChannels ? place.at(j) : place.first));
+      values_of<!kChannels>(c.grid, codes, units, v);
+    }
+    if (kRotated) {
+      rotate_lanes(v, c.grid.rotation);
+      if (begin >= c.count) continue;
     }
     if (c.role == MCC_ADD || c.role == MCC_DELTA) {
       const bool adds = c.role == MCC_ADD;
@@ -357,40 +260,90 @@ unsigned word_blocks(int64_t count) {
   return grid_of(blocks < 16384 ? blocks : 16384);
 }
 
-void quantize_plain(const mcc_context *context, const mcc_codec &c) {
+using Encoder = void (*)(mcc_codec, int64_t);
+using Coder = void (*)(mcc_codec);
+
+/* The kernel that was compiled for a width, or for any. */
+template <bool kRotated>
+Encoder lanes_kernel(int bits) {
+  return bits == 2   ? quantize_lanes<2, kRotated>
+         : bits == 4 ? quantize_lanes<4, kRotated>
+         : bits == 8 ? quantize_lanes<8, kRotated>
+                     : quantize_lanes<0, kRotated>;
+}
+
+template <bool kChannels>
+Coder encode_kernel(int bits) {
+  return bits == 2   ? quantize_words<2, kChannels>
+         : bits == 4 ? quantize_words<4, kChannels>
+         : bits == 8 ? quantize_words<8, kChannels>
+                     : quantize_words<0, kChannels>;
+}
+
+template <bool kChannels, bool kRotated>
+Coder decode_kernel(int bits) {
+  return bits == 2   ? dequantize_words<2, kChannels, kRotated>
+         : bits == 4 ? dequantize_words<4, kChannels, kRotated>
+         : bits == 8 ? dequantize_words<8, kChannels, kRotated>
+                     : dequantize_words<0, kChannels, kRotated>;
+}
+
+constexpr int kInWarp = kWarp * kEach; /* numbers that the lanes of a warp hold */
+
+bool group_in_warp(const mcc_grid &g) {
+  return g.layout == MCC_GROUP && g.group <= kInWarp && (g.group & (g.group - 1)) == 0;
+}
+
+void encode(const mcc_context *context, const mcc_codec &c, int64_t coded) {
   const mcc_grid &g = c.grid;
-  if (g.layout == MCC_GROUP && g.group <= 256 && (g.group & (g.group - 1)) == 0) {
-    MCC_LAUNCH(quantize_lanes, word_blocks(c.count), kThreads, context, c);
+  if (group_in_warp(g)) {
+    const Encoder kernel = g.rotation ? lanes_kernel<true>(g.bits) : lanes_kernel<false>(g.bits);
+    MCC_LAUNCH(kernel, word_blocks(coded), kThreads, context, c, coded);
     return;
   }
   write_scales(context, c);
-  if (c.count > 0) MCC_LAUNCH(quantize_words, word_blocks(c.count), kThreads, context, c);
+  const Coder kernel = g.layout == MCC_CHANNEL ? encode_kernel<true>(g.bits) : encode_kernel<false>(g.bits);
+  if (c.count > 0) MCC_LAUNCH(kernel, word_blocks(c.count), kThreads, context, c);
+}
+
+void decode(const mcc_context *context, const mcc_codec &c, int64_t coded) {
+  const mcc_grid &g = c.grid;
+  const Coder kernel = g.layout == MCC_CHANNEL ? decode_kernel<true, false>(g.bits)
+                       : g.rotation            ? decode_kernel<false, true>(g.bits)
+                                               : decode_kernel<false, false>(g.bits);
+  MCC_LAUNCH(kernel, word_blocks(coded), kThreads, context, c);
+}
+
+/* A codec of rotated numbers that lie in memory. */
+mcc_codec without_rotation(const mcc_codec &c, int64_t total) {
+  mcc_codec plain = c;
+  plain.role = MCC_PLAIN;
+  plain.count = total;
+  plain.grid.rotation = 0;
+  return plain;
 }
 
 void quantize(const mcc_context *context, const mcc_codec *codec) {
   mcc_codec c = *codec;
   if (c.count == 0 && c.grid.layout == MCC_GROUP) return;
-  if (!c.grid.rotation || c.count == 0) {
-    c.grid.rotation = 0;
-    quantize_plain(context, c);
+  if (c.count == 0) c.grid.rotation = 0;
+  const int64_t total = c.grid.rotation ? blocks_for(c.count, c.grid.rotation) * c.grid.rotation : c.count;
+  if (!c.grid.rotation || (c.grid.rotation <= kInWarp && group_in_warp(c.grid))) {
+    encode(context, c, total);
     return;
   }
-  const int64_t total = blocks_for(c.count, c.grid.rotation) * c.grid.rotation;
   float *rotated = static_cast<float *>(context->workspace(context->owner, size_t(total * 4)));
   const unsigned chunks = grid_of(blocks_for(total, kBlock));
   MCC_LAUNCH(rotate_to, chunks, 256, context, c, total, rotated);
-  mcc_codec plain = c;
+  mcc_codec plain = without_rotation(c, total);
   plain.x = rotated;
   plain.x_dtype = MCC_FP32;
-  plain.role = MCC_PLAIN;
-  plain.count = total;
-  plain.grid.rotation = 0;
-  quantize_plain(context, plain);
+  encode(context, plain, total);
   if (c.role == MCC_PLAIN) return;
   plain.x = nullptr;
   plain.out = rotated;
   plain.out_dtype = MCC_FP32;
-  MCC_LAUNCH(dequantize_words, word_blocks(total), kThreads, context, plain);
+  decode(context, plain, total);
   MCC_LAUNCH(rotate_from, chunks, 256, context, c, total, rotated);
 }
 
@@ -398,19 +351,16 @@ void dequantize(const mcc_context *context, const mcc_codec *codec) {
   mcc_codec c = *codec;
   c.x = nullptr;
   if (c.count == 0) return;
-  if (!c.grid.rotation) {
-    MCC_LAUNCH(dequantize_words, word_blocks(c.count), kThreads, context, c);
+  const int64_t total = c.grid.rotation ? blocks_for(c.count, c.grid.rotation) * c.grid.rotation : c.count;
+  if (c.grid.rotation <= kInWarp) {
+    decode(context, c, total);
     return;
   }
-  const int64_t total = blocks_for(c.count, c.grid.rotation) * c.grid.rotation;
   float *decoded = static_cast<float *>(context->workspace(context->owner, size_t(total * 4)));
-  mcc_codec plain = c;
-  plain.role = MCC_PLAIN;
-  plain.count = total;
-  plain.grid.rotation = 0;
+  mcc_codec plain = without_rotation(c, total);
   plain.out = decoded;
   plain.out_dtype = MCC_FP32;
-  MCC_LAUNCH(dequantize_words, word_blocks(total), kThreads, context, plain);
+  decode(context, plain, total);
   MCC_LAUNCH(rotate_from, grid_of(blocks_for(total, kBlock)), 256, context, c, total, decoded);
 }
 

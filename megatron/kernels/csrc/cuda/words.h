@@ -1,0 +1,203 @@
+/* Eight neighbors at a time: how a thread reads, writes, measures, codes and rotates them. Included inside a namespace. */
+
+constexpr int kEach = 8;
+
+/* In as few loads as their alignment allows; zeros beyond ``count``. */
+__device__ __forceinline__ void read_eight(const void *p, int dtype, int64_t begin, int64_t count, float *v) {
+  const int size = dtype == MCC_FP32 ? 4 : 2;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(p) + uintptr_t(begin) * size;
+  if (begin + kEach <= count && address % 16 == 0) {
+    uint32_t words[8];
+    const uint4 *from = reinterpret_cast<const uint4 *>(address);
+    const uint4 a = from[0];
+    words[0] = a.x, words[1] = a.y, words[2] = a.z, words[3] = a.w;
+    if (dtype == MCC_FP32) {
+      const uint4 b = from[1];
+      words[4] = b.x, words[5] = b.y, words[6] = b.z, words[7] = b.w;
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) v[j] = float_of(words[j]);
+    } else if (dtype == MCC_BF16) {
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) v[j] = bf16_to_float(uint16_t(words[j / 2] >> (16 * (j % 2))));
+    } else {
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) v[j] = fp16_to_float(uint16_t(words[j / 2] >> (16 * (j % 2))));
+    }
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) v[j] = begin + j < count ? read(p, dtype, begin + j) : 0.0f;
+}
+
+__device__ __forceinline__ void write_eight(void *p, int dtype, int64_t begin, int64_t count, const float *v) {
+  const int size = dtype == MCC_FP32 ? 4 : 2;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(p) + uintptr_t(begin) * size;
+  if (begin + kEach <= count && address % 16 == 0) {
+    uint4 *to = reinterpret_cast<uint4 *>(address);
+    if (dtype == MCC_FP32) {
+      to[0] = make_uint4(bits_of(v[0]), bits_of(v[1]), bits_of(v[2]), bits_of(v[3]));
+      to[1] = make_uint4(bits_of(v[4]), bits_of(v[5]), bits_of(v[6]), bits_of(v[7]));
+      return;
+    }
+    uint32_t words[4];
+    if (dtype == MCC_BF16) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        words[j] = uint32_t(float_to_bf16(v[2 * j])) | (uint32_t(float_to_bf16(v[2 * j + 1])) << 16);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        words[j] = uint32_t(float_to_fp16(v[2 * j])) | (uint32_t(float_to_fp16(v[2 * j + 1])) << 16);
+    }
+    to[0] = make_uint4(words[0], words[1], words[2], words[3]);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kEach; ++j)
+    if (begin + j < count) write(p, dtype, begin + j, v[j]);
+}
+
+/* Eight codes behind each other, ``kBits`` bytes, or ``bits`` where kBits is 0. Widths that fill a machine word are one
+ * access where their place allows it. */
+template <int kBits>
+__device__ __forceinline__ void write_codes(uint8_t *to, int bits, const uint8_t *codes) {
+  const int width = kBits ? kBits : bits;
+  uint64_t packed = 0;
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) packed |= uint64_t(codes[j]) << (j * width);
+  const uintptr_t address = reinterpret_cast<uintptr_t>(to);
+  if (kBits == 4 && address % 4 == 0)
+    *reinterpret_cast<uint32_t *>(to) = uint32_t(packed);
+  else if (kBits == 8 && address % 8 == 0)
+    *reinterpret_cast<uint64_t *>(to) = packed;
+  else if (kBits == 2 && address % 2 == 0)
+    *reinterpret_cast<uint16_t *>(to) = uint16_t(packed);
+  else
+#pragma unroll 1
+    for (int b = 0; b < width; ++b) to[b] = uint8_t(packed >> (8 * b));
+}
+
+template <int kBits>
+__device__ __forceinline__ void read_codes(const uint8_t *from, int bits, uint8_t *codes) {
+  const int width = kBits ? kBits : bits;
+  uint64_t packed = 0;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(from);
+  if (kBits == 4 && address % 4 == 0)
+    packed = *reinterpret_cast<const uint32_t *>(from);
+  else if (kBits == 8 && address % 8 == 0)
+    packed = *reinterpret_cast<const uint64_t *>(from);
+  else if (kBits == 2 && address % 2 == 0)
+    packed = *reinterpret_cast<const uint16_t *>(from);
+  else
+#pragma unroll 1
+    for (int b = 0; b < width; ++b) packed |= uint64_t(from[b]) << (8 * b);
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) codes[j] = uint8_t((packed >> (j * width)) & ((1u << width) - 1));
+}
+
+/* The Walsh-Hadamard transform of blocks of 8 to 256 numbers, eight to a lane: additions in the order of its twin's. All
+ * lanes of a warp call it. */
+__device__ __forceinline__ void rotate_lanes(float *v, int block) {
+#pragma unroll
+  for (int h = 1; h < kEach; h *= 2) {
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      if (j & h) continue;
+      const float a = v[j], b = v[j + h];
+      v[j] = a + b;
+      v[j + h] = a - b;
+    }
+  }
+  for (int d = 1; d * kEach < block; d *= 2) {
+    const bool upper = (threadIdx.x & d) != 0;
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const float other = __shfl_xor_sync(kAll, v[j], d);
+      v[j] = upper ? other - v[j] : v[j] + other;
+    }
+  }
+  const float scale = 1.0f / sqrtf(float(block));
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) v[j] *= scale;
+}
+
+/* Largest magnitude's bits and sum of a set of numbers, as its grid's scale needs them. */
+struct Extent {
+  uint32_t most;
+  double sum;
+};
+
+template <int kCount>
+__device__ __forceinline__ void measure(const mcc_grid &g, const float *v, Extent &e) {
+  if (g.method == MCC_L2) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) e.sum += double(v[j]) * double(v[j]);
+  } else if (is_sign(g)) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) e.sum += double(fabsf(v[j]));
+  } else {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const uint32_t u = bits_of(v[j]) & 0x7fffffffu;
+      e.most = u > e.most ? u : e.most;
+    }
+  }
+}
+
+__device__ __forceinline__ float scale_of(const mcc_grid &g, const Extent &e, int64_t n) {
+  if (n == 0) return 0.0f;
+  if (g.method == MCC_L2) return float(sqrt(e.sum / double(n)) * 2.0);
+  return is_sign(g) ? float(e.sum / double(n)) : float_of(e.most);
+}
+
+/* Which scale a word of eight numbers has: one, or eight in turn by channels. Groups are of whole words. */
+struct Place {
+  int64_t first, channels;
+  __device__ __forceinline__ Place(const mcc_grid &g, int64_t begin) : first(0), channels(0) {
+    if (g.layout == MCC_GROUP) {
+      first = (g.group & (g.group - 1)) == 0 ? begin >> (__ffsll(g.group) - 1) : begin / g.group;
+    } else if (g.layout == MCC_CHANNEL) {
+      channels = g.group;
+      first = begin % channels;
+    }
+  }
+  __device__ __forceinline__ int64_t at(int j) const {
+    const int64_t channel = first + j;
+    return channel < channels ? channel : channels >= kEach ? channel - channels : channel % channels;
+  }
+};
+
+/* Eight codes by the steps of their scales (all equal without channels). ``begin`` counts for the noise. */
+template <bool kOne>
+__device__ __forceinline__ void codes_of(const mcc_grid &g, const float *v, const float *steps, int64_t begin,
+                                         uint8_t *codes) {
+  const float low = lowest(g), high = highest(g);
+  const int32_t offset = 1 << (g.bits - 1);
+  if (is_sign(g)) {
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) codes[j] = v[j] >= 0.0f;
+  } else if (!g.stochastic) {
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) codes[j] = nearest_code(v[j] * steps[kOne ? 0 : j], low, high, offset);
+  } else {
+    const Noise noise(g.seed);
+#pragma unroll
+    for (int j = 0; j < kEach; ++j)
+      codes[j] = stochastic_code(v[j] * steps[kOne ? 0 : j], low, high, offset, noise.at(uint32_t(begin + j)));
+  }
+}
+
+/* Eight numbers by the units of their scales. */
+template <bool kOne>
+__device__ __forceinline__ void values_of(const mcc_grid &g, const uint8_t *codes, const float *units, float *v) {
+  const int32_t factor = is_sign(g) ? 2 : 1, offset = is_sign(g) ? 1 : 1 << (g.bits - 1);
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) v[j] = float(int32_t(codes[j]) * factor - offset) * units[kOne ? 0 : j];
+}
+
+/* The codes of places after the last number are zeros. */
+__device__ __forceinline__ void clear_tail(int64_t begin, int64_t coded, uint8_t *codes) {
+#pragma unroll
+  for (int j = 0; j < kEach; ++j)
+    if (begin + j >= coded) codes[j] = 0;
+}
