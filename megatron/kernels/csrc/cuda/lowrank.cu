@@ -5,6 +5,7 @@ namespace mcc {
 namespace cuda {
 
 constexpr int kTile = 32, kThreads = 256, kRowsEach = kTile * kTile / kThreads;
+constexpr int kFactor = 1024; /* threads that factor a matrix */
 constexpr int64_t kSplits = 16;
 
 /* How a matrix's factorisation went: the first factor was good; there is none; or what it gave is factored once more. See
@@ -50,49 +51,45 @@ __global__ void sum_splits(const double *partial, int64_t k, int64_t r, double *
   }
 }
 
-/* One block to a matrix: the inverse of its upper triangular factor in place, and its status. */
-__global__ void invert_factors(double *grams, int64_t r, double *lengths, int round, int *status) {
+/* One block to a matrix: the inverse of its Cholesky factor L, in the lower triangle, and its status.
+ *
+ * The row operations that eliminate the columns of G = L U turn the identity into L^-1, whose rows grow into the part of
+ * the matrix that is eliminated. Each step subtracts multiples of one scaled row, which is held in ``row``, from all rows
+ * below it: columns up to the pivot's hold the inverse, columns from a row's own diagonal on what is left of G. */
+__global__ void invert_factors(double *grams, int64_t r, double *rows, int round, int *status) {
   __shared__ int bad, weak;
   if (round == 1 && status[blockIdx.x] != kAgain) return;
-  double *g = grams + int64_t(blockIdx.x) * r * r, *length = lengths + int64_t(blockIdx.x) * r;
+  double *g = grams + int64_t(blockIdx.x) * r * r, *length = rows + int64_t(blockIdx.x) * 2 * r, *row = length + r;
   if (threadIdx.x == 0) bad = weak = 0;
   for (int64_t i = threadIdx.x; i < r; i += blockDim.x) length[i] = g[i * r + i];
   __syncthreads();
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
   for (int64_t k = 0; k < r; ++k) {
     const double pivot = g[k * r + k];
     if (threadIdx.x == 0) {
       if (!(pivot > kFailed * length[k]) || !(pivot < INFINITY)) bad = 1;
       if (pivot < kWeak * length[k]) weak = 1;
     }
+    const double inverse = 1.0 / sqrt(pivot);
+    for (int64_t c = threadIdx.x; c < r; c += blockDim.x) row[c] = c == k ? inverse : g[k * r + c] * inverse;
     __syncthreads();
     if (bad) break;
-    const double root = sqrt(pivot);
-    __syncthreads();
-    for (int64_t j = k + threadIdx.x; j < r; j += blockDim.x) g[k * r + j] /= root;
-    __syncthreads();
-    const int64_t rest = r - k - 1;
-    for (int64_t at = threadIdx.x; at < rest * rest; at += blockDim.x) {
-      const int64_t i = k + 1 + at / rest, j = k + 1 + at % rest;
-      if (j >= i) g[i * r + j] -= g[k * r + i] * g[k * r + j];
+    for (int64_t c = threadIdx.x; c <= k; c += blockDim.x) g[k * r + c] = row[c];
+    for (int64_t i = k + 1 + warp; i < r; i += warps) {
+      const double factor = row[i];
+      double *own = g + i * r;
+      for (int64_t c = lane; c < r; c += kWarp)
+        if (c < k || c >= i)
+          own[c] -= factor * row[c];
+        else if (c == k)
+          own[c] = -(factor * inverse);
     }
     __syncthreads();
   }
   if (threadIdx.x == 0) status[blockIdx.x] = bad ? kNone : weak || round == 1 ? kAgain : kGood;
-  if (bad) return;
-  /* Row i of the inverse from the rows below it. A thread owns columns, which do not meet. */
-  for (int64_t i = r - 1; i >= 0; --i) {
-    const double diagonal = 1.0 / g[i * r + i];
-    for (int64_t j = i + threadIdx.x; j < r; j += blockDim.x) {
-      double value = j == i ? diagonal : 0.0;
-      for (int64_t k = i + 1; k <= j; ++k) value -= g[i * r + k] * diagonal * g[k * r + j];
-      length[j] = value; /* the lengths are not needed any more */
-    }
-    __syncthreads();
-    for (int64_t j = i + threadIdx.x; j < r; j += blockDim.x) g[i * r + j] = length[j];
-    __syncthreads();
-  }
 }
 
+/* q = x L^-T */
 __global__ void multiply(const float *x, const double *inverses, int64_t n, int64_t r, int64_t row_tiles,
                          int64_t tiles, int round, const int *status, float *q) {
   __shared__ double left[kTile][kTile + 1], right[kTile][kTile + 1];
@@ -107,8 +104,8 @@ __global__ void multiply(const float *x, const double *inverses, int64_t n, int6
     for (int i = threadIdx.x; i < kTile * kTile; i += kThreads) {
       const int64_t row = ti * kTile + i / kTile, d = depth + i % kTile;
       left[i / kTile][i % kTile] = row < n && d < r ? double(own[row * r + d]) : 0.0;
-      const int64_t d2 = depth + i / kTile, c = tj * kTile + i % kTile;
-      right[i / kTile][i % kTile] = d2 < r && c < r ? inverse[d2 * r + c] : 0.0;
+      const int64_t c2 = tj * kTile + i / kTile, d2 = depth + i % kTile;
+      right[i % kTile][i / kTile] = c2 < r && d2 <= c2 ? inverse[c2 * r + d2] : 0.0;
     }
     __syncthreads();
     for (int i = 0; i < kTile; ++i)
@@ -182,19 +179,19 @@ void orthonormalize(const mcc_context *context, const float *x, int64_t k, int64
   void *owner = context->owner;
   double *partial = static_cast<double *>(context->workspace(owner, size_t(k * kSplits * r * r) * 8));
   double *gram = static_cast<double *>(context->workspace(owner, size_t(k * r * r) * 8));
-  double *lengths = static_cast<double *>(context->workspace(owner, size_t(k * r) * 8));
+  double *lengths = static_cast<double *>(context->workspace(owner, size_t(k * r) * 2 * 8));
   int *status = static_cast<int *>(context->workspace(owner, size_t(k) * 4));
   float *first = static_cast<float *>(context->workspace(owner, size_t(k * n * r) * 4));
   const unsigned grams = grid_of(k * kSplits * tiles * tiles), sums = grid_of(blocks_for(k * r * r, kThreads));
   const unsigned products = grid_of(k * row_tiles * tiles);
   MCC_LAUNCH(gram_tiles, grams, kThreads, context, x, n, r, tiles, static_cast<const int *>(nullptr), partial);
   MCC_LAUNCH(sum_splits, sums, kThreads, context, partial, k, r, gram);
-  MCC_LAUNCH(invert_factors, grid_of(k), kThreads, context, gram, r, lengths, 0, status);
+  MCC_LAUNCH(invert_factors, grid_of(k), kFactor, context, gram, r, lengths, 0, status);
   MCC_LAUNCH(multiply, products, kThreads, context, x, gram, n, r, row_tiles, tiles, 0, status, first);
   MCC_LAUNCH(copy_good, grid_of(blocks_for(k * n * r, kThreads)), kThreads, context, first, k * n * r, n * r, status, q);
   MCC_LAUNCH(gram_tiles, grams, kThreads, context, first, n, r, tiles, status, partial);
   MCC_LAUNCH(sum_splits, sums, kThreads, context, partial, k, r, gram);
-  MCC_LAUNCH(invert_factors, grid_of(k), kThreads, context, gram, r, lengths, 1, status);
+  MCC_LAUNCH(invert_factors, grid_of(k), kFactor, context, gram, r, lengths, 1, status);
   MCC_LAUNCH(multiply, products, kThreads, context, first, gram, n, r, row_tiles, tiles, 1, status, q);
   MCC_LAUNCH(gram_schmidt, grid_of(k), kThreads, context, x, n, r, status, q);
 }

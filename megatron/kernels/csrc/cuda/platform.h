@@ -82,6 +82,25 @@ __device__ __forceinline__ T block_max(T x, T *room) {
   return most;
 }
 
+/* The sum over a block's earlier threads, and over all in ``total``; ``room`` holds 33 numbers. */
+template <class T>
+__device__ __forceinline__ T block_scan(T x, T *room, T &total) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = (blockDim.x + kWarp - 1) / kWarp;
+  T sum = x;
+  for (int d = 1; d < kWarp; d *= 2) {
+    const T lower = __shfl_up_sync(kAll, sum, d);
+    if (lane >= d) sum += lower;
+  }
+  if (lane == kWarp - 1) room[warp] = sum;
+  __syncthreads();
+  T before = 0;
+  for (int i = 0; i < warp; ++i) before += room[i];
+  total = before;
+  for (int i = warp; i < warps; ++i) total += room[i];
+  __syncthreads();
+  return before + sum - x;
+}
+
 }  // namespace cuda
 }  // namespace mcc
 

@@ -4,6 +4,8 @@
 namespace mcc {
 namespace cuda {
 
+#include "words.h"
+
 constexpr int kThreads = 256;
 constexpr int64_t kPiece = 1 << 14;
 
@@ -13,11 +15,15 @@ __global__ void norm_pieces(const void *x, int dtype, int64_t count, double *sum
   const int64_t begin = int64_t(blockIdx.x) * kPiece, end = begin + kPiece < count ? begin + kPiece : count;
   double sum = 0;
   uint32_t largest = 0;
-  for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x) {
-    const float v = read(x, dtype, i);
-    const uint32_t u = bits_of(v) & 0x7fffffffu;
-    sum += double(v) * double(v);
-    largest = u > largest ? u : largest;
+  for (int64_t i = begin + threadIdx.x * kEach; i < end; i += int64_t(blockDim.x) * kEach) {
+    float v[kEach];
+    read_eight(x, dtype, i, end, v);
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const uint32_t u = bits_of(v[j]) & 0x7fffffffu;
+      sum = fma(double(v[j]), double(v[j]), sum);
+      largest = u > largest ? u : largest;
+    }
   }
   sum = block_sum(sum, room);
   largest = block_max(largest, places);
@@ -67,16 +73,28 @@ __global__ void begin_range(uint32_t *limits, int64_t bins, int64_t *counts) {
   }
 }
 
+/* Calls ``take`` with a thread's share of the finite samples, several of which are fetched at a time. */
+template <class Take>
+__device__ __forceinline__ void for_samples(const void *x, int dtype, int64_t samples, int64_t stride, Take take) {
+  const int64_t step = thread_total();
+  for (int64_t i = thread_index(); i < samples; i += kEach * step) {
+    float v[kEach];
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) v[j] = i + j * step < samples ? read(x, dtype, (i + j * step) * stride) : NAN;
+#pragma unroll
+    for (int j = 0; j < kEach; ++j)
+      if ((bits_of(v[j]) & 0x7fffffffu) < 0x7f800000u) take(v[j]);
+  }
+}
+
 __global__ void find_range(const void *x, int dtype, int64_t samples, int64_t stride, uint32_t *limits) {
   __shared__ uint32_t room[33];
   uint32_t below = 0, above = 0; /* both as maxima; 0 stands for none */
-  for (int64_t i = thread_index(); i < samples; i += thread_total()) {
-    const float v = read(x, dtype, i * stride);
-    if ((bits_of(v) & 0x7fffffffu) >= 0x7f800000u) continue;
+  for_samples(x, dtype, samples, stride, [&](float v) {
     const uint32_t o = ordered(v);
     below = ~o > below ? ~o : below;
     above = o > above ? o : above;
-  }
+  });
   below = block_max(below, room);
   above = block_max(above, room);
   if (threadIdx.x == 0 && above != 0) {
@@ -99,19 +117,17 @@ __global__ void count_bins(const void *x, int dtype, int64_t samples, int64_t st
   __shared__ uint32_t own[kShared];
   const double low = range[0], width = range[1] - low;
   if (!(width >= 0)) return; /* for all threads alike: none is finite */
-  for (int64_t b = threadIdx.x; b < kShared; b += blockDim.x) own[b] = 0;
+  for (int64_t b = threadIdx.x; b < kShared && b < bins; b += blockDim.x) own[b] = 0;
   __syncthreads();
   const double factor = width > 0 ? double(bins) / width : 0.0;
-  for (int64_t i = thread_index(); i < samples; i += thread_total()) {
-    const float v = read(x, dtype, i * stride);
-    if ((bits_of(v) & 0x7fffffffu) >= 0x7f800000u) continue;
+  for_samples(x, dtype, samples, stride, [&](float v) {
     int64_t bin = int64_t((double(v) - low) * factor);
     bin = bin < bins ? bin : bins - 1;
     if (bins <= kShared)
       atomicAdd(&own[bin], 1u);
     else
       atomicAdd(&counts[bin], 1ull);
-  }
+  });
   __syncthreads();
   if (bins > kShared) return;
   for (int64_t b = threadIdx.x; b < bins; b += blockDim.x)
@@ -121,7 +137,7 @@ __global__ void count_bins(const void *x, int dtype, int64_t samples, int64_t st
 void histogram(const mcc_context *context, const void *x, int dtype, int64_t count, int64_t stride, int64_t bins,
                int64_t *counts, double *range) {
   const int64_t samples = blocks_for(count, stride), wanted = blocks_for(samples, kThreads * 8);
-  const unsigned blocks = grid_of(wanted < 1024 ? wanted : 1024);
+  const unsigned blocks = grid_of(wanted < 512 ? wanted : 512); /* each adds its bins to the whole's */
   uint32_t *limits = static_cast<uint32_t *>(context->workspace(context->owner, 8));
   MCC_LAUNCH(begin_range, grid_of(blocks_for(bins, kThreads)), kThreads, context, limits, bins, counts);
   if (samples > 0) MCC_LAUNCH(find_range, blocks, kThreads, context, x, dtype, samples, stride, limits);

@@ -1,12 +1,15 @@
-/* Exact top-k of magnitudes by radix selection: three histograms find the threshold, then every part of a row writes the
- * indices that lie above it behind those of the parts before. */
+/* Exact top-k of magnitudes by radix selection in two passes over the input.
+ *
+ * The first counts the upper 12 bits of all keys. The second knows in which of these bins the threshold lies: it writes a
+ * bit for every key above that bin, another for every key in it (a few percent of ordinary numbers), and counts the next
+ * 10 bits of the latter. The last 9 bits are counted, ties settled and indices written from the bits alone. */
 #include "platform.h"
 
 namespace mcc {
 namespace cuda {
 
-constexpr int kBins = 4096, kThreads = 256;
-constexpr int64_t kPart = 1 << 14;
+constexpr int kBins = 4096, kThreads = 256, kEach = 8;
+constexpr int kPart = kThreads; /* words of 32 bits that a block takes: one for each thread */
 
 /* Everything that is not finite is one largest value. */
 __device__ __forceinline__ uint32_t key_of(float x) {
@@ -20,123 +23,178 @@ struct Selection {
   uint32_t need;     /* place of the threshold among the keys with this prefix, from above, counted from 1 */
 };
 
-/* The 12, 10 and 9 bits of the levels. */
-__device__ __forceinline__ int shift_of(int level) { return level == 0 ? 19 : level == 1 ? 9 : 0; }
-__device__ __forceinline__ uint32_t mask_of(int level) { return level == 0 ? 4095u : level == 1 ? 1023u : 511u; }
+/* A row's keys above the threshold and in its bin, by bits: ``words`` for each row. */
+struct Bits {
+  uint32_t *above, *equal;
+  int64_t words;
+};
 
-__global__ void count_keys(const float *x, int64_t n, int64_t parts, int level, const Selection *found, uint32_t *bins) {
+/* Bits below a level's, and their number: 12, 10 and 9. */
+__device__ __forceinline__ int shift_of(int level) { return level == 0 ? 19 : level == 1 ? 9 : 0; }
+__device__ __forceinline__ int width_of(int level) { return level == 0 ? 12 : level == 1 ? 10 : 9; }
+
+__device__ __forceinline__ void add_bins(const uint32_t *own, int count, uint32_t *bins) {
+  for (int b = threadIdx.x; b < count; b += blockDim.x)
+    if (own[b]) atomicAdd(&bins[b], own[b]);
+}
+
+__global__ void count_high(const float *x, int64_t n, int64_t spans, int64_t span, uint32_t *bins) {
   __shared__ uint32_t own[kBins];
-  const int64_t row = blockIdx.x / parts, part = blockIdx.x % parts;
+  const int64_t row = blockIdx.x / spans, begin = blockIdx.x % spans * span;
+  const int64_t end = begin + span < n ? begin + span : n;
   for (int b = threadIdx.x; b < kBins; b += blockDim.x) own[b] = 0;
   __syncthreads();
-  const int64_t end = (part + 1) * kPart < n ? (part + 1) * kPart : n;
-  const uint32_t prefix = level == 0 ? 0 : found[row].prefix;
-  for (int64_t i = part * kPart + threadIdx.x; i < end; i += blockDim.x) {
-    const uint32_t key = key_of(x[row * n + i]);
-    const uint32_t above = level == 0 ? 0 : key >> (level == 1 ? 19 : 9);
-    if (above == prefix) atomicAdd(&own[(key >> shift_of(level)) & mask_of(level)], 1u);
+  x += row * n;
+  int64_t i = begin + threadIdx.x;
+  for (; i + (kEach - 1) * kThreads < end; i += kEach * kThreads) {
+    uint32_t keys[kEach];
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) keys[j] = key_of(x[i + j * kThreads]);
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) atomicAdd(&own[keys[j] >> 19], 1u);
   }
+  for (; i < end; i += kThreads) atomicAdd(&own[key_of(x[i]) >> 19], 1u);
   __syncthreads();
-  for (int b = threadIdx.x; b < kBins; b += blockDim.x)
-    if (own[b]) atomicAdd(&bins[row * kBins + b], own[b]);
+  add_bins(own, kBins, bins + row * kBins);
 }
 
 /* One block to a row: the bin in which the wanted place lies, and empty bins for the next level. */
 __global__ void narrow(int level, uint32_t count, Selection *found, uint32_t *bins) {
-  __shared__ uint32_t sums[kThreads];
+  __shared__ uint32_t room[33];
   constexpr int kShare = kBins / kThreads;
   uint32_t *own = bins + int64_t(blockIdx.x) * kBins;
-  uint32_t sum = 0;
-  for (int j = 0; j < kShare; ++j) sum += own[threadIdx.x * kShare + j];
-  sums[threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    uint32_t need = level == 0 ? count : found[blockIdx.x].need;
-    int share = kThreads - 1;
-    for (; share > 0 && sums[share] < need; --share) need -= sums[share];
-    int bin = share * kShare + kShare - 1;
-    for (; bin > share * kShare && own[bin] < need; --bin) need -= own[bin];
-    const uint32_t before = level == 0 ? 0 : found[blockIdx.x].prefix;
-    found[blockIdx.x].prefix = (before << (level == 0 ? 0 : level == 1 ? 10 : 9)) | uint32_t(bin);
-    found[blockIdx.x].need = need;
+  /* The threads count from the highest bins down. */
+  uint32_t *share = own + (kThreads - 1 - threadIdx.x) * kShare;
+  uint32_t sum = 0, total;
+  for (int j = 0; j < kShare; ++j) sum += share[j];
+  const uint32_t need = level == 0 ? count : found[blockIdx.x].need;
+  const uint32_t before = level == 0 ? 0 : found[blockIdx.x].prefix;
+  const uint32_t higher = block_scan(sum, room, total);
+  if (higher < need && need <= higher + sum) {
+    uint32_t rest = need - higher;
+    int bin = kShare - 1;
+    for (; bin > 0 && share[bin] < rest; --bin) rest -= share[bin];
+    found[blockIdx.x].prefix = (before << width_of(level)) | uint32_t(share - own + bin);
+    found[blockIdx.x].need = rest;
   }
   __syncthreads();
-  for (int j = 0; j < kShare; ++j) own[threadIdx.x * kShare + j] = 0;
+  for (int j = 0; j < kShare; ++j) share[j] = 0;
 }
 
-__global__ void count_parts(const float *x, int64_t n, int64_t parts, const Selection *found, uint32_t *above,
-                            uint32_t *equal) {
-  __shared__ uint32_t room[33];
-  const int64_t row = blockIdx.x / parts, part = blockIdx.x % parts;
-  const int64_t end = (part + 1) * kPart < n ? (part + 1) * kPart : n;
-  const uint32_t threshold = found[row].prefix;
-  uint32_t more = 0, same = 0;
-  for (int64_t i = part * kPart + threadIdx.x; i < end; i += blockDim.x) {
-    const uint32_t key = key_of(x[row * n + i]);
-    more += key > threshold;
-    same += key == threshold;
+/* Part of a row: a warp takes 32 words in turn, and each of its lanes keeps one. */
+__global__ void split(const float *x, int64_t n, int64_t parts, const Selection *found, Bits bits, uint32_t *bins) {
+  __shared__ uint32_t own[1 << 10];
+  const int64_t row = blockIdx.x / parts, first = blockIdx.x % parts * kPart + threadIdx.x / kWarp * kWarp;
+  const int lane = threadIdx.x % kWarp;
+  const uint32_t bin = found[row].prefix;
+  for (int b = threadIdx.x; b < 1 << 10; b += blockDim.x) own[b] = 0;
+  __syncthreads();
+  x += row * n;
+  uint32_t above = 0, equal = 0;
+#pragma unroll 1
+  for (int u = 0; u < kWarp; u += kEach) {
+    uint32_t keys[kEach];
+    const int64_t begin = (first + u) * kWarp + lane;
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) keys[j] = begin + j * kWarp < n ? key_of(x[begin + j * kWarp]) : 0;
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const bool inside = begin + j * kWarp < n, same = inside && keys[j] >> 19 == bin;
+      const unsigned high = __ballot_sync(kAll, inside && keys[j] >> 19 > bin), level = __ballot_sync(kAll, same);
+      if (lane == u + j) {
+        above = high;
+        equal = level;
+      }
+      if (same) atomicAdd(&own[(keys[j] >> 9) & 1023u], 1u);
+    }
   }
-  more = block_sum(more, room);
-  same = block_sum(same, room);
+  if (first + lane < bits.words) {
+    bits.above[row * bits.words + first + lane] = above;
+    bits.equal[row * bits.words + first + lane] = equal;
+  }
+  __syncthreads();
+  add_bins(own, 1 << 10, bins + row * kBins);
+}
+
+/* The last 9 bits of the keys in the threshold's bin. */
+__global__ void count_low(const float *x, int64_t n, int64_t parts, const Selection *found, Bits bits, uint32_t *bins) {
+  __shared__ uint32_t own[1 << 9];
+  const int64_t row = blockIdx.x / parts, word = blockIdx.x % parts * kPart + threadIdx.x;
+  const uint32_t prefix = found[row].prefix;
+  for (int b = threadIdx.x; b < 1 << 9; b += blockDim.x) own[b] = 0;
+  __syncthreads();
+  uint32_t left = word < bits.words ? bits.equal[row * bits.words + word] : 0;
+  for (; left; left &= left - 1) {
+    const uint32_t key = key_of(x[row * n + word * kWarp + __ffs(int(left)) - 1]);
+    if (key >> 9 == prefix) atomicAdd(&own[key & 511u], 1u);
+  }
+  __syncthreads();
+  add_bins(own, 1 << 9, bins + row * kBins);
+}
+
+/* The bits become those above the whole threshold and those equal to it, and are counted by parts. */
+__global__ void settle(const float *x, int64_t n, int64_t parts, const Selection *found, Bits bits, uint32_t *above,
+                       uint32_t *equal) {
+  __shared__ uint32_t room[33];
+  const int64_t row = blockIdx.x / parts, word = blockIdx.x % parts * kPart + threadIdx.x;
+  const uint32_t threshold = found[row].prefix;
+  uint32_t high = 0, same = 0;
+  if (word < bits.words) {
+    const int64_t at = row * bits.words + word;
+    high = bits.above[at];
+    for (uint32_t left = bits.equal[at]; left; left &= left - 1) {
+      const int place = __ffs(int(left)) - 1;
+      const uint32_t key = key_of(x[row * n + word * kWarp + place]);
+      high |= uint32_t(key > threshold) << place;
+      same |= uint32_t(key == threshold) << place;
+    }
+    bits.above[at] = high;
+    bits.equal[at] = same;
+  }
+  const uint32_t more = block_sum(uint32_t(__popc(high)), room), ties = block_sum(uint32_t(__popc(same)), room);
   if (threadIdx.x == 0) {
     above[blockIdx.x] = more;
-    equal[blockIdx.x] = same;
+    equal[blockIdx.x] = ties;
   }
 }
 
 /* One block to a row: counts become the counts of the parts before. */
 __global__ void sum_parts(int64_t parts, uint32_t *above, uint32_t *equal) {
-  __shared__ uint32_t more[kThreads], same[kThreads];
+  __shared__ uint32_t room[33];
   uint32_t *a = above + int64_t(blockIdx.x) * parts, *e = equal + int64_t(blockIdx.x) * parts;
-  const int64_t share = (parts + kThreads - 1) / kThreads, begin = threadIdx.x * share;
-  const int64_t end = begin + share < parts ? begin + share : parts;
-  uint32_t own_more = 0, own_same = 0;
-  for (int64_t p = begin; p < end; ++p) own_more += a[p], own_same += e[p];
-  more[threadIdx.x] = own_more;
-  same[threadIdx.x] = own_same;
-  __syncthreads();
   uint32_t before_more = 0, before_same = 0;
-  for (unsigned t = 0; t < threadIdx.x; ++t) before_more += more[t], before_same += same[t];
-  for (int64_t p = begin; p < end; ++p) {
-    const uint32_t m = a[p], s = e[p];
-    a[p] = before_more;
-    e[p] = before_same;
-    before_more += m;
-    before_same += s;
+  for (int64_t begin = 0; begin < parts; begin += blockDim.x) {
+    const int64_t p = begin + threadIdx.x;
+    uint32_t all_more, all_same;
+    const uint32_t more = block_scan(p < parts ? a[p] : 0u, room, all_more);
+    const uint32_t same = block_scan(p < parts ? e[p] : 0u, room, all_same);
+    if (p < parts) {
+      a[p] = before_more + more;
+      e[p] = before_same + same;
+    }
+    before_more += all_more;
+    before_same += all_same;
   }
 }
 
-__global__ void write_indices(const float *x, int64_t n, int64_t parts, int64_t count, const Selection *found,
-                              const uint32_t *above, const uint32_t *equal, int64_t *indices) {
-  __shared__ uint32_t warp_more[kThreads / kWarp], warp_same[kThreads / kWarp];
-  const int64_t row = blockIdx.x / parts, part = blockIdx.x % parts;
-  const int64_t end = (part + 1) * kPart < n ? (part + 1) * kPart : n;
-  const uint32_t threshold = found[row].prefix, ties = found[row].need;
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  uint32_t before_more = above[blockIdx.x], before_same = equal[blockIdx.x];
-  for (int64_t tile = part * kPart; tile < end; tile += blockDim.x) {
-    const int64_t i = tile + threadIdx.x;
-    const uint32_t key = i < end ? key_of(x[row * n + i]) : 0;
-    const bool is_more = i < end && key > threshold, is_same = i < end && key == threshold;
-    const unsigned more = __ballot_sync(kAll, is_more), same = __ballot_sync(kAll, is_same);
-    if (lane == 0) {
-      warp_more[warp] = __popc(more);
-      warp_same[warp] = __popc(same);
-    }
-    __syncthreads();
-    uint32_t own_more = before_more, own_same = before_same;
-    for (int w = 0; w < kThreads / kWarp; ++w) {
-      if (w == warp) {
-        const unsigned lower = (1u << lane) - 1;
-        own_more = before_more + __popc(more & lower);
-        own_same = before_same + __popc(same & lower);
-      }
-      before_more += warp_more[w];
-      before_same += warp_same[w];
-    }
-    const uint32_t taken = own_same < ties ? own_same : ties;
-    if (is_more || (is_same && own_same < ties)) indices[row * count + own_more + taken] = i;
-    __syncthreads();
+/* A warp writes the indices of 32 words in turn, lanes beside each other. */
+__global__ void write_indices(int64_t parts, int64_t count, const Selection *found, Bits bits, const uint32_t *above,
+                              const uint32_t *equal, int64_t *indices) {
+  __shared__ uint32_t room[33];
+  const int64_t row = blockIdx.x / parts, word = blockIdx.x % parts * kPart + threadIdx.x;
+  const uint32_t ties = found[row].need, lane = threadIdx.x % kWarp, lower = (1u << lane) - 1;
+  const uint32_t high = word < bits.words ? bits.above[row * bits.words + word] : 0;
+  const uint32_t same = word < bits.words ? bits.equal[row * bits.words + word] : 0;
+  uint32_t total;
+  const uint32_t more = above[blockIdx.x] + block_scan(uint32_t(__popc(high)), room, total);
+  const uint32_t ties_before = equal[blockIdx.x] + block_scan(uint32_t(__popc(same)), room, total);
+  indices += row * count;
+  for (int u = 0; u < kWarp; ++u) {
+    const uint32_t h = __shfl_sync(kAll, high, u), s = __shfl_sync(kAll, same, u);
+    const uint32_t own_more = __shfl_sync(kAll, more, u) + __popc(h & lower);
+    const uint32_t own_same = __shfl_sync(kAll, ties_before, u) + __popc(s & lower);
+    const bool chosen = (h >> lane & 1u) || ((s >> lane & 1u) && own_same < ties);
+    if (chosen) indices[own_more + (own_same < ties ? own_same : ties)] = (word - lane + u) * kWarp + lane;
   }
 }
 
@@ -150,20 +208,26 @@ void abs_topk(const mcc_context *context, const float *x, int64_t k, int64_t n, 
     MCC_LAUNCH(write_all, grid_of(blocks_for(k * n, kThreads)), kThreads, context, n, k * n, indices);
     return;
   }
-  const int64_t parts = blocks_for(n, kPart);
-  void *owner = context->owner;
-  Selection *found = static_cast<Selection *>(context->workspace(owner, size_t(k) * sizeof(Selection)));
-  uint32_t *bins = static_cast<uint32_t *>(context->workspace(owner, size_t(k) * kBins * 4));
-  uint32_t *above = static_cast<uint32_t *>(context->workspace(owner, size_t(k * parts) * 4));
-  uint32_t *equal = static_cast<uint32_t *>(context->workspace(owner, size_t(k * parts) * 4));
+  const int64_t words = blocks_for(n, kWarp), parts = blocks_for(words, kPart);
+  /* Spans are long enough that adding a block's bins to the row's costs little. */
+  const int64_t most = blocks_for(1024, k), spans = parts < most ? parts : most;
+  const int64_t span = blocks_for(parts, spans) * kPart * kWarp;
+  const auto room = [&](int64_t bytes) { return context->workspace(context->owner, size_t(bytes)); };
+  Selection *found = static_cast<Selection *>(room(k * int64_t(sizeof(Selection))));
+  uint32_t *bins = static_cast<uint32_t *>(room(k * kBins * 4));
+  uint32_t *above = static_cast<uint32_t *>(room(k * parts * 4)), *equal = static_cast<uint32_t *>(room(k * parts * 4));
+  const Bits bits = {static_cast<uint32_t *>(room(k * words * 4)), static_cast<uint32_t *>(room(k * words * 4)), words};
+  const unsigned blocks = grid_of(k * parts), rows = grid_of(k);
   cudaMemsetAsync(bins, 0, size_t(k) * kBins * 4, static_cast<cudaStream_t>(context->stream));
-  for (int level = 0; level < 3; ++level) {
-    MCC_LAUNCH(count_keys, grid_of(k * parts), kThreads, context, x, n, parts, level, found, bins);
-    MCC_LAUNCH(narrow, grid_of(k), kThreads, context, level, uint32_t(count), found, bins);
-  }
-  MCC_LAUNCH(count_parts, grid_of(k * parts), kThreads, context, x, n, parts, found, above, equal);
-  MCC_LAUNCH(sum_parts, grid_of(k), kThreads, context, parts, above, equal);
-  MCC_LAUNCH(write_indices, grid_of(k * parts), kThreads, context, x, n, parts, count, found, above, equal, indices);
+  MCC_LAUNCH(count_high, grid_of(k * spans), kThreads, context, x, n, spans, span, bins);
+  MCC_LAUNCH(narrow, rows, kThreads, context, 0, uint32_t(count), found, bins);
+  MCC_LAUNCH(split, blocks, kThreads, context, x, n, parts, found, bits, bins);
+  MCC_LAUNCH(narrow, rows, kThreads, context, 1, uint32_t(count), found, bins);
+  MCC_LAUNCH(count_low, blocks, kThreads, context, x, n, parts, found, bits, bins);
+  MCC_LAUNCH(narrow, rows, kThreads, context, 2, uint32_t(count), found, bins);
+  MCC_LAUNCH(settle, blocks, kThreads, context, x, n, parts, found, bits, above, equal);
+  MCC_LAUNCH(sum_parts, rows, kThreads, context, parts, above, equal);
+  MCC_LAUNCH(write_indices, blocks, kThreads, context, parts, count, found, bits, above, equal, indices);
 }
 
 __global__ void dilate_rows(const uint8_t *mask, int64_t total, int64_t n, int64_t radius, uint8_t *out) {
