@@ -83,7 +83,11 @@ def dense(out: Path, width: int, options: argparse.Namespace) -> None:
     values = {**model_flags(width, options), "seed": 1, "train-iters": iterations, "eval-interval": iterations}
     saving = {"save": folder, "load": folder, "save-interval": max(iterations // 10, 1), "keep-last": 1}
     flags = [*_flags({**values, **saving}), *_data_flags(out), "--log-json-file", str(log)]
-    run(["pretrain_gpt.py", *flags, *(["--bf16"] if options.bf16 else [])], out / "logs" / f"dense-{width}.log", options.threads)
+    run(
+        ["pretrain_gpt.py", *flags, *(["--bf16"] if options.bf16 else [])],
+        out / "logs" / f"dense-{width}.log",
+        options.threads,
+    )
 
 
 def frozen(out: Path, width: int, options: argparse.Namespace) -> None:

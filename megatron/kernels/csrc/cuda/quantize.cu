@@ -35,7 +35,7 @@ __device__ __forceinline__ void move_eight(const mcc_codec &c, int64_t begin, co
 }
 
 /* Groups and rotated blocks of 8, 16, ... 256 numbers: neighboring lanes hold one, and nothing leaves their registers. */
-template <int kBits, bool kRotated>
+template <bool kRotated>
 __global__ void quantize_lanes(mcc_codec c, int64_t coded) {
   const mcc_grid &g = c.grid;
   const int lanes = int(g.group / kEach), shift = __ffs(lanes) - 1;
@@ -63,7 +63,7 @@ __global__ void quantize_lanes(mcc_codec c, int64_t coded) {
     const float step = step_of(g, scale), unit = unit_of(g, scale);
     codes_of<true>(g, v, &step, begin, codes);
     if (begin + kEach > coded) clear_tail(begin, coded, codes);
-    if (begin < coded) write_codes<kBits>(c.codes + w * g.bits, g.bits, codes);
+    if (begin < coded) write_codes(c.codes + w * g.bits, g.bits, codes);
     if (c.role == MCC_PLAIN) continue;
     values_of<true>(g, codes, &unit, v);
     if (kRotated) rotate_lanes(v, g.rotation);
@@ -72,7 +72,7 @@ __global__ void quantize_lanes(mcc_codec c, int64_t coded) {
 }
 
 /* With scales that lie there already. */
-template <int kBits, bool kChannels>
+template <bool kChannels>
 __global__ void quantize_words(mcc_codec c) {
   const int64_t words = (c.count + kEach - 1) / kEach;
   constexpr int kScales = kChannels ? kEach : 1;
@@ -90,7 +90,7 @@ __global__ void quantize_words(mcc_codec c) {
     }
     codes_of<!kChannels>(c.grid, v, steps, begin, codes);
     if (begin + kEach > c.count) clear_tail(begin, c.count, codes);
-    write_codes<kBits>(c.codes + w * c.grid.bits, c.grid.bits, codes);
+    write_codes(c.codes + w * c.grid.bits, c.grid.bits, codes);
     if (c.role == MCC_PLAIN) continue;
     values_of<!kChannels>(c.grid, codes, units, decoded);
     move_eight(c, begin, v, decoded);
@@ -208,7 +208,7 @@ __global__ void rotate_from(mcc_codec c, int64_t total, const float *decoded) {
   }
 }
 
-template <int kBits, bool kChannels, bool kRotated>
+template <bool kChannels, bool kRotated>
 __global__ void dequantize_words(mcc_codec c) {
   const int64_t coded = kRotated ? (c.count + c.grid.rotation - 1) / c.grid.rotation * c.grid.rotation : c.count;
   const int64_t words = (coded + kEach - 1) / kEach, whole = (words + kWarp - 1) / kWarp * kWarp;
@@ -219,7 +219,7 @@ __global__ void dequantize_words(mcc_codec c) {
     const int64_t begin = w * kEach;
     if (!kRotated || begin < coded) {
       const Place place(c.grid, begin);
-      read_codes<kBits>(c.codes + w * c.grid.bits, c.grid.bits, codes);
+      read_codes(c.codes + w * c.grid.bits, c.grid.bits, codes);
 #pragma unroll
       for (int j = 0; j < kScales; ++j)
         units[j] = unit_of(c.grid, load_scale(c.scales, c.scale_dtype, kChannels ? place.at(j) : place.first));
@@ -260,34 +260,6 @@ unsigned word_blocks(int64_t count) {
   return grid_of(blocks < 16384 ? blocks : 16384);
 }
 
-using Encoder = void (*)(mcc_codec, int64_t);
-using Coder = void (*)(mcc_codec);
-
-/* The kernel that was compiled for a width, or for any. */
-template <bool kRotated>
-Encoder lanes_kernel(int bits) {
-  return bits == 2   ? quantize_lanes<2, kRotated>
-         : bits == 4 ? quantize_lanes<4, kRotated>
-         : bits == 8 ? quantize_lanes<8, kRotated>
-                     : quantize_lanes<0, kRotated>;
-}
-
-template <bool kChannels>
-Coder encode_kernel(int bits) {
-  return bits == 2   ? quantize_words<2, kChannels>
-         : bits == 4 ? quantize_words<4, kChannels>
-         : bits == 8 ? quantize_words<8, kChannels>
-                     : quantize_words<0, kChannels>;
-}
-
-template <bool kChannels, bool kRotated>
-Coder decode_kernel(int bits) {
-  return bits == 2   ? dequantize_words<2, kChannels, kRotated>
-         : bits == 4 ? dequantize_words<4, kChannels, kRotated>
-         : bits == 8 ? dequantize_words<8, kChannels, kRotated>
-                     : dequantize_words<0, kChannels, kRotated>;
-}
-
 constexpr int kInWarp = kWarp * kEach; /* numbers that the lanes of a warp hold */
 
 bool group_in_warp(const mcc_grid &g) {
@@ -297,20 +269,20 @@ bool group_in_warp(const mcc_grid &g) {
 void encode(const mcc_context *context, const mcc_codec &c, int64_t coded) {
   const mcc_grid &g = c.grid;
   if (group_in_warp(g)) {
-    const Encoder kernel = g.rotation ? lanes_kernel<true>(g.bits) : lanes_kernel<false>(g.bits);
+    const auto kernel = g.rotation ? quantize_lanes<true> : quantize_lanes<false>;
     MCC_LAUNCH(kernel, word_blocks(coded), kThreads, context, c, coded);
     return;
   }
   write_scales(context, c);
-  const Coder kernel = g.layout == MCC_CHANNEL ? encode_kernel<true>(g.bits) : encode_kernel<false>(g.bits);
+  const auto kernel = g.layout == MCC_CHANNEL ? quantize_words<true> : quantize_words<false>;
   if (c.count > 0) MCC_LAUNCH(kernel, word_blocks(c.count), kThreads, context, c);
 }
 
 void decode(const mcc_context *context, const mcc_codec &c, int64_t coded) {
   const mcc_grid &g = c.grid;
-  const Coder kernel = g.layout == MCC_CHANNEL ? decode_kernel<true, false>(g.bits)
-                       : g.rotation            ? decode_kernel<false, true>(g.bits)
-                                               : decode_kernel<false, false>(g.bits);
+  const auto kernel = g.layout == MCC_CHANNEL ? dequantize_words<true, false>
+                      : g.rotation            ? dequantize_words<false, true>
+                                              : dequantize_words<false, false>;
   MCC_LAUNCH(kernel, word_blocks(coded), kThreads, context, c);
 }
 

@@ -57,42 +57,46 @@ __device__ __forceinline__ void write_eight(void *p, int dtype, int64_t begin, i
     if (begin + j < count) write(p, dtype, begin + j, v[j]);
 }
 
-/* Eight codes behind each other, ``kBits`` bytes, or ``bits`` where kBits is 0. Widths that fill a machine word are one
- * access where their place allows it. */
-template <int kBits>
+/* Eight codes behind each other, ``bits`` bytes. Widths that fill a machine word are one access where their place allows
+ * it. Four codes fit into 32 bits, which are cheaper to shift than 64. */
 __device__ __forceinline__ void write_codes(uint8_t *to, int bits, const uint8_t *codes) {
-  const int width = kBits ? kBits : bits;
-  uint64_t packed = 0;
+  uint32_t low = 0, high = 0;
 #pragma unroll
-  for (int j = 0; j < kEach; ++j) packed |= uint64_t(codes[j]) << (j * width);
+  for (int j = 0; j < kEach / 2; ++j) {
+    low |= uint32_t(codes[j]) << (j * bits);
+    high |= uint32_t(codes[j + kEach / 2]) << (j * bits);
+  }
+  const uint64_t packed = low | (uint64_t(high) << (4 * bits));
   const uintptr_t address = reinterpret_cast<uintptr_t>(to);
-  if (kBits == 4 && address % 4 == 0)
+  if (bits == 4 && address % 4 == 0)
     *reinterpret_cast<uint32_t *>(to) = uint32_t(packed);
-  else if (kBits == 8 && address % 8 == 0)
+  else if (bits == 8 && address % 8 == 0)
     *reinterpret_cast<uint64_t *>(to) = packed;
-  else if (kBits == 2 && address % 2 == 0)
+  else if (bits == 2 && address % 2 == 0)
     *reinterpret_cast<uint16_t *>(to) = uint16_t(packed);
   else
 #pragma unroll 1
-    for (int b = 0; b < width; ++b) to[b] = uint8_t(packed >> (8 * b));
+    for (int b = 0; b < bits; ++b) to[b] = uint8_t(packed >> (8 * b));
 }
 
-template <int kBits>
 __device__ __forceinline__ void read_codes(const uint8_t *from, int bits, uint8_t *codes) {
-  const int width = kBits ? kBits : bits;
   uint64_t packed = 0;
   const uintptr_t address = reinterpret_cast<uintptr_t>(from);
-  if (kBits == 4 && address % 4 == 0)
+  if (bits == 4 && address % 4 == 0)
     packed = *reinterpret_cast<const uint32_t *>(from);
-  else if (kBits == 8 && address % 8 == 0)
+  else if (bits == 8 && address % 8 == 0)
     packed = *reinterpret_cast<const uint64_t *>(from);
-  else if (kBits == 2 && address % 2 == 0)
+  else if (bits == 2 && address % 2 == 0)
     packed = *reinterpret_cast<const uint16_t *>(from);
   else
 #pragma unroll 1
-    for (int b = 0; b < width; ++b) packed |= uint64_t(from[b]) << (8 * b);
+    for (int b = 0; b < bits; ++b) packed |= uint64_t(from[b]) << (8 * b);
+  const uint32_t low = uint32_t(packed), high = uint32_t(packed >> (4 * bits)), mask = (1u << bits) - 1;
 #pragma unroll
-  for (int j = 0; j < kEach; ++j) codes[j] = uint8_t((packed >> (j * width)) & ((1u << width) - 1));
+  for (int j = 0; j < kEach / 2; ++j) {
+    codes[j] = uint8_t((low >> (j * bits)) & mask);
+    codes[j + kEach / 2] = uint8_t((high >> (j * bits)) & mask);
+  }
 }
 
 /* The Walsh-Hadamard transform of blocks of 8 to 256 numbers, eight to a lane: additions in the order of its twin's. All
