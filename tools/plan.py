@@ -34,8 +34,8 @@ if __name__ == "__main__":
 
 import torch  # noqa: E402
 
-from megatron.compression.schedule import RunLength  # noqa: E402
 from megatron.config.errors import UserError  # noqa: E402
+from megatron.config.flags import parse_args  # noqa: E402
 from megatron.config.run import RunConfig  # noqa: E402
 from megatron.data.atomic import check_writable, write_whole  # noqa: E402
 from megatron.tokenizer.build import build_tokenizer  # noqa: E402
@@ -140,16 +140,15 @@ def measure(config: RunConfig, cluster: Cluster, vocab_size: int, specs: Sequenc
     return made
 
 
-def spec_sets(options: argparse.Namespace, config: RunConfig, length: RunLength) -> list[tuple[str, ...]]:
+def spec_sets(options: argparse.Namespace, config: RunConfig) -> list[tuple[str, ...]]:
     """The sets of compressors that are searched.
 
     Args:
         options: of the command line.
         config: as it was given.
-        length: of the run.
 
     Raises:
-        UserError: for one that cannot be read.
+        UserError: for one that cannot be read, or that training would refuse.
     """
     if options.specs is None:
         return list(dict.fromkeys([*SPEC_SETS, tuple(config.compression.compress)]))
@@ -157,9 +156,8 @@ def spec_sets(options: argparse.Namespace, config: RunConfig, length: RunLength)
         raise UserError("--specs names what is searched; leave it out, or --no-search")
     sets = [tuple(text.split()) for text in options.specs]
     for specs in sets:
-        made = dataclasses.replace(config.compression, compress=list(specs))
         try:
-            made.specs(length)
+            searchable(config, specs)
         except UserError as error:
             raise UserError(str(error).replace("--compress", "--specs", 1)) from error
     return sets
@@ -184,13 +182,13 @@ def plannable(config: RunConfig, gpus: int) -> RunConfig:
     return resolved
 
 
-def searchable(config: RunConfig) -> RunConfig:
-    """The model and the batch of a run whose layout does not suit the cluster, resolved.
+def searchable(config: RunConfig, specs: Sequence[str] = ()) -> RunConfig:
+    """The model and the batch of a run, whatever its layout, with compressors, resolved.
 
     Raises:
-        UserError: when something else is wrong with it, too.
+        UserError: when something else is wrong with it, or training would refuse the compressors on every layout.
     """
-    return plannable(Choice(1, 1, 1).configure(config), 1)
+    return plannable(Choice(1, 1, 1, specs=tuple(specs)).configure(config), 1)
 
 
 def show(
@@ -247,7 +245,7 @@ def run(options: argparse.Namespace) -> None:
             check_writable(name, flag)
     if options.write and options.no_search:
         raise UserError("--write writes what the search finds; leave out --no-search")
-    config = RunConfig.load_yaml(options.config)
+    config = parse_args(["--config", options.config]).config
     cluster = read_cluster(path) if path.exists() or not options.measure else _this_machine()
     gpus = options.gpus or cluster.gpus
     try:
@@ -256,7 +254,7 @@ def run(options: argparse.Namespace) -> None:
         if options.no_search or config.training.global_batch_size is None:
             raise
         base, refusal = searchable(config), error
-    sets = spec_sets(options, config, RunLength(base.training.planned_iters))
+    sets = spec_sets(options, config)
     vocab_size = options.vocab_size or entries_of(config)
     if options.measure:
         check_writable(options.cluster, "--cluster")

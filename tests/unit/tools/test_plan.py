@@ -101,6 +101,7 @@ def test_measuring_fills_the_file_in(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--cluster", "none.yaml"], "none.yaml"),
         (["--specs", "dp-grad=zip"], "no compressor is named 'zip'"),
         (["--specs", "dp-grad=powersgd,rank=4 dp-grad=fixpoint,bits=4"], "dp-grad is given twice"),
+        (["--specs", "", "--specs", "dp-grad=powersgd,rank=999"], "--specs dp-grad=powersgd: rank=999 is above the rank"),
         (["--specs", "", "--no-search"], "--specs names what is searched"),
         (["--write", "x.yaml", "--no-search"], "leave out --no-search"),
         (["--json", "."], "--json .: is a folder"),
@@ -124,6 +125,16 @@ def test_what_is_wrong_is_said_in_one_line(
     assert error.startswith("plan: error: ")
     assert says in error
     assert error.count("\n") == 1
+
+
+def test_a_run_is_read_as_training_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = _files(tmp_path)
+    (tmp_path / "run.yaml").write_text(
+        "{num-layers: 8, hidden_size: 64, num_attention_heads: 4, seq_length: 32, micro_batch_size: 1, lr: 0.001,\n"
+        "global_batch_size: 32, train_iters: 100, vocab_size: 1000, pipeline_model_parallel_size: 2, zero-stage: 1}\n"
+    )
+    assert main([*words, "--no-search"]) == 0
+    assert "tp 1, pp 2, dp 4, 8 micro-batches of 1, 1f1b, sharded" in capsys.readouterr().out
 
 
 def test_a_run_that_does_not_suit_the_cluster_is_searched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
