@@ -11,6 +11,7 @@ torchrun's own messages.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import signal
@@ -33,6 +34,10 @@ NO_FILE = "<N/A>"
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; its exit status."""
     arguments = run.parse_args(sys.argv[1:] if argv is None else argv)
+    wrong = _wrong(arguments)
+    if wrong is not None:
+        _say(wrong)
+        return 2
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)  # of this process alone
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no stack of C++ for each connection that a peer ended
@@ -55,6 +60,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         _say(f"the ranks cannot be started: {_first_line(error)}")
         return 1
     return 0
+
+
+def _wrong(arguments: argparse.Namespace) -> str | None:
+    """What is wrong with flags that torch would fail over without a reason, or wait for ever; None when nothing is."""
+    processes = f"--nproc-per-node {arguments.nproc_per_node}"
+    try:
+        if run.determine_local_world_size(arguments.nproc_per_node) < 1:
+            return f"{processes}: give at least 1"
+    except ValueError as error:
+        return f"{processes}: {str(error).rstrip('.')}; give a number, or cpu, gpu or auto"
+    try:
+        least, most = run.parse_min_max_nnodes(arguments.nnodes)
+    except (ValueError, RuntimeError):
+        least = most = 0
+    if not 1 <= least <= most:
+        return f"--nnodes {arguments.nnodes}: give a number of at least 1, or the fewest and the most as MIN:MAX"
+    numbered = arguments.rdzv_backend == "static" and not arguments.standalone
+    if numbered and not 0 <= arguments.node_rank < most:
+        return f"--node-rank {arguments.node_rank} with --nnodes {arguments.nnodes}: nodes count from 0 to {most - 1}"
+    return None
 
 
 def _continue_the_stopped() -> None:

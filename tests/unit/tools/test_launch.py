@@ -67,6 +67,38 @@ def test_ranks_that_fail(
 
 
 @pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--nproc-per-node 0", "--nproc-per-node 0: give at least 1"),
+        ("--nproc-per-node -3", "--nproc-per-node -3: give at least 1"),
+        (
+            "--nproc-per-node two",
+            "--nproc-per-node two: Unsupported nproc_per_node value: two; give a number, or cpu, gpu or auto",
+        ),
+        ("--nnodes 0", "--nnodes 0: give a number of at least 1, or the fewest and the most as MIN:MAX"),
+        ("--nnodes 3:2", "--nnodes 3:2: give a number of at least 1, or the fewest and the most as MIN:MAX"),
+        ("--nnodes 1:2:3", "--nnodes 1:2:3: give a number of at least 1, or the fewest and the most as MIN:MAX"),
+        ("--nnodes 2 --node-rank 2", "--node-rank 2 with --nnodes 2: nodes count from 0 to 1"),
+        ("--node-rank -1", "--node-rank -1 with --nnodes 1:1: nodes count from 0 to 0"),
+    ],
+)
+def test_flags_that_no_ranks_can_come_of(
+    flags: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.distributed.run.run", lambda arguments: pytest.fail("nothing is started"))
+    assert launch.main([*flags.split(), "x.py"]) == 2
+    assert capsys.readouterr().err == f"error: {line}\n"
+
+
+@pytest.mark.parametrize("flags", ["", "--nproc-per-node cpu", "--nnodes 1:4 --rdzv-backend c10d --node-rank 7"])
+def test_flags_that_are_right(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+    monkeypatch.setattr("torch.distributed.run.run", started.append)
+    assert launch.main([*flags.split(), "x.py"]) == 0
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize(
     ("printed_by_rank_0", "line"),
     [
         ("error: rank 5: --lr: 'x' is not a number", None),
