@@ -30,6 +30,7 @@ import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from megatron.checkpoint.files import TRACKER  # noqa: E402
+from megatron.checkpoint.find import complete_iterations  # noqa: E402
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.flags import parse_args  # noqa: E402
 from megatron.config.tokenizer import TokenizerConfig  # noqa: E402
@@ -130,7 +131,7 @@ def read(options: argparse.Namespace) -> Weights:
         raise UserError(f"--vocab-size {options.vocab_size}: only classic files leave it open; leave it out")
     if classic is not None:
         weights = read_classic(classic, options.vocab_size)
-    elif (folder / TRACKER).is_file():
+    elif (folder / TRACKER).is_file() or complete_iterations(folder):
         weights = read_ours(folder, options.iteration)
     elif is_hf(folder):
         if options.iteration is not None:

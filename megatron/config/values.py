@@ -69,6 +69,14 @@ class Values:
         """A text."""
         return str(self._value(name, default, "a text", lambda value: isinstance(value, str)))
 
+    def texts(self, name: str) -> list[str]:
+        """Several texts, which must be there."""
+
+        def fits(value: Any) -> bool:
+            return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+        return list(self._value(name, None, "a list of texts", fits))
+
     def table(self, name: str, default: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
         """Names and values below a name."""
         found: Mapping[str, Any] = self._value(

@@ -217,7 +217,8 @@ def _rotary_model(config: Values, rope: Values, base: str, percent: float) -> di
 
 
 def _rope_of(config: Values) -> Values:
-    return Values(config.table("rope_parameters", {}) or config.table("rope_scaling", {}))
+    """How positions rotate: under the older name where there are both, as transformers takes it."""
+    return Values(config.table("rope_scaling", {}) or config.table("rope_parameters", {}))
 
 
 def _scaling_of(rope: Values, positions: int) -> dict[str, object]:
@@ -286,15 +287,26 @@ def _mistral_model(config: Values) -> dict[str, object]:
 
 def _qwen2_model(config: Values) -> dict[str, object]:
     model = {**_swiglu_model(config, 32), "add_qkv_bias": True}
-    layers, whole = config.integer("num_hidden_layers"), config.integer("max_window_layers", 28, least=0)
-    if not config.flag("use_sliding_window", False) or whole >= layers:
+    layers = config.integer("num_hidden_layers")
+    name, sliding = _sliding_layers(config, layers)
+    if not config.flag("use_sliding_window", False) or not sliding:
         return model
-    if whole:
+    if sliding < layers:
         raise UserError(
-            f"max_window_layers {whole} of {layers} layers cannot be converted: "
+            f"{name} gives {sliding} of {layers} layers a window, which cannot be converted: "
             "all our layers look at as many positions"
         )
     return model | _window_of(config, 4096)
+
+
+def _sliding_layers(config: Values, layers: int) -> tuple[str, int]:
+    """What says how many layers look at a window only, and how many."""
+    if not config.has("layer_types"):
+        return "max_window_layers", max(layers - config.integer("max_window_layers", 28, least=0), 0)
+    kinds = config.texts("layer_types")
+    if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise UserError(f"layer_types must name full_attention or sliding_attention for each of the {layers} layers")
+    return "layer_types", kinds.count("sliding_attention")
 
 
 def _window_of(config: Values, default: int) -> dict[str, object]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.config.errors import UserError
 from megatron.config.values import Values
+from megatron.model.gpt import TIED_NAME
 from tools.convert.architectures import hf_config, model_of_config
 from tools.convert.model import Entry, Weights
 from tools.convert.names import Rule, rules
@@ -27,6 +28,7 @@ SHARD_BYTES = 5 << 30
 _IN_A_LAYER = re.compile(r"\b(h|layers)\.[0-9]+\.")
 _NO_WEIGHTS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
 """Masks and tables, which older files hold beside the weights of a layer."""
+HEAD = "lm_head.weight"
 _OTHER_NAMES = (("transformer.", ""), ("embed_out.", "lm_head."))
 """How some files spell the beginnings of names: GPT-2's own leave the first word out."""
 
@@ -59,6 +61,8 @@ def read_hf(folder: Path) -> Weights:
         dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
         entries[rule.ours] = Entry(rule.shape, dtype, _joined(rule, [part.to(dtype) for part in parts]))
     stored.check_all_used(used)
+    if not model.untie_embeddings_and_output_weights:
+        stored.check_tied(entries[TIED_NAME])
     return Weights(model, vocab_size, entries)
 
 
@@ -116,6 +120,21 @@ class _StoredFiles:
         for name in sorted(set(self.places) - set(used)):
             if _IN_A_LAYER.search(name) and not _NO_WEIGHTS.search(name):
                 raise UserError(f"{self.places[name]}: {name} has no place in the model that {CONFIG} describes")
+
+    def check_tied(self, embedding: Entry) -> None:
+        """Refuses a head of its own beside the embedding of a model whose embedding serves as the head.
+
+        Raises:
+            UserError: when there is one that differs.
+        """
+        name = self.name_of(HEAD)
+        if name in self.places:
+            head = self.entry(HEAD, embedding.shape).read()
+            if not torch.equal(head.to(embedding.dtype), embedding.read()):
+                raise UserError(
+                    f"{self.places[name]}: {name} is not the embedding, though {CONFIG} ties both; write "
+                    f'"tie_word_embeddings": false into {CONFIG} to keep it'
+                )
 
     def entry(self, name: str, shape: tuple[int, ...]) -> Entry:
         """A tensor that must be there in a shape."""

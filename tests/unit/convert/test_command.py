@@ -39,6 +39,13 @@ def _said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return line
 
 
+def test_a_checkpoint_without_a_tracker_is_found_as_in_training(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "ours")
+    (tmp_path / "ours" / "latest_checkpointed_iteration.txt").unlink()
+    convert(tmp_path / "ours", tmp_path / "hf", "hf")
+    assert (tmp_path / "hf" / "config.json").exists()
+
+
 class _Bar:
     """Sends this process a signal after a few tensors."""
 

@@ -86,6 +86,13 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral without a window": ("mistral", {"sliding_window": None}),
     "qwen2": ("qwen2", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
     "qwen2, sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
+    "qwen2, whose layers are named one by one": (
+        "qwen2",
+        {
+            "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0,
+            "layer_types": ["full_attention", "full_attention"],
+        },
+    ),
     "pythia": ("gpt_neox", {}),
     "neox, one after the other": (
         "gpt_neox",
@@ -121,6 +128,22 @@ def test_their_models_come_in(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = theirs.eval()(input_ids=tokens).logits
     ours = _logits(tmp_path / "ours", tokens)
+    assert float((ours - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+def test_the_older_name_of_scaling_counts_as_in_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    saved = saved_model(tmp_path / "ours", {**LLAMA, "rotary_scaling": "linear", "rotary_scaling_factor": 3.0})
+    convert(saved, tmp_path / "hf", "hf")
+    file = tmp_path / "hf" / "config.json"
+    plain = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | plain))
+    convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
+    tokens = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()(input_ids=tokens).logits
+    ours = _logits(tmp_path / "back", tokens)
     assert float((ours - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
@@ -161,6 +184,25 @@ def test_old_files_of_torch_come_in(tmp_path: Path) -> None:
     convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
     first, second = read_ours(saved), read_ours(tmp_path / "back")
     assert all(torch.equal(first.entries[n].read(), second.entries[n].read()) for n in first.entries)
+
+
+def test_a_tied_head_of_its_own_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    convert(saved_model(tmp_path / "ours", {}), tmp_path / "hf", "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+    save_file(tensors, file)
+    convert(tmp_path / "hf", tmp_path / "same", "megatron-cc")
+    tensors["lm_head.weight"][3, 2] += 1
+    save_file(tensors, file)
+    assert main(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "x"), "--to", "megatron-cc"]) == 2
+    assert "lm_head.weight is not the embedding, though config.json ties both; write" in capsys.readouterr().err
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": False}))
+    convert(tmp_path / "hf", tmp_path / "untied", "megatron-cc")
+    assert torch.equal(read_ours(tmp_path / "untied").entries["output_layer.weight"].read(), tensors["lm_head.weight"])
 
 
 def _damaged(folder: Path, how: str) -> None:

@@ -77,8 +77,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (
             "llama",
             {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
-            "max_window_layers 2 of 3 layers cannot be converted",
+            "max_window_layers gives 1 of 3 layers a window, which cannot be converted",
         ),
+        (
+            "llama",
+            {
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "max_window_layers": 0,
+                "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            },
+            "layer_types gives 1 of 3 layers a window, which cannot be converted",
+        ),
+        ("llama", {"model_type": "qwen2", "layer_types": ["full_attention"]}, "layer_types must name"),
+        ("llama", {"model_type": "qwen2", "layer_types": "full_attention"}, "layer_types is the text"),
         ("llama", {"model_type": "gpt_neox", "attention_bias": False}, "attention_bias=false cannot be converted"),
         ("llama", {"num_attention_heads": 0}, "num_attention_heads is 0, not a whole number"),
         ("llama", {"attention_bias": "no"}, "attention_bias is the text 'no', not true or false"),

@@ -101,7 +101,10 @@ def test_measuring_fills_the_file_in(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--cluster", "none.yaml"], "none.yaml"),
         (["--specs", "dp-grad=zip"], "no compressor is named 'zip'"),
         (["--specs", "dp-grad=powersgd,rank=4 dp-grad=fixpoint,bits=4"], "dp-grad is given twice"),
-        (["--specs", "", "--specs", "dp-grad=powersgd,rank=999"], "--specs dp-grad=powersgd: rank=999 is above the rank"),
+        (
+            ["--specs", "", "--specs", "dp-grad=powersgd,rank=999"],
+            "--specs dp-grad=powersgd: rank=999 is above the rank",
+        ),
         (["--specs", "", "--no-search"], "--specs names what is searched"),
         (["--write", "x.yaml", "--no-search"], "leave out --no-search"),
         (["--json", "."], "--json .: is a folder"),
