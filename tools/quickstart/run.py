@@ -179,7 +179,7 @@ class Quickstart:
         at, run = self.at, self.at.run
         samples = (unigram(at.data("heldout")).tokens - 1) // MODEL["seq-length"]
         return [
-            *flags({**MODEL, **TRAINING, **REPORTING}),
+            *flags({**MODEL, **TRAINING, **REPORTING, "lr-warmup-iters": self._warmup_iters()}),
             *flags({"train-iters": self.train_iters, "lr-decay-iters": self.train_iters}),
             # As many whole batches as the held-out text gives: the loss is that of the text, not of a part.
             *flags({"eval-iters": max(1, samples // TRAINING["global-batch-size"])}),
@@ -191,6 +191,10 @@ class Quickstart:
             *flags({"tensorboard-dir": run / "tensorboard", "log-json-file": at.jsonl}),
             *flags({"distributed-backend": "gloo"}),
         ]
+
+    def _warmup_iters(self) -> int:
+        """Of the learning rate; a run that is shorter than usual warms up for less than its whole length."""
+        return min(int(TRAINING["lr-warmup-iters"]), self.train_iters - 1)
 
     def generate(self) -> None:
         prompts = self.at.out / "prompt.txt"

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from megatron.config.errors import UserError
+from megatron.config.flags import parse_args
 from megatron.data.indexed import IndexedWriter
 from tools.quickstart.make_corpus import write_corpus
 from tools.quickstart.process import CommandFailed, run_logged
@@ -243,6 +244,17 @@ def test_validation_reads_the_held_out_text_once(tmp_path: Path) -> None:
     samples = int(values["--eval-iters"]) * int(values["--global-batch-size"])
     available = 19_999 // int(values["--seq-length"])
     assert available - int(values["--global-batch-size"]) < samples <= available
+
+
+@pytest.mark.parametrize(("iterations", "warmup"), [(1, "0"), (40, "39"), (500, "40")])
+def test_a_run_of_any_length_warms_up_for_less(iterations: int, warmup: str, tmp_path: Path) -> None:
+    quickstart = Quickstart(tmp_path, iterations)
+    quickstart.at.data("heldout").parent.mkdir(parents=True)
+    write_tokens(quickstart.at.data("heldout"), [[1] * 10_000])
+    run = parse_args(quickstart.train_flags())
+    assert str(run.config.optimizer.lr_warmup_iters) == warmup
+    assert not any("more than once" in note for note in run.notes)
+    run.resolve(4)
 
 
 def test_a_run_of_other_settings_is_put_aside(tmp_path: Path) -> None:
