@@ -125,7 +125,10 @@ def train(
     chosen = given if documents is None else islice(given, documents * len(keys))
     tokenizer.train_from_iterator(_then(chosen, merging), trainer)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        tokenizer.model.save(temporary)
+        try:
+            tokenizer.model.save(temporary)
+        except Exception as error:  # of no type of its own
+            raise UserError(f"--output-dir {folder}: {error}; free some space, or name another folder") from error
         for name in VOCABULARY_FILES:
             with atomic_write(folder / name) as stream:
                 stream.write((Path(temporary) / name).read_bytes())

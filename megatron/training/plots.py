@@ -113,11 +113,14 @@ def save_figure(figure: Any, path: Path) -> Path:
     """Writes a figure whole or not at all, in the format of the name's ending.
 
     Raises:
-        UserError: when no picture ends so.
+        UserError: when no picture ends so, or it cannot be written.
     """
     form = picture_format(path)
-    with atomic_write(path) as stream:
-        figure.savefig(stream, format=form)
+    try:
+        with atomic_write(path) as stream:
+            figure.savefig(stream, format=form)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}; name a file elsewhere") from error
     return path
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from megatron.config.errors import UserError
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
+from tests.support.disk import largest_file
 from tools.train_vocab import main, train
 
 
@@ -34,6 +35,19 @@ def test_vocabulary_training_names_the_bad_line(tmp_path: Path) -> None:
         train([corpus], tmp_path / "out", 300)
     with pytest.raises(UserError, match="--vocab-size 256 must exceed the 256 byte values"):
         train([corpus], tmp_path / "out", 256)
+
+
+def test_a_disk_that_fills_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus = _corpus(tmp_path)
+    out = tmp_path / "out"
+    with largest_file(1000):
+        assert (
+            main(["--input", str(corpus), "--vocab-size", "300", "--output-dir", str(out), "--log-interval", "1000"])
+            == 2
+        )
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: --output-dir {out}: File too large")
+    assert not list(out.iterdir())
 
 
 def _corpus(folder: Path, documents: int = 300) -> Path:

@@ -21,6 +21,7 @@ from megatron.training.plots import (
     save_figure,
     time_unit,
 )
+from tests.support.disk import largest_file
 
 pytest.importorskip("matplotlib")
 
@@ -98,6 +99,12 @@ def test_the_ending_says_the_format(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"a\.xyz: no picture ends so; use \.png, \.pdf"):
         plot_loss_curve([tmp_path / "absent.jsonl"], tmp_path / "a.xyz")
     assert not (tmp_path / "a.xyz").exists()
+
+
+def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with largest_file(100), pytest.raises(UserError, match=r"full.png: File too large; name a file elsewhere"):
+        save_figure(new_figure(1, 1), tmp_path / "full.png")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_validation_at_the_end_is_no_point_of_the_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
