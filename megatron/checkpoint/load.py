@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from megatron.checkpoint.save import (
 from megatron.checkpoint.storage import ShardReader, check_file_sizes, check_items, read_item
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
-from megatron.topology.errors import first_line
+from megatron.topology.errors import first_line, ranks_text
 
 SHOWN_DIFFERENCES = 4
 
@@ -233,7 +234,7 @@ def load_tensors(
 
 
 def _open_together(root: Path, iteration: Iteration, group: dist.ProcessGroup | None) -> tuple[Path, Manifest]:
-    """Reads the table of contents and checks the sizes of all files, each on one of the ranks."""
+    """Reads the table of contents, the same on all ranks, and checks the sizes of all files, each on one of them."""
     problem, opened = None, None
     try:
         opened = open_checkpoint(root, iteration)
@@ -242,6 +243,14 @@ def _open_together(root: Path, iteration: Iteration, group: dist.ProcessGroup | 
     raise_together(group, problem)
     assert opened is not None
     folder, manifest = opened
+    # Checksums of everything else are in it. Where each machine has a disk of its own, one may hold an older run's.
+    digests = gather_texts(group, blake2b(manifest.render()).hexdigest())
+    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if different:
+        raise UserError(
+            f"{folder} is not the same checkpoint on rank 0 and {ranks_text(different)}; "
+            "give all machines the same files"
+        )
     names = sorted(manifest.files)[rank_of(group) :: size_of(group)]
     _raise_damage(root, iteration, group, check_file_sizes(folder, {name: manifest.files[name] for name in names}))
     return opened

@@ -257,6 +257,24 @@ def test_another_model_is_reported_alike_on_every_rank(tmp_path: Path) -> None:
     assert "layers.9.row is not in it" in messages[0]
 
 
+def load_another_run_on_rank_1(root: str) -> tuple[str, bool]:
+    """Each machine has a disk of its own, and one of them still has the checkpoint of another run."""
+    rank = dist.get_rank()
+    for run in (0, 1):
+        shards = Rank(rank, 2, 1, 1, seed=run).shards()
+        save_checkpoint(Path(root) / str(run), 1, shards, {}, None, "", dist.group.WORLD)
+    held = Rank(rank, 2, 1, 1)
+    with pytest.raises(UserError) as error:
+        load_tensors(Path(root) / str(rank), 1, held.shards(), dist.group.WORLD)
+    return str(error.value), all(bool((x == -1).all()) for x in held.params.values())
+
+
+def test_checkpoints_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
+    for message, unchanged in run_ranks(2, load_another_run_on_rank_1, str(tmp_path)):
+        assert "is not the same checkpoint on rank 0 and rank 1; give all machines the same files" in message
+        assert unchanged
+
+
 def save_async(root: str) -> None:
     """Training communicates on the same group while the background save does on its own."""
     rank = dist.get_rank()
