@@ -103,7 +103,9 @@ class PipelineChannel:
         sender = position.boundary + (way.point is Point.PP_BWD)
         covered = self.plan.covers(way.point, sender % self.plan.stages)
         on = covered and self.plan.activation(way.point).on(position.iteration, position.epilogue)
-        return self.plan.codec(way.point) if on else _IDENTITY
+        codec = self.plan.codec(way.point) if on else _IDENTITY
+        # Decided here, as codecs are given wider numbers than those that would be sent without them.
+        return codec if codec.pays(self.shape, self.dtype) else _IDENTITY
 
     def _unscaled(self, way: Direction, codec: Codec) -> tuple[torch.dtype, float]:
         """What a codec is given: fp32 (or fp64) numbers unless it takes any, and gradients without the loss scale."""

@@ -85,14 +85,17 @@ class CompressionPlan:
     def _options(self, point: Point) -> Any:
         return self.specs[point].options_at(self._iteration, self._tuned.get(point))
 
-    def ever_pays(self, point: Point, shape: tuple[int, ...]) -> bool:
-        """Whether tensors of this shape are worth compressing with any options that the point's may become."""
+    def ever_pays(self, point: Point, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> bool:
+        """Whether tensors of this shape are worth compressing with any options that the point's may become.
+
+        ``dtype`` is that of messages; sums are compared in fp32.
+        """
         spec = self.specs.get(point)
         if spec is None:
             return False
         if point.sums:
             return any(spec.rounds(options).pays(shape) for options in spec.variants())
-        return any(spec.codec(options).pays(torch.Size(shape)) for options in spec.variants())
+        return any(spec.codec(options).pays(torch.Size(shape), dtype) for options in spec.variants())
 
     def rounds(self, point: Point) -> RoundCompressor:
         """The compressor of sums at a point, with the options of this iteration; without state."""

@@ -176,8 +176,8 @@ class Codec(ABC):
         """``config`` is an instance of the registered options class."""
         self.config = config
 
-    def pays(self, shape: torch.Size) -> bool:
-        """Whether the message of a tensor of this shape is smaller than the tensor."""
+    def pays(self, shape: torch.Size, dtype: torch.dtype) -> bool:
+        """Whether the message of a tensor is smaller than the tensor was in this dtype, before it was widened."""
         return True
 
     @abstractmethod

@@ -64,6 +64,9 @@ class CastCodec(Codec):
         super().__init__(config or CastConfig())
         self.dtype = _DTYPES[self.config.dtype]
 
+    def pays(self, shape: torch.Size, dtype: torch.dtype) -> bool:
+        return dtype.itemsize > self.dtype.itemsize
+
     def empty_payload(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
     ) -> Payload:

@@ -107,8 +107,8 @@ class ErrorFeedbackCodec(Codec):
         self.exact = inner.exact
         self.shared = inner.shared
 
-    def pays(self, shape: torch.Size) -> bool:
-        return self.inner.pays(shape)
+    def pays(self, shape: torch.Size, dtype: torch.dtype) -> bool:
+        return self.inner.pays(shape, dtype)
 
     def empty_payload(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable

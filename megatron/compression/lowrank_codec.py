@@ -38,8 +38,9 @@ class LowRankCodec(Codec):
         rank = min(n, m, self.config.rank)
         return rank if rank * (n + m) < n * m else None
 
-    def pays(self, shape: torch.Size) -> bool:
-        return self._rank(shape) is not None
+    def pays(self, shape: torch.Size, dtype: torch.dtype) -> bool:
+        rank, (n, m) = self._rank(shape), matrix_shape(shape)
+        return rank is not None and rank * (n + m) * _wide(dtype).itemsize < n * m * dtype.itemsize
 
     def empty_payload(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable

@@ -14,9 +14,8 @@ from megatron.optimizer.publish import compresses
 from megatron.parallel.pipeline.schedule import epilogue, training_schedule
 from megatron.training.assembly import Engines
 
-Shares = tuple[float, float, tuple[int, ...]]
-"""Elements of an iteration's traffic that go through a compressor, all of them, and the shape that pays up to
-the highest rank."""
+Shares = tuple[float, float, int]
+"""Elements of an iteration's traffic that go through a compressor, all of them, and the highest rank that pays."""
 
 
 def coverage_notes(engines: Engines) -> list[str]:
@@ -30,7 +29,7 @@ def coverage_notes(engines: Engines) -> list[str]:
         return []
     shares = [_shares(engines, point) for point in points]
     elements_p2 = torch.tensor([[done, total] for done, total, _ in shares], dtype=torch.float64)
-    bounds_p = torch.tensor([_highest_rank(*matrix_shape(shape)) for _, _, shape in shares])
+    bounds_p = torch.tensor([bound for _, _, bound in shares])
     control = engines.topology.control
     control.all_reduce(elements_p2).wait()
     control.all_reduce(bounds_p, ReduceOp.MAX).wait()
@@ -41,9 +40,10 @@ def coverage_notes(engines: Engines) -> list[str]:
     ]
 
 
-def _highest_rank(n: int, m: int) -> int:
-    """The highest rank whose factors have fewer elements than an n x m matrix."""
-    return (n * m - 1) // (n + m)
+def _highest_rank(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
+    """The highest rank whose factors, in fp32 or wider, have fewer bytes than a matrix of this shape and dtype."""
+    n, m = matrix_shape(shape)
+    return (n * m * dtype.itemsize - 1) // ((n + m) * max(dtype.itemsize, 4))
 
 
 def _line(spec: Spec, share: float, highest_rank: int) -> str:
@@ -65,53 +65,53 @@ def _shares(engines: Engines, point: Point) -> Shares:
         return _embedding(engines)
     if point is Point.PARAM_GATHER:
         total = float(sum(buffer.params_flat.numel() for buffer in engines.buffers)) * engines.optimizer.sharded
-        return total * compresses(engines.plan, engines.optimizer.sharded), total, ()
+        return total * compresses(engines.plan, engines.optimizer.sharded), total, 0
     return _gradients(engines)
 
 
 def _gradients(engines: Engines) -> Shares:
     sync = engines.sync
     if sync.group.size == 1 or not sync.reduce:
-        return 0.0, 0.0, ()
+        return 0.0, 0.0, 0
     done, total = 0, 0
-    shapes: list[tuple[int, ...]] = [()]
+    bounds = [0]
     for reducer in sync.reducers:
         for bucket, units in zip(reducer.buckets, reducer.units, strict=True):
             if bucket.skipped:
                 continue
             total += bucket.flat.numel()
             done += sum(unit.view(bucket.flat).numel() for unit in units)
-            shapes += [place.shape for place in bucket.places if len(place.shape) > 1]
-    return float(done), float(total), max(shapes, key=lambda shape: _highest_rank(*matrix_shape(shape)))
+            bounds += [_highest_rank(place.shape) for place in bucket.places if len(place.shape) > 1]
+    return float(done), float(total), max(bounds)
 
 
 def _embedding(engines: Engines) -> Shares:
     slot = engines.sync.tied_slot
     if engines.sync.embedding is None or slot is None:
-        return 0.0, 0.0, ()
+        return 0.0, 0.0, 0
     shape = tuple(slot.param.shape)
     pays = engines.plan.ever_pays(Point.EMBED_GRAD, shape)
-    return float(slot.param.numel() * pays), float(slot.param.numel()), shape
+    return float(slot.param.numel() * pays), float(slot.param.numel()), _highest_rank(shape)
 
 
 def _tensor(engines: Engines, point: Point) -> Shares:
     """All tensors at a tensor-parallel point are activations of one shape."""
     model, comm = engines.config.model, engines.comm
     if comm.size == 1:
-        return 0.0, 0.0, ()
+        return 0.0, 0.0, 0
     shape = (model.seq_length, engines.config.training.micro_batch_size, model.hidden_size)
     covered = engines.plan.covers(point, engines.plan.stage)
     layers = float(sum(len(stage.part.layers) for stage in engines.stages))
-    return layers * (covered and engines.plan.ever_pays(point, shape)), layers, shape
+    return layers * (covered and engines.plan.ever_pays(point, shape)), layers, _highest_rank(shape)
 
 
 def _pipeline(engines: Engines, point: Point) -> Shares:
     if engines.channel is None:
-        return 0.0, 0.0, ()
-    shape, plan = engines.channel.shape, engines.plan
-    pays = plan.covers(point, plan.stage) and plan.ever_pays(point, shape)
+        return 0.0, 0.0, 0
+    shape, dtype, plan = engines.channel.shape, engines.channel.dtype, engines.plan
+    pays = plan.covers(point, plan.stage) and plan.ever_pays(point, shape, dtype)
     messages = list(_sent(engines, point))
-    return float(pays * sum(messages)), float(len(messages)), tuple(shape)
+    return float(pays * sum(messages)), float(len(messages)), _highest_rank(shape, dtype)
 
 
 def _sent(engines: Engines, point: Point) -> Iterator[bool]:

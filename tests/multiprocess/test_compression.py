@@ -526,6 +526,16 @@ COVERED: dict[str, tuple[int, Changes, list[str]]] = {
             )
         ],
     ),
+    "messages of bf16": (
+        2,
+        # Factors are in fp32: of a (16, 1, 32) in bf16, those of rank 6 have more bytes than it has.
+        _run("pp-backward=lowrank,rank=6", "pp-forward=cast", pp=2, precision="bf16"),
+        [
+            "warning: --compress pp-backward=lowrank compresses 0% of what pp-backward sends: there only ranks up to 5 "
+            "send fewer bytes than the matrices; lower rank=6",
+            "warning: --compress pp-forward=cast compresses 0% of what pp-forward sends",
+        ],
+    ),
     "tensor-parallel, sharded": (
         4,
         _run("tp-forward=powersgd,rank=2", "param-gather=cast", tp=2, use_distributed_optimizer=True),
@@ -536,6 +546,18 @@ COVERED: dict[str, tuple[int, Changes, list[str]]] = {
     ),
     "nothing to send": (2, _run("dp-grad=powersgd", "tp-forward=cast", pp=2), []),
 }
+
+
+def _sent_back(changes: Changes) -> tuple[float, float]:
+    trace = tiny_run(changes, 2)
+    return trace.bytes_by_point.get("pp-backward", 0.0), trace.raw_by_point.get("pp-backward", 0.0)
+
+
+@pytest.mark.parametrize("spec", ["lowrank,rank=6", "lowrank,rank=32,error-feedback=off", "lowrank,rank=32", "cast"])
+def test_messages_that_would_be_longer_go_as_they_are(spec: str) -> None:
+    """Whatever the precision: what a codec is given is wider than what would be sent without it."""
+    sent, raw = run_ranks(2, _sent_back, _run(f"pp-backward={spec}", pp=2, precision="bf16"))[1]
+    assert sent == raw > 0
 
 
 def _coverage(changes: Changes) -> list[str]:
