@@ -62,3 +62,8 @@ class CheckpointConfig:
         if self.load is None or self.save is None:
             return False
         return os.path.realpath(self.load) == os.path.realpath(self.save)
+
+    @property
+    def loads_weights_only(self) -> bool:
+        """Whether the optimizer and the compressors start anew."""
+        return self.finetune or self.no_load_optim

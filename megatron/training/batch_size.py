@@ -98,9 +98,10 @@ class BatchSizeSchedule:
         samples = consumed_samples - begin
         return Ahead(samples, samples // self.samples_per_micro_batch)
 
-    def iterations_for(self, train_samples: int) -> int:
-        """Number of whole steps in a run of `train_samples` samples; a last partial batch is not run."""
-        iterations = consumed = 0
+    def iterations_for(self, train_samples: int, consumed: int = 0) -> int:
+        """Number of whole steps until `train_samples` samples are consumed, of which so many are; a last partial batch
+        is not run."""
+        iterations = 0
         ramp = self.ramp_samples if self.increments else 0
         while consumed < ramp:
             size = self.at(consumed)
@@ -111,4 +112,4 @@ class BatchSizeSchedule:
             steps = -(-(until - consumed) // size)
             iterations += steps
             consumed += steps * size
-        return iterations + (train_samples - consumed) // self.global_batch_size
+        return iterations + max(train_samples - consumed, 0) // self.global_batch_size

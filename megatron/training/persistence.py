@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,64 @@ from megatron.checkpoint.model_state import (
 )
 from megatron.checkpoint.save import COMMON
 from megatron.checkpoint.saver import CheckpointSaver
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.optimizer.schedules import LRSchedule
+from megatron.topology.topology import Topology
 from megatron.training.assembly import Engines
 from megatron.training.progress_state import Progress, SavedCounters
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A checkpoint that a run begins with, and what it says besides tensors.
+
+    Args:
+        iteration: which one.
+        common: its values.
+        counters: those of them that say what else there is.
+        progress: how far the run has come; nowhere with ``--finetune``.
+    """
+
+    iteration: Iteration
+    common: Mapping[str, Any]
+    counters: SavedCounters
+    progress: Progress
+
+
+def find_saved(config: CheckpointConfig, topology: Topology, log: Callable[[str], None]) -> SavedRun | None:
+    """Finds the checkpoint of ``--load``; None when there is none and the run starts afresh. A collective call.
+
+    Args:
+        config: where to look, and for what.
+        topology: the ranks.
+        log: takes lines for the user, on rank 0.
+
+    Raises:
+        UserError: on every rank, when there is none that can be used.
+    """
+    root, group = config.load, topology.control.pg
+    if root is None:
+        return None
+    iteration: Iteration | None = config.ckpt_step
+    if iteration is None:
+        # What rank 0 finds: file systems may show the ranks different things.
+        found = together(group, lambda: read_tracker(root, log) if topology.rank == 0 else None)
+        iteration = iteration_of(gather_texts(group, "" if found is None else str(found))[0])
+    if iteration is None:
+        if config.exit_on_missing_checkpoint or config.finetune:
+            raise UserError(f"--load {root} holds no checkpoint; name the folder that --save wrote to")
+        return None
+    flag = None if config.ckpt_step is None else "--ckpt-step"
+    common = together(group, lambda: load_common(root, iteration, flag))
+    where = checkpoint_folder(Path(root), iteration) / COMMON
+    asked = {"optimizer": not config.loads_weights_only, "counters": not config.finetune}
+    counters = together(group, lambda: SavedCounters.read(common, where, **asked))
+    progress = Progress()
+    if not config.finetune:
+        progress.load_state_dict(common["progress"])
+    return SavedRun(iteration, common, counters, progress)
 
 
 class RunCheckpoints:
@@ -111,53 +165,27 @@ class RunCheckpoints:
         if self.saver is not None:
             self.saver.wait()
 
-    def load(self) -> bool:
-        """Restores the newest checkpoint of ``--load``.
-
-        Returns:
-            False when there is none and the run starts afresh.
+    def load(self, saved: SavedRun) -> None:
+        """Restores a checkpoint of ``--load``.
 
         Raises:
             UserError: on every rank, before anything has changed, when the checkpoint cannot be used.
         """
         root = self.config.load
-        if root is None:
-            return False
-        flag = None if self.config.ckpt_step is None else "--ckpt-step"
-        iteration = self._chosen(root)
-        if iteration is None:
-            if self.config.exit_on_missing_checkpoint or self.config.finetune:
-                raise UserError(f"--load {root} holds no checkpoint; name the folder that --save wrote to")
-            return False
-        common = together(self.group, lambda: load_common(root, iteration, flag))
-        where = checkpoint_folder(Path(root), iteration) / COMMON
-        asked = {"optimizer": not self._weights_only, "counters": not self.config.finetune}
-        saved = together(self.group, lambda: SavedCounters.read(common, where, **asked))
+        assert root is not None
         try:
-            self._restore(root, iteration, common, saved)
+            self._restore(root, saved)
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             if isinstance(error, UserError):
                 raise
+            where = checkpoint_folder(Path(root), saved.iteration) / COMMON
             raise UserError(f"{where} does not fit this run: {error!r}") from error
-        self.log(f"loaded the checkpoint of iteration {iteration} from {root}")
-        return True
+        self.log(f"loaded the checkpoint of iteration {saved.iteration} from {root}")
 
-    def _chosen(self, root: str) -> Iteration | None:
-        """The one asked for, or what rank 0 finds: file systems may show the ranks different things."""
-        if self.config.ckpt_step is not None:
-            return self.config.ckpt_step
-        first = self.engines.topology.rank == 0
-        found = together(self.group, lambda: read_tracker(root, self.log) if first else None)
-        return iteration_of(gather_texts(self.group, "" if found is None else str(found))[0])
-
-    @property
-    def _weights_only(self) -> bool:
-        return self.config.finetune or self.config.no_load_optim
-
-    def _restore(self, root: str, iteration: Iteration, common: Mapping[str, Any], saved: SavedCounters) -> None:
-        optimizer = self.engines.optimizer
-        weights_only = self._weights_only
-        saved_main = saved.separate_main and not weights_only
+    def _restore(self, root: str, saved: SavedRun) -> None:
+        optimizer, iteration, common = self.engines.optimizer, saved.iteration, saved.common
+        weights_only = self.config.loads_weights_only
+        saved_main = saved.counters.separate_main and not weights_only
         tensors = model_tensors(self.engines.stages)
         if not weights_only:
             tensors |= optimizer_tensors(optimizer)
@@ -177,8 +205,8 @@ class RunCheckpoints:
             optimizer.publisher.gather()
         if not weights_only:
             self.compressors.load(root, iteration, self.group, self.log)
-            optimizer.steps = saved.optimizer_steps
-            optimizer.frozen_at = saved.variance_frozen_at
+            optimizer.steps = saved.counters.optimizer_steps
+            optimizer.frozen_at = saved.counters.variance_frozen_at
             for name, controller in self.engines.controllers.items():
                 if name in common:
                     controller.load_state_dict(common[name])

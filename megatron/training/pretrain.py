@@ -33,7 +33,7 @@ from megatron.training.console import make_output_last
 from megatron.training.coverage import coverage_notes
 from megatron.training.kernel_check import check_kernels
 from megatron.training.machine_check import check_machine, check_room
-from megatron.training.persistence import RunCheckpoints
+from megatron.training.persistence import RunCheckpoints, find_saved
 from megatron.training.program import Ranks, run_program
 from megatron.training.progress_state import Progress
 from megatron.training.report import Reporter
@@ -130,11 +130,10 @@ def run(
         dp_size=layout.dp,
         rampup=config.training.rampup_batch_size,
     )
-    train_iters = config.training.train_iters
-    if train_iters is None:
-        assert config.training.train_samples is not None
-        train_iters = batch_sizes.iterations_for(config.training.train_samples)
-    datasets, vocab_size = together(topology.control.pg, lambda: _open_data(config, env, train_iters, batch_sizes))
+    saved = find_saved(config.checkpoint, topology, _rank_0_log(topology))
+    begun = saved.progress if saved is not None else Progress()
+    train_iters = _iterations(config, batch_sizes, begun)
+    datasets, vocab_size = together(topology.control.pg, lambda: _open_data(config, env, train_iters, begun))
     together(topology.control.pg, lambda: check_room(config, env, vocab_size))
     length = run_length(train_iters, datasets[0], batch_sizes)
     engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length))
@@ -155,9 +154,10 @@ def run(
     timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option, device=device)
     splits = (datasets[1] is not None, datasets[2] is not None)
     reporter = Reporter(config, engines, progress, train_iters, timers, batch_sizes, splits)
-    rank_0_log = _rank_0_log(topology, reporter)
-    checkpoints = RunCheckpoints(config, engines, schedule, progress, rank_0_log, lock)
-    if not checkpoints.load() and config.checkpoint.load:
+    checkpoints = RunCheckpoints(config, engines, schedule, progress, _rank_0_log(topology), lock)
+    if saved is not None:
+        checkpoints.load(saved)
+    elif config.checkpoint.load:
         say(f"no checkpoint in {config.checkpoint.load} yet: starting from random weights")
     together(topology.control.pg, reporter.open)
     try:
@@ -178,6 +178,14 @@ def run(
         reporter.close()
 
 
+def _iterations(config: RunConfig, batch_sizes: BatchSizeSchedule, begun: Progress) -> int:
+    """Iterations of the whole run: those asked for, or those done and as many as the samples that are left make."""
+    if config.training.train_iters is not None:
+        return config.training.train_iters
+    assert config.training.train_samples is not None
+    return begun.iteration + batch_sizes.iterations_for(config.training.train_samples, begun.consumed_samples)
+
+
 def _vocabulary(config: RunConfig) -> tuple[int, int, int]:
     """The model's entries, the tokenizer's, and the end of a document; without a tokenizer no token is that end."""
     tokenizer, data = config.tokenizer, config.data
@@ -194,12 +202,20 @@ def _vocabulary(config: RunConfig) -> tuple[int, int, int]:
 
 
 def _open_data(
-    config: RunConfig, env: LaunchEnvironment, train_iters: int, batch_sizes: BatchSizeSchedule
+    config: RunConfig, env: LaunchEnvironment, train_iters: int, begun: Progress
 ) -> tuple[tuple[Dataset | None, Dataset | None, Dataset | None], int]:
-    """Data sets and the model's entries; one rank of each machine checks the tokens."""
+    """Data sets and the model's entries; one rank of each machine checks the tokens.
+
+    Args:
+        config: the resolved configuration.
+        env: this process's place.
+        train_iters: iterations of the whole run.
+        begun: how far it has come, maybe with batches of another size.
+    """
     entries, vocab_size, eod = _vocabulary(config)
     size, validation = config.training.global_batch_size, config.validation
-    train_samples = config.training.train_samples or train_iters * size
+    left = max(train_iters - begun.iteration, 0)
+    train_samples = config.training.train_samples or begun.consumed_samples + left * size
     evaluations = train_iters // validation.eval_interval + 1
     evaluation_samples = validation.eval_iters * size
     datasets = build_datasets(
@@ -216,7 +232,7 @@ def _open_data(
     return datasets, entries
 
 
-def _rank_0_log(topology: Topology, reporter: Reporter) -> Callable[[str], None]:
+def _rank_0_log(topology: Topology) -> Callable[[str], None]:
     """Lines of the checkpoint code, which speaks on rank 0."""
 
     def log(text: str) -> None:

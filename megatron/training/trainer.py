@@ -82,8 +82,14 @@ class Trainer:
         """
         reason = ExitReason.NONE
         begun, skipped = self.progress.iteration, self.progress.skipped
-        if not self.config.validation.skip_train and self.progress.iteration < self.train_iters:
-            reason = self._train()
+        if not self.config.validation.skip_train:
+            if begun < self.train_iters:
+                reason = self._train()
+            else:
+                self.reporter.line(
+                    f"nothing is left to train or to save: the run is at iteration {begun} of {self.train_iters}; "
+                    "raise --train-iters, --train-samples or --train-tokens to go on"
+                )
         if reason is ExitReason.NONE:
             self._final_evaluations()
         self.checkpoints.close()

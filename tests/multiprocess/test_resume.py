@@ -220,6 +220,27 @@ def test_finetune_starts_counting_anew(prefix: Path, tmp_path: Path) -> None:
     assert after[1][0] < before[1][0] - 0.3
 
 
+@pytest.mark.parametrize(
+    ("length", "size", "iterations"),
+    [
+        ({"train_iters": 6}, 3, [4, 5, 6]),
+        ({"train_iters": 6}, 6, [4, 5, 6]),
+        ({"train_iters": None, "train_samples": 24}, 2, [4, 5, 6, 7, 8, 9]),
+        ({"train_iters": None, "train_samples": 24}, 6, [4, 5]),
+    ],
+)
+def test_a_run_goes_on_with_batches_of_another_size(
+    prefix: Path, tmp_path: Path, length: dict[str, Any], size: int, iterations: list[int]
+) -> None:
+    """To its number of iterations with as many samples as they take, or to its number of samples."""
+    saved, log = tmp_path / "saved", tmp_path / "log.jsonl"
+    train(1, tiny_flags(prefix, **length, save=saved, exit_interval=3))
+    train(1, tiny_flags(prefix, **length, load=saved, save=saved, global_batch_size=size, log_json_file=log))
+    assert list(_losses(log)) == iterations
+    again = run_cli(1, [SCRIPT, *tiny_flags(prefix, **length, load=saved, save=saved, global_batch_size=size)]).check()
+    assert f"nothing is left to train or to save: the run is at iteration {iterations[-1]} of" in again.stdout
+
+
 def test_checkpoint_arguments_and_wrong_models(prefix: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     train(1, tiny_flags(prefix, save=saved, train_iters=2))

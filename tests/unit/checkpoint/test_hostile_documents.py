@@ -22,7 +22,7 @@ from megatron.checkpoint.load import load_common, load_per_rank, saved_config
 from megatron.checkpoint.stored import StoredTensors
 from megatron.config.errors import UserError
 from megatron.optimizer.schedules import LRSchedule
-from megatron.training.persistence import RunCheckpoints
+from megatron.training.persistence import RunCheckpoints, find_saved
 from megatron.training.progress_state import Progress
 from tests.support.tiny import tiny_config, tiny_engines, tiny_train
 
@@ -82,6 +82,12 @@ def _read_all(stored: StoredTensors) -> None:
         stored.read(name)
 
 
+def _load(checkpoints: RunCheckpoints) -> None:
+    saved = find_saved(checkpoints.config, checkpoints.engines.topology, checkpoints.log)
+    assert saved is not None
+    checkpoints.load(saved)
+
+
 def _use(checkpoints: RunCheckpoints, root: Path) -> str | None:
     """Loads in every way there is; the error, if it is one."""
     said = None
@@ -92,7 +98,7 @@ def _use(checkpoints: RunCheckpoints, root: Path) -> str | None:
         lambda: load_common(root, 2),
         lambda: load_per_rank(root, 2, 0),
         lambda: _read_all(StoredTensors(root, 2)),
-        checkpoints.load,
+        lambda: _load(checkpoints),
     ]
     for way in ways:
         try:
