@@ -20,6 +20,7 @@ from megatron.training.assembly import Engines
 _ROWS = ("raw_bytes", "wire_bytes", "coded_s", "waited_s")
 _REPORTS_BEFORE_WARNING = 3
 _AMPLIFIED = 1.1
+_LONGER = 1.01
 _OLD_STEPS = 1000.0
 
 
@@ -93,13 +94,15 @@ class TrafficMeter:
         self.engines = engines
         self._streaks: dict[str, int] = {}
         self._warned: set[str] = set()
+        self._windows = 0
+        self._sent = {point: (0.0, 0.0) for point in Point}
 
     def collect(self, iterations: int) -> tuple[dict[str, PointTraffic], list[str]]:
         """Closes a window.
 
         Returns:
-            the points that had traffic, by name, and a warning for each residual that grows without bound; the same
-            on every rank.
+            the points that had traffic, by name, and a warning for each residual that grows without bound and for each
+            compressor that sends more than it is given; the same on every rank.
         """
         topology = self.engines.topology
         taken = self.engines.ledger.take()
@@ -115,6 +118,8 @@ class TrafficMeter:
             coded, waited = (sum(table[row][at]) / len(table[row][at]) / iterations for row in (2, 3))
             gradient, residual, aged = (sum(table[row][at]) for row in (4, 5, 6))
             known = gradient > 0
+            before = self._sent[point]
+            self._sent[point] = (before[0] + raw * iterations, before[1] + wire * iterations)
             if wire:
                 found[point.value] = PointTraffic(
                     raw,
@@ -125,8 +130,24 @@ class TrafficMeter:
                     (aged / residual if residual else 0.0) if known else None,
                 )
         group = topology.control.pg if topology.layout.world_size > 1 else None
-        texts = gather_texts(group, json.dumps(warnings))
+        texts = gather_texts(group, json.dumps([*warnings, *self._longer()]))
         return found, sorted({warning for text in texts for warning in json.loads(text)})
+
+    def _longer(self) -> list[str]:
+        """Warnings, each once, for compressors that have sent more than their tensors' bytes since the run began."""
+        self._windows += 1
+        warnings = []
+        for point, spec in self.engines.plan.specs.items():
+            raw, wire = self._sent[point]
+            label = f"{point.value}={spec.name}"
+            if label in self._warned or self._windows < _REPORTS_BEFORE_WARNING or wire <= _LONGER * raw:
+                continue
+            self._warned.add(label)
+            warnings.append(
+                f"--compress {label} sends {wire / raw:.2f} times what {point.value} would send uncompressed; "
+                "compress it further, or not at all"
+            )
+        return warnings
 
     def _residuals(self) -> tuple[dict[Point, list[float]], list[str]]:
         """This rank's sums of squared norms (gradient, residual, age x residual) by point, and its warnings."""

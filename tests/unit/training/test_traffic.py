@@ -1,4 +1,4 @@
-"""The line of --log-comm, and warnings about residuals that grow."""
+"""The line of --log-comm, and warnings about residuals that grow and messages that are longer than their tensors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import torch
 
 from megatron.compression.health import ResidualHealth
+from megatron.compression.points import Point
 from megatron.training.traffic import PointTraffic, TrafficMeter, format_comm_line
 from tests.support.tiny import tiny_engines
 
@@ -54,6 +55,21 @@ def test_a_residual_that_the_compressor_amplifies_is_named_once() -> None:
 def test_one_that_is_never_sent_and_one_that_is_not_finite_are_named() -> None:
     assert "what it holds is never sent" in _warnings(1.0, 10.0, 9.0, 1500.0, reports=3)[0]
     assert "it is not finite" in _warnings(1.0, math.inf, math.inf, 1.0, reports=1)[0]
+
+
+def test_a_compressor_that_sends_more_than_it_is_given_is_named_once() -> None:
+    meter, _, _ = _meter_and_state()
+    ledger, found = meter.engines.ledger, []
+    for wire in (100, 100, 180, 180, 180):  # a warm-up first
+        ledger.sent(Point.DP_GRAD, wire, 100)
+        ledger.sent(Point.CONTROL, 500, 100)
+        found.append(meter.collect(1)[1])
+    assert found[:2] == [[], []]
+    assert found[2] == [
+        "--compress dp-grad=powersgd sends 1.27 times what dp-grad would send uncompressed; compress it further, or not "
+        "at all"
+    ]
+    assert found[3:] == [[], []]
 
 
 def test_healthy_ones_are_not() -> None:
