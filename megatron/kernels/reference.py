@@ -117,7 +117,9 @@ def _values(codes_n: Tensor, scale_g: Tensor, grid: Grid) -> Tensor:
     levels_n = codes_n.to(torch.float32)
     if grid.is_sign:
         return (levels_n * 2 - 1) * _spread(scale_g, codes_n.numel(), grid)
-    return (levels_n - grid.offset) * _spread(scale_g / grid.top, codes_n.numel(), grid)
+    # CUDA divides a tensor by a number as a product with its reciprocal, which rounds twice.
+    unit_g = scale_g / torch.full_like(scale_g, grid.top)
+    return (levels_n - grid.offset) * _spread(unit_g, codes_n.numel(), grid)
 
 
 def quantize_pack(

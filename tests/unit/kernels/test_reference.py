@@ -1,0 +1,62 @@
+"""The twins on devices that divide by a number in another way than CPUs do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.kernels import reference
+from megatron.kernels.grid import Grid, Layout, Role
+from tests.support import kernels as checks
+
+
+class DividesAsCuda(TorchDispatchMode):
+    """A tensor over one number, be it Python's or a tensor's without dimensions, is a product with the reciprocal."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.ops.aten.div.Tensor, torch.ops.aten.div_.Tensor):
+            x, divisor = args
+            number = divisor if not isinstance(divisor, Tensor) else divisor.item() if divisor.dim() == 0 else None
+            if number is not None and x.dim() > 0:
+                return x.mul_(1.0 / number) if func is torch.ops.aten.div_.Tensor else x * torch.tensor(1.0 / number)
+        return func(*args, **(kwargs or {}))
+
+
+def _found(run: Callable[[], Tensor], as_cuda: bool) -> Tensor:
+    if not as_cuda:
+        return run()
+    with DividesAsCuda():
+        return run()
+
+
+def test_the_mode_divides_otherwise() -> None:
+    x = checks.noise((1000,), 0, "cpu")
+    assert not torch.equal(_found(lambda: x / 7, True), x / 7)
+
+
+def test_decoding_divides_in_the_same_way_on_every_device() -> None:
+    """Widths whose top level is no power of two show it; encoders that update a second tensor decode, too."""
+    x = checks.noise((4096,), 1, "cpu")
+    grids = [grid for grid in checks.grids() if grid.layout is not Layout.CHANNEL]
+    for grid in [*grids, *(Grid(bits, Layout.CHANNEL, 64) for bits in range(1, 9))]:
+        codes = torch.empty(grid.code_bytes(x.numel()), dtype=torch.uint8)
+        scales = torch.empty(grid.scale_count(x.numel()))
+
+        def encoded(grid: Grid = grid, codes: Tensor = codes, scales: Tensor = scales) -> Tensor:
+            other = x * 0.5
+            reference.quantize_pack(x, other, codes, scales, grid, Role.FEEDBACK, None)
+            return other
+
+        def decoded(grid: Grid = grid, codes: Tensor = codes, scales: Tensor = scales) -> Tensor:
+            out = torch.empty_like(x)
+            reference.unpack_dequantize(codes, scales, None, out, grid, Role.PLAIN)
+            return out
+
+        for run in (encoded, decoded):
+            assert torch.equal(_found(run, True), _found(run, False)), grid
