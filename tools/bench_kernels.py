@@ -7,7 +7,8 @@ Shapes are those of Optimus-CC's models: activations of one micro-batch (s x b x
 matrices. GB/s counts the input's bytes. The limit is the time that the operation's smallest possible traffic (each
 input read once, each output written once) would take at a copy's speed, measured on as many bytes; what is changed in
 place is compared with scaling as many numbers in place, since a copy also fetches the memory that it overwrites. "Of
-limit" is that over the measured time. Prints Markdown and writes it with a plot.
+limit" is that over the measured time. device_clock.py says how times are taken. Prints Markdown and writes it with a
+plot.
 """
 
 from __future__ import annotations
@@ -17,9 +18,7 @@ import dataclasses
 import json
 import os
 import platform
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,37 @@ from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
 from megatron.compression.state import CompressorState
 from megatron.kernels import native, ops, reference
 from megatron.kernels.grid import Grid, Layout, Role
+from tools.device_clock import Clock, Time, clock_of
 from tools.kernel_table import ROWS, Row, draw, kinds_of, line, summary
 
 TP, MICRO_BATCH, SEQUENCE = 8, 8, 1024
 MODELS = {"2.5B": 1920, "8.3B": 3072, "175B": 12288}
 BITS, DENSITIES, RANKS = (2, 4, 8), (0.01, 0.1, 0.5), (8, 32, 128)
 MESSAGE_RANKS = (8, 16, 24, 32, 40)
+SECTOR = 32
+"""Bytes that memory gives at least."""
+Size = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """An operation on inputs of its own.
+
+    Args:
+        run: the operation, compiled.
+        twin: the same in pure torch.
+        input_bytes: what GB/s counts.
+        traffic: the least that must be read and written.
+        in_place: how much of it is read and written again at the same place.
+        rival: what else it is compared with.
+    """
+
+    run: Callable[[], Any]
+    twin: Callable[[], Any]
+    input_bytes: int
+    traffic: int
+    in_place: int = 0
+    rival: Callable[[], Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,28 +69,19 @@ class Case:
 
     Args:
         op, model, shape, setting: for the table.
-        run: the operation, compiled.
-        twin: the same in pure torch.
-        input_bytes: what GB/s counts.
-        traffic: the least that must be read and written.
-        in_place: how much of it is read and written again at the same place.
-        rival, rival_name: what else it is compared with.
+        build: allocates a set of inputs.
+        rival_name: of what else it is compared with.
     """
 
     op: str
     model: str
     shape: str
     setting: str
-    run: Callable[[], Any]
-    twin: Callable[[], Any]
-    input_bytes: int
-    traffic: int
-    rival: Callable[[], Any] | None = None
+    build: Callable[[], Runs]
     rival_name: str = ""
-    in_place: int = 0
 
 
-def matrices(hidden: int) -> dict[str, tuple[int, int]]:
+def matrices(hidden: int) -> dict[str, Size]:
     """The gradients of a layer's weights on one tensor-parallel rank."""
     return {
         "qkv": (3 * hidden // TP, hidden),
@@ -80,19 +95,26 @@ def nbytes(*tensors: Tensor) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-Pair = tuple[Callable[[], Any], Callable[[], Any]]
-"""An operation and its twin."""
+def drawn(shape: Sequence[int], device: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers, from a generator of their own: a graph that fails to be captured takes the device's with it."""
+    generator = torch.Generator(device).manual_seed(7)
+    return torch.randn(*shape, device=device, generator=generator).to(dtype)
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    """What a setting says of a type."""
+    return " bf16" if dtype == torch.bfloat16 else ""
 
 
 def codec_cases(model: str, device: str, quick: bool) -> Iterator[Case]:
-    """Quantisers on activations."""
+    """Quantizers on activations."""
     hidden = MODELS[model]
-    x = torch.randn(SEQUENCE * MICRO_BATCH // TP, hidden, device=device)
+    size = (SEQUENCE * MICRO_BATCH // TP, hidden)
     for bits in BITS:
-        yield from _grid_cases(model, x, f"{bits} bits, group", Grid(bits))
+        yield from grid_cases(model, size, bits, device)
         if not quick:
-            yield from _scale_cases(model, x, f"{bits} bits, channel", Grid(bits, Layout.CHANNEL, hidden))
-            yield from _scale_cases(model, x, f"{bits} bits, tensor", Grid(bits, Layout.TENSOR))
+            yield from _scale_cases(model, size, f"{bits} bits, channel", Grid(bits, Layout.CHANNEL, hidden), device)
+            yield from _scale_cases(model, size, f"{bits} bits, tensor", Grid(bits, Layout.TENSOR), device)
 
 
 def _message(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -100,64 +122,81 @@ def _message(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     return codes, torch.empty(grid.scale_count(x.numel()), device=x.device)
 
 
-def _encode(x: Tensor, grid: Grid, role: Role = Role.PLAIN, seed: int | None = None) -> Pair:
+def _encode(x: Tensor, grid: Grid, role: Role = Role.PLAIN, seed: int | None = None) -> Runs:
     codes, scales = _message(x, grid)
     other = None if role is Role.PLAIN else torch.zeros_like(x)
-    return (
+    moved = 0 if other is None else 2 * nbytes(other)
+    return Runs(
         lambda: ops.quantize_pack(x, codes, scales, grid, role, other, seed),
         lambda: reference.quantize_pack(x, other, codes, scales, grid, role, seed),
-    )
+        nbytes(x), nbytes(x, codes, scales) + moved, moved,
+    )  # fmt: skip
 
 
-def _decode(x: Tensor, grid: Grid, role: Role = Role.PLAIN) -> Pair:
+def _decode(x: Tensor, grid: Grid, role: Role = Role.PLAIN) -> Runs:
     codes, scales = _message(x, grid)
     ops.quantize_pack(x, codes, scales, grid)
     out = torch.zeros_like(x)
-    return (
+    moved = 2 * nbytes(out) if role is Role.ADD else 0
+    return Runs(
         lambda: ops.unpack_dequantize(codes, scales, out, grid, role),
         lambda: reference.unpack_dequantize(codes, scales, None, out, grid, role),
-    )
+        nbytes(x), nbytes(codes, scales) + (moved or nbytes(out)), moved,
+    )  # fmt: skip
 
 
-def _scale_cases(model: str, x: Tensor, setting: str, grid: Grid) -> Iterator[Case]:
-    shape, size, message = f"{x.shape[0]} x {x.shape[1]}", nbytes(x), nbytes(*_message(x, grid))
-    yield Case("quantize", model, shape, setting, *_encode(x, grid), size, size + message)
-    yield Case("dequantize", model, shape, setting, *_decode(x, grid), size, size + message)
+def _scale_cases(
+    model: str, size: Size, setting: str, grid: Grid, device: str, dtype: torch.dtype = torch.float32
+) -> Iterator[Case]:
+    for op, build in (("quantize", _encode), ("dequantize", _decode)):
+        yield Case(
+            op, model, f"{size[0]} x {size[1]}", setting, lambda build=build: build(drawn(size, device, dtype), grid)
+        )
 
 
-def _grid_cases(model: str, x: Tensor, setting: str, grid: Grid) -> Iterator[Case]:
-    yield from _scale_cases(model, x, setting, grid)
-    shape, size, message = f"{x.shape[0]} x {x.shape[1]}", nbytes(x), nbytes(*_message(x, grid))
-    for role, name in ((Role.DELTA, "quantize, delta"), (Role.FEEDBACK, "quantize, feedback")):
-        pair = _encode(x, grid, role)
-        yield Case(name, model, shape, setting, *pair, size, 3 * size + message, in_place=2 * size)
-    pair = _decode(x, grid, Role.ADD)
-    yield Case("dequantize, add", model, shape, setting, *pair, size, 2 * size + message, in_place=2 * size)
-    if grid.bits == 4:
-        yield Case("quantize, stochastic", model, shape, setting, *_encode(x, grid, seed=7), size, size + message)
+def grid_cases(
+    model: str, size: Size, bits: int, device: str, dtype: torch.dtype = torch.float32, *, plain: bool = False
+) -> Iterator[Case]:
+    """Scales of groups; ``plain`` leaves out what else is done with the numbers."""
+    grid, shape, setting = Grid(bits), f"{size[0]} x {size[1]}", f"{bits} bits{kind_of(dtype)}, group"
+    yield from _scale_cases(model, size, setting, grid, device, dtype)
+    if plain:
+        return
+
+    def case(op: str, build: Callable[[Tensor], Runs]) -> Case:
+        return Case(op, model, shape, setting, lambda: build(drawn(size, device, dtype)))
+
+    yield case("quantize, delta", lambda x: _encode(x, grid, Role.DELTA))
+    yield case("quantize, feedback", lambda x: _encode(x, grid, Role.FEEDBACK))
+    if dtype == torch.float32:
+        yield case("dequantize, add", lambda x: _decode(x, grid, Role.ADD))
+    if bits == 4:
+        yield case("quantize, stochastic", lambda x: _encode(x, grid, seed=7))
         rotated = dataclasses.replace(grid, rotation=64)
-        yield Case("quantize, rotated", model, shape, setting, *_encode(x, rotated), size, size + message)
+        yield case("quantize, rotated", lambda x: _encode(x, rotated))
 
 
 def message_cases(model: str, device: str, quick: bool) -> Iterator[Case]:
     """Optimus-CC's compressed backpropagation: an activation's gradient as two thin factors, and back (Fig. 14)."""
-    x_nm = torch.randn(SEQUENCE * MICRO_BATCH // TP, MODELS[model], device=device)
-    shape, size = f"{x_nm.shape[0]} x {x_nm.shape[1]}", nbytes(x_nm)
-    for rank in MESSAGE_RANKS[1:2] if quick else MESSAGE_RANKS:
-        codec, state, setting = LowRankCodec(LowRankConfig(rank)), CompressorState(), f"rank {rank}"
+    size = (SEQUENCE * MICRO_BATCH // TP, MODELS[model])
+
+    def build(rank: int, back: bool) -> Runs:
+        x_nm = drawn(size, device)
+        codec, state = LowRankCodec(LowRankConfig(rank)), CompressorState()
         payload = codec.encode(x_nm, state, 0)
         state.commit()
-        sent = nbytes(payload.wire)
-        yield Case(
-            "low-rank compress", model, shape, setting, partial(codec.encode, x_nm, state, 0),
-            partial(factors, x_nm, rank, _twin_basis), size, size + sent,
-            partial(factors, x_nm, rank, gram_schmidt), "Gram-Schmidt by columns",
-        )  # fmt: skip
-        yield Case(
-            "low-rank decompress", model, shape, setting,
-            partial(codec.decode, payload, x_nm.shape, x_nm.dtype, state, 0),
-            partial(product, payload.wire, x_nm.shape, rank), size, size + sent,
-        )  # fmt: skip
+        run, twin = partial(codec.encode, x_nm, state, 0), partial(factors, x_nm, rank, _twin_basis)
+        rival = None if back else partial(factors, x_nm, rank, gram_schmidt)
+        if back:
+            run = partial(codec.decode, payload, x_nm.shape, x_nm.dtype, state, 0)
+            twin = partial(product, payload.wire, x_nm.shape, rank)
+        return Runs(run, twin, nbytes(x_nm), nbytes(x_nm, payload.wire), rival=rival)
+
+    for rank in MESSAGE_RANKS[1:2] if quick else MESSAGE_RANKS:
+        shape, setting = f"{size[0]} x {size[1]}", f"rank {rank}"
+        columns = "Gram-Schmidt by columns"
+        yield Case("low-rank compress", model, shape, setting, partial(build, rank, False), columns)
+        yield Case("low-rank decompress", model, shape, setting, partial(build, rank, True))
 
 
 def factors(x_nm: Tensor, rank: int, basis: Callable[[Tensor], Tensor]) -> Tensor:
@@ -193,99 +232,135 @@ def gram_schmidt(x_nr: Tensor) -> Tensor:
 
 def gradient_cases(model: str, device: str, quick: bool) -> Iterator[Case]:
     """Top-k, low rank, norm and entropy on gradients."""
-    for name, (n, m) in matrices(MODELS[model]).items():
+    for name, size in matrices(MODELS[model]).items():
         if quick and name != "qkv":
             continue
-        x_nm = torch.randn(n, m, device=device)
-        shape, size = f"{name} {n} x {m}", nbytes(x_nm)
+        shape = f"{name} {size[0]} x {size[1]}"
         for density in DENSITIES:
-            yield from _choice_cases(model, x_nm.view(1, -1), shape, density)
-        yield Case("finite_norm", model, shape, "", *_norm(x_nm), size, size)
-        yield Case("histogram", model, shape, "every 4th, 1000 bins", *_histogram(x_nm), size // 4, size // 4)
+            yield from choice_cases(model, shape, size[0] * size[1], density, device)
+        yield from norm_cases(model, shape, size, device)
         for rank in RANKS:
-            yield from _rank_cases(model, x_nm.unsqueeze(0), rank)
+            yield basis_case(model, size[0], rank, device, gram_schmidt, "Gram-Schmidt by columns")
 
 
-def _choice_cases(model: str, x: Tensor, shape: str, density: float) -> Iterator[Case]:
-    flat, count, setting = x.view(-1), int(density * x.numel()), f"{density:.0%}"
-    chosen, packed = ops.abs_topk(x, count), torch.zeros(count, device=x.device)
-    where, traffic = chosen.view(-1), nbytes(chosen, packed, packed)
-    yield Case(
-        "abs_topk", model, shape, setting, lambda: ops.abs_topk(x, count),
-        lambda: reference.abs_topk(x, chosen.clone()), nbytes(x), nbytes(x, chosen),
-        lambda: torch.topk(x.abs(), count, dim=1, sorted=False), "torch.topk",
-    )  # fmt: skip
-    twin = torch.empty_like(packed)
-    yield Case(
-        "gather", model, shape, setting, lambda: ops.gather_packed(flat, where),
-        lambda: reference.gather_packed(flat, where, twin), nbytes(packed), traffic,
-    )  # fmt: skip
-    yield Case(
-        "scatter-add", model, shape, setting, lambda: ops.scatter_add_packed(flat, where, packed),
-        lambda: reference.scatter_add_packed(flat, where, packed), nbytes(packed), traffic + nbytes(packed),
-        in_place=2 * nbytes(packed),
-    )  # fmt: skip
+def choice_cases(model: str, shape: str, n: int, density: float, device: str) -> Iterator[Case]:
+    """The largest of n numbers, and what is done at their places."""
+    count = int(density * n)
+
+    def chosen() -> tuple[Tensor, Tensor, Tensor]:
+        x_n = drawn((n,), device)
+        return x_n, ops.abs_topk(x_n.view(1, -1), count), torch.zeros(count, device=device)
+
+    def topk() -> Runs:
+        x_n, places_1c, _ = chosen()
+        x_1n = x_n.view(1, -1)
+        return Runs(
+            lambda: ops.abs_topk(x_1n, count), lambda: reference.abs_topk(x_1n, places_1c.clone()), nbytes(x_n),
+            nbytes(x_n, places_1c), rival=lambda: torch.topk(x_1n.abs(), count, dim=1, sorted=False),
+        )  # fmt: skip
+
+    def gather() -> Runs:
+        x_n, places_1c, packed_c = chosen()
+        places_c, twin_c = places_1c.view(-1), torch.empty_like(packed_c)
+        return Runs(
+            lambda: ops.gather_packed(x_n, places_c), lambda: reference.gather_packed(x_n, places_c, twin_c),
+            nbytes(packed_c), nbytes(places_c, packed_c, packed_c),
+        )  # fmt: skip
+
+    def scatter() -> Runs:
+        x_n, places_1c, packed_c = chosen()
+        places_c, moved = places_1c.view(-1), 2 * nbytes(packed_c)
+        return Runs(
+            lambda: ops.scatter_add_packed(x_n, places_c, packed_c),
+            lambda: reference.scatter_add_packed(x_n, places_c, packed_c),
+            nbytes(packed_c), nbytes(places_c, packed_c) + moved, moved,
+        )  # fmt: skip
+
+    setting = f"{density:.0%}"
+    yield Case("abs_topk", model, shape, setting, topk, "torch.topk")
+    yield Case("gather", model, shape, setting, gather)
+    yield Case("scatter-add", model, shape, setting, scatter)
 
 
-def _rank_cases(model: str, m_knc: Tensor, rank: int) -> Iterator[Case]:
-    p_knr = torch.randn(1, m_knc.shape[1], rank, device=m_knc.device)
-    out, setting = torch.empty_like(p_knr), f"rank {rank}"
-    yield Case(
-        "orthonormalize", model, f"{p_knr.shape[1]} x {rank}", setting, lambda: ops.orthonormalize(p_knr),
-        lambda: reference.orthonormalize(p_knr, out), nbytes(p_knr), 2 * nbytes(p_knr),
-        lambda: gram_schmidt(p_knr[0]), "Gram-Schmidt by columns",
-    )  # fmt: skip
+def basis_case(model: str, n: int, rank: int, device: str, rival: Callable[[Tensor], object], rival_name: str) -> Case:
+    """An orthonormal basis of thin columns."""
+
+    def build() -> Runs:
+        p_knr = drawn((1, n, rank), device)
+        out_knr = torch.empty_like(p_knr)
+        return Runs(
+            lambda: ops.orthonormalize(p_knr), lambda: reference.orthonormalize(p_knr, out_knr),
+            nbytes(p_knr), 2 * nbytes(p_knr), rival=lambda: rival(p_knr[0]),
+        )  # fmt: skip
+
+    return Case("orthonormalize", model, f"{n} x {rank}", f"rank {rank}", build, rival_name)
 
 
-def _norm(x: Tensor) -> Pair:
-    out = torch.empty(2, dtype=torch.float64, device=x.device)
-    return lambda: ops.finite_norm(x), lambda: reference.finite_norm(x, out)
+def residual_case(model: str, shape: str, size: Size, rank: int, device: str) -> Case:
+    """What a product of factors leaves of a matrix: torch's batched product that adds, beside a product and a sum."""
+
+    def build() -> Runs:
+        m_knc, p_knr = drawn((1, *size), device), drawn((1, size[0], rank), device)
+        q_krc = (drawn((1, size[1], rank), device) * 1e-3).transpose(1, 2)
+        moved = nbytes(m_knc, m_knc)
+        return Runs(
+            lambda: m_knc.baddbmm_(p_knr, q_krc, alpha=-1), lambda: m_knc.sub_(p_knr @ q_krc),
+            nbytes(m_knc), moved + nbytes(p_knr, q_krc), moved,
+        )  # fmt: skip
+
+    return Case("M - P Q^T", model, shape, f"rank {rank}", build)
 
 
-def _histogram(x: Tensor) -> Pair:
-    counts = torch.empty(1000, dtype=torch.int64, device=x.device)
-    limits = torch.empty(2, dtype=torch.float64, device=x.device)
-    return lambda: ops.sample_histogram(x, 4, 1000), lambda: reference.sample_histogram(x, 4, counts, limits)
+def norm_cases(model: str, shape: str, size: Size, device: str, dtype: torch.dtype = torch.float32) -> Iterator[Case]:
+    """A norm, and a histogram of a sample."""
+    bins, stride = 1000, 4
+
+    def norm() -> Runs:
+        x_nm, out_2 = drawn(size, device, dtype), torch.empty(2, dtype=torch.float64, device=device)
+        return Runs(
+            lambda: ops.finite_norm(x_nm), lambda: reference.finite_norm(x_nm, out_2), nbytes(x_nm), nbytes(x_nm)
+        )
+
+    def histogram() -> Runs:
+        x_nm = drawn(size, device, dtype)
+        counts_b = torch.empty(bins, dtype=torch.int64, device=device)
+        range_2 = torch.empty(2, dtype=torch.float64, device=device)
+        fetched = min(nbytes(x_nm), x_nm.numel() // stride * SECTOR)
+        return Runs(
+            lambda: ops.sample_histogram(x_nm, stride, bins),
+            lambda: reference.sample_histogram(x_nm, stride, counts_b, range_2), nbytes(x_nm) // stride, fetched,
+        )  # fmt: skip
+
+    yield Case("finite_norm", model, shape, kind_of(dtype).strip(), norm)
+    yield Case("histogram", model, shape, f"every {stride}th, {bins} bins{kind_of(dtype)}", histogram)
 
 
-def timed(run: Callable[[], Any], device: str, budget: float) -> float:
-    """Median seconds of one run, over at least three and as many as the budget allows."""
-
-    def once() -> float:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    once()  # what is imported, compiled or allocated at first
-    first = once()
-    if first > budget:
-        return first
-    return statistics.median(once() for _ in range(max(3, min(30, int(budget / max(first, 1e-6))))))
-
-
-def measure(case: Case, device: str, budget: float) -> Row:
+def measure(case: Case, clock: Clock, device: str) -> Row:
     """The case, its twin, its rival, and the passes over as many bytes that are its limit."""
-    limit = _passes(case.traffic - case.in_place, case.in_place, device, budget)
-    own, twin = timed(case.run, device, budget), timed(case.twin, device, budget)
-    rival = timed(case.rival, device, budget) if case.rival is not None else 0.0
+    sets = [case.build()]
+    one = sets[0]
+    sets += [case.build() for _ in range(clock.sets(one.traffic) - 1)]
+    limit = _passes(one.traffic - one.in_place, one.in_place, clock, device)
+    own, twin = clock.time([runs.run for runs in sets]), clock.time([runs.twin for runs in sets])
+    rivals = [runs.rival for runs in sets if runs.rival is not None]
+    rival = clock.time(rivals) if rivals else Time(0.0, "")
+    seconds = own.seconds
     return Row(
-        case.op, case.model, case.shape, case.setting, case.input_bytes / own / 1e9, case.traffic / limit / 1e9,
-        limit / own, twin / own, rival / own, case.rival_name,
+        case.op, case.model, case.shape, case.setting, one.input_bytes / seconds / 1e9, one.traffic / limit / 1e9,
+        limit / seconds, twin.seconds / seconds, rival.seconds / seconds, case.rival_name,
+        seconds, one.traffic, own.how,
     )  # fmt: skip
 
 
-def _passes(copied: int, in_place: int, device: str, budget: float) -> float:
+def _passes(copied: int, in_place: int, clock: Clock, device: str) -> float:
     """Seconds of copying some bytes (half of them read, half written), and of scaling others where they are."""
     elements = max(copied // 8, 1)
-    source, target = torch.ones(elements, device=device), torch.empty(elements, device=device)
-    seconds = timed(lambda: target.copy_(source), device, budget) * copied / (8 * elements)
+    ends = [[torch.ones(elements, device=device) for _ in range(2)] for _ in range(clock.sets(8 * elements))]
+    seconds = clock.time([partial(target.copy_, source) for source, target in ends]).seconds * copied / (8 * elements)
     if in_place:
-        scaled = torch.ones(max(in_place // 8, 1), device=device)
-        seconds += timed(lambda: scaled.mul_(1.0), device, budget)
+        elements = max(in_place // 8, 1)
+        scaled = [torch.ones(elements, device=device) for _ in range(clock.sets(4 * elements))]
+        seconds += clock.time([partial(x.mul_, 1.0) for x in scaled]).seconds
     return seconds
 
 
@@ -308,14 +383,14 @@ def main() -> None:
     name = (
         torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()}, {options.threads} threads"
     )
-    rows: list[Row] = []
+    device, rows = options.device, list[Row]()
     print(ROWS, flush=True)
     for model in options.models.split(","):
         # What comes first pays for the processor's and the allocator's start: it is measured once more.
-        measure(next(iter(codec_cases(model, options.device, options.quick))), options.device, 4 * options.budget)
+        measure(next(codec_cases(model, device, options.quick)), clock_of(device, 4 * options.budget), device)
         for cases in (codec_cases, message_cases, gradient_cases):
-            for case in cases(model, options.device, options.quick):
-                rows.append(measure(case, options.device, options.budget))
+            for case in cases(model, device, options.quick):
+                rows.append(measure(case, clock_of(device, options.budget), device))
                 print(line(rows[-1]), flush=True)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "table.md").write_text("\n".join([ROWS, *map(line, rows)]) + "\n")

@@ -13,7 +13,13 @@ from megatron.training.plots import COLORS, new_figure, save_figure
 
 @dataclass(frozen=True)
 class Row:
-    """One operation on one shape, in GB/s and ratios but for the first words."""
+    """One operation on one shape, in GB/s and ratios but for the first words and what follows the rival.
+
+    Args:
+        seconds: of the operation.
+        traffic: bytes that it must move at least.
+        how: its time was taken.
+    """
 
     op: str
     model: str
@@ -25,6 +31,9 @@ class Row:
     times_twin: float
     times_rival: float
     rival: str
+    seconds: float = 0.0
+    traffic: int = 0
+    how: str = ""
 
 
 Span = tuple[float, float]

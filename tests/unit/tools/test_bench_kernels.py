@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 
 from megatron.config.errors import UserError
 from tools import bench_kernels, kernel_table
-from tools.bench_kernels import MESSAGE_RANKS, message_cases
+from tools.bench_kernels import MESSAGE_RANKS, Case, Runs, message_cases
+from tools.device_clock import Call, Time
 from tools.kernel_table import Kind, Row, draw, kinds_of, read_summary, summary
 
 ROWS = [
@@ -25,13 +27,13 @@ def test_low_rank_messages_and_their_twins_are_the_same_work(monkeypatch: pytest
     monkeypatch.setitem(bench_kernels.MODELS, "tiny", 96)
     torch.manual_seed(0)
     matrix = torch.randn(1024, 8) @ torch.randn(8, 96)
-    drawn = torch.randn
+    drawn = bench_kernels.drawn
     monkeypatch.setattr(
-        torch, "randn", lambda *sizes, **given: matrix.clone() if sizes == (1024, 96) else drawn(*sizes, **given)
+        bench_kernels, "drawn", lambda size, device: matrix.clone() if size == (1024, 96) else drawn(size, device)
     )
     cases = list(message_cases("tiny", "cpu", quick=False))
     assert [case.op for case in cases] == ["low-rank compress", "low-rank decompress"] * len(MESSAGE_RANKS)
-    compress, decompress = cases[:2]
+    compress, decompress = (case.build() for case in cases[:2])
     assert (compress.input_bytes, compress.traffic) == (1024 * 96 * 4, 1024 * 96 * 4 + 8 * (1024 + 96) * 4)
     scale = matrix.abs().max()
     assert compress.rival is not None
@@ -43,19 +45,62 @@ def test_low_rank_messages_and_their_twins_are_the_same_work(monkeypatch: pytest
     assert len(list(message_cases("tiny", "cpu", quick=True))) == 2
 
 
-def test_what_is_changed_in_place_has_a_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+class _Clock:
+    """Gives the times it was made with, one after another."""
+
+    def __init__(self, *seconds: float, sets: int = 1) -> None:
+        self.seconds, self.count, self.asked = list(seconds), sets, list[int]()
+
+    def sets(self, nbytes: int) -> int:
+        return self.count
+
+    def time(self, calls: Sequence[Call]) -> Time:
+        self.asked.append(len(calls))
+        return Time(self.seconds.pop(0), "clock")
+
+
+def test_what_is_changed_in_place_has_a_limit_of_its_own() -> None:
     """A copy's speed for what is copied, the speed of scaling for the rest."""
-    spent: list[str] = []
-
-    def timed(run: object, device: str, budget: float) -> float:
-        spent.append("run")
-        return {1: 2.0, 2: 1.0, 3: 4.0}.get(len(spent), 8.0)
-
-    monkeypatch.setattr(bench_kernels, "timed", timed)
-    case = bench_kernels.Case("op", "m", "s", "", lambda: None, lambda: None, 10**9, 3 * 10**3, in_place=10**3)
-    row = bench_kernels.measure(case, "cpu", 0.1)
+    clock = _Clock(2.0, 1.0, 4.0, 8.0, sets=3)
+    runs = Runs(lambda: None, lambda: None, 10**9, 3 * 10**3, in_place=10**3)
+    row = bench_kernels.measure(Case("op", "m", "s", "", lambda: runs), clock, "cpu")
     assert row.of_limit == pytest.approx((2.0 + 1.0) / 4.0)
     assert (row.gbps, row.times_twin) == (0.25, 2.0)
+    assert (row.seconds, row.traffic, row.how) == (4.0, 3000, "clock")
+    assert clock.asked == [3, 3, 3, 3]  # each over as many sets of inputs as the clock wants
+
+
+def test_every_operation_counts_its_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand, for 8 bits of 64 x 64 numbers: 4 bytes read, 1 written and a scale for each 64, and what moves."""
+    monkeypatch.setitem(bench_kernels.MODELS, "tiny", 64)
+    n, message = 64 * 64, 64 * 64 + 64 * 4
+    counted = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for case in bench_kernels.grid_cases("tiny", (64, 64), 8, "cpu", dtype):
+            runs = case.build()
+            runs.run()
+            runs.twin()
+            counted[case.op, case.setting] = (runs.input_bytes, runs.traffic, runs.in_place)
+    assert counted == {
+        ("quantize", "8 bits, group"): (4 * n, 4 * n + message, 0),
+        ("dequantize", "8 bits, group"): (4 * n, 4 * n + message, 0),
+        ("quantize, delta", "8 bits, group"): (4 * n, 12 * n + message, 8 * n),
+        ("quantize, feedback", "8 bits, group"): (4 * n, 12 * n + message, 8 * n),
+        ("dequantize, add", "8 bits, group"): (4 * n, 8 * n + message, 8 * n),
+        ("quantize", "8 bits bf16, group"): (2 * n, 2 * n + message, 0),
+        ("dequantize", "8 bits bf16, group"): (2 * n, 2 * n + message, 0),
+        ("quantize, delta", "8 bits bf16, group"): (2 * n, 6 * n + message, 4 * n),
+        ("quantize, feedback", "8 bits bf16, group"): (2 * n, 6 * n + message, 4 * n),
+    }
+    monkeypatch.setitem(bench_kernels.MODELS, "tiny", 384)
+    for case in bench_kernels.gradient_cases("tiny", "cpu", quick=True):
+        runs = case.build()
+        runs.run()
+        runs.twin()
+        if runs.rival is not None:
+            runs.rival()
+    norm, histogram = bench_kernels.norm_cases("tiny", "64 x 64", (64, 64), "cpu")
+    assert (norm.build().traffic, histogram.build().traffic) == (4 * n, 4 * n)  # every 4th number is in every sector
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
