@@ -37,20 +37,28 @@ from tools.ckpt_convert import convert, parse
 from tools.planner.measure import rate_of
 
 
+def gpt2(layers: int, hidden: int, heads: int, vocab: int) -> Any:
+    """A random GPT-2 of transformers."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_positions=1024, n_embd=hidden, n_layer=layers, n_head=heads, vocab_size=vocab)
+    return GPT2LMHeadModel(config).eval()
+
+
 def models(quick: bool) -> dict[str, Any]:
     """Random models of transformers, by name."""
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     layers, hidden, heads, vocab = (2, 64, 2, 512) if quick else (12, 768, 12, 50257)
     torch.manual_seed(1)
-    gpt2 = GPT2LMHeadModel(GPT2Config(n_positions=1024, n_embd=hidden, n_layer=layers, n_head=heads, vocab_size=vocab))
+    plain = gpt2(layers, hidden, heads, vocab)
     llama = LlamaForCausalLM(
         LlamaConfig(
             hidden_size=hidden, intermediate_size=hidden * 8 // 3, num_hidden_layers=layers, num_attention_heads=heads,
             num_key_value_heads=heads // 2, max_position_embeddings=1024, vocab_size=vocab,
         )
     )  # fmt: skip
-    return {"GPT-2": gpt2.eval(), "Llama, 2 queries a group": llama.eval()}
+    return {"GPT-2": plain, "Llama, 2 queries a group": llama.eval()}
 
 
 def loaded(theirs: Any, dtype: torch.dtype, device: torch.device) -> LoadedModel:
@@ -72,9 +80,19 @@ def loaded(theirs: Any, dtype: torch.dtype, device: torch.device) -> LoadedModel
         return load_model(folder / "ours", tokenizer=tokenizer, device=device)
 
 
+def weights_of(model: LoadedModel) -> list[torch.Tensor]:
+    """What must be read for each token."""
+    return [p for name, p in model.stage.named_parameters() if p.dim() > 1 and "position" not in name]
+
+
+def synchronizer(device: str) -> Callable[[], None]:
+    """Waits for a device."""
+    return torch.cuda.synchronize if device == "cuda" else lambda: None
+
+
 def limit(model: LoadedModel, rows: int, synchronise: Callable[[], None]) -> float:
     """Tokens per second that memory and products allow."""
-    weights = [p for name, p in model.stage.named_parameters() if p.dim() > 1 and "position" not in name]
+    weights = weights_of(model)
     elements, size = sum(p.numel() for p in weights), weights[0].element_size()
     source = torch.empty(max(1 << 26, elements // 4), dtype=weights[0].dtype, device=model.device).normal_()
     # A sum reads, as a product with few rows does; a copy would write as well.
@@ -123,7 +141,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sync: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    sync = synchronizer(device.type)
     new, lengths = (8, 8) if options.quick else (128, 64)
     print(f"{device.type}, {options.threads} threads, prompts of {lengths} tokens, {new} new tokens each\n")
     print("| model | type | prompts | ours tokens/s | theirs | ours / theirs | of the limit | equal tokens |")

@@ -19,7 +19,8 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,48 +37,38 @@ from megatron.data.batch import Batch
 from megatron.topology.launch import LaunchEnvironment, init_process_group, shutdown
 from megatron.topology.topology import Topology, build_topology, single_process
 from megatron.training.assembly import build_engines, layout_of
-from megatron.training.flops import ModelShape, model_flops_per_sample
 from megatron.training.step import train_step
-
-VOCAB = 50257
-
-
-@dataclass(frozen=True)
-class Shape:
-    layers: int
-    hidden: int
-    seq: int
-    batch: int
-    vocab: int = VOCAB
-
-    @property
-    def name(self) -> str:
-        return f"L{self.layers} h{self.hidden} s{self.seq} b{self.batch}"
-
-    @property
-    def heads(self) -> int:
-        return max(1, self.hidden // 64)
-
-    def flops(self) -> float:
-        """Operations of one step that the model needs."""
-        shape = ModelShape(
-            self.layers,
-            self.hidden,
-            4 * self.hidden,
-            self.heads,
-            self.heads,
-            self.hidden // self.heads,
-            self.seq,
-            self.vocab,
-        )
-        return float(model_flops_per_sample(shape) * self.batch)
-
+from tools.train_sides import Shape, Step, peer_step
 
 SHAPES = [Shape(4, 256, 256, 8), Shape(8, 512, 512, 4), Shape(12, 768, 1024, 1)]
 QUICK = [Shape(2, 128, 32, 2, vocab=128)]
 
 
-def run_config(shape: Shape, precision: str, parallel: dict[str, Any], micro: int, world: int) -> RunConfig:
+def run_config(
+    shape: Shape, precision: str, parallel: dict[str, Any], micro: int, world: int, divisor: int = 1
+) -> RunConfig:
+    """The resolved configuration of a training with as many samples a step as the shape has.
+
+    Args:
+        shape: of the model.
+        precision: fp32 or bf16.
+        parallel: of its section.
+        micro: samples of a micro-batch.
+        world: ranks.
+        divisor: of the padded vocabulary.
+    """
+    form: dict[str, Any] = {}
+    if shape.llama:
+        form = {
+            "ffn_hidden_size": shape.ffn,
+            "num_query_groups": shape.groups,
+            "position_embedding_type": "rope",
+            "normalization": "RMSNorm",
+            "swiglu": True,
+            "add_bias_linear": False,
+            "untie_embeddings_and_output_weights": True,
+        }
+    cuda = parallel.get("distributed_backend") == "nccl"
     return RunConfig.from_dict(
         {
             "model": {
@@ -88,139 +79,190 @@ def run_config(shape: Shape, precision: str, parallel: dict[str, Any], micro: in
                 "max_position_embeddings": shape.seq,
                 "attention_dropout": 0.0,
                 "hidden_dropout": 0.0,
-                "make_vocab_size_divisible_by": 1,
+                "make_vocab_size_divisible_by": divisor,
+                **form,
             },
-            "training": {"micro_batch_size": micro, "global_batch_size": shape.batch, "train_iters": 1},
+            "training": {"micro_batch_size": micro, "global_batch_size": shape.samples, "train_iters": 1},
             "optimizer": {"lr": 1e-4, "clip_grad": 1.0},
             "tokenizer": {"vocab_size": shape.vocab},
             "parallel": {"distributed_backend": "gloo", **parallel},
             "precision": {} if precision == "fp32" else {precision: True},
         }
-    ).resolve(world)
+    ).resolve(world, cuda_available=cuda)
 
 
-def our_step(
-    shape: Shape, precision: str, parallel: dict[str, Any], topology: Topology | None = None
-) -> Callable[[], None]:
-    """One step of this project, the whole global batch over the ranks of the topology."""
-    world = topology.layout.world_size if topology else 1
-    dp = topology.layout.dp if topology else 1
-    pipeline = topology is not None and topology.layout.pp > 1
-    micro = max(1, shape.batch // (dp * (2 if pipeline else 1)))
-    config = run_config(shape, precision, parallel, micro, world)
-    if topology is None:
-        topology = single_process("cuda" if torch.cuda.is_available() else "cpu")
-    engines = build_engines(config, topology, shape.vocab)
-    tokens = torch.randint(0, shape.vocab, (micro, shape.seq + 1))
+def our_step(config: RunConfig, topology: Topology, vocab: int) -> Step:
+    """One step of the trainer, the whole global batch over the ranks of the topology."""
+    engines = build_engines(config, topology, vocab)
+    micro, seq = config.training.micro_batch_size, config.model.seq_length
+    tokens = torch.randint(0, vocab, (micro, seq + 1))
     batch = Batch(
         sample_ids_b=torch.arange(micro),
         draw_ids_b=torch.arange(micro),
         tokens_bs=tokens[:, :-1].contiguous(),
         labels_bs=tokens[:, 1:].contiguous(),
-        loss_mask_bs=torch.ones(micro, shape.seq),
+        loss_mask_bs=torch.ones(micro, seq),
     ).to(topology.device)
-    batches = [batch] * (shape.batch // (micro * dp))
-    return lambda: _ignore(train_step(engines, batches, 0, 1e-4, 0.01))
+    assert config.training.global_batch_size is not None
+    batches = [batch] * (config.training.global_batch_size // (micro * topology.layout.dp))
+    return lambda: train_step(engines, batches, 0, 1e-4, 0.01)
 
 
-def _ignore(_: object) -> None:
-    if torch.cuda.is_available():
+def alone_step(shape: Shape, precision: str, device: str, divisor: int = 1) -> Step:
+    """The trainer's step on one process."""
+    backend = "nccl" if device == "cuda" else "gloo"
+    config = run_config(shape, precision, {"distributed_backend": backend}, shape.batch, 1, divisor)
+    return our_step(config, single_process(device), shape.vocab)
+
+
+def synchronize(device: str) -> None:
+    """Waits for a device."""
+    if device == "cuda":
         torch.cuda.synchronize()
 
 
-def their_step(shape: Shape) -> Callable[[], None]:
-    """One step of Hugging Face's GPT2LMHeadModel in fp32."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = GPT2Config(
-        vocab_size=shape.vocab,
-        n_positions=shape.seq,
-        n_embd=shape.hidden,
-        n_layer=shape.layers,
-        n_head=shape.heads,
-        attn_pdrop=0.0,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        use_cache=False,
-    )
-    config._attn_implementation = "sdpa"
-    model: Any = GPT2LMHeadModel(config)
-    model.to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
-    tokens = torch.randint(0, shape.vocab, (shape.batch, shape.seq), device=device)
-
-    def step() -> None:
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        _ignore(None)
-
-    return step
-
-
-def peak_rate(precision: str, quick: bool) -> float:
+def peak_rate(precision: str, quick: bool, device: str) -> float:
     """Best measured rate of a square matrix product, FLOP/s.
 
     Args:
         precision: fp32 or bf16, in which a processor without instructions for it takes a hundred times as long.
         quick: of a small one.
+        device: of torch.
     """
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    device, n = ("cuda", 8192) if torch.cuda.is_available() else ("cpu", 2048)
-    n = 256 if quick else n
+    n = 256 if quick else 8192 if device == "cuda" else 2048
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     best = float("inf")
     for _ in range(6):
         start = time.perf_counter()
         a @ b
-        _ignore(None)
+        synchronize(device)
         best = min(best, time.perf_counter() - start)
     return 2 * n**3 / best
 
 
-def worker(pipe: Connection, kind: str, shape: Shape, precision: str, threads: int) -> None:
-    """Steps (or measures the peak) each time it is asked; answers with seconds, and at the end with peak memory."""
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    step = their_step(shape) if kind == "theirs" else our_step(shape, precision, {})
-    while pipe.recv() == "step":
-        start = time.perf_counter()
-        step()
-        pipe.send(time.perf_counter() - start)
-    pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+@dataclass(frozen=True)
+class SideOf:
+    """What a side is to run.
+
+    Args:
+        kind: ours, nanogpt or hugging-face.
+        shape: of the model.
+        precision: fp32 or bf16.
+        threads: on a CPU.
+        device: of torch.
+        compiled: by torch.compile, a peer's model.
+        divisor: of our padded vocabulary.
+    """
+
+    kind: str
+    shape: Shape
+    precision: str
+    threads: int
+    device: str = "cpu"
+    compiled: bool = False
+    divisor: int = 1
+
+    def build(self) -> Step:
+        """The step, on this process."""
+        torch.set_num_threads(self.threads)
+        torch.manual_seed(0)
+        if self.kind == "ours":
+            return alone_step(self.shape, self.precision, self.device, self.divisor)
+        return peer_step(self.kind, self.shape, self.precision, self.device, self.compiled)
+
+    def peak_bytes(self) -> int:
+        """Most memory that this process has held."""
+        if self.device == "cuda":
+            return int(torch.cuda.max_memory_allocated())
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def worker(pipe: Connection, side: SideOf) -> None:
+    """Takes as many steps as it is told, until it is told None; answers with seconds of one, or to 0 with its peak
+    memory. What fails is answered in words."""
+    try:
+        step = side.build()
+        while (count := pipe.recv()) is not None:
+            synchronize(side.device)
+            start = time.perf_counter()
+            for _ in range(count):
+                step()
+            synchronize(side.device)
+            pipe.send((time.perf_counter() - start) / count if count else side.peak_bytes())
+    except Exception as error:
+        traceback.print_exc()
+        pipe.send(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+
+
+class SideError(Exception):
+    """A side failed; one line.
+
+    Args:
+        kind: of the side.
+        why: it failed.
+    """
+
+    def __init__(self, kind: str, why: str) -> None:
+        super().__init__(f"{kind}: {why}")
+        self.kind = kind
 
 
 class Side:
-    """A worker process."""
+    """A worker process. All that asks it raises a SideError when it has failed or is gone."""
 
-    def __init__(self, kind: str, shape: Shape, precision: str, threads: int) -> None:
+    def __init__(self, side: SideOf) -> None:
         context = mp.get_context("spawn")
+        self.kind = side.kind
         self.pipe, child = context.Pipe()
-        self.process = context.Process(target=worker, args=(child, kind, shape, precision, threads), daemon=True)
+        self.process = context.Process(target=worker, args=(child, side), daemon=True)
         self.process.start()
+        child.close()  # so that a worker that dies is noticed
 
-    def step(self) -> float:
-        self.pipe.send("step")
-        return float(self.pipe.recv())
+    def begin(self, count: int = 1) -> None:
+        """Tells it to take steps."""
+        with suppress(BrokenPipeError):  # its answer says more
+            self.pipe.send(count)
+
+    def end(self) -> float:
+        """Waits for what it was told; its answer."""
+        try:
+            answer = self.pipe.recv()
+        except EOFError:
+            self.process.join()
+            raise SideError(self.kind, f"the process ended with status {self.process.exitcode}") from None
+        if isinstance(answer, str):
+            raise SideError(self.kind, answer)
+        return float(answer)
+
+    def step(self, count: int = 1) -> float:
+        """Seconds of one of some steps."""
+        self.begin(count)
+        return self.end()
+
+    def peak_bytes(self) -> int:
+        """The most memory that it has held."""
+        return int(self.step(0))
 
     def close(self) -> int:
         """Ends it; returns its peak memory in bytes."""
-        self.pipe.send("end")
-        memory = int(self.pipe.recv())
+        memory = self.peak_bytes()
+        self.pipe.send(None)
         self.process.join()
         return memory
 
+    def kill(self) -> None:
+        """Ends it at once, whatever it does."""
+        self.process.kill()
+        self.process.join()
 
-def compare(shape: Shape, precision: str, threads: int, steps: int, peak: float) -> dict[str, Any]:
+
+def compare(shape: Shape, precision: str, threads: int, steps: int, peak: float, device: str) -> dict[str, Any]:
     """This project against Hugging Face in fp32, in turns."""
-    ours, theirs = Side("ours", shape, precision, threads), Side("theirs", shape, "fp32", threads)
+    ours = Side(SideOf("ours", shape, precision, threads, device))
+    theirs = Side(SideOf("hugging-face", shape, "fp32", threads, device))
     pairs = [(ours.step(), theirs.step()) for _ in range(steps + 2)][2:]
-    tokens = shape.batch * shape.seq
+    tokens = shape.samples * shape.seq
     own = statistics.median(a for a, _ in pairs)
     other = statistics.median(b for _, b in pairs)
     return {
@@ -240,8 +282,11 @@ def parallel_rank(rank: int, port: int, shape: Shape, parallel: dict[str, Any], 
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
     init_process_group(LaunchEnvironment(rank, 2, rank), "gloo", 5)
-    config = run_config(shape, "fp32", parallel, 1, 2)
-    step = our_step(shape, "fp32", parallel, build_topology(layout_of(config, 2), torch.device("cpu")))
+    pipeline = "pipeline_model_parallel_size" in parallel
+    replicas = 1 if pipeline or "tensor_model_parallel_size" in parallel else 2
+    micro = max(1, shape.batch // (replicas * (2 if pipeline else 1)))
+    config = run_config(shape, "fp32", parallel, micro, 2)
+    step = our_step(config, build_topology(layout_of(config, 2), torch.device("cpu")), shape.vocab)
     times = []
     for _ in range(steps + 2):
         start = time.perf_counter()
@@ -261,7 +306,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def overhead(shape: Shape, steps: int) -> list[dict[str, Any]]:
     """Two processes of one thread against one of two threads, same global batch."""
-    single = Side("ours", shape, "fp32", 2)
+    single = Side(SideOf("ours", shape, "fp32", 2))
     alone = statistics.median([single.step() for _ in range(steps + 2)][2:])
     single.close()
     rows = []
@@ -320,13 +365,14 @@ def main() -> int:
     flags = parser.parse_args()
     shapes, steps = (QUICK, 2) if flags.quick else (SHAPES, flags.steps)
     torch.set_num_threads(flags.threads)
-    peaks = {precision: peak_rate(precision, flags.quick) for precision in ("fp32", "bf16")}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    peaks = {precision: peak_rate(precision, flags.quick, device) for precision in ("fp32", "bf16")}
     rows = []
     for shape in shapes:
         for precision in peaks:
-            rows.append(compare(shape, precision, flags.threads, steps, peaks[precision]))
+            rows.append(compare(shape, precision, flags.threads, steps, peaks[precision], device))
             print(f"{shape.name} {precision}: ratio {rows[-1]['ratio']:.2f}", file=sys.stderr, flush=True)
-    layouts = [] if torch.cuda.is_available() else overhead(shapes[min(1, len(shapes) - 1)], steps)
+    layouts = [] if device == "cuda" else overhead(shapes[min(1, len(shapes) - 1)], steps)
     print(table(rows, layouts, peaks))
     flags.out.parent.mkdir(parents=True, exist_ok=True)
     content = {"peaks": peaks, "single": rows, "parallel": layouts, "shapes": [asdict(shape) for shape in shapes]}

@@ -3,11 +3,13 @@
 
     sudo python tools/netlab.py --hosts 4 --rate 100mbit -- pretrain_gpt.py ...
     sudo python tools/netlab.py --hosts 2 --ranks-per-host 2 --rate 1gbit --rate 1=200mbit -- pretrain_gpt.py ...
+    sudo python tools/netlab.py --device cuda --rate 1gbit -- pretrain_gpt.py ...   ranks on this machine's GPUs
     sudo python tools/netlab.py clean          removes what killed runs left behind, their processes too
 
 Every host is a network namespace on a bridge; its link is shaped in both directions by `tc tbf`, and the processes
 inside talk over loopback. `--cpus-per-host 0.5` gives each a processor share of its own. The command runs under
-torchrun, one node to a host, over gloo. When it has ended or timed out, the interfaces' own byte counters are printed,
+torchrun, one node to a host, over gloo; with `--device cuda` over NCCL, whose sockets use the hosts' links, also where
+several ranks share one GPU. When it has ended or timed out, the interfaces' own byte counters are printed,
 but not after Ctrl-C. However it ends, everything is removed, and ranks that SIGTERM does not end within seconds are
 killed; SIGKILL alone leaves everything as it is, which is what `clean` is for. Two laboratories at once do not meet.
 """
@@ -27,6 +29,8 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
 
 from tools.interrupt import stopped_in_order
 from tools.lab import Lab, LabError, Traffic, check_permission, say
@@ -144,6 +148,9 @@ def parse_options() -> argparse.Namespace:
         metavar="N",
         help="processors that each host has for itself, such as 0.5; all share what there is unless given",
     )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks: cuda sets NCCL up for the links (cpu)"
+    )
     parser.add_argument("--timeout", type=float, default=None, help="seconds after which the run is ended (status 124)")
     parser.add_argument(
         "command",
@@ -159,6 +166,8 @@ def parse_options() -> argparse.Namespace:
         raise LabError(f"--cpus-per-host {options.cpus_per_host:g}: must be 0.1 to 1024")
     if options.timeout is not None and not 0 < options.timeout < math.inf:
         raise LabError(f"--timeout {options.timeout:g}: must be a number of seconds above 0")
+    if options.device == "cuda" and options.command != ["clean"] and not torch.cuda.is_available():
+        raise LabError("--device cuda: torch sees no CUDA device; leave it out to train over gloo")
     if options.command[0] == "clean" and len(options.command) > 1:
         raise LabError("`clean` takes nothing after it; a script of that name is run by: -- clean ...")
     return options
@@ -181,7 +190,7 @@ def main() -> int:
         command = checked_command(options.command)
         with (
             stopped_in_order(even_ignored=True),
-            Lab(parse_rates(options.rate, options.hosts), options.cpus_per_host) as lab,
+            Lab(parse_rates(options.rate, options.hosts), options.cpus_per_host, options.device) as lab,
         ):
             before, start = lab.traffic(), time.monotonic()
             status = lab.run(command, options.ranks_per_host, options.timeout)

@@ -53,7 +53,7 @@ def test_toy_runs_on_shaped_hosts(tmp_path: Path) -> None:
         Case("torch DDP, powerSGD_hook, rank 4", peer="ddp-powersgd", rank=4),
     )
     bench = Bench(2, 1, 1, 1, (2, 64, 32), 2, (), cases, "gradients")
-    rows = measure("toy", bench, [Setup("slow", 30.0, "for the test")], 1, tmp_path)
+    rows = list(measure("toy", bench, [Setup("slow", 30.0, "for the test")], 1, tmp_path))
     assert [(row.setup, row.case) for row in rows] == [
         (setup, case.name) for case in cases for setup in ("unshaped", "slow")
     ]

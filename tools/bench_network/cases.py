@@ -17,6 +17,7 @@ class Case:
         specs: of ``--compress``.
         schedule: of the pipeline.
         peer: a peer of ``peers.py`` instead; with a rank.
+        overlap: gradients are reduced while backward goes on.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Case:
     schedule: str = "1f1b"
     peer: str = ""
     rank: int = 0
+    overlap: bool = True
 
 
 FP32 = Case("fp32 traffic")
@@ -72,6 +74,9 @@ MIXED = (
 )
 
 
+VOCAB = 2048
+
+
 @dataclass(frozen=True)
 class Bench:
     """A layout on hosts.
@@ -85,6 +90,9 @@ class Bench:
         cases: what is measured on each.
         paced_by: "message": the set-up's ratio is a micro-batch's; "gradients": an iteration's.
         tied: the output projection is the embedding, whose gradient the first and the last stage must then add up.
+        device: cpu: fp32 over gloo, each host with a share of the processors; cuda: bf16 over NCCL, on one GPU.
+        micro_batch: sequences.
+        vocab: entries.
     """
 
     hosts: int
@@ -97,6 +105,9 @@ class Bench:
     cases: tuple[Case, ...]
     paced_by: str = "message"
     tied: bool = False
+    device: str = "cpu"
+    micro_batch: int = 1
+    vocab: int = VOCAB
 
     @property
     def dp(self) -> int:
@@ -112,14 +123,14 @@ BENCHES = {
     "dp8": Bench(8, 1, 1, 1, (4, 256, 256), 4, (*aqsgd_data(8)[:1], radius_data()), DATA, "gradients"),
     "3d": Bench(4, 2, 2, 2, (8, 512, 256), 4, (optimus_pipeline(), aqsgd_pipeline()[1]), MIXED, tied=True),
 }
-VOCAB = 2048
 
 
 def plan_of(bench: Bench) -> dict[str, Any]:
     """What every rank is told at the start."""
     layers, hidden, sequence = bench.model
     return {
-        "vocab": VOCAB,
+        "vocab": bench.vocab,
+        "device": bench.device,
         "micro_batches": bench.micro_batches,
         "config": {
             "model": {
@@ -133,18 +144,18 @@ def plan_of(bench: Bench) -> dict[str, Any]:
                 "untie_embeddings_and_output_weights": not bench.tied,
             },
             "training": {
-                "micro_batch_size": 1,
-                "global_batch_size": bench.micro_batches * bench.dp,
+                "micro_batch_size": bench.micro_batch,
+                "global_batch_size": bench.micro_batch * bench.micro_batches * bench.dp,
                 "train_iters": 1_000_000,
             },
             "optimizer": {"lr": 1e-3},
             "data": {"sample_order": "fixed"},
-            "tokenizer": {"vocab_size": VOCAB},
+            "tokenizer": {"vocab_size": bench.vocab},
+            "precision": {"bf16": bench.device == "cuda"},
             "parallel": {
                 "tensor_model_parallel_size": bench.tp,
                 "pipeline_model_parallel_size": bench.pp,
-                "distributed_backend": "gloo",
-                "overlap_grad_reduce": True,
+                "distributed_backend": "nccl" if bench.device == "cuda" else "gloo",
             },
         },
     }

@@ -3,16 +3,20 @@
 
     sudo make bench-network                              every layout, about an hour
     sudo make bench-network ARGS="--layouts pp4 --quick" one layout, its extreme links
+    sudo make bench-network ARGS="--device cuda"         ranks on this machine's GPU, over NCCL
 
-Each host is a network namespace with a processor share of its own. A link's rate is not the published one: it is such
-that the uncompressed fp32 traffic takes as long, relative to the computing time measured here, as in the published
-set-up (setups.py holds the arithmetic). Prints Markdown; writes it with a plot and every measurement to --out.
+Each host is a network namespace. On CPUs it has a processor share of its own, and a link's rate is not the published
+one: it is such that the uncompressed fp32 traffic takes as long, relative to the computing time measured here, as in
+the published set-up (setups.py holds the arithmetic). On a GPU models are larger and links have the rates that they
+are named by; what is not waiting or coding there counts as computing. Prints Markdown; writes it with a plot and every
+measurement to --out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -20,8 +24,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +34,10 @@ REPO = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(REPO))
 
-from tools.bench_network.cases import BENCHES, FP32, VOCAB, Bench, Case, plan_of  # noqa: E402
+import torch  # noqa: E402
+
+from tools.bench_network.cases import BENCHES, FP32, Bench, Case, plan_of  # noqa: E402
+from tools.bench_network.cuda_cases import CUDA_BENCHES  # noqa: E402
 from tools.bench_network.report import figure, rate_of, table  # noqa: E402
 from tools.bench_network.setups import Setup  # noqa: E402
 from tools.bench_network.worker import config_of  # noqa: E402
@@ -125,8 +132,10 @@ class Workers:
 @contextmanager
 def workers(bench: Bench) -> Iterator[tuple[Lab, Workers]]:
     """Hosts with equal shares of the processors, and ranks on them."""
-    share = (os.cpu_count() or 1) / bench.hosts
-    with tempfile.TemporaryDirectory(prefix="bench-network-") as folder, Lab([None] * bench.hosts, share) as lab:
+    # A GPU's ranks need their processors to launch what it computes.
+    share = (os.cpu_count() or 1) / bench.hosts if bench.device == "cpu" else None
+    lab = Lab([None] * bench.hosts, share, bench.device)
+    with tempfile.TemporaryDirectory(prefix="bench-network-") as folder, lab:
         started = Workers(lab, bench, Path(folder))
         try:
             yield lab, started
@@ -140,13 +149,15 @@ def link_rate(bench: Bench, setup: Setup, computed: dict[str, float]) -> float:
     Args:
         computed: figures of an uncompressed step on unshaped links.
     """
+    if setup.rate is not None:
+        return setup.rate
     layers, hidden, sequence = bench.model
     if bench.paced_by == "message":
         piece = computed["slowest_compute_s"] / bench.micro_batches
         # Tensor-parallel ranks of one host each send the whole activation over its link.
         sharing = min(bench.tp, bench.ranks_per_host)
         return sharing * sequence * hidden * 32 / (setup.ratio * piece)
-    parameters = 12 * layers * hidden**2 + ((1 if bench.tied else 2) * VOCAB + sequence) * hidden
+    parameters = 12 * layers * hidden**2 + ((1 if bench.tied else 2) * bench.vocab + sequence) * hidden
     return 2 * (bench.dp - 1) / bench.dp * parameters * 32 / (setup.ratio * computed["slowest_compute_s"])
 
 
@@ -158,17 +169,49 @@ def linked(cluster: Cluster, rate: float | None) -> Cluster:
     return replace(cluster, across=replace(cluster.across, gbit_per_s=carried))
 
 
-def predicted(bench: Bench, case: Case, cluster: Cluster) -> float | None:
+def predicted(bench: Bench, case: Case, cluster: Cluster | None) -> float | None:
     """Seconds of an iteration, by the planner."""
-    if case.peer:
+    if case.peer or cluster is None:
         return None
     config = config_of(plan_of(bench), list(case.specs), cluster.gpus, case.schedule)
-    return Predictor(config, cluster, VOCAB).predict(choice_of(config, cluster.gpus)).seconds
+    return Predictor(config, cluster, bench.vocab).predict(choice_of(config, cluster.gpus)).seconds
 
 
-def measure(name: str, bench: Bench, setups: Sequence[Setup], steps: int, out: Path) -> list[Measurement]:
-    """Every case on every link of a layout; what the planner is told of the hosts goes to the folder ``out``."""
-    found: list[Measurement] = []
+def described_hosts(name: str, bench: Bench, ranks: Workers, out: Path) -> Cluster:
+    """What the planner is told of the hosts; also written to the folder ``out``."""
+    specs = sorted({spec for case in bench.cases for spec in case.specs})
+    (rates,) = ranks.ask(STEP_SECONDS, do="measure", specs=specs, ranks_per_host=bench.ranks_per_host)
+    cluster = described(rates, Cluster(name, bench.hosts * bench.ranks_per_host, bench.ranks_per_host))
+    (out / f"cluster-{name}.yaml").write_text(write_cluster(cluster))
+    return cluster
+
+
+Wanted = Callable[[str, str], bool]
+"""Whether a case (the second word) is to be measured on a link (the first one), which begins then."""
+
+
+def measure(
+    name: str,
+    bench: Bench,
+    setups: Sequence[Setup],
+    steps: int,
+    out: Path,
+    *,
+    unshaped: bool = True,
+    wanted: Wanted = lambda setup, case: True,
+    long_seconds: float = math.inf,
+) -> Iterator[Measurement]:
+    """Every case on every link of a layout, each when it is measured.
+
+    Args:
+        name, bench: of the layout.
+        setups: its links.
+        steps: of each measurement.
+        out: folder of what the planner is told of the hosts.
+        unshaped: on links without a rate as well.
+        wanted: leaves out some.
+        long_seconds: a step that takes longer is not repeated.
+    """
     with workers(bench) as (lab, ranks):
         reference = ranks.ask(START_SECONDS, do="build", case=asdict(FP32), steps=3)
         computed = {key: statistics.median(step[key] for step in reference[1:]) for key in reference[0]}
@@ -177,28 +220,33 @@ def measure(name: str, bench: Bench, setups: Sequence[Setup], steps: int, out: P
             f"and takes {computed['seconds']:.2f} s on unshaped links",
             flush=True,
         )
-        specs = sorted({spec for case in bench.cases for spec in case.specs})
-        (rates,) = ranks.ask(STEP_SECONDS, do="measure", specs=specs, ranks_per_host=bench.ranks_per_host)
-        cluster = described(rates, Cluster(name, bench.hosts * bench.ranks_per_host, bench.ranks_per_host))
-        (out / f"cluster-{name}.yaml").write_text(write_cluster(cluster))
-        links: list[tuple[str, float | None]] = [("unshaped", None)]
+        # On a shared GPU what a rank computes with depends on the others.
+        cluster = described_hosts(name, bench, ranks, out) if bench.device == "cpu" else None
+        links: list[tuple[str, float | None]] = [("unshaped", None)] if unshaped else []
         for setup in setups:
             links.append((setup.name, link_rate(bench, setup, computed)))
             here = rate_of(links[-1][1])
             print(f"  {setup.name}: {setup.arithmetic}; ratio {setup.ratio:.3f}, here {here}", flush=True)
         for case in bench.cases:
-            shape(lab, None)
-            ranks.ask(STEP_SECONDS, do="build", case=asdict(case), steps=WARM_STEPS)
+            built = False
             for setup_name, rate in links:
+                if not wanted(setup_name, case.name):
+                    continue
+                if not built:
+                    shape(lab, None)
+                    ranks.ask(STEP_SECONDS, do="build", case=asdict(case), steps=WARM_STEPS)
+                    built = True
                 shape(lab, rate)
                 before = lab.traffic()
-                answer = ranks.ask(STEP_SECONDS, do="steps", steps=steps)
+                answer = ranks.ask(STEP_SECONDS, do="steps", steps=1)
+                if steps > 1 and answer[0]["seconds"] < long_seconds:
+                    answer += ranks.ask(STEP_SECONDS, do="steps", steps=steps - 1)
                 sent = [now - then for now, then in zip(lab.traffic(), before, strict=True)]
-                expected = predicted(bench, case, linked(cluster, rate))
-                found.append(summarise(name, bench, setup_name, rate, case, answer, sent, expected))
+                expected = predicted(bench, case, cluster and linked(cluster, rate))
+                found = summarise(name, bench, setup_name, rate, case, answer, sent, expected)
                 foreseen = "" if expected is None else f" (predicted {expected:.2f})"
-                print(f"  {setup_name}: {case.name}: {found[-1].seconds:.2f} s{foreseen}", flush=True)
-    return found
+                print(f"  {setup_name}: {case.name}: {found.seconds:.2f} s{foreseen}", flush=True)
+                yield found
 
 
 def shape(lab: Lab, rate: float | None) -> None:
@@ -219,7 +267,7 @@ def summarise(
 ) -> Measurement:
     """Medians over the steps."""
     median = {key: statistics.median(step[key] for step in answer) for key in answer[0]}
-    tokens = bench.micro_batches * bench.dp * bench.model[2]
+    tokens = bench.micro_batch * bench.micro_batches * bench.dp * bench.model[2]
     return Measurement(
         name,
         setup,
@@ -247,39 +295,65 @@ def chosen(bench: Bench, words: str | None) -> Bench:
     )
 
 
-def main() -> int:
+def write(found: Sequence[Measurement], out: Path) -> None:
+    """Everything that was measured, as tables and a plot."""
+    rows = [asdict(row) for row in found]
+    (out / "rows.json").write_text(json.dumps(rows, indent=1))
+    (out / "table.md").write_text(table(rows) + "\n")
+    figure(rows, out / "network.png")
+
+
+def parse() -> argparse.Namespace:
+    """The command line; what it asks for is in ``benches``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layouts", default=",".join(BENCHES), help=f"comma-separated, of {', '.join(BENCHES)}")
+    parser.add_argument(
+        "--layouts",
+        help=f"comma-separated, of {', '.join(BENCHES)}; with --device cuda of {', '.join(CUDA_BENCHES)} (all)",
+    )
     parser.add_argument(
         "--cases", metavar="WORDS", help="comma-separated: only the cases with one of these words in their names"
     )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks (cpu)")
     parser.add_argument("--steps", type=int, default=2, help="measured steps of each case on each link (2)")
     parser.add_argument("--quick", action="store_true", help="the first and the last link of each layout only")
-    parser.add_argument("--out", default="bench_out/network", help="folder of tables, plots and measurements")
+    parser.add_argument(
+        "--out", help="folder of tables, plots and measurements (bench_out/network, or network-cuda with --device cuda)"
+    )
     options = parser.parse_args()
     if options.steps < 1:
         parser.error(f"--steps {options.steps}: give at least 1")
-    names = options.layouts.split(",")
-    unknown = [name for name in names if name not in BENCHES]
+    cuda = options.device == "cuda"
+    if cuda and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device; leave it out to train over gloo")
+    layouts = CUDA_BENCHES if cuda else BENCHES
+    names = options.layouts.split(",") if options.layouts else list(layouts)
+    unknown = [name for name in names if name not in layouts]
     if unknown:
-        parser.error(f"--layouts {unknown[0]}: choose from {', '.join(BENCHES)}")
-    benches = {name: chosen(BENCHES[name], options.cases) for name in names}
+        parser.error(f"--layouts {unknown[0]}: choose from {', '.join(layouts)}")
+    benches = {name: chosen(layouts[name], options.cases) for name in names}
     empty = [name for name, bench in benches.items() if not bench.cases]
     if empty:
-        known = "; ".join(case.name for case in BENCHES[empty[0]].cases)
+        known = "; ".join(case.name for case in layouts[empty[0]].cases)
         parser.error(f"--cases {options.cases}: {empty[0]} has none of such a name; it has {known}")
-    out = Path(options.out)
+    options.benches, options.out = (
+        benches,
+        Path(options.out or ("bench_out/network-cuda" if cuda else "bench_out/network")),
+    )
+    return options
+
+
+def main() -> int:
+    options = parse()
+    out = options.out
     out.mkdir(parents=True, exist_ok=True)
     found: list[Measurement] = []
     try:
         with stopped_in_order(even_ignored=True):
-            for name, bench in benches.items():
+            for name, bench in options.benches.items():
                 setups = [bench.setups[0], bench.setups[-1]] if options.quick else bench.setups
-                found += measure(name, bench, setups, options.steps, out)
-                rows = [asdict(row) for row in found]
-                (out / "rows.json").write_text(json.dumps(rows, indent=1))
-                (out / "table.md").write_text(table(rows) + "\n")
-                figure(rows, out / "network.png")
+                with closing(measure(name, bench, setups, options.steps, out)) as rows:
+                    found += rows
+                write(found, out)
     except (LabError, subprocess.SubprocessError) as error:
         print(f"bench-network: error: {error}", file=sys.stderr)
         return 1

@@ -23,16 +23,27 @@ class Setup:
         name: as the tables show it.
         ratio: communication over computation, uncompressed.
         arithmetic: how it was found.
+        rate: bits per second of the link itself, whatever the ratio.
     """
 
     name: str
     ratio: float
     arithmetic: str
+    rate: float | None = None
 
 
 def _layer_flops(tokens: int, hidden: int, sequence: int, factor: int) -> float:
     """Of one layer: 24 T h^2 + 4 T s h forward, times 3 with the backward pass, or 4 with recomputation as well."""
     return factor * (24.0 * tokens * hidden**2 + 4.0 * tokens * sequence * hidden)
+
+
+def as_named() -> list[Setup]:
+    """Links of AQ-SGD's rates, for hosts whose GPU computes as fast as its own did and faster."""
+    return [
+        Setup(name, 0.0, "the link's own rate", rate)
+        for name, rate in _RATES.items()
+        if name in ("100 Mb/s", "1 Gb/s", "10 Gb/s")
+    ]
 
 
 def aqsgd_pipeline() -> list[Setup]:

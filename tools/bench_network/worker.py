@@ -24,7 +24,7 @@ import torch  # noqa: E402
 from megatron.comm.ledger import Ledger  # noqa: E402
 from megatron.config.run import RunConfig  # noqa: E402
 from megatron.data.batch import Batch  # noqa: E402
-from megatron.topology.launch import LaunchEnvironment, init_process_group, shutdown  # noqa: E402
+from megatron.topology.launch import LaunchEnvironment, init_process_group, pick_device, shutdown  # noqa: E402
 from megatron.topology.topology import Topology, build_topology  # noqa: E402
 from megatron.training.assembly import build_engines, layout_of  # noqa: E402
 from megatron.training.step import train_step  # noqa: E402
@@ -37,11 +37,13 @@ POLL_SECONDS = 0.02
 Step = Callable[[int], dict[str, float]]
 
 
-def config_of(plan: dict[str, Any], specs: list[str], world_size: int, schedule: str = "1f1b") -> RunConfig:
+def config_of(
+    plan: dict[str, Any], specs: list[str], world_size: int, schedule: str = "1f1b", overlap: bool = True
+) -> RunConfig:
     """The resolved configuration of a case on the plan's layout."""
-    parallel = {**plan["config"]["parallel"], "pipeline_schedule": schedule}
+    parallel = {**plan["config"]["parallel"], "pipeline_schedule": schedule, "overlap_grad_reduce": overlap}
     sections = {**plan["config"], "parallel": parallel, "compression": {"compress": specs}}
-    return RunConfig.from_dict(sections).resolve(world_size)
+    return RunConfig.from_dict(sections).resolve(world_size, cuda_available=plan["device"] == "cuda")
 
 
 def batches_of(plan: dict[str, Any], config: RunConfig, topology: Topology) -> list[Batch]:
@@ -60,7 +62,7 @@ def batches_of(plan: dict[str, Any], config: RunConfig, topology: Topology) -> l
                 tokens_bs=tokens[:, :-1].contiguous(),
                 labels_bs=tokens[:, 1:].contiguous(),
                 loss_mask_bs=torch.ones(size, length),
-            )
+            ).to(topology.device)
         )
     return made
 
@@ -68,13 +70,17 @@ def batches_of(plan: dict[str, Any], config: RunConfig, topology: Topology) -> l
 def our_step(plan: dict[str, Any], config: RunConfig, topology: Topology, batches: list[Batch]) -> Step:
     """Builds the engines; the function takes a step and says where its time went on this rank."""
     engines = build_engines(config, topology, plan["vocab"])
+    cuda = topology.device.type == "cuda"
 
     def step(iteration: int) -> dict[str, float]:
-        timers = Timers(level=2)
+        # On CUDA they would wait for the device at every operation.
+        timers = Timers(level=0 if cuda else 2)
         engines.ledger.take()
         topology.control.barrier()
         start = time.perf_counter()
         outcome = train_step(engines, batches, iteration, 1e-3, 0.01, timers=timers)
+        if cuda:
+            torch.cuda.synchronize()
         figures = {"seconds": time.perf_counter() - start, "loss": outcome.loss}
         inside = sum(timers(name, 2).elapsed() for name in ("forward-compute", "backward-compute"))
         accounts = engines.ledger.take()
@@ -84,6 +90,8 @@ def our_step(plan: dict[str, Any], config: RunConfig, topology: Topology, batche
             accounts[p]["coded_s"] + accounts[p]["waited_s"] for p in ("tp-forward", "tp-backward") if p in accounts
         )
         figures["compute_s"] = inside - nested
+        if cuda:
+            figures["compute_s"] = max(figures["seconds"] - figures["coded_s"] - figures["waited_s"], 0.0)
         for point in ("pp-forward", "pp-backward", "dp-grad", "embedding", "tp-forward", "tp-backward"):
             figures[f"waited {point}"] = accounts.get(point, {}).get("waited_s", 0.0)
         return figures
@@ -107,8 +115,10 @@ def main() -> None:
     torch.set_num_threads(1)
     env = LaunchEnvironment.read()
     config = config_of(plan, [], env.world_size)
-    init_process_group(env, "gloo", 30)
-    topology = build_topology(layout_of(config, env.world_size), torch.device("cpu"))
+    backend = config.parallel.distributed_backend
+    device = pick_device(backend, env.local_rank)
+    init_process_group(env, backend, 30)
+    topology = build_topology(layout_of(config, env.world_size), device)
     batches = batches_of(plan, config, topology)
     step: Step | None = None
     taken = number = 0
@@ -124,7 +134,7 @@ def main() -> None:
             if case["peer"]:
                 step = peer_step(case["peer"], case["rank"], plan, config, topology, batches)
             else:
-                own = config_of(plan, case["specs"], env.world_size, case["schedule"])
+                own = config_of(plan, case["specs"], env.world_size, case["schedule"], case["overlap"])
                 step = our_step(plan, own, topology, batches)
         for _ in range(command.get("steps", 0)):
             assert step is not None

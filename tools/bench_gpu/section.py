@@ -1,0 +1,43 @@
+"""The process of one section: measures the rows that it is told of, and notes each as it is finished."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+if __name__ == "__main__":
+    sys.path.insert(0, str(REPO))
+
+from tools.bench_gpu.book import Reporter, Section, setting_of  # noqa: E402
+from tools.interrupt import stopped_in_order  # noqa: E402
+
+NAMES = ("train", "kernels", "generate", "network")
+
+
+def section_of(name: str) -> Section:
+    """The module of a section."""
+    module: Section = import_module(f"tools.bench_gpu.{name}")  # type: ignore[assignment]
+    return module
+
+
+def path_of(out: Path, name: str) -> Path:
+    """The file that a section's rows are in."""
+    return out / f"{name}.jsonl"
+
+
+def main() -> int:
+    name = sys.argv[1]
+    setting, wanted = setting_of(sys.stdin.readline()), json.loads(sys.stdin.readline())
+    try:
+        with stopped_in_order():
+            section_of(name).measure(setting, wanted, Reporter(path_of(setting.out, name)))
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""What training is measured beside: a GPT-2 of torch's modules in nanoGPT's form, Hugging Face's GPT-2 and Llama."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megatron.training.flops import ModelShape, model_flops_per_sample
+
+VOCAB = 50257
+PEER_VOCAB = 50304
+"""GPT-2's, filled up to a multiple of 64 by hand, as nanoGPT has it."""
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, and the sequences of a step.
+
+    Args:
+        layers, hidden, seq, vocab: sizes.
+        batch: sequences of each micro-batch.
+        micro_batches: of a step.
+        llama: RMSNorm, SwiGLU, grouped queries, rotary positions, no biases, an output layer of its own; else GPT-2.
+        ffn, groups: of Llama's form.
+    """
+
+    layers: int
+    hidden: int
+    seq: int
+    batch: int
+    vocab: int = VOCAB
+    micro_batches: int = 1
+    llama: bool = False
+    ffn: int = 0
+    groups: int = 0
+
+    @property
+    def name(self) -> str:
+        form = "Llama " if self.llama else ""
+        turns = f" x {self.micro_batches}" if self.micro_batches > 1 else ""
+        return f"{form}L{self.layers} h{self.hidden} s{self.seq} b{self.batch}{turns}"
+
+    @property
+    def heads(self) -> int:
+        return max(1, self.hidden // 64)
+
+    @property
+    def samples(self) -> int:
+        """Sequences of a step."""
+        return self.batch * self.micro_batches
+
+    def flops(self) -> float:
+        """Operations of one step that the model needs."""
+        shape = ModelShape(
+            self.layers,
+            self.hidden,
+            self.ffn or 4 * self.hidden,
+            self.heads,
+            self.groups or self.heads,
+            self.hidden // self.heads,
+            self.seq,
+            self.vocab,
+            swiglu=self.llama,
+        )
+        return float(model_flops_per_sample(shape) * self.samples)
+
+
+class _Layer(nn.Module):
+    """Attention and a feed-forward network, each behind a norm and beside a residual."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(2))
+        self.qkv, self.proj = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x_bsh: Tensor) -> Tensor:
+        b, s, h = x_bsh.shape
+        qkv = self.qkv(self.norms[0](x_bsh)).view(b, s, 3, self.heads, h // self.heads)
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_bsh = x_bsh + self.proj(mixed.transpose(1, 2).reshape(b, s, h))
+        inner = functional.gelu(self.up(self.norms[1](x_bsh)), approximate="tanh")
+        out_bsh: Tensor = x_bsh + self.down(inner)
+        return out_bsh
+
+
+class PlainGPT(nn.Module):
+    """GPT-2's form in torch's modules; its result is the loss."""
+
+    def __init__(self, shape: Shape, vocab: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocab, shape.hidden), nn.Embedding(shape.seq, shape.hidden)
+        self.layers = nn.ModuleList(_Layer(shape.hidden, shape.heads) for _ in range(shape.layers))
+        self.norm, self.head = nn.LayerNorm(shape.hidden), nn.Linear(shape.hidden, vocab, bias=False)
+        self.head.weight = self.tokens.weight
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens_bs: Tensor, labels_bs: Tensor) -> Tensor:
+        x_bsh = self.tokens(tokens_bs) + self.positions.weight[: tokens_bs.shape[1]]
+        for layer in self.layers:
+            x_bsh = layer(x_bsh)
+        logits_bsv = self.head(self.norm(x_bsh))
+        return functional.cross_entropy(logits_bsv.flatten(0, 1), labels_bs.flatten())
+
+
+class _HuggingFace(nn.Module):
+    """Its model; the result is the loss."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        if shape.llama:
+            llama = LlamaConfig(
+                vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.ffn,
+                num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.groups,
+                max_position_embeddings=shape.seq, use_cache=False, tie_word_embeddings=False,
+            )  # fmt: skip
+            llama._attn_implementation = "sdpa"
+            self.model: Any = LlamaForCausalLM(llama)
+            return
+        gpt2 = GPT2Config(
+            vocab_size=shape.vocab, n_positions=shape.seq, n_embd=shape.hidden, n_layer=shape.layers,
+            n_head=shape.heads, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, use_cache=False,
+        )  # fmt: skip
+        gpt2._attn_implementation = "sdpa"
+        self.model = GPT2LMHeadModel(gpt2)
+
+    def forward(self, tokens_bs: Tensor, labels_bs: Tensor) -> Tensor:
+        # It shifts the labels itself; what it does without the last position is as much work but for one token.
+        loss: Tensor = self.model(input_ids=tokens_bs, labels=labels_bs).loss
+        return loss
+
+
+def peer_step(kind: str, shape: Shape, precision: str, device: str, compiled: bool) -> Step:
+    """One step of a peer: forward, backward, clipping, torch's fused AdamW.
+
+    Args:
+        kind: nanogpt or hugging-face.
+        shape: of the model; nanoGPT's vocabulary is filled up.
+        precision: fp32, or bf16: autocast over fp32 weights.
+        device: of torch.
+        compiled: by torch.compile.
+    """
+    vocab = PEER_VOCAB if kind == "nanogpt" and shape.vocab == VOCAB else shape.vocab
+    with torch.device(device):
+        model: Any = PlainGPT(shape, vocab) if kind == "nanogpt" else _HuggingFace(shape)
+        tokens_bs, labels_bs = (torch.randint(0, shape.vocab, (shape.batch, shape.seq)) for _ in range(2))
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+    run = torch.compile(model) if compiled else model
+
+    def half() -> AbstractContextManager[Any]:
+        return torch.autocast(device, torch.bfloat16) if precision == "bf16" else nullcontext()
+
+    def step() -> None:
+        for _ in range(shape.micro_batches):
+            with half():
+                loss = run(tokens_bs, labels_bs) / shape.micro_batches
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
