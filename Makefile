@@ -9,7 +9,7 @@ WORKERS := -n 2 --no-loadscope-reorder
 ARGS ?=
 export PYTHON
 
-.PHONY: help quickstart test test-faults lint format bench-train bench-kernels bench-memory bench-cleaning bench-convergence bench-lep bench-generate bench-network bench-time-to-loss clean clean-all
+.PHONY: help quickstart test test-faults lint format bench-train bench-kernels bench-memory bench-cleaning bench-convergence bench-lep bench-generate bench-network bench-gpu bench-time-to-loss clean clean-all
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -53,6 +53,9 @@ bench-generate:  ## measure generation beside Hugging Face's generate
 
 bench-network:  ## train on shaped links with and without compressors, beside torch DDP's hooks (Linux, root, an hour)
 	@$(RUN) --extras test,lint -- -m tools.bench_network.run $(ARGS)
+
+bench-gpu:  ## measure all speeds on a GPU, beside nanoGPT's model and Hugging Face's (eight minutes)
+	@$(RUN) --extras test,lint -- -m tools.bench_gpu.run $(ARGS)
 
 bench-time-to-loss:  ## losses over time on slow links, compressed and not (Linux, root, a quarter of an hour)
 	@$(RUN) --extras test,lint -- -m tools.bench_network.time_to_loss $(ARGS)

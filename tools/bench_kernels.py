@@ -148,10 +148,9 @@ def _decode(x: Tensor, grid: Grid, role: Role = Role.PLAIN) -> Runs:
 def _scale_cases(
     model: str, size: Size, setting: str, grid: Grid, device: str, dtype: torch.dtype = torch.float32
 ) -> Iterator[Case]:
-    for op, build in (("quantize", _encode), ("dequantize", _decode)):
-        yield Case(
-            op, model, f"{size[0]} x {size[1]}", setting, lambda build=build: build(drawn(size, device, dtype), grid)
-        )
+    shape = f"{size[0]} x {size[1]}"
+    yield Case("quantize", model, shape, setting, lambda: _encode(drawn(size, device, dtype), grid))
+    yield Case("dequantize", model, shape, setting, lambda: _decode(drawn(size, device, dtype), grid))
 
 
 def grid_cases(
@@ -185,12 +184,14 @@ def message_cases(model: str, device: str, quick: bool) -> Iterator[Case]:
         codec, state = LowRankCodec(LowRankConfig(rank)), CompressorState()
         payload = codec.encode(x_nm, state, 0)
         state.commit()
-        run, twin = partial(codec.encode, x_nm, state, 0), partial(factors, x_nm, rank, _twin_basis)
-        rival = None if back else partial(factors, x_nm, rank, gram_schmidt)
+        sizes = nbytes(x_nm), nbytes(x_nm, payload.wire)
         if back:
             run = partial(codec.decode, payload, x_nm.shape, x_nm.dtype, state, 0)
-            twin = partial(product, payload.wire, x_nm.shape, rank)
-        return Runs(run, twin, nbytes(x_nm), nbytes(x_nm, payload.wire), rival=rival)
+            return Runs(run, partial(product, payload.wire, x_nm.shape, rank), *sizes)
+        rival = partial(factors, x_nm, rank, gram_schmidt)
+        return Runs(
+            partial(codec.encode, x_nm, state, 0), partial(factors, x_nm, rank, _twin_basis), *sizes, rival=rival
+        )
 
     for rank in MESSAGE_RANKS[1:2] if quick else MESSAGE_RANKS:
         shape, setting = f"{size[0]} x {size[1]}", f"rank {rank}"

@@ -221,14 +221,14 @@ class Side:
 
     def begin(self, count: int = 1) -> None:
         """Tells it to take steps."""
-        with suppress(BrokenPipeError):  # its answer says more
+        with suppress(BrokenPipeError, ConnectionResetError):  # its answer says more
             self.pipe.send(count)
 
     def end(self) -> float:
         """Waits for what it was told; its answer."""
         try:
             answer = self.pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self.process.join()
             raise SideError(self.kind, f"the process ended with status {self.process.exitcode}") from None
         if isinstance(answer, str):

@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.cleanup import have_ended
 from tools import cpu_limit, lab_removal, netlab
+from tools.lab import Lab
 
 pytestmark = pytest.mark.multiprocess
 
@@ -68,6 +69,25 @@ def _wait_for(path: Path) -> None:
     while not path.exists():
         assert time.monotonic() < deadline, f"{path.name} did not appear"
         time.sleep(0.1)
+
+
+def test_ranks_on_cuda_have_hosts_of_their_own_for_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks on each of two hosts: four hosts to NCCL, which may use the links alone. A module runs as a script."""
+    (tmp_path / "tell.py").write_text(
+        "import os, sys\n"
+        "names = ('NCCL_HOSTID', 'NCCL_SOCKET_IFNAME', 'NCCL_IB_DISABLE', 'NCCL_BUFFSIZE')\n"
+        f"open('{tmp_path}/' + sys.argv[1] + os.environ['RANK'], 'w').write(' '.join(os.environ[n] for n in names))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    with Lab([None, None], device="cuda") as lab:
+        assert lab.run(["tell.py", "script"], 2, timeout=100) == 0
+        monkeypatch.setenv("NCCL_BUFFSIZE", "2000000")
+        assert lab.run(["--module", "tell", "module"], 2, timeout=100) == 0
+        wanted = [(f"{lab.host(rank // 2)}-{rank}", "=eth0", "1") for rank in range(4)]
+    for how, buffer in (("script", str(1 << 20)), ("module", "2000000")):
+        found = [tuple((tmp_path / f"{how}{rank}").read_text().split()) for rank in range(4)]
+        assert found == [(*words, buffer) for words in wanted]
 
 
 def test_the_link_shapes_and_its_interface_counts(tmp_path: Path) -> None:

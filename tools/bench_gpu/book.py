@@ -74,6 +74,9 @@ class Reporter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if path.exists() and not path.read_bytes().endswith(b"\n"):
+            with path.open("a") as file:  # a kill cut it short
+                file.write("\n")
 
     def begin(self, key: str) -> None:
         """What is measured from now on."""

@@ -26,7 +26,7 @@ COLUMNS = (
     Column("measured/limit", "of_limit", ".3f"),
     Column("equal tokens", "equal", ".0%"),
 )
-LIMIT_SECONDS = 60.0
+LIMIT_SECONDS = 55.0
 PATIENCE_SECONDS = 45.0
 
 

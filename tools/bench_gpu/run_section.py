@@ -18,6 +18,8 @@ from tools.bench_gpu.section import path_of, section_of
 
 REPO = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.1
+_TOYS = 10
+"""Times as long may toys take."""
 GRACE_SECONDS = 15.0
 """That a section has to remove what it made when it is asked to end."""
 
@@ -34,6 +36,8 @@ def run_section(name: str, setting: Setting, keys: Sequence[str], book: Book, li
         bar: of progress.
     """
     path, patience = path_of(setting.out, name), section_of(name).PATIENCE_SECONDS
+    if setting.toy:  # nobody waits for figures, and a busy processor takes minutes to begin
+        limit, patience = _TOYS * limit, _TOYS * patience
     deadline = time.monotonic() + limit
     bar.update(sum(key in book.rows for key in keys))
     while left := [key for key in keys if key not in book.rows and key not in book.failures]:
@@ -68,7 +72,8 @@ class _Run:
     def __init__(self, name: str, setting: Setting, left: Sequence[str]) -> None:
         self.name, self.overdue = name, False
         self.log = setting.out / f"{name}.log"
-        with self.log.open("wb") as log:
+        with self.log.open("ab") as log:
+            self.start = log.tell()
             self.process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "tools.bench_gpu.section", name],
                 stdin=subprocess.PIPE,
@@ -109,7 +114,8 @@ class _Run:
         if status < 0:
             perhaps = ", perhaps for lack of memory" if status == -signal.SIGKILL else ""
             return f"it was ended by {signal.Signals(-status).name}{perhaps}; see {self.log.name}"
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        text = self.log.read_bytes()[self.start :].decode(errors="replace")
+        lines = [line for line in text.splitlines() if line.strip()]
         return lines[-1].strip()[:300].rstrip(".") if lines else f"it ended with status {status}"
 
     def end(self) -> None:

@@ -6,6 +6,7 @@ import json
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import cast
 
 REPO = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
@@ -18,8 +19,8 @@ NAMES = ("train", "kernels", "generate", "network")
 
 
 def section_of(name: str) -> Section:
-    """The module of a section."""
-    module: Section = import_module(f"tools.bench_gpu.{name}")  # type: ignore[assignment]
+    """The module of a section of this package, or of one with dots in its name."""
+    module: Section = cast(Section, import_module(name if "." in name else f"tools.bench_gpu.{name}"))
     return module
 
 

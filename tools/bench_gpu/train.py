@@ -30,7 +30,7 @@ COLUMNS = (
     Column("GiB", "gib", ".1f"),
     Column("theirs, GiB", "their_gib", ".1f"),
 )
-LIMIT_SECONDS = 250.0
+LIMIT_SECONDS = 240.0
 PATIENCE_SECONDS = 150.0
 TURNS, TURN_SECONDS, WARM = 7, 0.4, 2
 

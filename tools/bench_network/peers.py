@@ -55,6 +55,7 @@ class _Plain(nn.Module):
         self.model = PlainGPT(shape, PEER_VOCAB if shape.vocab == VOCAB else shape.vocab)
 
     def forward(self, batch: Batch) -> Tensor:
+        assert batch.tokens_bs is not None
         with torch.autocast(batch.tokens_bs.device.type, torch.bfloat16):
             loss: Tensor = self.model(batch.tokens_bs, batch.labels_bs)
         return loss

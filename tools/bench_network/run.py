@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -200,7 +200,7 @@ def measure(
     unshaped: bool = True,
     wanted: Wanted = lambda setup, case: True,
     long_seconds: float = math.inf,
-) -> Iterator[Measurement]:
+) -> Generator[Measurement, None, None]:
     """Every case on every link of a layout, each when it is measured.
 
     Args:

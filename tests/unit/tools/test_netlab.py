@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tools import cpu_limit, lab, lab_removal, netlab
 from tools.netlab import LabError, Traffic, describe, parse_rate, parse_rates
@@ -47,6 +48,7 @@ def test_one_host_may_have_a_rate_of_its_own() -> None:
         ("--cpus-per-host 5000 -- s.py", "--cpus-per-host 5000: must be 0.1 to 1024"),
         ("--cpus-per-host nan -- s.py", "--cpus-per-host nan: must be 0.1 to 1024"),
         ("--rate 99999999999999999gbit -- s.py", "1kbit to 600gbit"),
+        ("--device cuda -- s.py", "--device cuda: torch sees no CUDA device; leave it out to train over gloo"),
         ("--hosts 3 -- clean", "clean: there is no such Python script"),
         ("clean foo", "`clean` takes nothing after it"),
         ("--hosts 2 -- nope.py --lr 1", "nope.py: there is no such Python script"),
@@ -77,6 +79,7 @@ def test_what_cannot_run_is_refused_in_one_line_before_there_are_hosts(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(netlab.Lab, "__enter__", make)
     monkeypatch.setattr(netlab, "clean", make)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["netlab.py", *words.split()])
     assert netlab.main() == 1
     (line,) = capsys.readouterr().err.splitlines()
