@@ -137,6 +137,7 @@ class CudaClock:
     def _captured(self, calls: Sequence[Call]) -> Any:
         """A graph of all calls; None where one of them waits for the device, or does what no graph can."""
         self.cuda.synchronize()
+        stream = self.cuda.current_stream()
         try:
             self.cuda.set_sync_debug_mode("error")
             try:
@@ -148,6 +149,7 @@ class CudaClock:
                 for call in calls:
                     call()
         except RuntimeError:
+            self.cuda.set_stream(stream)  # a capture that fails leaves its own
             self.cuda.synchronize()
             return None
         return graph

@@ -26,7 +26,7 @@ COLUMNS = (
     Column("measured/limit", "of_limit", ".3f"),
     Column("equal tokens", "equal", ".0%"),
 )
-LIMIT_SECONDS = 55.0
+LIMIT_SECONDS = 75.0
 PATIENCE_SECONDS = 45.0
 
 
@@ -51,8 +51,8 @@ class Model:
         return max(1, self.hidden // 64)
 
 
-SMALL = Model("GPT-2 small (L12 h768)", 12, 768, 50257, 5)
-LARGE = Model("GPT-2 form, 1.3B (L24 h2048)", 24, 2048, 50257, 3)
+SMALL = Model("GPT-2 small (L12 h768)", 12, 768, 50257, 3)
+LARGE = Model("GPT-2 form, 1.3B (L24 h2048)", 24, 2048, 50257, 2)
 TOY = Model("toy", 2, 64, 512, 2)
 
 

@@ -34,7 +34,7 @@ COLUMNS = (
     Column("coding s", "coded_s", ".3f"),
     Column("waited s", "waited_s", ".3f"),
 )
-LIMIT_SECONDS = 95.0
+LIMIT_SECONDS = 80.0
 PATIENCE_SECONDS = 120.0
 STEPS, LONG_SECONDS = 3, 3.0
 UNSHAPED = "unshaped"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """All speeds on a GPU in one run: training, kernels, generation, slow networks; tables and JSON to a folder.
 
-    make bench-gpu                              all sections, under eight minutes on one H100
+    make bench-gpu                              all sections, within eight minutes by their limits of time
     make bench-gpu ARGS="--only train,kernels"  some of them
     make bench-gpu ARGS="--device cpu"          toy sizes: does it run?
 

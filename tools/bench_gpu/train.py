@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -93,7 +94,8 @@ class _Match:
         if kind not in self.sides:
             cuda = self.setting.device == "cuda"
             # The compiler of a CPU would take most of a toy's time.
-            side = SideOf(kind, self.shape, "bf16", 1, self.setting.device, compiled=cuda, divisor=128)
+            threads = max(1, (os.cpu_count() or 1) // 2) if cuda else 1  # weights are drawn on the processor
+            side = SideOf(kind, self.shape, "bf16", threads, self.setting.device, compiled=cuda, divisor=128)
             self.sides[kind] = Side(side)
             self.sides[kind].begin()
         return self.sides[kind]

@@ -137,10 +137,8 @@ def workers(bench: Bench) -> Iterator[tuple[Lab, Workers]]:
     lab = Lab([None] * bench.hosts, share, bench.device)
     with tempfile.TemporaryDirectory(prefix="bench-network-") as folder, lab:
         started = Workers(lab, bench, Path(folder))
-        try:
-            yield lab, started
-        finally:
-            started.stop()
+        yield lab, started
+        started.stop()  # else the laboratory ends them
 
 
 def link_rate(bench: Bench, setup: Setup, computed: dict[str, float]) -> float:

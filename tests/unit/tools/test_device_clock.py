@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ class Device:
         self.held: list[str] = []
         self.recording: list[tuple[str, float]] | None = None
         self.mode = "default"
+        self.stream = "usual"
         self.synchronized = 0
         outer = self
 
@@ -61,8 +62,13 @@ class Device:
 
     def wait(self) -> None:
         """A call that reads a result."""
-        if self.mode == "error" or self.recording is not None:
+        if self.mode == "error":
             raise RuntimeError("called a synchronizing operation")
+
+    def wait_unseen(self) -> None:
+        """The same in a library that torch does not watch."""
+        if self.recording is not None:
+            raise RuntimeError("operation not permitted when stream is capturing")
 
     def synchronize(self) -> None:
         self.synchronized += 1
@@ -70,12 +76,20 @@ class Device:
     def set_sync_debug_mode(self, mode: str) -> None:
         self.mode = mode
 
+    def current_stream(self) -> str:
+        return self.stream
+
+    def set_stream(self, stream: str) -> None:
+        self.stream = stream
+
     @contextmanager
     def graph(self, graph: Any) -> Iterator[None]:
-        self.recording = []
+        """Like torch's: one that fails leaves its stream the current one."""
+        self.recording, before, self.stream = [], self.stream, "of the capture"
         try:
             yield
             graph.calls = self.recording
+            self.stream = before
         finally:
             self.recording = None
 
@@ -109,14 +123,15 @@ def test_short_calls_are_timed_without_their_launches_and_out_of_the_l2(device: 
     assert clock.time(calls) == Time(pytest.approx(1e-6), "graph")
 
 
-def test_what_waits_is_timed_by_events_call_by_call(device: Device) -> None:
+@pytest.mark.parametrize("wait", [Device.wait, Device.wait_unseen])
+def test_what_waits_is_timed_by_events_call_by_call(device: Device, wait: Callable[[Device], None]) -> None:
     def call() -> None:
         device.launch("input", 1e-4)
-        device.wait()
+        wait(device)
 
     found = clock_on(device).time([call, call])
     assert found == Time(pytest.approx(LAUNCH + 1e-4), "events")
-    assert device.mode == "default"
+    assert (device.mode, device.stream, device.recording) == ("default", "usual", None)
 
 
 def test_long_calls_are_timed_by_events_out_of_the_l2(device: Device) -> None:
