@@ -30,8 +30,6 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-
 from tools.interrupt import stopped_in_order
 from tools.lab import Lab, LabError, Traffic, check_permission, say
 from tools.lab_removal import clean
@@ -166,8 +164,11 @@ def parse_options() -> argparse.Namespace:
         raise LabError(f"--cpus-per-host {options.cpus_per_host:g}: must be 0.1 to 1024")
     if options.timeout is not None and not 0 < options.timeout < math.inf:
         raise LabError(f"--timeout {options.timeout:g}: must be a number of seconds above 0")
-    if options.device == "cuda" and options.command != ["clean"] and not torch.cuda.is_available():
-        raise LabError("--device cuda: torch sees no CUDA device; leave it out to train over gloo")
+    if options.device == "cuda" and options.command != ["clean"]:
+        import torch  # takes seconds
+
+        if not torch.cuda.is_available():
+            raise LabError("--device cuda: torch sees no CUDA device; leave it out to train over gloo")
     if options.command[0] == "clean" and len(options.command) > 1:
         raise LabError("`clean` takes nothing after it; a script of that name is run by: -- clean ...")
     return options
