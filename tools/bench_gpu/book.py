@@ -159,23 +159,33 @@ class Book:
         return self
 
 
+def kept(path: Path, made_by: Mapping[str, str]) -> Book:
+    """The finished rows of earlier calls that were measured with the same hardware, torch and sources."""
+    if not path.exists() or not path.read_text().startswith(_first(made_by) + "\n"):
+        return Book()
+    return Book(rows=Book().read(path).rows)
+
+
+def _first(made_by: Mapping[str, str]) -> str:
+    return json.dumps({"made_by": dict(made_by)})
+
+
 def opened(path: Path, made_by: Mapping[str, str], again: bool) -> Book:
-    """The finished rows of earlier calls, and a file to go on in.
+    """The rows that are kept, and a file to go on in; one whose rows are not is put aside.
 
     Args:
         path: of the file.
-        made_by: what rows must have been measured with: hardware, torch, sources.
-        again: forget all rows.
+        made_by: what rows must have been measured with.
+        again: keep none.
     """
-    first = json.dumps({"made_by": dict(made_by)})
-    text = path.read_text() if path.exists() else ""
-    kept = Book()
-    if not again and text.startswith(first + "\n"):
-        kept.read(path)
+    book = Book() if again else kept(path, made_by)
+    if path.exists() and not book.rows:
+        path.replace(path.with_name(path.name + ".old"))
     # Written anew, so that failures and what a kill cut short are gone.
-    lines = [first, *(json.dumps({"row": key, "cells": cells}) for key, cells in kept.rows.items())]
+    lines = [_first(made_by), *(json.dumps({"row": key, "cells": cells}) for key, cells in book.rows.items())]
     path.write_text("\n".join(lines) + "\n")
-    return Book(rows=kept.rows, lines=len(lines))
+    book.lines = len(lines)
+    return book
 
 
 def setting_text(setting: Setting) -> str:

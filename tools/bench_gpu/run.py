@@ -27,7 +27,7 @@ import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from tools.bench_gpu import machine, report  # noqa: E402
-from tools.bench_gpu.book import Book, Setting, opened  # noqa: E402
+from tools.bench_gpu.book import Book, Setting, kept, opened  # noqa: E402
 from tools.bench_gpu.run_section import run_section  # noqa: E402
 from tools.bench_gpu.section import NAMES, path_of, section_of  # noqa: E402
 from tools.interrupt import stopped_in_order  # noqa: E402
@@ -105,9 +105,12 @@ def measure(options: argparse.Namespace) -> tuple[str, dict[str, Book]]:
     print(report.heading(header).partition("\n\n")[2], flush=True)
     made_by = {key: str(header[key]) for key in ("device", "torch", "cuda", "sources")}
     books: dict[str, Book] = {}
-    for name in NAMES:  # those of earlier calls stay in the report
-        if name in options.only or path_of(out, name).exists():
-            books[name] = opened(path_of(out, name), made_by, options.again and name in options.only)
+    for name in NAMES:
+        path = path_of(out, name)
+        if name in options.only:
+            books[name] = opened(path, made_by, options.again)
+        elif (earlier := kept(path, made_by)).rows:  # stay in the report
+            books[name] = earlier
     rows = {name: section_of(name).keys(setting) for name in options.only}
     closing = ""
     with tqdm(total=sum(map(len, rows.values())), unit="row", mininterval=1.0) as bar:

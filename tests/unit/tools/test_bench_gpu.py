@@ -13,7 +13,7 @@ from tests.support import bench_section
 from tests.support.cleanup import have_ended
 from tools.bench_gpu import generate, kernels, network, run, train
 from tools.bench_gpu import run_section as run_section_module
-from tools.bench_gpu.book import Book, Claim, Reporter, Setting, opened
+from tools.bench_gpu.book import Book, Claim, Reporter, Setting, kept, opened
 from tools.bench_gpu.report import merged, table, wanted
 from tools.bench_gpu.run_section import run_section
 from tools.bench_gpu.section import NAMES, path_of, section_of
@@ -98,7 +98,10 @@ def test_finished_rows_are_kept_while_they_would_be_the_same(tmp_path: Path) -> 
     report.failed("b", "no reason")
     assert opened(path, MADE_BY, False) == Book(rows={"a": {"value": 1.0}}, lines=2)
     assert opened(path, MADE_BY, False).rows == {"a": {"value": 1.0}}  # written anew, and read again
-    assert opened(path, {**MADE_BY, "sources": "abd"}, False).rows == {}
+    other = {**MADE_BY, "sources": "abd"}
+    assert (kept(path, MADE_BY).rows, kept(path, other).rows) == ({"a": {"value": 1.0}}, {})
+    assert opened(path, other, False).rows == {}
+    assert '"row": "a"' in (tmp_path / "rows.jsonl.old").read_text()  # put aside, not lost
     assert opened(path, MADE_BY, False).rows == {}
     report.row("a", value=1.0)
     assert opened(path, MADE_BY, True).rows == {}
