@@ -1,14 +1,15 @@
-"""Counts what each communication point sends, and how long its callers waited."""
+"""Counts what each communication point sends, and where the time of this rank's device goes."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from megatron.comm.trace import Trace
 from megatron.compression.points import Point
+from megatron.topology.clock import Clock, HostClock, Mark, Tell
 from megatron.topology.group import NOTHING, Pending
 
 _FLIGHTS = {"all-reduce": "reduce", "reduce-scatter": "reduce", "all-gather": "gather"}
@@ -22,7 +23,7 @@ class Account:
         messages: collectives and messages started.
         raw_bytes: bytes this rank would have sent uncompressed.
         wire_bytes: bytes this rank sent, headers included.
-        waited_s: seconds that callers were blocked on the point (communication that nothing hid).
+        waited_s: seconds that the rank (its stream, on CUDA) was blocked on the point: communication that nothing hid.
         coded_s: seconds of encoding and decoding.
     """
 
@@ -33,16 +34,53 @@ class Account:
     coded_s: float = 0.0
 
 
+class _Books:
+    """Accounts by point, and seconds of computing. Intervals keep to the books in which they began, however late they
+    are read."""
+
+    def __init__(self) -> None:
+        self.accounts = {point: Account() for point in Point}
+        self.computed_s = 0.0
+
+    def wait(self, point: Point, seconds: float) -> None:
+        self.accounts[point].waited_s += seconds
+
+    def code(self, point: Point, seconds: float) -> None:
+        self.accounts[point].coded_s += seconds
+
+    def compute(self, seconds: float) -> None:
+        self.computed_s += seconds
+
+
+@dataclass
+class _Span:
+    """A timed block that is still open, and since when it is the innermost one."""
+
+    tell: Tell
+    since: Mark
+
+
 class Ledger:
     """Accounts of all points, since the last ``take``; what it times goes to the trace as well.
 
+    Times exclude each other: a block's time is its own, without that of timed blocks inside. So computing, coding and
+    waiting add up. On CUDA an interval is known some time after its block, and is in the window that is taken then.
+
     Args:
         trace: of this rank; by default one that records nothing.
+        clock: of this rank's device; by default the host's.
     """
 
-    def __init__(self, trace: Trace | None = None) -> None:
+    def __init__(self, trace: Trace | None = None, clock: Clock | None = None) -> None:
         self.trace = trace or Trace()
-        self.accounts = {point: Account() for point in Point}
+        self.clock: Clock = clock or HostClock()
+        self._books = _Books()
+        self._open: list[_Span] = []
+
+    @property
+    def accounts(self) -> dict[Point, Account]:
+        """Of this window."""
+        return self._books.accounts
 
     def sent(self, point: Point, wire_bytes: int, raw_bytes: int | None = None) -> None:
         """Notes one message; ``raw_bytes`` is what it would have been uncompressed (default: the same)."""
@@ -57,13 +95,11 @@ class Ledger:
         Raises:
             CommunicationError: when a peer is gone or too slow.
         """
-        start = time.perf_counter()
-        try:
-            with self.trace.span("wait", point=point.value):
-                pending.wait()
-        finally:
-            if pending.what != NOTHING:
-                self.accounts[point].waited_s += time.perf_counter() - start
+        if pending.what == NOTHING:
+            pending.wait()
+            return
+        with self._timed(partial(self._books.wait, point)), self.trace.span("wait", point=point.value):
+            pending.wait()
         self.trace.flight(_FLIGHTS.get(pending.kind, pending.kind), point.value, pending.started, pending.sent_bytes)
 
     def encoding(self, point: Point) -> AbstractContextManager[None]:
@@ -76,16 +112,52 @@ class Ledger:
 
     @contextmanager
     def _coding(self, point: Point, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        with self._timed(partial(self._books.code, point)), self.trace.span(name, point=point.value):
+            yield
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Times what is neither coding nor waiting."""
+        return self._timed(self._books.compute)
+
+    @contextmanager
+    def _timed(self, tell: Tell) -> Iterator[None]:
+        start = self.clock.mark()
+        if self._open:
+            outer = self._open[-1]
+            self.clock.between(outer.since, start, outer.tell)
+        span = _Span(tell, start)
+        self._open.append(span)
         try:
-            with self.trace.span(name, point=point.value):
-                yield
+            yield
         finally:
-            self.accounts[point].coded_s += time.perf_counter() - start
+            stop = self.clock.mark()
+            self.clock.between(span.since, stop, tell)
+            self._open.pop()
+            if self._open:
+                self._open[-1].since = stop
 
     def take(self) -> dict[str, dict[str, float]]:
-        """The accounts that saw traffic, by point name; starts new ones. A rank that only receives has waits alone."""
-        seen = {point: account for point, account in self.accounts.items() if account.messages or account.waited_s}
-        taken = {point.value: asdict(account) for point, account in seen.items()}
-        self.accounts = {point: Account() for point in Point}
-        return taken
+        """The accounts that saw traffic, by point name; starts new ones. A rank that only receives has times alone."""
+        self.clock.read()
+        seen = {point: account for point, account in self.accounts.items() if account != Account()}
+        self._books.accounts = {point: Account() for point in Point}
+        return {point.value: asdict(account) for point, account in seen.items()}
+
+    def take_computed(self) -> float:
+        """Seconds of computing since the last call."""
+        self.clock.read()
+        seconds, self._books.computed_s = self._books.computed_s, 0.0
+        return seconds
+
+    def clear(self) -> None:
+        """Starts anew; what is read late of before is forgotten."""
+        self._books = _Books()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is sent and timed inside does not count."""
+        kept, self._books = self._books, _Books()
+        try:
+            yield
+        finally:
+            self._books = kept

@@ -1,7 +1,8 @@
 """What one rank did when, as a Chrome trace that Perfetto and chrome://tracing show.
 
-Spans of the calling thread nest (forward holds the encode, wait and decode of tensor-parallel sums). Communications
-have tracks of their own, from their start to the moment when their result was there, with their bytes.
+Spans nest (forward holds the encode, wait and decode of tensor-parallel sums). On CUDA they are spans of the device's
+time, and the device's kernels are there too. Communications have tracks of their own, from their start to the moment
+when their result was there, with their bytes.
 """
 
 from __future__ import annotations
@@ -12,8 +13,43 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from megatron.topology.clock import Clock, HostClock, Mark
+
+FIRST_STREAM = 1
+"""Track of a device's stream 0; the spans have track 0."""
+
+
+class Kernels(Protocol):
+    """Records what runs on the device."""
+
+    def start(self) -> None:
+        """Begins to record."""
+
+    def stop(self) -> list[dict[str, Any]]:
+        """Ends it; the recorded events of a Chrome trace (name, cat, tid, ts, dur), their times since 1970."""
+
+
+@dataclass(frozen=True)
+class _Span:
+    name: str
+    start: Mark
+    stop: Mark
+    args: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A communication: when the host started it, and the mark at which its result was there."""
+
+    name: str
+    point: str
+    started: float
+    stop: Mark
+    sent_bytes: int
 
 
 class Trace:
@@ -24,7 +60,8 @@ class Trace:
         rank: number of the process in the trace.
         label: what the rank is, for the reader.
         first, last: 0-based.
-        synchronise: waits for the device, so that spans hold what they started; it costs overlap on CUDA.
+        clock: of this rank's device. It is waited for where an iteration begins and ends, never in between.
+        kernels: of this rank's device; None where there are none.
         world_size: ranks that write a trace beside this one.
         run: the same on all of them, and on no others.
     """
@@ -36,7 +73,8 @@ class Trace:
         label: str = "",
         first: int = 0,
         last: int = 0,
-        synchronise: Callable[[], None] = lambda: None,
+        clock: Clock | None = None,
+        kernels: Kernels | None = None,
         world_size: int = 1,
         run: str = "",
     ) -> None:
@@ -45,8 +83,11 @@ class Trace:
         self.label = label
         self.first, self.last = first, last
         self.world_size, self.run = world_size, run
-        self._synchronise = synchronise
+        self._clock: Clock = clock or HostClock()
+        self._kernels = kernels
         self._iteration: int | None = None
+        self._spans: list[_Span] = []
+        self._landed: list[_Flight] = []
         self._events: list[dict[str, Any]] = []
         self._flights = 0
         self._aligned: float | None = None
@@ -64,46 +105,62 @@ class Trace:
             return
         if self._aligned is None:
             meet()
-            self._aligned = self._now()
+            self._aligned = time.perf_counter() + self._offset
+        if self._kernels is not None:
+            self._kernels.start()
+        self._clock.anchor()
         self._iteration = iteration
-        self._begun = self._now()
+        self._begun = self._clock.mark()
 
     def end(self) -> None:
         """The step has ended; the file is written after the last one that is recorded."""
         if self._iteration is None:
             return
-        self._add("iteration", self._begun, {"iteration": self._iteration})
-        finished = self._iteration + 1 == self.last
-        self._iteration = None
-        if finished:
-            try:
+        iteration, self._iteration = self._iteration, None
+        self._spans.append(_Span("iteration", self._begun, self._clock.mark(), {}))
+        self._clock.settle()
+        try:
+            self._collect(iteration)
+            if iteration + 1 == self.last:
                 self.write()
-            except OSError as error:  # no reason to stop a training run
-                sys.stderr.write(f"warning: the trace {self.path} cannot be written: {error.strerror}\n")
+        except OSError as error:  # no reason to stop a training run
+            sys.stderr.write(f"warning: the trace {self.path} cannot be written: {error.strerror}\n")
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
-        """What the calling thread does inside."""
+        """What is done inside."""
         return self._span(name, args) if self.on else nullcontext()
 
     @contextmanager
     def _span(self, name: str, args: dict[str, Any]) -> Iterator[None]:
-        self._synchronise()
-        start = self._now()
+        start = self._clock.mark()
         try:
             yield
         finally:
-            self._synchronise()
-            self._add(name, start, args)
+            self._spans.append(_Span(name, start, self._clock.mark(), args))
 
     def flight(self, name: str, point: str, started: float, sent_bytes: int) -> None:
         """A communication has ended that began at ``started`` (``time.perf_counter``)."""
-        if not self.on:
-            return
-        self._flights += 1
-        common = {"name": name, "cat": point, "pid": self.rank, "tid": 0, "id": f"{self.rank}.{self._flights}"}
-        args = {"point": point, "sent bytes": sent_bytes, "iteration": self._iteration}
-        self._events.append({**common, "ph": "b", "ts": self._micros(started + self._offset), "args": args})
-        self._events.append({**common, "ph": "e", "ts": self._micros(self._now())})
+        if self.on:
+            self._landed.append(_Flight(name, point, started, self._clock.mark(), sent_bytes))
+
+    def _collect(self, iteration: int) -> None:
+        """Turns what an iteration left into events."""
+        for span in self._spans:
+            begin, end = self._micros(self._clock.place(span.start)), self._micros(self._clock.place(span.stop))
+            duration = max(round(end - begin, 1), 0.0)
+            event = {"name": span.name, "ph": "X", "pid": self.rank, "tid": 0, "ts": begin, "dur": duration}
+            self._events.append({**event, "args": {"iteration": iteration, **span.args}})
+        for flight in self._landed:
+            self._flights += 1
+            begin, end = self._micros(flight.started), self._micros(self._clock.place(flight.stop))
+            common = {"name": flight.name, "cat": flight.point, "pid": self.rank, "tid": 0}
+            common["id"] = f"{self.rank}.{self._flights}"
+            args = {"point": flight.point, "sent bytes": flight.sent_bytes, "iteration": iteration}
+            self._events.append({**common, "ph": "b", "ts": begin, "args": args})
+            self._events.append({**common, "ph": "e", "ts": max(begin, end)})
+        for kernel in self._kernels.stop() if self._kernels is not None else ():
+            self._events.append({**kernel, "ph": "X", "pid": self.rank, "args": {"iteration": iteration}})
+        self._spans, self._landed = [], []
 
     def write(self) -> None:
         """Writes what was recorded, whole or not at all.
@@ -118,7 +175,9 @@ class Trace:
             {"name": "process_sort_index", "ph": "M", "pid": self.rank, "args": {"sort_index": self.rank}},
             {"name": "thread_name", "ph": "M", "pid": self.rank, "tid": 0, "args": {"name": "compute and waits"}},
         ]
-        aligned = None if self._aligned is None else self._micros(self._aligned)
+        for tid in sorted({event["tid"] for event in self._events} - {0}):
+            names.append({**names[-1], "tid": tid, "args": {"name": f"device, stream {tid - FIRST_STREAM}"}})
+        aligned = None if self._aligned is None else round(self._aligned * 1e6, 1)
         about = {"rank": self.rank, "label": self.label, "world_size": self.world_size, "run": self.run}
         content = {
             "traceEvents": names + self._events,
@@ -130,15 +189,6 @@ class Trace:
         os.replace(partial, self.path)
         self._events = []
 
-    def _now(self) -> float:
-        return time.perf_counter() + self._offset
-
-    @staticmethod
-    def _micros(seconds: float) -> float:
-        return round(seconds * 1e6, 1)
-
-    def _add(self, name: str, start: float, args: dict[str, Any]) -> None:
-        begin, end = self._micros(start), self._micros(self._now())
-        duration = max(round(end - begin, 1), 0.0)
-        event = {"name": name, "ph": "X", "pid": self.rank, "tid": 0, "ts": begin, "dur": duration}
-        self._events.append({**event, "args": {"iteration": self._iteration, **args}})
+    def _micros(self, seconds: float) -> float:
+        """Microseconds since 1970 of a moment of ``time.perf_counter``."""
+        return round((seconds + self._offset) * 1e6, 1)

@@ -11,6 +11,7 @@ import torch
 
 from megatron.comm.channel import PipelineChannel
 from megatron.comm.error_probe import ErrorProbe
+from megatron.comm.kernel_trace import DeviceKernels
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.rank_controller import RankController
@@ -29,6 +30,7 @@ from megatron.parallel.data.gradients import GradientSync, bucket_elements, main
 from megatron.parallel.data.torch_ddp import TorchReplicas
 from megatron.parallel.pipeline.engine import PipelineEngine
 from megatron.parallel.tensor.shards import collect_specs
+from megatron.topology.clock import Clock, clock_of
 from megatron.topology.layout import Layout
 from megatron.topology.topology import Topology
 
@@ -71,6 +73,7 @@ class Engines:
     def begin_step(self, iteration: int) -> None:
         """Tells the communication points which step begins (-1: an evaluation), and its gradients' loss scale."""
         scale = self.optimizer.loss_scale.scale
+        self.ledger.clock.read()
         self.ledger.trace.begin(iteration, self.topology.control.barrier)
         self.plan.begin(iteration)
         self.comm.begin(iteration)
@@ -110,8 +113,8 @@ class Engines:
         return restarts or any(stage.part.first or stage.part.last for stage in self.stages)
 
 
-def _build_trace(config: RunConfig, topology: Topology) -> Trace:
-    """What this rank records of its steps.
+def _build_trace(config: RunConfig, topology: Topology, clock: Clock) -> Trace:
+    """What this rank records of its steps, by the clock of its device.
 
     Raises:
         UserError: when the folder cannot be made.
@@ -125,14 +128,14 @@ def _build_trace(config: RunConfig, topology: Topology) -> Trace:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--profile-trace {folder}: {error.strerror}; name a folder that can be written") from error
-    cuda = topology.device.type == "cuda"
     return Trace(
         folder / f"trace_rank_{topology.rank:05d}.json",
         topology.rank,
         f"tp {at.tp} pp {at.pp} dp {at.dp}",
         logs.profile_step_start,
         logs.profile_step_end,
-        synchronise=torch.cuda.synchronize if cuda else lambda: None,
+        clock=clock,
+        kernels=DeviceKernels() if topology.device.type == "cuda" else None,
         world_size=topology.layout.world_size,
         run=run,
     )
@@ -166,7 +169,8 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         length: of the run, for warm-ups that are a part of it.
     """
     layout, device, dtype = topology.layout, topology.device, config.precision.params_dtype
-    ledger = Ledger(_build_trace(config, topology))
+    clock = clock_of(topology.device)
+    ledger = Ledger(_build_trace(config, topology, clock), clock)
     specs = config.compression.specs(length or RunLength(config.training.planned_iters))
     plan = CompressionPlan(specs, topology.coordinates.pp, layout.pp)
     comm = TensorComm(

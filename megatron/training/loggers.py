@@ -28,13 +28,15 @@ class HonestFigures:
     """What the log line has no room for.
 
     model_tflops: TFLOP/s per device that the model needs, without recomputation. mfu: their share of the
-    device's peak, when it is known. memory_bytes: peak memory of this rank. traffic: of each communication point.
+    device's peak, when it is known. memory_bytes: peak memory of this rank. computed_s: seconds of an iteration that
+    were neither coding nor waiting, where they were taken. traffic: of each communication point.
     """
 
     model_tflops: float
     tokens_per_second: float
     mfu: float | None = None
     memory_bytes: int | None = None
+    computed_s: float | None = None
     traffic: Mapping[str, PointTraffic] = field(default_factory=dict)
 
 
@@ -146,6 +148,7 @@ class MetricLogger:
             model_tflops=figures.model_tflops,
             mfu=figures.mfu,
             memory_bytes=figures.memory_bytes,
+            computed_s=figures.computed_s,
             comm={name: point.as_dict() for name, point in figures.traffic.items()},
             **({"timers_ms": slowest} if slowest else {}),
         )
@@ -168,6 +171,8 @@ class MetricLogger:
             values["MFU"] = figures.mfu
         if figures.memory_bytes is not None:
             values["mem-max-allocated-bytes"] = figures.memory_bytes
+        if figures.computed_s is not None:
+            values["seconds computing"] = figures.computed_s
         for name, point in figures.traffic.items():
             values[f"bytes per iteration/{name}"] = point.wire_bytes
             values[f"compression ratio/{name}"] = point.ratio

@@ -151,7 +151,7 @@ def run(
         train_tokens=config.training.train_tokens,
     )
     progress = Progress()
-    timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option, device=device)
+    timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option, clock=engines.ledger.clock)
     splits = (datasets[1] is not None, datasets[2] is not None)
     reporter = Reporter(config, engines, progress, train_iters, timers, batch_sizes, splits)
     checkpoints = RunCheckpoints(config, engines, schedule, progress, _rank_0_log(topology), lock)

@@ -140,7 +140,7 @@ class Reporter:
 
     def start_training(self) -> None:
         """The clock of the first window starts now."""
-        self.engines.ledger.take()
+        self.engines.ledger.clear()
         self.window = LogWindow()
         self._step_started = time.perf_counter()
 
@@ -151,14 +151,11 @@ class Reporter:
         Args:
             what: happens: "evaluate", "save" or "check".
         """
-        accounts = self.engines.ledger.accounts
-        self.engines.ledger.take()
         began = time.perf_counter()
-        with self.window.paused():
+        with self.window.paused(), self.engines.ledger.aside():
             try:
                 yield
             finally:
-                self.engines.ledger.accounts = accounts
                 self._step_started = time.perf_counter()
                 self.forecast.pause(what, self._step_started - began)
 
@@ -238,7 +235,7 @@ class Reporter:
         assert self.logger is not None
         topology = self.engines.topology
         summary = self.window.close()
-        traffic, warnings = self.meter.collect(summary.iterations)
+        traffic, warnings, computed_s = self.meter.collect(summary.iterations)
         times = self.timers.collect(
             lambda values: gather_rows(topology.control, self.engines.ledger, values), iterations=summary.iterations
         )
@@ -269,11 +266,12 @@ class Reporter:
             model_tflops=model_tflops(self.shape, global_batch_size=batch_size, seconds=seconds, world_size=world_size),
             tokens_per_second=batch_size * self.config.model.seq_length / seconds,
             memory_bytes=peak_memory_bytes(topology.device),
+            computed_s=computed_s,
             traffic=traffic,
         )
         self.logger.train(record, figures, timers=times)
         if self.config.logging.log_comm:
-            self.logger.line(format_comm_line(self.progress.iteration, traffic))
+            self.logger.line(format_comm_line(self.progress.iteration, traffic, computed_s))
         for warning in warnings:
             self.logger.line(f"warning: {warning}")
         if times and self.config.logging.timing_log_level > 0:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
-from megatron.comm.trace import Trace
+from megatron.comm.ledger import Ledger
 from megatron.data.batch import Batch
 from megatron.model.context import ForwardContext
 from megatron.model.gpt import GPTStage
@@ -116,11 +116,13 @@ def train_step(
         vote: a number to be summed over the ranks, on the way.
         timers: where the parts of the step are timed.
     """
-    timers = timers or Timers()
+    ledger = engines.ledger
+    timers = timers or Timers(clock=ledger.clock)
     config, layout = engines.config, engines.topology.layout
     count = len(batches)
-    for buffer in engines.buffers:
-        buffer.zero_grads()
+    with ledger.computing():
+        for buffer in engines.buffers:
+            buffer.zero_grads()
     programs = [ChunkProgram(stage, batches, config.training.seed, engines) for stage in engines.stages]
     kind = config.parallel.pipeline_schedule
     schedules = [training_schedule(kind, layout.pp, stage, layout.chunks, count) for stage in range(layout.pp)]
@@ -131,16 +133,16 @@ def train_step(
         dtype=torch.float64 if config.precision.fp64 else torch.float32,
         device=engines.topology.device,
     )
-    trace = engines.ledger.trace
     with timers("forward-backward", level=1):
-        span = pipeline_span(timers, trace)
+        span = pipeline_span(timers, ledger)
         engines.pipeline.run(schedules, programs, iteration, count, loss_grad, span=span)
     expected_tokens = count * layout.dp * config.training.micro_batch_size * config.model.seq_length
-    with timers("grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce", level=1):
+    reduction = "grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce"
+    with ledger.computing(), timers(reduction, level=1):
         reports = engines.holds_loss and engines.topology.tp.rank == 0
         tokens = programs[-1].tokens if reports else 0.0
         sound = engines.sync.finish(tokens, expected_tokens)
-    with timers("optimizer", level=1), trace.span("optimizer"):
+    with ledger.computing(), timers("optimizer", level=1), ledger.trace.span("optimizer"):
         outcome = engines.optimizer.step(
             programs[-1].loss_sum if reports else 0.0,
             tokens,
@@ -157,7 +159,7 @@ def train_step(
     if not outcome.skipped and engines.sync.wants_update:
         engines.sync.observe_update()
     engines.end_step(taken=not outcome.skipped)
-    trace.end()
+    ledger.trace.end()
     return outcome
 
 
@@ -167,18 +169,23 @@ _TRACED = {
     "forward-send": "send",
     "backward-send": "send",
 }
+_COMPUTING = ("forward-compute", "backward-compute")
 
 
-def pipeline_span(timers: Timers, trace: Trace) -> Span:
-    """Timers of the pipeline's operations, and where a trace is recorded, its spans as well."""
+def pipeline_span(timers: Timers, ledger: Ledger) -> Span:
+    """Timers of the pipeline's operations, computing in the ledger, and where a trace is recorded, its spans."""
+    trace = ledger.trace
+
+    def traced(name: str, op: PipelineOp) -> AbstractContextManager[object]:
+        if not trace.on or name not in _TRACED:
+            return nullcontext()
+        return trace.span(_TRACED[name], micro_batch=op.micro_batch, chunk=op.chunk)
 
     @contextmanager
-    def both(name: str, op: PipelineOp) -> Iterator[None]:
-        with timers(name, level=2), trace.span(_TRACED[name], micro_batch=op.micro_batch, chunk=op.chunk):
+    def span(name: str, op: PipelineOp) -> Iterator[None]:
+        computing = ledger.computing() if name in _COMPUTING else nullcontext()
+        with computing, timers(name, level=2), traced(name, op):
             yield
-
-    def span(name: str, op: PipelineOp) -> AbstractContextManager[object]:
-        return both(name, op) if trace.on and name in _TRACED else timers(name, level=2)
 
     return span
 

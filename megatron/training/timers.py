@@ -5,12 +5,11 @@ Timers know nothing of process groups: a report is given a function that gathers
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Literal
 
-import torch
+from megatron.topology.clock import Clock, HostClock, Mark
 
 TimingOption = Literal["max", "minmax", "all"]
 Gather = Callable[[list[float]], list[list[float]]]
@@ -51,31 +50,37 @@ TIMER_NAMES = (
 class Timer:
     """A stopwatch that adds up. Also a context manager. Not re-entrant."""
 
-    def __init__(self, name: str, now: Callable[[], float]) -> None:
+    def __init__(self, name: str, clock: Clock) -> None:
         self.name = name
-        self._now = now
-        self._started: float | None = None
+        self._clock = clock
+        self._started: Mark | None = None
         self._total = 0.0
 
     def start(self) -> None:
         if self._started is not None:
             raise RuntimeError(f"timer {self.name!r} is already running")
-        self._started = self._now()
+        self._started = self._clock.mark()
 
     def stop(self) -> None:
         if self._started is None:
             raise RuntimeError(f"timer {self.name!r} is not running")
-        self._total += self._now() - self._started
+        self._clock.between(self._started, self._clock.mark(), self._add)
         self._started = None
 
+    def _add(self, seconds: float) -> None:
+        self._total += seconds
+
     def elapsed(self, *, reset: bool = False) -> float:
-        """Seconds so far, those of a running interval included; `reset` starts the count again from here."""
-        total = self._total
+        """Seconds so far, those of a running interval included; `reset` starts the count again from here.
+
+        On a device what is not known yet counts the next time.
+        """
         if self._started is not None:
-            now = self._now()
-            total += now - self._started
-            if reset:
-                self._started = now
+            now = self._clock.mark()
+            self._clock.between(self._started, now, self._add)
+            self._started = now
+        self._clock.read()
+        total = self._total
         if reset:
             self._total = 0.0
         return total
@@ -94,7 +99,7 @@ class _NoTimer(Timer):
     """Stands in for a timer above the level asked for. It costs nothing and shows nothing."""
 
     def __init__(self) -> None:
-        super().__init__("off", lambda: 0.0)
+        super().__init__("off", HostClock())
 
     def start(self) -> None:
         pass
@@ -110,8 +115,7 @@ class Timers:
         level: `--timing-log-level`. Timers of a higher level do nothing. 0: a few coarse ones, 1: parts of an
             iteration, 2: every operation of the pipeline.
         option: `--timing-log-option`: what a report shows of the ranks.
-        device: on a CUDA device each start and stop waits for the work queued there; nothing waits on a CPU.
-        clock: seconds of a monotonic clock.
+        clock: of the device whose work is timed.
     """
 
     def __init__(
@@ -119,13 +123,11 @@ class Timers:
         level: int = 0,
         option: TimingOption = "minmax",
         *,
-        device: torch.device | str = "cpu",
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Clock | None = None,
     ) -> None:
         self.level = level
         self.option = option
-        self._device = torch.device(device)
-        self._clock = clock
+        self._clock: Clock = clock or HostClock()
         self._timers: dict[str, Timer] = {}
         self._off = _NoTimer()
 
@@ -134,13 +136,8 @@ class Timers:
         if level > self.level:
             return self._off
         if name not in self._timers:
-            self._timers[name] = Timer(name, self._now)
+            self._timers[name] = Timer(name, self._clock)
         return self._timers[name]
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return self._clock()
 
     def collect(
         self, gather: Gather, *, names: Iterable[str] = TIMER_NAMES, iterations: int = 1

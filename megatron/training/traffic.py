@@ -31,7 +31,7 @@ class PointTraffic:
     Args:
         raw_bytes, wire_bytes: what all ranks together would have sent uncompressed, and what they sent.
         coded_s, waited_s: seconds of encoding and decoding, and of waiting: means over the ranks, which add up with
-            computing to the iteration.
+            computing to the iteration (of the device's time, on CUDA).
         residual: norm of the residuals over that of the gradients; None without error feedback.
         staleness: mean age in steps of what the residuals hold.
     """
@@ -63,9 +63,9 @@ def gather_rows(group: Group, ledger: Ledger, values: list[float]) -> list[list[
     return [[float(x) for x in row] for row in rows.tolist()]
 
 
-def format_comm_line(iteration: int, traffic: Mapping[str, PointTraffic]) -> str:
-    """The line of ``--log-comm``: one field for each point."""
-    fields = [f" communication at iteration {iteration:8d} | per iteration"]
+def format_comm_line(iteration: int, traffic: Mapping[str, PointTraffic], computed_s: float) -> str:
+    """The line of ``--log-comm``: seconds of computing, and one field for each point."""
+    fields = [f" communication at iteration {iteration:8d} | per iteration | computed {computed_s * 1e3:.1f} ms"]
     for name, point in traffic.items():
         words = [f"{name}: {_bytes(point.wire_bytes)} of {_bytes(point.raw_bytes)} ({point.ratio:.2f}x)"]
         words.append(f"coded {point.coded_s * 1e3:.1f} ms, waited {point.waited_s * 1e3:.1f} ms")
@@ -97,19 +97,22 @@ class TrafficMeter:
         self._windows = 0
         self._sent = {point: (0.0, 0.0) for point in Point}
 
-    def collect(self, iterations: int) -> tuple[dict[str, PointTraffic], list[str]]:
+    def collect(self, iterations: int) -> tuple[dict[str, PointTraffic], list[str], float]:
         """Closes a window.
 
         Returns:
-            the points that had traffic, by name, and a warning for each residual that grows without bound and for each
-            compressor that sends more than it is given; the same on every rank.
+            the points that had traffic, by name; a warning for each residual that grows without bound and for each
+            compressor that sends more than it is given; and seconds of computing per iteration, the mean over the ranks.
+            The same on every rank.
         """
         topology = self.engines.topology
         taken = self.engines.ledger.take()
         sums, warnings = self._residuals()
         mine = [float(taken.get(p.value, {}).get(row, 0.0)) for row in _ROWS for p in Point]
         mine += [sums[p][row] for row in range(3) for p in Point]
+        mine.append(self.engines.ledger.take_computed())
         columns = list(zip(*gather_rows(topology.control, self.engines.ledger, mine), strict=True))
+        *columns, computed = columns
         count = len(Point)
         table = [columns[start : start + count] for start in range(0, len(columns), count)]
         found = {}
@@ -131,7 +134,8 @@ class TrafficMeter:
                 )
         group = topology.control.pg if topology.layout.world_size > 1 else None
         texts = gather_texts(group, json.dumps([*warnings, *self._longer()]))
-        return found, sorted({warning for text in texts for warning in json.loads(text)})
+        told = sorted({warning for text in texts for warning in json.loads(text)})
+        return found, told, sum(computed) / len(computed) / iterations
 
     def _longer(self) -> list[str]:
         """Warnings, each once, for compressors that have sent more than their tensors' bytes since the run began."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from megatron.compression.points import Point
 from megatron.compression.spec import Spec
 from megatron.config.run import RunConfig
 from megatron.kernels.ops import finite_norm
+from megatron.topology.clock import clock_of
 from megatron.topology.group import Group
 from megatron.topology.topology import Topology
 from megatron.training.traffic import gather_rows
@@ -49,12 +50,12 @@ class Clock:
     """A meter of real time: what is not spent coding or waiting is computing.
 
     Args:
-        synchronise: waits for the device.
+        device: that computes.
     """
 
-    def __init__(self, synchronise: Callable[[], None]) -> None:
-        self.ledger: Ledger = _ClockedLedger(synchronise)
-        self.synchronise = synchronise
+    def __init__(self, device: torch.device) -> None:
+        self.ledger = Ledger(clock=clock_of(device))
+        self.synchronise = self.ledger.clock.settle
         self._start = 0.0
 
     def __enter__(self) -> Clock:
@@ -66,7 +67,7 @@ class Clock:
 
     def _restart(self) -> None:
         self.synchronise()
-        self.ledger.take()
+        self.ledger.clear()
         self._start = time.perf_counter()
 
     def take(self) -> Tally:
@@ -77,21 +78,6 @@ class Clock:
         coding, waited = sum(one.coded_s for one in accounts), sum(one.waited_s for one in accounts)
         self._restart()
         return Tally(spent - coding - waited, coding, waited)
-
-
-class _ClockedLedger(Ledger):
-    """Waits for the device around coding, so that its time is the device's."""
-
-    def __init__(self, synchronise: Callable[[], None]) -> None:
-        super().__init__()
-        self.synchronise = synchronise
-
-    @contextmanager
-    def _coding(self, point: Point, name: str) -> Iterator[None]:
-        self.synchronise()
-        with super()._coding(point, name):
-            yield
-            self.synchronise()
 
 
 class LiveStand:
@@ -110,7 +96,7 @@ class LiveStand:
 
     def recorder(self) -> Clock:
         """Takes the time."""
-        return Clock(torch.cuda.synchronize if self.torch_device.type == "cuda" else lambda: None)
+        return Clock(self.torch_device)
 
     def group(self, size: int, recorder: Any) -> Group:
         """The tensor-parallel ranks, or this one alone."""

@@ -38,6 +38,7 @@ FIGURES = HonestFigures(
     model_tflops=0.2,
     tokens_per_second=1024.0,
     memory_bytes=10**9,
+    computed_s=0.2,
     traffic={"dp-grad": PointTraffic(8192.0, 4096.0, 0.5, 0.25, 0.75, 3.0), "control": PointTraffic(8, 8, 0, 0)},
 )
 
@@ -96,6 +97,7 @@ def test_a_training_event_holds_the_honest_figures(tmp_path: Path) -> None:
         "remaining_seconds": 40.0,
         "model_tflops": 0.2,
         "mfu": None,
+        "computed_s": 0.2,
         "memory_bytes": 10**9,
         "comm": {
             "dp-grad": {
@@ -232,6 +234,7 @@ def test_tensorboard_tags(tmp_path: Path) -> None:
             "bytes per iteration/control": 8.0,
             "compression ratio/control": 1.0,
             "seconds coding/control": 0.0,
+            "seconds computing": 0.2,
             "seconds waited/control": 0.0,
             "forward-backward-time": 12.0,
             "lm loss validation": 3.25,

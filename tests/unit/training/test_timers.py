@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.topology.clock import HostClock
 from megatron.training.timers import Timers, format_timers
 
 
@@ -19,7 +20,7 @@ class Clock:
 
 def test_intervals_add_up_and_a_report_resets() -> None:
     clock = Clock()
-    timers = Timers(level=1, clock=clock)
+    timers = Timers(level=1, clock=HostClock(clock))
     for _ in range(4):
         with timers("forward-backward", level=1):
             clock.now += 0.25
@@ -35,7 +36,7 @@ def test_intervals_add_up_and_a_report_resets() -> None:
 
 def test_timers_above_the_level_do_nothing() -> None:
     clock = Clock()
-    timers = Timers(level=1, clock=clock)
+    timers = Timers(level=1, clock=HostClock(clock))
     with timers("forward-compute", level=2), timers("forward-compute", level=2):
         clock.now += 1.0
     assert timers.collect(lambda mine: [mine]) == {}
@@ -44,7 +45,7 @@ def test_timers_above_the_level_do_nothing() -> None:
 def test_every_rank_gathers_the_same_names() -> None:
     """Stages have different timers: each rank must still hand over numbers of the same length and order."""
     clock = Clock()
-    first, last = Timers(clock=clock), Timers(clock=clock)
+    first, last = Timers(clock=HostClock(clock)), Timers(clock=HostClock(clock))
     with first("forward-send"):
         clock.now += 1.0
     with last("embedding-grads-all-reduce"):
@@ -59,7 +60,7 @@ def test_every_rank_gathers_the_same_names() -> None:
 
 def test_a_running_timer_is_split_by_a_reset() -> None:
     clock = Clock()
-    timer = Timers(clock=clock)("optimizer")
+    timer = Timers(clock=HostClock(clock))("optimizer")
     timer.start()
     clock.now += 3.0
     assert timer.elapsed(reset=True) == 3.0

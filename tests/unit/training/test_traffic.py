@@ -17,8 +17,8 @@ def test_the_line() -> None:
         "dp-grad": PointTraffic(8e6, 1e6, 0.0125, 0.003, 0.812, 2.3),
         "control": PointTraffic(64.0, 64.0, 0.0, 0.0001),
     }
-    assert format_comm_line(40, traffic) == (
-        " communication at iteration       40 | per iteration | "
+    assert format_comm_line(40, traffic, 0.75) == (
+        " communication at iteration       40 | per iteration | computed 750.0 ms | "
         "dp-grad: 1.00 MB of 8.00 MB (8.00x), coded 12.5 ms, waited 3.0 ms, residual 0.812 of the gradient, "
         "2.3 steps old | control: 64 B of 64 B (1.00x), coded 0.0 ms, waited 0.1 ms |"
     )

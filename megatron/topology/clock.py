@@ -1,0 +1,145 @@
+"""The clock that meters read: the host's, or events on the stream of a CUDA device.
+
+A call that starts work on a device returns before the work is done, and waiting for NCCL makes the stream wait, not
+the host. So on CUDA a mark is an event, which the stream passes when all that was started before is done. No meter
+waits for the device: intervals are read when their events have been passed, which is usually a step later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+Mark = Any
+"""A moment, of the clock that made it."""
+
+Tell = Callable[[float], object]
+"""Takes the seconds of an interval."""
+
+
+class Event(Protocol):
+    """What ``DeviceClock`` needs of torch.cuda.Event."""
+
+    def record(self) -> None:
+        """The current stream will pass it."""
+
+    def query(self) -> bool:
+        """Whether the stream has passed it."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from this event to a later one; both have been passed."""
+
+
+class Clock(Protocol):
+    """Marks moments and tells the time between them, now or later."""
+
+    def mark(self) -> Mark:
+        """This moment: of the host, or of the device's work when it gets here."""
+
+    def between(self, start: Mark, stop: Mark, tell: Tell) -> None:
+        """Calls ``tell`` with the seconds from one mark to the other, as soon as ``read`` knows them."""
+
+    def read(self) -> None:
+        """Tells the intervals that are known by now, without waiting."""
+
+    def settle(self) -> None:
+        """Waits for the device, and tells all intervals."""
+
+    def anchor(self) -> None:
+        """Waits for the device, and notes how its time and the host's belong together."""
+
+    def place(self, mark: Mark) -> float:
+        """A mark on the host's clock (``time.perf_counter``), after ``anchor`` and ``settle``."""
+
+
+class HostClock:
+    """The host's: what a call took is known when it has returned.
+
+    Args:
+        now: seconds of a monotonic clock.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+
+    def mark(self) -> float:
+        return self._now()
+
+    def between(self, start: float, stop: float, tell: Tell) -> None:
+        tell(stop - start)
+
+    def read(self) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
+    def anchor(self) -> None:
+        pass
+
+    def place(self, mark: float) -> float:
+        return mark
+
+
+class DeviceClock:
+    """Events on the current stream of the calling thread.
+
+    Args:
+        event: makes one that takes the time.
+        synchronize: waits for the device.
+        now: seconds of the host's clock.
+    """
+
+    def __init__(
+        self,
+        event: Callable[[], Event],
+        synchronize: Callable[[], None],
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._event = event
+        self._synchronize = synchronize
+        self._now = now
+        self._unread: deque[tuple[Event, Event, Tell]] = deque()
+        self._anchor: tuple[Event, float] | None = None
+
+    def mark(self) -> Event:
+        event = self._event()
+        event.record()
+        return event
+
+    def between(self, start: Event, stop: Event, tell: Tell) -> None:
+        self._unread.append((start, stop, tell))
+
+    def read(self) -> None:
+        # The oldest first; where one is still to come, so are those behind it. Both ends are asked for, since a start
+        # and a stop may have been marked on different streams.
+        while self._unread and self._unread[0][1].query() and self._unread[0][0].query():
+            start, stop, tell = self._unread.popleft()
+            tell(start.elapsed_time(stop) / 1e3)
+
+    def settle(self) -> None:
+        self._synchronize()
+        self.read()
+
+    def anchor(self) -> None:
+        self._synchronize()
+        self._anchor = self.mark(), self._now()
+
+    def place(self, mark: Event) -> float:
+        assert self._anchor is not None
+        event, seconds = self._anchor
+        return seconds + event.elapsed_time(mark) / 1e3
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock of what is computed on a device."""
+    if device.type != "cuda":
+        return HostClock()
+    return DeviceClock(
+        lambda: torch.cuda.Event(enable_timing=True),
+        lambda: torch.cuda.synchronize(device),
+    )
