@@ -64,6 +64,14 @@ class LoggingConfig:
         False,
         "With each log line another one: bytes, times and health of the residuals at each communication point.",
     )
+    peak_tflops: float | None = derived(
+        "the device's, where its name is known",
+        "Peak rate of one device at the precision trained in, of which the log's MFU (model FLOPs utilization) is a "
+        "share.",
+        unit="TFLOP/s",
+        above=0,
+        may_differ=_OF_ONE,
+    )
     check_orth_error_acti: bool = option(
         False,
         "At each iteration print the cosine between the errors of compressed activation gradients and the change of "

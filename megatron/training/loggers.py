@@ -27,14 +27,13 @@ from megatron.training.traffic import PointTraffic
 class HonestFigures:
     """What the log line has no room for.
 
-    model_tflops: TFLOP/s per device that the model needs, without recomputation. mfu: their share of the
-    device's peak, when it is known. memory_bytes: peak memory of this rank. computed_s: seconds of an iteration that
-    were neither coding nor waiting, where they were taken. traffic: of each communication point.
+    model_tflops: TFLOP/s per device that the model needs, without recomputation. memory_bytes: peak memory of this
+    rank. computed_s: seconds of an iteration that were neither coding nor waiting, where they were taken. traffic: of
+    each communication point.
     """
 
     model_tflops: float
     tokens_per_second: float
-    mfu: float | None = None
     memory_bytes: int | None = None
     computed_s: float | None = None
     traffic: Mapping[str, PointTraffic] = field(default_factory=dict)
@@ -146,7 +145,7 @@ class MetricLogger:
             tokens_per_second=figures.tokens_per_second,
             benchmark_tflops=record.benchmark_tflops,
             model_tflops=figures.model_tflops,
-            mfu=figures.mfu,
+            mfu=record.mfu,
             memory_bytes=figures.memory_bytes,
             computed_s=figures.computed_s,
             comm={name: point.as_dict() for name, point in figures.traffic.items()},
@@ -167,8 +166,8 @@ class MetricLogger:
             "TFLOPs per gpu (estimated)": record.benchmark_tflops,
             "model TFLOPs per device": figures.model_tflops,
         }
-        if figures.mfu is not None:
-            values["MFU"] = figures.mfu
+        if record.mfu is not None:
+            values["MFU"] = record.mfu
         if figures.memory_bytes is not None:
             values["mem-max-allocated-bytes"] = figures.memory_bytes
         if figures.computed_s is not None:

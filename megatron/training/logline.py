@@ -33,6 +33,7 @@ class TrainRecord:
     skipped_iterations: int = 0
     nan_iterations: int = 0
     remaining_seconds: float | None = None
+    mfu: float | None = None
 
     @property
     def samples_per_second(self) -> float:
@@ -68,6 +69,8 @@ def format_train_line(record: TrainRecord) -> str:
     ]
     if record.remaining_seconds is not None:
         fields.append(f"remaining time (h): {record.remaining_seconds / 3600:.2f}")
+    if record.mfu is not None:
+        fields.append(f"MFU: {record.mfu:.1%}")
     return " " + " ".join(f"{field} |" for field in fields)
 
 

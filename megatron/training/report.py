@@ -16,11 +16,12 @@ from megatron.config.run import RunConfig
 from megatron.optimizer.optimizer import StepOutcome
 from megatron.training.assembly import Engines
 from megatron.training.batch_size import BatchSizeSchedule
-from megatron.training.flops import ModelShape, benchmark_tflops, model_tflops
+from megatron.training.flops import ModelShape, benchmark_tflops, model_flops_utilisation, model_tflops
 from megatron.training.forecast import FIRST_ESTIMATE, Forecast, format_estimate, format_size, model_size
 from megatron.training.gradient_probe import Figures, GradientProbe
 from megatron.training.loggers import HonestFigures, MetricLogger
 from megatron.training.logline import LogWindow, TrainRecord
+from megatron.training.peaks import peak_tflops
 from megatron.training.progress import ProgressBar
 from megatron.training.progress_state import Progress
 from megatron.training.sinks import Sink, open_sinks
@@ -52,6 +53,14 @@ def peak_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def known_peak(config: RunConfig, device: torch.device) -> float | None:
+    """TFLOP/s of which MFU is a share: as given, else by the name of the GPU; None where it is not known."""
+    if config.logging.peak_tflops is not None or device.type != "cuda":
+        return config.logging.peak_tflops
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    return peak_tflops(torch.cuda.get_device_name(device), config.precision.params_dtype, tf32)
 
 
 class Reporter:
@@ -93,6 +102,7 @@ class Reporter:
         )
         self.batch_sizes = batch_sizes
         self.size = model_size(engines)
+        self.peak_tflops = known_peak(config, engines.topology.device)
         self.forecast = Forecast(config, batch_sizes, engines.topology.layout, train_iters, splits)
         self._step_started = time.perf_counter()
         self._speaks = engines.topology.is_last_rank
@@ -131,6 +141,9 @@ class Reporter:
         tokens = (done.consumed_samples + ahead.samples) * length
         self.line(format_size(self.size, tokens, done.consumed_samples * length))
         size = {"parameters": self.size.total, "largest_rank": self.size.largest, "tokens": tokens}
+        if self.peak_tflops is None and self.engines.topology.device.type == "cuda":
+            name = torch.cuda.get_device_name(self.engines.topology.device)
+            self.line(f"note: no MFU is logged, since the peak rate of {name} is not known here; give --peak-tflops")
         self.logger.event("config", done.iteration, config=self.config.to_dict(), size=size)
 
     def line(self, text: str) -> None:
@@ -242,6 +255,7 @@ class Reporter:
         if not self._speaks:
             return
         seconds, world_size = summary.seconds_per_iteration, topology.layout.world_size
+        rate = model_tflops(self.shape, global_batch_size=batch_size, seconds=seconds, world_size=world_size)
         recompute = self.config.recompute.recompute_granularity is not None
         record = TrainRecord(
             iteration=self.progress.iteration,
@@ -261,9 +275,10 @@ class Reporter:
             skipped_iterations=summary.skipped_iterations,
             nan_iterations=summary.nan_iterations,
             remaining_seconds=self.forecast.remaining_s(self.progress.iteration, self.progress.consumed_samples),
+            mfu=model_flops_utilisation(rate, self.peak_tflops) if self.peak_tflops is not None else None,
         )
         figures = HonestFigures(
-            model_tflops=model_tflops(self.shape, global_batch_size=batch_size, seconds=seconds, world_size=world_size),
+            model_tflops=rate,
             tokens_per_second=batch_size * self.config.model.seq_length / seconds,
             memory_bytes=peak_memory_bytes(topology.device),
             computed_s=computed_s,

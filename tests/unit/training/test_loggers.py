@@ -33,6 +33,7 @@ RECORD = TrainRecord(
     grad_norm=2.0,
     benchmark_tflops=0.25,
     remaining_seconds=40.0,
+    mfu=0.4,
 )
 FIGURES = HonestFigures(
     model_tflops=0.2,
@@ -96,7 +97,7 @@ def test_a_training_event_holds_the_honest_figures(tmp_path: Path) -> None:
         "benchmark_tflops": 0.25,
         "remaining_seconds": 40.0,
         "model_tflops": 0.2,
-        "mfu": None,
+        "mfu": 0.4,
         "computed_s": 0.2,
         "memory_bytes": 10**9,
         "comm": {
@@ -234,6 +235,7 @@ def test_tensorboard_tags(tmp_path: Path) -> None:
             "bytes per iteration/control": 8.0,
             "compression ratio/control": 1.0,
             "seconds coding/control": 0.0,
+            "MFU": 0.4,
             "seconds computing": 0.2,
             "seconds waited/control": 0.0,
             "forward-backward-time": 12.0,

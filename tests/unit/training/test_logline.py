@@ -54,6 +54,13 @@ def test_the_time_left_comes_last_and_disturbs_no_pattern() -> None:
     assert found == [[("10", "3125000")], ["5.3247"], ["137.89"]]
 
 
+def test_mfu_comes_behind_the_time_left_and_disturbs_no_pattern() -> None:
+    line = format_train_line(dataclasses.replace(RECORD, remaining_seconds=45_000.0, mfu=0.41237))
+    assert line.endswith(" TFLOPs: 137.89 | remaining time (h): 12.50 | MFU: 41.2% |")
+    found = [pattern.findall(line) for pattern in (ITERATION, ELAPSED, TFLOPS)]
+    assert found == [[("10", "3125000")], ["5.3247"], ["137.89"]]
+
+
 def test_optional_fields_stand_in_their_places() -> None:
     line = format_train_line(dataclasses.replace(RECORD, num_zeros=12.0, params_norm=99.5))
     assert " | grad norm: 3.142 | num zeros: 12.0 | params norm: 99.500 | number of skipped" in line
