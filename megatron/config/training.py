@@ -62,6 +62,11 @@ class TrainingConfig:
         may_differ="any machine's switch ends the run",
     )
     seed: int = option(1234, "Seed of initialization, dropout and data order.", minimum=0, maximum=2**32 - 1)
+    deterministic_mode: bool = option(
+        False,
+        "Compute the same bits each time, on GPUs too (CPUs do so anyway): only operations that add in a fixed order. "
+        "Slower; see docs/gpu.md.",
+    )
     check_replicas: int | None = derived(
         "never",
         "Compare, bit by bit, what ranks must hold alike (replicas' parameters, both ends' memories of pipeline "

@@ -17,7 +17,7 @@ from megatron.model.context import ForwardContext
 from megatron.model.norm import Norm
 from megatron.model.rotary import rotary_tables
 from megatron.parallel.tensor.cross_entropy import head_loss
-from megatron.parallel.tensor.embedding import VocabParallelEmbedding, VocabShard
+from megatron.parallel.tensor.embedding import VocabParallelEmbedding, VocabShard, rows_of
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
 
 TIED_NAME = "embedding.word_embeddings.weight"
@@ -87,7 +87,7 @@ class PositionEmbedding(ShardedModule):
             positions_sb = context.position_ids_bs.t()
         if self.comm.sequence_parallel:
             positions_sb = self.comm.own_part(positions_sb)
-        return nn.functional.embedding(positions_sb, self.weight)
+        return rows_of(self.weight, positions_sb)
 
 
 class OutputWeight(ShardedModule):

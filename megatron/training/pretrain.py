@@ -31,6 +31,7 @@ from megatron.training.batch_size import BatchSizeSchedule
 from megatron.training.compression_notes import compression_notes, run_length
 from megatron.training.console import make_output_last
 from megatron.training.coverage import coverage_notes
+from megatron.training.determinism import make_deterministic
 from megatron.training.kernel_check import check_kernels
 from megatron.training.machine_check import check_machine, check_room
 from megatron.training.persistence import RunCheckpoints, find_saved
@@ -50,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parsed = parse_args(list(sys.argv[1:] if argv is None else argv))
         ranks.env = env = LaunchEnvironment.read(parsed.config.parallel.local_rank)
         config = resolve(parsed, env)
+        if config.training.deterministic_mode:
+            make_deterministic(cuda=config.parallel.distributed_backend == "nccl")
         check_machine(config, env)
         writes = env.rank == 0 and not config.validation.skip_train
         parallel = config.parallel

@@ -10,6 +10,15 @@ from megatron.comm.tensor import TensorComm, leave_parallel_region
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule
 
 
+def rows_of(weight: Tensor, index: Tensor) -> Tensor:
+    """Rows of a table at an index of any shape.
+
+    The gradient of torch's embedding adds on CUDA in whatever order its threads come; that of plain indexing sorts
+    first where algorithms are to be deterministic.
+    """
+    return weight[index] if torch.are_deterministic_algorithms_enabled() else F.embedding(index, weight)
+
+
 class VocabShard:
     """The rows of the padded vocabulary that one rank holds.
 
@@ -59,8 +68,8 @@ class VocabParallelEmbedding(ShardedModule):
     def forward(self, tokens_bs: Tensor) -> Tensor:
         tokens_sb = tokens_bs.t()
         if self.comm.size == 1:
-            return F.embedding(tokens_sb, self.weight)
+            return rows_of(self.weight, tokens_sb)
         local_sb = tokens_sb - self.shard.start
         elsewhere_sb = (local_sb < 0) | (local_sb >= self.shard.rows)
-        x_sbh = F.embedding(local_sb.masked_fill(elsewhere_sb, 0), self.weight)
+        x_sbh = rows_of(self.weight, local_sb.masked_fill(elsewhere_sb, 0))
         return leave_parallel_region(x_sbh.masked_fill(elsewhere_sb.unsqueeze(-1), 0.0), self.comm)

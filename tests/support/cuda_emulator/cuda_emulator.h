@@ -14,6 +14,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #define __global__
@@ -201,8 +202,10 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __ffsll(long long x) { return __builtin_ffsll(x); }
 
+/* Threads add in any order, and a sum of floating-point numbers depends on it. */
 template <class T>
 inline T atomicAdd(T *to, T value) {
+  static_assert(std::is_integral<T>::value, "kernels are deterministic: add floating-point numbers in a fixed order");
   const T before = *to;
   *to += value;
   return before;

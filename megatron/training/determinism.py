@@ -1,0 +1,51 @@
+"""``--deterministic-mode``: the same run on the same devices gives the same bits, twice and after a resume.
+
+On CPUs every run does. On CUDA torch has operations that add in whatever order threads come, cuBLAS may share work
+space between streams, and NVLink's switches sum in no fixed order. What torch cannot do deterministically ends the run,
+by name.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.utils.deterministic
+
+from megatron.config.errors import UserError
+
+_CUBLAS, _CUBLAS_CHOICES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+_NCCL, _NCCL_CHOICES = "NCCL_ALGO", ("ring", "collnetdirect", "collnetchain", "^nvls")
+
+
+def make_deterministic(cuda: bool) -> None:
+    """Sets what torch and the libraries under it look at. cuBLAS and NCCL do so once: call it before CUDA starts.
+
+    Args:
+        cuda: the run is on GPUs.
+
+    Raises:
+        UserError: for a variable that is set to something else.
+    """
+    if cuda:
+        _set(_CUBLAS, os.environ.get(_CUBLAS, "").split(), _CUBLAS_CHOICES, ":4096:8")
+        # A ring adds in the order of its ranks.
+        _set(_NCCL, os.environ.get(_NCCL, "").lower().replace(",", " ").split(), _NCCL_CHOICES, "Ring")
+    torch.use_deterministic_algorithms(True)
+    deterministic: Any = torch.utils.deterministic  # a property of the module, which type checkers do not see
+    deterministic.fill_uninitialized_memory = False  # nothing reads what nobody wrote
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cuda.enable_cudnn_sdp(False)  # flash and memory-efficient attention have a fixed order
+
+
+def _set(name: str, words: list[str], choices: tuple[str, ...], default: str) -> None:
+    """Sets an environment variable unless it has a value that serves."""
+    if not words:
+        os.environ[name] = default
+    elif any(word not in choices for word in words):
+        raise UserError(
+            f"--deterministic-mode: the environment variable {name} is {os.environ[name][:60]!r}, with which sums have "
+            f"no fixed order; unset it, or set it to {default}"
+        )

@@ -1,0 +1,117 @@
+"""What --deterministic-mode sets, and that on CPUs it changes no bit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.utils.deterministic
+
+from megatron.config import UserError
+from megatron.parallel.tensor.embedding import rows_of
+from megatron.training.determinism import make_deterministic
+from tests.support.tiny import tiny_run
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leaves the process as it was."""
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
+        monkeypatch.delenv(name, raising=False)
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    attention = torch.backends.cuda.cudnn_sdp_enabled()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fills
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
+    torch.backends.cuda.enable_cudnn_sdp(attention)
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
+        os.environ.pop(name, None)
+
+
+def test_what_is_set_for_gpus() -> None:
+    torch.backends.cudnn.benchmark = True
+    make_deterministic(cuda=True)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert os.environ["NCCL_ALGO"] == "Ring"
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert torch.backends.cudnn.deterministic
+    assert not torch.backends.cudnn.benchmark
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+
+
+def test_on_cpus_the_environment_is_left_alone() -> None:
+    make_deterministic(cuda=False)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert "NCCL_ALGO" not in os.environ
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("CUBLAS_WORKSPACE_CONFIG", ":16:8"),
+        ("NCCL_ALGO", "ring"),
+        ("NCCL_ALGO", "^NVLS"),
+        ("NCCL_ALGO", "Ring,CollnetChain"),
+    ],
+)
+def test_values_that_serve_are_kept(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    make_deterministic(cuda=True)
+    assert os.environ[name] == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("CUBLAS_WORKSPACE_CONFIG", ":0:0"), ("NCCL_ALGO", "Tree"), ("NCCL_ALGO", "Ring,NVLS"), ("NCCL_ALGO", "^Ring")],
+)
+def test_values_that_do_not_are_refused_by_name(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=rf"--deterministic-mode.*{name} is '{value.replace('^', '.')}'.*unset it"):
+        make_deterministic(cuda=True)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_rows_of_a_table_and_their_gradient() -> None:
+    """Indexing, in place of the embedding whose gradient has no fixed order on CUDA."""
+    index = torch.tensor([[3, 0, 3], [3, 1, 0]])
+    found = []
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        weight = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        rows = rows_of(weight, index)
+        assert rows.grad_fn is not None
+        assert ("Index" in rows.grad_fn.name()) is deterministic
+        (rows * torch.arange(24.0).view(2, 3, 4)).sum().backward()
+        assert weight.grad is not None
+        found.append((rows.detach(), weight.grad))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+RUNS = {
+    "fp32 with dropout": {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}},
+    "bf16, rope, grouped queries": {
+        "precision": {"bf16": True},
+        "model": {"position_embedding_type": "rope", "num_query_groups": 2, "swiglu": True},
+    },
+    "fp16 with full recomputation": {
+        "precision": {"fp16": True, "initial_loss_scale": 1024.0},
+        "recompute": {"recompute_granularity": "full", "recompute_method": "uniform"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_on_cpus_no_bit_changes_and_nothing_is_refused(name: str) -> None:
+    plain = tiny_run(RUNS[name], 6)
+    make_deterministic(cuda=False)
+    strict = tiny_run(RUNS[name], 6)
+    assert (strict.losses, strict.grad_norms) == (plain.losses, plain.grad_norms)
