@@ -115,7 +115,8 @@ def check_memory(config: RunConfig, world_size: int, there_is: int, where: str, 
     raise UserError(
         f"each rank needs at least {in_words(total)} of memory, and there are {in_words(there_is)} {where}; "
         f"{in_words(most.nbytes)} of it are {most.what} ({', '.join(most.flags)}): lower these, or split the model "
-        "over more processes"
+        "over more processes (--tensor-model-parallel-size, --pipeline-model-parallel-size, "
+        "--use-distributed-optimizer)"
     )
 
 

@@ -15,6 +15,8 @@ CHOICE = "MEGATRON_CC_KERNELS"
 """Environment variable: ``reference`` runs without the compiled kernels, ``native`` refuses to run without them."""
 
 _LIBRARY = "megatron_cc"
+_KINDS = {"cpu": "CPU", "cuda": "CUDA"}
+"""Devices that there are kernels for, and torch's dispatch key of each."""
 _SOURCES = Path(__file__).parent / "csrc"
 
 
@@ -75,20 +77,51 @@ def operators() -> Any:
 
 
 def serves(*tensors: Tensor | None) -> bool:
-    """Whether the compiled kernels take these tensors: on a device that they were built for, none of them fp64."""
-    if problem() is not None:
-        return False
+    """Whether the compiled kernels take these tensors: on a device that they run on, none of them fp64."""
     given = [t for t in tensors if t is not None]
-    on_device = all(t.device.type in devices() for t in given)
+    on_device = all(problem_on(t.device.type) is None for t in given)
     return on_device and all(t.dtype != torch.float64 for t in given if t.is_floating_point())
 
 
-@functools.cache
 def devices() -> frozenset[str]:
-    """The devices that the compiled kernels were built for."""
-    name = f"{_LIBRARY}::quantize_pack"
+    """The kinds of devices of this machine that the compiled kernels run on."""
+    return frozenset(kind for kind in _KINDS if problem_on(kind) is None)
+
+
+@functools.cache
+def problem_on(kind: str) -> str | None:
+    """Whether the compiled kernels run on this process's device of a kind. Asks it once, by starting one there: call it
+    first while no communication is under way.
+
+    Returns:
+        None when they do, else why not, in words.
+
+    Raises:
+        RuntimeError: when ``MEGATRON_CC_KERNELS=native`` asks for them and they cannot be used.
+    """
+    why = problem() or _does_not_run(kind)
+    if why is not None and os.environ.get(CHOICE) == "native" and kind in _KINDS:
+        raise RuntimeError(f"{CHOICE}=native, but {why}")
+    return why
+
+
+def _does_not_run(kind: str) -> str | None:
+    if kind == "cuda" and not torch.cuda.is_available():
+        return "there is no GPU"
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return frozenset(device for device, key in (("cpu", "CPU"), ("cuda", "CUDA")) if has(name, key))
+    if kind not in _KINDS or not has(f"{_LIBRARY}::quantize_pack", _KINDS[kind]):
+        return f"they were built without {kind}: run `pip install -e .` where nvcc and a torch with CUDA are"
+    if kind != "cuda":
+        return None
+    try:
+        operators().finite_norm(torch.zeros(1, device=kind), torch.zeros(2, dtype=torch.float64, device=kind))
+    except RuntimeError as error:
+        major, minor = torch.cuda.get_device_capability()
+        return (
+            f"they do not run on {torch.cuda.get_device_name()}, compute capability {major}.{minor} "
+            f"({str(error).splitlines()[0]}): add it to ARCHITECTURES in setup.py and run `pip install -e .`"
+        )
+    return None
 
 
 def register_shapes() -> None:

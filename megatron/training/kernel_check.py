@@ -18,7 +18,7 @@ def check_kernels(topology: Topology) -> str | None:
         UserError: on every rank, when only some ranks have the kernels.
     """
     try:
-        why = native.problem() or ""
+        why = native.problem_on(topology.device.type) or ""
     except RuntimeError as error:
         why = f"!{error}"
     group = topology.control.pg if topology.layout.world_size > 1 else None

@@ -43,8 +43,11 @@ def check_room(config: RunConfig, env: LaunchEnvironment, vocab_size: int | None
         UserError: when it cannot fit.
     """
     if config.parallel.distributed_backend == "nccl":
-        index = env.local_rank % torch.cuda.device_count()
-        there_is, where = torch.cuda.get_device_properties(index).total_memory, "on its GPU"
+        count = torch.cuda.device_count()
+        gpu = torch.cuda.get_device_properties(env.local_rank % count)
+        sharing = -(-env.ranks_here // count)
+        there_is, where = gpu.total_memory // sharing, f"on its GPU ({gpu.name})"
+        where += f" for each of the {sharing} ranks that share it" if sharing > 1 else ""
     else:
         ranks = env.ranks_here
         there_is = memory_of_this_machine() // ranks

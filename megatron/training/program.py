@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,8 +26,16 @@ EXIT_PEER_LOST = 3
 EXIT_BUG = 1
 EXIT_NOTHING_LEARNED = 4
 _RANK_0_SPEAKS_SECONDS = 1.0
-_NO_ROOM = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
-"""How torch's CPU allocator reports that memory has run out."""
+_NO_ROOM = (
+    *("can't allocate memory", "not enough memory", "Storage size calculation overflowed"),
+    *("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
+)
+"""How torch's CPU allocator reports that memory has run out, and how CUDA and its libraries do."""
+_SIZE = r"([0-9.]+ (?:[KMGT]i)?B|[0-9]+ bytes)"
+_GPU_IS_FULL = re.compile(
+    rf"Tried to allocate {_SIZE}.*? GPU ([0-9]+) has a total capacity of {_SIZE} of which {_SIZE} is free", re.DOTALL
+)
+"""What torch says of a GPU whose memory has run out."""
 
 
 class NothingLearnedError(RuntimeError):
@@ -154,6 +164,8 @@ def run_program(body: Callable[[Ranks], None]) -> int:
     except LaunchError as error:
         return ranks.fail(f"error: {error}", EXIT_BAD_INPUT, reason=str(error))
     except CommunicationError as error:
+        if error.__cause__ is not None and is_out_of_memory(error.__cause__):
+            return ranks.fail(f"rank {ranks.env.rank}: {out_of_memory(error.__cause__)}", EXIT_BUG)
         lost = ranks.watch.explain() if ranks.watch is not None else None
         why = f"{lost} ({error})" if lost else str(error)
         return ranks.fail(f"rank {ranks.env.rank}: {why}", EXIT_PEER_LOST)
@@ -174,17 +186,30 @@ def run_program(body: Callable[[Ranks], None]) -> int:
         return ranks.fail(text, EXIT_BUG, reason=f"{type(error).__name__}: {error}")
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error is a failed allocation, of Python, NumPy, or torch on any device."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_ROOM)
 
 
-def out_of_memory(error: Exception) -> str:
+def out_of_memory(error: BaseException) -> str:
     """What failed, in one line that says what to do."""
     reason = (str(error).splitlines() or [""])[0] or type(error).__name__
     return (
-        f"out of memory: {reason[:300]}; lower --micro-batch-size or --seq-length, recompute activations "
-        "(--recompute-granularity full), or split the model over more processes"
+        f"out of memory: {_of_gpu(str(error)) or reason[:300]}; lower --micro-batch-size or --seq-length, recompute "
+        "activations (--recompute-granularity full), or split the model over more processes "
+        "(--tensor-model-parallel-size, --pipeline-model-parallel-size)"
     )
+
+
+def _of_gpu(said: str) -> str | None:
+    """The GPU, what was needed and what there is, from what torch says; None where it says something else."""
+    found = _GPU_IS_FULL.search(said)
+    if found is None:
+        return None
+    needed, index, total, free = found.groups()
+    name = ""
+    with suppress(RuntimeError, AssertionError):  # a GPU in this state may not answer
+        name = f" ({torch.cuda.get_device_name(int(index))})"
+    return f"GPU {index}{name} needed {needed} more, and {free} of its {total} are free"

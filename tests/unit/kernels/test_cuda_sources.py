@@ -69,8 +69,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def device(emulated: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(native, "operators", lambda: torch.ops.megatron_cc_emulated)
-    monkeypatch.setattr(native, "problem", lambda: None)
-    monkeypatch.setattr(native, "devices", lambda: frozenset({"cpu"}))
+    monkeypatch.setattr(native, "problem_on", lambda kind: None if kind == "cpu" else "emulated")
     return "cpu"
 
 

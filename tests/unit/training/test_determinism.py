@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,18 +15,20 @@ from megatron.parallel.tensor.embedding import rows_of
 from megatron.training.determinism import make_deterministic
 from tests.support.tiny import tiny_run
 
+FILLING: Any = torch.utils.deterministic
+
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Leaves the process as it was."""
     for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
         monkeypatch.delenv(name, raising=False)
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    fills = FILLING.fill_uninitialized_memory
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
     attention = torch.backends.cuda.cudnn_sdp_enabled()
     yield
     torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = fills
+    FILLING.fill_uninitialized_memory = fills
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
     torch.backends.cuda.enable_cudnn_sdp(attention)
     for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
@@ -43,7 +46,7 @@ def test_what_is_set_for_gpus() -> None:
     assert not torch.backends.cudnn.benchmark
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert torch.backends.cuda.flash_sdp_enabled()
-    assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert not FILLING.fill_uninitialized_memory
 
 
 def test_on_cpus_the_environment_is_left_alone() -> None:
@@ -96,7 +99,7 @@ def test_rows_of_a_table_and_their_gradient() -> None:
     assert torch.equal(found[0][1], found[1][1])
 
 
-RUNS = {
+RUNS: dict[str, dict[str, Any]] = {
     "fp32 with dropout": {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}},
     "bf16, rope, grouped queries": {
         "precision": {"bf16": True},

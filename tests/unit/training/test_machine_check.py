@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron.config import UserError, parse_args
 from megatron.topology.launch import LaunchEnvironment
@@ -46,3 +48,19 @@ def test_ranks_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) ->
     check_room(config, LaunchEnvironment(0, 4, 0))
     with pytest.raises(UserError, match="there are 100 kB on this machine for each of its 4 ranks"):
         check_room(config, LaunchEnvironment(0, 4, 0, 4))
+
+
+def test_ranks_of_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is needed, the GPU's name, and flags that help."""
+    gpu = SimpleNamespace(total_memory=300_000, name="NVIDIA Small")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    config = parse_args([*tiny_flags(Path("data")), "--distributed-backend", "nccl"]).resolve(4, cuda_available=True)
+    check_room(config, LaunchEnvironment(0, 4, 0))
+    check_room(config, LaunchEnvironment(0, 4, 0, 2))
+    flags = "--tensor-model-parallel-size, --pipeline-model-parallel-size, --use-distributed-optimizer"
+    with pytest.raises(UserError, match=rf"at least .* there are 100 kB on its GPU \(NVIDIA Small\) for each.*{flags}"):
+        check_room(config, LaunchEnvironment(0, 6, 0, 6))
+    gpu.total_memory = 100_000
+    with pytest.raises(UserError, match=r"there are 100 kB on its GPU \(NVIDIA Small\);"):
+        check_room(config, LaunchEnvironment(0, 4, 0))
