@@ -18,7 +18,7 @@ TRAIN_LINE = re.compile(
     r"^ iteration +(\d+)/ +(\d+) \| consumed samples: +(\d+) \| elapsed time per iteration \(s\): [\d.]+ \| "
     r"learning rate: \S+ \| global batch size: +\d+ \| lm loss: (\S+) \| loss scale: [\d.]+ \| "
     r"grad norm: [\d.]+ \| number of skipped iterations: +\d+ \| number of nan iterations: +\d+ \| "
-    r"samples per second: [\d.]+ \| TFLOPs: [\d.]+ \| remaining time \(h\): [\d.]+ \|$",
+    r"samples per second: [\d.]+ \| TFLOPs: [\d.]+ \| remaining time \(h\): [\d.]+ \|(?: MFU: [\d.]+% \|)?$",
     re.MULTILINE,
 )
 
@@ -45,10 +45,12 @@ def test_four_ranks_write_what_one_process_writes(prefix: Path, tmp_path: Path) 
             tensorboard_dir=tmp_path / f"{name}-tb",
         )
 
-    one = run_cli(1, [SCRIPT, *flags("one")])
+    one = run_cli(1, [SCRIPT, *flags("one"), "--deterministic-mode", "--peak-tflops", "0.5"])
     layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--timing-log-level", "2"]
     four = run_cli(4, [SCRIPT, *flags("four"), *layout])
     assert len(_losses(one)) == 6
+    assert one.stdout.count(" MFU: ") == 6
+    assert "MFU" not in four.stdout
     assert [float(x) for x in _losses(four)] == pytest.approx([float(x) for x in _losses(one)], rel=1e-5)
 
     # 65 entries, 16 positions, 2 layers, the last norm; of a rank 33 rows (one of them padding) and half of a layer.

@@ -1,0 +1,77 @@
+"""--deterministic-mode on a CUDA device: two runs, and one that is stopped and resumed, are equal to the last bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.pretrain import main
+from tests.support.corpus import tiny_flags, write_documents
+from tests.support.one_gpu import be_a_host
+from tests.support.spawn import run_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.multiprocess]
+
+# Few entries, so that many tokens add to each row of the embedding; heads that flash attention takes.
+SIZES: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "seq_length": 512,
+    "max_position_embeddings": 512,
+    "micro_batch_size": 4,
+    "global_batch_size": 16,
+    "lr": 1e-3,
+    "distributed_backend": "nccl",
+    "bf16": True,
+    "deterministic_mode": True,
+}
+
+
+def _main(flags: list[str]) -> None:
+    be_a_host()
+    assert main(flags) == 0
+
+
+def _train(world_size: int, folder: Path, name: str, **changes: Any) -> None:
+    flags = tiny_flags(folder / "tiny", **{**SIZES, **changes}, log_json_file=folder / f"{name}.jsonl")
+    run_ranks(world_size, _main, flags, timeout=280, init=False)
+
+
+def _figures(folder: Path, name: str) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm of each iteration, as exact as they were written."""
+    events = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    return {e["iteration"]: (e["lm_loss"], e["grad_norm"]) for e in events if e["kind"] == "train"}
+
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, {}),
+    "dropout": (1, {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
+    "documents apart": (1, {"reset_attention_mask": True, "reset_position_ids": True}),
+    "rope, swiglu, grouped queries": (1, {"position_embedding_type": "rope", "swiglu": True, "num_query_groups": 2}),
+    "tp2 with sequence parallelism": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "dp2, sharded": (2, {"use_distributed_optimizer": True}),
+    "dp2, powersgd": (2, {"compress": ["dp-grad=powersgd,rank=4"]}),
+    "dp2, stable-topk": (2, {"compress": ["dp-grad=stable-topk,interval=3"]}),
+    "dp2, 4 bits": (2, {"compress": ["dp-grad=fixpoint,bits=4"]}),
+}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", CASES)
+def test_two_runs_and_a_resumed_one_give_the_same_bits(case: str, tmp_path: Path) -> None:
+    world_size, changes = CASES[case]
+    write_documents(tmp_path / "tiny", documents=400)
+    length = {"train_iters": 12}
+    _train(world_size, tmp_path, "first", **changes, **length)
+    _train(world_size, tmp_path, "second", **changes, **length)
+    saved = tmp_path / "saved"
+    _train(world_size, tmp_path, "parts", **changes, **length, save=saved, exit_interval=6)
+    _train(world_size, tmp_path, "parts", **changes, **length, load=saved)
+    first = _figures(tmp_path, "first")
+    assert len(first) == 12
+    assert _figures(tmp_path, "second") == first
+    assert _figures(tmp_path, "parts") == first

@@ -1,0 +1,32 @@
+"""Several NCCL ranks on one GPU: each is a host of its own to NCCL, which then connects them over sockets."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+ONE_CHANNEL = {
+    "NCCL_MAX_NCHANNELS": "1",
+    "NCCL_NSOCKS_PERTHREAD": "1",
+    "NCCL_SOCKET_NTHREADS": "1",
+}
+"""Makes NCCL's sockets as slow as one stream of bytes, so that large messages saturate them."""
+
+
+def be_a_host() -> None:
+    """Sets what NCCL looks at; before the process group is made."""
+    os.environ["NCCL_HOSTID"] = f"host-{os.environ['RANK']}"
+    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    os.environ["NCCL_IB_DISABLE"] = "1"
+
+
+def join_on_one_gpu(timeout_s: float) -> torch.device:
+    """Joins the other ranks of ``run_ranks(..., init=False)`` over NCCL, all of them on GPU 0."""
+    be_a_host()
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", timeout=timedelta(seconds=timeout_s))
+    return device
