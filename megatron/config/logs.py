@@ -95,8 +95,8 @@ class LoggingConfig:
     profile_trace: str | None = derived(
         "none",
         "Write a Chrome trace of some iterations for each rank to this folder: forward, backward, encode, send, wait, "
-        "decode, reduce, optimizer, with bytes; of the device's time and with its kernels on CUDA. tools/merge_traces.py "
-        "makes one file of them.",
+        "decode, reduce, optimizer, with bytes; of the device's time and with its kernels on CUDA. "
+        "tools/merge_traces.py makes one file of them.",
         metavar="FOLDER",
         may_differ="each rank writes a file of its own, on whatever disk is near",
     )

@@ -31,6 +31,8 @@ _NO_ROOM = (
     *("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
 )
 """How torch's CPU allocator reports that memory has run out, and how CUDA and its libraries do."""
+_NO_FIXED_ORDER = "does not have a deterministic implementation"
+"""How torch refuses an operation under ``torch.use_deterministic_algorithms``."""
 _SIZE = r"([0-9.]+ (?:[KMGT]i)?B|[0-9]+ bytes)"
 _GPU_IS_FULL = re.compile(
     rf"Tried to allocate {_SIZE}.*? GPU ([0-9]+) has a total capacity of {_SIZE} of which {_SIZE} is free", re.DOTALL
@@ -182,8 +184,19 @@ def run_program(body: Callable[[Ranks], None]) -> int:
     except Exception as error:
         if is_out_of_memory(error):
             return ranks.fail(f"rank {ranks.env.rank}: {out_of_memory(error)}", EXIT_BUG)
+        if _NO_FIXED_ORDER in str(error):
+            return ranks.fail(f"rank {ranks.env.rank}: {no_fixed_order(error)}", EXIT_BUG)
         text = f"rank {ranks.env.rank} failed:\n{traceback.format_exc()}"
         return ranks.fail(text, EXIT_BUG, reason=f"{type(error).__name__}: {error}")
+
+
+def no_fixed_order(error: BaseException) -> str:
+    """What torch cannot do under --deterministic-mode, in one line that says what to do."""
+    operation = str(error).partition(_NO_FIXED_ORDER)[0].strip()
+    return (
+        f"--deterministic-mode: torch's {operation[:100]} {_NO_FIXED_ORDER} on this device; leave out what uses it, or the "
+        "flag"
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -13,6 +13,7 @@ import torch.utils.deterministic
 from megatron.config import UserError
 from megatron.parallel.tensor.embedding import rows_of
 from megatron.training.determinism import make_deterministic
+from megatron.training.program import EXIT_BUG, Ranks, run_program
 from tests.support.tiny import tiny_run
 
 FILLING: Any = torch.utils.deterministic
@@ -118,3 +119,17 @@ def test_on_cpus_no_bit_changes_and_nothing_is_refused(name: str) -> None:
     make_deterministic(cuda=False)
     strict = tiny_run(RUNS[name], 6)
     assert (strict.losses, strict.grad_norms) == (plain.losses, plain.grad_norms)
+
+
+def test_what_torch_cannot_do_is_named_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def body(ranks: Ranks) -> None:
+        raise RuntimeError(
+            "cumsum_cuda_kernel does not have a deterministic implementation, but you set "
+            "'torch.use_deterministic_algorithms(True)'. You can turn off determinism just for this operation."
+        )
+
+    assert run_program(body) == EXIT_BUG
+    assert capsys.readouterr().err == (
+        "rank 0: --deterministic-mode: torch's cumsum_cuda_kernel does not have a deterministic implementation on this "
+        "device; leave out what uses it, or the flag\n"
+    )
