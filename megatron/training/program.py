@@ -194,8 +194,8 @@ def no_fixed_order(error: BaseException) -> str:
     """What torch cannot do under --deterministic-mode, in one line that says what to do."""
     operation = str(error).partition(_NO_FIXED_ORDER)[0].strip()
     return (
-        f"--deterministic-mode: torch's {operation[:100]} {_NO_FIXED_ORDER} on this device; leave out what uses it, or the "
-        "flag"
+        f"--deterministic-mode: torch's {operation[:100]} {_NO_FIXED_ORDER} on this device; leave out what uses it, or "
+        "the flag"
     )
 
 

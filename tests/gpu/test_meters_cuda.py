@@ -97,7 +97,10 @@ def test_computing_coding_and_waiting_explain_a_step_on_saturated_links(case: st
 
 
 def test_without_peers_computing_is_the_whole_step() -> None:
-    changes = {"model": {**LONG, "num_layers": 8}, "training": {"micro_batch_size": 4, "global_batch_size": 4}}
+    changes: dict[str, dict[str, Any]] = {
+        "model": {**LONG, "num_layers": 8},
+        "training": {"micro_batch_size": 4, "global_batch_size": 4},
+    }
     found = _steps(_config(changes, 1), single_process("cuda"), 2, 3, 50_304)
     assert (found["coded"], found["waited"]) == (0.0, 0.0)
     assert 0.9 * found["seconds"] <= found["computed"] <= 1.01 * found["seconds"], found
