@@ -138,7 +138,7 @@ def test_marks_are_placed_on_the_hosts_clock() -> None:
 
 def test_the_trace_holds_the_devices_kernels_inside_its_iterations(tmp_path: Path) -> None:
     logging = {"profile_trace": str(tmp_path), "profile_step_start": 2, "profile_step_end": 4}
-    changes = {"model": {"hidden_size": 256, "num_layers": 4}, "logging": logging}
+    changes: dict[str, dict[str, Any]] = {"model": {"hidden_size": 256, "num_layers": 4}, "logging": logging}
     _steps(_config(changes, 1), single_process("cuda"), 2, 3, 128)
     (path,) = tmp_path.iterdir()
     trace = read_trace(path)
