@@ -35,11 +35,12 @@ class Account:
 
 
 class _Books:
-    """Accounts by point, and seconds of computing. Intervals keep to the books in which they began, however late they
-    are read."""
+    """Accounts by point, where this rank sent or waited, and seconds of computing. Intervals keep to the books in which
+    they began, however late they are read."""
 
     def __init__(self) -> None:
         self.accounts = {point: Account() for point in Point}
+        self.took_part: set[Point] = set()
         self.computed_s = 0.0
 
     def wait(self, point: Point, seconds: float) -> None:
@@ -85,6 +86,7 @@ class Ledger:
     def sent(self, point: Point, wire_bytes: int, raw_bytes: int | None = None) -> None:
         """Notes one message; ``raw_bytes`` is what it would have been uncompressed (default: the same)."""
         account = self.accounts[point]
+        self._books.took_part.add(point)
         account.messages += 1
         account.wire_bytes += wire_bytes
         account.raw_bytes += wire_bytes if raw_bytes is None else raw_bytes
@@ -98,6 +100,7 @@ class Ledger:
         if pending.what == NOTHING:
             pending.wait()
             return
+        self._books.took_part.add(point)
         with self._timed(partial(self._books.wait, point)), self.trace.span("wait", point=point.value):
             pending.wait()
         self.trace.flight(_FLIGHTS.get(pending.kind, pending.kind), point.value, pending.started, pending.sent_bytes)
@@ -139,8 +142,9 @@ class Ledger:
     def take(self) -> dict[str, dict[str, float]]:
         """The accounts that saw traffic, by point name; starts new ones. A rank that only receives has times alone."""
         self.clock.read()
-        seen = {point: account for point, account in self.accounts.items() if account != Account()}
-        self._books.accounts = {point: Account() for point in Point}
+        books = self._books
+        seen = {point: own for point, own in books.accounts.items() if point in books.took_part or own.waited_s}
+        books.accounts, books.took_part = {point: Account() for point in Point}, set()
         return {point.value: asdict(account) for point, account in seen.items()}
 
     def take_computed(self) -> float:

@@ -74,11 +74,12 @@ def test_a_devices_times_are_those_of_its_stream_and_add_up() -> None:
     ledger = Ledger(clock=device.clock())
     with never_waited_for(device):
         _step(ledger, device)
-        assert ledger.take() == {}  # nothing has happened yet
+        assert ledger.take()["pp-forward"]["waited_s"] == 0.0  # nothing has happened yet
         device.now = 3.2  # computing, the wait, and a part of decoding are over
         assert (ledger.take_computed(), ledger.take()["pp-forward"]["waited_s"]) == (1.0, 2.0)
         device.now = 9.0
-    assert ledger.take()["pp-forward"]["coded_s"] == 0.5
+    ledger.clock.read()
+    assert ledger.accounts[Point.PP_FWD].coded_s == 0.5
     assert ledger.take_computed() == 2.0
     assert ledger.take() == {}
 
@@ -125,9 +126,17 @@ def test_decoding_counts_where_nothing_was_waited_for() -> None:
     """The message of a rank that only receives was there already."""
     now = [0.0]
     ledger = Ledger(clock=HostClock(lambda: now[0]))
+    ledger.wait(Point.PP_BWD, Pending(None, 0, "receive from rank 1"))
     with ledger.decoding(Point.PP_BWD):
         now[0] += 1.0
     assert ledger.take()["pp-backward"]["coded_s"] == 1.0
+
+
+def test_a_point_without_traffic_has_no_account() -> None:
+    ledger = Ledger()
+    with ledger.encoding(Point.DP_GRAD):
+        pass
+    assert ledger.take() == {}
 
 
 def test_a_group_of_one_waits_for_nothing() -> None:
