@@ -95,14 +95,14 @@ class TrafficMeter:
         self._streaks: dict[str, int] = {}
         self._warned: set[str] = set()
         self._windows = 0
-        self._sent = {point: (0.0, 0.0) for point in Point}
+        self._sent = dict.fromkeys(Point, (0.0, 0.0))
 
     def collect(self, iterations: int) -> tuple[dict[str, PointTraffic], list[str], float]:
         """Closes a window.
 
         Returns:
             the points that had traffic, by name; a warning for each residual that grows without bound and for each
-            compressor that sends more than it is given; and seconds of computing per iteration, the mean over the ranks.
+            compressor that sends more than it is given; seconds of computing per iteration, the mean over the ranks.
             The same on every rank.
         """
         topology = self.engines.topology

@@ -66,8 +66,8 @@ def test_a_compressor_that_sends_more_than_it_is_given_is_named_once() -> None:
         found.append(meter.collect(1)[1])
     assert found[:2] == [[], []]
     assert found[2] == [
-        "--compress dp-grad=powersgd sends 1.27 times what dp-grad would send uncompressed; compress it further, or not "
-        "at all"
+        "--compress dp-grad=powersgd sends 1.27 times what dp-grad would send uncompressed; compress it further, or "
+        "not at all"
     ]
     assert found[3:] == [[], []]
 
