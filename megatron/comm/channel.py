@@ -1,13 +1,15 @@
 """Messages between pipeline stages: activations forward, their gradients backward, through a codec.
 
-Receives are posted ahead of their use and sends are left to complete in the background, so both overlap with
-compute. A message is addressed by its boundary (the number of the earlier of the two virtual stages).
+Receives can be posted ahead of their use and sends are left to complete in the background, so both overlap with
+compute. On CUDA a posted receive occupies the device until its message comes, so when it may be posted is a rule of its
+own (``megatron/parallel/pipeline/kinds.py``). A message is addressed by its boundary (the number of the earlier of the
+two virtual stages).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -36,9 +38,19 @@ class Direction:
     send_to: int
     recv_from: int
     posted: dict[tuple[int, int], tuple[Payload, Pending]] = field(default_factory=dict)
+    newest: Pending | None = None
     sending: deque[tuple[Payload, Pending]] = field(default_factory=deque)
     sent: dict[int, CompressorState] = field(default_factory=dict)
     received: dict[int, CompressorState] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Message:
+    """What goes over a boundary: which way, from what position, and what its content is called (see ``Codec``)."""
+
+    way: Direction
+    position: Position
+    key: Hashable
 
 
 class PipelineChannel:
@@ -114,8 +126,33 @@ class PipelineChannel:
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         return wide, self._scale if way.point is Point.PP_BWD else 1.0
 
-    def send(self, way: Direction, x: Tensor, position: Position, key: Hashable) -> None:
+    def kind(self, sent: Sequence[Message], received: Sequence[Message]) -> list[Hashable]:
+        """What decides which kernels the messages of a step launch here: a part for each end of a boundary.
+
+        Args:
+            sent, received: the step's messages, each end's in order.
+        """
+        ends: dict[tuple[Point, int, bool], list[Message]] = {}
+        for sends, messages in ((True, sent), (False, received)):
+            for message in messages:
+                ends.setdefault((message.way.point, message.position.boundary, sends), []).append(message)
+        return [self._kind_of_end(end, messages) for end, messages in ends.items()]
+
+    def _kind_of_end(self, end: tuple[Point, int, bool], messages: Sequence[Message]) -> Hashable:
+        way, (_, boundary, sends) = messages[0].way, end
+        state = (way.sent if sends else way.received).setdefault(boundary, CompressorState())
+        keys: dict[Codec, list[Hashable]] = {}
+        codecs = [self._codec(way, message.position) for message in messages]
+        for codec, message in zip(codecs, messages, strict=True):
+            keys.setdefault(codec, []).append(message.key)
+        launches = [codec.launches(self.shape, state, own) for codec, own in keys.items()]
+        if None in launches:
+            return None
+        return end, tuple(self.shape), self._scale == 1.0, tuple(codecs), tuple(launches)
+
+    def send(self, message: Message, x: Tensor) -> None:
         """Starts sending ``x`` over a boundary."""
+        way, position, key = message.way, message.position, message.key
         codec = self._codec(way, position)
         dtype, scale = self._unscaled(way, codec)
         with self.ledger.encoding(way.point):
@@ -138,26 +175,46 @@ class PipelineChannel:
         while way.sending and way.sending[0][1].done():
             self.ledger.wait(way.point, way.sending.popleft()[1])
 
-    def expect(self, way: Direction, position: Position, key: Hashable) -> None:
-        """Something will soon be sent from a position."""
+    def expect(self, message: Message) -> None:
+        """Something will soon be sent."""
+        way, position = message.way, message.position
         state = way.sent.setdefault(position.boundary, CompressorState())
-        self._codec(way, position).expect(self.shape, state, key)
+        self._codec(way, position).expect(self.shape, state, message.key)
 
-    def post(self, way: Direction, position: Position, key: Hashable) -> None:
-        """Starts receiving the message of a position, unless that was done already."""
-        slot = (position.boundary, position.micro_batch)
-        if slot not in way.posted:
+    def post(self, messages: Sequence[Message]) -> None:
+        """Starts receiving some messages, in this order. Nothing is launched between the first receive and the last."""
+        payloads = []
+        for message in messages:
+            way, position = message.way, message.position
             codec = self._codec(way, position)
             state = way.received.setdefault(position.boundary, CompressorState())
             dtype, _ = self._unscaled(way, codec)
-            payload = codec.empty_payload(self.shape, dtype, self.device, state, key)
-            way.posted[slot] = (payload, way.group.recv(payload.wire, way.recv_from, tag=position.boundary))
+            payloads.append(codec.empty_payload(self.shape, dtype, self.device, state, message.key))
+        for message, payload in zip(messages, payloads, strict=True):
+            way, position = message.way, message.position
+            way.newest = way.group.recv(payload.wire, way.recv_from, tag=position.boundary)
+            way.posted[position.boundary, position.micro_batch] = (payload, way.newest)
 
-    def recv(self, way: Direction, position: Position, key: Hashable) -> Tensor:
-        """Waits for the message of a position and decodes it."""
-        self.post(way, position, key)
+    def arrive(self) -> None:
+        """Waits on the host until all messages whose receives were posted are here."""
+        for way in (self.forward, self.backward):
+            for _, pending in way.posted.values():
+                if not pending.waited:
+                    self.ledger.wait(way.point, pending)
+        self.settle()
+
+    def settle(self) -> None:
+        """Waits on the host for the receives whose messages were waited for: none of them is left on the device."""
+        for way in (self.forward, self.backward):
+            if way.newest is not None:
+                way.newest.settle()
+
+    def recv(self, message: Message) -> Tensor:
+        """Waits for a message whose receive was posted, and decodes it."""
+        way, position, key = message.way, message.position, message.key
         payload, pending = way.posted.pop((position.boundary, position.micro_batch))
-        self.ledger.wait(way.point, pending)
+        if not pending.waited:
+            self.ledger.wait(way.point, pending)
         codec = self._codec(way, position)
         dtype, scale = self._unscaled(way, codec)
         with self.ledger.decoding(way.point):

@@ -82,7 +82,8 @@ class CompressionPlan:
         """Options of a point that were found while the run went on; all ranks that take part call this alike."""
         self._tuned[point] = dict(values)
 
-    def _options(self, point: Point) -> Any:
+    def options(self, point: Point) -> Any:
+        """The options of this iteration at a point that is compressed."""
         return self.specs[point].options_at(self._iteration, self._tuned.get(point))
 
     def ever_pays(self, point: Point, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> bool:
@@ -101,7 +102,7 @@ class CompressionPlan:
         """The compressor of sums at a point, with the options of this iteration; without state."""
         if point not in self.specs:
             return _EXACT_ROUNDS
-        options = self._options(point)
+        options = self.options(point)
         if (point, options) not in self._rounds:
             self._rounds[point, options] = self.specs[point].rounds(options)
         return self._rounds[point, options]
@@ -110,7 +111,7 @@ class CompressionPlan:
         """The codec of messages at a point, with the options of this iteration; without state."""
         if point not in self.specs:
             return _EXACT_CODEC
-        options = self._options(point)
+        options = self.options(point)
         if (point, options) not in self._codecs:
             self._codecs[point, options] = self.specs[point].codec(options)
         return self._codecs[point, options]

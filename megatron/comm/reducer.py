@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -167,6 +167,15 @@ class GradReducer:
         self._scale = scale
         self._checks = checks
         self._finite = []
+
+    def kind(self) -> Hashable:
+        """What decides which kernels are launched for a bucket that becomes ready: a part of the step's kind."""
+        used = [unit.state for units in self.units for unit in units] if self._on else []
+        launches = [self.compressor.launches(state) for state in used]
+        if None in launches:
+            return None
+        options = self.plan.options(Point.DP_GRAD) if self._on else None
+        return Point.DP_GRAD, options, self._scale == 1.0, self._checks, tuple(launches)
 
     def residuals(self) -> Iterator[tuple[list[str], CompressorState]]:
         """What each unit's residual belongs to (a stack's parameters, or a whole bucket's), and its state."""

@@ -8,6 +8,7 @@ overlap its backward sum with their weight gradients; g is here.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -79,6 +80,17 @@ class TensorComm:
         for point in self._on:
             covered = self.plan.covers(point, self.plan.stage)
             self._on[point] = covered and self.plan.activation(point).on(iteration)
+
+    def kind(self) -> list[Hashable]:
+        """What decides which kernels this step's collectives launch: a part of its kind for each point."""
+        return [self._kind(point, on) for point, on in self._on.items()]
+
+    def _kind(self, point: Point, on: bool) -> Hashable:
+        if not on:
+            return point, None
+        rounds = self.plan.specs[point].entry.rounds
+        launches = () if rounds is None else self.plan.rounds(point).launches(CompressorState())
+        return None if launches is None else (point, self.plan.options(point), launches)
 
     @property
     def size(self) -> int:

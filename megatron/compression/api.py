@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Hashable
+from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +96,9 @@ class RoundCompressor(ABC):
     index_sets: tuple[str, ...] = ()
     """Names of state tensors that are indices into the flattened input."""
 
+    steady: tuple[str, ...] = ()
+    """Names of counters that do not decide which operations run: those that only enter random seeds, say."""
+
     def __init__(self, config: Any = None) -> None:
         """``config`` is an instance of the registered options class."""
         self.config = config
@@ -103,6 +106,14 @@ class RoundCompressor(ABC):
     def pays(self, shape: tuple[int, ...]) -> bool:
         """Whether parameters of this shape should be compressed; the others are summed exactly."""
         return True
+
+    def launches(self, state: CompressorState) -> Hashable:
+        """What of the state decides which operations the next sum will run, beside options and shapes.
+
+        Where this value was met before, every kernel that the sum needs has been launched before. None says that
+        nothing is known: that costs overlap on CUDA, while a value that says too little can hang it.
+        """
+        return state.layout(self.steady)
 
     def observe(self, update: Tensor, state: CompressorState) -> None:
         """Takes the update of a step whose sums set the counter ``awaiting``, if ``observes``.
@@ -172,6 +183,9 @@ class Codec(ABC):
     shared: tuple[str, ...] = ()
     """Names of the state that both ends must hold equal; the rest is the sender's own."""
 
+    steady: tuple[str, ...] = ()
+    """Names of counters and memories of samples that do not decide which operations run."""
+
     def __init__(self, config: Any = None) -> None:
         """``config`` is an instance of the registered options class."""
         self.config = config
@@ -179,6 +193,17 @@ class Codec(ABC):
     def pays(self, shape: torch.Size, dtype: torch.dtype) -> bool:
         """Whether the message of a tensor is smaller than the tensor was in this dtype, before it was widened."""
         return True
+
+    def launches(self, shape: torch.Size, state: CompressorState, keys: Sequence[Hashable]) -> Hashable:
+        """What of the state and the keys decides which operations a step's messages will run at one of their ends,
+        beside options, shape and dtype; see ``RoundCompressor.launches``.
+
+        Args:
+            shape: of the tensors.
+            state: that end's, before the step.
+            keys: of the messages, in their order.
+        """
+        return state.layout(self.steady)
 
     @abstractmethod
     def empty_payload(

@@ -8,7 +8,7 @@ Which is which both ends derive from the sample ids alone.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -19,7 +19,7 @@ from megatron.compression.api import Codec, Payload
 from megatron.compression.fixpoint import FixpointConfig, Quantiser, message_seed
 from megatron.compression.options import SpecError, opt
 from megatron.compression.sample_cache import SampleCache
-from megatron.compression.state import CompressorState
+from megatron.compression.state import CompressorState, both
 from megatron.kernels.grid import Role
 
 _CACHE = "samples"
@@ -62,12 +62,18 @@ class DeltaCodec(Codec):
     config: DeltaConfig
     widened = False
     shared = (f"{_CACHE}.ids", f"{_CACHE}.rows")
+    steady = (_CACHE, "messages")
 
     def __init__(self, config: DeltaConfig | None = None) -> None:
         super().__init__(config or DeltaConfig())
         self.difference = Quantiser(self.config)
         self.first = Quantiser(replace(self.config, bits=min(self.config.first_bits, 8)))
         self.memory = Quantiser(replace(self.config, bits=max(self.config.cache_bits, 1), rounding="nearest"))
+
+    def launches(self, shape: torch.Size, state: CompressorState, keys: Sequence[Hashable]) -> Hashable:
+        samples = [sample for key in keys for sample in _split(shape, key)[0]]
+        known = tuple(self._cache(state).foresee(samples))
+        return both(state.layout(self.steady), known)
 
     def empty_payload(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable

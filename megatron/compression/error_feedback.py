@@ -5,7 +5,7 @@ Seide et al. 2014; Karimireddy et al. 2019. This is the only residual in the cod
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable
+from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.compression.api import Aggregate, Codec, Payload, Peers, Request, RoundCompressor
 from megatron.compression.approximation import subtract
 from megatron.compression.health import measure, squared_norms
-from megatron.compression.state import CompressorState
+from megatron.compression.state import CompressorState, both
 
 RESIDUAL = "residual"
 
@@ -55,6 +55,10 @@ class ErrorFeedback(RoundCompressor):
         self.index_sets = inner.index_sets
         self.freezes_variance = inner.freezes_variance
         self.clips_first = inner.clips_first
+        self.steady = inner.steady
+
+    def launches(self, state: CompressorState) -> Hashable:
+        return both(state.layout(self.steady), self.inner.launches(state))
 
     def observe(self, update: Tensor, state: CompressorState) -> None:
         self.inner.observe(update, state)
@@ -106,9 +110,13 @@ class ErrorFeedbackCodec(Codec):
         self.mean = mean
         self.exact = inner.exact
         self.shared = inner.shared
+        self.steady = inner.steady
 
     def pays(self, shape: torch.Size, dtype: torch.dtype) -> bool:
         return self.inner.pays(shape, dtype)
+
+    def launches(self, shape: torch.Size, state: CompressorState, keys: Sequence[Hashable]) -> Hashable:
+        return both(state.layout(self.steady), self.inner.launches(shape, state, keys))
 
     def empty_payload(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable

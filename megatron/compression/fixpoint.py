@@ -157,6 +157,7 @@ def message_seed(seed: int, *parts: object) -> int:
 class FixpointCodec(Codec):
     """Quantize, send, dequantize."""
 
+    steady: tuple[str, ...] = ("messages",)
     config: FixpointConfig
 
     def __init__(self, config: FixpointConfig | None = None) -> None:

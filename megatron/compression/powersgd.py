@@ -35,6 +35,7 @@ class PowerSGD(RoundCompressor):
     """
 
     stacks = True
+    steady = ("draws",)
     config: PowerSGDConfig
 
     def pays(self, shape: tuple[int, ...]) -> bool:

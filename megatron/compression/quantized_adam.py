@@ -64,6 +64,7 @@ class QuantizedAdam(RoundCompressor):
     freezes_variance = True
     clips_first = True
     settles = True
+    steady = ("messages",)
 
     def __init__(self, config: QuantizedAdamConfig | None = None) -> None:
         super().__init__(config or QuantizedAdamConfig())

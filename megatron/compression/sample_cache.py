@@ -7,6 +7,7 @@ posts the receive, ahead of the messages before it. Both ends decide in the orde
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -41,6 +42,17 @@ class SampleCache:
         if len(self._order) > self.capacity:
             self._evicted.add(self._order.popitem(last=False)[0])
         return known
+
+    def foresee(self, samples: Iterable[int]) -> list[bool]:
+        """What ``visit`` would answer to visits in this order, which are not made."""
+        order, answers = self._order.copy(), []
+        for sample in samples:
+            answers.append(sample in order)
+            order[sample] = None
+            order.move_to_end(sample)
+            if len(order) > self.capacity:
+                order.popitem(last=False)
+        return answers
 
     def expect(self, sample: int) -> None:
         """The row of a sample, if it is remembered, will be asked for soon."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,11 @@ from torch import Tensor
 
 from megatron.compression.health import ResidualHealth
 from megatron.compression.sample_cache import SampleCache
+
+
+def both(*parts: Hashable) -> Hashable:
+    """What all parts say together; None where one of them cannot say anything."""
+    return None if None in parts else parts
 
 
 @dataclass
@@ -53,6 +59,20 @@ class CompressorState:
         if name not in self.tensors:
             self.tensors[name] = torch.zeros_like(like, memory_format=torch.contiguous_format)
         return self.tensors[name]
+
+    def layout(self, steady: Collection[str] = ()) -> Hashable:
+        """Shapes and dtypes of the newest tensors, and the newest counters; None where a memory of samples is held.
+
+        Args:
+            steady: names of counters and memories that are left out.
+        """
+        if any(name not in steady for name in self._caches):
+            return None
+        tensors, counters = self.tensors | self._staged_tensors, self.counters | self._staged_counters
+        return (
+            tuple(sorted((name, tuple(x.shape), str(x.dtype)) for name, x in tensors.items())),
+            tuple(sorted((name, count) for name, count in counters.items() if name not in steady)),
+        )
 
     @property
     def health(self) -> ResidualHealth | None:

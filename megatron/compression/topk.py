@@ -8,7 +8,7 @@ the values alone are summed; it is made on a dense step from the optimizer's upd
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator
+from collections.abc import Generator, Hashable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +19,7 @@ from megatron.compression.api import Aggregate, Op, Peers, Request, RoundCompres
 from megatron.compression.approximation import Sparse
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.options import CompressorFault, opt
-from megatron.compression.state import CompressorState
+from megatron.compression.state import CompressorState, both
 from megatron.kernels.ops import abs_topk, dilate, gather_packed
 
 
@@ -80,16 +80,16 @@ class StableTopK(RoundCompressor):
     stacks = True
     observes = True
     index_sets = ("indices",)
+    steady = ("steps",)
     config: StableTopKConfig
 
     def pays(self, shape: tuple[int, ...]) -> bool:
         return len(shape) > 1
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
-        step = state.count("steps")
-        state.stage("steps", step + 1)
+        since = self._since(state)
+        state.stage("steps", state.count("steps") + 1)
         indices = state.get("indices")
-        since = step % self.config.interval
         if indices is None or since == 0:
             state.stage("awaiting", 1)
             return (yield from self._dense(x, state))
@@ -102,6 +102,15 @@ class StableTopK(RoundCompressor):
         values = gather_packed(flat, indices)
         summed = yield Request(values.clone())
         return Aggregate(Sparse([(indices, summed)]), Sparse([(indices, values)]))
+
+    def _since(self, state: CompressorState) -> int:
+        """Steps since a dense one was due."""
+        return state.count("steps") % self.config.interval
+
+    def launches(self, state: CompressorState) -> Hashable:
+        # The slice that is sent along has another length at each step of a turn.
+        since = self._since(state)
+        return both(state.layout(self.steady), since if self.config.flush == "rotate" else since == 0)
 
     def _dense(self, x: Tensor, state: CompressorState) -> Generator[Request, Tensor, Aggregate]:
         residual = state.get(RESIDUAL)

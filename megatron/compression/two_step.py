@@ -80,6 +80,7 @@ class TwoStepSum(RoundCompressor):
     """
 
     format: Format
+    steady = ("messages",)
 
     @abstractmethod
     def seed(self, state: CompressorState, message: int) -> int | None:

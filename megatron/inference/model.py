@@ -17,7 +17,7 @@ from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.load import load_tensors, saved_config
 from megatron.checkpoint.model_state import MODEL, model_tensors
 from megatron.checkpoint.vocabulary import saved_entries
-from megatron.comm.channel import PipelineChannel
+from megatron.comm.channel import Message, PipelineChannel
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan, Position
 from megatron.comm.tensor import TensorComm
@@ -89,10 +89,14 @@ class LoadedModel:
         if self.channel is not None and not part.first:
             b, s = tokens_bs.shape
             self.channel.shape = torch.Size((s, b, self.config.model.hidden_size))
-            x = self.channel.recv(self.channel.forward, Position(-1, at - 1, 0, 1), None)
+            coming = Message(self.channel.forward, Position(-1, at - 1, 0, 1), None)
+            # Shapes differ from call to call, so that any kernel may be new: none is launched beside a receive.
+            self.channel.post([coming])
+            self.channel.arrive()
+            x = self.channel.recv(coming)
         x_sbh: Tensor = self.stage(x, context)
         if self.channel is not None and not part.last:
-            self.channel.send(self.channel.forward, x_sbh, Position(-1, at, 0, 1), None)
+            self.channel.send(Message(self.channel.forward, Position(-1, at, 0, 1), None), x_sbh)
             # This rank may have nothing more to do, and must not leave before the message has.
             self.channel.flush()
             return None

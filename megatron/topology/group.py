@@ -9,8 +9,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -96,6 +97,7 @@ class Pending:
         what: the operation and its group, for error messages.
         finish: local work that completes the operation, run by ``wait``.
         started: ``time.perf_counter()`` at its start.
+        marks: ``settle`` will be called, and the operation runs on a CUDA device.
     """
 
     work: Work | None
@@ -103,6 +105,8 @@ class Pending:
     what: str
     finish: Callable[[], None] | None = None
     started: float = field(default_factory=time.perf_counter)
+    marks: bool = False
+    _mark: torch.cuda.Event | None = None
 
     @property
     def kind(self) -> str:
@@ -110,20 +114,45 @@ class Pending:
         return self.what.split(" ", 1)[0]
 
     def wait(self) -> None:
-        """Returns when the result may be used.
+        """Returns when the result may be used: on CUDA by what is launched from now on.
 
         Raises:
             CommunicationError: when a peer is gone or too slow.
         """
         if self.work is not None:
-            try:
+            with self._naming():
                 self.work.wait()
-            except RuntimeError as error:
-                raise CommunicationError(f"{self.what} failed: {first_line(error)}") from error
             self.work = None
+            if self.marks:
+                self._mark = torch.cuda.Event()
+                self._mark.record()
         if self.finish is not None:
             finish, self.finish = self.finish, None
             finish()
+
+    @property
+    def waited(self) -> bool:
+        """Whether ``wait`` has been called, or had nothing to wait for."""
+        return self.work is None
+
+    def settle(self) -> None:
+        """Returns when an operation that was waited for is no longer on the device.
+
+        Raises:
+            CommunicationError: when a peer is gone or too slow.
+        """
+        if self._mark is not None:
+            mark, self._mark = self._mark, None
+            with self._naming():
+                mark.synchronize()
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Raises errors as CommunicationError, with the operation and its ranks."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise CommunicationError(f"{self.what} failed: {first_line(error)}") from error
 
     def done(self) -> bool:
         """True when ``wait`` would not block."""
@@ -277,11 +306,13 @@ class Group:
 
     def recv(self, x: Tensor, src: int, tag: int = 0) -> Pending:
         """Receives into ``x`` from group rank ``src``."""
-        return self._start(
+        pending = self._start(
             f"receive from rank {self.ranks[src]}",
             0,
             lambda: dist.irecv(x, src=self.ranks[src], group=self.pg, tag=tag),
         )
+        pending.marks = self.backend == "nccl"
+        return pending
 
     def barrier(self) -> None:
         """Returns when every rank of the group has arrived."""

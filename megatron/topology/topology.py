@@ -183,4 +183,6 @@ def _open(link: Group, device: torch.device, ring: bool) -> None:
             if link.rank == src:
                 link.send(x, dst).wait()
             elif link.rank == dst:
-                link.recv(x, src).wait()
+                pending = link.recv(x, src)
+                pending.wait()
+                pending.settle()

@@ -15,7 +15,7 @@ from megatron.model.context import ForwardContext
 from megatron.model.gpt import GPTStage
 from megatron.optimizer.optimizer import StepOutcome
 from megatron.parallel.pipeline.engine import Span
-from megatron.parallel.pipeline.schedule import PipelineOp, forward_only, training_schedule
+from megatron.parallel.pipeline.schedule import PipelineOp
 from megatron.parallel.tensor.random import DropoutKeys
 from megatron.training.assembly import Engines
 from megatron.training.timers import Timers
@@ -97,6 +97,13 @@ def take_batches(batches: Iterator[Batch], count: int, device: torch.device) -> 
     return taken
 
 
+def _shapes(batches: Sequence[Batch]) -> Hashable:
+    """Shapes of all the tensors of micro-batches; None for those that a stage does without."""
+    return frozenset(
+        tuple((name, None if x is None else tuple(x.shape)) for name, x in vars(batch).items()) for batch in batches
+    )
+
+
 def train_step(
     engines: Engines,
     batches: Sequence[Batch],
@@ -124,9 +131,9 @@ def train_step(
         for buffer in engines.buffers:
             buffer.zero_grads()
     programs = [ChunkProgram(stage, batches, config.training.seed, engines) for stage in engines.stages]
-    kind = config.parallel.pipeline_schedule
-    schedules = [training_schedule(kind, layout.pp, stage, layout.chunks, count) for stage in range(layout.pp)]
+    table = engines.pipeline.timetable(config.parallel.pipeline_schedule, count)
     engines.begin_step(iteration)
+    kind = [("training", count, _shapes(batches)), *engines.comm.kind(), *engines.sync.kind()]
     # Each micro-batch's loss is a mean over its tokens, so this makes the sum over all a mean over the batch.
     loss_grad = torch.tensor(
         engines.optimizer.loss_scale.scale / (count * layout.dp),
@@ -135,7 +142,7 @@ def train_step(
     )
     with timers("forward-backward", level=1):
         span = pipeline_span(timers, ledger)
-        engines.pipeline.run(schedules, programs, iteration, count, loss_grad, span=span)
+        engines.pipeline.run(table, programs, iteration, count, loss_grad, kind, span=span)
     expected_tokens = count * layout.dp * config.training.micro_batch_size * config.model.seq_length
     reduction = "grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce"
     with ledger.computing(), timers(reduction, level=1):
@@ -198,11 +205,11 @@ def evaluation_step(engines: Engines, batches: Sequence[Batch]) -> tuple[float, 
         Sum of the tokens' losses in nats, and number of tokens that count, over this rank's samples; zero on ranks
         that do not report (other stages and tensor-parallel ranks).
     """
-    layout = engines.topology.layout
     engines.begin_step(-1)
     programs = [ChunkProgram(stage, batches, None, engines) for stage in engines.stages]
-    schedules = [forward_only(layout.chunks, layout.pp, len(batches))] * layout.pp
-    engines.pipeline.run(schedules, programs, -1, len(batches), None)
+    table = engines.pipeline.timetable(None, len(batches))
+    kind = [("evaluation", len(batches), _shapes(batches)), *engines.comm.kind()]
+    engines.pipeline.run(table, programs, -1, len(batches), None, kind)
     engines.end_step(taken=False)
     if engines.holds_loss and engines.topology.tp.rank == 0:
         return programs[-1].loss_sum, programs[-1].tokens

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.comm.channel import PipelineChannel
+from megatron.comm.channel import Message, PipelineChannel
 from megatron.comm.gather import GatherInFlight
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan, Position
@@ -186,13 +186,12 @@ def _channel(scale: float) -> list[str]:
         sending, receiving = (
             (channel.forward, channel.backward) if group.rank == 0 else (channel.backward, channel.forward)
         )
-        for position in positions:
-            channel.post(receiving, position, position.micro_batch)
+        channel.post([Message(receiving, position, position.micro_batch) for position in positions])
         for position in positions:
             x = _values(position.micro_batch + 10 * group.rank, SHAPE).float() * 1e-4 * scale
-            channel.send(sending, x, position, position.micro_batch)
+            channel.send(Message(sending, position, position.micro_batch), x)
         for position in reversed(positions):
-            got = channel.recv(receiving, position, position.micro_batch)
+            got = channel.recv(Message(receiving, position, position.micro_batch))
             sent = _values(position.micro_batch + 10 * (1 - group.rank), SHAPE).float() * 1e-4 * scale
             unscaled = sent / scale if receiving.point is Point.PP_BWD else sent
             wanted = unscaled.half().float() * (scale if receiving.point is Point.PP_BWD else 1.0)
@@ -216,12 +215,13 @@ def _first_visits(first_bits: int, dtype: torch.dtype) -> tuple[Tensor, int]:
     spec = Spec(Point.PP_FWD, "delta", BUILTIN["delta"], DeltaConfig(first_bits=first_bits))
     plan = CompressionPlan({Point.PP_FWD: spec}, group.rank, 2)
     channel = PipelineChannel(group, group, plan, ledger, SHAPE, dtype, torch.device("cpu"))
-    position, x = Position(0, 0, 0, 1), _values(0, SHAPE).to(dtype)
+    message, x = Message(channel.forward, Position(0, 0, 0, 1), (5,)), _values(0, SHAPE).to(dtype)
     if group.rank == 0:
-        channel.send(channel.forward, x, position, (5,))
+        channel.send(message, x)
         channel.flush()
         return x, int(ledger.take()["pp-forward"]["wire_bytes"])
-    return channel.recv(channel.forward, position, (5,)), 0
+    channel.post([message])
+    return channel.recv(message), 0
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """A pretended device that loads kernels late: it notes each launch, and the first ones beside a pending receive.
 
-CUDA loads a kernel's code at its first launch, which can wait for what runs on the device, and NCCL's receives run there
-from the moment they are posted until their message comes. On a CPU both are pretended: a launch is an operator of torch
-with the dtypes, shapes and strides of its tensors, loaded once it has run; a receive is pending from its posting until
-the host knows that it is done.
+CUDA loads a kernel's code at its first launch, which can wait for what runs on the device, and NCCL's receives run
+there from the moment they are posted until their message comes. On a CPU both are pretended: a launch is an operator of
+torch with the dtypes, shapes and strides of its tensors, loaded once it has run; a receive is pending from its posting
+until the host knows that it is done.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -88,8 +87,7 @@ class PretendedDevice(TorchDispatchMode):
 def pretended_device() -> Iterator[PretendedDevice]:
     """Makes this rank's CPU a device that loads kernels late; engines built inside behave as on one."""
     device = PretendedDevice()
-    recv, wait, made = Group.recv, Pending.wait, PipelineEngine.__init__
-    settle = getattr(Pending, "settle", lambda pending: None)
+    recv, wait, settle, made = Group.recv, Pending.wait, Pending.settle, PipelineEngine.__init__
 
     def posting(self: Group, x: Tensor, src: int, tag: int = 0) -> Pending:
         return device.posted(recv(self, x, src, tag))
@@ -109,7 +107,7 @@ def pretended_device() -> Iterator[PretendedDevice]:
     patches = (
         mock.patch.object(Group, "recv", posting),
         mock.patch.object(Pending, "wait", waiting),
-        mock.patch.object(Pending, "settle", settling, create=True),
+        mock.patch.object(Pending, "settle", settling),
         mock.patch.object(PipelineEngine, "__init__", late),
     )
     for patch in patches:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 
@@ -14,7 +14,7 @@ from megatron.comm.reducer import GradBucket, GradReducer, Place
 from megatron.compression.edgc import EDGCConfig
 from megatron.compression.linalg import matrix_shape
 from megatron.compression.points import Point
-from megatron.compression.state import CompressorState
+from megatron.compression.state import CompressorState, both
 from megatron.parallel.data.buffer import Bucket, BucketKind, FlatBuffer, ParamSlot
 from megatron.parallel.data.clipping import clip_replica
 from megatron.topology.group import Group
@@ -93,6 +93,11 @@ class GradientSync:
             reducer.begin(iteration, scale, self._asks)
         if self.embedding is not None:
             self.embedding.begin(iteration)
+
+    def kind(self) -> list[Hashable]:
+        """What decides which kernels are launched during backward: a part of the step's kind for each chunk."""
+        in_backward = self.overlap and not self.clips_first
+        return [both(chunk, reducer.kind()) for chunk, reducer in enumerate(self.reducers) if in_backward]
 
     def states(self) -> Iterator[CompressorState]:
         """What the compressors of gradients remember."""

@@ -10,9 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.comm.channel import PipelineChannel
+from megatron.comm.channel import Direction, Message, PipelineChannel
 from megatron.comm.policy import Position
-from megatron.parallel.pipeline.schedule import PipelineOp, epilogue
+from megatron.parallel.pipeline.kinds import CompletedKinds
+from megatron.parallel.pipeline.schedule import PipelineOp, forward_only, training_schedule
+from megatron.parallel.pipeline.timetable import Timetable, timetable
 from megatron.topology.layout import Layout
 
 
@@ -47,6 +49,9 @@ class PipelineEngine:
         channel: messages to the neighbors; None with a single stage.
         before_last_backward: called with a chunk before the backward of its last micro-batch, after which its
             gradients are final.
+
+    Attributes:
+        loads_late: the device loads kernels at their first launch, as CUDA does; see ``kinds``.
     """
 
     def __init__(
@@ -60,30 +65,50 @@ class PipelineEngine:
         self.stage = stage
         self.channel = channel
         self.before_last_backward = before_last_backward
+        self.loads_late = channel is not None and channel.device.type == "cuda"
+        self.completed = CompletedKinds()
+        self._timetables: dict[tuple[str | None, int], Timetable] = {}
+
+    def timetable(self, kind: str | None, num_micro_batches: int) -> Timetable:
+        """The timetable of a training schedule (of ``SCHEDULES``), or of forwards alone (None)."""
+        asked = (kind, num_micro_batches)
+        if asked not in self._timetables:
+            pp, chunks = self.layout.pp, self.layout.chunks
+            schedules = [
+                forward_only(chunks, pp, num_micro_batches)
+                if kind is None
+                else training_schedule(kind, pp, stage, chunks, num_micro_batches)
+                for stage in range(pp)
+            ]
+            self._timetables[asked] = timetable(self.layout, schedules)
+        return self._timetables[asked]
 
     def run(
         self,
-        schedules: Sequence[Sequence[PipelineOp]],
+        table: Timetable,
         programs: Sequence[StageProgram],
         iteration: int,
         num_micro_batches: int,
         loss_grad: Tensor | None,
+        kind: Sequence[Hashable],
         span: Span = untimed,
     ) -> None:
         """Runs one step.
 
         Args:
-            schedules: the operations of every pipeline stage, in order.
+            table: the operations of every pipeline stage.
             programs: one per chunk.
             iteration: training iteration; -1 in evaluation.
             num_micro_batches: micro-batches of the step.
             loss_grad: gradient of each micro-batch's scalar; None when nothing is differentiated.
+            kind: parts of the step's kind (``kinds``): what decides which kernels the programs and what they call
+                launch. The engine adds the messages' own.
             span: times forward-compute, forward-recv, forward-send, and the same of backward.
         """
-        ops = schedules[self.stage]
+        ops = table.schedules[self.stage]
         held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         backwards_left = [sum(not op.forward and op.chunk == c for op in ops) for c in range(self.layout.chunks)]
-        run = _Run(self, schedules, iteration, num_micro_batches, programs)
+        run = _Run(self, table, iteration, num_micro_batches, programs, kind)
         if ops:
             run.expect(ops[0])
         for op, following in zip(ops, [*ops[1:], None], strict=True):
@@ -115,8 +140,7 @@ class PipelineEngine:
                 assert x_sbh.grad is not None
                 with span("backward-send", op):
                     run.send(op, x_sbh.grad)
-        if self.channel is not None:
-            self.channel.flush()
+        run.end()
 
 
 def max_sending(layout: Layout) -> int:
@@ -129,7 +153,7 @@ def max_sending(layout: Layout) -> int:
 
 
 POSTED_AHEAD = 2
-"""Receives of each direction that wait for their messages at a time.
+"""Receives of each direction that wait for their messages at a time, where they may.
 
 A send begins when its receive is posted: one that is posted late leaves the link idle while this rank computes. In 1F1B
 the sender is at most one message ahead of the receiver, in eager 1F1B two.
@@ -137,15 +161,16 @@ the sender is at most one message ahead of the receiver, in eager 1F1B two.
 
 
 class _Run:
-    """Addresses of one step's messages."""
+    """One step's messages: their addresses, and when their receives are posted."""
 
     def __init__(
         self,
         engine: PipelineEngine,
-        schedules: Sequence[Sequence[PipelineOp]],
+        table: Timetable,
         iteration: int,
         num_micro_batches: int,
         programs: Sequence[StageProgram],
+        kind: Sequence[Hashable],
     ) -> None:
         self.channel = engine.channel
         self.layout = engine.layout
@@ -153,20 +178,41 @@ class _Run:
         self.iteration = iteration
         self.num_micro_batches = num_micro_batches
         self.programs = programs
-        self.epilogues = [epilogue(ops) for ops in schedules]
-        ops = schedules[self.stage]
+        self.epilogues = table.epilogues
+        self._due = iter(table.due[self.stage])
+        ops = table.schedules[self.stage]
         self._coming = {
-            forward: deque(op for op in ops if op.forward is forward and self._boundary(op, incoming=True) is not None)
+            forward: deque(
+                message
+                for op in ops
+                if op.forward is forward and (message := self._message(op, incoming=True)) is not None
+            )
             for forward in (True, False)
         }
         self._posted = {True: 0, False: 0}
+        self._received = {True: 0, False: 0}
+        self._completed = engine.completed
+        self._kind: list[Hashable] = []
+        self._ahead = True
+        if engine.loads_late and self.channel is not None:
+            sent = [message for op in ops if (message := self._message(op, incoming=False)) is not None]
+            received = [message for coming in self._coming.values() for message in coming]
+            self._kind = [*kind, *self.channel.kind(sent, received)]
+            self._ahead = self._completed.know(self._kind)
 
-    def _boundary(self, op: PipelineOp, incoming: bool) -> int | None:
-        """The boundary over which an operation's input comes or its output goes; None at the model's ends."""
+    def _message(self, op: PipelineOp, incoming: bool) -> Message | None:
+        """An operation's input, or its output; None at the model's ends."""
         stage = self.layout.virtual_stage(self.stage, op.chunk)
         before = op.forward == incoming
         boundary = stage - 1 if before else stage
-        return boundary if 0 <= boundary < self.layout.num_virtual_stages - 1 else None
+        if self.channel is None or not 0 <= boundary < self.layout.num_virtual_stages - 1:
+            return None
+        key = self.programs[op.chunk].key(op.micro_batch)
+        return Message(self._way(op.forward), self._position(op, boundary, incoming), key)
+
+    def _way(self, forward: bool) -> Direction:
+        assert self.channel is not None
+        return self.channel.forward if forward else self.channel.backward
 
     def _position(self, op: PipelineOp, boundary: int, incoming: bool) -> Position:
         late = False
@@ -177,40 +223,42 @@ class _Run:
         return Position(self.iteration, boundary, op.micro_batch, self.num_micro_batches, late)
 
     def post(self) -> None:
-        """Posts the coming receives of both directions."""
+        """Posts the receives that are due before the next operation, and those behind them where nothing is loaded."""
+        due = next(self._due)
         if self.channel is None:
             return
-        for forward, coming in self._coming.items():
-            way = self.channel.forward if forward else self.channel.backward
-            while coming and self._posted[forward] < POSTED_AHEAD:
-                op = coming.popleft()
-                boundary = self._boundary(op, incoming=True)
-                assert boundary is not None
-                key = self.programs[op.chunk].key(op.micro_batch)
-                self.channel.post(way, self._position(op, boundary, incoming=True), key)
+        posting = []
+        for forward, count in ((True, due.forward), (False, due.backward)):
+            ahead = self._received[forward] + POSTED_AHEAD if self._ahead else 0
+            while self._coming[forward] and self._posted[forward] < max(count, ahead):
+                posting.append(self._coming[forward].popleft())
                 self._posted[forward] += 1
+        self.channel.post(posting)
+        if not self._ahead:
+            self.channel.arrive()
 
     def expect(self, op: PipelineOp) -> None:
         """Prepares for what an operation will send."""
-        boundary = self._boundary(op, incoming=False)
-        if self.channel is not None and boundary is not None:
-            way = self.channel.forward if op.forward else self.channel.backward
-            key = self.programs[op.chunk].key(op.micro_batch)
-            self.channel.expect(way, self._position(op, boundary, incoming=False), key)
+        message = self._message(op, incoming=False)
+        if self.channel is not None and message is not None:
+            self.channel.expect(message)
 
     def receive(self, op: PipelineOp) -> Tensor | None:
-        boundary = self._boundary(op, incoming=True)
-        if self.channel is None or boundary is None:
+        message = self._message(op, incoming=True)
+        if self.channel is None or message is None:
             return None
-        way = self.channel.forward if op.forward else self.channel.backward
-        key = self.programs[op.chunk].key(op.micro_batch)
-        self._posted[op.forward] -= 1
-        return self.channel.recv(way, self._position(op, boundary, incoming=True), key)
+        self._received[op.forward] += 1
+        return self.channel.recv(message)
 
     def send(self, op: PipelineOp, x: Tensor) -> None:
-        boundary = self._boundary(op, incoming=False)
-        if self.channel is not None and boundary is not None:
-            way = self.channel.forward if op.forward else self.channel.backward
-            key = self.programs[op.chunk].key(op.micro_batch)
-            self.channel.send(way, x, self._position(op, boundary, incoming=False), key)
+        message = self._message(op, incoming=False)
+        if self.channel is not None and message is not None:
+            self.channel.send(message, x)
             self.channel.flush(keep=max_sending(self.layout))
+
+    def end(self) -> None:
+        """The step's operations are done: its messages have left, and none is pending here."""
+        if self.channel is not None:
+            self.channel.flush()
+            self.channel.settle()
+        self._completed.add(self._kind)

@@ -1,0 +1,98 @@
+"""A step's operations on every stage, and the messages that each of them finds sent."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.parallel.pipeline.schedule import PipelineOp, epilogue
+from megatron.topology.layout import Layout
+
+_Place = tuple[bool, int, int]
+"""An operation as the model sees it: (forward, virtual stage, micro-batch)."""
+
+
+@dataclass(frozen=True)
+class Due:
+    """How many receives of a step, in their order, were sent before an operation can begin."""
+
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """One step of all stages.
+
+    Args:
+        schedules: the operations of every stage, in order.
+        epilogues: those of every stage whose messages nothing is left to hide.
+        due: for every stage and operation, what was sent before it.
+    """
+
+    schedules: tuple[tuple[PipelineOp, ...], ...]
+    epilogues: tuple[frozenset[PipelineOp], ...]
+    due: tuple[tuple[Due, ...], ...]
+
+
+def timetable(layout: Layout, schedules: Sequence[Sequence[PipelineOp]]) -> Timetable:
+    """The timetable of some schedules.
+
+    An operation's level is the length of the longest chain of operations that ends with it, where each needs the one
+    before it: as the next of its rank, or for its message. A message is due before every operation of a higher level
+    than that of the one that sends it.
+
+    Raises:
+        ValueError: when the ranks would wait for each other.
+    """
+    levels = _levels(layout, schedules)
+    return Timetable(
+        schedules=tuple(map(tuple, schedules)),
+        epilogues=tuple(map(epilogue, schedules)),
+        due=tuple(tuple(_due(layout, schedules, levels, stage)) for stage in range(len(schedules))),
+    )
+
+
+def _place(layout: Layout, stage: int, op: PipelineOp) -> _Place:
+    return op.forward, layout.virtual_stage(stage, op.chunk), op.micro_batch
+
+
+def _source(layout: Layout, place: _Place) -> _Place | None:
+    """What sends the message that an operation needs; None at the model's ends."""
+    forward, stage, micro_batch = place
+    source = stage - 1 if forward else stage + 1
+    return (forward, source, micro_batch) if 0 <= source < layout.num_virtual_stages else None
+
+
+def _levels(layout: Layout, schedules: Sequence[Sequence[PipelineOp]]) -> dict[_Place, int]:
+    levels: dict[_Place, int] = {}
+    reached = [0] * len(schedules)
+    newest = [0] * len(schedules)
+    moved = True
+    while moved:
+        moved = False
+        for stage, ops in enumerate(schedules):
+            while reached[stage] < len(ops):
+                place = _place(layout, stage, ops[reached[stage]])
+                source = _source(layout, place)
+                if source is not None and source not in levels:
+                    break
+                newest[stage] = 1 + max(newest[stage], 0 if source is None else levels[source])
+                levels[place] = newest[stage]
+                reached[stage] += 1
+                moved = True
+    if any(count < len(ops) for count, ops in zip(reached, schedules, strict=True)):
+        raise ValueError("the stages of this schedule wait for each other")
+    return levels
+
+
+def _due(layout: Layout, schedules: Sequence[Sequence[PipelineOp]], levels: dict[_Place, int], stage: int) -> list[Due]:
+    places = [_place(layout, stage, op) for op in schedules[stage]]
+    # A direction's messages come from one rank, in the order in which it sends them: their levels ascend.
+    sent: dict[bool, list[int]] = {True: [], False: []}
+    for place in places:
+        source = _source(layout, place)
+        if source is not None:
+            sent[place[0]].append(levels[source])
+    return [Due(*(bisect_left(sent[forward], levels[place]) for forward in (True, False))) for place in places]

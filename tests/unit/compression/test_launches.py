@@ -1,0 +1,146 @@
+"""``launches`` says all: where its value was met before, a compressor runs no operation that it has not run before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.compression.api import Codec, Payload, RoundCompressor
+from megatron.compression.delta import DeltaCodec, DeltaConfig
+from megatron.compression.error_feedback import ErrorFeedback, ErrorFeedbackCodec
+from megatron.compression.fixpoint import FixpointCodec, FixpointConfig, FixpointRounds
+from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
+from megatron.compression.powersgd import PowerSGD, PowerSGDConfig
+from megatron.compression.state import CompressorState
+from megatron.compression.topk import StableTopK, StableTopKConfig
+from tests.support.launches import PretendedDevice
+from tests.support.lockstep import run_lockstep
+from tests.unit.compression.test_properties import CODECS, ROUNDS, make_codec, make_rounds, noise
+
+SHAPE = torch.Size((8, 2, 24))
+MESSAGES, STEPS = 3, 14
+STOCHASTIC = FixpointConfig(bits=4, rounding="stochastic")
+
+MORE_CODECS: dict[str, Callable[[], Codec]] = {
+    "lowrank with residual": lambda: ErrorFeedbackCodec(LowRankCodec(LowRankConfig(rank=2))),
+    "fixpoint with mean residual": lambda: ErrorFeedbackCodec(FixpointCodec(STOCHASTIC), mean=True),
+    "delta that evicts": lambda: DeltaCodec(DeltaConfig(cache=7, rounding="stochastic")),
+}
+MORE_ROUNDS: dict[str, Callable[[], RoundCompressor]] = {
+    "powersgd with residual": lambda: ErrorFeedback(PowerSGD(PowerSGDConfig(rank=2))),
+    "stochastic with residual": lambda: ErrorFeedback(FixpointRounds(STOCHASTIC)),
+    "stable top-k with residual": lambda: ErrorFeedback(StableTopK(StableTopKConfig(interval=3, flush="mean"))),
+    "stable top-k in turns": lambda: ErrorFeedback(StableTopK(StableTopKConfig(interval=3, flush="rotate"))),
+}
+
+
+class Watched:
+    """One rank or end: what it said that it would launch, and what it launched."""
+
+    def __init__(self) -> None:
+        self.device = PretendedDevice()
+        self.said: set[Hashable] = set()
+        self.surprises: list[str] = []
+        self.knew = False
+
+    def run(self, value: Hashable, call: Callable[[], Any]) -> Any:
+        before = set(self.device.loaded)
+        with self.device:
+            result = call()
+        self.knew = value is not None and value in self.said
+        new = sorted(str(kernel) for kernel in self.device.loaded - before)
+        if self.knew and new:
+            self.surprises.append(f"{value}: {new[0]}")
+        if value is not None:
+            self.said.add(value)
+        return result
+
+
+def _messages(codec: Codec) -> tuple[Watched, Watched]:
+    """Steps of several messages, one of which is undone; samples come again after five steps."""
+    sender, receiver = Watched(), Watched()
+    states = CompressorState(), CompressorState()
+    for step in range(STEPS):
+        keys = [(10 * (step % 5) + message, 10 * (step % 5) + message + 5) for message in range(MESSAGES)]
+        xs = [noise(tuple(SHAPE), torch.float32, 10 * step + message) for message in range(MESSAGES)]
+
+        def encode(xs: Sequence[torch.Tensor] = xs, keys: Sequence[Hashable] = keys) -> list[Payload]:
+            return [codec.encode(x, states[0], key) for x, key in zip(xs, keys, strict=True)]
+
+        def decode(payloads: Sequence[Payload], keys: Sequence[Hashable] = keys) -> None:
+            for key in keys:
+                codec.empty_payload(SHAPE, torch.float32, torch.device("cpu"), states[1], key)
+            for payload, key in zip(payloads, keys, strict=True):
+                codec.decode(payload, SHAPE, torch.float32, states[1], key)
+
+        payloads = sender.run(codec.launches(SHAPE, states[0], keys), encode)
+        receiver.run(codec.launches(SHAPE, states[1], keys), partial(decode, payloads))
+        for state in states:
+            state.rollback() if step == 3 else state.commit()
+    return sender, receiver
+
+
+@pytest.mark.parametrize("name", [*CODECS, *MORE_CODECS])
+def test_codecs_say_what_decides_their_launches(name: str) -> None:
+    codec = MORE_CODECS[name]() if name in MORE_CODECS else make_codec(name)
+    for end in _messages(codec):
+        assert end.surprises == []
+        assert end.knew, "the steady state is never known"
+
+
+def _sums(compressor: RoundCompressor) -> Watched:
+    watched = Watched()
+    states = [CompressorState(), CompressorState()]
+    shape = (2, 12, 16) if compressor.stacks else (384,)
+    for step in range(STEPS):
+        xs = [noise(shape, torch.float32, 10 * step + rank) for rank in range(2)]
+
+        def total(xs: Sequence[torch.Tensor] = xs) -> None:
+            run_lockstep(compressor, xs, states)
+            for state in states:
+                if compressor.observes and state.count("awaiting"):
+                    compressor.observe(xs[0].clone(), state)
+
+        watched.run(compressor.launches(states[0]), total)
+        for state in states:
+            state.commit()
+    return watched
+
+
+@pytest.mark.parametrize("name", [*ROUNDS, *MORE_ROUNDS])
+def test_sums_say_what_decides_their_launches(name: str) -> None:
+    compressor = MORE_ROUNDS[name]() if name in MORE_ROUNDS else make_rounds(name)
+    watched = _sums(compressor)
+    assert watched.surprises == []
+    assert watched.knew or name == "stable-topk", "the steady state is never known"  # its turn is 100 steps long
+
+
+class Counting(FixpointCodec):
+    """Computes something else at every fourth message, and says nothing of it."""
+
+    steady: tuple[str, ...] = ()
+
+    def encode(self, x: torch.Tensor, state: CompressorState, key: Hashable) -> Payload:
+        state.stage("calls", state.count("calls") + 1)
+        return super().encode(x if state.count("calls") % 4 else x.abs(), state, key)
+
+
+class Concealing(Counting):
+    """And denies that it matters."""
+
+    steady = ("calls",)
+
+
+def test_a_counter_of_which_nothing_is_said_is_taken_for_important() -> None:
+    sender, _ = _messages(Counting())
+    assert sender.surprises == []
+    assert not sender.knew
+
+
+def test_a_false_claim_is_noticed() -> None:
+    sender, _ = _messages(Concealing())
+    assert sender.surprises != []
