@@ -6,10 +6,11 @@ BOOTSTRAP := $(if $(PYTHON),$(PYTHON),$(shell command -v python3 || command -v p
 RUN := $(BOOTSTRAP) tools/setup_env.py
 PYTEST := -m pytest --durations=15
 WORKERS := -n 2 --no-loadscope-reorder
+GPU_WORKERS := -n 4 --no-loadscope-reorder
 ARGS ?=
 export PYTHON
 
-.PHONY: help quickstart test test-faults lint format bench-train bench-kernels bench-memory bench-cleaning bench-convergence bench-lep bench-generate bench-network bench-gpu bench-time-to-loss clean clean-all
+.PHONY: help quickstart test test-gpu test-faults lint format bench-train bench-kernels bench-memory bench-cleaning bench-convergence bench-lep bench-generate bench-network bench-gpu bench-time-to-loss clean clean-all
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -20,6 +21,9 @@ quickstart:  ## train a small GPT on four processes of this machine, end to end;
 
 test:  ## run the tests
 	@OMP_NUM_THREADS=1 $(RUN) --extras test,lint --oracle -- $(PYTEST) $(WORKERS) $(ARGS)
+
+test-gpu:  ## run the tests that need a CUDA device, those of several ranks on one GPU included
+	@OMP_NUM_THREADS=1 $(RUN) --extras test,lint -- $(PYTEST) $(GPU_WORKERS) tests/gpu $(ARGS)
 
 test-faults:  ## run the long fault-injection tests: processes killed at many random moments
 	@OMP_NUM_THREADS=1 $(RUN) --extras test,lint -- $(PYTEST) --faults -m faults $(ARGS)

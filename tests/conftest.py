@@ -30,6 +30,12 @@ BESIDE = frozenset(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults", action="store_true", help="run the long fault-injection tests too")
+    parser.addoption(
+        "--device",
+        choices=["cuda", "cpu"],
+        default="cuda",
+        help="of the ranks of tests/gpu; cpu tries the tests themselves, over gloo",
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -54,7 +60,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
     no_faults = pytest.mark.skip(reason="long fault injection: run `make test-faults`")
     for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        elsewhere = item.get_closest_marker("ranks") and config.getoption("--device") == "cpu"
+        if item.get_closest_marker("gpu") and not elsewhere and not torch.cuda.is_available():
             item.add_marker(no_gpu)
         if item.get_closest_marker("faults") and not config.getoption("--faults"):
             item.add_marker(no_faults)

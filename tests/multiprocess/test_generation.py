@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
+import torch.distributed as dist
 
 from megatron.inference.generate import Generated, generate, score
 from megatron.inference.model import load_model
@@ -14,6 +14,7 @@ from megatron.inference.sampling import Sampling
 from megatron.topology.layout import Layout
 from megatron.topology.topology import build_topology
 from tests.support.cli import run_cli
+from tests.support.device import own_device
 from tests.support.spawn import run_ranks
 from tests.unit.convert.support import MODELS, NOT_CLASSIC, saved_model
 
@@ -24,7 +25,7 @@ SAMPLING = Sampling(top_p=0.9)
 
 
 def _rank(root: Path, tp: int, pp: int) -> tuple[list[Generated], list[list[float]], bool]:
-    topology = build_topology(Layout(tp=tp, pp=pp), torch.device("cpu"))
+    topology = build_topology(Layout(tp=tp, pp=pp), own_device(dist.get_rank()))
     model = load_model(root, topology=topology)
     found = generate(
         model, PROMPTS, 12, SAMPLING, [1, 2, 3], on_token=lambda row, token: row == 1 and token.id % 7 == 0

@@ -16,6 +16,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from tests.support.cleanup import die_with_parent, kill_tree
+from tests.support.device import backend_of_tests, rank_variables
 from tests.support.spawn import rendezvous_env
 
 REPO = Path(__file__).resolve().parents[2]
@@ -70,6 +71,7 @@ def run_cli(
             "--standalone",
             f"--nproc-per-node={world_size}",
             *torchrun_args,
+            *([] if backend_of_tests() == "gloo" else ["tests/support/share_gpu.py"]),
         ]
         command = [sys.executable, *launcher, *argv]
     with tempfile.TemporaryDirectory(prefix="cli-") as folder:
@@ -100,7 +102,7 @@ class RankProcesses:
                 [sys.executable, *argv],
                 Path(self._folder.name),
                 str(rank),
-                _environment(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}),
+                _environment(shared | rank_variables(rank) | {"RANK": str(rank), "LOCAL_RANK": str(rank)}),
             )
             for rank in range(world_size)
         ]

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.data.indexed import IndexedWriter
+from tests.support.device import backend_of_tests
 
 VOCAB_SIZE = 64
 """As ``--vocab-size`` of the null tokenizer, which adds an end-of-document token."""
@@ -47,7 +48,7 @@ def tiny_flags(prefix: Path, **changes: object) -> list[str]:
         "vocab_size": VOCAB_SIZE,
         "data_path": prefix,
         "split": "80,10,10",
-        "distributed_backend": "gloo",
+        "distributed_backend": backend_of_tests(),
         "log_interval": 1,
         "eval_iters": 1,
         "eval_interval": 1000,

@@ -1,4 +1,4 @@
-"""Runs a function on N gloo ranks, and says what every rank did when one of them did not come back.
+"""Runs a function on N ranks, and says what every rank did when one of them did not come back.
 
 Ranks are forked from a server process that has torch imported already (``forkserver``), so four of them start
 in a fraction of a second instead of several. They meet at a store that this process holds, on a port that the
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.cleanup import die_with_parent
+from tests.support.device import VARIABLE, backend_of_tests, own_device, rank_variables
 
 STACK_SIGNAL = signal.SIGQUIT
 """Asks a rank for its stack; no test uses it for anything else."""
@@ -58,7 +59,7 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     init: bool = True,
 ) -> list[Any]:
-    """Runs ``fn(*args)`` on every rank of a gloo world and returns the results by rank.
+    """Runs ``fn(*args)`` on every rank of a world and returns the results by rank.
 
     A rank asks torch.distributed who it is. Each has one thread, RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*,
     and (with ``init``) the default process group. Without ``init`` the function may make it by ``env://``.
@@ -108,6 +109,7 @@ def rendezvous_env(world_size: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 is a client of the store too
         "TORCHELASTIC_RESTART_COUNT": "0",
         "OMP_NUM_THREADS": "1",
+        VARIABLE: os.environ.get(VARIABLE, "cpu"),
     }
 
 
@@ -131,11 +133,13 @@ def _rank_main(rank: int, world_size: int, folder_name: str, env: dict[str, str]
         faulthandler.enable(stack_file)
         faulthandler.register(STACK_SIGNAL, stack_file, all_threads=True)
         os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
+        os.environ.update(rank_variables(rank))
         torch.set_num_threads(1)
         try:
             fn, args = pickle.loads((folder / "call").read_bytes())
             if init:
-                dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+                own_device(rank)
+                dist.init_process_group(backend_of_tests(), timeout=timedelta(seconds=timeout))
             result = pickle.dumps(fn(*args))
         except BaseException:
             (folder / f"error{rank}").write_text(traceback.format_exc())

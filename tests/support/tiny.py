@@ -15,6 +15,7 @@ from megatron.topology.layout import Layout
 from megatron.topology.topology import Topology, build_topology, single_process
 from megatron.training.assembly import Engines, build_engines, layout_of
 from megatron.training.step import take_batches, train_step
+from tests.support.device import backend_of_tests, own_device
 
 VOCAB = 97
 
@@ -34,16 +35,16 @@ BASE: dict[str, dict[str, Any]] = {
     "optimizer": {"lr": 3e-3, "weight_decay": 0.1, "lr_decay_style": "constant"},
     "data": {"data_path": ["unused"]},
     "tokenizer": {"tokenizer_type": "NullTokenizer", "vocab_size": VOCAB - 1},
-    "parallel": {"distributed_backend": "gloo"},
 }
 
 
 def tiny_config(changes: Mapping[str, Mapping[str, Any]], world_size: int) -> RunConfig:
     """A resolved configuration: ``BASE`` with some fields of some sections replaced."""
     merged = {name: dict(section) for name, section in BASE.items()}
+    merged["parallel"] = {"distributed_backend": backend_of_tests()}
     for name, section in changes.items():
         merged.setdefault(name, {}).update(section)
-    return RunConfig.from_dict(merged).resolve(world_size)
+    return RunConfig.from_dict(merged).resolve(world_size, cuda_available=backend_of_tests() == "nccl")
 
 
 def tiny_tokens(draw: int, seq_length: int, masked: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,7 +102,8 @@ def tiny_engines(changes: Mapping[str, Mapping[str, Any]], made: dict[Layout, To
     layout, made = layout_of(config, world_size), {} if made is None else made
     if layout not in made:
         alone = world_size == 1
-        made[layout] = single_process() if alone else build_topology(layout, torch.device("cpu"))
+        device = own_device(0 if alone else dist.get_rank())
+        made[layout] = single_process(device) if alone else build_topology(layout, device)
     return build_engines(config, made[layout], VOCAB)
 
 

@@ -1,0 +1,41 @@
+"""Compressors over NCCL, all ranks on one GPU: replicas agree, and the loss falls."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.multiprocess import test_compression as compression
+from tests.support.tiny import tiny_run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
+
+NAMES = (
+    "powersgd bf16 overlapped",
+    "powersgd fp16 sharded",
+    "stable top-k with neighbours, overlapped bf16",
+    "embedding top-k fused, fp16",
+    "fixpoint gradients",
+    "quantized adam, bf16 sharded",
+    "fixpoint pipeline bf16 virtual",
+    "tensor powersgd, recomputed",
+    "fixpoint sequence",
+    "parameters bf16 stochastic, gradients too",
+    "delta bf16 virtual stochastic",
+    "delta fp16 four stages gpipe",
+    "schedules",
+    "edgc",
+    "lowrank eager",
+    "lowrank epilogue virtual fp16",
+    "all three",
+)
+"""Those that take 20 steps; every compressor, and every kind of overlap, is among them."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_replicas_agree_and_the_loss_falls(name: str) -> None:
+    compression.test_replicas_agree_and_the_loss_falls(name)
+
+
+@pytest.mark.parametrize("name", ["powersgd, full rank, sharded", "fused embedding, virtual"])
+def test_lossless_settings_give_the_dense_run(name: str) -> None:
+    compression.test_lossless_settings_give_the_dense_run(name, tiny_run({"precision": {"fp64": True}}, 6))

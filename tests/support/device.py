@@ -1,0 +1,35 @@
+"""What tests of several ranks run on: the CPU over gloo, or one GPU that all ranks share, over NCCL."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import torch
+
+from megatron.topology.launch import pick_device
+
+VARIABLE = "MEGATRON_TEST_DEVICE"
+"""``cuda`` or ``cpu`` (the default); every process of a test inherits it."""
+
+
+def device_of_tests() -> torch.device:
+    """The device without its number."""
+    return torch.device(os.environ.get(VARIABLE, "cpu"))
+
+
+def backend_of_tests() -> Literal["nccl", "gloo"]:
+    """What connects the ranks."""
+    return "nccl" if device_of_tests().type == "cuda" else "gloo"
+
+
+def own_device(rank: int) -> torch.device:
+    """This rank's device, made the current one."""
+    return pick_device(backend_of_tests(), rank)
+
+
+def rank_variables(rank: int) -> dict[str, str]:
+    """What lets ranks share a GPU: NCCL takes two of them on one GPU for one, unless their hosts differ."""
+    if backend_of_tests() == "gloo":
+        return {}
+    return {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
