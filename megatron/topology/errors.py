@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 
@@ -11,6 +12,22 @@ class CommunicationError(RuntimeError):
 
 class LaunchError(CommunicationError):
     """What the launcher said cannot be: one line naming the environment variable."""
+
+
+_NCCL = re.compile(r"NCCL error(?: in)?: (?:\S+:\d+, )?(?P<what>[^\n]*?)(?:, NCCL version [\d.]+)?(?:\n|$)")
+_NCCL_LAST = re.compile(r"Last error:\s*(?P<what>[^\n]+)")
+_NCCL_TIMEOUT = re.compile(r"OpType=(?P<what>\w+),.*?Timeout\(ms\)=(?P<limit>\d+)", re.DOTALL)
+
+
+def reason(error: BaseException) -> str:
+    """Why a collective or a message failed, in one line: the end of what NCCL says, or the first line of others."""
+    text = str(error)
+    timeout, failure, last = _NCCL_TIMEOUT.search(text), _NCCL.search(text), _NCCL_LAST.search(text)
+    if timeout:
+        return f"NCCL: no answer in {int(timeout['limit']) / 1000:g} s ({timeout['what'].lower()})"
+    if failure:
+        return f"NCCL: {failure['what']}" + (f": {last['what'].strip()}" if last else "")
+    return first_line(error)
 
 
 def first_line(error: BaseException) -> str:

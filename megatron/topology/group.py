@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.topology.errors import CommunicationError, first_line
+from megatron.topology.errors import CommunicationError, reason
 
 # torch 2.13 renamed these two and warns at the old names.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -152,7 +152,7 @@ class Pending:
         try:
             yield
         except RuntimeError as error:
-            raise CommunicationError(f"{self.what} failed: {first_line(error)}") from error
+            raise CommunicationError(f"{self.what} failed: {reason(error)}") from error
 
     def done(self) -> bool:
         """True when ``wait`` would not block."""
@@ -195,7 +195,7 @@ class Group:
         try:
             return Pending(call(), sent, label)
         except RuntimeError as error:
-            raise CommunicationError(f"{label} failed: {first_line(error)}") from error
+            raise CommunicationError(f"{label} failed: {reason(error)}") from error
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
         """Reduces ``x`` over the group, in place. A ring sends 2 (n-1)/n of the bytes."""

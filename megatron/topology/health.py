@@ -50,6 +50,8 @@ class Watch:
         rank, world_size: this rank's number and how many there are.
         silent_seconds: how long a neighbor may give no sign of life.
         exit_status: of a rank that ends itself because a peer or the launcher is gone.
+        grace_seconds: what the main thread has to end by itself once it is known who is gone. On CUDA it may wait for
+            the device, and cannot; NCCL then ends the process in its own way.
         launcher: the process id of the launcher that this process must not outlive, if any.
         leave: ends this process.
     """
@@ -61,6 +63,7 @@ class Watch:
         *,
         silent_seconds: float = SILENT_SECONDS,
         exit_status: int,
+        grace_seconds: float = GRACE_SECONDS,
         launcher: int | None = None,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
@@ -68,6 +71,7 @@ class Watch:
         self.world_size = world_size
         self.exit_status = exit_status
         self._silent_beats = max(1, round(silent_seconds / BEAT_SECONDS))
+        self._grace_seconds = grace_seconds
         self._launcher = launcher
         self._leave = leave
         self._mesh: Mesh | None = None
@@ -121,6 +125,7 @@ class Watch:
         """
         with self._lock:
             self._exit_at = time.monotonic() + FAILING_SECONDS  # the caller is about to end this process
+            self._grace_seconds = max(self._grace_seconds, GRACE_SECONDS)
         if not self._known.wait(EXPLAIN_SECONDS):
             with self._lock:
                 silent = self._silent(round(EXPLAIN_SECONDS / BEAT_SECONDS) - 1)
@@ -163,7 +168,7 @@ class Watch:
             else:
                 self._mesh.wait(max(min(due, self._exit_at) - time.monotonic(), 0.0))
                 for verdict in self._take_in():
-                    self._conclude(verdict, GRACE_SECONDS)
+                    self._conclude(verdict, self._grace_seconds)
 
     def _on_beat(self) -> None:
         # Time is counted in this rank's own beats: a process or machine that was stopped has not seen anyone die.

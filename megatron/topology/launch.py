@@ -99,6 +99,32 @@ def _check_port() -> None:
         raise LaunchError(f"the environment variable MASTER_PORT is {port}; ports are 0 to 65535")
 
 
+QUEUES = 32
+"""Hardware queues that a process may have of a CUDA device, at most."""
+_ENOUGH_QUEUES = 16
+"""More than there are streams: one to compute, and one for each communicator of a rank."""
+
+
+def open_queues() -> str | None:
+    """Gives each stream of this process a hardware queue of its own; to be called before CUDA is used.
+
+    CUDA's 8 queues are fewer than a rank's streams. A message that waits for an earlier one of its stream holds up what
+    other streams have put into the same queue, and that can be what its peer is waiting for.
+
+    Returns:
+        A note for the user when the environment has asked for too few.
+    """
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    given = os.environ.get(name)
+    asked = int(given) if given is not None and _NUMBER.fullmatch(given) else None
+    if asked is not None and asked >= _ENOUGH_QUEUES:
+        return None
+    os.environ[name] = str(QUEUES)
+    return (
+        None if given is None else f"{name} is {QUEUES} here, not {given}: messages need hardware queues of their own"
+    )
+
+
 def pick_device(backend: str, local_rank: int) -> torch.device:
     """The CUDA device of the local rank for nccl, else the CPU."""
     if backend != "nccl":

@@ -16,8 +16,8 @@ import torch
 from megatron.compression.options import CompressorFault
 from megatron.config.errors import UserError
 from megatron.topology.errors import CommunicationError, LaunchError, first_line
-from megatron.topology.health import SILENT_SECONDS, Watch, launcher_pid
-from megatron.topology.launch import LaunchEnvironment, init_process_group, leave_reason, shutdown
+from megatron.topology.health import GRACE_SECONDS, SILENT_SECONDS, Watch, launcher_pid
+from megatron.topology.launch import LaunchEnvironment, init_process_group, leave_reason, open_queues, shutdown
 from megatron.training.identity import identity_of
 from megatron.training.meeting import LEAVE_SECONDS, Meeting
 
@@ -55,6 +55,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self.env = LaunchEnvironment.read()
+        self._note = open_queues()
         self.watch: Watch | None = None
         self.meeting: Meeting | None = None
 
@@ -90,6 +91,7 @@ class Ranks:
                 env.world_size,
                 silent_seconds=peer_timeout_seconds,
                 exit_status=EXIT_PEER_LOST,
+                grace_seconds=0.0 if backend == "nccl" else GRACE_SECONDS,
                 launcher=launcher,
             )
             try:
@@ -100,7 +102,7 @@ class Ranks:
         if store is not None:
             init_process_group(env, backend, timeout_minutes, store)
         if self.env.rank == 0:
-            for note in notes:
+            for note in [*notes, *([self._note] if self._note and backend == "nccl" else [])]:
                 print(f"note: {note}", file=sys.stderr)
 
     def leave(self) -> None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from megatron.topology.launch import pick_device
+from megatron.topology.launch import open_queues, pick_device
 
 VARIABLE = "MEGATRON_TEST_DEVICE"
 """``cuda`` or ``cpu`` (the default); every process of a test inherits it."""
@@ -25,6 +25,7 @@ def backend_of_tests() -> Literal["nccl", "gloo"]:
 
 def own_device(rank: int) -> torch.device:
     """This rank's device, made the current one."""
+    open_queues()
     return pick_device(backend_of_tests(), rank)
 
 

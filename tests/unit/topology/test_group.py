@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.topology.errors import CommunicationError, first_line
+from megatron.topology.errors import CommunicationError, first_line, reason
 from megatron.topology.group import Group, Pending
 from megatron.topology.topology import single_process
 
@@ -68,3 +68,48 @@ def test_a_single_process_is_every_end_of_the_mesh() -> None:
     assert topology.embedding is None
     groups = (topology.world, topology.control, topology.tp, topology.dp, topology.pp)
     assert all(group.size == 1 and group.rank == 0 for group in groups)
+
+
+RECORDED = {
+    "NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1275, internal error, NCCL version 2.14.3\n"
+    "ncclInternalError: Internal check failed.\nLast error:\nNet : Connection closed by remote peer user<50260>\n": (
+        "NCCL: internal error: Net : Connection closed by remote peer user<50260>"
+    ),
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN for "
+    "details), NCCL version 2.27.5\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\n"
+    "Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 4000": (
+        "NCCL: invalid usage (run with NCCL_DEBUG=WARN for details): "
+        "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 4000"
+    ),
+    "NCCL error: remote process exited or there was a network error, NCCL version 2.14.3\nncclRemoteError: A call "
+    "failed possibly due to a network error or a remote process exiting prematurely.\nLast error:\n"
+    "NET/IB : Got completion from peer 11.214.147.122<39138> with error 12, opcode 0, len 0, vendor err 129": (
+        "NCCL: remote process exited or there was a network error: "
+        "NET/IB : Got completion from peer 11.214.147.122<39138> with error 12, opcode 0, len 0, vendor err 129"
+    ),
+    "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=BROADCAST, NumelIn=112, "
+    "NumelOut=112, Timeout(ms)=1800000) ran for 1800011 milliseconds before timing out.\nException raised from "
+    "checkTimeout at /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:632 (most recent call first):\n"
+    "frame #0: c10::Error::Error": ("NCCL: no answer in 1800 s (broadcast)"),
+    "NCCL communicator was aborted on rank 0.": "NCCL communicator was aborted on rank 0.",
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3411": (
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3411"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", RECORDED)
+def test_what_backends_say_becomes_one_line(text: str) -> None:
+    assert reason(RuntimeError(text)) == RECORDED[text]
+
+
+def test_what_the_device_says_when_it_is_waited_for_names_the_receive() -> None:
+    class Lost:
+        def synchronize(self) -> None:
+            raise RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors might be reported later")
+
+    pending = Pending(None, 0, "receive from rank 1 over pipeline-forward (ranks 0, 1)", _mark=Lost())  # type: ignore[arg-type]
+    with pytest.raises(CommunicationError) as caught:
+        pending.settle()
+    wanted = "receive from rank 1 over pipeline-forward (ranks 0, 1) failed: CUDA error: unspecified launch failure"
+    assert str(caught.value) == wanted

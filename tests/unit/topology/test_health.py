@@ -33,11 +33,24 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 class Rank:
     """A watch in this process, and what it would have done to its own."""
 
-    def __init__(self, rank: int, world_size: int, silent_seconds: float = 0.5, launcher: int | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        silent_seconds: float = 0.5,
+        launcher: int | None = None,
+        grace_seconds: float = 0.2,
+    ) -> None:
         self.status: int | None = None
         self.left = Event()
         self.watch = Watch(
-            rank, world_size, silent_seconds=silent_seconds, launcher=launcher, leave=self._leave, exit_status=3
+            rank,
+            world_size,
+            silent_seconds=silent_seconds,
+            launcher=launcher,
+            leave=self._leave,
+            exit_status=3,
+            grace_seconds=grace_seconds,
         )
 
     def _leave(self, status: int) -> None:
@@ -57,9 +70,9 @@ class Rank:
 
 
 @contextmanager
-def _world(size: int, silent_seconds: float = 0.5) -> Iterator[list[Rank]]:
+def _world(size: int, silent_seconds: float = 0.5, grace_seconds: float = 0.2) -> Iterator[list[Rank]]:
     store = dist.HashStore()
-    ranks = [Rank(rank, size, silent_seconds) for rank in range(size)]
+    ranks = [Rank(rank, size, silent_seconds, grace_seconds=grace_seconds) for rank in range(size)]
     with ExitStack() as stack:
         for rank in ranks:
             stack.callback(rank.die)
@@ -117,6 +130,14 @@ def test_explain_knows_within_its_time_and_does_not_end_the_process() -> None:
         assert said is not None
         assert said.startswith(f"rank 0 on {HOST} stopped answering")
         assert ranks[2].watch.explain() == said
+        assert ranks[1].status is None
+
+
+def test_one_that_is_explaining_is_not_ended_where_others_are_at_once() -> None:
+    with _world(3, silent_seconds=30.0, grace_seconds=0.0) as ranks:
+        ranks[0].hang()
+        assert ranks[1].watch.explain() is not None
+        assert ranks[2].left.wait(10)
         assert ranks[1].status is None
 
 

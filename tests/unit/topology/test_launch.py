@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron.topology.errors import CommunicationError, LaunchError
-from megatron.topology.launch import LaunchEnvironment, init_process_group, leave_reason, pick_device
+from megatron.topology.launch import LaunchEnvironment, init_process_group, leave_reason, open_queues, pick_device
 from megatron.training.program import run_program
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
@@ -189,3 +189,18 @@ def test_a_program_ends_with_status_2_before_it_begins(
     monkeypatch.setenv("WORLD_SIZE", "four")
     assert run_program(lambda ranks: pytest.fail("it began")) == 2
     assert capsys.readouterr().err == "error: the environment variable WORLD_SIZE is 'four', not a number; correct it\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "used", "noted"), [(None, "32", False), ("1", "32", True), ("x", "32", True), ("16", "16", False)]
+)
+def test_streams_have_hardware_queues_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, used: str, noted: bool
+) -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+    note = open_queues()
+    assert os.environ[name] == used
+    assert (note is not None and f"not {given}:" in note) == noted

@@ -1,0 +1,53 @@
+"""The tests of several ranks on one GPU, tried over gloo: what they start, and what they compare."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.gpu import test_ranks_layouts as gpu_layouts
+from tests.support.cli import REPO
+from tests.support.device import VARIABLE, rank_variables
+from tests.support.spawn import run_ranks
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.mark.parametrize("codecs", [False, True])
+def test_pipelines_of_the_gpu_tests_run_on_the_cpu(codecs: bool) -> None:
+    gpu_layouts.test_pipelines_run_from_cold_processes("pp2 interleaved", codecs)
+
+
+def test_ranks_on_one_gpu_are_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rank_variables(0) == {}
+    monkeypatch.setenv(VARIABLE, "cuda")
+    first, second = rank_variables(0), rank_variables(1)
+    assert first.pop("NCCL_HOSTID") != second.pop("NCCL_HOSTID")
+    assert first == second == {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+
+
+def test_a_launched_script_finds_its_rank_s_variables(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import json, os, sys\nprint(json.dumps([os.environ['NCCL_HOSTID'], sys.argv]))\n")
+    command = [sys.executable, "tests/support/share_gpu.py", str(script), "--flag"]
+    env = {"RANK": "3", VARIABLE: "cuda", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == ["rank-3", [str(script), "--flag"]]
+
+
+def _backend() -> str:
+    return str(dist.get_backend())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would use the device")
+def test_ranks_of_the_gpu_need_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_ranks(2, _backend) == ["gloo", "gloo"]
+    monkeypatch.setenv(VARIABLE, "cuda")
+    with pytest.raises(AssertionError, match=r"(?i)cuda|nccl"):
+        run_ranks(2, _backend)
