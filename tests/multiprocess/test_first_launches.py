@@ -91,7 +91,7 @@ RUNS: dict[str, Run] = {
         2,
         _run("pp-backward=lowrank,rank=2", precision="fp16"),
         counts=(4,) * 7,
-        scales=((3, 2.0**60), (4, 1.0), (5, 2.0)),
+        scales=((0, 1.0), (3, 2.0**60), (4, 1.0), (5, 2.0)),
     ),
     "tensor-parallel, sequence-parallel": Run(
         4, _run("tp-forward=fixpoint,warmup=3", tensor_model_parallel_size=2, sequence_parallel=True), counts=(4,) * 6

@@ -175,6 +175,7 @@ def _rank(
             grad = None if evaluates else torch.ones(())
             with torch.set_grad_enabled(not evaluates):
                 engine.run(table, programs, -1 if evaluates else iteration, count, grad, [kind])
+            device.launch(("after the pipeline", step))
             for state in engine.channel.states():
                 state.rollback() if evaluates or step == 5 else state.commit()
             iteration += not evaluates
@@ -201,17 +202,40 @@ def test_nothing_is_loaded_beside_a_receive_and_nobody_waits_for_ever(case: Case
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("seed", range(3))
-def test_ranks_need_not_agree_about_what_they_know(case: Case, seed: int) -> None:
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_ranks_need_not_agree_about_what_they_know(case: Case, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some ranks forget what they have launched, each at steps of its own: they wait where the others post ahead."""
+    monkeypatch.setattr(engine_module, "POSTED_AHEAD", ahead)
 
     def forget(engine: PipelineEngine, device: SpinningDevice, step: int) -> None:
-        if random.Random(f"{seed} {device.rank} {step}").random() < 0.4:
+        if random.Random(f"{ahead} {device.rank} {step}").random() < 0.4:
             engine.completed = CompletedKinds()
             device.loaded.clear()
 
     for violations, _, _ in run_threads(case.pp, _rank(case, forget)):
         assert violations == []
+
+
+class Checked(engine_module._Run):
+    """Compares what was posted before each operation with what was due."""
+
+    def __init__(self, engine: PipelineEngine, table: Timetable, *rest: Any) -> None:
+        super().__init__(engine, table, *rest)
+        self.dues = list(table.due[engine.stage])
+
+    def post(self) -> None:
+        super().post()
+        due = self.dues.pop(0)
+        assert self._posted[True] >= due.forward
+        assert self._posted[False] >= due.backward
+
+
+def test_what_is_due_is_posted_where_receives_wait_ahead_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sender that loads something relies on it."""
+    monkeypatch.setattr(engine_module, "POSTED_AHEAD", 1)
+    monkeypatch.setattr(engine_module, "_Run", Checked)
+    results = run_threads(4, _rank(case("1f1b", 4, 2, 8), _nothing))
+    assert all(ahead[1] > 0 for _, ahead, _ in results)
 
 
 def test_receives_that_are_always_posted_ahead_would_deadlock() -> None:
