@@ -83,8 +83,9 @@ class CompressionPlan:
         self._tuned[point] = dict(values)
 
     def options(self, point: Point) -> Any:
-        """The options of this iteration at a point that is compressed."""
-        return self.specs[point].options_at(self._iteration, self._tuned.get(point))
+        """The options of this iteration at a point; None where nothing is ever compressed."""
+        spec = self.specs.get(point)
+        return None if spec is None else spec.options_at(self._iteration, self._tuned.get(point))
 
     def ever_pays(self, point: Point, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> bool:
         """Whether tensors of this shape are worth compressing with any options that the point's may become.

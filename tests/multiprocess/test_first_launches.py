@@ -101,6 +101,7 @@ RUNS: dict[str, Run] = {
         _run("dp-grad=powersgd,rank=2,warmup=2", **OVERLAP, **VIRTUAL),
         counts=(4,) * 7,
     ),
+    "exact gradients during backward": Run(4, _run(**OVERLAP), counts=(4,) * 4),
     "stable top-k during backward": Run(
         4, _run("dp-grad=stable-topk,density=0.3,interval=3", **OVERLAP, **VIRTUAL), counts=(4,) * 11
     ),
