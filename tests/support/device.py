@@ -29,8 +29,11 @@ def own_device(rank: int) -> torch.device:
     return pick_device(backend_of_tests(), rank)
 
 
-def rank_variables(rank: int) -> dict[str, str]:
-    """What lets ranks share a GPU: NCCL takes two of them on one GPU for one, unless their hosts differ."""
-    if backend_of_tests() == "gloo":
-        return {}
+def sharing(rank: int) -> dict[str, str]:
+    """What lets NCCL's ranks share a GPU: it takes two of them on one GPU for one, unless their hosts differ."""
     return {"NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+
+
+def rank_variables(rank: int) -> dict[str, str]:
+    """What a rank of a test needs in its environment."""
+    return {} if backend_of_tests() == "gloo" else sharing(rank)

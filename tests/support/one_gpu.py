@@ -8,6 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from tests.support.device import sharing
+
 ONE_CHANNEL = {
     "NCCL_MAX_NCHANNELS": "1",
     "NCCL_NSOCKS_PERTHREAD": "1",
@@ -18,9 +20,7 @@ ONE_CHANNEL = {
 
 def be_a_host() -> None:
     """Sets what NCCL looks at; before the process group is made."""
-    os.environ["NCCL_HOSTID"] = f"host-{os.environ['RANK']}"
-    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    os.environ["NCCL_IB_DISABLE"] = "1"
+    os.environ.update(sharing(int(os.environ["RANK"])))
 
 
 def join_on_one_gpu(timeout_s: float) -> torch.device:
