@@ -26,6 +26,7 @@ UNIFORM = {"recompute": {"recompute_granularity": "full", "recompute_method": "u
 BLOCK = {"recompute": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}}
 SELECTIVE = {"recompute": {"recompute_granularity": "selective"}}
 MICRO2 = {"training": {"micro_batch_size": 2}}
+PADDED = {"model": {"make_vocab_size_divisible_by": 48}}
 
 LAYOUTS: dict[int, dict[str, Changes]] = {
     1: {
@@ -33,10 +34,12 @@ LAYOUTS: dict[int, dict[str, Changes]] = {
         "block": BLOCK,
         "selective": SELECTIVE,
         "micro 2": MICRO2,
+        "padded": PADDED,
     },
     2: {
         "tp2": _parallel(tp=2),
         "tp2 sp": _parallel(tp=2, **SP),
+        "tp2 padded": {**_parallel(tp=2), **PADDED},
         "tp2 sp uniform": {**_parallel(tp=2, **SP), **UNIFORM},
         "tp2 synchronous": _parallel(tp=2, async_tensor_model_parallel_allreduce=False),
         "pp2": _parallel(pp=2),

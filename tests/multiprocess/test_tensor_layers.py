@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
@@ -99,11 +100,29 @@ def _feed_forward(sequence_parallel: bool, asynchronous: bool) -> list[str]:
     return setting.wrong
 
 
-def _embedding_and_loss(sequence_parallel: bool, asynchronous: bool) -> list[str]:
-    """A vocabulary that does not divide by the ranks, a loss mask, tied weights on both ends."""
+class _Products(TorchDispatchMode):
+    """Records the shapes of the factors of all matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "mm" in func.__name__:
+            self.sizes.update(size for arg in args if isinstance(arg, Tensor) for size in arg.shape)
+        return func(*args, **(kwargs or {}))
+
+
+def _embedding_and_loss(sequence_parallel: bool, asynchronous: bool, multiple: int = 1) -> list[str]:
+    """A vocabulary that does not divide by the ranks, a loss mask, tied weights on both ends.
+
+    Args:
+        sequence_parallel, asynchronous: the tensor-parallel points.
+        multiple: of which each rank's rows are; padding may leave a rank no entry.
+    """
     setting = _Setting(sequence_parallel, asynchronous)
     comm, n = setting.comm, setting.comm.size
-    padded = -(-VOCAB // n) * n
+    padded = -(-VOCAB // (multiple * n)) * multiple * n
     shard = VocabShard(VOCAB, padded, comm)
     embedding = VocabParallelEmbedding(shard, H, True, comm, CPU, WIDE)
     table = torch.cat([_rand(7, VOCAB, H), torch.full((padded - VOCAB, H), 99.0, dtype=WIDE)])
@@ -113,8 +132,13 @@ def _embedding_and_loss(sequence_parallel: bool, asynchronous: bool) -> list[str
     tokens_bs, labels_bs = (torch.randint(0, VOCAB, (B, S), generator=generator) for _ in range(2))
     weights_bs = torch.rand((B, S), generator=generator, dtype=WIDE) * (torch.arange(S) % 3 > 0)
     x_sbh = embedding(tokens_bs)
-    total, losses_sb = head_loss(torch.tanh(x_sbh), embedding.weight, labels_bs.t(), weights_bs.t(), comm, shard)
-    total.backward()
+    with _Products() as products:
+        total, losses_sb = head_loss(torch.tanh(x_sbh), embedding.weight, labels_bs.t(), weights_bs.t(), comm, shard)
+        total.backward()
+    if not products.sizes <= {S * B, H, shard.rows}:
+        setting.wrong.append(f"products of {products.sizes} instead of {shard.rows} padded rows")
+    with torch.no_grad():
+        scored, _ = head_loss(torch.tanh(x_sbh), embedding.weight, labels_bs.t(), weights_bs.t(), comm, shard)
 
     whole = table[:VOCAB].clone().requires_grad_()
     hidden = torch.tanh(F.embedding(tokens_bs.t(), whole))
@@ -124,6 +148,7 @@ def _embedding_and_loss(sequence_parallel: bool, asynchronous: bool) -> list[str
     assert whole.grad is not None
     setting.check("losses", losses_sb.flatten(), wanted_sb)
     setting.check("weighted sum", total, wanted)
+    setting.check("weighted sum without gradients", scored, wanted)
     setting.check("hidden", torch.tanh(x_sbh), setting.own_rows(hidden))
     valid = shard.valid_rows
     assert embedding.weight.grad is not None
@@ -132,8 +157,14 @@ def _embedding_and_loss(sequence_parallel: bool, asynchronous: bool) -> list[str
     return setting.wrong
 
 
-def _both(*args: Any) -> list[str]:
-    return _feed_forward(*args) + _embedding_and_loss(*args)
+def _padded_embedding_and_loss(sequence_parallel: bool, asynchronous: bool) -> list[str]:
+    return _embedding_and_loss(sequence_parallel, asynchronous, multiple=8)
+
+
+def _both(*modes: bool) -> list[str]:
+    return [
+        wrong for test in (_feed_forward, _embedding_and_loss, _padded_embedding_and_loss) for wrong in test(*modes)
+    ]
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

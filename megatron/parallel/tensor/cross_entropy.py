@@ -5,6 +5,9 @@ chunks that stay in the cache between the softmax's passes, where logits turn in
 the logits of all tokens nor fp32 copies of them make the round trip through memory that separate operations would.
 On one rank the gradients are computed along with the loss and no logits are kept. On several ranks each keeps its
 own logits until the log-sum-exp over the whole vocabulary is known; one small gather exchanges it.
+
+All products are over the padded rows, whose number suits matrix kernels (rows of logits that begin at multiples of 16
+bytes); the padding's logits are minus infinity, so that it has no part in the loss and its gradients are zero.
 """
 
 from __future__ import annotations
@@ -62,14 +65,13 @@ class _HeadLoss(torch.autograd.Function):
         x_th = full.reshape(-1, full.shape[-1])
         labels_t = labels_sb.reshape(-1)
         weights_t = weights_sb.reshape(-1)
-        valid = weight[: shard.valid_rows]
-        ctx.comm, ctx.shape, ctx.weight_shape = comm, full.shape, weight.shape
+        ctx.comm, ctx.shape = comm, full.shape
         if comm.size == 1:
-            losses_t, grads = _fused_forward(x_th, valid, labels_t, weights_t, with_grad)
+            losses_t, grads = _fused_forward(x_th, weight, labels_t, weights_t, shard, with_grad)
             if with_grad:
                 ctx.save_for_backward(*grads)
         else:
-            losses_t, saved = _split_forward(x_th, valid, labels_t, comm, shard)
+            losses_t, saved = _split_forward(x_th, weight, labels_t, comm, shard)
             if with_grad:
                 # The input is gathered again in backward under sequence parallelism, to keep only the own part.
                 ctx.save_for_backward(x_sbh, weight, weights_t, *saved)
@@ -83,24 +85,19 @@ class _HeadLoss(torch.autograd.Function):
         comm: TensorComm = ctx.comm
         if comm.size == 1:
             grad_x, grad_weight = ctx.saved_tensors
-            scaled = grad_x.mul_(grad), _pad_rows(grad_weight.mul_(grad), ctx.weight_shape)
-            return scaled[0].view(ctx.shape), scaled[1], None, None, None, None, None
+            return grad_x.mul_(grad).view(ctx.shape), grad_weight.mul_(grad), None, None, None, None, None
         x_sbh, weight, weights_t, logits, lse_t, labels_t = ctx.saved_tensors
         full = comm.gather(x_sbh, Point.TP_BWD) if comm.sequence_parallel else x_sbh
         x_th = full.reshape(-1, full.shape[-1])
         grad_x, grad_weight = _split_backward(x_th, weight, logits, lse_t, labels_t, weights_t * grad)
         grad_x = grad_x.view(ctx.shape)
         summing = comm.start_sum(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)
-        return summing.wait(), _pad_rows(grad_weight, ctx.weight_shape), None, None, None, None, None
+        return summing.wait(), grad_weight, None, None, None, None, None
 
 
-def _pad_rows(grad: Tensor, shape: torch.Size) -> Tensor:
-    """Appends zero rows for the vocabulary's padding."""
-    if grad.shape == shape:
-        return grad
-    padded = grad.new_zeros(shape)
-    padded[: grad.shape[0]] = grad
-    return padded
+def _mask_padding_(logits_tv: Tensor, shard: VocabShard) -> None:
+    """Takes the padding's columns out of every softmax."""
+    logits_tv[:, shard.valid_rows :] = -torch.inf
 
 
 def _to_gradient_(logits_tv: Tensor, wide_tv: Tensor, lse_t: Tensor, label_t: Tensor, scale_t: Tensor) -> None:
@@ -122,7 +119,7 @@ def _to_gradient_(logits_tv: Tensor, wide_tv: Tensor, lse_t: Tensor, label_t: Te
 
 
 def _fused_forward(
-    x_th: Tensor, weight_vh: Tensor, labels_t: Tensor, weights_t: Tensor, with_grad: bool
+    x_th: Tensor, weight_vh: Tensor, labels_t: Tensor, weights_t: Tensor, shard: VocabShard, with_grad: bool
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """Losses of all tokens and, if wanted, the gradients of their weighted sum, on one rank."""
     accumulate = _accumulation_dtype(x_th.dtype)
@@ -133,6 +130,7 @@ def _fused_forward(
     space = x_th.new_empty((groups[0].stop if groups else 0, weight_vh.shape[0]))
     for group in groups:
         logits = torch.mm(x_th[group], weight_vh.t(), out=space[: group.stop - group.start])
+        _mask_padding_(logits, shard)
         losses, labels, weights = losses_t[group], labels_t[group], weights_t[group]
         for part in _chunks(logits):
             wide = logits[part].to(accumulate)
@@ -159,31 +157,27 @@ def _split_forward(
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """Losses of all tokens from this rank's logits, and what backward needs: logits, lse, local labels."""
     accumulate = _accumulation_dtype(x_th.dtype)
-    tokens, rows = x_th.shape[0], weight_vh.shape[0]
     local_t = labels_t - shard.start
-    here_t = (local_t >= 0) & (local_t < rows)
+    here_t = (local_t >= 0) & (local_t < shard.valid_rows)
     local_t = torch.where(here_t, local_t, -1)
-    stats = torch.zeros((2, tokens), dtype=accumulate, device=x_th.device)
+    stats = torch.empty((2, x_th.shape[0]), dtype=accumulate, device=x_th.device)
     logits = x_th @ weight_vh.t()
-    if rows == 0:
-        stats[0] = -torch.inf
-    else:
-        for part in _chunks(logits):
-            wide = logits[part].to(accumulate)
-            stats[0, part] = torch.logsumexp(wide, dim=-1)
-            target = wide.gather(1, local_t[part].clamp(min=0).unsqueeze(1)).squeeze(1)
-            stats[1, part] = target.masked_fill(~here_t[part], 0.0)
+    _mask_padding_(logits, shard)
+    for part in _chunks(logits):
+        wide = logits[part].to(accumulate)
+        stats[0, part] = torch.logsumexp(wide, dim=-1)
+        target = wide.gather(1, local_t[part].clamp(min=0).unsqueeze(1)).squeeze(1)
+        stats[1, part] = target.masked_fill(~here_t[part], 0.0)
     everyones = comm.gather_exact(stats)
     lse_t = torch.logsumexp(everyones[:, 0], dim=0)
     return lse_t - everyones[:, 1].sum(dim=0), (logits, lse_t, local_t)
 
 
 def _split_backward(
-    x_th: Tensor, weight: Tensor, logits: Tensor, lse_t: Tensor, local_t: Tensor, scale_t: Tensor
+    x_th: Tensor, weight_vh: Tensor, logits: Tensor, lse_t: Tensor, local_t: Tensor, scale_t: Tensor
 ) -> tuple[Tensor, Tensor]:
     """This rank's contributions to the input's gradient, and the gradient of its rows; overwrites the logits."""
-    weight_vh = weight[: logits.shape[1]]
-    for part in _chunks(logits) if logits.numel() else []:
+    for part in _chunks(logits):
         wide = logits[part].to(lse_t.dtype)
         _to_gradient_(logits[part], wide, lse_t[part], local_t[part], scale_t[part])
     return logits @ weight_vh, logits.t() @ x_th
@@ -201,7 +195,8 @@ def head_loss(
 
     Args:
         x_sbh: final hidden states, (s, b, h), or this rank's part of s under sequence parallelism.
-        weight: local rows of the output projection, (rows, h); rows beyond the vocabulary are ignored.
+        weight: local rows of the output projection, (rows, h). Rows beyond the vocabulary must be finite; they change
+            nothing and get zero gradients.
         labels_sb: int64 targets, (s, b).
         weights_sb: weight of each token in the sum, (s, b).
 
