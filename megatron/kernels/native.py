@@ -144,4 +144,5 @@ OPERATORS = (
     "finite_norm",
     "sample_histogram",
     "orthonormalize",
+    "cross_entropy",
 )

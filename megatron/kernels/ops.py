@@ -129,3 +129,41 @@ def orthonormalize(x_knr: Tensor) -> Tensor:
     else:
         reference.orthonormalize(wide, q_knr)
     return q_knr
+
+
+def cross_entropy(
+    logits_tv: Tensor,
+    labels_t: Tensor,
+    valid: int,
+    lse_t: Tensor,
+    target_t: Tensor | None = None,
+    weights_t: Tensor | None = None,
+) -> None:
+    """See ``reference.cross_entropy``."""
+    if native.serves(logits_tv, lse_t, target_t, weights_t):
+        native.operators().cross_entropy(logits_tv, labels_t, valid, lse_t, target_t, weights_t)
+    else:
+        reference.cross_entropy(logits_tv, labels_t, valid, lse_t, target_t, weights_t)
+
+
+def add_product_(total_nm: Tensor, a_tn: Tensor, b_tm: Tensor, fresh: bool = False) -> None:
+    """``total += a^T b`` in one pass over the total, which may be wider than the factors.
+
+    Args:
+        total_nm: of the factors' type, or fp32 beside bf16 or fp16 factors. On CUDA the product itself adds in it,
+            and is never rounded to the factors' type; ``reference.add_product_`` rounds it.
+        a_tn, b_tm: the factors, of one type.
+        fresh: the total holds nothing yet, not even zeros.
+    """
+    beta = 0 if fresh else 1
+    if total_nm.dtype == a_tn.dtype:
+        torch.addmm(total_nm, a_tn.t(), b_tm, beta=beta, out=total_nm)
+    elif adds_wide_products(total_nm):
+        torch.addmm(total_nm, a_tn.t(), b_tm, out_dtype=total_nm.dtype, beta=beta, out=total_nm)
+    else:
+        reference.add_product_(total_nm, a_tn, b_tm, fresh)
+
+
+def adds_wide_products(total: Tensor) -> bool:
+    """Whether torch has products of half-precision factors that add in fp32, on this tensor's device."""
+    return total.is_cuda and total.dtype == torch.float32

@@ -252,3 +252,54 @@ def orthonormalize(x_knr: Tensor, q_knr: Tensor) -> None:
     q, r_krr = torch.linalg.qr(x_knr.double(), mode="reduced")
     signs_kr = torch.where(torch.diagonal(r_krr, dim1=1, dim2=2) < 0, -1.0, 1.0)
     q_knr.copy_(q * signs_kr.unsqueeze(1))
+
+
+_CHUNK_ELEMENTS = {"cpu": 1 << 20}
+"""Logits that are taken at a time: on a CPU, as many as a core's cache holds in fp32, elsewhere 1 GiB of them."""
+
+
+def cross_entropy(
+    logits_tv: Tensor,
+    labels_t: Tensor,
+    valid: int,
+    lse_t: Tensor,
+    target_t: Tensor | None,
+    weights_t: Tensor | None,
+) -> None:
+    """Cross-entropy over the first ``valid`` columns of each row, and its gradient in the logits' place.
+
+    Args:
+        logits_tv: overwritten where there are weights. What does not count may be anything.
+        labels_t: int64 columns below ``valid``; negative where the label is another rank's.
+        lse_t: log-sum-exp of each row, in the type of accumulation (fp32, or fp64 of fp64 logits).
+        target_t: logit of each row's label, 0 for a negative one. Where given, it and ``lse_t`` are written; else
+            ``lse_t`` is read, such as that of a vocabulary of which the columns are a part.
+        weights_t: the logits become the gradient of the sum of weights x (lse - logit of the label), and 0 where they
+            do not count.
+    """
+    size = max(1, _CHUNK_ELEMENTS.get(logits_tv.device.type, 1 << 28) // max(logits_tv.shape[1], 1))
+    for first in range(0, logits_tv.shape[0], size):
+        part = slice(first, first + size)
+        wide, label = _wide(logits_tv[part]), labels_t[part].unsqueeze(1)
+        elsewhere, column = label < 0, label.clamp(min=0)
+        if target_t is not None:
+            lse_t[part] = torch.logsumexp(wide[:, :valid], dim=1)
+            target_t[part] = wide.gather(1, column).masked_fill(elsewhere, 0.0).squeeze(1)
+        if weights_t is not None:
+            wide[:, valid:] = -torch.inf
+            grad = wide.sub_(lse_t[part].unsqueeze(1)).exp_()
+            grad.scatter_add_(1, column, elsewhere.to(grad.dtype) - 1)
+            logits_tv[part] = grad.mul_(weights_t[part].unsqueeze(1))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def add_product_(total_nm: Tensor, a_tn: Tensor, b_tm: Tensor, fresh: bool) -> None:
+    """``total += a^T b``, or without the ``+``. The product is summed in fp32 and rounded to the factors' type."""
+    product_nm = a_tn.t() @ b_tm
+    if fresh:
+        total_nm.copy_(product_nm)
+    else:
+        total_nm.add_(product_nm)

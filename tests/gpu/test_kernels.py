@@ -79,3 +79,21 @@ def test_bases(rank: int) -> None:
     for n, r, power in ((1, 1, 0), (37, 37, -60), (1000, 40, 60), (4096, 128, 0)):
         own = min(rank, n, r)
         checks.check_bases(checks.noise((2, n, own), 0, DEVICE) @ checks.noise((2, own, r), 1, DEVICE) * 2.0**power)
+
+
+@pytest.mark.parametrize("dtype", checks.HALVES)
+def test_a_product_adds_in_a_wider_total(dtype: torch.dtype) -> None:
+    """In one launch, without rounding the product."""
+    a, b = (checks.noise((512, 256), seed, DEVICE, dtype) for seed in (1, 2))
+    total = checks.noise((256, 256), 3, DEVICE)
+    wanted = total.double() + a.double().t() @ b.double()
+    ops.add_product_(total, a, b)
+    torch.testing.assert_close(total.double(), wanted, rtol=1e-5, atol=1e-3)
+    ops.add_product_(total.fill_(torch.nan), a, b, fresh=True)
+    torch.testing.assert_close(total.double(), a.double().t() @ b.double(), rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", checks.DTYPES)
+def test_cross_entropy(dtype: torch.dtype) -> None:
+    for tokens, columns, valid in ((1, 1, 1), (3, 40, 33), (4, 1111, 1100), (300, 50_304, 50_257), (5, 50_257, 50_257)):
+        checks.check_cross_entropies(DEVICE, dtype, tokens, columns, valid, 3.0)

@@ -176,3 +176,72 @@ def check_bases(x_knr: Tensor) -> None:
 
 
 _CLOSE: dict[str, Any] = {"rtol": 0, "atol": 2e-6}
+
+
+def check_cross_entropy(logits_tv: Tensor, valid: int, labels_t: Tensor, weights_t: Tensor) -> None:
+    """Losses and gradients, in one pass and from two halves of the vocabulary, against torch's in fp64.
+
+    Args:
+        logits_tv: of any type; what lies beyond the valid columns must not matter.
+        valid: columns that count.
+        labels_t: below ``valid``.
+        weights_t: fp32, of each token in the sum.
+    """
+    exact = logits_tv[:, :valid].double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(exact, labels_t, reduction="none")
+    (losses * weights_t.double()).sum().backward()
+    assert exact.grad is not None
+    wanted = torch.nn.functional.pad(exact.grad, (0, logits_tv.shape[1] - valid))
+    place = float(torch.logsumexp(exact.detach(), dim=1).abs().max()) * 2**-22  # of a log-sum-exp in fp32, twice
+    rounding = {torch.float32: 4e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[logits_tv.dtype]
+    near: dict[str, Any] = {"rtol": rounding + place, "atol": 2e-6 + place}
+    losses_near: dict[str, Any] = {"rtol": 0, "atol": 4e-6 + place}
+
+    def stats() -> tuple[Tensor, Tensor]:
+        lse_t, target_t = (torch.full(labels_t.shape, 7.0, device=logits_tv.device) for _ in range(2))
+        return lse_t, target_t
+
+    lse_t, target_t = stats()
+    grad_tv = logits_tv.clone()
+    ops.cross_entropy(grad_tv, labels_t, valid, lse_t, target_t, weights_t)
+    torch.testing.assert_close((lse_t - target_t).double(), losses.detach(), **losses_near)
+    torch.testing.assert_close(grad_tv.double(), wanted, **near)
+    assert not grad_tv[:, valid:].any()
+
+    cut = logits_tv.shape[1] // 2
+    parts = [
+        (logits_tv[:, :cut].contiguous(), 0, min(valid, cut)),
+        (logits_tv[:, cut:].contiguous(), cut, max(valid - cut, 0)),
+    ]
+    found = []
+    for part_tv, first, counts in parts:
+        local_t = torch.where((labels_t >= first) & (labels_t < first + counts), labels_t - first, -1)
+        before_tv = part_tv[:, :counts].clone()
+        found.append((*stats(), local_t))
+        ops.cross_entropy(part_tv, local_t, counts, *found[-1][:2])
+        assert torch.equal(part_tv[:, :counts], before_tv)
+    whole_t = torch.logsumexp(torch.stack([lse for lse, _, _ in found]), dim=0)
+    split_t = whole_t - sum(target for _, target, _ in found)
+    torch.testing.assert_close(split_t.double(), losses.detach(), **losses_near)
+    for (part_tv, _, counts), (_, _, local_t) in zip(parts, found, strict=True):
+        ops.cross_entropy(part_tv, local_t, counts, whole_t, None, weights_t)
+    torch.testing.assert_close(torch.cat([part for part, _, _ in parts], dim=1).double(), wanted, **near)
+
+
+def check_cross_entropies(device: str, dtype: torch.dtype, tokens: int, columns: int, valid: int, scale: float) -> None:
+    """Random logits with some weights zero, ordinary and shifted far from zero; rows that are not finite stay apart."""
+    generator = torch.Generator().manual_seed(columns)
+    labels_t = torch.randint(0, valid, (tokens,), generator=generator).to(device)
+    weights_t = (torch.rand(tokens, generator=generator) * (torch.arange(tokens) % 3 > 0)).to(device)
+    logits_tv = noise((tokens, columns), tokens, device, dtype) * scale
+    logits_tv[:, valid:] = torch.tensor(SPECIAL, dtype=dtype, device=device).repeat(columns)[: columns - valid]
+    check_cross_entropy(logits_tv, valid, labels_t, weights_t)
+    check_cross_entropy(logits_tv - 300, valid, labels_t, weights_t)
+    if tokens > 1:
+        spoiled_tv = logits_tv.clone()
+        spoiled_tv[0, valid - 1] = torch.nan
+        lse_t, target_t = (torch.empty(tokens, device=device) for _ in range(2))
+        ops.cross_entropy(spoiled_tv, labels_t, valid, lse_t, target_t, weights_t + 1)
+        assert lse_t[0].isnan()
+        assert spoiled_tv[0, :valid].isnan().all()
+        assert spoiled_tv[1:].isfinite().all()

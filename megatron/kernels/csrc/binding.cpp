@@ -276,6 +276,31 @@ void orthonormalize(const Tensor &x, const Tensor &q) {
   device.done();
 }
 
+float *stats(const Tensor &t, const Tensor &x, const char *what) {
+  check_fp32(t, what);
+  STD_TORCH_CHECK(t.numel() == x.size(0), what, " must have one number for each row");
+  return static_cast<float *>(t.data_ptr());
+}
+
+template <class Device>
+void cross_entropy(const Tensor &logits, const Tensor &labels, int64_t valid, const Tensor &lse,
+                   std::optional<Tensor> target, std::optional<Tensor> weights) {
+  check_plain(logits, "logits");
+  check_plain(labels, "labels");
+  STD_TORCH_CHECK(logits.dim() == 2 && valid >= 0 && valid <= logits.size(1), "logits must be (tokens, columns) and valid at most columns");
+  STD_TORCH_CHECK(labels.scalar_type() == ScalarType::Long && labels.numel() == logits.size(0),
+                  "labels must be int64, one for each token");
+  const int64_t *at = static_cast<const int64_t *>(labels.data_ptr());
+  if constexpr (Device::kReadable)
+    for (int64_t i = 0; i < labels.numel(); ++i)
+      STD_TORCH_CHECK(at[i] < valid, "label ", at[i], " of token ", i, " is beyond the ", valid, " columns that count");
+  Device device(logits);
+  device->cross_entropy(&device.context, logits.data_ptr(), dtype_of(logits, "logits"), logits.size(0), logits.size(1), valid, at,
+                        stats(lse, logits, "lse"), target ? stats(*target, logits, "target") : nullptr,
+                        weights ? stats(*weights, logits, "weights") : nullptr);
+  device.done();
+}
+
 /* Which sources this was compiled from (setup.py). */
 #ifndef MCC_SOURCES
 #define MCC_SOURCES 0ll
@@ -299,6 +324,9 @@ STABLE_TORCH_LIBRARY(MCC_NAMESPACE, m) {
   m.def("finite_norm(Tensor x, Tensor(a!) out) -> ()");
   m.def("sample_histogram(Tensor x, int stride, Tensor(a!) counts, Tensor(b!) range) -> ()");
   m.def("orthonormalize(Tensor x, Tensor(a!) q) -> ()");
+  m.def(
+      "cross_entropy(Tensor(a!) logits, Tensor labels, int valid, Tensor(b!) lse, Tensor(c!)? target, Tensor? weights) "
+      "-> ()");
 }
 
 template <class Device>
@@ -312,6 +340,7 @@ void implement(torch::stable::detail::StableLibrary &m) {
   m.impl("finite_norm", TORCH_BOX(&finite_norm<Device>));
   m.impl("sample_histogram", TORCH_BOX(&sample_histogram<Device>));
   m.impl("orthonormalize", TORCH_BOX(&orthonormalize<Device>));
+  m.impl("cross_entropy", TORCH_BOX(&cross_entropy<Device>));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(MCC_NAMESPACE, CompositeExplicitAutograd, m) { m.impl("sources", TORCH_BOX(&sources)); }

@@ -65,6 +65,11 @@ typedef struct {
                     double *range);
   /* k matrices n x r -> orthonormal bases of their columns, n >= r. */
   void (*orthonormalize)(const mcc_context *, const float *x, int64_t k, int64_t n, int64_t r, float *q);
+  /* Rows of logits (tokens x columns), of which the first ``valid`` columns count. target not null: writes the log-sum-exp and the
+   * logit of the label (0 for a negative one) of every row, else lse is read. weights not null: overwrites the logits by
+   * weight * (e^(logit - lse) - 1 where the label is), and those that do not count by 0. */
+  void (*cross_entropy)(const mcc_context *, void *logits, int dtype, int64_t tokens, int64_t columns, int64_t valid,
+                        const int64_t *labels, float *lse, float *target, const float *weights);
 } mcc_table;
 
 /* The table for this processor, chosen once; "baseline" etc. in *name. */

@@ -22,6 +22,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __shared__ static
+#define __launch_bounds__(threads)
 
 struct uint4 {
   uint32_t x, y, z, w;

@@ -126,6 +126,20 @@ def test_bases_that_take_a_second_round(device: str) -> None:
     checks.check_bases(torch.stack(stack))
 
 
+@pytest.mark.parametrize("dtype", checks.DTYPES)
+def test_cross_entropy(device: str, dtype: torch.dtype) -> None:
+    """Rows that are and are not aligned to 16 bytes, shorter and longer than a block, with and without padding."""
+    for tokens, columns, valid in (
+        (1, 1, 1),
+        (3, 40, 40),
+        (4, 96, 70),
+        (3, 1111, 1100),
+        (2, 1152, 1030),
+        (2, 5000, 4999),
+    ):
+        checks.check_cross_entropies(device, dtype, tokens, columns, valid, 3.0)
+
+
 NVCC = shutil.which("nvcc")
 
 

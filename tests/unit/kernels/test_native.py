@@ -156,6 +156,39 @@ def test_bases_do_not_depend_on_threads_and_keep_nan() -> None:
     assert ops.orthonormalize(x).isnan().any()
 
 
+@settings(max_examples=80, deadline=None)
+@given(
+    dtype=st.sampled_from(checks.DTYPES),
+    tokens=st.integers(1, 9),
+    valid=st.integers(1, 2100),
+    padding=st.integers(0, 70),
+    scale=st.sampled_from([0.0, 1.0, 10.0]),
+)
+def test_cross_entropy(dtype: torch.dtype, tokens: int, valid: int, padding: int, scale: float) -> None:
+    checks.check_cross_entropies(DEVICE, dtype, tokens, valid + padding, valid, scale)
+
+
+def test_cross_entropy_of_a_large_vocabulary_does_not_depend_on_threads() -> None:
+    found = []
+    for threads in (1, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            checks.check_cross_entropies(DEVICE, torch.float32, 5, 50_304, 50_257, 3.0)
+            logits_tv, stats = checks.noise((7, 50_304), 1, DEVICE), torch.empty(2, 7)
+            ops.cross_entropy(logits_tv, torch.arange(7), 50_257, stats[0], stats[1], torch.ones(7))
+            found.append((logits_tv, stats))
+        finally:
+            torch.set_num_threads(before)
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_cross_entropy_refuses_labels_beyond_the_vocabulary() -> None:
+    with pytest.raises(RuntimeError, match="label 9 of token 1 is beyond the 9 columns"):
+        ops.cross_entropy(torch.zeros(2, 16), torch.tensor([3, 9]), 9, torch.zeros(2), torch.zeros(2))
+
+
 def _operands() -> dict[str, tuple[object, ...]]:
     x, mask = torch.randn(64), torch.zeros(2, 9, dtype=torch.bool)
     codes, scales = torch.zeros(32, dtype=torch.uint8), torch.zeros(1)
@@ -171,6 +204,7 @@ def _operands() -> dict[str, tuple[object, ...]]:
         "finite_norm": (x, torch.zeros(2, dtype=torch.float64)),
         "sample_histogram": (x, 2, torch.zeros(5, dtype=torch.int64), torch.zeros(2, dtype=torch.float64)),
         "orthonormalize": (matrix, torch.zeros(2, 9, 3)),
+        "cross_entropy": (rows, torch.tensor([1, 0, 6, -1]), 7, torch.ones(4), torch.ones(4), torch.ones(4)),
     }
 
 

@@ -25,9 +25,12 @@ inline int thread_count() {
 
 #include "lowrank.inl"
 
+#include "cross_entropy.inl"
+
 extern const mcc_table table;
 const mcc_table table = {
     quantize, dequantize, abs_topk, dilate, gather, scatter_add, finite_norm, histogram, orthonormalize,
+    cross_entropy,
 };
 
 }  // namespace MCC_ISA

@@ -13,9 +13,12 @@ void scatter_add(const mcc_context *, float *, const int64_t *, int64_t, const f
 void finite_norm(const mcc_context *, const void *, int, int64_t, double *);
 void histogram(const mcc_context *, const void *, int, int64_t, int64_t, int64_t, int64_t *, double *);
 void orthonormalize(const mcc_context *, const float *, int64_t, int64_t, int64_t, float *);
+void cross_entropy(const mcc_context *, void *, int, int64_t, int64_t, int64_t, const int64_t *, float *, float *,
+                   const float *);
 
 static const mcc_table table = {
     quantize, dequantize, abs_topk, dilate, gather, scatter_add, finite_norm, histogram, orthonormalize,
+    cross_entropy,
 };
 
 }  // namespace cuda
