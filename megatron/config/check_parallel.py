@@ -39,6 +39,7 @@ def check_parallel(config: RunConfig, cuda_available: bool) -> None:
         raise UserError("--distributed-backend nccl needs CUDA, which is not there; use --distributed-backend gloo")
     _check_interleaving(config)
     _check_recompute(config)
+    _check_compile(config)
     if parallel.ddp_impl == "torch":
         _check_torch_ddp(config)
 
@@ -82,6 +83,22 @@ def _check_recompute(config: RunConfig) -> None:
         raise UserError(
             f"--recompute-num-layers {recompute.recompute_num_layers} is more than the {layers} layers that "
             f"a pipeline stage or chunk holds; choose at most {layers}"
+        )
+
+
+def _check_compile(config: RunConfig) -> None:
+    if config.training.compile != "on":
+        return
+    tensor = config.parallel.tensor_model_parallel_size
+    if tensor > 1:
+        raise UserError(
+            f"--compile on: layers that are split over --tensor-model-parallel-size {tensor} ranks exchange sums, "
+            "which are not compiled; leave the flag out, or split the model otherwise"
+        )
+    if config.parallel.distributed_backend == "nccl" and config.model.attention_dropout > 0:
+        raise UserError(
+            f"--compile on: --attention-dropout {config.model.attention_dropout:g} seeds a fused CUDA kernel, which is "
+            "not compiled; add --attention-dropout 0 or leave the flag out"
         )
 
 

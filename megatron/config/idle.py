@@ -116,6 +116,14 @@ RULES: Sequence[Idle] = (
         "there is one process",
     ),
     Idle(
+        ("training.compile",),
+        lambda config, _: (
+            config.training.compile == "off"
+            and (config.parallel.distributed_backend != "nccl" or config.parallel.tensor_model_parallel_size > 1)
+        ),
+        "layers are compiled by themselves only on CUDA, with one tensor-parallel rank",
+    ),
+    Idle(
         _fields("precision", "initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
         lambda config, _: not config.precision.fp16,
         "without --fp16",

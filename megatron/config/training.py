@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron.config.option import derived, option, required
 
@@ -85,6 +86,11 @@ class TrainingConfig:
             "use-flash-attn-builder",
         ),
         no_effect=("attention always goes through scaled_dot_product_attention, which uses flash kernels where it can"),
+    )
+    compile: Literal["auto", "on", "off"] = option(
+        "auto",
+        "Compile each transformer layer by torch.compile. auto does where CUDA and Triton are, with one "
+        "tensor-parallel rank and without attention dropout.",
     )
     empty_unused_memory_level: int = option(
         0,

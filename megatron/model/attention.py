@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.comm.tensor import TensorComm
 from megatron.config.model import ModelConfig
-from megatron.model.context import ForwardContext
+from megatron.model.context import ForwardContext, LayerDropout
 from megatron.model.rotary import apply_rotary
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from megatron.parallel.tensor.random import keyed_seed
+from megatron.parallel.tensor.random import DropoutKeys, SiteKeys, keyed_seed
 from megatron.parallel.tensor.shards import ShardedModule
 
 
@@ -54,8 +54,25 @@ class SelfAttention(ShardedModule):
         self.query_key_value = ColumnParallelLinear((rows, config.hidden_size), biased, comm, device, dtype)
         self.dense = RowParallelLinear(width, config.hidden_size, config.add_bias_linear, comm, device, dtype)
 
+    def dropout_keys(self, keys: DropoutKeys) -> tuple[SiteKeys | None, int]:
+        """Keys of this rank's heads where their masks are drawn here, and the seed of the fused CUDA kernel.
+
+        That kernel draws one stream for all its heads and samples, so its masks (alone) depend on the tensor-parallel
+        size and the micro-batch size.
+        """
+        if self.dropout == 0.0:
+            return None, 0
+        if self.dense.weight.is_cuda:
+            return None, keyed_seed(repr((keys.seed, keys.draws, self.layer, self.comm.rank)))
+        heads = self.groups * self.queries_per_group
+        return keys.at(*((self.layer, "attention", self.comm.rank * heads + head) for head in range(heads))), 0
+
     def forward(
-        self, x_sbh: Tensor, context: ForwardContext, rotary: tuple[Tensor, Tensor] | None
+        self,
+        x_sbh: Tensor,
+        context: ForwardContext,
+        rotary: tuple[Tensor, Tensor] | None,
+        dropout: LayerDropout | None,
     ) -> tuple[Tensor, Tensor | None]:
         mixed = self.query_key_value(x_sbh)
         s, b, _ = mixed.shape
@@ -68,18 +85,21 @@ class SelfAttention(ShardedModule):
         if context.cache is not None:
             key, value = context.cache.extend(self.layer, key, value)
         if self.recompute_core and torch.is_grad_enabled():
-            out_bnsd = checkpoint(self._core, query, key, value, context, use_reentrant=False, preserve_rng_state=False)
+            given = (query, key, value, context, dropout)
+            out_bnsd = checkpoint(self._core, *given, use_reentrant=False, preserve_rng_state=False)
         else:
-            out_bnsd = self._core(query, key, value, context)
+            out_bnsd = self._core(query, key, value, context, dropout)
         return self.dense(out_bnsd.permute(2, 0, 1, 3).reshape(s, b, -1))
 
-    def _core(self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Tensor:
+    def _core(
+        self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext, dropout: LayerDropout | None
+    ) -> Tensor:
         """Attention of (b, heads, s, d) queries over (b, groups, s, d) keys and values."""
-        dropping = self.dropout > 0.0 and context.dropout is not None
-        if dropping and not query.is_cuda:
-            return self._core_with_keyed_dropout(query, key, value, context)
-        if dropping:
-            self._seed_fused_dropout(context)
+        dropping = self.dropout > 0.0 and dropout is not None
+        if dropout is not None and dropout.attention is not None:
+            return self._core_with_keyed_dropout(query, key, value, context, dropout.attention)
+        if dropping and dropout is not None:  # for the fused CUDA kernel
+            torch.cuda.manual_seed(dropout.fused)
         mask = self._allowed(query, context)
         if context.cache is not None and mask is None:
             mask = context.cache.mask
@@ -102,19 +122,10 @@ class SelfAttention(ShardedModule):
             allowed = band if allowed is None else allowed & band
         return allowed
 
-    def _seed_fused_dropout(self, context: ForwardContext) -> None:
-        """Keys the generator that the fused CUDA kernel draws from.
-
-        The kernel draws one stream for all its heads and samples, so these masks (alone) depend on the
-        tensor-parallel size and the micro-batch size.
-        """
-        assert context.dropout is not None
-        parts = (context.dropout.seed, context.dropout.draws, self.layer, self.comm.rank)
-        torch.cuda.manual_seed(keyed_seed(repr(parts)))
-
-    def _core_with_keyed_dropout(self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Tensor:
+    def _core_with_keyed_dropout(
+        self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext, keys: SiteKeys
+    ) -> Tensor:
         """Attention written out, with a mask keyed by sample, layer and global head."""
-        assert context.dropout is not None
         key = key.repeat_interleave(self.queries_per_group, dim=1)
         value = value.repeat_interleave(self.queries_per_group, dim=1)
         s = query.shape[2]
@@ -123,13 +134,7 @@ class SelfAttention(ShardedModule):
         if allowed is None:
             allowed = torch.ones((s, s), dtype=torch.bool, device=query.device).tril()
         probs = scores.div(math.sqrt(self.head_dim)).masked_fill(~allowed, -torch.inf).softmax(dim=-1)
-        heads = query.shape[1]
-        masks = [
-            context.dropout.keep_mask(
-                (s, s), self.dropout, (self.layer, "attention", self.comm.rank * heads + head), probs
-            )
-            for head in range(heads)
-        ]
+        masks = [keys.keep_mask(head, (s, s), self.dropout, probs) for head in range(query.shape[1])]
         result: Tensor = (probs * torch.stack(masks, dim=1)) @ value
         return result
 

@@ -8,20 +8,18 @@ from torch import Tensor, nn
 from megatron.comm.tensor import TensorComm
 from megatron.config.model import ModelConfig
 from megatron.model.attention import SelfAttention
-from megatron.model.context import ForwardContext
+from megatron.model.context import ForwardContext, LayerDropout
 from megatron.model.mlp import MLP
 from megatron.model.norm import Norm
-from megatron.parallel.tensor.random import DropoutKeys
+from megatron.parallel.tensor.random import SiteKeys
 
 
-def hidden_dropout(
-    x_sbh: Tensor, p: float, keys: DropoutKeys | None, site: tuple[int | str, ...], comm: TensorComm
-) -> Tensor:
+def hidden_dropout(x_sbh: Tensor, p: float, keys: SiteKeys | None, site: int, comm: TensorComm) -> Tensor:
     """Dropout of activations that are equal on all tensor-parallel ranks, or split along the sequence."""
     if p == 0.0 or keys is None:
         return x_sbh
     parts = comm.size if comm.sequence_parallel else 1
-    mask_sbh = keys.keep_mask((x_sbh.shape[0] * parts, x_sbh.shape[2]), p, site, x_sbh).transpose(0, 1)
+    mask_sbh = keys.keep_mask(site, (x_sbh.shape[0] * parts, x_sbh.shape[2]), p, x_sbh).transpose(0, 1)
     return x_sbh * (comm.own_part(mask_sbh) if parts > 1 else mask_sbh)
 
 
@@ -51,15 +49,30 @@ class TransformerLayer(nn.Module):
         self.mlp = MLP(config, comm, device, dtype)
 
     def _add(
-        self, branch: tuple[Tensor, Tensor | None], residual_sbh: Tensor, context: ForwardContext, site: str
+        self, branch: tuple[Tensor, Tensor | None], residual_sbh: Tensor, dropout: LayerDropout | None, site: int
     ) -> Tensor:
         out_sbh, bias = branch
         if bias is not None:
             out_sbh = out_sbh + bias
-        return residual_sbh + hidden_dropout(out_sbh, self.dropout, context.dropout, (self.layer, site), self.comm)
+        keys = None if dropout is None else dropout.hidden
+        return residual_sbh + hidden_dropout(out_sbh, self.dropout, keys, site, self.comm)
 
-    def forward(self, x_sbh: Tensor, context: ForwardContext, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        attended = self.self_attention(self.input_layernorm(x_sbh), context, rotary)
-        then_sbh = self._add(attended, x_sbh, context, "attention-output")
+    def dropout_keys(self, context: ForwardContext) -> LayerDropout | None:
+        """The keys of this layer's masks; computed outside ``forward``, which may be compiled."""
+        keys = context.dropout
+        if keys is None:
+            return None
+        hidden = keys.at(*((self.layer, site) for site in ("attention-output", "mlp-output")))
+        return LayerDropout(hidden, *self.self_attention.dropout_keys(keys))
+
+    def forward(
+        self,
+        x_sbh: Tensor,
+        context: ForwardContext,
+        rotary: tuple[Tensor, Tensor] | None,
+        dropout: LayerDropout | None,
+    ) -> Tensor:
+        attended = self.self_attention(self.input_layernorm(x_sbh), context, rotary, dropout)
+        then_sbh = self._add(attended, x_sbh, dropout, 0)
         mlp_input = x_sbh if self.parallel else then_sbh
-        return self._add(self.mlp(self.post_attention_layernorm(mlp_input)), then_sbh, context, "mlp-output")
+        return self._add(self.mlp(self.post_attention_layernorm(mlp_input)), then_sbh, dropout, 1)

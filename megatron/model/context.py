@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron.model.kv_cache import KVCache
-from megatron.parallel.tensor.random import DropoutKeys
+from megatron.parallel.tensor.random import DropoutKeys, SiteKeys
 
 
 @dataclass(frozen=True)
@@ -26,3 +26,18 @@ class ForwardContext:
     position_ids_bs: Tensor | None = None
     segment_ids_bs: Tensor | None = None
     cache: KVCache | None = None
+
+
+@dataclass(frozen=True)
+class LayerDropout:
+    """The keys of one layer's dropout masks.
+
+    Args:
+        hidden: of what attention and what the feed-forward part give.
+        attention: of the probabilities of each of this rank's heads; None where no mask is drawn for them.
+        fused: seed of the fused CUDA kernel, which draws its own.
+    """
+
+    hidden: SiteKeys
+    attention: SiteKeys | None
+    fused: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +66,8 @@ class Embedding(ShardedModule):
         if self.position_embeddings is not None:
             x_sbh = x_sbh + self.position_embeddings(tokens_bs, context)
         x_sbh = x_sbh.to(self.residual_dtype)
-        return hidden_dropout(x_sbh, self.dropout, context.dropout, ("embedding",), self.comm)
+        keys = None if context.dropout is None else context.dropout.at(("embedding",))
+        return hidden_dropout(x_sbh, self.dropout, keys, 0, self.comm)
 
 
 class PositionEmbedding(ShardedModule):
@@ -152,11 +154,23 @@ class GPTStage(nn.Module):
         """Local rows of the output projection, (rows, h)."""
         return self.output_layer.weight if hasattr(self, "output_layer") else self.embedding.word_embeddings.weight
 
+    def _layers(self) -> list[TransformerLayer]:
+        return cast("list[TransformerLayer]", list(self.layers.values()))
+
+    def compile_layers(self, backend: str = "inductor") -> None:
+        """Lets torch compile the layers, all to the same code: one for training and one for evaluation.
+
+        Args:
+            backend: torch's name of what generates code.
+        """
+        for layer in self._layers():
+            layer.compile(dynamic=False, backend=backend)
+
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Tokens (b, s) on the first stage, else activations (s, b, h), to activations (s, b, h)."""
         x_sbh = self.embedding(x, context) if self.part.first else x
         rotary = self._rotary(x_sbh, context)
-        layers = list(self.layers.values())
+        layers = self._layers()
         full = self.recompute.recompute_granularity == "full" and torch.is_grad_enabled()
         if not full:
             return self._run(layers, x_sbh, context, rotary)
@@ -173,10 +187,10 @@ class GPTStage(nn.Module):
 
     @staticmethod
     def _run(
-        layers: list[nn.Module], x_sbh: Tensor, context: ForwardContext, rotary: tuple[Tensor, Tensor] | None
+        layers: list[TransformerLayer], x_sbh: Tensor, context: ForwardContext, rotary: tuple[Tensor, Tensor] | None
     ) -> Tensor:
         for layer in layers:
-            x_sbh = layer(x_sbh, context, rotary)
+            x_sbh = layer(x_sbh, context, rotary, layer.dropout_keys(context))
         return x_sbh
 
     def _rotary(self, x_sbh: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor] | None:

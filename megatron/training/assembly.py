@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -191,6 +194,9 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         dtype,
         config.training.seed,
     )
+    if _compiles(config, device):
+        for stage in stages:
+            stage.compile_layers()
     torch_ddp = config.parallel.ddp_impl == "torch" and layout.dp > 1
     sharded = config.parallel.use_distributed_optimizer and layout.dp > 1
     buffers = _build_buffers(config, layout, stages, sharded)
@@ -233,6 +239,25 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         comm=comm,
         plan=plan,
     )
+
+
+def _compiles(config: RunConfig, device: torch.device) -> bool:
+    """Whether the layers are compiled.
+
+    Raises:
+        UserError: where that was asked for, and what compiles for the device is not there.
+    """
+    choice, cuda = config.training.compile, device.type == "cuda"
+    able = (
+        importlib.util.find_spec("triton") is not None
+        if cuda
+        else any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++")))
+    )
+    if choice == "on" and not able:
+        needed = "the package triton" if cuda else "a C++ compiler (g++, clang++ or what CXX names)"
+        raise UserError(f"--compile on: {needed} is not there; install it or leave the flag out")
+    split = config.parallel.tensor_model_parallel_size > 1
+    return choice == "on" or (choice == "auto" and cuda and able and not split and config.model.attention_dropout == 0)
 
 
 def _build_buffers(config: RunConfig, layout: Layout, stages: Sequence[GPTStage], sharded: bool) -> list[FlatBuffer]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from megatron.compression.error_feedback import RESIDUAL, ErrorFeedbackCodec
 from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
 from megatron.compression.state import CompressorState
 from megatron.data.batch import Batch
+from megatron.model.block import TransformerLayer
 from megatron.model.context import ForwardContext
 from megatron.model.gpt import GPTStage
 from megatron.parallel.pipeline.schedule import epilogue, one_f_one_b
@@ -165,7 +167,8 @@ class FrozenPipeline:
             x_sbh = x_sbh.detach().requires_grad_()
             inputs.append(x_sbh)
             for _, layer in part:
-                x_sbh = layer(x_sbh, context, self.stage._rotary(x_sbh, context))
+                rotary = self.stage._rotary(x_sbh, context)
+                x_sbh = layer(x_sbh, context, rotary, cast(TransformerLayer, layer).dropout_keys(context))
             outputs.append(x_sbh)
         total, _ = self.stage.loss(outputs[-1], batch.labels_bs, batch.loss_mask_bs / batch.loss_mask_bs.numel())
         return inputs, outputs, total / self.micro_batches

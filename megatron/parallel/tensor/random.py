@@ -7,7 +7,7 @@ A mask is the same on any split and in recomputation, without saving or restorin
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,18 +78,45 @@ class DropoutKeys:
     seed: int
     draws: tuple[int, ...]
 
-    def keep_mask(self, shape: tuple[int, ...], p: float, site: tuple[int | str, ...], like: Tensor) -> Tensor:
+    def at(self, *sites: tuple[int | str, ...]) -> SiteKeys:
+        """The keys of some places in the model, such as (layer, "mlp")."""
+        seeds = [[keyed_seed(self.seed, draw, *site) for draw in self.draws] for site in sites]
+        return SiteKeys(torch.tensor(seeds, dtype=torch.int64))
+
+
+@dataclass(frozen=True)
+class SiteKeys:
+    """Seeds (sites, samples) of dropout masks, int64, on the CPU, where generators take them.
+
+    A tensor is an input of compiled code, which is the same for every micro-batch and layer.
+    """
+
+    seeds_nb: Tensor
+
+    def keep_mask(self, site: int, shape: tuple[int, ...], p: float, like: Tensor) -> Tensor:
         """One mask per sample, stacked along dimension 0: 0 where dropped, else 1 / (1 - p).
 
         Args:
+            site: number of the place among those that have keys here.
             shape: of one sample's mask.
             p: probability of dropping.
-            site: names the place in the model, such as (layer, "mlp").
             like: gives dtype and device. The CPU and CUDA draw different masks.
         """
-        generator = torch.Generator(device=like.device)
-        mask = torch.empty((len(self.draws), *shape), dtype=like.dtype, device=like.device)
-        for row, draw in zip(mask, self.draws, strict=True):
-            generator.manual_seed(keyed_seed(self.seed, draw, *site))
-            row.bernoulli_(1.0 - p, generator=generator)
-        return mask.div_(1.0 - p)
+        result: Tensor = _keyed_mask(self.seeds_nb[site], shape, p, like.dtype, like.device)
+        return result
+
+
+@torch.library.custom_op("megatron::keyed_mask", mutates_args=())
+def _keyed_mask(seeds_b: Tensor, shape: Sequence[int], p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """See ``SiteKeys.keep_mask``. The compiler sees one operation, which depends on nothing but its arguments."""
+    generator = torch.Generator(device=device)
+    mask = torch.empty((len(seeds_b), *shape), dtype=dtype, device=device)
+    for row, seed in zip(mask, seeds_b.tolist(), strict=True):
+        generator.manual_seed(seed)
+        row.bernoulli_(1.0 - p, generator=generator)
+    return mask.div_(1.0 - p)
+
+
+@_keyed_mask.register_fake
+def _(seeds_b: Tensor, shape: Sequence[int], p: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty((seeds_b.shape[0], *shape), dtype=dtype, device=device)

@@ -165,6 +165,7 @@ PARTNERS: dict[str, tuple[str, int]] = {
     "beside --DDP-impl torch, which has its own": ("--overlap-grad-reduce", 2),
     "this is fp32 anyway, but with --fp16 or --bf16": ("--fp16", 1),
     "there is one process": ("", 2),
+    "layers are compiled by themselves only on CUDA, with one tensor-parallel rank": ("", 1),
     "without --fp16": ("--fp16", 1),
     "beside a constant --loss-scale": ("--fp16", 1),
     "without --optimizer adam": ("", 1),
@@ -243,6 +244,19 @@ def test_every_setting_is_read_by_some_engine() -> None:
     turned = {"num_layers_per_virtual_pipeline_stage"}
     unread = {field.name for field in OPTIONS.values() if field.name not in read and not field.option.no_effect}
     assert unread - turned == set()
+
+
+def test_layers_that_are_not_compiled_anyway_need_no_flag() -> None:
+    assert _notes_of("--compile off", 1) == [
+        "--compile: no effect, layers are compiled by themselves only on CUDA, with one tensor-parallel rank"
+    ]
+    assert _notes_of("--compile on", 1) == []
+
+
+def _notes_of(words: str, world_size: int) -> list[str]:
+    run = read_run(PARSER, [*BASE, *words.split()])
+    run.resolve(world_size)
+    return [note for note in run.notes if "--compile" in note]
 
 
 def test_flags_that_repeat_a_default_ask_for_nothing() -> None:

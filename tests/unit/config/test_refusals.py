@@ -34,6 +34,11 @@ BY_ITERATIONS = [
         4,
         ["--ffn-hidden-size 102", "--tensor-model-parallel-size 4"],
     ),
+    (
+        "--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 32 --compile on",
+        2,
+        ["--compile on", "--tensor-model-parallel-size 2", "leave"],
+    ),
     ("--log-gradients-bins 5", 1, ["--log-gradients-bins 5", "--log-gradients; add it"]),
     ("--num-query-groups 3", 1, ["--num-query-groups 3", "--num-attention-heads 4"]),
     ("--num-layers 5 --pipeline-model-parallel-size 2", 2, ["--num-layers 5", PP2]),

@@ -39,7 +39,8 @@ def _seen(stage: GPTStage, context: ForwardContext | None = None) -> torch.Tenso
     embedded = stage.embedding(tokens, ForwardContext()).detach().requires_grad_()
     layer = stage.layers["0"]
     assert isinstance(layer, TransformerLayer)
-    out_sbh, _ = layer.self_attention(embedded, context or ForwardContext(), None)
+    context = context or ForwardContext()
+    out_sbh, _ = layer.self_attention(embedded, context, None, layer.dropout_keys(context))
     rows = []
     for position in range(16):
         (gradient,) = torch.autograd.grad(out_sbh[position].sum(), embedded, retain_graph=True)
