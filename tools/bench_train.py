@@ -40,7 +40,13 @@ from megatron.training.assembly import build_engines, layout_of
 from megatron.training.step import train_step
 from tools.train_sides import Shape, Step, peer_step
 
-SHAPES = [Shape(4, 256, 256, 8), Shape(8, 512, 512, 4), Shape(12, 768, 1024, 1)]
+SHAPES = [
+    Shape(4, 256, 256, 8),
+    Shape(8, 512, 512, 4),
+    Shape(12, 768, 1024, 1),
+    Shape(4, 256, 256, 1),
+    Shape(6, 512, 512, 2, vocab=50304),
+]
 QUICK = [Shape(2, 128, 32, 2, vocab=128)]
 
 
