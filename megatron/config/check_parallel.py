@@ -86,20 +86,28 @@ def _check_recompute(config: RunConfig) -> None:
         )
 
 
-def _check_compile(config: RunConfig) -> None:
-    if config.training.compile != "on":
-        return
+def why_not_compiled(config: RunConfig) -> str | None:
+    """Why torch.compile cannot take this run's layers, and what to do; None where it can."""
     tensor = config.parallel.tensor_model_parallel_size
     if tensor > 1:
-        raise UserError(
-            f"--compile on: layers that are split over --tensor-model-parallel-size {tensor} ranks exchange sums, "
-            "which are not compiled; leave the flag out, or split the model otherwise"
+        return (
+            f"layers that are split over --tensor-model-parallel-size {tensor} ranks exchange sums, which are not "
+            "compiled; leave the flag out, or split the model otherwise"
         )
     if config.parallel.distributed_backend == "nccl" and config.model.attention_dropout > 0:
-        raise UserError(
-            f"--compile on: --attention-dropout {config.model.attention_dropout:g} seeds a fused CUDA kernel, which is "
-            "not compiled; add --attention-dropout 0 or leave the flag out"
+        return (
+            f"--attention-dropout {config.model.attention_dropout:g} seeds a fused CUDA kernel, which is not compiled; "
+            "add --attention-dropout 0 or leave the flag out"
         )
+    if config.training.deterministic_mode:
+        return "compiled layers may add in another order than --deterministic-mode promises; leave one of them out"
+    return None
+
+
+def _check_compile(config: RunConfig) -> None:
+    why = why_not_compiled(config)
+    if config.training.compile == "on" and why is not None:
+        raise UserError(f"--compile on: {why}")
 
 
 def _check_torch_ddp(config: RunConfig) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from megatron.config.check_parallel import why_not_compiled
 from megatron.config.option import field_options
 from megatron.config.run import RunConfig, run_sections
 
@@ -119,7 +120,7 @@ RULES: Sequence[Idle] = (
         ("training.compile",),
         lambda config, _: (
             config.training.compile == "off"
-            and (config.parallel.distributed_backend != "nccl" or config.parallel.tensor_model_parallel_size > 1)
+            and (config.parallel.distributed_backend != "nccl" or why_not_compiled(config) is not None)
         ),
         "layers are compiled by themselves only on CUDA, with one tensor-parallel rank",
     ),

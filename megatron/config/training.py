@@ -90,7 +90,7 @@ class TrainingConfig:
     compile: Literal["auto", "on", "off"] = option(
         "auto",
         "Compile each transformer layer by torch.compile. auto does where CUDA and Triton are, with one "
-        "tensor-parallel rank and without attention dropout.",
+        "tensor-parallel rank, without attention dropout and --deterministic-mode.",
     )
     empty_unused_memory_level: int = option(
         0,

@@ -22,6 +22,7 @@ from megatron.comm.tensor import TensorComm
 from megatron.comm.trace import Trace
 from megatron.compression.schedule import RunLength
 from megatron.compression.state import CompressorState
+from megatron.config.check_parallel import why_not_compiled
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.model.gpt import GPTStage
@@ -256,8 +257,7 @@ def _compiles(config: RunConfig, device: torch.device) -> bool:
     if choice == "on" and not able:
         needed = "the package triton" if cuda else "a C++ compiler (g++, clang++ or what CXX names)"
         raise UserError(f"--compile on: {needed} is not there; install it or leave the flag out")
-    split = config.parallel.tensor_model_parallel_size > 1
-    return choice == "on" or (choice == "auto" and cuda and able and not split and config.model.attention_dropout == 0)
+    return choice == "on" or (choice == "auto" and cuda and able and why_not_compiled(config) is None)
 
 
 def _build_buffers(config: RunConfig, layout: Layout, stages: Sequence[GPTStage], sharded: bool) -> list[FlatBuffer]:

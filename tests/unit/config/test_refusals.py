@@ -39,6 +39,7 @@ BY_ITERATIONS = [
         2,
         ["--compile on", "--tensor-model-parallel-size 2", "leave"],
     ),
+    ("--deterministic-mode --compile on", 1, ["--compile on", "--deterministic-mode", "leave"]),
     ("--log-gradients-bins 5", 1, ["--log-gradients-bins 5", "--log-gradients; add it"]),
     ("--num-query-groups 3", 1, ["--num-query-groups 3", "--num-attention-heads 4"]),
     ("--num-layers 5 --pipeline-model-parallel-size 2", 2, ["--num-layers 5", PP2]),
