@@ -6,7 +6,8 @@
 
 Each side runs in its own process, which steps when it is told to: the sides take turns, so both see the same state
 of the machine, and the ratio is taken pair by pair. Equal work on both sides: shapes, vocabulary, dropout 0, AdamW
-(torch's fused one), clipping, number of threads. Rates are medians over the steps after a warm-up.
+(torch's fused one), clipping, number of threads. Rates are medians over the steps after a warm-up. The whole program,
+pretrain_gpt.py by its log, is measured beside a plain script around Hugging Face's model in the same way, run by run.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from megatron.topology.launch import LaunchEnvironment, init_process_group, shut
 from megatron.topology.topology import Topology, build_topology, single_process
 from megatron.training.assembly import build_engines, layout_of
 from megatron.training.step import train_step
+from tools.bench_program import compare_programs
 from tools.train_sides import Shape, Step, peer_step
 
 SHAPES = [
@@ -47,6 +49,7 @@ SHAPES = [
     Shape(4, 256, 256, 1),
     Shape(6, 512, 512, 2, vocab=50304),
 ]
+PROGRAMS = [Shape(4, 256, 256, 8, vocab=50304), Shape(6, 512, 512, 2, vocab=50304)]
 QUICK = [Shape(2, 128, 32, 2, vocab=128)]
 
 
@@ -336,7 +339,9 @@ def overhead(shape: Shape, steps: int) -> list[dict[str, Any]]:
     return rows
 
 
-def table(rows: list[dict[str, Any]], layouts: list[dict[str, Any]], peaks: dict[str, float]) -> str:
+def table(
+    rows: list[dict[str, Any]], programs: list[dict[str, Any]], layouts: list[dict[str, Any]], peaks: dict[str, float]
+) -> str:
     """Markdown."""
     lines = [
         f"Measured peak of a matrix product: {', '.join(f'{k} {v / 1e9:,.0f} GFLOP/s' for k, v in peaks.items())}.",
@@ -350,6 +355,10 @@ def table(rows: list[dict[str, Any]], layouts: list[dict[str, Any]], peaks: dict
             f"| {row['hugging_face_fp32_tokens_per_second']:,.0f} | {row['ratio']:.2f} | {row['rate_over_peak']:.0%} "
             f"| {row['memory_bytes'] / 2**30:.2f} GiB | {row['hugging_face_memory_bytes'] / 2**30:.2f} GiB |"
         )
+    lines += ["", "| whole program, fp32 | tokens/s | Hugging Face tokens/s | ratio |", "|---|---|---|---|"]
+    for row in programs:
+        rates = f"{row['tokens_per_second']:,.0f} | {row['hugging_face_tokens_per_second']:,.0f}"
+        lines.append(f"| {row['shape']} | {rates} | {row['ratio']:.2f} |")
     lines += [
         "",
         "| two processes x 1 thread | shape | s per step | one process x 2 threads | overhead |",
@@ -367,21 +376,29 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny shapes, two steps: does it run?")
     parser.add_argument("--steps", type=int, default=5, help="counted steps of each side (default: 5)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each side (default: all cores)")
+    parser.add_argument("--only", choices=("steps", "programs", "layouts"), help="this part of the table alone")
     parser.add_argument("--out", type=Path, default=Path("bench_out/train.json"), help="where the figures go as JSON")
     flags = parser.parse_args()
-    shapes, steps = (QUICK, 2) if flags.quick else (SHAPES, flags.steps)
+    shapes, programs, steps = (QUICK, QUICK, 2) if flags.quick else (SHAPES, PROGRAMS, flags.steps)
+    wanted = {flags.only} if flags.only else {"steps", "programs", "layouts"}
     torch.set_num_threads(flags.threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        wanted -= {"programs", "layouts"}  # the script and two ranks of a thread each are a CPU's
     peaks = {precision: peak_rate(precision, flags.quick, device) for precision in ("fp32", "bf16")}
-    rows = []
-    for shape in shapes:
+    rows, whole = [], []
+    for shape in shapes if "steps" in wanted else ():
         for precision in peaks:
             rows.append(compare(shape, precision, flags.threads, steps, peaks[precision], device))
             print(f"{shape.name} {precision}: ratio {rows[-1]['ratio']:.2f}", file=sys.stderr, flush=True)
-    layouts = [] if device == "cuda" else overhead(shapes[min(1, len(shapes) - 1)], steps)
-    print(table(rows, layouts, peaks))
+    for shape in programs if "programs" in wanted else ():
+        whole.append(compare_programs(shape, flags.threads, steps, 1 if flags.quick else 3))
+        print(f"{shape.name} whole program: ratio {whole[-1]['ratio']:.2f}", file=sys.stderr, flush=True)
+    layouts = overhead(shapes[min(1, len(shapes) - 1)], steps) if "layouts" in wanted else []
+    print(table(rows, whole, layouts, peaks))
     flags.out.parent.mkdir(parents=True, exist_ok=True)
-    content = {"peaks": peaks, "single": rows, "parallel": layouts, "shapes": [asdict(shape) for shape in shapes]}
+    content = {"peaks": peaks, "single": rows, "programs": whole, "parallel": layouts}
+    content["shapes"] = [asdict(shape) for shape in shapes]
     with atomic_write(flags.out) as stream:
         stream.write(json.dumps(content, indent=1).encode())
     return 0

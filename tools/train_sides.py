@@ -145,8 +145,8 @@ class _HuggingFace(nn.Module):
         return loss
 
 
-def peer_step(kind: str, shape: Shape, precision: str, device: str, compiled: bool) -> Step:
-    """One step of a peer: forward, backward, clipping, torch's fused AdamW.
+def peer_training(kind: str, shape: Shape, precision: str, device: str, compiled: bool) -> Callable[..., Tensor]:
+    """A peer's step, from tokens and labels (b, s) of each micro-batch to the loss: torch's fused AdamW, clipping.
 
     Args:
         kind: nanogpt or hugging-face.
@@ -158,7 +158,6 @@ def peer_step(kind: str, shape: Shape, precision: str, device: str, compiled: bo
     vocab = PEER_VOCAB if kind == "nanogpt" and shape.vocab == VOCAB else shape.vocab
     with torch.device(device):
         model: Any = PlainGPT(shape, vocab) if kind == "nanogpt" else _HuggingFace(shape)
-        tokens_bs, labels_bs = (torch.randint(0, shape.vocab, (shape.batch, shape.seq)) for _ in range(2))
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
     run = torch.compile(model) if compiled else model
@@ -166,13 +165,22 @@ def peer_step(kind: str, shape: Shape, precision: str, device: str, compiled: bo
     def half() -> AbstractContextManager[Any]:
         return torch.autocast(device, torch.bfloat16) if precision == "bf16" else nullcontext()
 
-    def step() -> None:
+    def train(tokens_bs: Tensor, labels_bs: Tensor) -> Tensor:
         for _ in range(shape.micro_batches):
             with half():
-                loss = run(tokens_bs, labels_bs) / shape.micro_batches
+                loss: Tensor = run(tokens_bs, labels_bs) / shape.micro_batches
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
 
-    return step
+    return train
+
+
+def peer_step(kind: str, shape: Shape, precision: str, device: str, compiled: bool) -> Step:
+    """A step of ``peer_training``, always on the same tokens."""
+    train = peer_training(kind, shape, precision, device, compiled)
+    with torch.device(device):
+        tokens_bs, labels_bs = (torch.randint(0, shape.vocab, (shape.batch, shape.seq)) for _ in range(2))
+    return lambda: train(tokens_bs, labels_bs)

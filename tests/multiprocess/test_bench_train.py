@@ -19,6 +19,10 @@ def test_quick_run(tmp_path: Path) -> None:
     for row in figures["single"]:
         assert row["ratio"] > 0
         assert f"| {row['ratio']:.2f} |" in result.stdout
+    assert [row["shape"] for row in figures["programs"]] == ["L2 h128 s32 b2"]
+    for row in figures["programs"]:
+        assert row["ratio"] > 0
+        assert f"| {row['ratio']:.2f} |" in result.stdout
     assert [row["layout"] for row in figures["parallel"]] == [
         "tensor-parallel 2",
         "pipeline 2, two micro-batches",
