@@ -17,6 +17,7 @@ import json
 import multiprocessing as mp
 import os
 import resource
+import socket
 import statistics
 import sys
 import time
@@ -313,6 +314,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+def free_port() -> int:
+    """A port of this machine at which nobody listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
 def overhead(shape: Shape, steps: int) -> list[dict[str, Any]]:
     """Two processes of one thread against one of two threads, same global batch."""
     single = Side(SideOf("ours", shape, "fp32", 2))
@@ -321,8 +329,8 @@ def overhead(shape: Shape, steps: int) -> list[dict[str, Any]]:
     rows = []
     context = mp.get_context("forkserver")  # imports once what each rank needs
     context.set_forkserver_preload(["__main__", "torch._dynamo"])
-    for number, (name, parallel) in enumerate(LAYOUTS.items()):
-        port = 20000 + (os.getpid() + number * 37) % 20000
+    for name, parallel in LAYOUTS.items():
+        port = free_port()
         ends = [context.Pipe() for _ in range(2)]
         ranks = [
             context.Process(target=parallel_rank, args=(rank, port, shape, parallel, steps, ends[rank][1]), daemon=True)

@@ -32,9 +32,8 @@ def test_operations_are_what_the_formula_counts(model: dict[str, Any], tp: int) 
     # The fused attention's backward computes its scores again: a fifth product where the formula has four, of 2 s^2 h.
     width = config.model.num_attention_heads * config.model.kv_channels
     again = config.model.num_layers * 2 * config.model.seq_length**2 * width
-    # The products leave the vocabulary's padding out, which lies on the last rank; the first is looked at.
-    vocab = VOCAB if tp == 1 else 1024
-    expected = model_flops_per_sample(model_shape(config, vocab), causal=False) + again
+    # The head's products are over the padded vocabulary.
+    expected = model_flops_per_sample(model_shape(config, 1024), causal=False) + again
     assert total * tp == pytest.approx(expected, rel=1e-3)
 
 
