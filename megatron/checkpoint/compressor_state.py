@@ -171,7 +171,7 @@ class CompressorCheckpoint:
             group = embedding.group
             name = f"{Point.EMBED_GRAD.value}.{slot.logical_name}"
             at = (group.rank, tp[1])
-            index_sets = embedding.plan.rounds(Point.EMBED_GRAD).index_sets
+            index_sets = embedding.plan.rounds(Point.EMBED_GRAD).traits.index_sets
             size = (group.size, tp[0])
             yield _Place(name, embedding.state, size, at, index=0, whole=1, slot=slot, index_sets=index_sets)
         for way in (self.channel.forward, self.channel.backward) if self.channel is not None else ():
@@ -200,7 +200,7 @@ class CompressorCheckpoint:
                 whole=len(starts) if unit.places else length,
                 slot=slot,
                 leads=index == 0,
-                index_sets=compressor.index_sets,
+                index_sets=compressor.traits.index_sets,
             )
 
     def _ends(self, way: Direction) -> Iterator[tuple[str, dict[int, CompressorState], int]]:

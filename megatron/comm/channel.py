@@ -94,10 +94,9 @@ class PipelineChannel:
         """A step begins, whose gradients carry the loss scale ``scale``; residuals that last a step start afresh."""
         self._scale = scale
         for way in (self.forward, self.backward):
-            spec = self.plan.specs.get(way.point)
-            if spec is not None and spec.feedback == "lazy-reset":
-                for state in way.sent.values():
-                    state.tensors.pop(RESIDUAL, None)
+            codec = self.plan.codec(way.point)
+            for state in way.sent.values():
+                codec.begin_step(state)
 
     def states(self) -> Iterator[CompressorState]:
         """What the codecs remember at this rank's ends of the boundaries."""
@@ -117,11 +116,11 @@ class PipelineChannel:
         on = covered and self.plan.activation(way.point).on(position.iteration, position.epilogue)
         codec = self.plan.codec(way.point) if on else _IDENTITY
         # Decided here, as codecs are given wider numbers than those that would be sent without them.
-        return codec if codec.pays(self.shape, self.dtype) else _IDENTITY
+        return codec if codec.should_compress(self.shape, self.dtype) else _IDENTITY
 
     def _unscaled(self, way: Direction, codec: Codec) -> tuple[torch.dtype, float]:
         """What a codec is given: fp32 (or fp64) numbers unless it takes any, and gradients without the loss scale."""
-        if codec.exact or (way.point is Point.PP_FWD and not codec.widened):
+        if codec.traits.exact or (way.point is Point.PP_FWD and not codec.traits.widened):
             return self.dtype, 1.0
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         return wide, self._scale if way.point is Point.PP_BWD else 1.0
@@ -160,7 +159,7 @@ class PipelineChannel:
             state = way.sent.setdefault(position.boundary, CompressorState())
             wide = wide if scale == 1.0 else wide / scale
             payload = codec.encode(wide, state, key)
-        if self.probe is not None and way is self.backward and not codec.exact:
+        if self.probe is not None and way is self.backward and not codec.traits.exact:
             left = state.get(RESIDUAL)
             whole = left is not None and left.shape == wide.shape
             if whole and left is not None:

@@ -45,7 +45,7 @@ class EmbeddingSync:
     @property
     def wants_update(self) -> bool:
         """Whether the compressor asks for the optimizer's update of this step."""
-        return self._on and self.plan.rounds(Point.EMBED_GRAD).observes and bool(self.state.count("awaiting"))
+        return self._on and self.plan.rounds(Point.EMBED_GRAD).traits.observes and bool(self.state.count("awaiting"))
 
     def observe(self, update: Tensor, shape: tuple[int, ...]) -> None:
         """Hands the compressor the optimizer's update of the embedding, flat and with padding."""
@@ -62,7 +62,7 @@ class EmbeddingSync:
         count = math.prod(shape)
         whole = count <= grad.numel()
         compressor = self.plan.rounds(Point.EMBED_GRAD)
-        if not self._on or not whole or not compressor.pays(shape):
+        if not self._on or not whole or not compressor.should_compress(shape):
             self._sum(Job(IdentityRounds(), grad, CompressorState()), num_bytes(grad))
             return
         unit = self._unit(shape)
@@ -74,7 +74,7 @@ class EmbeddingSync:
 
     def _sum(self, job: Job, exact_bytes: int) -> None:
         raw = self._raw_bytes(exact_bytes)
-        RoundsInFlight([job], self.group, self.ledger, Point.EMBED_GRAD, raw_bytes=raw).settle()
+        RoundsInFlight([job], self.group, self.ledger, Point.EMBED_GRAD, raw_bytes=raw).finish()
 
     def _raw_bytes(self, gradient: int) -> int:
         """What this rank would send of an exact gradient of so many bytes, over its replicas and then the stages."""

@@ -61,7 +61,7 @@ class CompressionPlan:
     def compressed(self, point: Point) -> bool:
         """Whether anything but the identity serves a point."""
         spec = self.specs.get(point)
-        return spec is not None and spec.entry.rounds is not IdentityRounds
+        return spec is not None and not spec.identity
 
     def covers(self, point: Point, sender_stage: int) -> bool:
         """Whether what a stage sends is ever compressed."""
@@ -87,7 +87,7 @@ class CompressionPlan:
         spec = self.specs.get(point)
         return None if spec is None else spec.options_at(self._iteration, self._tuned.get(point))
 
-    def ever_pays(self, point: Point, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> bool:
+    def ever_compresses(self, point: Point, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> bool:
         """Whether tensors of this shape are worth compressing with any options that the point's may become.
 
         ``dtype`` is that of messages; sums are compared in fp32.
@@ -96,8 +96,8 @@ class CompressionPlan:
         if spec is None:
             return False
         if point.sums:
-            return any(spec.rounds(options).pays(shape) for options in spec.variants())
-        return any(spec.codec(options).pays(torch.Size(shape), dtype) for options in spec.variants())
+            return any(spec.rounds(options).should_compress(shape) for options in spec.variants())
+        return any(spec.codec(options).should_compress(torch.Size(shape), dtype) for options in spec.variants())
 
     def rounds(self, point: Point) -> RoundCompressor:
         """The compressor of sums at a point, with the options of this iteration; without state."""

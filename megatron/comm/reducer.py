@@ -147,11 +147,11 @@ class GradReducer:
         """What the compressor is given of a bucket; parameters in no unit are summed exactly."""
         if not self.plan.covers(Point.DP_GRAD, self.plan.stage) or bucket.skipped:
             return []
-        if not self.compressor.stacks:
+        if not self.compressor.traits.batched:
             return [Unit()]
         shapes: dict[tuple[int, ...], list[Place]] = {}
         for place in bucket.places:
-            if self.plan.ever_pays(Point.DP_GRAD, place.shape):
+            if self.plan.ever_compresses(Point.DP_GRAD, place.shape):
                 shapes.setdefault(place.shape, []).append(place)
         return [Unit(tuple(places)) for places in shapes.values()]
 
@@ -189,17 +189,17 @@ class GradReducer:
     def wants_update(self) -> bool:
         """Whether the compressor asks for the optimizer's update of this step."""
         states = (unit.state for units in self.units for unit in units)
-        return self._on and self.compressor.observes and any(state.count("awaiting") for state in states)
+        return self._on and self.compressor.traits.observes and any(state.count("awaiting") for state in states)
 
     @property
     def freezes_variance(self) -> bool:
         """Whether this step's sums carry noise that the optimizer's second moments must not see."""
-        return self._on and self.compressor.freezes_variance
+        return self._on and self.compressor.traits.freezes_variance
 
     @property
     def clips_first(self) -> bool:
         """Whether this step's local gradients are clipped in place of the sums."""
-        return self._on and self.compressor.clips_first
+        return self._on and self.compressor.traits.clips_first
 
     def observe(self) -> None:
         """Hands the compressor the optimizer's update, which lies in the buckets in place of the gradients."""
@@ -234,7 +234,7 @@ class GradReducer:
         if bucket.skipped:
             return _InFlight(None, [])
         compressor = self.compressor
-        used = [u for u in units if not u.places or compressor.pays(u.places[0].shape)] if self._on else []
+        used = [u for u in units if not u.places or compressor.should_compress(u.places[0].shape)] if self._on else []
         with self.ledger.encoding(Point.DP_GRAD):
             jobs = [Job(compressor, unit.take(bucket.flat, self._scale), unit.state) for unit in used]
         jobs += [Job(IdentityRounds(), bucket.flat[span], CompressorState()) for span in _rest(bucket, used)]
@@ -252,7 +252,7 @@ class GradReducer:
             if not finite:
                 flying.rounds.abandon()
                 continue
-            flying.rounds.settle()
+            flying.rounds.finish()
             with self.ledger.decoding(Point.DP_GRAD):
                 for unit, job in zip(flying.units, flying.rounds.jobs, strict=False):
                     unit.give(bucket.flat, job.x, self._scale)

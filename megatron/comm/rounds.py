@@ -33,7 +33,7 @@ class Job:
 class RoundsInFlight:
     """Sums under way, whose requests of one round share a collective.
 
-    The first round starts at construction, so it overlaps with what the caller does next; the others run in ``settle``,
+    The first round starts at construction, so it overlaps with what the caller does next; the others run in ``finish``,
     which leaves the sums in the jobs' tensors.
 
     Args:
@@ -88,7 +88,7 @@ class RoundsInFlight:
             if request.op is Op.REDUCE and len(requests) > 1:
                 kinds.setdefault(request.tensor.dtype, []).append((index, request.tensor))
             else:
-                pending, result = self._single(request)
+                pending, result = start_request(request, self.group, self.sharded)
                 self._started(pending, [(index, result)])
         for members in kinds.values():
             if len(members) == 1:
@@ -105,22 +105,6 @@ class RoundsInFlight:
             self._raw_left = 0
         self._pending.append((pending, results))
 
-    def _single(self, request: Request) -> tuple[Pending, Tensor]:
-        x, group = request.tensor, self.group
-        if request.op is Op.REDUCE:
-            if request.shard_only and self.sharded and x.numel() % group.size == 0:
-                flat = x.view(-1)
-                share = flat.numel() // group.size
-                return group.reduce_scatter(flat[group.rank * share : (group.rank + 1) * share], flat), x
-            return group.all_reduce(x), x
-        if request.op is Op.GATHER:
-            gathered = torch.empty((group.size, *x.shape), dtype=x.dtype, device=x.device)
-            return group.all_gather(gathered.view(-1), x.view(-1)), gathered
-        if request.op is Op.EXCHANGE:
-            received = torch.empty_like(x)
-            return group.exchange(received, x), received
-        return group.broadcast(x), x
-
     def wait(self) -> None:
         """Runs the remaining rounds."""
         while self._pending:
@@ -131,13 +115,13 @@ class RoundsInFlight:
                 results.update(members)
             self._resume(dict(sorted(results.items())))
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Finishes; the sums are in the jobs' tensors then, and what the compressors keep has changed."""
         self.wait()
         with self.ledger.decoding(self.point):
             for job, aggregate in zip(self.jobs, self._aggregates, strict=True):
                 assert aggregate is not None
-                job.compressor.settle(job.x, aggregate, job.state, self._peers)
+                job.compressor.finalize(job.x, aggregate, job.state, self._peers)
         self._aggregates = []
 
     def abandon(self) -> None:
@@ -147,3 +131,27 @@ class RoundsInFlight:
         for generator in self._generators:
             generator.close()
         self._pending = []
+
+
+def start_request(request: Request, group: Group, sharded: bool = False) -> tuple[Pending, Tensor]:
+    """Starts the communication of one request over a group; its result is in the tensor once it has ended.
+
+    Args:
+        request: what to communicate.
+        group: the ranks.
+        sharded: this rank reads only its own share of a sum whose request allows that.
+    """
+    x = request.tensor
+    if request.op is Op.REDUCE:
+        if request.shard_only and sharded and x.numel() % group.size == 0:
+            flat = x.view(-1)
+            share = flat.numel() // group.size
+            return group.reduce_scatter(flat[group.rank * share : (group.rank + 1) * share], flat), x
+        return group.all_reduce(x), x
+    if request.op is Op.GATHER:
+        gathered = torch.empty((group.size, *x.shape), dtype=x.dtype, device=x.device)
+        return group.all_gather(gathered.view(-1), x.view(-1)), gathered
+    if request.op is Op.EXCHANGE:
+        received = torch.empty_like(x)
+        return group.exchange(received, x), received
+    return group.broadcast(x), x

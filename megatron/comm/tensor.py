@@ -37,7 +37,7 @@ class SumInFlight:
     def wait(self) -> Tensor:
         """The sum, or this rank's part of it along dimension 0."""
         if self.rounds is not None:
-            self.rounds.settle()
+            self.rounds.finish()
             write(self.rounds.jobs[0].x, self.x)
         if not self.scatter:
             return self.x
@@ -88,7 +88,7 @@ class TensorComm:
     def _kind(self, point: Point, on: bool) -> Hashable:
         if not on:
             return point, None
-        rounds = self.plan.specs[point].entry.rounds
+        rounds = self.plan.specs[point].registration.rounds
         launches = () if rounds is None else self.plan.rounds(point).launches(CompressorState())
         return None if launches is None else (point, self.plan.options(point), launches)
 
@@ -120,11 +120,11 @@ class TensorComm:
     def _job(self, x: Tensor, point: Point) -> Job:
         """One sum. Its state lasts for it alone, but for the iteration, so that each draws other random numbers."""
         compressor = self.plan.rounds(point)
-        if not self._on[point] or (compressor.stacks and not compressor.pays(tuple(x.shape))):
+        if not self._on[point] or (compressor.traits.batched and not compressor.should_compress(tuple(x.shape))):
             return Job(_EXACT_ROUNDS, x, CompressorState())
         state = CompressorState(counters=dict.fromkeys(("draws", "messages"), self._iteration))
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return Job(compressor, (x.unsqueeze(0) if compressor.stacks else x).to(wide), state)
+        return Job(compressor, (x.unsqueeze(0) if compressor.traits.batched else x).to(wide), state)
 
     def start_gather(self, x: Tensor, point: Point) -> GatherInFlight:
         """Starts concatenating the ranks' ``x`` along dimension 0."""

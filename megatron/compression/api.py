@@ -1,15 +1,16 @@
 """The two contracts that a compressor author needs.
 
 ``Codec`` serves point-to-point and gather traffic: one tensor in, one message out, and back.
-``RoundCompressor`` serves sums over a group: a generator that yields what it wants communicated. Neither ever
-sees a process group; the communication points in ``megatron.comm`` do the sending and the counting.
+``RoundCompressor`` serves all-reduces over a group: a generator that yields what it wants communicated. Neither ever
+sees a process group; the communication points in ``megatron.comm`` do the sending and the counting. What a compressor
+needs beyond that it declares (``SumTraits``, ``CodecTraits``) or overrides, and is served, built-in or plug-in.
 """
 
 from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron.compression.approximation import Approximation, write
+from megatron.compression.points import Point
+from megatron.compression.schedule import Activation
 from megatron.compression.state import CompressorState
 
 
@@ -71,41 +74,123 @@ class Peers:
     size: int
 
 
-class RoundCompressor(ABC):
-    """Approximates the sum of one tensor over a group in one or more rounds.
-
-    ``stacks`` says what the tensor is. False: anything, flat buckets included. True: k equally shaped parameters in
-    a stack (k, *shape), each compressed on its own; the caller asks ``pays`` which shapes are worth it and sums the
-    others exactly.
-    """
-
-    stacks = False
-
-    settles = False
-    """Whether ``settle`` changes what is kept: then all ranks agree before that the step's gradients are finite."""
-
-    observes = False
-    """Whether ``observe`` wants the optimizer's update."""
-
-    freezes_variance = False
-    """Whether the optimizer must leave Adam's second moments as they are while this compressor is on."""
-
-    clips_first = False
-    """Whether each replica's gradient is clipped before the sum, not the sum after, as it carries too much noise."""
-
-    index_sets: tuple[str, ...] = ()
-    """Names of state tensors that are indices into the flattened input."""
-
-    steady: tuple[str, ...] = ()
-    """Names of counters that do not decide which operations run: those that only enter random seeds, say."""
+class Compressor:
+    """What codecs and compressors of sums have in common: options, and what they know about where they can work."""
 
     def __init__(self, config: Any = None) -> None:
         """``config`` is an instance of the registered options class."""
         self.config = config
 
-    def pays(self, shape: tuple[int, ...]) -> bool:
-        """Whether parameters of this shape should be compressed; the others are summed exactly."""
+    def problem(self, activation: Activation) -> str:
+        """Why options that are right one by one cannot be right together, or not where and when the compressor is on;
+        empty when they can. Shown behind the spec, so it names options."""
+        return ""
+
+    def check(self, point: Point, flags: Mapping[str, Any]) -> str:
+        """Why the compressor cannot work in this run, and what to do instead; empty when it can.
+
+        Args:
+            point: where it is asked to serve.
+            flags: the run's flags by name (``adam_beta1``), resolved.
+        """
+        return ""
+
+    def tuned_limits(self) -> Mapping[str, tuple[float, float]]:
+        """Least and greatest value of each option that is found while the run goes on (``Controller``), by field."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """One step's gradients after their reduction, as a ``Controller`` is shown them.
+
+    Args:
+        iteration: 0-based.
+        flats: this rank's final gradients, flat, with the loss scale; empty where the step cannot be taken.
+        shapes: of this rank's parameters of two or more dimensions.
+        scale: the loss scale.
+        compressed: whether the compressor was on, and not in its warm-up.
+        stage: this rank's pipeline stage.
+    """
+
+    iteration: int
+    flats: Sequence[Tensor]
+    shapes: Sequence[tuple[int, ...]]
+    scale: float
+    compressed: bool
+    stage: int
+
+
+class Controller(ABC):
+    """Decides about options of a compressor while the run goes on.
+
+    Every rank holds one; what it decides from must be equal on all of them, so it comes from sums over the world.
+    """
+
+    @abstractmethod
+    def after_reduction(self, reduced: Reduced) -> Generator[Request, Tensor, None]:
+        """Measures a step's gradients; every rank calls it after every step.
+
+        Yields requests over the world, of small tensors on the CPU. All ranks yield the same.
+        """
+
+    @abstractmethod
+    def options(self, stage: int) -> Mapping[str, float]:
+        """The options of a pipeline stage by field, within ``Compressor.tuned_limits``."""
+
+    @abstractmethod
+    def state_dict(self) -> Mapping[str, Any]:
+        """What must survive a restart: plain numbers and lists of them, equal on all ranks."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse.
+
+        Raises:
+            TypeError, ValueError, LookupError, ArithmeticError: for what no run saves; nothing has changed then.
+        """
+
+
+@dataclass(frozen=True)
+class SumTraits:
+    """What a ``RoundCompressor`` asks of the engines.
+
+    Args:
+        batched: the tensor is a stack of k equally shaped parameters (k, *shape), each compressed on its own, and the
+            caller asks ``should_compress`` which shapes are worth it and reduces the others exactly. Otherwise the
+            tensor is anything, flat buckets included.
+        observes: ``observe`` wants the optimizer's update.
+        freezes_variance: the optimizer must leave Adam's second moments as they are while the compressor is on.
+        clips_first: each replica's gradient is clipped before the sum, not the sum after, as it carries too much noise.
+        index_sets: names of state tensors that are indices into the flattened input.
+        steady: names of counters that do not decide which operations run: those that only enter random seeds, say.
+    """
+
+    batched: bool = False
+    observes: bool = False
+    freezes_variance: bool = False
+    clips_first: bool = False
+    index_sets: tuple[str, ...] = ()
+    steady: tuple[str, ...] = ()
+
+
+class RoundCompressor(Compressor, ABC):
+    """Approximates the sum of one tensor over a group in one or more rounds."""
+
+    traits = SumTraits()
+
+    def should_compress(self, shape: tuple[int, ...]) -> bool:
+        """Whether parameters of this shape are worth compressing; the others are reduced exactly."""
         return True
+
+    def controller(self) -> Controller | None:
+        """A new controller of the options, where the gradients' reduction tunes them (``dp-grad``, ``embedding``)."""
+        return None
+
+    @property
+    def finalizes(self) -> bool:
+        """Whether ``finalize`` changes what is kept: then all ranks agree before that the gradients are finite."""
+        return type(self).finalize is not RoundCompressor.finalize
 
     def launches(self, state: CompressorState) -> Hashable:
         """What of the state decides which operations the next sum will run, beside options and shapes.
@@ -113,10 +198,10 @@ class RoundCompressor(ABC):
         Where this value was met before, every kernel that the sum needs has been launched before. None says that
         nothing is known: that costs overlap on CUDA, while a value that says too little can hang it.
         """
-        return state.layout(self.steady)
+        return state.layout(self.traits.steady)
 
     def observe(self, update: Tensor, state: CompressorState) -> None:
-        """Takes the update of a step whose sums set the counter ``awaiting``, if ``observes``.
+        """Takes the update of a step whose sums set the counter ``awaiting``, if ``SumTraits.observes``.
 
         Args:
             update: the optimizer's direction, weight decay included, whatever the learning rate; shaped like the input
@@ -130,7 +215,7 @@ class RoundCompressor(ABC):
         """Yields requests, receives their results, and returns the aggregate.
 
         Args:
-            x: contiguous; it belongs to the compressor, which may change it, until ``settle``.
+            x: contiguous; it belongs to the compressor, which may change it, until ``finalize``.
             state: what this tensor's earlier sums left.
             peers: who sums.
 
@@ -138,8 +223,8 @@ class RoundCompressor(ABC):
         algorithm, the caller cannot check it.
         """
 
-    def settle(self, x: Tensor, aggregate: Aggregate, state: CompressorState, peers: Peers) -> None:
-        """Leaves the sum in ``x``. Called once it is known that the gradients are finite on all ranks, if ``settles``.
+    def finalize(self, x: Tensor, aggregate: Aggregate, state: CompressorState, peers: Peers) -> None:
+        """Leaves the sum in ``x``. Where it is overridden, all ranks know by then that the gradients are finite.
 
         State as large as ``x`` is changed here, in place (``state.owned``), as there is no way back from this point;
         ``stage`` would need room for both its old and its new value.
@@ -164,7 +249,30 @@ class Payload:
         return self.wire.numel() * self.wire.element_size()
 
 
-class Codec(ABC):
+@dataclass(frozen=True)
+class CodecTraits:
+    """What a ``Codec`` asks of the engines.
+
+    Args:
+        exact: a tensor comes back as it was, whatever it holds. The others are handed finite numbers in fp32 (or fp64),
+            gradients without the loss scale.
+        widened: activations are converted to fp32 (or fp64) first; False for codecs that may send them as they are.
+        shared: names of the state that both ends must hold equal; the rest is the sender's own.
+        steady: names of counters and memories of samples that do not decide which operations run.
+        samples: how many samples each end remembers; more than 0 for a codec that gains from samples that come again,
+            and from those alone: it is off in evaluation.
+        folders: where it writes to on this machine.
+    """
+
+    exact: bool = False
+    widened: bool = True
+    shared: tuple[str, ...] = ()
+    steady: tuple[str, ...] = ()
+    samples: int = 0
+    folders: tuple[str, ...] = ()
+
+
+class Codec(Compressor, ABC):
     """Encodes a tensor into one message and back; both ends evolve equal state from equal bytes.
 
     Messages, inputs, states and results have memory of their own, as each has a holder who may overwrite it: a message
@@ -173,26 +281,14 @@ class Codec(ABC):
     ``decode`` may lie in the message, which the receiver gives up.
     """
 
-    exact = False
-    """Whether a tensor comes back as it was, whatever it holds. The others are handed finite numbers in fp32 (or
-    fp64), gradients without the loss scale."""
+    traits = CodecTraits()
 
-    widened = True
-    """Whether activations are converted to fp32 (or fp64) first; False for codecs that may send them as they are."""
-
-    shared: tuple[str, ...] = ()
-    """Names of the state that both ends must hold equal; the rest is the sender's own."""
-
-    steady: tuple[str, ...] = ()
-    """Names of counters and memories of samples that do not decide which operations run."""
-
-    def __init__(self, config: Any = None) -> None:
-        """``config`` is an instance of the registered options class."""
-        self.config = config
-
-    def pays(self, shape: torch.Size, dtype: torch.dtype) -> bool:
+    def should_compress(self, shape: torch.Size, dtype: torch.dtype) -> bool:
         """Whether the message of a tensor is smaller than the tensor was in this dtype, before it was widened."""
         return True
+
+    def begin_step(self, state: CompressorState) -> None:  # optional
+        """A step begins, of whose messages ``state`` is the sender's."""
 
     def launches(self, shape: torch.Size, state: CompressorState, keys: Sequence[Hashable]) -> Hashable:
         """What of the state and the keys decides which operations a step's messages will run at one of their ends,
@@ -203,7 +299,7 @@ class Codec(ABC):
             state: that end's, before the step.
             keys: of the messages, in their order.
         """
-        return state.layout(self.steady)
+        return state.layout(self.traits.steady)
 
     @abstractmethod
     def empty_payload(
@@ -214,7 +310,7 @@ class Codec(ABC):
         Called once for each message, in the order of the messages; ``key`` names the content that will come.
         """
 
-    def expect(self, shape: torch.Size, state: CompressorState, key: Hashable) -> None:  # noqa: B027  # optional
+    def expect(self, shape: torch.Size, state: CompressorState, key: Hashable) -> None:  # optional
         """A tensor of this shape will soon be encoded under ``key``: time to fetch what that needs. Changes nothing."""
 
     @abstractmethod

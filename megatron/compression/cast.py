@@ -11,6 +11,8 @@ from torch import Tensor
 
 from megatron.compression.api import Codec, Payload
 from megatron.compression.options import opt
+from megatron.compression.points import Point
+from megatron.compression.registry import Registration, Registry
 from megatron.compression.state import CompressorState
 from megatron.compression.two_step import TwoStepSum
 
@@ -64,7 +66,7 @@ class CastCodec(Codec):
         super().__init__(config or CastConfig())
         self.dtype = _DTYPES[self.config.dtype]
 
-    def pays(self, shape: torch.Size, dtype: torch.dtype) -> bool:
+    def should_compress(self, shape: torch.Size, dtype: torch.dtype) -> bool:
         return dtype.itemsize > self.dtype.itemsize
 
     def empty_payload(
@@ -92,3 +94,9 @@ class CastRounds(TwoStepSum):
 
     def seed(self, state: CompressorState, message: int) -> int | None:
         return None
+
+
+def register(registry: Registry) -> None:
+    """Adds ``cast``."""
+    points = frozenset(Point) - {Point.CONTROL}
+    registry.register("cast", Registration(CastConfig, codec=CastCodec, rounds=CastRounds, points=points))

@@ -8,16 +8,18 @@ Which is which both ends derive from the sample ids alone.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megatron.compression.api import Codec, Payload
+from megatron.compression.api import Codec, CodecTraits, Payload
 from megatron.compression.fixpoint import FixpointConfig, Quantiser, message_seed
 from megatron.compression.options import SpecError, opt
+from megatron.compression.points import Point
+from megatron.compression.registry import Registration, Registry
 from megatron.compression.sample_cache import SampleCache
 from megatron.compression.state import CompressorState, both
 from megatron.kernels.grid import Role
@@ -60,20 +62,32 @@ class DeltaCodec(Codec):
     """Holds one row for each remembered sample and end; see ``SampleCache``."""
 
     config: DeltaConfig
-    widened = False
-    shared = (f"{_CACHE}.ids", f"{_CACHE}.rows")
-    steady = (_CACHE, "messages")
 
     def __init__(self, config: DeltaConfig | None = None) -> None:
         super().__init__(config or DeltaConfig())
+        self.traits = CodecTraits(
+            widened=False,
+            shared=(f"{_CACHE}.ids", f"{_CACHE}.rows"),
+            steady=(_CACHE, "messages"),
+            samples=self.config.cache,
+            folders=(self.config.folder,) if self.config.folder else (),
+        )
         self.difference = Quantiser(self.config)
         self.first = Quantiser(replace(self.config, bits=min(self.config.first_bits, 8)))
         self.memory = Quantiser(replace(self.config, bits=max(self.config.cache_bits, 1), rounding="nearest"))
 
+    def check(self, point: Point, flags: Mapping[str, Any]) -> str:
+        if flags["sample_order"] != "fixed":
+            return (
+                f"with --sample-order {flags['sample_order']} no sample comes twice; use --sample-order fixed, or "
+                "fixpoint, which remembers nothing"
+            )
+        return ""
+
     def launches(self, shape: torch.Size, state: CompressorState, keys: Sequence[Hashable]) -> Hashable:
         samples = [sample for key in keys for sample in _split(shape, key)[0]]
         known = tuple(self._cache(state).foresee(samples))
-        return both(state.layout(self.steady), known)
+        return both(state.layout(self.traits.steady), known)
 
     def empty_payload(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
@@ -193,3 +207,19 @@ def _sample(key: Hashable) -> int:
     if isinstance(key, int):
         return key
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def register(registry: Registry) -> None:
+    """Adds ``delta`` and ``delta-lowbits``."""
+    for name, config in (("delta", DeltaConfig), ("delta-lowbits", DeltaLowBitsConfig)):
+        registry.register(
+            name,
+            Registration(
+                config,
+                codec=DeltaCodec,
+                points=frozenset({Point.PP_FWD}),
+                no_feedback="makes up for what it left out when the sample comes again",
+                advice="samples are met again in activations only; use fixpoint",
+                needs="only with --sample-order fixed, for several epochs",
+            ),
+        )

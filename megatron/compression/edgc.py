@@ -7,14 +7,20 @@ windows of iterations, and at each window's end a rule turns it into the rank of
 from __future__ import annotations
 
 import math
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from megatron.compression.api import Controller, Reduced, Request
+from megatron.compression.linalg import matrix_shape
 from megatron.compression.options import opt
-from megatron.compression.powersgd import PowerSGDConfig
+from megatron.compression.points import Point
+from megatron.compression.powersgd import PowerSGD, PowerSGDConfig
+from megatron.compression.registry import Registration, Registry
+from megatron.compression.schedule import Activation
 from megatron.kernels.ops import sample_histogram
 
 _BINS = 1000
@@ -94,7 +100,7 @@ class RankByEntropy:
         shape: (n, m) of the matrices that the formula is about.
     """
 
-    def __init__(self, config: EDGCConfig, shape: tuple[int, int]) -> None:
+    def __init__(self, config: EDGCConfig, shape: tuple[int, int] = (0, 0)) -> None:
         self.config = config
         self.shape = shape
         self.rank = config.rank
@@ -144,17 +150,95 @@ class RankByEntropy:
         """Plain numbers."""
         return {"rank": float(self.rank), "means": list(self.means), "sum": self.sum, "count": float(self.count)}
 
-    def load_state_dict(self, state: dict[str, float | list[float]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse; a rank beyond this run's limits is brought within."""
         (low, high), means = self.config.limits, state["means"]
         if not isinstance(means, list):
             raise TypeError(f"means is a {type(means).__name__} instead of a list")
-        kept, total, count = [float(mean) for mean in means], float(state["sum"]), int(state["count"])  # type: ignore[arg-type]
+        kept, total, count = [float(mean) for mean in means], float(state["sum"]), int(state["count"])
         if not all(map(math.isfinite, [*kept, total])) or count < 0:
             raise ValueError("means, sum and count of EDGC's window are no figures of a run")
-        self.rank = min(max(int(state["rank"]), low), high)  # type: ignore[arg-type]
+        self.rank = min(max(int(state["rank"]), low), high)
         self.means, self.sum, self.count = kept, total, count
 
 
 def _even(rank: float) -> int:
     return 2 * round(rank / 2)
+
+
+class RankController(Controller):
+    """Measures the entropy of the first stage's gradients, as EDGC has it, and moves the rank by ``RankByEntropy``.
+
+    The matrices of the formula are the first stage's largest; all ranks learn their shape after the first step.
+    """
+
+    def __init__(self, config: EDGCConfig) -> None:
+        self.config = config
+        self.rule = RankByEntropy(config)
+        self._knows_shape = False
+
+    def options(self, stage: int) -> Mapping[str, float]:
+        """Later stages end their backward pass earlier, so that their reduction may take longer."""
+        return {"rank": min(round(self.rule.rank * (1.0 + self.config.stage_slack * stage)), self.config.rank)}
+
+    def after_reduction(self, reduced: Reduced) -> Generator[Request, Tensor, None]:
+        if not self._knows_shape:
+            yield from self._learn_shape(reduced)
+        if (reduced.iteration + 1) % self.config.sample_every == 0:
+            self.rule.add((yield from self._measure(reduced)) - math.log(reduced.scale))
+        if (reduced.iteration + 1) % self.config.window == 0:
+            self.rule.close_window(moves=reduced.compressed)
+
+    def _learn_shape(self, reduced: Reduced) -> Generator[Request, Tensor, None]:
+        """The first stage's ranks hold matrices of one shape: their mean is that shape."""
+        matrices = [matrix_shape(shape) for shape in reduced.shapes]
+        n, m = max(matrices, key=lambda shape: shape[0] * shape[1], default=(1, 1))
+        total_n, total_m, ranks = (yield Request(torch.tensor([n, m, 1]) * (reduced.stage == 0))).tolist()
+        self.rule.shape = (total_n // ranks, total_m // ranks)
+        self._knows_shape = True
+
+    def _measure(self, reduced: Reduced) -> Generator[Request, Tensor, float]:
+        """Mean entropy over the first stage's ranks, and over its tensors by their sizes; NaN if nothing is finite."""
+        found = [(differential_entropy(flat, self.config.sample_share), flat.numel()) for flat in reduced.flats]
+        finite = [(entropy, count) for entropy, count in found if math.isfinite(entropy)]
+        own = [sum(h * n for h, n in finite), float(sum(n for _, n in finite))]
+        pair = yield Request(torch.tensor(own, dtype=torch.float64) * (reduced.stage == 0))
+        total, count = pair.tolist()
+        return total / count if count else math.nan
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self.rule.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.rule.load_state_dict(state)
+
+
+class EDGC(PowerSGD):
+    """PowerSGD under a ``RankController``."""
+
+    config: EDGCConfig
+
+    def problem(self, activation: Activation) -> str:
+        if self.config.min_rank > self.config.rank:
+            return f"min-rank={self.config.min_rank} is above rank={self.config.rank}, the greatest; lower it"
+        return ""
+
+    def tuned_limits(self) -> Mapping[str, tuple[float, float]]:
+        return {"rank": self.config.limits}
+
+    def controller(self) -> Controller:
+        return RankController(self.config)
+
+
+def register(registry: Registry) -> None:
+    """Adds ``edgc``."""
+    registry.register(
+        "edgc",
+        Registration(
+            EDGCConfig,
+            rounds=EDGC,
+            points=frozenset({Point.DP_GRAD}),
+            feedback={Point.DP_GRAD: "local"},
+            advice="elsewhere use powersgd with rank=64@0/32@1000",
+        ),
+    )

@@ -19,6 +19,9 @@ from megatron.compression.state import CompressorState, both
 
 RESIDUAL = "residual"
 
+SumResidual = Literal["local", "aggregate"]
+MessageResidual = Literal["lazy", "lazy-reset", "lazy-mean"]
+
 
 @dataclass(frozen=True)
 class _Fed(Aggregate):
@@ -44,38 +47,31 @@ class ErrorFeedback(RoundCompressor):
             their gradients' differences.
     """
 
-    settles = True
-
-    def __init__(self, inner: RoundCompressor, kind: Literal["local", "aggregate"] = "local") -> None:
+    def __init__(self, inner: RoundCompressor, kind: SumResidual = "local") -> None:
         super().__init__(inner.config)
         self.inner = inner
         self.kind = kind
-        self.stacks = inner.stacks
-        self.observes = inner.observes
-        self.index_sets = inner.index_sets
-        self.freezes_variance = inner.freezes_variance
-        self.clips_first = inner.clips_first
-        self.steady = inner.steady
+        self.traits = inner.traits
 
     def launches(self, state: CompressorState) -> Hashable:
-        return both(state.layout(self.steady), self.inner.launches(state))
+        return both(state.layout(self.traits.steady), self.inner.launches(state))
 
     def observe(self, update: Tensor, state: CompressorState) -> None:
         self.inner.observe(update, state)
 
-    def pays(self, shape: tuple[int, ...]) -> bool:
-        return self.inner.pays(shape)
+    def should_compress(self, shape: tuple[int, ...]) -> bool:
+        return self.inner.should_compress(shape)
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
         residual = state.get(RESIDUAL)
-        gradient_k = given_k = squared_norms(x, self.stacks)
+        gradient_k = given_k = squared_norms(x, self.traits.batched)
         if residual is not None:
             x.add_(residual)
-            given_k = squared_norms(x, self.stacks)
+            given_k = squared_norms(x, self.traits.batched)
         inner = yield from self.inner.rounds(x, state, peers)
         return _Fed(inner.total, inner.local, inner, gradient_k, given_k)
 
-    def settle(self, x: Tensor, aggregate: Aggregate, state: CompressorState, peers: Peers) -> None:
+    def finalize(self, x: Tensor, aggregate: Aggregate, state: CompressorState, peers: Peers) -> None:
         assert isinstance(aggregate, _Fed)
         residual = state.owned(RESIDUAL, x)
         if aggregate.local is None:
@@ -86,9 +82,9 @@ class ErrorFeedback(RoundCompressor):
                 subtract(aggregate.total, residual, 1.0 / peers.size)
             else:
                 subtract(aggregate.local, residual)
-        left_k = squared_norms(residual, self.stacks)
+        left_k = squared_norms(residual, self.traits.batched)
         state.stage_health(measure(state.health, aggregate.gradient_k, aggregate.given_k, left_k))
-        self.inner.settle(x, aggregate.inner, state, peers)
+        self.inner.finalize(x, aggregate.inner, state, peers)
 
 
 class ErrorFeedbackCodec(Codec):
@@ -99,24 +95,29 @@ class ErrorFeedbackCodec(Codec):
 
     Args:
         inner: the codec.
-        mean: keep the error's mean over the tokens instead of the error of each token. The next micro-batch has other
-            tokens at the same places, so what the single errors add to its gradients is noise; what is common to all
-            of them is what the layers below would have summed.
+        kind: "lazy" keeps the error of each token, also for the next iteration; "lazy-reset" forgets it when an
+            iteration begins; "lazy-mean" keeps its mean over the tokens. The next micro-batch has other tokens at the
+            same places, so what the single errors add to its gradients is noise; what is common to all of them is what
+            the layers below would have summed.
     """
 
-    def __init__(self, inner: Codec, mean: bool = False) -> None:
+    def __init__(self, inner: Codec, kind: MessageResidual = "lazy") -> None:
         super().__init__(inner.config)
         self.inner = inner
-        self.mean = mean
-        self.exact = inner.exact
-        self.shared = inner.shared
-        self.steady = inner.steady
+        self.kind = kind
+        self.mean = kind == "lazy-mean"
+        self.traits = inner.traits
 
-    def pays(self, shape: torch.Size, dtype: torch.dtype) -> bool:
-        return self.inner.pays(shape, dtype)
+    def should_compress(self, shape: torch.Size, dtype: torch.dtype) -> bool:
+        return self.inner.should_compress(shape, dtype)
+
+    def begin_step(self, state: CompressorState) -> None:
+        if self.kind == "lazy-reset":
+            state.tensors.pop(RESIDUAL, None)
+        self.inner.begin_step(state)
 
     def launches(self, shape: torch.Size, state: CompressorState, keys: Sequence[Hashable]) -> Hashable:
-        return both(state.layout(self.steady), self.inner.launches(shape, state, keys))
+        return both(state.layout(self.traits.steady), self.inner.launches(shape, state, keys))
 
     def empty_payload(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable

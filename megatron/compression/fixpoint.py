@@ -14,8 +14,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron.compression.api import Codec, Payload
+from megatron.compression.api import Codec, CodecTraits, Payload
 from megatron.compression.options import SEED, SpecError, opt
+from megatron.compression.points import Point
+from megatron.compression.registry import Registration, Registry
 from megatron.compression.state import CompressorState
 from megatron.compression.two_step import TwoStepSum
 from megatron.kernels.grid import Grid, Layout, Method, Role
@@ -157,7 +159,7 @@ def message_seed(seed: int, *parts: object) -> int:
 class FixpointCodec(Codec):
     """Quantize, send, dequantize."""
 
-    steady: tuple[str, ...] = ("messages",)
+    traits = CodecTraits(steady=("messages",))
     config: FixpointConfig
 
     def __init__(self, config: FixpointConfig | None = None) -> None:
@@ -195,3 +197,11 @@ class FixpointRounds(TwoStepSum):
         if self.config.rounding == "nearest":
             return None
         return message_seed(self.config.seed, state.count("messages"), message)
+
+
+def register(registry: Registry) -> None:
+    """Adds ``fixpoint``."""
+    points = frozenset(Point) - {Point.CONTROL}
+    registry.register(
+        "fixpoint", Registration(FixpointConfig, codec=FixpointCodec, rounds=FixpointRounds, points=points)
+    )

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.compression.api import Aggregate, Codec, Op, Payload, Peers, Request, RoundCompressor
+from megatron.compression.api import Aggregate, Codec, CodecTraits, Op, Payload, Peers, Request, RoundCompressor
+from megatron.compression.registry import Registration, Registry
 from megatron.compression.state import CompressorState
 
 
@@ -28,7 +29,7 @@ class IdentityRounds(RoundCompressor):
 class IdentityCodec(Codec):
     """Sends the tensor as it is."""
 
-    exact = True
+    traits = CodecTraits(exact=True)
 
     def empty_payload(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
@@ -53,3 +54,18 @@ class IdentityCodec(Codec):
         key: Hashable,
     ) -> Tensor:
         return payloads.wire
+
+
+def register(registry: Registry) -> None:
+    """Adds the identity, under both its names."""
+    for name in ("none", "identity"):
+        registry.register(
+            name,
+            Registration(
+                IdentityConfig,
+                codec=IdentityCodec,
+                rounds=IdentityRounds,
+                no_feedback="leaves no error",
+                identity=True,
+            ),
+        )

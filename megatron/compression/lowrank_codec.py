@@ -12,6 +12,8 @@ from megatron.compression.api import Codec, Payload
 from megatron.compression.approximation import Approximation, Factors, dense
 from megatron.compression.linalg import matrix_shape, orthonormalise, random_bases
 from megatron.compression.options import SEED, opt
+from megatron.compression.points import Point
+from megatron.compression.registry import Registration, Registry
 from megatron.compression.state import CompressorState
 
 
@@ -38,7 +40,7 @@ class LowRankCodec(Codec):
         rank = min(n, m, self.config.rank)
         return rank if rank * (n + m) < n * m else None
 
-    def pays(self, shape: torch.Size, dtype: torch.dtype) -> bool:
+    def should_compress(self, shape: torch.Size, dtype: torch.dtype) -> bool:
         rank, (n, m) = self._rank(shape), matrix_shape(shape)
         return rank is not None and rank * (n + m) * _wide(dtype).itemsize < n * m * dtype.itemsize
 
@@ -85,3 +87,17 @@ class LowRankCodec(Codec):
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def register(registry: Registry) -> None:
+    """Adds ``lowrank``."""
+    registry.register(
+        "lowrank",
+        Registration(
+            LowRankConfig,
+            codec=LowRankCodec,
+            points=frozenset({Point.PP_FWD, Point.PP_BWD}),
+            feedback={Point.PP_BWD: "lazy"},
+            advice="for sums use powersgd",
+        ),
+    )

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from megatron.compression.builtin import BUILTIN
 from megatron.compression.options import SpecError
-from megatron.compression.registry import BUILTIN, Registry
+from megatron.compression.registry import Registry
 
 ENTRY_POINTS = "megatron.compressors"
 """The group in which an installed package names its ``register(registry)`` functions."""

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.compression.api import Aggregate, Peers, Request, RoundCompressor
+from megatron.compression.api import Aggregate, Peers, Request, RoundCompressor, SumTraits
 from megatron.compression.approximation import Factors
 from megatron.compression.linalg import matrix_shape, orthonormalise, random_bases
 from megatron.compression.options import SEED, opt
+from megatron.compression.points import Point
+from megatron.compression.registry import Registration, Registry
 from megatron.compression.state import CompressorState
 
 
@@ -34,11 +36,10 @@ class PowerSGD(RoundCompressor):
     rank's own contribution P (M^T P)^T. Sends r (n + m) numbers of n m.
     """
 
-    stacks = True
-    steady = ("draws",)
+    traits = SumTraits(batched=True, steady=("draws",))
     config: PowerSGDConfig
 
-    def pays(self, shape: tuple[int, ...]) -> bool:
+    def should_compress(self, shape: tuple[int, ...]) -> bool:
         if len(shape) < 2:
             return False
         n, m = matrix_shape(shape)
@@ -65,3 +66,17 @@ class PowerSGD(RoundCompressor):
         drawn_kmr = random_bases(x.shape[0], m, rank, self.config.seed, f"{n}x{m}/{state.count('draws')}", x)
         state.stage("draws", state.count("draws") + 1)
         return drawn_kmr if q_kmr is None else torch.cat([q_kmr, drawn_kmr[:, :, q_kmr.shape[2] :]], dim=2)
+
+
+def register(registry: Registry) -> None:
+    """Adds ``powersgd``."""
+    registry.register(
+        "powersgd",
+        Registration(
+            PowerSGDConfig,
+            rounds=PowerSGD,
+            points=frozenset({Point.DP_GRAD, Point.EMBED_GRAD, Point.TP_FWD, Point.TP_BWD}),
+            feedback={Point.DP_GRAD: "local", Point.EMBED_GRAD: "local"},
+            advice="for messages use lowrank",
+        ),
+    )

@@ -6,16 +6,20 @@ of ordinary Adam its second moments are frozen, and every rank sends its momentu
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from megatron.compression.api import Aggregate, Peers, Request, RoundCompressor
+from megatron.compression.api import Aggregate, Peers, Request, RoundCompressor, SumTraits
 from megatron.compression.approximation import Approximation, write
 from megatron.compression.error_feedback import ErrorFeedback
 from megatron.compression.fixpoint import FixpointConfig, FixpointRounds
 from megatron.compression.options import opt
+from megatron.compression.points import Point
+from megatron.compression.registry import Registration, Registry
+from megatron.compression.schedule import Activation
 from megatron.compression.state import CompressorState
 
 
@@ -61,14 +65,26 @@ class QuantizedAdam(RoundCompressor):
     """
 
     config: QuantizedAdamConfig
-    freezes_variance = True
-    clips_first = True
-    settles = True
-    steady = ("messages",)
+    traits = SumTraits(freezes_variance=True, clips_first=True, steady=("messages",))
 
     def __init__(self, config: QuantizedAdamConfig | None = None) -> None:
         super().__init__(config or QuantizedAdamConfig())
         self.exchange = ErrorFeedback(FixpointRounds(self.config))
+
+    def problem(self, activation: Activation) -> str:
+        if not activation.covers_all_stages:
+            return "stages: quantized-adam changes the update rule, which all stages must share; leave it out"
+        if not activation.warms_up:
+            return "quantized-adam divides by what a warm-up measures; add warmup=N iterations, some hundreds"
+        return ""
+
+    def check(self, point: Point, flags: Mapping[str, Any]) -> str:
+        if flags["optimizer"] != "adam":
+            return "it is a variant of Adam; use --optimizer adam, or dp-grad=fixpoint"
+        beta = flags["adam_beta1"]
+        if self.config.beta != beta:
+            return f"beta={self.config.beta:g} must be --adam-beta1 {beta:g}; write beta={beta:g}"
+        return ""
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
         beta, momentum = self.config.beta, state.get("momentum")
@@ -83,8 +99,23 @@ class QuantizedAdam(RoundCompressor):
             exchanged,
         )
 
-    def settle(self, x: Tensor, aggregate: Aggregate, state: CompressorState, peers: Peers) -> None:
+    def finalize(self, x: Tensor, aggregate: Aggregate, state: CompressorState, peers: Peers) -> None:
         assert isinstance(aggregate, _Moved)
-        self.exchange.settle(x, aggregate.exchanged, state, peers)
+        self.exchange.finalize(x, aggregate.exchanged, state, peers)
         write(aggregate.total, x)
         write(aggregate.exchanged.total, state.owned("momentum", x))
+
+
+def register(registry: Registry) -> None:
+    """Adds ``quantized-adam``."""
+    registry.register(
+        "quantized-adam",
+        Registration(
+            QuantizedAdamConfig,
+            rounds=QuantizedAdam,
+            points=frozenset({Point.DP_GRAD}),
+            no_feedback="has a residual of its own",
+            advice="use fixpoint with error-feedback=on",
+            needs="only with --optimizer adam, beta equal to --adam-beta1, all stages, and a warm-up",
+        ),
+    )

@@ -23,6 +23,7 @@ class Activation:
             None leaves no stage out.
         epilogue: only messages sent back after the sender's last forward, which nothing hides (pipeline backward).
         evaluation: compress in evaluation, too.
+        warms_up: a warm-up was asked for, whose length in iterations may not be known yet.
     """
 
     warmup_iters: int = 0
@@ -30,6 +31,12 @@ class Activation:
     last_stages: int | None = None
     epilogue: bool = False
     evaluation: bool = False
+    warms_up: bool = False
+
+    @property
+    def covers_all_stages(self) -> bool:
+        """Whether no pipeline stage is left out."""
+        return self.first_stages is None and self.last_stages is None
 
     def covers_stage(self, stage: int, stages: int) -> bool:
         """Whether the traffic of a pipeline stage is ever compressed."""

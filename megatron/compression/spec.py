@@ -5,19 +5,19 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast, get_args
 
-from megatron.compression.api import Codec, RoundCompressor
-from megatron.compression.error_feedback import ErrorFeedback, ErrorFeedbackCodec
+from megatron.compression.api import Codec, Compressor, Controller, RoundCompressor
+from megatron.compression.error_feedback import ErrorFeedback, ErrorFeedbackCodec, MessageResidual, SumResidual
 from megatron.compression.options import SpecError, option_infos, read_options, spelled
 from megatron.compression.points import Point
-from megatron.compression.registry import Entry, Registry
+from megatron.compression.registry import Registration, Registry
 from megatron.compression.schedule import Activation, RunLength, Schedule, read_iterations, read_schedule, read_stages
 
 FUSED = "fused"
 """The embedding's one collective over the replicas of both its stages, in place of two."""
 
-_FEEDBACKS = {True: ("off", "local", "aggregate"), False: ("off", "lazy", "lazy-reset", "lazy-mean")}
+_FEEDBACKS = {True: ("off", *get_args(SumResidual)), False: ("off", *get_args(MessageResidual))}
 """Kinds of residual of sums and of messages."""
 
 _STATELESS = {
@@ -46,7 +46,7 @@ class Spec:
     Args:
         point: the point.
         name: of the compressor.
-        entry: its registration.
+        registration: of the name.
         options: an instance of its options class.
         activation: where and when it is on.
         feedback: "off", "local", "aggregate", "lazy", "lazy-reset" or "lazy-mean".
@@ -56,7 +56,7 @@ class Spec:
 
     point: Point
     name: str
-    entry: Entry
+    registration: Registration
     options: Any
     activation: Activation = field(default_factory=Activation)
     feedback: str = "off"
@@ -76,28 +76,47 @@ class Spec:
     def variants(self) -> list[Any]:
         """The options that a run may have, at their extremes."""
         limits = {name: schedule.extremes for name, schedule in self.schedules.items()}
-        limits |= self.entry.tuned_limits(self.options) if self.entry.tuned_limits is not None else {}
+        limits |= self.compressor().tuned_limits()
         return [self.options_at(0, {name: pair[end] for name, pair in limits.items()}) for end in (0, 1)]
 
     def in_evaluation(self) -> Spec:
         """The same, on in evaluation too where that makes sense."""
-        if not self.point.forward or self.entry.remembers_samples:
+        if not self.point.forward or self.remembered_samples:
             return self
         return replace(self, activation=replace(self.activation, evaluation=True))
 
+    @property
+    def identity(self) -> bool:
+        """Whether the traffic goes as it is."""
+        return self.registration.identity
+
+    @property
+    def remembered_samples(self) -> int:
+        """How many samples each end of a message remembers; 0 for a compressor that remembers none."""
+        return 0 if self.registration.codec is None else self.codec().traits.samples
+
+    def compressor(self, options: Any = None) -> Compressor:
+        """A new compressor of these options (default: the first ones), without its error feedback."""
+        made = self.registration.rounds if self.point.sums else self.registration.codec
+        assert made is not None
+        return made(self.options if options is None else options)
+
+    def controller(self) -> Controller | None:
+        """A new controller of the options, where the compressor has one."""
+        made = self.compressor()
+        return made.controller() if isinstance(made, RoundCompressor) else None
+
     def rounds(self, options: Any = None) -> RoundCompressor:
         """A new compressor of sums, of these options (default: the first ones)."""
-        assert self.entry.rounds is not None
-        inner = self.entry.rounds(self.options if options is None else options)
-        if self.feedback == "off":
-            return inner
-        return ErrorFeedback(inner, "aggregate" if self.feedback == "aggregate" else "local")
+        assert self.registration.rounds is not None
+        inner = self.registration.rounds(self.options if options is None else options)
+        return inner if self.feedback == "off" else ErrorFeedback(inner, cast(SumResidual, self.feedback))
 
     def codec(self, options: Any = None) -> Codec:
         """A new codec of messages, of these options (default: the first ones)."""
-        assert self.entry.codec is not None
-        inner = self.entry.codec(self.options if options is None else options)
-        return inner if self.feedback == "off" else ErrorFeedbackCodec(inner, self.feedback == "lazy-mean")
+        assert self.registration.codec is not None
+        inner = self.registration.codec(self.options if options is None else options)
+        return inner if self.feedback == "off" else ErrorFeedbackCodec(inner, cast(MessageResidual, self.feedback))
 
 
 def read_specs(texts: Sequence[str], registry: Registry, length: RunLength) -> dict[Point, Spec]:
@@ -142,40 +161,43 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
         given[key] = value.strip()
     alias = point is Point.EMBED_GRAD and name == FUSED
     try:
-        entry = registry["none" if alias else name]
+        registration = registry["none" if alias else name]
     except KeyError as error:
         raise SpecError(f"{text}: {error.args[0]}{_nearest(name, registry.names)}") from None
     try:
-        entry.check(point, name)
+        registration.check(point, name)
     except SpecError as error:
         fitting = [other for other in registry.names if _serves(registry[other], point, other)]
         raise SpecError(f"{error}; {point.value} takes {', '.join(fitting)}") from None
     common = {key: given.pop(key).lower() for key in COMMON if key in given}
-    own = [info.name for info in option_infos(entry.config)] + list(COMMON)
+    own = [info.name for info in option_infos(registration.config)] + list(COMMON)
     for key in given:
         if key not in own:
             raise SpecError(f"{name} has no option {key!r}{_nearest(key, own)}; its options are: {', '.join(own)}")
-    schedules = _schedules(entry, name, given, length)
-    options = read_options(entry.config, given, name)
-    problem = entry.problem(options) if entry.problem is not None else ""
-    if problem:
-        raise SpecError(problem)
-    return Spec(
+    schedules = _schedules(registration, name, given, length)
+    options = read_options(registration.config, given, name)
+    spec = Spec(
         point,
         name,
-        entry,
+        registration,
         options,
-        _activation(point, entry, name, common, length),
-        _feedback(point, entry, name, common.get("error-feedback")),
+        _activation(point, common, length),
+        _feedback(point, registration, name, common.get("error-feedback")),
         alias or _fused(point, common.get("fused", "off")),
         schedules,
     )
+    if spec.activation.evaluation and spec.remembered_samples:
+        raise SpecError(f"eval=on: {name} remembers training samples, and evaluation has others; leave it out")
+    problem = spec.compressor().problem(spec.activation)
+    if problem:
+        raise SpecError(problem)
+    return spec
 
 
-def _schedules(entry: Entry, name: str, given: dict[str, str], length: RunLength) -> dict[str, Schedule]:
+def _schedules(registration: Registration, name: str, given: dict[str, str], length: RunLength) -> dict[str, Schedule]:
     """Takes the options that change over the run out of ``given``, and leaves their first values there."""
     found = {}
-    infos = {info.name: info for info in option_infos(entry.config)}
+    infos = {info.name: info for info in option_infos(registration.config)}
     for key, text in given.items():
         if "@" not in text and "~" not in text:
             continue
@@ -184,7 +206,7 @@ def _schedules(entry: Entry, name: str, given: dict[str, str], length: RunLength
             raise SpecError(f"{key}={text}: {key} cannot change over the run; of {name}'s options can: {able}")
         schedule = read_schedule(text, length)
         for value in schedule.extremes:
-            read_options(entry.config, {key: f"{value:g}"}, name)
+            read_options(registration.config, {key: f"{value:g}"}, name)
         found[key.replace("-", "_")] = schedule
         first = schedule.at(0)
         given[key] = str(round(first)) if infos[key].kind == "int" else repr(first)
@@ -200,7 +222,7 @@ def _point(place: str) -> Point:
     return choices[place]
 
 
-def _activation(point: Point, entry: Entry, name: str, common: Mapping[str, str], length: RunLength) -> Activation:
+def _activation(point: Point, common: Mapping[str, str], length: RunLength) -> Activation:
     when = common.get("when", "all")
     if when not in ("all", "epilogue"):
         raise SpecError(f"when={when}: the choices are all and epilogue")
@@ -209,20 +231,15 @@ def _activation(point: Point, entry: Entry, name: str, common: Mapping[str, str]
     evaluation = common.get("eval", "off")
     if evaluation not in ("on", "off"):
         raise SpecError(f"eval={evaluation}: write on or off")
-    if evaluation == "on" and entry.remembers_samples:
-        raise SpecError(f"eval=on: {name} remembers training samples, and evaluation has others; leave it out")
     if evaluation == "on" and not point.forward:
         raise SpecError(f"eval=on: evaluation sends nothing at {point.value}; leave it out")
     first, last = read_stages(common.get("stages", "all"))
     if "stages" in common and point in (Point.EMBED_GRAD,):
         raise SpecError("stages: the embedding is on the first and the last stage only; leave it out")
-    if entry.needs_warmup and common.get("stages", "all") != "all":
-        raise SpecError(f"stages: {name} changes the update rule, which all stages must share; leave it out")
     text = common.get("warmup", "0")
-    if entry.needs_warmup and not any(digit in text for digit in "123456789"):
-        raise SpecError(f"{name} divides by what a warm-up measures; add warmup=N iterations, some hundreds")
     warmup = read_iterations(text, length, f"warmup={text}")
-    return Activation(warmup, first, last, when == "epilogue", evaluation == "on")
+    asked = any(digit in text for digit in "123456789")
+    return Activation(warmup, first, last, when == "epilogue", evaluation == "on", warms_up=asked)
 
 
 def _fused(point: Point, given: str) -> bool:
@@ -233,8 +250,8 @@ def _fused(point: Point, given: str) -> bool:
     return given == "on"
 
 
-def _feedback(point: Point, entry: Entry, name: str, given: str | None) -> str:
-    usual = entry.feedback.get(point, "off")
+def _feedback(point: Point, registration: Registration, name: str, given: str | None) -> str:
+    usual = registration.feedback.get(point, "off")
     if given is None:
         return usual
     if given == "on":
@@ -244,8 +261,8 @@ def _feedback(point: Point, entry: Entry, name: str, given: str | None) -> str:
         raise SpecError(f"error-feedback={given}: the choices at {point.value} are on, {', '.join(kinds)}")
     if given != "off" and not point.keeps_state:
         raise SpecError(f"error-feedback={given}: {point.value} keeps no state ({_STATELESS[point]}); leave it out")
-    if given != "off" and entry.no_feedback:
-        raise SpecError(f"error-feedback={given}: {name} {entry.no_feedback}; leave it out")
+    if given != "off" and registration.no_feedback:
+        raise SpecError(f"error-feedback={given}: {name} {registration.no_feedback}; leave it out")
     return given
 
 
@@ -259,8 +276,6 @@ _TOGETHER = (
     "--use-distributed-optimizer: all but compressors at embedding; param-gather has traffic only with it",
     "--sequence-parallel: its gathers at tp-forward and tp-backward take fixpoint, not powersgd",
     "--DDP-impl torch: nothing at dp-grad, and no fused embedding",
-    "delta, delta-lowbits: only with --sample-order fixed, for several epochs",
-    "quantized-adam: only with --optimizer adam, beta equal to --adam-beta1, all stages, and a warm-up",
 )
 
 
@@ -274,24 +289,28 @@ def describe(registry: Registry) -> str:
             lines.append(f"  {point.value:<14} {', '.join(extra + names)}")
     lines += ["", "options of every compressor:"]
     lines += [f"  {key:<16} {text}" for key, text in COMMON.items()]
-    lines += ["", "what goes together:", *(f"  {line}" for line in _TOGETHER)]
+    needs: dict[str, list[str]] = {}
     for name in registry.names:
-        entry = registry[name]
-        summary = (entry.config.__doc__ or "").strip().splitlines()[0]
+        needs.setdefault(registry[name].needs, []).append(name)
+    own = [f"{', '.join(names)}: {text}" for text, names in needs.items() if text]
+    lines += ["", "what goes together:", *(f"  {line}" for line in (*_TOGETHER, *own))]
+    for name in registry.names:
+        registration = registry[name]
+        summary = (registration.config.__doc__ or "").strip().splitlines()[0]
         lines += ["", f"{name}: {summary}"]
-        for info in option_infos(entry.config):
+        for info in option_infos(registration.config):
             default = ("on" if info.default else "off") if isinstance(info.default, bool) else info.default
             over = " (may change: 64@0/32@1000 or 64~8@1000)" if info.scheduled else ""
             lines.append(f"  {info.name:<16} {info.kind}, default {default}: {info.help}{over}")
-        usual = [f"{kind} at {point.value}" for point, kind in entry.feedback.items() if kind != "off"]
+        usual = [f"{kind} at {point.value}" for point, kind in registration.feedback.items() if kind != "off"]
         if usual:
             lines.append(f"  {'error-feedback':<16} default {', '.join(usual)}")
     return "\n".join(lines)
 
 
-def _serves(entry: Entry, point: Point, name: str) -> bool:
+def _serves(registration: Registration, point: Point, name: str) -> bool:
     try:
-        entry.check(point, name)
+        registration.check(point, name)
     except SpecError:
         return False
     return True

@@ -15,10 +15,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron.compression.api import Aggregate, Op, Peers, Request, RoundCompressor
+from megatron.compression.api import Aggregate, Op, Peers, Request, RoundCompressor, SumTraits
 from megatron.compression.approximation import Sparse
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.options import CompressorFault, opt
+from megatron.compression.points import Point
+from megatron.compression.registry import Registration, Registry
 from megatron.compression.state import CompressorState, both
 from megatron.kernels.ops import abs_topk, dilate, gather_packed
 
@@ -37,10 +39,10 @@ class TopKConfig:
 class TopK(RoundCompressor):
     """Sends 8 bytes for each chosen coordinate to every rank, so it pays below a density of 1 / (2 n) for n ranks."""
 
-    stacks = True
+    traits = SumTraits(batched=True)
     config: TopKConfig
 
-    def pays(self, shape: tuple[int, ...]) -> bool:
+    def should_compress(self, shape: tuple[int, ...]) -> bool:
         return len(shape) > 1
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
@@ -77,13 +79,10 @@ class StableTopK(RoundCompressor):
     sent along a slice at a time between dense steps (``rotate``).
     """
 
-    stacks = True
-    observes = True
-    index_sets = ("indices",)
-    steady = ("steps",)
+    traits = SumTraits(batched=True, observes=True, index_sets=("indices",), steady=("steps",))
     config: StableTopKConfig
 
-    def pays(self, shape: tuple[int, ...]) -> bool:
+    def should_compress(self, shape: tuple[int, ...]) -> bool:
         return len(shape) > 1
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
@@ -110,7 +109,7 @@ class StableTopK(RoundCompressor):
     def launches(self, state: CompressorState) -> Hashable:
         # The slice that is sent along has another length at each step of a turn.
         since = self._since(state)
-        return both(state.layout(self.steady), since if self.config.flush == "rotate" else since == 0)
+        return both(state.layout(self.traits.steady), since if self.config.flush == "rotate" else since == 0)
 
     def _dense(self, x: Tensor, state: CompressorState) -> Generator[Request, Tensor, Aggregate]:
         residual = state.get(RESIDUAL)
@@ -163,3 +162,25 @@ class StableTopK(RoundCompressor):
 def _count(density: float, n: int) -> int:
     """Coordinates of a parameter of n that are sent: at least one."""
     return min(n, max(int(density * n), 1))
+
+
+def register(registry: Registry) -> None:
+    """Adds ``topk`` and ``stable-topk``."""
+    points = frozenset({Point.DP_GRAD, Point.EMBED_GRAD})
+    feedback = dict.fromkeys(points, "local")
+    registry.register(
+        "topk",
+        Registration(
+            TopKConfig, rounds=TopK, points=points, feedback=feedback, advice="for messages use fixpoint or lowrank"
+        ),
+    )
+    registry.register(
+        "stable-topk",
+        Registration(
+            StableTopKConfig,
+            rounds=StableTopK,
+            points=points,
+            feedback=feedback,
+            advice="only sums of gradients share one choice of coordinates",
+        ),
+    )

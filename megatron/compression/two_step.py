@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.compression.api import Aggregate, Op, Peers, Request, RoundCompressor
+from megatron.compression.api import Aggregate, Op, Peers, Request, RoundCompressor, SumTraits
 from megatron.compression.approximation import Approximation
 from megatron.compression.state import CompressorState
 
@@ -80,7 +80,7 @@ class TwoStepSum(RoundCompressor):
     """
 
     format: Format
-    steady = ("messages",)
+    traits = SumTraits(steady=("messages",))
 
     @abstractmethod
     def seed(self, state: CompressorState, message: int) -> int | None:

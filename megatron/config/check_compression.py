@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from megatron.compression.points import Point
-from megatron.compression.quantized_adam import QuantizedAdamConfig
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import Spec
 from megatron.config.errors import UserError
@@ -15,34 +14,31 @@ from megatron.config.run import RunConfig
 def check_compression(config: RunConfig, world_size: int, note: Callable[[str], None]) -> None:
     """Raises UserError for a compressor that cannot work in this run; notes one that has nothing to do."""
     specs = config.compression.specs(RunLength(config.training.planned_iters))
+    flags = {name: value for section in config.to_dict().values() for name, value in section.items()}
     _check_probe(config, specs)
     for point, spec in specs.items():
         where = f"--compress {point.value}={spec.name}"
         _check_stages(config, spec, where, note)
         _check_rank(config, spec, where)
         idle = _nothing_to_do(config, world_size, point)
-        if idle and spec.name not in ("none", "identity"):
+        if idle and not spec.identity:
             note(f"{where}: no effect, {idle}")
-        if point is Point.DP_GRAD and config.parallel.ddp_impl == "torch" and spec.name not in ("none", "identity"):
+        if point is Point.DP_GRAD and config.parallel.ddp_impl == "torch" and not spec.identity:
             raise UserError(f"{where}: --DDP-impl torch reduces gradients itself; use --DDP-impl local")
-        if isinstance(spec.options, QuantizedAdamConfig):
-            _check_adam(config, spec.options.beta, where)
+        problem = spec.compressor().check(point, flags)
+        if problem:
+            raise UserError(f"{where}: {problem}")
         if point is Point.EMBED_GRAD:
             _check_embedding(config, spec, where)
         if point in (Point.TP_FWD, Point.TP_BWD):
             _check_tensor(config, spec, where)
-        if spec.entry.remembers_samples and config.data.sample_order != "fixed":
-            raise UserError(
-                f"{where}: with --sample-order {config.data.sample_order} no sample comes twice; use --sample-order "
-                "fixed, or fixpoint, which remembers nothing"
-            )
 
 
 def _check_probe(config: RunConfig, specs: Mapping[Point, Spec]) -> None:
     spec = specs.get(Point.PP_BWD)
     if not config.logging.check_orth_error_acti:
         return
-    if spec is None or spec.name in ("none", "identity") or config.parallel.pipeline_model_parallel_size == 1:
+    if spec is None or spec.identity or config.parallel.pipeline_model_parallel_size == 1:
         raise UserError(
             "--check-orth-error-acti: nothing is compressed on the way back; add --compress pp-backward=lowrank and "
             "--pipeline-model-parallel-size of at least 2"
@@ -94,18 +90,8 @@ def _check_rank(config: RunConfig, spec: Spec, where: str) -> None:
         )
 
 
-def _check_adam(config: RunConfig, beta: float, where: str) -> None:
-    if config.optimizer.optimizer != "adam":
-        raise UserError(f"{where}: it is a variant of Adam; use --optimizer adam, or dp-grad=fixpoint")
-    if beta != config.optimizer.adam_beta1:
-        raise UserError(
-            f"{where}: beta={beta:g} must be --adam-beta1 {config.optimizer.adam_beta1:g}; write "
-            f"beta={config.optimizer.adam_beta1:g}"
-        )
-
-
 def _check_embedding(config: RunConfig, spec: Spec, where: str) -> None:
-    compressed = spec.fused or spec.name not in ("none", "identity")
+    compressed = spec.fused or not spec.identity
     if compressed and config.parallel.use_distributed_optimizer:
         raise UserError(
             f"{where}: with --use-distributed-optimizer the two stages exchange only their shares of the embedding; "
@@ -116,7 +102,7 @@ def _check_embedding(config: RunConfig, spec: Spec, where: str) -> None:
 
 
 def _check_tensor(config: RunConfig, spec: Spec, where: str) -> None:
-    if config.parallel.sequence_parallel and spec.entry.codec is None:
+    if config.parallel.sequence_parallel and spec.registration.codec is None:
         raise UserError(
             f"{where}: --sequence-parallel gathers activations, which {spec.name} cannot carry; use fixpoint"
         )

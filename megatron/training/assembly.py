@@ -17,7 +17,6 @@ from megatron.comm.error_probe import ErrorProbe
 from megatron.comm.kernel_trace import DeviceKernels
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
-from megatron.comm.rank_controller import RankController
 from megatron.comm.tensor import TensorComm
 from megatron.comm.trace import Trace
 from megatron.compression.schedule import RunLength
@@ -90,12 +89,6 @@ class Engines:
         yield from self.sync.states()
         if self.channel is not None:
             yield from self.channel.states()
-
-    @property
-    def controllers(self) -> dict[str, RankController]:
-        """What decides about compressors while the run goes on, by the name under which checkpoints hold it. The
-        numbers of each are the same on every rank."""
-        return {"rank_controller": self.sync.controller} if self.sync.controller is not None else {}
 
     def end_step(self, taken: bool) -> None:
         """Keeps what the compressors staged, or forgets it when the optimizer skipped the step."""

@@ -26,7 +26,7 @@ def compression_notes(
         warmup = spec.activation.warmup_iters
         if warmup >= train_iters > 0:
             notes.append(f"{where}: no effect, its warm-up of {warmup} iterations is the whole run of {train_iters}")
-        if train is None or not spec.entry.remembers_samples:
+        if train is None or not spec.remembered_samples:
             continue
         visits = len(train) / max(train.epoch_samples, 1)
         if visits < 2:
@@ -34,8 +34,8 @@ def compression_notes(
                 f"{where}: a sample comes {visits:.1f} times in this run, and the first visit sends it whole; "
                 "fixpoint would send less"
             )
-        capacity = getattr(spec.options, "cache", 0)
-        if 0 < capacity < train.epoch_samples // replicas:
+        capacity = spec.remembered_samples
+        if capacity < train.epoch_samples // replicas:
             notes.append(
                 f"{where}: cache={capacity} is less than the {train.epoch_samples // replicas} samples that a replica "
                 "meets in an epoch, so they are forgotten before they return"

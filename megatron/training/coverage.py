@@ -90,7 +90,7 @@ def _embedding(engines: Engines) -> Shares:
     if engines.sync.embedding is None or slot is None:
         return 0.0, 0.0, 0
     shape = tuple(slot.param.shape)
-    pays = engines.plan.ever_pays(Point.EMBED_GRAD, shape)
+    pays = engines.plan.ever_compresses(Point.EMBED_GRAD, shape)
     return float(slot.param.numel() * pays), float(slot.param.numel()), _highest_rank(shape)
 
 
@@ -102,14 +102,14 @@ def _tensor(engines: Engines, point: Point) -> Shares:
     shape = (model.seq_length, engines.config.training.micro_batch_size, model.hidden_size)
     covered = engines.plan.covers(point, engines.plan.stage)
     layers = float(sum(len(stage.part.layers) for stage in engines.stages))
-    return layers * (covered and engines.plan.ever_pays(point, shape)), layers, _highest_rank(shape)
+    return layers * (covered and engines.plan.ever_compresses(point, shape)), layers, _highest_rank(shape)
 
 
 def _pipeline(engines: Engines, point: Point) -> Shares:
     if engines.channel is None:
         return 0.0, 0.0, 0
     shape, dtype, plan = engines.channel.shape, engines.channel.dtype, engines.plan
-    pays = plan.covers(point, plan.stage) and plan.ever_pays(point, shape, dtype)
+    pays = plan.covers(point, plan.stage) and plan.ever_compresses(point, shape, dtype)
     messages = list(_sent(engines, point))
     return float(pays * sum(messages)), float(len(messages)), _highest_rank(shape, dtype)
 

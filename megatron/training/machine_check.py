@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from megatron.compression.delta import DeltaConfig
 from megatron.compression.schedule import RunLength
 from megatron.config.errors import UserError
 from megatron.config.memory import check_memory, memory_of_this_machine
@@ -27,8 +26,9 @@ def check_machine(config: RunConfig, env: LaunchEnvironment) -> None:
     if switch is not None and os.path.lexists(switch):
         raise UserError(f"--kill-switch-file {switch} exists already, so the run would end at once; remove it first")
     for spec in config.compression.specs(RunLength(config.training.planned_iters)).values():
-        if isinstance(spec.options, DeltaConfig) and spec.options.folder:
-            _check_folder(spec.options.folder, f"--compress {spec.point.value}={spec.name}")
+        folders = () if spec.registration.codec is None else spec.codec().traits.folders
+        for folder in folders:
+            _check_folder(folder, f"--compress {spec.point.value}={spec.name}")
 
 
 def check_room(config: RunConfig, env: LaunchEnvironment, vocab_size: int | None = None) -> None:

@@ -23,6 +23,7 @@ from megatron.checkpoint.model_state import (
 )
 from megatron.checkpoint.save import COMMON
 from megatron.checkpoint.saver import CheckpointSaver
+from megatron.checkpoint.stateful import Scope, StatefulParts, under_todays_names
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
@@ -73,7 +74,7 @@ def find_saved(config: CheckpointConfig, topology: Topology, log: Callable[[str]
             raise UserError(f"--load {root} holds no checkpoint; name the folder that --save wrote to")
         return None
     flag = None if config.ckpt_step is None else "--ckpt-step"
-    common = together(group, lambda: load_common(root, iteration, flag))
+    common = together(group, lambda: under_todays_names(load_common(root, iteration, flag)))
     where = checkpoint_folder(Path(root), iteration) / COMMON
     asked = {"optimizer": not config.loads_weights_only, "counters": not config.finetune}
     counters = together(group, lambda: SavedCounters.read(common, where, **asked))
@@ -118,6 +119,7 @@ class RunCheckpoints:
             engines.topology.coordinates,
             config.model.num_layers // layout.num_virtual_stages,
         )
+        self.parts = _parts(engines, schedule, progress, log)
         self.saver: CheckpointSaver | None = None
         self.saved_iteration: int | None = None
         if self.config.save:
@@ -143,16 +145,7 @@ class RunCheckpoints:
         if not self.config.no_save_optim:
             tensors |= optimizer_tensors(self.engines.optimizer)
             tensors |= self.compressors.tensors()
-        common = {
-            "progress": self.progress.state_dict(),
-            "schedule": self.schedule.state_dict(),
-            "loss_scale": self.engines.optimizer.loss_scale.state_dict(),
-            "optimizer_steps": self.engines.optimizer.steps,
-            "variance_frozen_at": self.engines.optimizer.frozen_at,
-            "separate_main": self.engines.optimizer.separate_main,
-            **{name: controller.state_dict() for name, controller in self.engines.controllers.items()},
-        }
-        self.saver.save(iteration, tensors, common, None, self.config_yaml)
+        self.saver.save(iteration, tensors, self.parts.state_dict(), None, self.config_yaml)
         self.saved_iteration = iteration
 
     def poll(self) -> None:
@@ -185,6 +178,8 @@ class RunCheckpoints:
     def _restore(self, root: str, saved: SavedRun) -> None:
         optimizer, iteration, common = self.engines.optimizer, saved.iteration, saved.common
         weights_only = self.config.loads_weights_only
+        if not weights_only:
+            self.parts.check(common)
         saved_main = saved.counters.separate_main and not weights_only
         tensors = model_tensors(self.engines.stages)
         if not weights_only:
@@ -205,15 +200,36 @@ class RunCheckpoints:
             optimizer.publisher.gather()
         if not weights_only:
             self.compressors.load(root, iteration, self.group, self.log)
-            optimizer.steps = saved.counters.optimizer_steps
-            optimizer.frozen_at = saved.counters.variance_frozen_at
-            for name, controller in self.engines.controllers.items():
-                if name in common:
-                    controller.load_state_dict(common[name])
-                else:
-                    self.log(f"{root}: the checkpoint of iteration {iteration} holds no {name}: it starts anew")
-            optimizer.loss_scale.load_state_dict(common["loss_scale"])
-        if not self.config.finetune:
-            if not self.config.no_load_lr_state:
-                self.schedule.load_state_dict(common["schedule"])
-            self.progress.load_state_dict(common["progress"])
+        self.parts.load_state_dict(common, self._scopes())
+
+    def _scopes(self) -> list[Scope]:
+        """What this run takes from a checkpoint beside weights."""
+        asked = {
+            Scope.OPTIMIZER: not self.config.loads_weights_only,
+            Scope.SCHEDULE: not self.config.finetune and not self.config.no_load_lr_state,
+            Scope.POSITION: not self.config.finetune,
+        }
+        return [scope for scope, wanted in asked.items() if wanted]
+
+
+def _parts(engines: Engines, schedule: LRSchedule, progress: Progress, log: Callable[[str], None]) -> StatefulParts:
+    """Everything of a run that a checkpoint holds beside tensors."""
+    optimizer, controllers = engines.optimizer, engines.sync.controllers
+
+    def set_steps(count: int) -> None:
+        optimizer.steps = count
+
+    def set_frozen_at(count: int) -> None:
+        optimizer.frozen_at = count
+
+    parts = StatefulParts()
+    parts.register("progress", progress, Scope.POSITION)
+    parts.register("schedule", schedule, Scope.SCHEDULE)
+    parts.register("loss_scale", optimizer.loss_scale, Scope.OPTIMIZER)
+    parts.register_value("optimizer_steps", lambda: optimizer.steps, set_steps, Scope.OPTIMIZER)
+    parts.register_value("variance_frozen_at", lambda: optimizer.frozen_at, set_frozen_at, Scope.OPTIMIZER)
+    parts.register_value("separate_main", lambda: optimizer.separate_main, None, Scope.DESCRIPTION)
+    parts.register_value(
+        "controllers", controllers.state_dict, lambda saved: controllers.load_state_dict(saved, log), Scope.OPTIMIZER
+    )
+    return parts

@@ -48,12 +48,9 @@ class SavedCounters:
 
     Args:
         separate_main: the optimizer's values are kept apart from the model's.
-        optimizer_steps, variance_frozen_at: counters of the optimizer.
     """
 
     separate_main: bool
-    optimizer_steps: int = 0
-    variance_frozen_at: int = 0
 
     @staticmethod
     def read(common: Mapping[str, Any], where: Path, *, optimizer: bool, counters: bool) -> SavedCounters:
@@ -74,14 +71,12 @@ class SavedCounters:
             if counters:
                 Progress().load_state_dict(values.table("progress"))
                 values.table("schedule")
-            if not optimizer:
-                return SavedCounters(separate)
-            values.table("loss_scale")
-            return SavedCounters(
-                separate,
-                values.integer("optimizer_steps", least=0, most=_MOST),
-                values.integer("variance_frozen_at", 0, least=0, most=_MOST),
-            )
+            if optimizer:
+                for name in ("loss_scale", "controllers"):
+                    values.table(name)
+                for name in ("optimizer_steps", "variance_frozen_at"):
+                    values.integer(name, least=0, most=_MOST)
+            return SavedCounters(separate)
         except UserError as error:
             remedy = "load another checkpoint, or its weights alone with --finetune"
             raise UserError(f"{where} is not what a run writes: {error}; {remedy}") from error

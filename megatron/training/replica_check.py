@@ -62,7 +62,7 @@ def _digests(engines: Engines) -> Iterator[tuple[str, str]]:
     if channel is None:
         return
     for way in (channel.forward, channel.backward):
-        for boundary, end, name, tensor in _memories(way, channel.plan.codec(way.point).shared):
+        for boundary, end, name, tensor in _memories(way, channel.plan.codec(way.point).traits.shared):
             place = f"{way.point.value} boundary {boundary} of replica {at.dp}, tensor-parallel rank {at.tp}"
             yield f"{name} of {place}@{end}", _digest(tensor)
 

@@ -16,10 +16,11 @@ from megatron.comm.policy import CompressionPlan, Position
 from megatron.comm.reducer import GradBucket, GradReducer, Place
 from megatron.comm.rounds import Job, RoundsInFlight
 from megatron.compression.api import Aggregate, Codec, Op, Payload, Peers, Request, RoundCompressor
+from megatron.compression.builtin import BUILTIN
 from megatron.compression.delta import DeltaConfig
 from megatron.compression.identity import IdentityRounds
 from megatron.compression.points import Point
-from megatron.compression.registry import BUILTIN, Entry
+from megatron.compression.registry import Registration
 from megatron.compression.spec import Spec
 from megatron.compression.state import CompressorState
 from megatron.topology.group import Group
@@ -67,7 +68,7 @@ def _mixed_rounds() -> list[str]:
     states = [CompressorState() for _ in shapes]
     xs = [_values(group.rank, shape) for shape in shapes]
     jobs = [Job(*job) for job in zip(compressors, xs, states, strict=True)]
-    RoundsInFlight(jobs, group, ledger, Point.DP_GRAD, raw_bytes=1000).settle()
+    RoundsInFlight(jobs, group, ledger, Point.DP_GRAD, raw_bytes=1000).finish()
     totals = xs
     wrong = []
     for i, shape in enumerate(shapes):
@@ -174,7 +175,7 @@ SHAPE = torch.Size((4, 1, 6))
 def _channel(scale: float) -> list[str]:
     """Two stages, three micro-batches both ways, all receives posted ahead."""
     group, ledger = _group(), Ledger()
-    entry = Entry(type(None), codec=HalfCodec)
+    entry = Registration(type(None), codec=HalfCodec)
     specs = {point: Spec(point, "half", entry, None) for point in (Point.PP_FWD, Point.PP_BWD)}
     plan = CompressionPlan(specs, group.rank, 2)
     other = Group(dist.new_group(list(group.ranks)), group.ranks, group.rank, "backward", "gloo")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.compression.edgc import RankByEntropy, RankController
 from megatron.compression.points import Point
 from megatron.parallel.data.buffer import ParamSlot
 from megatron.training.assembly import Engines
@@ -19,11 +20,10 @@ from megatron.training.coverage import coverage_notes
 from megatron.training.replica_check import disagreements
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents
+from tests.support.documented import python_blocks
 from tests.support.spawn import run_ranks
 from tests.support.tiny import Trace, tiny_engines, tiny_run, tiny_train
 from tests.support.train import train
-
-REPO = Path(__file__).resolve().parents[2]
 
 Changes = dict[str, dict[str, Any]]
 
@@ -347,17 +347,21 @@ def test_moments_are_frozen_alike_on_every_layout(parallel: dict[str, Any]) -> N
     assert found.keys() == alone.keys()
 
 
+def _rule(engines: Engines) -> RankByEntropy:
+    controller = engines.sync.controllers.by_point[Point.DP_GRAD]
+    assert isinstance(controller, RankController)
+    return controller.rule
+
+
 def _ranks_by_entropy(changes: Changes) -> tuple[list[int], list[float]]:
     engines = tiny_engines(changes)
     ranks: list[int] = []
 
     def note(engines: Engines) -> None:
-        assert engines.sync.controller is not None
-        ranks.append(engines.sync.controller.rule.rank)
+        ranks.append(_rule(engines).rank)
 
     tiny_train(engines, 16, after_step=note)
-    assert engines.sync.controller is not None
-    return ranks, engines.sync.controller.rule.means
+    return ranks, _rule(engines).means
 
 
 def test_ranks_follow_the_entropy_alike_on_every_rank() -> None:
@@ -375,8 +379,8 @@ def test_ranks_follow_the_entropy_alike_on_every_rank() -> None:
 
 def _rule_and_own_rank(changes: Changes) -> tuple[tuple[int, int], int]:
     engines = tiny_engines(changes)
-    assert engines.sync.controller is not None
-    return engines.sync.controller.rule.shape, engines.plan.rounds(Point.DP_GRAD).config.rank
+    tiny_train(engines, 1)
+    return _rule(engines).shape, engines.plan.rounds(Point.DP_GRAD).config.rank
 
 
 def test_all_stages_decide_by_the_matrices_of_the_first() -> None:
@@ -437,8 +441,7 @@ def test_a_difference_is_found_and_named(where: str, name: str) -> None:
 
 def test_the_documented_compressor_trains(tmp_path: Path) -> None:
     """The example of docs/writing-a-compressor.md, from its own text, through the command line."""
-    text = (REPO / "docs" / "writing-a-compressor.md").read_text(encoding="utf-8")
-    code = text.partition("```python\n")[2].partition("```")[0]
+    code = python_blocks("writing-a-compressor.md")[0]
     for example in ("class Float8Config", "class RandomRowsConfig"):
         assert example in code
     codec = code[code.index("@dataclass") : code.index("@dataclass", code.index("@dataclass") + 1)]

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.reducer import GradBucket, GradReducer, Place
-from megatron.compression.registry import BUILTIN, Registry
+from megatron.compression.builtin import BUILTIN
+from megatron.compression.registry import Registry
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import read_specs
 from megatron.topology.group import Group

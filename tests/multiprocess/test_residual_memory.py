@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.reducer import GradBucket, GradReducer, Place
-from megatron.compression.registry import BUILTIN, Registry
+from megatron.compression.builtin import BUILTIN
+from megatron.compression.registry import Registry
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import read_specs
 from megatron.compression.state import CompressorState

@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents
+from tests.support.documented import python_blocks
+from tests.support.reseal import reseal
 from tests.support.train import train
 
 pytestmark = pytest.mark.multiprocess
@@ -141,6 +143,83 @@ def test_resume_is_exact_at_the_same_layout(prefix: Path, tmp_path: Path, name: 
     assert parts == whole
     if "fp16" in name:
         assert any(norm is None for _, norm in whole.values()), "no step was skipped: the case tests nothing"
+
+
+def _plug_in(folder: Path, point: str) -> dict[str, Any]:
+    """Flags of the documented compressor that has a controller and a memory."""
+    code = python_blocks("writing-a-compressor.md")[1]
+    assert sum(bool(line.strip()) for line in code.splitlines()) < 60
+    (folder / "mine.py").write_text(code)
+    spec = f"{point}=large-rows,share=0.6,least=0.05,error-feedback=on"
+    return {"compress_module": folder / "mine.py", "compress": [spec]}
+
+
+def _controller(folder: Path, point: str = "dp-grad") -> dict[str, float]:
+    """The state that a checkpoint holds of the only controller."""
+    controllers = json.loads((folder / "common.json").read_text())["controllers"]
+    assert list(controllers) == [point]
+    state: dict[str, float] = controllers[point]["state"]
+    return state
+
+
+@pytest.mark.parametrize("point", ["dp-grad", "embedding"])
+def test_a_plug_in_with_a_controller_and_a_memory_resumes_exactly(prefix: Path, tmp_path: Path, point: str) -> None:
+    """As every built-in does, without a word about it in any engine."""
+    changes = {**_plug_in(tmp_path, point), "pipeline_model_parallel_size": 2}
+    whole, parts = _stop_and_go_on(prefix, tmp_path, (4, 4), changes, changes, 24)
+    assert len(whole) == 24
+    assert parts == whole
+    state = _controller(tmp_path / "saved" / "iter_0000004", point)
+    assert state["first"] > 0
+    assert 0.05 <= state["share"] < 0.6, "the controller never moved: the case tests nothing"
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor_model_parallel_size": 2}], ids=["dp2", "tp2"])
+def test_a_plug_in_goes_on_at_another_layout(prefix: Path, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """Its memory finds its parameters again, its controller its numbers; where a memory cannot, that is said."""
+    changes, saved = _plug_in(tmp_path, "dp-grad"), tmp_path / "saved"
+    train(4, tiny_flags(prefix, **changes, train_iters=12, exit_interval=6, save=saved))
+    ranks = 4 if layout else 2
+    then = tiny_flags(prefix, **changes, **layout, train_iters=12, load=saved, save=tmp_path / "then")
+    lines = run_cli(ranks, [SCRIPT, *then]).check().stdout
+    assert ("norms" in lines) == bool(layout)
+    assert ("is left out" in lines) == bool(layout)
+    assert "starts anew" not in lines
+    before, after = (
+        json.loads((folder / f"iter_00000{iteration:02}" / "common.json").read_text())["controllers"]["dp-grad"][
+            "state"
+        ]
+        for folder, iteration in ((saved, 6), (tmp_path / "then", 12))
+    )
+    assert after["first"] == before["first"] > 0
+
+
+def test_a_controllers_state_without_a_controller_is_named(prefix: Path, tmp_path: Path) -> None:
+    changes, saved = _plug_in(tmp_path, "dp-grad"), tmp_path / "saved"
+    train(2, tiny_flags(prefix, **changes, train_iters=4, save=saved))
+    dense = run_cli(2, [SCRIPT, *tiny_flags(prefix, train_iters=6, load=saved)]).check()
+    lost = "warning: the state of dp-grad=large-rows's controller has no place in this run and is left out"
+    assert lost in dense.stdout
+    flags = tiny_flags(prefix, train_iters=6, load=saved, compress=["dp-grad=edgc,rank=4"])
+    other = run_cli(2, [SCRIPT, *flags]).check()
+    assert lost in other.stdout
+    assert "holds no state of the controller of dp-grad=edgc: it starts anew" in other.stdout
+
+
+def test_the_checkpoint_of_an_earlier_version_goes_on(prefix: Path, tmp_path: Path) -> None:
+    """One controller had a name of its own there, and nothing said when the variances were frozen."""
+    changes = {"compress": ["dp-grad=edgc,rank=10,min-rank=2,window=3,sample-every=1,max-step=8"]}
+    whole, saved = tmp_path / "whole.jsonl", tmp_path / "saved"
+    train(2, tiny_flags(prefix, **changes, train_iters=16, log_json_file=whole))
+    train(2, tiny_flags(prefix, **changes, train_iters=16, exit_interval=4, save=saved))
+    path = saved / "iter_0000004" / "common.json"
+    common = json.loads(path.read_text())
+    common["rank_controller"] = common.pop("controllers")["dp-grad"]["state"]
+    del common["variance_frozen_at"]
+    reseal(path.parent, {path.name: json.dumps(common).encode()})
+    train(2, tiny_flags(prefix, **changes, train_iters=16, load=saved, log_json_file=tmp_path / "then.jsonl"))
+    wanted = {iteration: values for iteration, values in _losses(whole).items() if iteration > 4}
+    assert _losses(tmp_path / "then.jsonl") == wanted
 
 
 def test_a_dense_run_goes_on_with_radius(prefix: Path, tmp_path: Path) -> None:

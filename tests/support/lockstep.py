@@ -44,7 +44,7 @@ def run_lockstep(
         local = given[rank] if aggregate.local is None else dense(aggregate.local, x)
         results.append(Summed(total, local))
         if taken:
-            compressor.settle(x, aggregate, states[rank], Peers(rank, len(xs)))
+            compressor.finalize(x, aggregate, states[rank], Peers(rank, len(xs)))
             torch.testing.assert_close(x, total, rtol=0, atol=0, equal_nan=True)
     return results
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.compression.api import Codec
-from megatron.compression.error_feedback import RESIDUAL, ErrorFeedbackCodec
+from megatron.compression.error_feedback import RESIDUAL, ErrorFeedbackCodec, MessageResidual
 from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
 from megatron.compression.state import CompressorState
 from megatron.data.batch import Batch
@@ -48,16 +48,15 @@ class Method:
     def of(cls, kind: str, rank: int, boundaries: int) -> Method:
         def codec() -> Codec:
             inner = LowRankCodec(LowRankConfig(rank=rank))
-            return inner if kind == "none" else ErrorFeedbackCodec(inner, mean=kind == "lazy-mean")
+            return inner if kind == "none" else ErrorFeedbackCodec(inner, cast(MessageResidual, kind))
 
         return cls(kind, [codec() for _ in range(boundaries)], [CompressorState() for _ in range(boundaries)])
 
     def begin(self) -> None:
         """An iteration begins."""
         self.error = {}
-        if self.kind == "lazy-reset":
-            for state in self.states:
-                state.tensors.pop(RESIDUAL, None)
+        for codec, state in zip(self.codecs, self.states, strict=True):
+            codec.begin_step(state)
 
     def end(self) -> None:
         """An iteration ends."""

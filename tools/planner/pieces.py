@@ -205,7 +205,7 @@ class Pieces:
         for step in range(1 + self.stand.repeats):
             self.stand.fill(built.buffer.grads_flat)
             with meter:
-                reducer.begin(self.iteration + step, 1.0, reducer.compressor.settles)
+                reducer.begin(self.iteration + step, 1.0, reducer.compressor.finalizes)
                 reducer.launch()
                 firsts.append(meter.take())
                 reducer.finish(True)
@@ -284,7 +284,7 @@ def message(codec: Codec, shape: torch.Size, dtype: torch.dtype, stand: Stand, k
     meter, device = stand.recorder(), stand.torch_device
     sender, receiver = CompressorState(), CompressorState()
     key: Hashable = tuple(range(keys))
-    wide = dtype if codec.exact or dtype == torch.float64 else torch.float32
+    wide = dtype if codec.traits.exact or dtype == torch.float64 else torch.float32
     nbytes = 0.0
     encodes: list[Tally] = []
     decodes: list[Tally] = []

@@ -132,7 +132,7 @@ class Predictor(Stages):
     ) -> tuple[list[float], float]:
         """When the gradients of each rank are final, and the seconds of coding the tied embedding's."""
         specs = self.book.specs(choice)
-        asks = any(point in specs and specs[point].rounds().settles for point in (Point.DP_GRAD, Point.EMBED_GRAD))
+        asks = any(point in specs and specs[point].rounds().finalizes for point in (Point.DP_GRAD, Point.EMBED_GRAD))
         everyone = max(time.end for time in times) + self._world_s(wires, choice)
         ready = []
         for rank, (time, stage) in enumerate(zip(times, stages, strict=True)):

@@ -6,13 +6,11 @@ from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 
+from megatron.comm.controllers import Controllers, ReducedPoint
 from megatron.comm.embedding import EmbeddingSync
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
-from megatron.comm.rank_controller import RankController
 from megatron.comm.reducer import GradBucket, GradReducer, Place
-from megatron.compression.edgc import EDGCConfig
-from megatron.compression.linalg import matrix_shape
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState, both
 from megatron.parallel.data.buffer import Bucket, BucketKind, FlatBuffer, ParamSlot
@@ -68,27 +66,23 @@ class GradientSync:
             )
             for buffer in buffers
         ]
-        self.controller = self._rank_controller(plan, topology)
+        self.controllers = Controllers(plan, self._reduced_points(), topology.control, ledger)
         self._iteration = 0
         self._scale = 1.0
         self._asks = False
 
-    def _rank_controller(self, plan: CompressionPlan, topology: Topology) -> RankController | None:
-        """What finds the rank while the run goes on, where the compressor asks for that."""
-        spec = plan.specs.get(Point.DP_GRAD)
-        if spec is None or not isinstance(spec.options, EDGCConfig) or self.group.size == 1 or not self.reduce:
-            return None
-        shapes = [slot.param.shape for buffer in self.buffers for bucket in buffer.buckets for slot in bucket.slots]
-        matrices = [matrix_shape(shape) for shape in shapes if len(shape) > 1]
-        largest = max(matrices, key=lambda shape: shape[0] * shape[1], default=(1, 1))
-        return RankController(spec.options, plan, topology, self.ledger, largest)
+    def _reduced_points(self) -> list[Point]:
+        """Where gradients are reduced in this run; the same on every rank."""
+        replicas = self.group.size > 1 and self.reduce
+        stages = self.topology.layout.pp > 1
+        return [point for point, on in ((Point.DP_GRAD, replicas), (Point.EMBED_GRAD, stages)) if on]
 
     def begin(self, iteration: int, scale: float) -> None:
         """A step begins, whose gradients carry the loss scale ``scale``."""
         self._iteration, self._scale = iteration, scale
         # Said of the whole mesh, not of this stage: all ranks ask, or none.
         points = (point for point in (Point.DP_GRAD, Point.EMBED_GRAD) if self.plan.activation(point).on(iteration))
-        self._asks = any(self.plan.rounds(point).settles for point in points)
+        self._asks = any(self.plan.rounds(point).finalizes for point in points)
         for reducer in self.reducers:
             reducer.begin(iteration, scale, self._asks)
         if self.embedding is not None:
@@ -193,14 +187,17 @@ class GradientSync:
             for buffer, bucket in self._tied():
                 own = buffer.grads_of(bucket)[own_share(bucket, self.group, self.sharded)]
                 self.embedding.all_reduce(own, tuple(bucket.slots[0].param.shape), self._scale)
-        if self.controller is not None:
-            owned = [
-                buffer.grads_of(bucket)[own_share(bucket, self.group, self.sharded)]
-                for buffer in self.buffers
-                for bucket in buffer.buckets
-            ]
-            self.controller.after_reduction(self._iteration, owned if sound else [], self._scale)
+        self.controllers.after_reduction(self._iteration, self._scale, sound, self._reduced)
         return sound
+
+    def _reduced(self, point: Point) -> ReducedPoint:
+        """The final gradients that a point has reduced: all of this rank's, or those of the tied embedding."""
+        buckets = [(buffer, bucket) for buffer in self.buffers for bucket in buffer.buckets]
+        seen = list(self._tied()) if point is Point.EMBED_GRAD else buckets
+        return ReducedPoint(
+            [buffer.grads_of(bucket)[own_share(bucket, self.group, self.sharded)] for buffer, bucket in seen],
+            [tuple(slot.param.shape) for _, bucket in seen for slot in bucket.slots if slot.param.dim() > 1],
+        )
 
     def _agree_that_sound(self, tokens: float) -> bool:
         """Whether all local gradients of all ranks are finite and some tokens count."""

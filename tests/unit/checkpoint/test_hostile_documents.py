@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +23,7 @@ from megatron.config.errors import UserError
 from megatron.optimizer.schedules import LRSchedule
 from megatron.training.persistence import RunCheckpoints, find_saved
 from megatron.training.progress_state import Progress
+from tests.support.reseal import reseal
 from tests.support.tiny import tiny_config, tiny_engines, tiny_train
 
 FOLDER = "iter_0000002"
@@ -64,17 +64,6 @@ def loader(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunCh
     root = tmp_path_factory.mktemp("tampered") / "root"
     shutil.copytree(saved, root)
     return _checkpoints("load", root), root
-
-
-def _reseal(folder: Path, documents: dict[str, bytes], change: Callable[[Any], Any] = lambda content: content) -> None:
-    """Rewrites documents and the table of contents, all checksums right."""
-    content = json.loads((folder / "metadata.json").read_text())["content"]
-    for name, data in documents.items():
-        (folder / name).write_bytes(data)
-        content["files"][name] = len(data)
-        content["documents"][name] = [name, 0, len(data), zlib.crc32(data)]
-    body = json.dumps(change(content), sort_keys=True, separators=(",", ":"))
-    (folder / "metadata.json").write_text(f'{{"crc32":{zlib.crc32(body.encode())},"content":{body}}}\n')
 
 
 def _read_all(stored: StoredTensors) -> None:
@@ -122,7 +111,7 @@ def _with(
 ) -> str | None:
     shutil.rmtree(root)
     shutil.copytree(saved, root)
-    _reseal(root / FOLDER, documents, change)
+    reseal(root / FOLDER, documents, change)
     return _use(checkpoints, root)
 
 

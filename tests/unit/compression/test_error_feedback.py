@@ -102,7 +102,7 @@ def test_lazy_error_propagation_against_a_plain_loop(warm_start: bool) -> None:
 def test_the_mean_of_what_tokens_were_sent_is_conserved() -> None:
     """lazy-mean: over the messages, the means over the tokens of what was sent and of what was meant differ by the
     residual, one number for each channel."""
-    codec = ErrorFeedbackCodec(LowRankCodec(LowRankConfig(rank=1)), mean=True)
+    codec = ErrorFeedbackCodec(LowRankCodec(LowRankConfig(rank=1)), "lazy-mean")
     sender, receiver = CompressorState(), CompressorState()
     sent, meant = torch.zeros(7, dtype=torch.float64), torch.zeros(7, dtype=torch.float64)
     for message in range(50):

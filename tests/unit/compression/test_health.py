@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.compression.api import Aggregate, Codec, Payload, Peers, Request, RoundCompressor
+from megatron.compression.api import Aggregate, Codec, Payload, Peers, Request, RoundCompressor, SumTraits
 from megatron.compression.error_feedback import ErrorFeedback, ErrorFeedbackCodec
 from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
 from megatron.compression.state import CompressorState
@@ -16,7 +16,7 @@ from tests.support.lockstep import run_lockstep
 class _Share(RoundCompressor):
     """Sends a share of everything."""
 
-    stacks = True
+    traits = SumTraits(batched=True)
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers):
         local = x * self.config

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.compression.api import Codec, Payload, RoundCompressor
+from megatron.compression.api import Codec, CodecTraits, Payload, RoundCompressor
 from megatron.compression.delta import DeltaCodec, DeltaConfig
 from megatron.compression.error_feedback import ErrorFeedback, ErrorFeedbackCodec
 from megatron.compression.fixpoint import FixpointCodec, FixpointConfig, FixpointRounds
@@ -27,7 +27,7 @@ STOCHASTIC = FixpointConfig(bits=4, rounding="stochastic")
 
 MORE_CODECS: dict[str, Callable[[], Codec]] = {
     "lowrank with residual": lambda: ErrorFeedbackCodec(LowRankCodec(LowRankConfig(rank=2))),
-    "fixpoint with mean residual": lambda: ErrorFeedbackCodec(FixpointCodec(STOCHASTIC), mean=True),
+    "fixpoint with mean residual": lambda: ErrorFeedbackCodec(FixpointCodec(STOCHASTIC), "lazy-mean"),
     "delta that evicts": lambda: DeltaCodec(DeltaConfig(cache=7, rounding="stochastic")),
 }
 MORE_ROUNDS: dict[str, Callable[[], RoundCompressor]] = {
@@ -95,14 +95,14 @@ def test_codecs_say_what_decides_their_launches(name: str) -> None:
 def _sums(compressor: RoundCompressor) -> Watched:
     watched = Watched()
     states = [CompressorState(), CompressorState()]
-    shape = (2, 12, 16) if compressor.stacks else (384,)
+    shape = (2, 12, 16) if compressor.traits.batched else (384,)
     for step in range(STEPS):
         xs = [noise(shape, torch.float32, 10 * step + rank) for rank in range(2)]
 
         def total(xs: Sequence[torch.Tensor] = xs) -> None:
             run_lockstep(compressor, xs, states)
             for state in states:
-                if compressor.observes and state.count("awaiting"):
+                if compressor.traits.observes and state.count("awaiting"):
                     compressor.observe(xs[0].clone(), state)
 
         watched.run(compressor.launches(states[0]), total)
@@ -122,7 +122,7 @@ def test_sums_say_what_decides_their_launches(name: str) -> None:
 class Counting(FixpointCodec):
     """Computes something else at every fourth message, and says nothing of it."""
 
-    steady: tuple[str, ...] = ()
+    traits = CodecTraits()
 
     def encode(self, x: torch.Tensor, state: CompressorState, key: Hashable) -> Payload:
         state.stage("calls", state.count("calls") + 1)
@@ -132,7 +132,7 @@ class Counting(FixpointCodec):
 class Concealing(Counting):
     """And denies that it matters."""
 
-    steady = ("calls",)
+    traits = CodecTraits(steady=("calls",))
 
 
 def test_a_counter_of_which_nothing_is_said_is_taken_for_important() -> None:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from megatron.compression.api import Codec, Payload, RoundCompressor
 from megatron.compression.approximation import dense
-from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback, ErrorFeedbackCodec
+from megatron.compression.builtin import BUILTIN
+from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback, ErrorFeedbackCodec, MessageResidual
 from megatron.compression.options import SpecError
 from megatron.compression.points import Point
-from megatron.compression.registry import BUILTIN
 from megatron.compression.state import CompressorState
 from tests.support.lockstep import run_lockstep
 
@@ -52,7 +52,7 @@ def for_rounds(
     compressor: RoundCompressor, shape: tuple[int, ...], dtype: torch.dtype, seeds: range
 ) -> tuple[tuple[int, ...], list[Tensor]]:
     """One input for each seed, and their shape: stacks of matrices for compressors that take those."""
-    if compressor.stacks and len(shape) < 3:
+    if compressor.traits.batched and len(shape) < 3:
         shape = (2, *shape) if len(shape) == 2 else (1, *(shape or (1,)), 1)
     return shape, [noise(shape, dtype, seed) for seed in seeds]
 
@@ -102,7 +102,7 @@ class TestCodec:
                 assert torch.equal(y, x)
             for state in ends:
                 state.commit()
-            for shared in codec.shared:
+            for shared in codec.traits.shared:
                 assert torch.equal(*(state.portable()[shared] for state in ends))
 
     def test_strided_input(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -177,9 +177,9 @@ class TestOwnership:
             payload = rough.encode(given, ends[2], key)
             sent = payload.wire.clone()
             expected = (
-                dense(rough.reconstruct(payload, given, ends[2], key), given) if not entry.remembers_samples else None
+                dense(rough.reconstruct(payload, given, ends[2], key), given) if not rough.traits.samples else None
             )
-            if not rough.exact:
+            if not rough.traits.exact:
                 given.fill_(torch.nan)
             assert torch.equal(payload.wire, sent), "the message lives in the input"
             arrived = rough.empty_payload(x.shape, x.dtype, x.device, ends[3], key)
@@ -194,17 +194,17 @@ class TestOwnership:
             for state in ends:
                 state.commit()
 
-    @pytest.mark.parametrize("mean", [False, True])
+    @pytest.mark.parametrize("kind", ["lazy", "lazy-mean"])
     @pytest.mark.parametrize("shape", [(6, 2, 8), (40, 1, 16), (1, 3)], ids=str)
     @pytest.mark.parametrize(("name", "options"), [v[1:] for v in FED], ids=[v[0] for v in FED])
     def test_feedback_conserves_what_was_meant(
-        self, name: str, options: Any, shape: tuple[int, ...], mean: bool
+        self, name: str, options: Any, shape: tuple[int, ...], kind: MessageResidual
     ) -> None:
         """What was decoded and what is left make what was meant, over messages of one step and of several; messages
         still under way do not change."""
         entry = BUILTIN[name]
         assert entry.codec is not None
-        codec, sender, receiver = ErrorFeedbackCodec(entry.codec(options), mean), CompressorState(), CompressorState()
+        codec, sender, receiver = ErrorFeedbackCodec(entry.codec(options), kind), CompressorState(), CompressorState()
         meant, decoded = torch.zeros(shape), torch.zeros(shape)
         for step in range(3):
             under_way = []
@@ -217,7 +217,7 @@ class TestOwnership:
             assert all(torch.equal(payload.wire, sent) for payload, sent in under_way)
             residual = sender.get(RESIDUAL)
             assert residual is not None
-            over = (lambda y: y.reshape(-1, shape[-1]).mean(dim=0)) if mean else (lambda y: y)
+            over = (lambda y: y.reshape(-1, shape[-1]).mean(dim=0)) if kind == "lazy-mean" else (lambda y: y)
             torch.testing.assert_close(over(decoded) + residual, over(meant), rtol=1e-5, atol=1e-4)
             sender.commit()
 
@@ -314,7 +314,7 @@ def test_feedback_of_sums_conserves_what_was_meant(name: str, options: Any, kind
         totals = [aggregate.total for aggregate in run_lockstep(compressor, xs, states)]
         assert all(torch.equal(total, totals[0]) for total in totals)
         summed += totals[0]
-        if compressor.observes:
+        if compressor.traits.observes:
             for state in states:
                 compressor.observe(totals[0].clone(), state)
         for state in states:
@@ -339,7 +339,7 @@ class TestNonFinite:
         if name not in EXACT and dtype.itemsize < 4:
             dtype = torch.float32  # what lossy sums are given
         compressor = make_rounds(name)
-        shape = (1, 1, 3) if compressor.stacks else (3,)
+        shape = (1, 1, 3) if compressor.traits.batched else (3,)
         xs = [torch.tensor([1.0, bad, -2.0], dtype=dtype).view(shape), torch.ones(shape, dtype=dtype)]
         total = run_lockstep(compressor, xs, [CompressorState(), CompressorState()])[0].total
         assert not torch.isfinite(total).all()

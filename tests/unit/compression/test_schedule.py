@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from megatron.comm.policy import CompressionPlan
+from megatron.compression.builtin import BUILTIN
 from megatron.compression.options import SpecError
 from megatron.compression.points import Point
 from megatron.compression.powersgd import PowerSGD, PowerSGDConfig
-from megatron.compression.registry import BUILTIN, Registry
+from megatron.compression.registry import Registry
 from megatron.compression.schedule import RunLength, read_schedule
 from megatron.compression.spec import Spec, read_spec
 from megatron.compression.state import CompressorState
@@ -86,6 +87,6 @@ def test_powersgd_keeps_its_factor_when_the_rank_changes() -> None:
 
 def test_a_shape_that_pays_at_a_later_rank_is_compressed_then() -> None:
     plan = CompressionPlan({Point.DP_GRAD: _spec("dp-grad=powersgd,rank=12@0/2@5")})
-    assert not plan.rounds(Point.DP_GRAD).pays((16, 16))
-    assert plan.ever_pays(Point.DP_GRAD, (16, 16))
-    assert not plan.ever_pays(Point.DP_GRAD, (4, 2))
+    assert not plan.rounds(Point.DP_GRAD).should_compress((16, 16))
+    assert plan.ever_compresses(Point.DP_GRAD, (16, 16))
+    assert not plan.ever_compresses(Point.DP_GRAD, (4, 2))

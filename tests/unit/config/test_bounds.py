@@ -13,9 +13,10 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatron.compression.builtin import BUILTIN
 from megatron.compression.options import SpecError, option_infos
 from megatron.compression.points import Point
-from megatron.compression.registry import BUILTIN, Registry
+from megatron.compression.registry import Registry
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import COMMON, read_spec
 from megatron.config import UserError, build_run_parser, flags, parse_args

@@ -17,7 +17,7 @@ from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.compression.api import Codec, Payload
 from megatron.compression.points import Point
-from megatron.compression.registry import Entry
+from megatron.compression.registry import Registration
 from megatron.compression.schedule import Activation
 from megatron.compression.spec import Spec
 from megatron.compression.state import CompressorState
@@ -133,7 +133,7 @@ CASES = [
 def _build(case: Case, device: SpinningDevice) -> PipelineEngine:
     specs = {}
     for point in (Point.PP_FWD, Point.PP_BWD):
-        entry = Entry(type(None), codec=lambda options, point=point: Halving(device, point))  # type: ignore[arg-type]
+        entry = Registration(type(None), codec=lambda options, point=point: Halving(device, point))  # type: ignore[arg-type]
         specs[point] = Spec(point, "halving", entry, None, Activation(warmup_iters=WARM_UP))
     forward, backward = (SpinningLink(device, case.pp, name) for name in ("forward", "backward"))
     plan = CompressionPlan(specs, device.rank, case.pp)

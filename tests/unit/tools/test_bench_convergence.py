@@ -35,7 +35,8 @@ def test_losses_are_compared_seed_by_seed_and_bytes_averaged(tmp_path: Path) -> 
 
 
 def test_every_case_is_made_of_specs_that_can_be_read() -> None:
-    from megatron.compression.registry import BUILTIN, Registry
+    from megatron.compression.builtin import BUILTIN
+    from megatron.compression.registry import Registry
     from megatron.compression.schedule import RunLength
     from megatron.compression.spec import read_specs
 

@@ -1,0 +1,110 @@
+"""The registry of what must survive a restart beside tensors; saving and loading read the same one."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron.config.errors import UserError
+
+
+class Stateful(Protocol):
+    """An object with a state of plain values."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Plain values, equal on all ranks."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse."""
+
+
+class Scope(enum.Enum):
+    """What a part belongs to, as a run may ask for some of a checkpoint only."""
+
+    OPTIMIZER = enum.auto()
+    """Left out with the optimizer's state."""
+    SCHEDULE = enum.auto()
+    """The learning rate's schedule."""
+    POSITION = enum.auto()
+    """How far the run has come."""
+    DESCRIPTION = enum.auto()
+    """Says what the checkpoint's tensors are; read before they are, and never restored."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    save: Callable[[], Any]
+    load: Callable[[Any], None] | None
+    scope: Scope
+
+
+class StatefulParts:
+    """The parts of one run, by the names under which checkpoints hold them."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, _Part] = {}
+
+    def register(self, name: str, part: Stateful, scope: Scope) -> None:
+        """Adds an object.
+
+        Raises:
+            ValueError: when the name is taken.
+        """
+        self.register_value(name, part.state_dict, part.load_state_dict, scope)
+
+    def register_value(
+        self, name: str, save: Callable[[], Any], load: Callable[[Any], None] | None, scope: Scope
+    ) -> None:
+        """Adds a value.
+
+        Args:
+            name: of the value.
+            save: gives it, made of plain types, equal on all ranks.
+            load: takes it; None with ``Scope.DESCRIPTION``.
+            scope: what it belongs to.
+
+        Raises:
+            ValueError: when the name is taken, or something could be saved that nothing restores.
+        """
+        if name in self._parts:
+            raise ValueError(f"a part named {name!r} is registered already; choose another name")
+        if (load is None) != (scope is Scope.DESCRIPTION):
+            raise ValueError(f"the part {name!r} would be saved and never restored, or the other way around")
+        self._parts[name] = _Part(save, load, scope)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that is registered."""
+        return {name: part.save() for name, part in self._parts.items()}
+
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Compares what a checkpoint holds with what is registered, before any of it is restored.
+
+        Raises:
+            UserError: when it holds something that nothing here would restore.
+        """
+        unknown = sorted(set(saved) - set(self._parts))
+        if unknown:
+            raise UserError(
+                f"{', '.join(unknown)}: saved by a run of another version, and this one cannot restore it; load with "
+                "the version that saved it, or the weights alone with --finetune"
+            )
+
+    def load_state_dict(self, saved: Mapping[str, Any], scopes: Collection[Scope]) -> None:
+        """Restores the parts of some scopes.
+
+        Raises:
+            KeyError: when one is not there.
+        """
+        for name, part in self._parts.items():
+            if part.load is not None and part.scope in scopes:
+                part.load(saved[name])
+
+
+def under_todays_names(common: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a checkpoint that an earlier version may have saved, as this version saves them."""
+    values = {"variance_frozen_at": 0, "controllers": {}, **common}
+    if "rank_controller" in values:
+        values["controllers"] = {"dp-grad": {"compressor": "edgc", "state": values.pop("rank_controller")}}
+    return values

@@ -1,0 +1,110 @@
+"""Runs the controllers of compressors: they measure reduced gradients and decide about options as the run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megatron.comm.ledger import Ledger
+from megatron.comm.policy import CompressionPlan
+from megatron.comm.rounds import start_request
+from megatron.compression.api import Controller, Reduced
+from megatron.compression.points import Point
+from megatron.topology.group import Group
+
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ReducedPoint:
+    """What a controller of a point may look at.
+
+    Args:
+        flats: this rank's final gradients, flat.
+        shapes: of this rank's parameters of two or more dimensions.
+    """
+
+    flats: Sequence[Tensor]
+    shapes: Sequence[tuple[int, ...]]
+
+
+class Controllers:
+    """The controllers of one rank, by the point whose compressor they tune. All ranks have the same.
+
+    Args:
+        plan: whose options are tuned.
+        points: whose gradients are reduced in this run.
+        world: every rank; its tensors are on the CPU.
+        ledger: where the bytes are counted, and the time.
+    """
+
+    def __init__(self, plan: CompressionPlan, points: Sequence[Point], world: Group, ledger: Ledger) -> None:
+        self.plan, self.world, self.ledger = plan, world, ledger
+        self.by_point: dict[Point, Controller] = {}
+        for point in points:
+            spec = plan.specs.get(point)
+            controller = None if spec is None else spec.controller()
+            if controller is not None:
+                self.by_point[point] = controller
+        self._tune()
+
+    def _tune(self) -> None:
+        for point, controller in self.by_point.items():
+            self.plan.tune(point, controller.options(self.plan.stage))
+
+    def after_reduction(self, iteration: int, scale: float, sound: bool, look: Callable[[Point], ReducedPoint]) -> None:
+        """Lets them measure a step. Every rank calls it.
+
+        Args:
+            iteration: 0-based.
+            scale: the loss scale in the gradients.
+            sound: the gradients are finite; nothing is shown of others.
+            look: what there is of a point.
+        """
+        for point, controller in self.by_point.items():
+            seen = look(point)
+            compressed = self.plan.activation(point).on(iteration)
+            flats = seen.flats if sound else []
+            self._run(controller, Reduced(iteration, flats, seen.shapes, scale, compressed, self.plan.stage))
+        self._tune()
+
+    def _run(self, controller: Controller, reduced: Reduced) -> None:
+        """Serves what a controller asks for."""
+        generator = controller.after_reduction(reduced)
+        try:
+            request = next(generator)
+            while True:
+                pending, result = start_request(request, self.world)
+                self.ledger.sent(Point.CONTROL, pending.sent_bytes)
+                self.ledger.wait(Point.CONTROL, pending)
+                request = generator.send(result)
+        except StopIteration:
+            return
+
+    def state_dict(self) -> dict[str, Any]:
+        """The controllers' states by the names of their points; the same on every rank."""
+        return {
+            point.value: {"compressor": self.plan.specs[point].name, "state": dict(controller.state_dict())}
+            for point, controller in self.by_point.items()
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any], log: Log) -> None:
+        """The inverse. A controller that is not in the checkpoint starts anew, which is said, as is what is left out.
+
+        Raises:
+            TypeError, ValueError, LookupError, ArithmeticError: for what no run saves.
+        """
+        left = {(name, entry["compressor"]): entry["state"] for name, entry in saved.items()}
+        for point, controller in self.by_point.items():
+            name = self.plan.specs[point].name
+            state = left.pop((point.value, name), None)
+            if state is not None:
+                controller.load_state_dict(state)
+            else:
+                log(f"the checkpoint holds no state of the controller of {point.value}={name}: it starts anew")
+        for place, name in left:
+            log(f"warning: the state of {place}={name}'s controller has no place in this run and is left out")
+        self._tune()

@@ -1,0 +1,33 @@
+"""The compressors that come with the package. Each file registers its own, as the file of a plug-in does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from megatron.compression import (
+    cast,
+    delta,
+    edgc,
+    fixpoint,
+    identity,
+    lowrank_codec,
+    powersgd,
+    quantized_adam,
+    topk,
+)
+from megatron.compression.registry import Registration, Registry
+
+MODULES = (identity, fixpoint, cast, lowrank_codec, delta, powersgd, edgc, topk, quantized_adam)
+"""Files with a function ``register(registry)``."""
+
+
+def _builtin() -> Mapping[str, Registration]:
+    registry = Registry()
+    for module in MODULES:
+        module.register(registry)
+    return MappingProxyType({name: registry[name] for name in registry.names})
+
+
+BUILTIN = _builtin()
+"""Name -> compressor."""

@@ -1,0 +1,13 @@
+"""The Python code of the documentation, as users copy it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def python_blocks(page: str) -> list[str]:
+    """The blocks of Python of a page under docs/, in order."""
+    text = (REPO / "docs" / page).read_text(encoding="utf-8")
+    return [part.partition("```")[0] for part in text.split("```python\n")[1:]]

@@ -1,0 +1,134 @@
+"""A compressor is one file: what it needs it says there, and nothing else knows it by name."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.compression.api import Controller, RoundCompressor, SumTraits
+from megatron.compression.builtin import BUILTIN, MODULES
+from megatron.compression.edgc import EDGC, EDGCConfig
+from megatron.compression.error_feedback import ErrorFeedback, ErrorFeedbackCodec
+from megatron.compression.options import SpecError
+from megatron.compression.points import Point
+from megatron.compression.quantized_adam import QuantizedAdam, QuantizedAdamConfig
+from megatron.compression.registry import Registration, Registry
+from megatron.compression.schedule import RunLength
+from megatron.compression.spec import read_spec
+
+PACKAGE = Path(__file__).resolve().parents[3] / "megatron"
+ALONE = ("edgc", "quantized_adam", "delta", "topk")
+"""Files that nothing else names: each needs something of the engines."""
+
+
+def _classes(path: Path) -> set[str]:
+    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)}
+
+
+def _named(path: Path) -> set[str]:
+    """The names that a file's code uses; prose may say what it likes."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+            found |= {alias.name for alias in node.names if path.name != "builtin.py"}
+    return found
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_nothing_names_a_compressor_outside_its_file(name: str) -> None:
+    own = PACKAGE / "compression" / f"{name}.py"
+    assert f"megatron.compression.{name}" in {module.__name__ for module in MODULES}
+    secret = _classes(own) | {f"megatron.compression.{name}"}
+    assert len(secret) > 2
+    listed = {"compression/builtin.py": {f"megatron.compression.{name}"}}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        where = str(path.relative_to(PACKAGE))
+        if path != own:
+            assert _named(path) & secret == listed.get(where, set()), where
+
+
+def test_no_file_compares_the_name_of_a_compressor() -> None:
+    """What a spec is it says itself (``Spec.identity``), so that a plug-in can say it, too."""
+    secret = {*BUILTIN, "lazy", "lazy-reset"} - {"cast", "delta"}  # words of other things, too
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.name in ("error_feedback.py", "legacy.py"):
+            continue  # whose own words they are: a kind of residual, and switches of other systems
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute | ast.Name):
+                own = node.left.attr if isinstance(node.left, ast.Attribute) else node.left.id
+                words = {leaf.value for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)}
+                assert own not in ("name", "feedback") or not words & secret, f"{path.name}:{node.lineno}"
+
+
+@pytest.mark.parametrize("name", [name for name, found in BUILTIN.items() if not found.no_feedback])
+def test_error_feedback_asks_for_what_its_compressor_asks_for(name: str) -> None:
+    found = BUILTIN[name]
+    if found.rounds is not None:
+        inner = found.rounds(found.config())
+        assert ErrorFeedback(inner).traits == inner.traits
+    if found.codec is not None:
+        codec = found.codec(found.config())
+        assert ErrorFeedbackCodec(codec).traits == codec.traits
+
+
+def test_a_trait_that_is_misspelled_is_an_error() -> None:
+    with pytest.raises(TypeError, match="freeze_variance"):
+        SumTraits(freeze_variance=True)  # type: ignore[call-arg]
+
+
+def test_only_what_overrides_finalize_has_all_ranks_agree() -> None:
+    finalizing = {name for name, found in BUILTIN.items() if found.rounds and found.rounds(found.config()).finalizes}
+    assert finalizing == {"quantized-adam"}
+    assert all(ErrorFeedback(found.rounds(found.config())).finalizes for found in BUILTIN.values() if found.rounds)
+
+
+def test_a_controller_has_nothing_to_measure_where_gradients_are_not_reduced() -> None:
+    class Tuned(EDGC):
+        def controller(self) -> Controller:
+            return super().controller()
+
+    registry = Registry(BUILTIN)
+    registry.register("tuned", Registration(EDGCConfig, rounds=Tuned))
+    assert read_spec("dp-grad=tuned", registry, RunLength()).controller() is not None
+    assert read_spec("embedding=tuned", registry, RunLength()).controller() is not None
+    with pytest.raises(SpecError, match="tp-forward: tuned is tuned by reduced gradients"):
+        read_spec("tp-forward=tuned", registry, RunLength())
+
+
+FLAGS: dict[str, Any] = {"optimizer": "adam", "adam_beta1": 0.9}
+
+
+def test_a_compressor_refuses_the_runs_it_cannot_work_in() -> None:
+    adam = QuantizedAdam(QuantizedAdamConfig())
+    assert adam.check(Point.DP_GRAD, FLAGS) == ""
+    assert "use --optimizer adam" in adam.check(Point.DP_GRAD, {**FLAGS, "optimizer": "sgd"})
+    assert "write beta=0.8" in adam.check(Point.DP_GRAD, {**FLAGS, "adam_beta1": 0.8})
+
+
+def test_a_warm_up_of_epochs_counts_before_their_length_is_known() -> None:
+    text = "dp-grad=quantized-adam,warmup=1epochs"
+    assert read_spec(text, Registry(BUILTIN), RunLength()).activation.warms_up
+    for wrong, why in (("", "add warmup=N"), (",warmup=0", "add warmup=N"), (",warmup=5,stages=first:1", "^stages: ")):
+        with pytest.raises(SpecError, match=why):
+            read_spec(f"dp-grad=quantized-adam{wrong}", Registry(BUILTIN), RunLength())
+
+
+class _Odd(RoundCompressor):
+    def rounds(self, x: Any, state: Any, peers: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_a_plain_compressor_declares_nothing() -> None:
+    odd = _Odd()
+    assert odd.traits == SumTraits()
+    assert not odd.finalizes
+    assert odd.controller() is None
+    assert odd.tuned_limits() == {}
