@@ -90,15 +90,15 @@ def synchronizer(device: str) -> Callable[[], None]:
     return torch.cuda.synchronize if device == "cuda" else lambda: None
 
 
-def limit(model: LoadedModel, rows: int, synchronise: Callable[[], None]) -> float:
+def limit(model: LoadedModel, rows: int, synchronize: Callable[[], None]) -> float:
     """Tokens per second that memory and products allow."""
     weights = weights_of(model)
     elements, size = sum(p.numel() for p in weights), weights[0].element_size()
     source = torch.empty(max(1 << 26, elements // 4), dtype=weights[0].dtype, device=model.device).normal_()
     # A sum reads, as a product with few rows does; a copy would write as well.
-    read = rate_of(lambda: torch.mv(source[: 1 << 26].view(1 << 13, -1), source[: 1 << 13]), synchronise)
+    read = rate_of(lambda: torch.mv(source[: 1 << 26].view(1 << 13, -1), source[: 1 << 13]), synchronize)
     a = torch.randn((2048, 2048), dtype=weights[0].dtype, device=model.device)
-    products = rate_of(lambda: a @ a, synchronise) * 2 * 2048**3
+    products = rate_of(lambda: a @ a, synchronize) * 2 * 2048**3
     return rows / max(elements * size / (read * (1 << 26) * size), 2.0 * elements * rows / products)
 
 

@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.sections, parsed.notes)
         model = open_model(model_flags, parsed.sections["tokenizer"], layout, ranks.env)
         group = model.topology.control.pg
-        if not model.speaks:
+        if not model.is_sampling_rank:
             follow(model)
             together(group, lambda: None)
             return

@@ -96,14 +96,14 @@ class Session:
             cached=not self.choice.recompute,
             on_token=show if live else None,
         )
-        if live and self.model.speaks:
+        if live and self.model.is_sampling_rank:
             print(stream.finish(), flush=True)
         return results
 
     def in_batches(self, texts: Sequence[str]) -> list[Generated]:
         """Continuations of many texts, with a progress bar."""
         samples: list[Generated] = []
-        with tqdm(total=len(texts), unit="text", disable=not self.model.speaks) as bar:
+        with tqdm(total=len(texts), unit="text", disable=not self.model.is_sampling_rank) as bar:
             for first in range(0, len(texts), self.batch):
                 samples += self.continue_all(texts[first : first + self.batch])
                 bar.update(len(samples) - first)
@@ -132,7 +132,7 @@ class Session:
                 print("".join(parts), end="", flush=True)
                 raise UserError(f"{flag} {name}: {error.strerror}; the texts are printed instead") from error
 
-        together(self.model.topology.control.pg, speak if self.model.speaks else lambda: None)
+        together(self.model.topology.control.pg, speak if self.model.is_sampling_rank else lambda: None)
 
     def unconditional(self, task: TaskFlags) -> None:
         samples = self.in_batches([""] * task.num_samples)
@@ -172,7 +172,7 @@ class Session:
             text = self._asked(patience_s)
             if not text:
                 return
-            if self.model.speaks:
+            if self.model.is_sampling_rank:
                 print("\nMegatron-LM:", end="")
             self.continue_all([text], live=True)
 
@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif texts:
             session.from_file(task, texts)
         elif task.prompt is not None:
-            if session.model.speaks:
+            if session.model.is_sampling_rank:
                 print(task.prompt, end="", flush=True)
             session.continue_all([task.prompt], live=True)
         else:

@@ -150,10 +150,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         layout = check_layout(model_flags, ranks.env, replicas=False)
         ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.sections, parsed.notes)
         model = open_model(model_flags, parsed.sections["tokenizer"], layout, ranks.env)
-        listening = together(model.topology.control.pg, lambda: listen(flags) if model.speaks else None)
+        listening = together(model.topology.control.pg, lambda: listen(flags) if model.is_sampling_rank else None)
         if listening is None:
             for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)  # the speaker lets this rank go
+                signal.signal(number, signal.SIG_IGN)  # the sampling rank lets this rank go
             follow(model)
         else:
             serve(model, flags, 60 * model_flags.distributed_timeout_minutes, listening)

@@ -55,19 +55,21 @@ class Controllers:
         for point, controller in self.by_point.items():
             self.plan.tune(point, controller.options(self.plan.stage))
 
-    def after_reduction(self, iteration: int, scale: float, sound: bool, look: Callable[[Point], ReducedPoint]) -> None:
+    def after_reduction(
+        self, iteration: int, scale: float, all_finite: bool, look: Callable[[Point], ReducedPoint]
+    ) -> None:
         """Lets them measure a step. Every rank calls it.
 
         Args:
             iteration: 0-based.
             scale: the loss scale in the gradients.
-            sound: the gradients are finite; nothing is shown of others.
+            all_finite: the gradients are finite; nothing is shown of others.
             look: what there is of a point.
         """
         for point, controller in self.by_point.items():
             seen = look(point)
             compressed = self.plan.activation(point).on(iteration)
-            flats = seen.flats if sound else []
+            flats = seen.flats if all_finite else []
             self._run(controller, Reduced(iteration, flats, seen.shapes, scale, compressed, self.plan.stage))
         self._tune()
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.compression.api import Codec, CodecTraits, Payload
-from megatron.compression.fixpoint import FixpointConfig, Quantiser, message_seed
+from megatron.compression.fixpoint import FixpointConfig, Quantizer, message_seed
 from megatron.compression.options import SpecError, opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
@@ -72,9 +72,9 @@ class DeltaCodec(Codec):
             samples=self.config.cache,
             folders=(self.config.folder,) if self.config.folder else (),
         )
-        self.difference = Quantiser(self.config)
-        self.first = Quantiser(replace(self.config, bits=min(self.config.first_bits, 8)))
-        self.memory = Quantiser(replace(self.config, bits=max(self.config.cache_bits, 1), rounding="nearest"))
+        self.difference = Quantizer(self.config)
+        self.first = Quantizer(replace(self.config, bits=min(self.config.first_bits, 8)))
+        self.memory = Quantizer(replace(self.config, bits=max(self.config.cache_bits, 1), rounding="nearest"))
 
     def check(self, point: Point, flags: Mapping[str, Any]) -> str:
         if flags["sample_order"] != "fixed":

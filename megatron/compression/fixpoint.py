@@ -1,6 +1,6 @@
 """Fixed-point numbers with shared scales: activations, their gradients, and sums in two quantized steps.
 
-AQ-SGD's stateless quantiser (Wang et al. 2022, "DirectQ"), with scales of short groups and a grid that reaches both
+AQ-SGD's stateless quantizer (Wang et al. 2022, "DirectQ"), with scales of short groups and a grid that reaches both
 peaks. Scales are fp32 or bf16 without an epsilon, so tiny gradients keep their size and zero stays zero.
 """
 
@@ -56,7 +56,7 @@ class FixpointConfig:
             raise SpecError(f"group={self.group}: must be a power of two with a rotation; use group={self.rotation}")
 
 
-class Quantiser:
+class Quantizer:
     """Tensors to bytes and back, without state. 32 and 64-bit inputs are quantized in fp32.
 
     A message is the scales, the codes, and up to 3 bytes that make its length a multiple of 4, so that messages that
@@ -164,24 +164,24 @@ class FixpointCodec(Codec):
 
     def __init__(self, config: FixpointConfig | None = None) -> None:
         super().__init__(config or FixpointConfig())
-        self.quantiser = Quantiser(self.config)
+        self.quantizer = Quantizer(self.config)
 
     def empty_payload(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
     ) -> Payload:
-        return Payload(torch.empty(self.quantiser.nbytes(shape), dtype=torch.uint8, device=device))
+        return Payload(torch.empty(self.quantizer.nbytes(shape), dtype=torch.uint8, device=device))
 
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
         seed = None
         if self.config.rounding == "stochastic":
             seed = message_seed(self.config.seed, state.count("messages"), key)
             state.stage("messages", state.count("messages") + 1)
-        return Payload(self.quantiser.encode(x, seed))
+        return Payload(self.quantizer.encode(x, seed))
 
     def decode(
         self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
     ) -> Tensor:
-        return self.quantiser.decode(payload.wire, shape).to(dtype)
+        return self.quantizer.decode(payload.wire, shape).to(dtype)
 
 
 class FixpointRounds(TwoStepSum):
@@ -191,7 +191,7 @@ class FixpointRounds(TwoStepSum):
 
     def __init__(self, config: FixpointConfig | None = None) -> None:
         super().__init__(config or FixpointConfig())
-        self.format = Quantiser(self.config)
+        self.format = Quantizer(self.config)
 
     def seed(self, state: CompressorState, message: int) -> int | None:
         if self.config.rounding == "nearest":

@@ -1,4 +1,4 @@
-"""The matrix algebra that compressors share: orthonormal bases and random starts, for stacks of matrices."""
+"""The matrix algebra that compressors share: random starts and the shapes of matrices."""
 
 from __future__ import annotations
 
@@ -6,24 +6,6 @@ import hashlib
 
 import torch
 from torch import Tensor
-
-from megatron.kernels.ops import orthonormalize
-
-
-def orthonormalise(x_knr: Tensor) -> Tensor:
-    """Orthonormal bases of the columns of a stack of matrices.
-
-    Cholesky-QR in fp64, and Gram-Schmidt with a second pass where the columns are dependent: the result is orthonormal
-    whatever the rank of the input, where a plain Gram-Schmidt divides rounding noise by itself. Equal inputs give equal
-    outputs, whatever the number of threads, so ranks that hold the same sum agree.
-
-    Args:
-        x_knr: k matrices, n >= r. Half precision is computed in fp32.
-
-    Returns:
-        (k, n, r), fp32 or fp64; NaN where the input is not finite.
-    """
-    return orthonormalize(x_knr)
 
 
 def random_bases(k: int, m: int, r: int, seed: int, name: str, like: Tensor) -> Tensor:

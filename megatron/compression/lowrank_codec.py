@@ -10,11 +10,12 @@ from torch import Tensor
 
 from megatron.compression.api import Codec, Payload
 from megatron.compression.approximation import Approximation, Factors, dense
-from megatron.compression.linalg import matrix_shape, orthonormalise, random_bases
+from megatron.compression.linalg import matrix_shape, random_bases
 from megatron.compression.options import SEED, opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.state import CompressorState
+from megatron.kernels.ops import orthonormalize
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class LowRankCodec(Codec):
             q_1mr = q_1mr[:, :, :rank]
         elif q_1mr is None or q_1mr.shape != (1, m, rank):
             q_1mr = random_bases(1, m, rank, self.config.seed, f"{n}x{m}", matrix_1nm)
-        p_1nr = orthonormalise(matrix_1nm @ orthonormalise(q_1mr))
+        p_1nr = orthonormalize(matrix_1nm @ orthonormalize(q_1mr))
         q_1mr = matrix_1nm.transpose(1, 2) @ p_1nr
         if self.config.warm_start:
             state.stage("q", q_1mr)

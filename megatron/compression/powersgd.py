@@ -10,11 +10,12 @@ from torch import Tensor
 
 from megatron.compression.api import Aggregate, Peers, Request, RoundCompressor, SumTraits
 from megatron.compression.approximation import Factors
-from megatron.compression.linalg import matrix_shape, orthonormalise, random_bases
+from megatron.compression.linalg import matrix_shape, random_bases
 from megatron.compression.options import SEED, opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.state import CompressorState
+from megatron.kernels.ops import orthonormalize
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class PowerSGDConfig:
 class PowerSGD(RoundCompressor):
     """One power iteration per step.
 
-    For k stacked matrices M (n x m): P = sum of M Q, orthonormalise P, Q = sum of M^T P; the sum is P Q^T and a
+    For k stacked matrices M (n x m): P = sum of M Q, orthonormalize P, Q = sum of M^T P; the sum is P Q^T and a
     rank's own contribution P (M^T P)^T. Sends r (n + m) numbers of n m.
     """
 
@@ -49,8 +50,8 @@ class PowerSGD(RoundCompressor):
         n, m = matrix_shape(x.shape[1:])
         matrices_knm = x.view(x.shape[0], n, m)
         q_kmr = self._start(x, min(n, m, self.config.rank), state)
-        p_knr = yield Request(matrices_knm @ orthonormalise(q_kmr))
-        p_knr = orthonormalise(p_knr)
+        p_knr = yield Request(matrices_knm @ orthonormalize(q_kmr))
+        p_knr = orthonormalize(p_knr)
         own_kmr = matrices_knm.transpose(1, 2) @ p_knr
         q_kmr = yield Request(own_kmr.clone())
         if self.config.warm_start:

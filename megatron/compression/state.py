@@ -26,7 +26,7 @@ class CompressorState:
     Writes go to a staging area and become visible to later reads of the same step at once, but are only kept
     when the optimizer step is taken: ``commit`` keeps them, ``rollback`` (a skipped step) forgets them. Staged
     tensors must be new tensors, not in-place updates of committed ones. What changes only after the step is known to
-    be sound (``RoundCompressor.settle``) is changed in place instead, and exists once.
+    have finite gradients everywhere (``RoundCompressor.finalize``) is changed in place instead, and exists once.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)

@@ -314,7 +314,7 @@ _SCALES = {"01": "channel", "012": "tensor"}
 
 
 def _fixpoint(point: str, way: str, old: Old) -> list[tuple[str, str]]:
-    """AQ-SGD's quantiser: one scale for a channel (or tensor), and a grid that clips the positive peak."""
+    """AQ-SGD's quantizer: one scale for a channel (or tensor), and a grid that clips the positive peak."""
     if getattr(old, f"{way}_compress_method") == "none":
         return []
     dims = "".join(sorted(c for c in getattr(old, f"{way}_scale_dims") if c.isdigit()))

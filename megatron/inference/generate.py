@@ -42,7 +42,7 @@ class Generated:
         tokens: ids of the prompt and of what follows it, without the end of document.
         prompt_length: how many of them are the prompt.
         finished: the model ended the document.
-        details: of the tokens behind the prompt; on the model's speaker alone.
+        details: of the tokens behind the prompt; on the model's sampling rank alone.
     """
 
     tokens: list[int]
@@ -80,7 +80,7 @@ def generate(
         seeds: of each row's draws; default: others at every call.
         top: alternatives that are reported with each token.
         cached: keep keys and values of earlier positions; without, everything is computed anew for each token.
-        on_token: told about each token, on the model's speaker alone.
+        on_token: told about each token, on the model's sampling rank alone.
     """
     # A model may have more entries than its tokenizer has texts for; those are never chosen.
     eod, known = model.tokenizer.eod, model.tokenizer.vocab_size
@@ -100,7 +100,7 @@ def generate(
         said = torch.zeros((2, len(active)), dtype=torch.int64)
         if hidden_1bh is not None:
             logits_bv = model.stage.logits(hidden_1bh)[0]
-            if model.speaks:
+            if model.is_sampling_rank:
                 numbers = torch.stack([torch.rand((), generator=draws[i], dtype=torch.float64) for i in active])
                 said[0] = sampling.after(count).choose(logits_bv[:, :known], numbers)
                 tokens = _details(logits_bv, said[0], top, known)
@@ -108,7 +108,7 @@ def generate(
                     if token.id != eod:
                         results[i].details.append(token)
                         said[1, column] = on_token is not None and on_token(i, token)
-        model.tell_all(said, model.speaker)
+        model.tell_all(said, model.sampling_rank)
         active = _grow(results, active, said, eod)
     for empty, result in zip(started_empty, results, strict=True):
         if empty:
@@ -152,7 +152,7 @@ def score(model: LoadedModel, rows: Sequence[Sequence[int]], top: int = 1) -> li
         top: alternatives that are reported with each token.
 
     Returns:
-        For each row, its tokens after the first; empty lists but on the model's speaker.
+        For each row, its tokens after the first; empty lists but on the model's sampling rank.
 
     Raises:
         UserError: for a row that is longer.
@@ -172,7 +172,7 @@ def score(model: LoadedModel, rows: Sequence[Sequence[int]], top: int = 1) -> li
     step = max(_LOGITS_AT_ONCE // (len(rows) * model.stage.shard.vocab_size), 1)
     for first in range(0, longest, step):
         logits_sbv = model.stage.logits(x_sbh[first : first + step])
-        if not model.speaks:
+        if not model.is_sampling_rank:
             continue
         for b, row in enumerate(rows):
             wanted = row[first + 1 : first + 1 + step]

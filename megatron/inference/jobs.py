@@ -65,13 +65,13 @@ def _compute(model: LoadedModel, job: Job, on_token: OnToken | None = None) -> D
 
 
 class Leader:
-    """Does jobs on all ranks of a model; lives on its speaker.
+    """Does jobs on all ranks of a model; lives on its sampling rank.
 
     While there is nothing to do, a thread tells the others so, lest they take this rank for dead. As a context manager
     it lets them go at the end.
 
     Args:
-        model: on its speaker.
+        model: on its sampling rank.
         patience_s: how long another rank waits to hear from this one.
     """
 
@@ -89,7 +89,7 @@ class Leader:
             if self._speaking.acquire(blocking=False):
                 try:
                     if not self._over.is_set():
-                        self.model.tell_all_json(_IDLE, self.model.speaker)
+                        self.model.tell_all_json(_IDLE, self.model.sampling_rank)
                 except CommunicationError:
                     return  # the next job will say so
                 finally:
@@ -103,7 +103,7 @@ class Leader:
             CommunicationError: when another rank is gone.
         """
         with self._speaking:
-            self.model.tell_all_json(job.plain(), self.model.speaker)
+            self.model.tell_all_json(job.plain(), self.model.sampling_rank)
             return _compute(self.model, job, on_token)
 
     def __enter__(self) -> Leader:
@@ -113,13 +113,13 @@ class Leader:
         self._over.set()
         if kind is None:
             with self._speaking:
-                self.model.tell_all_json(_STOP, self.model.speaker)
+                self.model.tell_all_json(_STOP, self.model.sampling_rank)
 
 
 def follow(model: LoadedModel) -> None:
     """Takes part in the leader's jobs until it lets this rank go."""
     while True:
-        said: Any = model.tell_all_json(None, model.speaker)
+        said: Any = model.tell_all_json(None, model.sampling_rank)
         if said == _STOP:
             return
         if said != _IDLE:

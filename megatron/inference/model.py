@@ -72,14 +72,14 @@ class LoadedModel:
         return next(self.stage.parameters()).device
 
     @property
-    def speaker(self) -> int:
+    def sampling_rank(self) -> int:
         """The rank that knows the logits and chooses for all: tensor-parallel rank 0 of the last stage."""
         return self.topology.layout.rank_of(tp=0, dp=0, pp=self.topology.layout.pp - 1)
 
     @property
-    def speaks(self) -> bool:
+    def is_sampling_rank(self) -> bool:
         """Whether this process is that rank."""
-        return self.topology.rank == self.speaker
+        return self.topology.rank == self.sampling_rank
 
     @torch.no_grad()
     def hidden(self, tokens_bs: Tensor, context: ForwardContext) -> Tensor | None:

@@ -27,7 +27,7 @@ class Method(enum.IntEnum):
 
 
 class Role(enum.IntEnum):
-    """What a quantiser does with its second tensor, and a dequantiser with its numbers."""
+    """What a quantizer does with its second tensor, and a dequantizer with its numbers."""
 
     PLAIN = 0
     """Nothing; writes them."""

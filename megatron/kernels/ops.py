@@ -121,7 +121,18 @@ def sample_histogram(x: Tensor, stride: int, bins: int) -> tuple[Tensor, Tensor]
 
 
 def orthonormalize(x_knr: Tensor) -> Tensor:
-    """Orthonormal bases of the columns of a stack of matrices, n >= r, in fp32 or fp64."""
+    """Orthonormal bases of the columns of a stack of matrices.
+
+    Cholesky-QR in fp64, and Gram-Schmidt with a second pass where the columns are dependent: the result is orthonormal
+    whatever the rank of the input, where a plain Gram-Schmidt divides rounding noise by itself. Equal inputs give equal
+    outputs, whatever the number of threads, so ranks that hold the same sum agree.
+
+    Args:
+        x_knr: k matrices, n >= r. Half precision is computed in fp32.
+
+    Returns:
+        (k, n, r), fp32 or fp64; NaN where the input is not finite.
+    """
     wide = x_knr if x_knr.dtype == torch.float64 else x_knr.float()
     q_knr = torch.empty(wide.shape, dtype=wide.dtype, device=wide.device)
     if native.serves(wide):

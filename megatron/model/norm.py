@@ -22,12 +22,12 @@ class Norm(ShardedModule):
         super().__init__()
         hidden = config.hidden_size
         self.eps = config.norm_epsilon
-        self.centred = config.normalization == "LayerNorm"
+        self.centered = config.normalization == "LayerNorm"
         self.shape = (hidden,)
         self.weight = nn.Parameter(torch.ones(hidden, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(hidden, device=device, dtype=dtype)) if self.centred else None
+        self.bias = nn.Parameter(torch.zeros(hidden, device=device, dtype=dtype)) if self.centered else None
         spec = ParamSpec(self.shape)
-        for name in ("weight", "bias") if self.centred else ("weight",):
+        for name in ("weight", "bias") if self.centered else ("weight",):
             self.specs[name] = with_partial_grad(spec) if comm.sequence_parallel else spec
 
     def forward(self, x_sbh: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Splits the model over pipeline ranks and builds, initialises and names each rank's part."""
+"""Splits the model over pipeline ranks and builds, initializes and names each rank's part."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def build_stages(
         part = stage_part(config, layout, pp, chunk)
         stage = GPTStage(config, part, shard, comm, device, dtype, recompute)
         if seed is not None:
-            initialise(stage, config, seed)
+            initialize(stage, config, seed)
         stages.append(stage)
     return stages
 
 
-def initialise(stage: GPTStage, config: ModelConfig, seed: int) -> None:
+def initialize(stage: GPTStage, config: ModelConfig, seed: int) -> None:
     """Megatron's initialization: normal(0, std), layer outputs scaled by 1 / sqrt(2 num_layers).
 
     Norms start at one and biases at zero, as constructed.

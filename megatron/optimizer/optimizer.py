@@ -133,7 +133,7 @@ class Optimizer:
         publish_update: bool = False,
         freeze_variance: bool = False,
         clipped: bool = False,
-        sound: bool = True,
+        all_finite: bool = True,
     ) -> StepOutcome:
         """Takes one step on final gradients.
 
@@ -146,7 +146,7 @@ class Optimizer:
             vote: a number that the caller wants summed over the ranks; it travels with the rest.
             freeze_variance: leave Adam's second moments as they are, once an update has been taken.
             clipped: the gradients were clipped before they were summed.
-            sound: False when all ranks know already that the gradients are not finite, or nothing at all.
+            all_finite: False when all ranks know already that the gradients are not finite, or nothing at all.
             publish_update: leave the update's direction, weight decay included, in the gradients: what is subtracted
                 from the parameters over the learning rate, at any learning rate.
         """
@@ -155,7 +155,7 @@ class Optimizer:
         scale = self.loss_scale.scale
         params_norm = math.sqrt(totals.params_sq) if self.log_params_norm else None
         num_zeros = totals.zeros if self.log_num_zeros else None
-        finite = sound and math.isfinite(totals.grad_sq)
+        finite = all_finite and math.isfinite(totals.grad_sq)
         self.loss_scale.update(found_inf=not finite)
         if not finite or not totals.tokens:
             return StepOutcome(loss, None, True, scale, totals.votes, params_norm, num_zeros)

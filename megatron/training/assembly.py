@@ -157,7 +157,7 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
 
 
 def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length: RunLength | None = None) -> Engines:
-    """Builds the engines of this rank with freshly initialised weights.
+    """Builds the engines of this rank with freshly initialized weights.
 
     Args:
         config: the resolved configuration.

@@ -117,15 +117,15 @@ class Ranks:
         Bad input is printed by rank 0, whichever rank met it; the others leave a little later, lest the launcher ends
         rank 0 before it has spoken.
         """
-        printed = speaks = status != EXIT_BAD_INPUT or self.env.rank == 0
-        if speaks:
+        printed = prints = status != EXIT_BAD_INPUT or self.env.rank == 0
+        if prints:
             print(text, file=sys.stderr, flush=True)
         if self.meeting is None and status in (EXIT_BAD_INPUT, EXIT_BUG) and self.env.world_size > 1:
             told = self._stay_away(reason or text, status)
-            if not told and not speaks:
+            if not told and not prints:
                 print(text, file=sys.stderr, flush=True)
                 printed = True
-        if not speaks:
+        if not prints:
             time.sleep(_RANK_0_SPEAKS_SECONDS)
         leave_reason(f"rank {self.env.rank} failed: {reason}" if status == EXIT_BUG and reason else text, printed)
         if self.watch is not None:

@@ -148,7 +148,7 @@ def train_step(
     with ledger.computing(), timers(reduction, level=1):
         reports = engines.holds_loss and engines.topology.tp.rank == 0
         tokens = programs[-1].tokens if reports else 0.0
-        sound = engines.sync.finish(tokens, expected_tokens)
+        all_finite = engines.sync.finish(tokens, expected_tokens)
     with ledger.computing(), timers("optimizer", level=1), ledger.trace.span("optimizer"):
         outcome = engines.optimizer.step(
             programs[-1].loss_sum if reports else 0.0,
@@ -161,7 +161,7 @@ def train_step(
             publish_update=engines.sync.wants_update,
             freeze_variance=engines.sync.freezes_variance,
             clipped=engines.sync.clips_first,
-            sound=sound,
+            all_finite=all_finite,
         )
     if not outcome.skipped and engines.sync.wants_update:
         engines.sync.observe_update()

@@ -31,7 +31,7 @@ def _rank(root: Path, tp: int, pp: int) -> tuple[list[Generated], list[list[floa
         model, PROMPTS, 12, SAMPLING, [1, 2, 3], on_token=lambda row, token: row == 1 and token.id % 7 == 0
     )
     scored = score(model, [sample.tokens[:17] for sample in found])
-    return found, [[token.logprob for token in row] for row in scored], model.speaks
+    return found, [[token.logprob for token in row] for row in scored], model.is_sampling_rank
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen2 with a window"])

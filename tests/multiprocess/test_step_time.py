@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.compression.error_feedback import ErrorFeedback
-from megatron.compression.fixpoint import Quantiser
+from megatron.compression.fixpoint import Quantizer
 from megatron.optimizer import optimizer
 from megatron.topology.clock import HostClock
 from megatron.topology.group import Group, Pending, Work
@@ -114,8 +114,8 @@ def _steps(changes: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
     setattr(ChunkProgram, "forward", computes)  # noqa: B010
     _takes(optimizer, "step_inner", time, "computing", 0.125)
-    _takes(Quantiser, "encode", time, "coding", 0.25)
-    _takes(Quantiser, "decode", time, "coding", 0.25)
+    _takes(Quantizer, "encode", time, "coding", 0.25)
+    _takes(Quantizer, "decode", time, "coding", 0.25)
     _takes(ErrorFeedback, "settle", time, "coding", 0.75)
     engines = tiny_engines(changes)
     config, layout = engines.config, engines.topology.layout

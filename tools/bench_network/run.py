@@ -241,7 +241,7 @@ def measure(
                     answer += ranks.ask(STEP_SECONDS, do="steps", steps=steps - 1)
                 sent = [now - then for now, then in zip(lab.traffic(), before, strict=True)]
                 expected = predicted(bench, case, cluster and linked(cluster, rate))
-                found = summarise(name, bench, setup_name, rate, case, answer, sent, expected)
+                found = summarize(name, bench, setup_name, rate, case, answer, sent, expected)
                 foreseen = "" if expected is None else f" (predicted {expected:.2f})"
                 print(f"  {setup_name}: {case.name}: {found.seconds:.2f} s{foreseen}", flush=True)
                 yield found
@@ -253,7 +253,7 @@ def shape(lab: Lab, rate: float | None) -> None:
         lab.shape(host, None if rate is None else int(rate))
 
 
-def summarise(
+def summarize(
     name: str,
     bench: Bench,
     setup: str,

@@ -55,7 +55,7 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.ledger = Ledger(clock=clock_of(device))
-        self.synchronise = self.ledger.clock.settle
+        self.synchronize = self.ledger.clock.settle
         self._start = 0.0
 
     def __enter__(self) -> Clock:
@@ -66,13 +66,13 @@ class Clock:
         pass
 
     def _restart(self) -> None:
-        self.synchronise()
+        self.synchronize()
         self.ledger.clear()
         self._start = time.perf_counter()
 
     def take(self) -> Tally:
         """Seconds since the last call."""
-        self.synchronise()
+        self.synchronize()
         spent = time.perf_counter() - self._start
         accounts = self.ledger.accounts.values()
         coding, waited = sum(one.coded_s for one in accounts), sum(one.waited_s for one in accounts)
@@ -113,14 +113,14 @@ class LiveStand:
         return x.normal_(0.0, 0.02)
 
 
-def rate_of(run: Callable[[], object], synchronise: Callable[[], None]) -> float:
+def rate_of(run: Callable[[], object], synchronize: Callable[[], None]) -> float:
     """Runs a second."""
     run()
-    synchronise()
+    synchronize()
     count, start = 0, time.perf_counter()
     while time.perf_counter() - start < _SECONDS:
         run()
-        synchronise()
+        synchronize()
         count += 1
     return count / (time.perf_counter() - start)
 
@@ -132,14 +132,14 @@ def measure_device(dtype: torch.dtype, stand: LiveStand) -> Device:
         dtype: that is trained in.
         stand: on it.
     """
-    device, synchronise = stand.torch_device, stand.recorder().synchronise
+    device, synchronize = stand.torch_device, stand.recorder().synchronize
     cuda = device.type == "cuda"
     side = 8192 if cuda else 1024
     a, b = (stand.fill(torch.empty((side, side), dtype=dtype, device=device)) for _ in range(2))
-    products = rate_of(lambda: a @ b, synchronise)
+    products = rate_of(lambda: a @ b, synchronize)
     large = torch.zeros((1 << 28) if cuda else (1 << 23), device=device)
     other = torch.empty_like(large)
-    copies = rate_of(lambda: other.copy_(large), synchronise)
+    copies = rate_of(lambda: other.copy_(large), synchronize)
     few = torch.zeros(16, device=device)
     small = rate_of(lambda: [few.add_(1.0) for _ in range(100)], lambda: None) * 100
     if cuda:
@@ -234,7 +234,7 @@ def _update_seconds(elements: int, stand: LiveStand) -> float:
         inner.step()
         gradient.zero_()
 
-    return 1.0 / rate_of(step, stand.recorder().synchronise)
+    return 1.0 / rate_of(step, stand.recorder().synchronize)
 
 
 def measure_links(topology: Topology, ranks_per_node: int) -> dict[str, float]:

@@ -97,7 +97,7 @@ class Predictor(Stages):
         pipeline = self.pipeline(choice, wires)
         times = self.times(choice, pipeline)
         stages = [self.stage(choice, rank, wires) for rank in range(choice.pp)]
-        synced, embedding_s = self._synchronised(choice, wires, pipeline, times, stages)
+        synced, embedding_s = self._synchronized(choice, wires, pipeline, times, stages)
         slowest = max(range(choice.pp), key=lambda rank: synced[rank])
         own, time = stages[slowest], times[slowest]
         gather = self._gather_s(choice, wires, own)
@@ -127,7 +127,7 @@ class Predictor(Stages):
             self._mfu(choice, seconds),
         )
 
-    def _synchronised(
+    def _synchronized(
         self, choice: Choice, wires: Wires, pipeline: Pipeline, times: Sequence[StageTimes], stages: Sequence[Stage]
     ) -> tuple[list[float], float]:
         """When the gradients of each rank are final, and the seconds of coding the tied embedding's."""

@@ -21,7 +21,7 @@ from typing import Any
 from megatron.config.errors import UserError
 from tools.quickstart.process import CommandFailed, run_logged
 from tools.quickstart.stages import Stage, digest
-from tools.quickstart.summary import format_summary, summarise
+from tools.quickstart.summary import format_summary, summarize
 from tools.quickstart.unigram import unigram
 
 REPO = Path(__file__).resolve().parents[2]
@@ -213,7 +213,7 @@ class Quickstart:
         from megatron.training.plots import plot_loss_curve
 
         at = self.at
-        summary = summarise(at.jsonl, unigram(at.data("heldout")))
+        summary = summarize(at.jsonl, unigram(at.data("heldout")))
         summary.write(at.out / "summary.json")
         reference = {"unigram entropy of the held-out text": summary.unigram_entropy}
         plot_loss_curve([at.jsonl], at.out / "loss.png", reference_lines=reference, title="Quickstart")

@@ -39,7 +39,7 @@ class Summary:
             stream.write(json.dumps(record, indent=2).encode() + b"\n")
 
 
-def summarise(log: Path, heldout: Unigram) -> Summary:
+def summarize(log: Path, heldout: Unigram) -> Summary:
     """Reads the figures of a run from its JSON-lines log.
 
     Raises:

@@ -56,7 +56,7 @@ class Running:
 
     def cancel(self) -> None:
         """Nobody waits for it any more."""
-        self.ticket.cancelled.set()
+        self.ticket.canceled.set()
 
     async def next(self, seconds: float) -> Event | None:
         """The next event; None when there is none in that time."""

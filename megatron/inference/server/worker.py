@@ -72,14 +72,14 @@ class Ticket:
 
     job: Job
     emit: Callable[[Event], None]
-    cancelled: threading.Event = field(default_factory=threading.Event)
+    canceled: threading.Event = field(default_factory=threading.Event)
 
 
 class Worker:
-    """Does jobs one after the other, in a thread of the speaker.
+    """Does jobs one after the other, in a thread of the sampling rank.
 
     Args:
-        model: on its speaker.
+        model: on its sampling rank.
         waiting: jobs that may wait; more are refused.
         patience_s: how long the other ranks wait to hear from this one.
         ended: called when the thread ends, whatever for.
@@ -174,7 +174,7 @@ class Worker:
                     ticket = self._queue.get(timeout=0.2)
                 except queue.Empty:
                     continue
-                if not ticket.cancelled.is_set():
+                if not ticket.canceled.is_set():
                     self._do(leader, ticket)
 
     def _do(self, leader: Leader, ticket: Ticket) -> None:
@@ -186,7 +186,7 @@ class Worker:
             text = streams[row].add(token.id)
             texts[row] += text
             ticket.emit(Piece(row, token, text))
-            return streams[row].stopped or ticket.cancelled.is_set() or self._stop.is_set()
+            return streams[row].stopped or ticket.canceled.is_set() or self._stop.is_set()
 
         self._at_hand = ticket
         try:

@@ -179,16 +179,16 @@ class GradientSync:
             else:
                 for untouched in reducer.buckets:
                     reducer.check(untouched.flat)
-        sound = not self._asks or self._agree_that_sound(tokens)
+        all_finite = not self._asks or self._agree_all_finite(tokens)
         if reduces:
             for reducer in self.reducers:
-                reducer.finish(sound)
-        if self.embedding is not None and sound:
+                reducer.finish(all_finite)
+        if self.embedding is not None and all_finite:
             for buffer, bucket in self._tied():
                 own = buffer.grads_of(bucket)[own_share(bucket, self.group, self.sharded)]
                 self.embedding.all_reduce(own, tuple(bucket.slots[0].param.shape), self._scale)
-        self.controllers.after_reduction(self._iteration, self._scale, sound, self._reduced)
-        return sound
+        self.controllers.after_reduction(self._iteration, self._scale, all_finite, self._reduced)
+        return all_finite
 
     def _reduced(self, point: Point) -> ReducedPoint:
         """The final gradients that a point has reduced: all of this rank's, or those of the tied embedding."""
@@ -199,7 +199,7 @@ class GradientSync:
             [tuple(slot.param.shape) for _, bucket in seen for slot in bucket.slots if slot.param.dim() > 1],
         )
 
-    def _agree_that_sound(self, tokens: float) -> bool:
+    def _agree_all_finite(self, tokens: float) -> bool:
         """Whether all local gradients of all ranks are finite and some tokens count."""
         bad = torch.stack([1.0 - reducer.finite() for reducer in self.reducers]).sum()
         pair = torch.stack([bad, torch.full_like(bad, tokens)])

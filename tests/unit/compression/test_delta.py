@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.compression.delta import DeltaCodec, DeltaConfig
-from megatron.compression.fixpoint import FixpointConfig, Quantiser
+from megatron.compression.fixpoint import FixpointConfig, Quantizer
 from megatron.compression.row_store import DamagedRowError, RowFileError, RowStore
 from megatron.compression.sample_cache import SampleCache
 from megatron.compression.state import CompressorState
@@ -40,7 +40,7 @@ def test_the_formula_against_a_plain_loop() -> None:
     """m <- x at a first visit, in fp32; then m <- m + Q(x - m)."""
     options = {"bits": 3, "scale": "channel", "grid": "asymmetric"}
     codec = DeltaCodec(DeltaConfig(first_bits=32, cache_dtype="fp32", **options))  # type: ignore[arg-type]
-    quantiser = Quantiser(FixpointConfig(**options))  # type: ignore[arg-type]
+    quantizer = Quantizer(FixpointConfig(**options))  # type: ignore[arg-type]
     ends = CompressorState(), CompressorState()
     memory: dict[int, Tensor] = {}
     for step in range(12):
@@ -54,7 +54,7 @@ def test_the_formula_against_a_plain_loop() -> None:
             own = x[:, place]
             if sample in memory:
                 difference = own - memory[sample]
-                own = memory[sample] + quantiser.decode(quantiser.encode(difference, None), difference.shape)
+                own = memory[sample] + quantizer.decode(quantizer.encode(difference, None), difference.shape)
             memory[sample] = own
             assert torch.equal(got[:, place], own)
         for state in ends:
@@ -115,9 +115,9 @@ def test_differences_are_small_messages_and_better_than_fixed_point() -> None:
     for step in range(1, 6):
         x = _activation((1,), step)
         payload = codec.encode(x, state, (1,))
-    assert payload.nbytes == Quantiser(FixpointConfig(bits=2)).nbytes(torch.Size((S, H)))
+    assert payload.nbytes == Quantizer(FixpointConfig(bits=2)).nbytes(torch.Size((S, H)))
     error = float((codec._recall(codec._cache(state), 1, torch.Size((S, H))) - x[:, 0]).norm() / x.norm())
-    direct = Quantiser(FixpointConfig(bits=2))
+    direct = Quantizer(FixpointConfig(bits=2))
     plain = float((direct.decode(direct.encode(x, None), x.shape) - x).norm() / x.norm())
     assert error < plain / 10
 

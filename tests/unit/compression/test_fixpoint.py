@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.compression.fixpoint import FixpointConfig, Quantiser
+from megatron.compression.fixpoint import FixpointConfig, Quantizer
 from megatron.compression.options import SpecError
 from megatron.kernels.reference import pack_bits, unpack_bits
 
@@ -27,10 +27,10 @@ def test_packing_is_lossless_for_any_width_and_length(bits: int, count: int, see
 
 
 def _round_trip(x: torch.Tensor, seed: int | None = None, **options: object) -> torch.Tensor:
-    quantiser = Quantiser(FixpointConfig(**options))  # type: ignore[arg-type]
-    wire = quantiser.encode(x, seed)
-    assert wire.numel() == quantiser.nbytes(x.shape)
-    return quantiser.decode(wire, x.shape)
+    quantizer = Quantizer(FixpointConfig(**options))  # type: ignore[arg-type]
+    wire = quantizer.encode(x, seed)
+    assert wire.numel() == quantizer.nbytes(x.shape)
+    return quantizer.decode(wire, x.shape)
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,11 +1,12 @@
-"""Orthonormalisation and first factors: what the published Gram-Schmidt and seeding get wrong."""
+"""Orthonormalization and first factors: what the published Gram-Schmidt and seeding get wrong."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from megatron.compression.linalg import matrix_shape, orthonormalise, random_bases
+from megatron.compression.linalg import matrix_shape, random_bases
+from megatron.kernels.ops import orthonormalize
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -16,7 +17,7 @@ def test_columns_are_orthonormal_whatever_the_rank_of_the_input(rank: int, dtype
     left = torch.randn(5, 40, max(rank, 1), generator=generator, dtype=dtype)
     right = torch.randn(5, max(rank, 1), 8, generator=generator, dtype=dtype)
     x = left @ right if rank else torch.zeros(5, 40, 8, dtype=dtype)
-    q = orthonormalise(x)
+    q = orthonormalize(x)
     eye = torch.eye(8, dtype=dtype).expand(5, 8, 8)
     torch.testing.assert_close(q.transpose(1, 2) @ q, eye, atol=2e-6, rtol=0)
     # What the input spans is spanned: its projection is itself.
@@ -27,7 +28,7 @@ def test_columns_are_orthonormal_whatever_the_rank_of_the_input(rank: int, dtype
 def test_sizes_do_not_matter(scale: float) -> None:
     """An epsilon in the norm makes the columns of small gradients too short."""
     x = torch.randn(1, 30, 4, generator=torch.Generator().manual_seed(0))
-    q = orthonormalise(x * scale)
+    q = orthonormalize(x * scale)
     torch.testing.assert_close(q.transpose(1, 2) @ q, torch.eye(4).expand(1, 4, 4), atol=2e-6, rtol=0)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
-from megatron.compression.fixpoint import FixpointConfig, Quantiser
+from megatron.compression.fixpoint import FixpointConfig, Quantizer
 from megatron.compression.quantized_adam import QuantizedAdam, QuantizedAdamConfig
 from megatron.compression.state import CompressorState
 from megatron.config.optimizer import OptimizerConfig
@@ -34,10 +34,10 @@ def _gradient(rank: int, step: int, p: Tensor) -> Tensor:
 
 
 def _plain_loop(bits: int) -> Tensor:
-    quantiser = Quantiser(FixpointConfig(bits=bits))
+    quantizer = Quantizer(FixpointConfig(bits=bits))
 
     def q(x: Tensor) -> Tensor:
-        return quantiser.decode(quantiser.encode(x, None), x.shape).double()
+        return quantizer.decode(quantizer.encode(x, None), x.shape).double()
 
     part = SIZE // RANKS
     p = torch.zeros(SIZE, dtype=torch.float64)

@@ -24,7 +24,7 @@ from tools.quickstart.make_corpus import write_corpus
 from tools.quickstart.process import CommandFailed, run_logged
 from tools.quickstart.run import Quickstart
 from tools.quickstart.stages import Stage, digest
-from tools.quickstart.summary import Summary, format_summary, summarise
+from tools.quickstart.summary import Summary, format_summary, summarize
 from tools.quickstart.unigram import Unigram, unigram
 
 REPO = Path(__file__).resolve().parents[3]
@@ -206,7 +206,7 @@ def test_summary_of_a_log(tmp_path: Path) -> None:
         )
         + event("validation", 20, lm_loss=4.25)
     )
-    summary = summarise(log, Unigram(1000, 6.5))
+    summary = summarize(log, Unigram(1000, 6.5))
     assert summary.gain == pytest.approx(2.25)
     assert (summary.iteration, summary.validation_loss, summary.tokens_per_second) == (20, 4.25, 200.0)
     summary.write(tmp_path / "summary.json")
@@ -231,7 +231,7 @@ def test_a_log_without_figures_is_refused(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     log.write_text(event("train", 10, lm_loss=5.0, tokens_per_second=100.0))
     with pytest.raises(UserError, match=r"log\.jsonl: no training and validation"):
-        summarise(log, Unigram(1000, 6.5))
+        summarize(log, Unigram(1000, 6.5))
 
 
 def test_validation_reads_the_held_out_text_once(tmp_path: Path) -> None:
