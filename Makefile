@@ -4,7 +4,7 @@
 
 BOOTSTRAP := $(if $(PYTHON),$(PYTHON),$(shell command -v python3 || command -v python || echo python3))
 RUN := $(BOOTSTRAP) tools/setup_env.py
-PYTEST := -m pytest --durations=15
+PYTEST := -m pytest --durations=20
 WORKERS := -n 2 --no-loadscope-reorder
 GPU_WORKERS := -n 4 --no-loadscope-reorder
 ARGS ?=

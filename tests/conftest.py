@@ -29,6 +29,7 @@ BESIDE = frozenset(
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--unit", action="store_true", help="only what needs no ranks and is not marked slow: two minutes")
     parser.addoption("--faults", action="store_true", help="run the long fault-injection tests too")
     parser.addoption(
         "--device",
@@ -56,6 +57,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skips what this machine or this call cannot run, with the reason. What takes longest comes first."""
+    if config.getoption("--unit"):
+        quick = [
+            item for item in items if "multiprocess" not in item.path.parts and not item.get_closest_marker("slow")
+        ]
+        kept = set(quick)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = quick
     items.sort(key=lambda item: ("multiprocess" not in item.path.parts, item.path.name in BESIDE))
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
     no_faults = pytest.mark.skip(reason="long fault injection: run `make test-faults`")
