@@ -1,0 +1,186 @@
+"""What every sink writes for the same steps, character for character: ``golden_metrics.json`` next to this file.
+
+Times stand still but where the test moves them, so that each figure is known. ``python -m
+tests.unit.training.test_golden_metrics`` writes the file anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.comm.error_probe import ErrorProbe
+from megatron.compression.points import Point
+from megatron.optimizer.optimizer import StepOutcome
+from megatron.topology.clock import HostClock
+from megatron.training.assembly import Engines
+from megatron.training.batch_size import BatchSizeSchedule
+from megatron.training.logline import LogWindow
+from megatron.training.progress_state import Progress
+from megatron.training.report import Reporter
+from megatron.training.timers import Timers
+from tests.support.tiny import tiny_engines
+
+GOLDEN = Path(__file__).with_name("golden_metrics.json")
+
+ALL_ON: dict[str, Any] = {
+    "log_interval": 4,
+    "log_comm": True,
+    "timing_log_level": 1,
+    "peak_tflops": 0.001,
+    "log_timers_to_tensorboard": True,
+    "log_batch_size_to_tensorboard": True,
+    "log_validation_ppl_to_tensorboard": True,
+    "log_world_size_to_tensorboard": True,
+    "log_gradients": True,
+    "log_gradients_interval": 4,
+}
+PLAIN: dict[str, Any] = {
+    "log_interval": 2,
+    "tensorboard_log_interval": 2,
+    "log_learning_rate_to_tensorboard": False,
+    "log_loss_scale_to_tensorboard": False,
+}
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Run:
+    """A run whose steps the test makes up."""
+
+    def __init__(self, folder: Path, clock: Clock, options: dict[str, Any]) -> None:
+        files = {"log_txt_file": "log.txt", "log_json_file": "log.jsonl", "tensorboard_dir": "curves"}
+        logging = {**options, **{name: str(folder / file) for name, file in files.items()}}
+        self.clock, self.folder = clock, folder
+        self.engines = tiny_engines({"logging": logging})
+        self.engines.ledger.clock = HostClock(clock)
+        self.progress = Progress()
+        self.timers = Timers(level=1, clock=HostClock(clock))
+        self.reporter = self._reporter(self.engines)
+
+    def _reporter(self, engines: Engines) -> Reporter:
+        sizes = BatchSizeSchedule(4, micro_batch_size=1, dp_size=1)
+        return Reporter(engines.config, engines, self.progress, 30, self.timers, sizes, (True, True))
+
+    def begin(self) -> None:
+        self.reporter.open()
+        self.reporter.start_training()
+        self.reporter.window = LogWindow(self.clock)
+
+    def probe_errors(self) -> None:
+        """Two micro-batches cross boundary 0, and the first one's gradient loses something on the way back."""
+        probe = ErrorProbe()
+        probe.activation(0, 0, torch.tensor([1.0, 2.0]))
+        probe.activation(0, 1, torch.tensor([4.0, 6.0]))
+        probe.error(0, 0, torch.tensor([5.0, 0.0]))
+        channel = SimpleNamespace(probe=probe, residuals=list)
+        self.reporter.engines = dataclasses.replace(self.engines, channel=cast(Any, channel))
+
+    def step(self, loss: float, grad_norm: float | None, lr: float, **norms: float) -> None:
+        """A step of half a second, the most of it computing; without a norm it is skipped."""
+        with self.timers("forward-backward", level=1), self.engines.ledger.computing():
+            self.clock.now += 0.375
+        self.engines.ledger.sent(Point.DP_GRAD, 500, 2000)
+        with self.engines.ledger.encoding(Point.DP_GRAD):
+            self.clock.now += 0.125
+        self.progress.iteration += 1
+        self.progress.consumed_samples += 4
+        skipped = grad_norm is None
+        outcome = StepOutcome(loss, grad_norm, skipped, 4096.0 / self.progress.iteration, 0.0, **norms)
+        self.reporter.after_step(outcome, 4, lr, 0.1)
+
+    def written(self, console: str) -> dict[str, Any]:
+        """What is in the places now, without the description of the configuration."""
+        records = (self.folder / "log.jsonl").read_text().splitlines()
+        assert [json.loads(record)["kind"] for record in records].index("config") == 0
+        text = (self.folder / "log.txt").read_text()
+        assert text == console
+        curves = {axis: _curves(self.folder / "curves" / axis) for axis in ("", "samples", "tokens")}
+        return {"lines": text.splitlines(), "json lines": records[1:], "tensorboard": curves}
+
+
+def _curves(folder: Path) -> dict[str, str]:
+    """Points of every curve in a TensorBoard folder, not in its subfolders."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = reader.EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return {
+        tag: ", ".join(f"{point.step}: {point.value!r}" for point in accumulator.Scalars(tag))
+        for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def _everything(run: Run) -> None:
+    """Two windows with a skipped step and a loss that is not finite, evaluations, probes, an event of any kind."""
+    slot = run.engines.buffers[0].buckets[0].slots[0]
+    run.engines.buffers[0].grads_flat[slot.start] = 2.0
+    run.probe_errors()
+    run.step(4.0, 2.5, 1e-3, params_norm=99.5, num_zeros=12.0)
+    run.step(math.inf, None, 2e-3, params_norm=99.5, num_zeros=12.0)
+    run.step(2.0, 1.25, 2e-3, params_norm=99.25, num_zeros=13.0)
+    run.step(1.5, 1.125, 3e-3, params_norm=99.125, num_zeros=14.0)
+    with run.reporter.paused("evaluate"):
+        run.clock.now += 7.0
+        run.reporter.validation(3.25)
+    for loss in (1.25, math.nan, 1.0, 0.75):
+        run.step(loss, 0.5, 3e-3)
+    run.reporter.validation(0.5, samples=16, split="test")
+    run.reporter.validation(math.nan, samples=16)
+
+
+def _skipped(run: Run) -> None:
+    """A window of which no step counts."""
+    run.step(math.nan, None, 1e-3)
+    run.step(7.0, None, 1e-3)
+    run.reporter.validation(6.5)
+
+
+SCENES = {"everything": (ALL_ON, _everything), "skipped": (PLAIN, _skipped)}
+
+
+def _played(name: str) -> dict[str, Any]:
+    options, play = SCENES[name]
+    clock, console = Clock(), io.StringIO()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(time, "perf_counter", clock),
+        mock.patch.object(time, "time", return_value=1.5),
+        mock.patch("megatron.training.report.peak_memory_bytes", return_value=10**9),
+        contextlib.redirect_stdout(console),
+    ):
+        run = Run(Path(folder), clock, options)
+        run.begin()
+        play(run)
+        run.reporter.close()
+        return run.written(console.getvalue())
+
+
+@pytest.mark.parametrize("name", list(SCENES))
+def test_every_sink_writes_what_it_wrote_before(name: str) -> None:
+    expected, found = json.loads(GOLDEN.read_text())[name], _played(name)
+    for place, content in expected.items():
+        assert found[place] == content
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps({name: _played(name) for name in SCENES}, indent=1) + "\n")
