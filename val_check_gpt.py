@@ -29,7 +29,7 @@ from megatron.data.atomic import check_writable, write_whole
 from megatron.inference.flags import ModelFlags, check_layout, open_topology, parse_flags
 from megatron.inference.model import load_model, load_weights
 from megatron.topology.layout import Layout
-from megatron.training.logline import perplexity
+from megatron.training.metrics import perplexity
 from megatron.training.program import Ranks, run_program
 from tasks.validation import data_of, mean_loss, open_samples
 

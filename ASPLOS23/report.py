@@ -17,7 +17,7 @@ from megatron.training.plots import (
     of_final_draw,
     save_figure,
 )
-from megatron.training.sinks import Record, finite_figures, read_records
+from megatron.training.records import Record, finite_figures, read_records
 
 Events = list[Record]
 _WARM = 2

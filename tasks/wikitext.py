@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron.config.errors import UserError
 from megatron.inference.model import LoadedModel
-from megatron.training.logline import perplexity
+from megatron.training.metrics import perplexity
 from tasks.detokenize import wikitext
 from tasks.files import read_utf8
 from tasks.scoring import Window, loss_sum, total

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training.plots import of_final_draw
-from megatron.training.sinks import read_records
+from megatron.training.records import read_records
 from tools.convergence_figures import Outcome, draw_curves, draw_outcomes
 
 REPO = Path(__file__).resolve().parents[1]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron.config.errors import UserError
 from megatron.training.plots import of_final_draw
-from megatron.training.sinks import read_records
+from megatron.training.records import read_records
 
 # A number with what comes after it, so that one that the run was killed in does not count.
 _NUMBER = r"\s*(?P<loss>[-+.\w]+)[^-+.\w\n]"

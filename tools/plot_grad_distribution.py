@@ -38,7 +38,7 @@ if __name__ == "__main__":
 
 from megatron.config.errors import UserError  # noqa: E402
 from megatron.training.plots import COLORS, label_iterations, new_figure, picture_format, save_figure  # noqa: E402
-from megatron.training.sinks import Record, finite_figures, read_records  # noqa: E402
+from megatron.training.records import Record, finite_figures, read_records  # noqa: E402
 
 Series = dict[str, dict[int, list[float]]]
 """By kind of matrix and iteration, the figures of the layers; nan for what was not finite."""

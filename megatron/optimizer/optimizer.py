@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,45 +25,41 @@ from megatron.topology.topology import Topology
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Sums over the whole world that one training step needs; equal on every rank.
+    """Sums over the whole world that one training step needs, and what it did with them; equal on every rank.
 
     Args:
         loss_sum: sum of the tokens' losses in nats, over tokens that count.
         tokens: number of tokens that count.
         grad_sq: sum of squares of the scaled gradients of the whole model.
-        params_sq: sum of squares of the parameters, where asked for.
-        zeros: number of gradient elements that are exactly zero, where asked for.
+        params_sq: sum of squares of the parameters; None unless asked for.
+        num_zeros: number of gradient elements that are exactly zero; None unless asked for.
         votes: sum of what ``Optimizer.step`` was given.
+        loss_scale: that was used.
+        grad_norm: global L2 norm of the unscaled gradients before clipping; None when the update was skipped, because
+            one of them is not finite or no token counts.
     """
 
     loss_sum: float
     tokens: float
     grad_sq: float
-    params_sq: float
-    zeros: float
+    params_sq: float | None
+    num_zeros: float | None
     votes: float
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What a step did.
-
-    Args:
-        loss: mean over the tokens that count, nats.
-        grad_norm: global L2 norm of the unscaled gradients before clipping; None when not finite.
-        skipped: the update was skipped because a gradient was not finite.
-        params_norm, num_zeros: where asked for.
-        loss_scale: the scale that was used.
-        votes: sum over the ranks of what ``Optimizer.step`` was given.
-    """
-
-    loss: float
-    grad_norm: float | None
-    skipped: bool
     loss_scale: float
-    votes: float
-    params_norm: float | None = None
-    num_zeros: float | None = None
+    grad_norm: float | None = None
+
+    @property
+    def loss(self) -> float:
+        """Mean over the tokens that count, nats."""
+        return self.loss_sum / self.tokens if self.tokens else 0.0
+
+    @property
+    def params_norm(self) -> float | None:
+        return None if self.params_sq is None else math.sqrt(self.params_sq)
+
+    @property
+    def skipped(self) -> bool:
+        return self.grad_norm is None
 
 
 class Optimizer:
@@ -134,7 +130,7 @@ class Optimizer:
         freeze_variance: bool = False,
         clipped: bool = False,
         all_finite: bool = True,
-    ) -> StepOutcome:
+    ) -> StepTotals:
         """Takes one step on final gradients.
 
         Args:
@@ -151,14 +147,11 @@ class Optimizer:
                 from the parameters over the learning rate, at any learning rate.
         """
         totals = self._world_totals(loss_sum, tokens, vote)
-        loss = totals.loss_sum / totals.tokens if totals.tokens else 0.0
-        scale = self.loss_scale.scale
-        params_norm = math.sqrt(totals.params_sq) if self.log_params_norm else None
-        num_zeros = totals.zeros if self.log_num_zeros else None
+        scale = totals.loss_scale
         finite = all_finite and math.isfinite(totals.grad_sq)
         self.loss_scale.update(found_inf=not finite)
         if not finite or not totals.tokens:
-            return StepOutcome(loss, None, True, scale, totals.votes, params_norm, num_zeros)
+            return totals
         divisor = scale * totals.tokens / expected_tokens
         norm = math.sqrt(totals.grad_sq) / divisor
         if self.config.clip_grad > 0 and norm > 0 and not clipped:
@@ -169,7 +162,7 @@ class Optimizer:
         if publish_update:
             end_directions(self.inner, self.pieces, published, self.frozen_at if freeze_variance else 0)
         self.publisher.publish(iteration)
-        return StepOutcome(loss, norm, False, scale, totals.votes, params_norm, num_zeros)
+        return replace(totals, grad_norm=norm)
 
     def _update(self, divisor: float, freeze_variance: bool) -> None:
         if freeze_variance and not self.frozen_at and self.steps:
@@ -194,7 +187,16 @@ class Optimizer:
         pending = self.topology.world.all_reduce(vector)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
         self.ledger.wait(Point.CONTROL, pending)
-        return StepTotals(*vector.tolist())
+        loss_sum, tokens, grad_sq, params_sq, zeros, votes = vector.tolist()
+        return StepTotals(
+            loss_sum,
+            tokens,
+            grad_sq,
+            params_sq if self.log_params_norm else None,
+            zeros if self.log_num_zeros else None,
+            votes,
+            self.loss_scale.scale,
+        )
 
     def _counted(self) -> list[Piece]:
         """The pieces that this rank counts; replicas leave that to the first of them."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.config.errors import UserError
 from megatron.data.atomic import atomic_write
-from megatron.training.sinks import Record, read_records
+from megatron.training.records import Record, read_records
 
 ENDINGS = ("png", "pdf", "svg", "svgz", "eps", "ps", "jpg", "jpeg", "tif", "tiff", "webp")
 """Of pictures."""

@@ -7,28 +7,25 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 
 import torch
 
 from megatron.checkpoint.agree import gather_texts
 from megatron.config.run import RunConfig
-from megatron.optimizer.optimizer import StepOutcome
 from megatron.training.assembly import Engines
 from megatron.training.batch_size import BatchSizeSchedule
 from megatron.training.flops import ModelShape, benchmark_tflops, model_flops_utilisation, model_tflops
 from megatron.training.forecast import FIRST_ESTIMATE, Forecast, format_estimate, format_size, model_size
 from megatron.training.gradient_probe import Figures, GradientProbe
-from megatron.training.loggers import HonestFigures, MetricLogger
-from megatron.training.logline import LogWindow, TrainRecord
+from megatron.training.metrics import LOSS, Evaluation, MetricsWindow, StepMetrics
 from megatron.training.peaks import peak_tflops
 from megatron.training.progress import ProgressBar
 from megatron.training.progress_state import Progress
-from megatron.training.sinks import Sink, open_sinks
+from megatron.training.sinks import ProgressBarSink, Sinks, open_sinks
 from megatron.training.timers import Timers
 from megatron.training.traffic import TrafficMeter, format_comm_line, gather_rows
-
-LOSS = "lm loss"
 
 
 def model_shape(config: RunConfig, padded_vocab_size: int) -> ModelShape:
@@ -92,10 +89,9 @@ class Reporter:
         self.train_iters = train_iters
         self.timers = timers
         self.shape = model_shape(config, engines.padded_vocab_size)
-        self.window = LogWindow()
+        self.window = MetricsWindow()
         self.meter = TrafficMeter(engines)
-        self.bar: ProgressBar | None = None
-        self.logger: MetricLogger | None = None
+        self.sinks = Sinks()
         logging = config.logging
         self.gradients = (
             GradientProbe(logging.log_gradients_density, logging.log_gradients_bins) if logging.log_gradients else None
@@ -113,30 +109,20 @@ class Reporter:
         Raises:
             UserError: when one cannot be opened.
         """
-        sinks: list[Sink] = []
-        if self._speaks:
-            self.bar = ProgressBar(
-                self.train_iters, done=self.progress.iteration, mode=self.config.logging.progress_bar
-            )
-            resume = {
-                "iterations": self.progress.iteration,
-                "samples": self.progress.consumed_samples,
-                "tokens": self.progress.consumed_samples * self.config.model.seq_length,
-            }
-            sinks = open_sinks(
-                self.config.logging,
-                resume=resume if self.progress.iteration else None,
-                console=self.bar.write,
-            )
-        layout = self.engines.topology.layout
-        self.logger = MetricLogger(
-            sinks,
-            self.config.logging,
-            seq_length=self.config.model.seq_length,
-            dp_size=layout.dp,
-            world_size=layout.world_size,
-        )
         done, length = self.progress, self.config.model.seq_length
+        if self._speaks:
+            bar = ProgressBar(self.train_iters, done=done.iteration, mode=self.config.logging.progress_bar)
+            samples = done.consumed_samples
+            resume = {"iterations": done.iteration, "samples": samples, "tokens": samples * length}
+            layout = self.engines.topology.layout
+            opened = open_sinks(
+                self.config.logging,
+                dp_size=layout.dp,
+                world_size=layout.world_size,
+                resume=resume if done.iteration else None,
+                console=bar.write,
+            )
+            self.sinks = Sinks([*opened, ProgressBarSink(bar)])
         ahead = self.batch_sizes.ahead(done.consumed_samples, max(0, self.train_iters - done.iteration))
         tokens = (done.consumed_samples + ahead.samples) * length
         self.line(format_size(self.size, tokens, done.consumed_samples * length))
@@ -144,17 +130,16 @@ class Reporter:
         if self.peak_tflops is None and self.engines.topology.device.type == "cuda":
             name = torch.cuda.get_device_name(self.engines.topology.device)
             self.line(f"note: no MFU is logged, since the peak rate of {name} is not known here; give --peak-tflops")
-        self.logger.event("config", done.iteration, config=self.config.to_dict(), size=size)
+        self.sinks.event("config", done.iteration, config=self.config.to_dict(), size=size)
 
     def line(self, text: str) -> None:
         """Text for people."""
-        if self.logger is not None:
-            self.logger.line(text)
+        self.sinks.line(text)
 
     def start_training(self) -> None:
         """The clock of the first window starts now."""
         self.engines.ledger.clear()
-        self.window = LogWindow()
+        self.window = MetricsWindow()
         self._step_started = time.perf_counter()
 
     @contextmanager
@@ -172,33 +157,18 @@ class Reporter:
                 self._step_started = time.perf_counter()
                 self.forecast.pause(what, self._step_started - began)
 
-    def after_step(self, outcome: StepOutcome, batch_size: int, lr: float, weight_decay: float) -> None:
+    def after_step(self, step: StepMetrics) -> None:
         """Notes a step; reports the window when a line is due."""
-        assert self.logger is not None
-        logging, progress = self.config.logging, self.progress
-        self.window.add({LOSS: outcome.loss}, skipped=outcome.skipped)
-        self.logger.iteration(
-            progress.iteration,
-            progress.consumed_samples,
-            losses={LOSS: outcome.loss},
-            learning_rate=lr,
-            global_batch_size=batch_size,
-            loss_scale=outcome.loss_scale,
-            grad_norm=outcome.grad_norm,
-            num_zeros=outcome.num_zeros,
-            params_norm=outcome.params_norm,
-            weight_decay=weight_decay,
-        )
         self._report_orthogonality()
         self._report_gradients()
         now = time.perf_counter()
-        if self.bar is not None:
-            tokens = batch_size * self.config.model.seq_length
-            self.bar.update(loss=outcome.loss, tokens_per_second=tokens / (now - self._step_started))
-        self.forecast.step(progress.consumed_samples - batch_size, now - self._step_started)
+        step = replace(step, seconds_per_iteration=now - self._step_started)
         self._step_started = now
-        if progress.iteration % logging.log_interval == 0:
-            self._report_window(outcome, batch_size, lr)
+        self.window.add(step)
+        self.sinks.step(step)
+        self.forecast.step(step.consumed_samples - step.global_batch_size, step.seconds_per_iteration)
+        if step.iteration % self.config.logging.log_interval == 0:
+            self._report_window()
         if self.forecast.done == FIRST_ESTIMATE:
             self._report_estimate()
 
@@ -212,7 +182,7 @@ class Reporter:
     def _report_orthogonality(self) -> None:
         """What ``--check-orth-error-acti`` found in this step, of this rank."""
         channel = self.engines.channel
-        if channel is None or channel.probe is None or self.logger is None:
+        if channel is None or channel.probe is None:
             return
         found = channel.probe.take()
         columns = {
@@ -221,10 +191,10 @@ class Reporter:
             "Acti Delta AVG": [one.change_mean for one in found],
         }
         shown = [f"{name}: [{', '.join(f'{x:.3e}' for x in values)}]" for name, values in columns.items()]
-        self.logger.line(
+        self.sinks.line(
             " | ".join([f" errors at iteration {self.progress.iteration:8d}", f"Total Length: {len(found)}", *shown])
         )
-        self.logger.event(
+        self.sinks.event(
             "orthogonality",
             self.progress.iteration,
             boundaries=[one.boundary for one in found],
@@ -235,77 +205,69 @@ class Reporter:
     def _report_gradients(self) -> None:
         """What ``--log-gradients`` finds, of the first replica and tensor-parallel rank of each stage."""
         logging, iteration, topology = self.config.logging, self.progress.iteration, self.engines.topology
-        if self.gradients is None or iteration % logging.log_gradients_interval or self.logger is None:
+        if self.gradients is None or iteration % logging.log_gradients_interval:
             return
         looks = topology.dp.rank == 0 and topology.tp.rank == 0
         own = self.gradients.look(self.engines.buffers) if looks else {}
         parameters: dict[str, Figures] = {}
         for text in gather_texts(topology.control.pg, json.dumps(own)):
             parameters.update(json.loads(text))
-        self.logger.event("gradients", iteration, density=logging.log_gradients_density, parameters=parameters)
+        self.sinks.event("gradients", iteration, density=logging.log_gradients_density, parameters=parameters)
 
-    def _report_window(self, outcome: StepOutcome, batch_size: int, lr: float) -> None:
-        assert self.logger is not None
+    def _report_window(self) -> None:
         topology = self.engines.topology
-        summary = self.window.close()
-        traffic, warnings, computed_s = self.meter.collect(summary.iterations)
+        window = self.window.close()
+        traffic, warnings, computed_s = self.meter.collect(window.iterations)
         times = self.timers.collect(
-            lambda values: gather_rows(topology.control, self.engines.ledger, values), iterations=summary.iterations
+            lambda values: gather_rows(topology.control, self.engines.ledger, values), iterations=window.iterations
         )
         if not self._speaks:
             return
-        seconds, world_size = summary.seconds_per_iteration, topology.layout.world_size
-        rate = model_tflops(self.shape, global_batch_size=batch_size, seconds=seconds, world_size=world_size)
-        recompute = self.config.recompute.recompute_granularity is not None
-        record = TrainRecord(
-            iteration=self.progress.iteration,
+        window = replace(
+            self._with_rates(window),
             train_iters=self.train_iters,
-            consumed_samples=self.progress.consumed_samples,
-            seconds_per_iteration=seconds,
-            learning_rate=lr,
-            global_batch_size=batch_size,
-            losses=summary.losses,
-            loss_scale=outcome.loss_scale,
-            benchmark_tflops=benchmark_tflops(
-                self.shape, global_batch_size=batch_size, seconds=seconds, world_size=world_size, recompute=recompute
-            ),
-            grad_norm=outcome.grad_norm,
-            num_zeros=outcome.num_zeros,
-            params_norm=outcome.params_norm,
-            skipped_iterations=summary.skipped_iterations,
-            nan_iterations=summary.nan_iterations,
-            remaining_seconds=self.forecast.remaining_s(self.progress.iteration, self.progress.consumed_samples),
-            mfu=model_flops_utilisation(rate, self.peak_tflops) if self.peak_tflops is not None else None,
-        )
-        figures = HonestFigures(
-            model_tflops=rate,
-            tokens_per_second=batch_size * self.config.model.seq_length / seconds,
+            remaining_seconds=self.forecast.remaining_s(window.iteration, window.consumed_samples),
             memory_bytes=peak_memory_bytes(topology.device),
             computed_s=computed_s,
             traffic=traffic,
+            timers_ms=times,
         )
-        self.logger.train(record, figures, timers=times)
+        self.sinks.window(window)
         if self.config.logging.log_comm:
-            self.logger.line(format_comm_line(self.progress.iteration, traffic, computed_s))
+            self.sinks.line(format_comm_line(window.iteration, traffic, computed_s))
         for warning in warnings:
-            self.logger.line(f"warning: {warning}")
+            self.sinks.line(f"warning: {warning}")
         if times and self.config.logging.timing_log_level > 0:
-            self.logger.line(self.timers.report(times))
+            self.sinks.line(self.timers.report(times))
+
+    def _with_rates(self, window: StepMetrics) -> StepMetrics:
+        """Adds TFLOP/s per device, and MFU where the peak rate is known."""
+        size, seconds = window.global_batch_size, window.seconds_per_iteration
+        world_size = self.engines.topology.layout.world_size
+        recompute = self.config.recompute.recompute_granularity is not None
+        rate = model_tflops(self.shape, global_batch_size=size, seconds=seconds, world_size=world_size)
+        return replace(
+            window,
+            benchmark_tflops=benchmark_tflops(
+                self.shape, global_batch_size=size, seconds=seconds, world_size=world_size, recompute=recompute
+            ),
+            model_tflops=rate,
+            mfu=model_flops_utilisation(rate, self.peak_tflops) if self.peak_tflops is not None else None,
+        )
 
     def validation(self, loss: float, *, samples: int | None = None, split: str = "validation") -> None:
         """The lines of an evaluation."""
-        assert self.logger is not None
-        self.logger.validation(
-            self.progress.iteration,
-            {LOSS: loss},
-            consumed_samples=self.progress.consumed_samples,
-            samples=samples,
-            split=split,
+        done = self.progress
+        self.sinks.evaluation(
+            Evaluation(
+                iteration=done.iteration,
+                consumed_samples=done.consumed_samples,
+                losses={LOSS: loss},
+                samples=samples,
+                split=split,
+            )
         )
 
     def close(self) -> None:
         """Closes the files and the bar."""
-        if self.logger is not None:
-            self.logger.close()
-        if self.bar is not None:
-            self.bar.close()
+        self.sinks.close()

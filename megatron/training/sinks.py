@@ -1,4 +1,7 @@
-"""Places for figures: the console, a text file, a JSON-lines file, TensorBoard."""
+"""Places for a run's figures: the console, a text file, a JSON-lines file, TensorBoard; and what each makes of them.
+
+A new place is a new ``Sink`` that ``open_sinks`` opens.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from megatron.config.errors import UserError
 from megatron.config.logs import LoggingConfig
+from megatron.training.metrics import Evaluation, StepMetrics, format_evaluation_lines, format_train_line, perplexity
+from megatron.training.progress import ProgressBar
 
 
 class Sink:
@@ -22,19 +27,79 @@ class Sink:
     name = "a log"
 
     def line(self, text: str) -> None:
-        """Whole lines of text."""
+        """Whole lines of text, for people."""
 
-    def event(self, event: Mapping[str, Any]) -> None:
-        """One record of named values."""
+    def event(self, kind: str, iteration: int, values: Mapping[str, Any]) -> None:
+        """A record of any kind (`config`, `gradients`, ...)."""
 
-    def scalars(self, axis: str, step: int, values: Mapping[str, float]) -> None:
-        """Points of curves over an axis: `iterations`, `samples` or `tokens`."""
+    def step(self, metrics: StepMetrics) -> None:
+        """A step was taken."""
+
+    def window(self, metrics: StepMetrics) -> None:
+        """A log interval has ended."""
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """The model was evaluated."""
 
     def close(self) -> None:
         """Flush and release."""
 
 
-class ConsoleSink(Sink):
+class Sinks:
+    """All sinks of a run.
+
+    One that fails while the run is under way (a full disk, a closed pipe) is dropped with one line on the standard
+    error: training goes on.
+    """
+
+    def __init__(self, sinks: Sequence[Sink] = ()) -> None:
+        self._sinks = list(sinks)
+
+    def line(self, text: str) -> None:
+        """Text for people, without figures."""
+        self._each(lambda sink: sink.line(text))
+
+    def event(self, kind: str, iteration: int, **values: Any) -> None:
+        """A record of any kind, for the JSON-lines file."""
+        self._each(lambda sink: sink.event(kind, iteration, values))
+
+    def step(self, metrics: StepMetrics) -> None:
+        """A step was taken. Call it at each one: `--tensorboard-log-interval` is applied by its sink."""
+        self._each(lambda sink: sink.step(metrics))
+
+    def window(self, metrics: StepMetrics) -> None:
+        """A log interval has ended."""
+        self._each(lambda sink: sink.window(metrics))
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """The model was evaluated."""
+        self._each(lambda sink: sink.evaluation(evaluation))
+
+    def close(self) -> None:
+        """Flush and close every sink."""
+        self._each(lambda sink: sink.close())
+        self._sinks.clear()
+
+    def _each(self, write: Callable[[Sink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                write(sink)
+            except (OSError, ValueError) as error:
+                self._sinks.remove(sink)
+                sys.stderr.write(f"warning: {sink.name} cannot be written any more, left out: {error}\n")
+
+
+class LineSink(Sink):
+    """Lines of text, in which a window and an evaluation are said."""
+
+    def window(self, metrics: StepMetrics) -> None:
+        self.line(format_train_line(metrics))
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        self.line("\n".join(format_evaluation_lines(evaluation)))
+
+
+class ConsoleSink(LineSink):
     """Lines to the standard output, or through `write` (a progress bar's, so that the bar stays whole)."""
 
     name = "the standard output"
@@ -50,7 +115,22 @@ class ConsoleSink(Sink):
             self._write(text)
 
 
-class TextFileSink(Sink):
+class ProgressBarSink(Sink):
+    """Loss and speed of each step beside a progress bar, which it closes."""
+
+    name = "the progress bar"
+
+    def __init__(self, bar: ProgressBar) -> None:
+        self._bar = bar
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._bar.update(loss=metrics.loss, tokens_per_second=metrics.tokens_per_second)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class TextFileSink(LineSink):
     """Lines appended to a file (`--log_txt_file`)."""
 
     def __init__(self, path: str | Path) -> None:
@@ -76,10 +156,41 @@ class JsonLinesSink(Sink):
         self.name = str(path)
         self._file = _open_append(path, "--log-json-file")
         if self._file.tell() > 0:
-            self.event({"kind": "resume", "iteration": resume_iteration, "time": time.time()})
+            self.event("resume", resume_iteration, {})
 
-    def event(self, event: Mapping[str, Any]) -> None:
+    def event(self, kind: str, iteration: int, values: Mapping[str, Any]) -> None:
+        event = {"kind": kind, "iteration": iteration, "time": time.time(), **values}
         self._file.write(json.dumps(_finite(event), allow_nan=False) + "\n")
+
+    def window(self, metrics: StepMetrics) -> None:
+        optional = {name: getattr(metrics, name) for name in ("grad_norm", "num_zeros", "params_norm")}
+        optional["remaining_seconds"] = metrics.remaining_seconds
+        timers_ms = _slowest(metrics)
+        values = {
+            "consumed_samples": metrics.consumed_samples,
+            "consumed_tokens": metrics.consumed_tokens,
+            **_keys(metrics.losses),
+            "learning_rate": metrics.learning_rate,
+            "global_batch_size": metrics.global_batch_size,
+            "loss_scale": metrics.loss_scale,
+            **_known(optional),
+            "skipped_iterations": metrics.skipped_iterations,
+            "nan_iterations": metrics.nan_iterations,
+            "seconds_per_iteration": metrics.seconds_per_iteration,
+            "samples_per_second": metrics.samples_per_second,
+            "tokens_per_second": metrics.tokens_per_second,
+            "benchmark_tflops": metrics.benchmark_tflops,
+            "model_tflops": metrics.model_tflops,
+            "mfu": metrics.mfu,
+            "memory_bytes": metrics.memory_bytes,
+            "computed_s": metrics.computed_s,
+            "comm": {name: point.as_dict() for name, point in metrics.traffic.items()},
+        }
+        self.event("train", metrics.iteration, {**values, **({"timers_ms": timers_ms} if timers_ms else {})})
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        values = {"consumed_samples": evaluation.consumed_samples, "samples": evaluation.samples}
+        self.event(evaluation.split, evaluation.iteration, {**values, **_keys(evaluation.losses)})
 
     def close(self) -> None:
         self._file.close()
@@ -93,11 +204,24 @@ class TensorBoardSink(Sink):
     whole run: with steps of several kinds in one run it would discard nearly all of the curves over samples.
 
     Args:
+        folder: of the events.
+        config: what goes there, and how often.
+        dp_size: data-parallel replicas, for the figures per replica.
+        world_size: processes of the run.
         resume: position on each axis (`iterations`, `samples`, `tokens`) that the run goes on from.
     """
 
-    def __init__(self, folder: str | Path, *, queue_size: int = 1000, resume: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        config: LoggingConfig,
+        *,
+        dp_size: int = 1,
+        world_size: int = 1,
+        resume: Mapping[str, int] | None = None,
+    ) -> None:
         self.name = f"TensorBoard's events in {folder}"
+        self._config, self._dp_size, self._world_size = config, dp_size, world_size
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -106,7 +230,6 @@ class TensorBoardSink(Sink):
             ) from error
         self._make_writer: Callable[..., Any] = SummaryWriter
         self._folder = Path(folder)
-        self._queue_size = queue_size
         self._resume = dict(resume or {})
         self._writers: dict[str, Any] = {}
         # TensorBoard's threads print a trace of their own besides what the next call raises.
@@ -123,16 +246,73 @@ class TensorBoardSink(Sink):
             folder = self._folder if axis == "iterations" else self._folder / axis
             try:
                 self._writers[axis] = self._make_writer(
-                    str(folder), max_queue=self._queue_size, purge_step=self._resume.get(axis, 0) + 1
+                    str(folder), max_queue=self._config.tensorboard_queue_size, purge_step=self._resume.get(axis, 0) + 1
                 )
             except OSError as error:
                 raise UserError(f"--tensorboard-dir {folder}: cannot write there ({error.strerror})") from error
         return self._writers[axis]
 
-    def scalars(self, axis: str, step: int, values: Mapping[str, float]) -> None:
-        writer = self._writer(axis)
-        for tag, value in values.items():
-            writer.add_scalar(tag, value, step)
+    def step(self, metrics: StepMetrics) -> None:
+        config = self._config
+        if metrics.iteration % config.tensorboard_log_interval:
+            return
+        optional = {
+            "learning-rate": metrics.learning_rate if config.log_learning_rate_to_tensorboard else None,
+            "weight-decay": metrics.weight_decay,
+            "batch-size": metrics.global_batch_size if config.log_batch_size_to_tensorboard else None,
+            "loss-scale": metrics.loss_scale if config.log_loss_scale_to_tensorboard else None,
+            "world-size": self._world_size if config.log_world_size_to_tensorboard else None,
+            "grad-norm": metrics.grad_norm,
+            "num-zeros": metrics.num_zeros,
+            "params-norm": metrics.params_norm,
+        }
+        values = {**metrics.losses, **_known(optional)}
+        self._curves(metrics.iteration, values, samples=metrics.consumed_samples)
+
+    def window(self, metrics: StepMetrics) -> None:
+        seconds = {"iteration-time": metrics.seconds_per_iteration}
+        self._curves(metrics.iteration, seconds, samples=metrics.consumed_samples, tokens=metrics.consumed_tokens)
+        self._curves(metrics.iteration, self._throughput(metrics))
+        if self._config.log_timers_to_tensorboard:
+            self._curves(metrics.iteration, {f"{name}-time": value for name, value in _slowest(metrics).items()})
+
+    def _throughput(self, metrics: StepMetrics) -> dict[str, float]:
+        optional = {
+            "MFU": metrics.mfu,
+            "mem-max-allocated-bytes": metrics.memory_bytes,
+            "seconds computing": metrics.computed_s,
+        }
+        values: dict[str, float] = {
+            "samples per second": metrics.samples_per_second,
+            "samples per second per replica": metrics.samples_per_second / self._dp_size,
+            "tokens per second": metrics.tokens_per_second,
+            "tokens per second per replica": metrics.tokens_per_second / self._dp_size,
+            "TFLOPs per gpu (estimated)": metrics.benchmark_tflops,
+            "model TFLOPs per device": metrics.model_tflops,
+            **_known(optional),
+        }
+        for name, point in metrics.traffic.items():
+            values[f"bytes per iteration/{name}"] = point.wire_bytes
+            values[f"compression ratio/{name}"] = point.ratio
+            values[f"seconds coding/{name}"] = point.coded_s
+            values[f"seconds waited/{name}"] = point.waited_s
+            if point.residual is not None and point.staleness is not None:
+                values[f"residual over gradient/{name}"] = point.residual
+                values[f"residual age in steps/{name}"] = point.staleness
+        return values
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        values = {f"{name} {evaluation.split}": value for name, value in evaluation.losses.items()}
+        if self._config.log_validation_ppl_to_tensorboard:
+            values |= {f"{tag} ppl": perplexity(value) for tag, value in values.items()}
+        self._curves(evaluation.iteration, values, samples=evaluation.consumed_samples)
+
+    def _curves(self, iteration: int, values: Mapping[str, float], **positions: int) -> None:
+        """Points over iterations, and the same ones, marked `vs AXIS`, over other axes."""
+        for axis, step in {"iterations": iteration, **positions}.items():
+            writer, suffix = self._writer(axis), f" vs {axis}" if axis in positions else ""
+            for tag, value in values.items():
+                writer.add_scalar(f"{tag}{suffix}", value, step)
 
     def close(self) -> None:
         try:
@@ -146,12 +326,16 @@ class TensorBoardSink(Sink):
 def open_sinks(
     config: LoggingConfig,
     *,
+    dp_size: int = 1,
+    world_size: int = 1,
     resume: Mapping[str, int] | None = None,
     console: Callable[[str], None] | None = None,
 ) -> list[Sink]:
     """The sinks that the configuration asks for; the console always.
 
     Args:
+        config: the files and folders.
+        dp_size, world_size: data-parallel replicas and processes of the run.
         resume: position on each axis (`iterations`, `samples`, `tokens`) of the checkpoint that was loaded.
         console: writes lines instead of the standard output, such as `ProgressBar.write`.
 
@@ -163,107 +347,24 @@ def open_sinks(
     if config.log_json_file is not None:
         sinks.append(JsonLinesSink(config.log_json_file, (resume or {}).get("iterations", 0)))
     if config.tensorboard_dir is not None:
-        sinks.append(TensorBoardSink(config.tensorboard_dir, queue_size=config.tensorboard_queue_size, resume=resume))
+        folder = config.tensorboard_dir
+        sinks.append(TensorBoardSink(folder, config, dp_size=dp_size, world_size=world_size, resume=resume))
     return sinks
 
 
-class Record(dict[str, Any]):
-    """An event that was read, which checks what it is asked for.
-
-    Args:
-        values: of the event.
-        place: file and line, for messages.
-    """
-
-    def __init__(self, values: Mapping[str, Any], place: str) -> None:
-        super().__init__(values)
-        self.place = place
-
-    def iteration(self, default: int | None = None) -> int:
-        """Of the event; the default where it has none.
-
-        Raises UserError when it is no whole number, or missing without a default.
-        """
-        value = self._value("iteration", default)
-        if type(value) is not int:
-            raise self._wrong(f"iteration {value!r} is not a whole number")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """A figure: nan for null, which stands for what is not finite; the default where there is none.
-
-        Raises UserError when it is no number, or missing without a default.
-        """
-        return self._number(name, self._value(name, default))
-
-    def numbers(self, name: str) -> list[float]:
-        """A list of figures, nan for nulls. Raises UserError when it is none."""
-        values = self._value(name)
-        if not isinstance(values, list):
-            raise self._wrong(f"{name} {values!r} is not a list")
-        return [self._number(name, value) for value in values]
-
-    def groups(self, name: str) -> dict[str, Record]:
-        """Figures by name, such as those of each communication point. Raises UserError when they are none."""
-        values = self._value(name)
-        if not isinstance(values, dict):
-            raise self._wrong(f"{name} {values!r} is not a group")
-        for key, figures in values.items():
-            if not isinstance(figures, dict):
-                raise self._wrong(f"{name} {key} {figures!r} is not a group")
-        return {key: Record(figures, f"{self.place}: {name} {key}") for key, figures in values.items()}
-
-    def _value(self, name: str, default: float | None = None) -> Any:
-        value = self.get(name, default)
-        if value is None and name not in self:
-            raise self._wrong(f"no {name}")
-        return value
-
-    def _number(self, name: str, value: Any) -> float:
-        if value is None:
-            return math.nan
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._wrong(f"{name} {value!r} is not a number")
-        try:
-            return value if math.isfinite(value) else math.nan
-        except OverflowError as error:
-            raise self._wrong(f"{name} is too large a number") from error
-
-    def _wrong(self, what: str) -> UserError:
-        return UserError(f"{self.place}: {what}; correct or delete the line")
+def _slowest(metrics: StepMetrics) -> dict[str, float]:
+    """Of each timer, the milliseconds of the rank that took longest."""
+    return {name: max(times) for name, times in metrics.timers_ms.items()}
 
 
-def read_records(path: str | Path) -> list[Record]:
-    """The events of a JSON-lines file that count: what a `resume` event made void is left out.
-
-    A line that is not a JSON object (the run was killed while writing it) is skipped.
-
-    Raises UserError when the iterations around a `resume` event are none.
-    """
-    records: list[Record] = []
-    for record in _json_objects(path):
-        if record.get("kind") == "resume":
-            start = record.iteration(0)
-            records = [earlier for earlier in records if earlier.iteration(0) <= start]
-        records.append(record)
-    return records
+def _keys(losses: Mapping[str, float]) -> dict[str, float]:
+    """Losses by their keys in JSON."""
+    return {name.replace(" ", "_"): value for name, value in losses.items()}
 
 
-def finite_figures(figures: Iterable[float]) -> list[float]:
-    """Those of some records' figures that are finite; a nan where there is none."""
-    return [figure for figure in figures if math.isfinite(figure)] or [math.nan]
-
-
-def _json_objects(path: str | Path) -> Iterator[Record]:
-    # An editor may have put a byte order mark before the first line.
-    with open(path, encoding="utf-8-sig", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):  # numbers and nests that Python does not read, too
-                continue
-            if isinstance(event, dict):
-                yield Record(event, f"{path}:{number}")
+def _known(values: Mapping[str, float | None]) -> dict[str, float]:
+    """Those that there are."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _finite(value: Any) -> Any:

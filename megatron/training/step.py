@@ -13,11 +13,11 @@ from megatron.comm.ledger import Ledger
 from megatron.data.batch import Batch
 from megatron.model.context import ForwardContext
 from megatron.model.gpt import GPTStage
-from megatron.optimizer.optimizer import StepOutcome
 from megatron.parallel.pipeline.engine import Span
 from megatron.parallel.pipeline.schedule import PipelineOp
 from megatron.parallel.tensor.random import DropoutKeys
 from megatron.training.assembly import Engines
+from megatron.training.metrics import LOSS, StepMetrics
 from megatron.training.timers import Timers
 
 
@@ -112,7 +112,7 @@ def train_step(
     weight_decay: float,
     vote: float = 0.0,
     timers: Timers | None = None,
-) -> StepOutcome:
+) -> StepMetrics:
     """Forward and backward of all micro-batches, reduction, update.
 
     Args:
@@ -122,6 +122,9 @@ def train_step(
         lr, weight_decay: of this step.
         vote: a number to be summed over the ranks, on the way.
         timers: where the parts of the step are timed.
+
+    Returns:
+        what is known of the step, the same on every rank; where the run stands is not filled in.
     """
     ledger = engines.ledger
     timers = timers or Timers(clock=ledger.clock)
@@ -150,7 +153,7 @@ def train_step(
         tokens = programs[-1].tokens if reports else 0.0
         all_finite = engines.sync.finish(tokens, expected_tokens)
     with ledger.computing(), timers("optimizer", level=1), ledger.trace.span("optimizer"):
-        outcome = engines.optimizer.step(
+        totals = engines.optimizer.step(
             programs[-1].loss_sum if reports else 0.0,
             tokens,
             expected_tokens=expected_tokens,
@@ -163,11 +166,22 @@ def train_step(
             clipped=engines.sync.clips_first,
             all_finite=all_finite,
         )
-    if not outcome.skipped and engines.sync.wants_update:
+    if not totals.skipped and engines.sync.wants_update:
         engines.sync.observe_update()
-    engines.end_step(taken=not outcome.skipped)
+    engines.end_step(taken=not totals.skipped)
     ledger.trace.end()
-    return outcome
+    return StepMetrics(
+        iteration=iteration + 1,
+        losses={LOSS: totals.loss},
+        global_batch_size=count * layout.dp * config.training.micro_batch_size,
+        seq_length=config.model.seq_length,
+        loss_scale=totals.loss_scale,
+        grad_norm=totals.grad_norm,
+        params_norm=totals.params_norm,
+        num_zeros=totals.num_zeros,
+        votes=totals.votes,
+        skipped_iterations=int(totals.skipped),
+    )
 
 
 _TRACED = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -16,41 +15,13 @@ from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
 from megatron.topology.group import Group
 from megatron.training.assembly import Engines
+from megatron.training.metrics import PointTraffic
 
 _ROWS = ("raw_bytes", "wire_bytes", "coded_s", "waited_s")
 _REPORTS_BEFORE_WARNING = 3
 _AMPLIFIED = 1.1
 _LONGER = 1.01
 _OLD_STEPS = 1000.0
-
-
-@dataclass(frozen=True)
-class PointTraffic:
-    """One communication point, per iteration.
-
-    Args:
-        raw_bytes, wire_bytes: what all ranks together would have sent uncompressed, and what they sent.
-        coded_s, waited_s: seconds of encoding and decoding, and of waiting: means over the ranks, which add up with
-            computing to the iteration (of the device's time, on CUDA).
-        residual: norm of the residuals over that of the gradients; None without error feedback.
-        staleness: mean age in steps of what the residuals hold.
-    """
-
-    raw_bytes: float
-    wire_bytes: float
-    coded_s: float
-    waited_s: float
-    residual: float | None = None
-    staleness: float | None = None
-
-    @property
-    def ratio(self) -> float:
-        """Raw bytes over those that were sent."""
-        return self.raw_bytes / self.wire_bytes if self.wire_bytes else 1.0
-
-    def as_dict(self) -> dict[str, float]:
-        """Its figures by name, without those that there are not."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def gather_rows(group: Group, ledger: Ledger, values: list[float]) -> list[list[float]]:

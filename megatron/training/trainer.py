@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from dataclasses import replace
 
 from megatron.config.run import RunConfig
 from megatron.data.build import Dataset
 from megatron.data.loader import MicroBatches, build_loader
-from megatron.optimizer.optimizer import StepOutcome
 from megatron.optimizer.schedules import LRSchedule
 from megatron.topology.topology import Topology
 from megatron.training.assembly import Engines
@@ -138,7 +138,7 @@ class Trainer:
         count = self.batch_sizes.num_micro_batches(progress.consumed_samples)
         with timers("batch-generator", level=1):
             taken = take_batches(batches, count, self.topology.device)
-        outcome = train_step(
+        metrics = train_step(
             self.engines,
             taken,
             progress.iteration,
@@ -149,7 +149,7 @@ class Trainer:
         )
         progress.iteration += 1
         progress.consumed_samples += size
-        if outcome.skipped:
+        if metrics.skipped:
             progress.skipped += 1
         else:
             self.schedule.step(size)
@@ -158,24 +158,31 @@ class Trainer:
         if every and progress.iteration % every == 0:
             with self.reporter.paused("check"):
                 check_replicas(self.engines, progress.iteration)
-        self.reporter.after_step(outcome, size, self.schedule.lr, self.schedule.weight_decay)
+        self.reporter.after_step(
+            replace(
+                metrics,
+                consumed_samples=progress.consumed_samples,
+                learning_rate=self.schedule.lr,
+                weight_decay=self.schedule.weight_decay,
+            )
+        )
         if self.valid_set is not None and progress.iteration % config.validation.eval_interval == 0:
             with self.reporter.paused("evaluate"), timers("evaluate"):
                 self._validate()
-        reason = self._reason(outcome)
+        reason = self._reason(metrics.votes)
         interval = config.checkpoint.save_interval
         if interval and progress.iteration % interval == 0:
             with self.reporter.paused("save"), timers("save-checkpoint"):
                 self.checkpoints.save()
         return reason
 
-    def _reason(self, outcome: StepOutcome) -> ExitReason:
+    def _reason(self, votes: float) -> ExitReason:
         """Why to stop now; the same on every rank, since the votes were summed."""
-        if outcome.votes >= _SWITCH_VOTE:
+        if votes >= _SWITCH_VOTE:
             return ExitReason.KILL_SWITCH
-        if outcome.votes >= _SIGNAL_VOTE:
+        if votes >= _SIGNAL_VOTE:
             return ExitReason.SIGNAL
-        if outcome.votes > 0:
+        if votes > 0:
             return ExitReason.DURATION
         interval = self.config.training.exit_interval
         return ExitReason.INTERVAL if interval and self.progress.iteration % interval == 0 else ExitReason.NONE

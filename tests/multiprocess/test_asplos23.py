@@ -12,7 +12,7 @@ import pytest
 from ASPLOS23.report import breakdown
 from ASPLOS23.run import main, names_in, read_experiment, read_model
 from megatron.config.flags import parse_args
-from megatron.training.sinks import read_records
+from megatron.training.records import read_records
 
 pytestmark = pytest.mark.multiprocess
 

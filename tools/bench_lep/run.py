@@ -27,7 +27,7 @@ from megatron.config.data import DataConfig
 from megatron.data.build import build_datasets
 from megatron.data.loader import build_loader
 from megatron.inference.model import load_model
-from megatron.training.sinks import read_records
+from megatron.training.records import read_records
 from tools.bench_convergence import final_loss, prepare, run, tokenizer_flags
 from tools.bench_lep.frozen import KINDS, FrozenPipeline
 

@@ -22,7 +22,7 @@ REPO = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(REPO))
 
-from megatron.training.sinks import read_records  # noqa: E402
+from megatron.training.records import read_records  # noqa: E402
 from tools.bench_convergence import MODEL, prepare, slug, tokenizer_flags  # noqa: E402
 from tools.bench_network.cases import PIPELINE, Case  # noqa: E402
 from tools.bench_network.report import rate_of  # noqa: E402

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.config.errors import UserError
 from megatron.data.atomic import atomic_write
-from megatron.training.sinks import read_records
+from megatron.training.records import read_records
 from tools.quickstart.unigram import Unigram
 
 WANTED_GAIN = 1.8

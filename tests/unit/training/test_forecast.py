@@ -11,7 +11,7 @@ from megatron.config.run import RunConfig
 from megatron.topology.layout import Layout
 from megatron.training.batch_size import BatchSizeSchedule
 from megatron.training.forecast import Forecast, ModelSize, format_estimate, format_size
-from tests.unit.training.test_logline import ELAPSED, ITERATION, TFLOPS
+from tests.unit.training.test_metrics import ELAPSED, ITERATION, TFLOPS
 
 SECONDS = {"evaluate": 7.0, "save": 3.0, "check": 0.5}
 

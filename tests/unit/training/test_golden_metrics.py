@@ -23,11 +23,10 @@ import torch
 
 from megatron.comm.error_probe import ErrorProbe
 from megatron.compression.points import Point
-from megatron.optimizer.optimizer import StepOutcome
 from megatron.topology.clock import HostClock
 from megatron.training.assembly import Engines
 from megatron.training.batch_size import BatchSizeSchedule
-from megatron.training.logline import LogWindow
+from megatron.training.metrics import LOSS, MetricsWindow, StepMetrics
 from megatron.training.progress_state import Progress
 from megatron.training.report import Reporter
 from megatron.training.timers import Timers
@@ -85,7 +84,7 @@ class Run:
     def begin(self) -> None:
         self.reporter.open()
         self.reporter.start_training()
-        self.reporter.window = LogWindow(self.clock)
+        self.reporter.window = MetricsWindow(self.clock)
 
     def probe_errors(self) -> None:
         """Two micro-batches cross boundary 0, and the first one's gradient loses something on the way back."""
@@ -96,7 +95,14 @@ class Run:
         channel = SimpleNamespace(probe=probe, residuals=list)
         self.reporter.engines = dataclasses.replace(self.engines, channel=cast(Any, channel))
 
-    def step(self, loss: float, grad_norm: float | None, lr: float, **norms: float) -> None:
+    def step(
+        self,
+        loss: float,
+        grad_norm: float | None,
+        lr: float,
+        params_norm: float | None = None,
+        num_zeros: float | None = None,
+    ) -> None:
         """A step of half a second, the most of it computing; without a norm it is skipped."""
         with self.timers("forward-backward", level=1), self.engines.ledger.computing():
             self.clock.now += 0.375
@@ -105,9 +111,22 @@ class Run:
             self.clock.now += 0.125
         self.progress.iteration += 1
         self.progress.consumed_samples += 4
-        skipped = grad_norm is None
-        outcome = StepOutcome(loss, grad_norm, skipped, 4096.0 / self.progress.iteration, 0.0, **norms)
-        self.reporter.after_step(outcome, 4, lr, 0.1)
+        self.reporter.after_step(
+            StepMetrics(
+                iteration=self.progress.iteration,
+                losses={LOSS: loss},
+                global_batch_size=4,
+                seq_length=16,
+                loss_scale=4096.0 / self.progress.iteration,
+                grad_norm=grad_norm,
+                skipped_iterations=int(grad_norm is None),
+                consumed_samples=self.progress.consumed_samples,
+                learning_rate=lr,
+                weight_decay=0.1,
+                params_norm=params_norm,
+                num_zeros=num_zeros,
+            )
+        )
 
     def written(self, console: str) -> dict[str, Any]:
         """What is in the places now, without the description of the configuration."""

@@ -8,7 +8,8 @@ import torch
 
 from megatron.compression.health import ResidualHealth
 from megatron.compression.points import Point
-from megatron.training.traffic import PointTraffic, TrafficMeter, format_comm_line
+from megatron.training.metrics import PointTraffic
+from megatron.training.traffic import TrafficMeter, format_comm_line
 from tests.support.tiny import tiny_engines
 
 

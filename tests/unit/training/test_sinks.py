@@ -7,7 +7,7 @@ import json
 import math
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,67 +15,81 @@ import pytest
 
 from megatron.config.errors import UserError
 from megatron.config.logs import LoggingConfig
-from megatron.training.loggers import HonestFigures, MetricLogger
-from megatron.training.logline import TrainRecord, format_train_line
-from megatron.training.sinks import Sink, TensorBoardSink, open_sinks, read_records
-from megatron.training.traffic import PointTraffic
+from megatron.training.metrics import Evaluation, PointTraffic, StepMetrics, format_train_line
+from megatron.training.records import read_records
+from megatron.training.sinks import Sink, Sinks, TensorBoardSink, open_sinks
 from tests.support.disk import largest_file
 
-RECORD = TrainRecord(
+WINDOW = StepMetrics(
     iteration=20,
-    train_iters=100,
-    consumed_samples=160,
-    seconds_per_iteration=0.5,
-    learning_rate=1e-3,
-    global_batch_size=8,
     losses={"lm loss": 3.5},
+    global_batch_size=8,
+    seq_length=64,
     loss_scale=1.0,
     grad_norm=2.0,
+    consumed_samples=160,
+    learning_rate=1e-3,
+    seconds_per_iteration=0.5,
+    train_iters=100,
     benchmark_tflops=0.25,
-    remaining_seconds=40.0,
-    mfu=0.4,
-)
-FIGURES = HonestFigures(
     model_tflops=0.2,
-    tokens_per_second=1024.0,
+    mfu=0.4,
+    remaining_seconds=40.0,
     memory_bytes=10**9,
     computed_s=0.2,
     traffic={"dp-grad": PointTraffic(8192.0, 4096.0, 0.5, 0.25, 0.75, 3.0), "control": PointTraffic(8, 8, 0, 0)},
 )
+TIMED = dataclasses.replace(WINDOW, timers_ms={"forward-backward": [10.0, 12.0]})
 
 
-def open_logger(resume: dict[str, int] | None = None, lines: list[str] | None = None, **config: Any) -> MetricLogger:
-    settings = LoggingConfig(**config)
-    sinks = open_sinks(settings, resume=resume, console=(list[str]() if lines is None else lines).append)
-    return MetricLogger(sinks, settings, seq_length=64, dp_size=2, world_size=4)
+def opened(resume: dict[str, int] | None = None, lines: list[str] | None = None, **config: Any) -> Sinks:
+    console = (list[str]() if lines is None else lines).append
+    return Sinks(open_sinks(LoggingConfig(**config), dp_size=2, world_size=4, resume=resume, console=console))
 
 
-def record_at(iteration: int, loss: float = 3.5) -> TrainRecord:
-    return dataclasses.replace(RECORD, iteration=iteration, consumed_samples=8 * iteration, losses={"lm loss": loss})
+def window_at(iteration: int, loss: float = 3.5) -> StepMetrics:
+    return dataclasses.replace(WINDOW, iteration=iteration, consumed_samples=8 * iteration, losses={"lm loss": loss})
+
+
+def step_at(iteration: int, value: float = 1.0) -> StepMetrics:
+    return StepMetrics(
+        iteration=iteration,
+        losses={"lm loss": value},
+        global_batch_size=8,
+        seq_length=64,
+        loss_scale=1.0,
+        grad_norm=2.0,
+        consumed_samples=iteration * 8,
+        learning_rate=1e-3,
+    )
+
+
+def evaluation_at(iteration: int) -> Evaluation:
+    return Evaluation(iteration=iteration, consumed_samples=8 * iteration, losses={"lm loss": 3.25})
 
 
 def test_lines_go_to_the_console_and_are_appended_to_the_file(tmp_path: Path) -> None:
     path, lines = tmp_path / "deep" / "log.txt", list[str]()
     for _ in range(2):
-        logger = open_logger(lines=lines, log_txt_file=str(path))
-        logger.line("hello")
-        logger.train(RECORD, FIGURES)
-        logger.close()
-    assert lines == ["hello", format_train_line(RECORD)] * 2
+        sinks = opened(lines=lines, log_txt_file=str(path))
+        sinks.line("hello")
+        sinks.window(WINDOW)
+        sinks.close()
+    assert lines == ["hello", format_train_line(WINDOW)] * 2
     assert path.read_text().splitlines() == lines
 
 
 def test_the_console_is_the_standard_output_by_default(capsys: pytest.CaptureFixture[str]) -> None:
-    MetricLogger(open_sinks(LoggingConfig()), LoggingConfig(), seq_length=64).line("hello")
+    Sinks(open_sinks(LoggingConfig())).line("hello")
     assert capsys.readouterr().out == "hello\n"
 
 
 def test_a_training_event_holds_the_honest_figures(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    logger = open_logger(log_json_file=str(path))
-    logger.train(RECORD, FIGURES, timers={"forward-backward": [10.0, 12.0]})
-    logger.validation(20, {"lm loss": 3.25}, consumed_samples=160)
-    logger.event("checkpoint", 20, path="iter_0000020", seconds=0.1)
+    sinks = opened(log_json_file=str(path))
+    sinks.window(TIMED)
+    sinks.evaluation(evaluation_at(20))
+    sinks.event("checkpoint", 20, path="iter_0000020", seconds=0.1)
     # Each line is in the file as soon as it is written, before any close.
     train, validation, checkpoint = (json.loads(line) for line in path.read_text().splitlines())
     assert train.pop("time") > 0
@@ -119,8 +133,8 @@ def test_a_training_event_holds_the_honest_figures(tmp_path: Path) -> None:
 
 def test_numbers_that_json_cannot_say_become_null(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    logger = open_logger(log_json_file=str(path))
-    logger.event("note", 1, values=[math.nan, 1.0], nested={"x": -math.inf})
+    sinks = opened(log_json_file=str(path))
+    sinks.event("note", 1, values=[math.nan, 1.0], nested={"x": -math.inf})
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is not JSON")
@@ -131,16 +145,16 @@ def test_numbers_that_json_cannot_say_become_null(tmp_path: Path) -> None:
 
 def test_events_of_lost_work_are_left_out_after_a_resume(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    logger = open_logger(log_json_file=str(path))
+    sinks = opened(log_json_file=str(path))
     for iteration in (10, 20, 30):
-        logger.train(record_at(iteration, loss=1.0), FIGURES)
-    logger.close()
+        sinks.window(window_at(iteration, loss=1.0))
+    sinks.close()
     with path.open("a") as file:
         file.write('{"kind": "train", "iterat')  # killed in the middle of a write
-    logger = open_logger(resume={"iterations": 15}, log_json_file=str(path))
+    sinks = opened(resume={"iterations": 15}, log_json_file=str(path))
     for iteration in (20, 30):
-        logger.train(record_at(iteration, loss=2.0), FIGURES)
-    logger.close()
+        sinks.window(window_at(iteration, loss=2.0))
+    sinks.close()
     events = read_records(path)
     assert [(e["kind"], e["iteration"], e.get("lm_loss")) for e in events] == [
         ("train", 10, 1.0),
@@ -185,29 +199,17 @@ def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def write_iteration(logger: MetricLogger, iteration: int, value: float = 1.0) -> None:
-    logger.iteration(
-        iteration,
-        iteration * 8,
-        losses={"lm loss": value},
-        learning_rate=1e-3,
-        global_batch_size=8,
-        loss_scale=1.0,
-        grad_norm=2.0,
-    )
-
-
 def test_tensorboard_tags(tmp_path: Path) -> None:
-    logger = open_logger(
+    sinks = opened(
         tensorboard_dir=str(tmp_path),
         log_timers_to_tensorboard=True,
         log_batch_size_to_tensorboard=True,
         log_validation_ppl_to_tensorboard=True,
     )
-    write_iteration(logger, 20)
-    logger.train(RECORD, FIGURES, timers={"forward-backward": [10.0, 12.0]})
-    logger.validation(20, {"lm loss": 3.25}, consumed_samples=160)
-    logger.close()
+    sinks.step(step_at(20))
+    sinks.window(TIMED)
+    sinks.evaluation(evaluation_at(20))
+    sinks.close()
     curves = read_curves(tmp_path)
     assert {tag: points for tag, points in curves.items() if len(points) != 1} == {}
     values = {tag: points[0][1] for tag, points in curves.items()}
@@ -249,17 +251,17 @@ def test_tensorboard_tags(tmp_path: Path) -> None:
 
 
 def test_tensorboard_options_are_followed(tmp_path: Path) -> None:
-    logger = open_logger(
+    sinks = opened(
         tensorboard_dir=str(tmp_path),
         tensorboard_log_interval=2,
         log_learning_rate_to_tensorboard=False,
         log_loss_scale_to_tensorboard=False,
     )
     for iteration in range(1, 7):
-        write_iteration(logger, iteration)
-    logger.train(RECORD, FIGURES, timers={"forward-backward": [10.0]})
-    logger.validation(6, {"lm loss": 3.25}, consumed_samples=48)
-    logger.close()
+        sinks.step(step_at(iteration))
+    sinks.window(TIMED)
+    sinks.evaluation(evaluation_at(6))
+    sinks.close()
     curves = read_curves(tmp_path)
     assert [step for step, _ in curves["lm loss"]] == [2, 4, 6]
     absent = {
@@ -273,14 +275,14 @@ def test_tensorboard_options_are_followed(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_replaces_the_lost_points_on_every_axis(tmp_path: Path) -> None:
-    logger = open_logger(tensorboard_dir=str(tmp_path))
+    sinks = opened(tensorboard_dir=str(tmp_path))
     for iteration in range(1, 8):
-        write_iteration(logger, iteration, value=1.0)
-    logger.close()
-    logger = open_logger(resume={"iterations": 4, "samples": 32, "tokens": 2048}, tensorboard_dir=str(tmp_path))
+        sinks.step(step_at(iteration, 1.0))
+    sinks.close()
+    sinks = opened(resume={"iterations": 4, "samples": 32, "tokens": 2048}, tensorboard_dir=str(tmp_path))
     for iteration in range(5, 10):
-        write_iteration(logger, iteration, value=2.0)
-    logger.close()
+        sinks.step(step_at(iteration, 2.0))
+    sinks.close()
     want = [(i, 1.0 if i <= 4 else 2.0) for i in range(1, 10)]
     assert read_curves(tmp_path)["lm loss"] == want
     assert read_curves(tmp_path / "samples")["lm loss vs samples"] == [(8 * i, v) for i, v in want]
@@ -290,18 +292,18 @@ def test_a_sink_that_fails_is_dropped_and_training_goes_on(capsys: pytest.Captur
     class Full(Sink):
         name = "disk.jsonl"
 
-        def event(self, event: Any) -> None:
+        def event(self, kind: str, iteration: int, values: Mapping[str, Any]) -> None:
             raise OSError(28, "No space left on device")
 
     seen: list[int] = []
 
     class Good(Sink):
-        def event(self, event: Any) -> None:
-            seen.append(event["iteration"])
+        def event(self, kind: str, iteration: int, values: Mapping[str, Any]) -> None:
+            seen.append(iteration)
 
-    logger = MetricLogger([Full(), Good()], LoggingConfig(), seq_length=64)
-    logger.event("note", 1)
-    logger.event("note", 2)
+    sinks = Sinks([Full(), Good()])
+    sinks.event("note", 1)
+    sinks.event("note", 2)
     assert seen == [1, 2]
     (warning,) = capsys.readouterr().err.splitlines()
     assert "disk.jsonl" in warning
@@ -327,10 +329,10 @@ def test_tensorboard_on_a_full_disk_is_dropped_in_one_line(tmp_path: Path, capfd
     """Its writer has a thread of its own, which meets the error and would print a trace."""
     hook = threading.excepthook
     with largest_file(2000):
-        logger = MetricLogger([TensorBoardSink(tmp_path)], LoggingConfig(), seq_length=8)
+        sinks = Sinks([TensorBoardSink(tmp_path, LoggingConfig())])
         for iteration in range(1, 100):
-            logger.iteration(iteration, iteration, losses={"lm loss": 1.0}, learning_rate=0.1, global_batch_size=1)
-        logger.close()
+            sinks.step(step_at(iteration))
+        sinks.close()
     warning = capfd.readouterr().err
     assert re.fullmatch(r"warning: TensorBoard's events in .* cannot be written any more, left out: .*\n", warning)
     assert threading.excepthook is hook

@@ -1,4 +1,4 @@
-"""The training and validation lines, read back as other people's scripts read them."""
+"""Training and evaluation lines, read back as other people's scripts read them, and windows of steps."""
 
 from __future__ import annotations
 
@@ -8,27 +8,43 @@ import re
 
 import pytest
 
-from megatron.training.logline import (
-    LogWindow,
-    TrainRecord,
+from megatron.training.metrics import (
+    Evaluation,
+    MetricsWindow,
+    StepMetrics,
+    format_evaluation_lines,
     format_train_line,
-    format_validation_lines,
     perplexity,
-    validation_prefix,
 )
 
-RECORD = TrainRecord(
+WINDOW = StepMetrics(
     iteration=10,
-    train_iters=3_125_000,
-    consumed_samples=960,
-    seconds_per_iteration=5.3247,
-    learning_rate=1e-4 * 960 / 216_320,
-    global_batch_size=96,
     losses={"lm loss": 10.9876543},
+    global_batch_size=96,
+    seq_length=2048,
     loss_scale=4096.0,
     grad_norm=3.14159,
+    consumed_samples=960,
+    learning_rate=1e-4 * 960 / 216_320,
+    seconds_per_iteration=5.3247,
+    train_iters=3_125_000,
     benchmark_tflops=137.8912,
 )
+
+
+def evaluation(
+    iteration: int, loss: float, samples: int | None = None, split: str = "validation", **others: float
+) -> Evaluation:
+    losses = {"lm loss": loss, **others}
+    return Evaluation(iteration=iteration, consumed_samples=0, losses=losses, samples=samples, split=split)
+
+
+def step(skipped: bool = False, **losses: float) -> StepMetrics:
+    named = {f"{name} loss": value for name, value in losses.items()}
+    return StepMetrics(
+        iteration=1, losses=named, global_batch_size=1, seq_length=1, loss_scale=1.0, skipped_iterations=int(skipped)
+    )
+
 
 # The patterns with which the JUPITER benchmark reads a job's output.
 INT, NUMBER = r"([-+]?\d+)", r"([-+]?\d*\.?\d+(?:[eE][-+]?\d+)?)"
@@ -38,7 +54,7 @@ ELAPSED = re.compile(rf"elapsed time per iteration \(s\):\s+{NUMBER}")
 
 
 def test_the_line_field_for_field() -> None:
-    assert format_train_line(RECORD) == (
+    assert format_train_line(WINDOW) == (
         " iteration       10/ 3125000 | consumed samples:          960 |"
         " elapsed time per iteration (s): 5.3247 | learning rate: 4.438E-07 |"
         " global batch size:    96 | lm loss: 1.098765E+01 | loss scale: 4096.0 |"
@@ -48,27 +64,27 @@ def test_the_line_field_for_field() -> None:
 
 
 def test_the_time_left_comes_last_and_disturbs_no_pattern() -> None:
-    line = format_train_line(dataclasses.replace(RECORD, remaining_seconds=45_000.0))
-    assert line == format_train_line(RECORD) + " remaining time (h): 12.50 |"
+    line = format_train_line(dataclasses.replace(WINDOW, remaining_seconds=45_000.0))
+    assert line == format_train_line(WINDOW) + " remaining time (h): 12.50 |"
     found = [pattern.findall(line) for pattern in (ITERATION, ELAPSED, TFLOPS)]
     assert found == [[("10", "3125000")], ["5.3247"], ["137.89"]]
 
 
 def test_mfu_comes_behind_the_time_left_and_disturbs_no_pattern() -> None:
-    line = format_train_line(dataclasses.replace(RECORD, remaining_seconds=45_000.0, mfu=0.41237))
+    line = format_train_line(dataclasses.replace(WINDOW, remaining_seconds=45_000.0, mfu=0.41237))
     assert line.endswith(" TFLOPs: 137.89 | remaining time (h): 12.50 | MFU: 41.2% |")
     found = [pattern.findall(line) for pattern in (ITERATION, ELAPSED, TFLOPS)]
     assert found == [[("10", "3125000")], ["5.3247"], ["137.89"]]
 
 
 def test_optional_fields_stand_in_their_places() -> None:
-    line = format_train_line(dataclasses.replace(RECORD, num_zeros=12.0, params_norm=99.5))
+    line = format_train_line(dataclasses.replace(WINDOW, num_zeros=12.0, params_norm=99.5))
     assert " | grad norm: 3.142 | num zeros: 12.0 | params norm: 99.500 | number of skipped" in line
 
 
 def test_absent_values_leave_no_trace() -> None:
     for loss in (0.0, math.nan):
-        record = dataclasses.replace(RECORD, losses={"lm loss": loss}, grad_norm=None, skipped_iterations=10)
+        record = dataclasses.replace(WINDOW, losses={"lm loss": loss}, grad_norm=None, skipped_iterations=10)
         line = format_train_line(record)
         assert "lm loss" not in line
         assert "grad norm" not in line
@@ -76,36 +92,38 @@ def test_absent_values_leave_no_trace() -> None:
 
 
 def test_the_benchmarks_patterns_read_the_line() -> None:
-    line = format_train_line(RECORD)
+    line = format_train_line(WINDOW)
     assert ITERATION.findall(line) == [("10", "3125000")]
     assert ELAPSED.findall(line) == ["5.3247"]
     assert TFLOPS.findall(line) == ["137.89"]
 
 
 def test_no_other_line_matches_the_benchmarks_patterns() -> None:
-    for prefix in (validation_prefix(10), validation_prefix(10, samples=480, split="test")):
-        for line in format_validation_lines(prefix, {"lm loss": 3.0}):
+    for one in (evaluation(10, 3.0), evaluation(10, 3.0, samples=480, split="test")):
+        for line in format_evaluation_lines(one):
             assert not any(pattern.search(line) for pattern in (ITERATION, ELAPSED, TFLOPS))
 
 
 def test_validation_lines() -> None:
-    rule, line, closing = format_validation_lines(validation_prefix(1000), {"lm loss": 2.5})
+    rule, line, closing = format_evaluation_lines(evaluation(1000, 2.5))
     assert line == (" validation loss at iteration 1000 | lm loss value: 2.500000E+00 | lm loss PPL: 1.218249E+01 | ")
     assert rule == closing == "-" * (len(line) + 1)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_has_no_perplexity(loss: float) -> None:
-    _, line, _ = format_validation_lines(validation_prefix(1000), {"lm loss": loss, "other": 1.0})
+    _, line, _ = format_evaluation_lines(evaluation(1000, loss, other=1.0))
     assert re.match(r" validation loss at iteration 1000 \| lm loss value: -?(NAN|INF) \| other value: 1\.0+E", line)
     assert "lm loss PPL" not in line
     assert " | other PPL: 2.718282E+00 | " in line
     assert math.isnan(perplexity(loss))
 
 
-def test_prefixes_of_the_final_evaluations() -> None:
-    assert validation_prefix(20, samples=160) == "iteration 20 on 160-sample draw from validation set"
-    assert validation_prefix(20, samples=80, split="test") == "iteration 20 on 80-sample draw from test set"
+def test_the_final_evaluations_say_what_they_drew() -> None:
+    _, line, _ = format_evaluation_lines(evaluation(20, 2.5, samples=160))
+    assert line.startswith(" validation loss at iteration 20 on 160-sample draw from validation set | lm loss value: ")
+    _, line, _ = format_evaluation_lines(evaluation(20, 2.5, samples=80, split="test"))
+    assert line.startswith(" validation loss at iteration 20 on 80-sample draw from test set | lm loss value: ")
 
 
 def test_perplexity_is_capped() -> None:
@@ -125,11 +143,11 @@ class Clock:
 
 def test_window_means_leave_out_skipped_iterations() -> None:
     clock = Clock()
-    window = LogWindow(clock)
-    window.add({"lm loss": 4.0, "moe loss": 1.0})
-    window.add({"lm loss": math.inf, "moe loss": 1.0}, skipped=True)
-    window.add({"lm loss": 9.0, "moe loss": 1.0}, skipped=True)
-    window.add({"lm loss": 2.0, "moe loss": 0.5})
+    window = MetricsWindow(clock)
+    window.add(step(lm=4.0, moe=1.0))
+    window.add(step(skipped=True, lm=math.inf, moe=1.0))
+    window.add(step(skipped=True, lm=9.0, moe=1.0))
+    window.add(step(lm=2.0, moe=0.5))
     clock.now += 8.0
     summary = window.close()
     assert summary.losses == {"lm loss": 3.0, "moe loss": 0.75}
@@ -139,11 +157,11 @@ def test_window_means_leave_out_skipped_iterations() -> None:
 
 def test_a_window_starts_afresh_and_the_clock_stands_still_when_paused() -> None:
     clock = Clock()
-    window = LogWindow(clock)
-    window.add({"lm loss": 4.0})
+    window = MetricsWindow(clock)
+    window.add(step(lm=4.0))
     clock.now += 5.0
     window.close()
-    window.add({"lm loss": math.nan})
+    window.add(step(lm=math.nan))
     clock.now += 1.0
     with window.paused():
         clock.now += 50.0
@@ -155,8 +173,8 @@ def test_a_window_starts_afresh_and_the_clock_stands_still_when_paused() -> None
 
 
 def test_a_window_of_skipped_iterations_has_no_loss() -> None:
-    window = LogWindow()
-    window.add({"lm loss": math.nan}, skipped=True)
+    window = MetricsWindow()
+    window.add(step(skipped=True, lm=math.nan))
     assert window.close().losses == {}
     with pytest.raises(RuntimeError, match="before any iteration"):
         window.close()

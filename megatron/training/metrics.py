@@ -1,0 +1,257 @@
+"""What is known of a training step, of the steps between two log lines, and of an evaluation; and its text.
+
+``train_step`` makes a ``StepMetrics``, ``report.py`` collects those of a log interval in a ``MetricsWindow``, whose
+result has the same type, and hands both to the sinks (``sinks.py``), which write them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+
+LOSS = "lm loss"
+
+
+@dataclass(frozen=True)
+class PointTraffic:
+    """One communication point, per iteration.
+
+    Args:
+        raw_bytes, wire_bytes: what all ranks together would have sent uncompressed, and what they sent.
+        coded_s, waited_s: seconds of encoding and decoding, and of waiting: means over the ranks, which add up with
+            computing to the iteration (of the device's time, on CUDA).
+        residual: norm of the residuals over that of the gradients; None without error feedback.
+        staleness: mean age in steps of what the residuals hold.
+    """
+
+    raw_bytes: float
+    wire_bytes: float
+    coded_s: float
+    waited_s: float
+    residual: float | None = None
+    staleness: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Raw bytes over those that were sent."""
+        return self.raw_bytes / self.wire_bytes if self.wire_bytes else 1.0
+
+    def as_dict(self) -> dict[str, float]:
+        """Its figures by name, without those that there are not."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """Facts of one step, or of a window of steps: mean losses, counts, and the rest as of the last step.
+
+    Args:
+        iteration: number of the step, from 1.
+        losses: by name, means over the tokens that count, nats; of a window, means over its steps that were not
+            skipped.
+        global_batch_size, seq_length: samples of the step, and tokens of each.
+        loss_scale: that was used.
+        grad_norm: global L2 norm of the unscaled gradients before clipping; None when not finite.
+        params_norm, num_zeros: where asked for.
+        votes: sum over the ranks of what ``train_step`` was given.
+        iterations, skipped_iterations, nan_iterations: steps in all, those whose update was left out because a gradient
+            was not finite, and (of a window) those with a loss that is not.
+
+        consumed_samples: of the run, after the step.
+        learning_rate, weight_decay: of the next step.
+        seconds_per_iteration: since the step before; of a window the mean, without pauses.
+
+    Of a window only:
+        train_iters: of the whole run.
+        benchmark_tflops, model_tflops: TFLOP/s per device as the benchmark counts them, and that the model needs,
+            without recomputation.
+        mfu: the latter over the device's peak rate, where it is known.
+        remaining_seconds: of the run, where they can be estimated.
+        memory_bytes: peak memory of this rank.
+        computed_s: seconds of an iteration that were neither coding nor waiting.
+        traffic: of each communication point.
+        timers_ms: milliseconds of each timer on each rank.
+    """
+
+    iteration: int
+    losses: Mapping[str, float]
+    global_batch_size: int
+    seq_length: int
+    loss_scale: float
+    grad_norm: float | None = None
+    params_norm: float | None = None
+    num_zeros: float | None = None
+    votes: float = 0.0
+    iterations: int = 1
+    skipped_iterations: int = 0
+    nan_iterations: int = 0
+
+    consumed_samples: int = 0
+    learning_rate: float = 0.0
+    weight_decay: float | None = None
+    seconds_per_iteration: float = math.nan
+
+    train_iters: int = 0
+    benchmark_tflops: float = 0.0
+    model_tflops: float = 0.0
+    mfu: float | None = None
+    remaining_seconds: float | None = None
+    memory_bytes: int | None = None
+    computed_s: float | None = None
+    traffic: Mapping[str, PointTraffic] = field(default_factory=dict)
+    timers_ms: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float:
+        """The language model's."""
+        return self.losses[LOSS]
+
+    @property
+    def skipped(self) -> bool:
+        """Whether no update was made."""
+        return self.skipped_iterations == self.iterations
+
+    @property
+    def consumed_tokens(self) -> int:
+        return self.consumed_samples * self.seq_length
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.global_batch_size / self.seconds_per_iteration
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.global_batch_size * self.seq_length / self.seconds_per_iteration
+
+
+class MetricsWindow:
+    """The steps between two log lines, as one ``StepMetrics``.
+
+    The clock runs from the last `close` (or the construction) and stands still inside `paused`, which evaluation and
+    checkpoints use.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._reset()
+
+    def _reset(self) -> None:
+        self._last: StepMetrics | None = None
+        self._sums: dict[str, float] = {}
+        self._iterations = self._skipped = self._nan = 0
+        self._paused_seconds = 0.0
+        self._start = self._clock()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the time spent in this block."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._paused_seconds += self._clock() - start
+
+    def add(self, step: StepMetrics) -> None:
+        """Takes a step in."""
+        self._last = step
+        self._iterations += 1
+        self._nan += any(not math.isfinite(value) for value in step.losses.values())
+        self._skipped += step.skipped
+        for name, value in step.losses.items():
+            if not step.skipped:
+                self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def close(self) -> StepMetrics:
+        """Sums up the window and starts the next one. At least one step must have been added."""
+        if self._last is None:
+            raise RuntimeError("a log window was closed before any iteration was added")
+        counted = max(self._iterations - self._skipped, 1)
+        window = replace(
+            self._last,
+            losses={name: total / counted for name, total in self._sums.items()},
+            iterations=self._iterations,
+            skipped_iterations=self._skipped,
+            nan_iterations=self._nan,
+            seconds_per_iteration=(self._clock() - self._start - self._paused_seconds) / self._iterations,
+        )
+        self._reset()
+        return window
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Losses on held-out samples.
+
+    Args:
+        iteration, consumed_samples: where training stands.
+        losses: by name, nats per token.
+        samples: size of the draw, for an evaluation after training; None for those in between.
+        split: "validation" or "test".
+    """
+
+    iteration: int
+    consumed_samples: int
+    losses: Mapping[str, float]
+    samples: int | None = None
+    split: str = "validation"
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), with the loss capped at 20 so that an untrained model prints a number; nan of what is not finite."""
+    return math.exp(min(20.0, loss)) if math.isfinite(loss) else math.nan
+
+
+def format_train_line(metrics: StepMetrics) -> str:
+    """The training line: a leading space, and each field closed by ` |`.
+
+    It is read by other people's scripts (`TFLOPs:`, `elapsed time per iteration (s):`, `iteration i/ n`), so its
+    fields, their order and their formats are fixed, what is new comes last, and no other line may look like it.
+
+    A loss that is not above zero (no iteration of the window counted, or it is a nan) and a norm that is None
+    are left out.
+    """
+    fields = [
+        f"iteration {metrics.iteration:8d}/{metrics.train_iters:8d}",
+        f"consumed samples: {metrics.consumed_samples:12d}",
+        f"elapsed time per iteration (s): {metrics.seconds_per_iteration:.4f}",
+        f"learning rate: {metrics.learning_rate:.3E}",
+        f"global batch size: {metrics.global_batch_size:5d}",
+    ]
+    fields += [f"{name}: {value:.6E}" for name, value in metrics.losses.items() if value > 0]
+    fields.append(f"loss scale: {metrics.loss_scale:.1f}")
+    if metrics.grad_norm is not None:
+        fields.append(f"grad norm: {metrics.grad_norm:.3f}")
+    if metrics.num_zeros is not None:
+        fields.append(f"num zeros: {metrics.num_zeros:.1f}")
+    if metrics.params_norm is not None:
+        fields.append(f"params norm: {metrics.params_norm:.3f}")
+    fields += [
+        f"number of skipped iterations: {metrics.skipped_iterations:3d}",
+        f"number of nan iterations: {metrics.nan_iterations:3d}",
+        f"samples per second: {metrics.samples_per_second:.3f}",
+        f"TFLOPs: {metrics.benchmark_tflops:.2f}",
+    ]
+    if metrics.remaining_seconds is not None:
+        fields.append(f"remaining time (h): {metrics.remaining_seconds / 3600:.2f}")
+    if metrics.mfu is not None:
+        fields.append(f"MFU: {metrics.mfu:.1%}")
+    return " " + " ".join(f"{field} |" for field in fields)
+
+
+def format_evaluation_lines(evaluation: Evaluation) -> list[str]:
+    """The validation line (nats per token and perplexity of each loss) between two dash rules.
+
+    A loss that is not finite has no perplexity.
+    """
+    line = f" validation loss at iteration {evaluation.iteration}"
+    if evaluation.samples is not None:
+        line += f" on {evaluation.samples}-sample draw from {evaluation.split} set"
+    line += " | "
+    for name, value in evaluation.losses.items():
+        line += f"{name} value: {value:.6E} | "
+        line += f"{name} PPL: {perplexity(value):.6E} | " if math.isfinite(value) else ""
+    rule = "-" * (len(line) + 1)
+    return [rule, line, rule]
