@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -48,8 +49,8 @@ class Sink:
 class Sinks:
     """All sinks of a run.
 
-    One that fails while the run is under way (a full disk, a closed pipe) is dropped with one line on the standard
-    error: training goes on.
+    One that fails while the run is under way (a full disk, a closed pipe) is closed and dropped with one line on the
+    standard error: training goes on.
     """
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
@@ -86,6 +87,8 @@ class Sinks:
                 write(sink)
             except (OSError, ValueError) as error:
                 self._sinks.remove(sink)
+                with suppress(OSError, ValueError):
+                    sink.close()
                 sys.stderr.write(f"warning: {sink.name} cannot be written any more, left out: {error}\n")
 
 

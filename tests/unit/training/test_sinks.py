@@ -288,13 +288,17 @@ def test_a_resumed_run_replaces_the_lost_points_on_every_axis(tmp_path: Path) ->
     assert read_curves(tmp_path / "samples")["lm loss vs samples"] == [(8 * i, v) for i, v in want]
 
 
-def test_a_sink_that_fails_is_dropped_and_training_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sink_that_fails_is_closed_and_dropped_and_training_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     class Full(Sink):
         name = "disk.jsonl"
 
         def event(self, kind: str, iteration: int, values: Mapping[str, Any]) -> None:
             raise OSError(28, "No space left on device")
 
+        def close(self) -> None:
+            closed.append(self.name)
+
+    closed: list[str] = []
     seen: list[int] = []
 
     class Good(Sink):
@@ -305,6 +309,7 @@ def test_a_sink_that_fails_is_dropped_and_training_goes_on(capsys: pytest.Captur
     sinks.event("note", 1)
     sinks.event("note", 2)
     assert seen == [1, 2]
+    assert closed == ["disk.jsonl"]
     (warning,) = capsys.readouterr().err.splitlines()
     assert "disk.jsonl" in warning
     assert "No space left" in warning
