@@ -15,12 +15,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron.comm.error_probe import ErrorProbe
 from megatron.comm.ledger import Ledger
+from megatron.comm.observer import SentMessage
 from megatron.comm.policy import CompressionPlan, Position
 from megatron.compression.api import Codec, Payload
-from megatron.compression.approximation import subtract
-from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.identity import IdentityCodec
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
@@ -79,7 +77,6 @@ class PipelineChannel:
         self.shape = shape
         self.dtype = dtype
         self.device = device
-        self.probe: ErrorProbe | None = None
         self._scale = 1.0
         rank, size = forward_link.rank, forward_link.size
         following, previous = (rank + 1) % size, (rank - 1) % size
@@ -159,15 +156,8 @@ class PipelineChannel:
             state = way.sent.setdefault(position.boundary, CompressorState())
             wide = wide if scale == 1.0 else wide / scale
             payload = codec.encode(wide, state, key)
-        if self.probe is not None and way is self.backward and not codec.traits.exact:
-            left = state.get(RESIDUAL)
-            whole = left is not None and left.shape == wide.shape
-            if whole and left is not None:
-                error = left
-            else:
-                error = wide.clone(memory_format=torch.contiguous_format)
-                subtract(codec.reconstruct(payload, wide, state, key), error)
-            self.probe.error(position.boundary, position.micro_batch, error)
+        for observer in self.ledger.observers:
+            observer.on_send(SentMessage(way.point, position, wide, codec, payload, state, key))
         pending = way.group.send(payload.wire, way.send_to, tag=position.boundary)
         self.ledger.sent(way.point, payload.nbytes, num_bytes(x))
         way.sending.append((payload, pending))
@@ -219,8 +209,8 @@ class PipelineChannel:
         with self.ledger.decoding(way.point):
             x = codec.decode(payload, self.shape, dtype, way.received[position.boundary], key)
             x = (x if scale == 1.0 else x * scale).to(self.dtype)
-        if self.probe is not None and way is self.forward and position.iteration >= 0:
-            self.probe.activation(position.boundary, position.micro_batch, x)
+        for observer in self.ledger.observers:
+            observer.on_receive(way.point, position, x)
         return x
 
     def flush(self, keep: int = 0) -> None:

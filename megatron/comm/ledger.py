@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
-from megatron.comm.trace import Trace
+from megatron.comm.observer import Observer
 from megatron.compression.points import Point
 from megatron.topology.clock import Clock, HostClock, Mark, Tell
 from megatron.topology.group import NOTHING, Pending
@@ -62,19 +63,19 @@ class _Span:
 
 
 class Ledger:
-    """Accounts of all points, since the last ``take``; what it times goes to the trace as well.
+    """Accounts of all points, since the last ``take``; observers see what is timed as well.
 
     Times exclude each other: a block's time is its own, without that of timed blocks inside. So computing, coding and
     waiting add up. On CUDA an interval is known some time after its block, and is in the window that is taken then.
 
     Args:
-        trace: of this rank; by default one that records nothing.
         clock: of this rank's device; by default the host's.
+        observers: what looks on at all of this rank's communication points; more may join later.
     """
 
-    def __init__(self, trace: Trace | None = None, clock: Clock | None = None) -> None:
-        self.trace = trace or Trace()
+    def __init__(self, clock: Clock | None = None, observers: Sequence[Observer] = ()) -> None:
         self.clock: Clock = clock or HostClock()
+        self.observers = list(observers)
         self._books = _Books()
         self._open: list[_Span] = []
 
@@ -101,9 +102,10 @@ class Ledger:
             pending.wait()
             return
         self._books.took_part.add(point)
-        with self._timed(partial(self._books.wait, point)), self.trace.span("wait", point=point.value):
+        with self._timed(partial(self._books.wait, point)), self.span("wait", point=point.value):
             pending.wait()
-        self.trace.flight(_FLIGHTS.get(pending.kind, pending.kind), point.value, pending.started, pending.sent_bytes)
+        for observer in self.observers:
+            observer.landed(_FLIGHTS.get(pending.kind, pending.kind), point, pending)
 
     def encoding(self, point: Point) -> AbstractContextManager[None]:
         """Times what is done to a tensor before it is sent."""
@@ -115,7 +117,18 @@ class Ledger:
 
     @contextmanager
     def _coding(self, point: Point, name: str) -> Iterator[None]:
-        with self._timed(partial(self._books.code, point)), self.trace.span(name, point=point.value):
+        with self._timed(partial(self._books.code, point)), self.span(name, point=point.value):
+            yield
+
+    def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
+        """Shows observers what is done inside."""
+        return self._observed(name, args) if self.observers else nullcontext()
+
+    @contextmanager
+    def _observed(self, name: str, args: dict[str, Any]) -> Iterator[None]:
+        with ExitStack() as spans:
+            for observer in self.observers:
+                spans.enter_context(observer.span(name, **args))
             yield
 
     def computing(self) -> AbstractContextManager[None]:

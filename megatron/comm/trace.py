@@ -17,7 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron.comm.observer import Observer
+from megatron.compression.points import Point
 from megatron.topology.clock import Clock, HostClock, Mark
+from megatron.topology.group import Pending
 
 FIRST_STREAM = 1
 """Track of a device's stream 0; the spans have track 0."""
@@ -52,11 +55,11 @@ class _Flight:
     sent_bytes: int
 
 
-class Trace:
+class Trace(Observer):
     """Records the iterations ``first`` to ``last`` (exclusive) and writes them once the last of them has ended.
 
     Args:
-        path: the file; None records nothing.
+        path: the file.
         rank: number of the process in the trace.
         label: what the rank is, for the reader.
         first, last: 0-based.
@@ -64,11 +67,12 @@ class Trace:
         kernels: of this rank's device; None where there are none.
         world_size: ranks that write a trace beside this one.
         run: the same on all of them, and on no others.
+        meet: a barrier, by which the ranks' clocks are aligned later.
     """
 
     def __init__(
         self,
-        path: Path | None = None,
+        path: Path,
         rank: int = 0,
         label: str = "",
         first: int = 0,
@@ -77,6 +81,7 @@ class Trace:
         kernels: Kernels | None = None,
         world_size: int = 1,
         run: str = "",
+        meet: Callable[[], None] = lambda: None,
     ) -> None:
         self.path = path
         self.rank = rank
@@ -84,6 +89,7 @@ class Trace:
         self.first, self.last = first, last
         self.world_size, self.run = world_size, run
         self._clock: Clock = clock or HostClock()
+        self._meet = meet
         self._kernels = kernels
         self._iteration: int | None = None
         self._spans: list[_Span] = []
@@ -99,12 +105,12 @@ class Trace:
         """Whether this iteration is recorded."""
         return self._iteration is not None
 
-    def begin(self, iteration: int, meet: Callable[[], None]) -> None:
-        """A step begins (-1: an evaluation). ``meet`` is a barrier, by which the ranks' clocks are aligned later."""
-        if self.path is None or not self.first <= iteration < self.last:
+    def begin_step(self, iteration: int) -> None:
+        """Begins to record, where the step is one of those asked for."""
+        if not self.first <= iteration < self.last:
             return
         if self._aligned is None:
-            meet()
+            self._meet()
             self._aligned = time.perf_counter() + self._offset
         if self._kernels is not None:
             self._kernels.start()
@@ -112,7 +118,7 @@ class Trace:
         self._iteration = iteration
         self._begun = self._clock.mark()
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         """The step has ended; the file is written after the last one that is recorded."""
         if self._iteration is None:
             return
@@ -138,10 +144,11 @@ class Trace:
         finally:
             self._spans.append(_Span(name, start, self._clock.mark(), args))
 
-    def flight(self, name: str, point: str, started: float, sent_bytes: int) -> None:
-        """A communication has ended that began at ``started`` (``time.perf_counter``)."""
+    def landed(self, name: str, point: Point, pending: Pending) -> None:
+        """A communication has ended."""
         if self.on:
-            self._landed.append(_Flight(name, point, started, self._clock.mark(), sent_bytes))
+            flight = _Flight(name, point.value, pending.started, self._clock.mark(), pending.sent_bytes)
+            self._landed.append(flight)
 
     def _collect(self, iteration: int) -> None:
         """Turns what an iteration left into events."""
@@ -168,7 +175,7 @@ class Trace:
         Raises:
             OSError: when the file cannot be written.
         """
-        if self.path is None or not self._events:
+        if not self._events:
             return
         names = [
             {"name": "process_name", "ph": "M", "pid": self.rank, "args": {"name": f"rank {self.rank} ({self.label})"}},

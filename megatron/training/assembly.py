@@ -5,20 +5,15 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from megatron.comm.channel import PipelineChannel
-from megatron.comm.error_probe import ErrorProbe
-from megatron.comm.kernel_trace import DeviceKernels
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.tensor import TensorComm
-from megatron.comm.trace import Trace
 from megatron.compression.schedule import RunLength
 from megatron.compression.state import CompressorState
 from megatron.config.check_parallel import why_not_compiled
@@ -33,9 +28,10 @@ from megatron.parallel.data.gradients import GradientSync, bucket_elements, main
 from megatron.parallel.data.torch_ddp import TorchReplicas
 from megatron.parallel.pipeline.engine import PipelineEngine
 from megatron.parallel.tensor.shards import collect_specs
-from megatron.topology.clock import Clock, clock_of
+from megatron.topology.clock import clock_of
 from megatron.topology.layout import Layout
 from megatron.topology.topology import Topology
+from megatron.training.observers import build_experiments, build_traces
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,7 @@ class Engines:
     Args:
         config: the resolved configuration.
         topology: this rank's place in the mesh.
-        ledger: bytes of every communication point.
+        ledger: bytes of every communication point, and who looks on.
         vocab_size, padded_vocab_size: entries of the vocabulary without and with padding.
         stages: this rank's model chunks.
         buffers: their flat parameters and gradients.
@@ -77,7 +73,8 @@ class Engines:
         """Tells the communication points which step begins (-1: an evaluation), and its gradients' loss scale."""
         scale = self.optimizer.loss_scale.scale
         self.ledger.clock.read()
-        self.ledger.trace.begin(iteration, self.topology.control.barrier)
+        for observer in self.ledger.observers:
+            observer.begin_step(iteration)
         self.plan.begin(iteration)
         self.comm.begin(iteration)
         self.sync.begin(iteration, scale)
@@ -97,6 +94,8 @@ class Engines:
                 state.commit()
             else:
                 state.rollback()
+        for observer in self.ledger.observers:
+            observer.end_step()
 
     @property
     def holds_loss(self) -> bool:
@@ -108,41 +107,6 @@ class Engines:
         """Whether this rank reads tokens: for the embedding, for the loss, or for positions and documents."""
         restarts = self.config.data.reset_position_ids or self.config.data.reset_attention_mask
         return restarts or any(stage.part.first or stage.part.last for stage in self.stages)
-
-
-def _build_trace(config: RunConfig, topology: Topology, clock: Clock) -> Trace:
-    """What this rank records of its steps, by the clock of its device.
-
-    Raises:
-        UserError: when the folder cannot be made.
-    """
-    logs, at = config.logging, topology.coordinates
-    if logs.profile_trace is None:
-        return Trace()
-    run = _run_id(topology)  # before what one rank alone may fail at
-    folder = Path(logs.profile_trace)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--profile-trace {folder}: {error.strerror}; name a folder that can be written") from error
-    return Trace(
-        folder / f"trace_rank_{topology.rank:05d}.json",
-        topology.rank,
-        f"tp {at.tp} pp {at.pp} dp {at.dp}",
-        logs.profile_step_start,
-        logs.profile_step_end,
-        clock=clock,
-        kernels=DeviceKernels() if topology.device.type == "cuda" else None,
-        world_size=topology.layout.world_size,
-        run=run,
-    )
-
-
-def _run_id(topology: Topology) -> str:
-    """When rank 0 came here: the same on every rank, and another one at each start of a run."""
-    now = torch.tensor([time.time_ns()])
-    topology.control.broadcast(now).wait()
-    return f"{int(now):x}"
 
 
 def layout_of(config: RunConfig, world_size: int) -> Layout:
@@ -167,7 +131,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
     """
     layout, device, dtype = topology.layout, topology.device, config.precision.params_dtype
     clock = clock_of(topology.device)
-    ledger = Ledger(_build_trace(config, topology, clock), clock)
+    ledger = Ledger(clock, build_traces(config.logging, topology, clock))
     specs = config.compression.specs(length or RunLength(config.training.planned_iters))
     plan = CompressionPlan(specs, topology.coordinates.pp, layout.pp)
     comm = TensorComm(
@@ -194,6 +158,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
     torch_ddp = config.parallel.ddp_impl == "torch" and layout.dp > 1
     sharded = config.parallel.use_distributed_optimizer and layout.dp > 1
     buffers = _build_buffers(config, layout, stages, sharded)
+    ledger.observers += build_experiments(config.logging, topology, buffers)
     sync = GradientSync(
         buffers,
         topology,
@@ -288,6 +253,4 @@ def _build_channel(config: RunConfig, topology: Topology, plan: CompressionPlan,
         config.model.residual_dtype(config.precision.params_dtype),
         (topology.forward_link, topology.backward_link),
     )
-    channel = PipelineChannel(*links, plan, ledger, shape, dtype, topology.device)
-    channel.probe = ErrorProbe() if config.logging.check_orth_error_acti else None
-    return channel
+    return PipelineChannel(*links, plan, ledger, shape, dtype, topology.device)

@@ -1,37 +1,59 @@
-"""Where the largest gradients are, and whether they stay there, on which Top-K with a lasting choice rests."""
+"""``--log-gradients``: where the largest gradients are, and whether they stay there, as lasting Top-K masks need."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.agree import gather_texts
+from megatron.comm.observer import Finding, Observer
 from megatron.kernels.ops import abs_topk
 from megatron.parallel.data.buffer import FlatBuffer
+from megatron.topology.topology import Topology
 
 Figures = dict[str, float | list[int]]
 """Of a parameter."""
 
 
-class GradientProbe:
+class GradientProbe(Observer):
     """Compares the places of the largest gradients of each matrix with those of the last look.
 
     Args:
+        buffers: this rank's gradients.
+        topology: the mesh; the first replica and tensor-parallel rank of each stage look.
         density: share of a matrix that is "the largest".
         bins: equal parts of a matrix in which they are counted; 0 where that is not asked for.
+        interval: iterations between looks.
     """
 
-    def __init__(self, density: float, bins: int = 0) -> None:
+    def __init__(
+        self, buffers: Sequence[FlatBuffer], topology: Topology, density: float, bins: int = 0, interval: int = 1
+    ) -> None:
+        self.buffers = buffers
+        self.topology = topology
         self.density = density
         self.bins = bins
+        self.interval = interval
         self._places: dict[str, Tensor] = {}
 
-    def look(self, buffers: Sequence[FlatBuffer]) -> dict[str, Figures]:
+    def findings(self, iteration: int) -> Iterator[Finding]:
+        if iteration % self.interval:
+            return
+        topology = self.topology
+        own = self.look() if topology.dp.rank == 0 and topology.tp.rank == 0 else {}
+        parameters: dict[str, Figures] = {}
+        for text in gather_texts(topology.control.pg, json.dumps(own)):
+            parameters.update(json.loads(text))
+        yield Finding("gradients", {"density": self.density, "parameters": parameters})
+
+    def look(self) -> dict[str, Figures]:
         """By parameter: ``energy``, the squared norm's share of the largest, ``kept``, the share that was there at
         the last look (none at the first), and ``places``, how many of them are in each part."""
         found: dict[str, Figures] = {}
-        for buffer in buffers:
+        for buffer in self.buffers:
             for bucket in buffer.buckets:
                 for slot in bucket.slots:
                     if slot.param.dim() > 1:

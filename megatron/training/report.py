@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import time
 from collections.abc import Iterator
@@ -12,13 +11,11 @@ from datetime import datetime
 
 import torch
 
-from megatron.checkpoint.agree import gather_texts
 from megatron.config.run import RunConfig
 from megatron.training.assembly import Engines
 from megatron.training.batch_size import BatchSizeSchedule
 from megatron.training.flops import ModelShape, benchmark_tflops, model_flops_utilisation, model_tflops
 from megatron.training.forecast import FIRST_ESTIMATE, Forecast, format_estimate, format_size, model_size
-from megatron.training.gradient_probe import Figures, GradientProbe
 from megatron.training.metrics import LOSS, Evaluation, MetricsWindow, StepMetrics
 from megatron.training.peaks import peak_tflops
 from megatron.training.progress import ProgressBar
@@ -92,10 +89,6 @@ class Reporter:
         self.window = MetricsWindow()
         self.meter = TrafficMeter(engines)
         self.sinks = Sinks()
-        logging = config.logging
-        self.gradients = (
-            GradientProbe(logging.log_gradients_density, logging.log_gradients_bins) if logging.log_gradients else None
-        )
         self.batch_sizes = batch_sizes
         self.size = model_size(engines)
         self.peak_tflops = known_peak(config, engines.topology.device)
@@ -159,8 +152,11 @@ class Reporter:
 
     def after_step(self, step: StepMetrics) -> None:
         """Notes a step; reports the window when a line is due."""
-        self._report_orthogonality()
-        self._report_gradients()
+        for observer in self.engines.ledger.observers:
+            for finding in observer.findings(step.iteration):
+                if finding.line is not None:
+                    self.sinks.line(finding.line)
+                self.sinks.event(finding.kind, step.iteration, **finding.values)
         now = time.perf_counter()
         step = replace(step, seconds_per_iteration=now - self._step_started)
         self._step_started = now
@@ -178,41 +174,6 @@ class Reporter:
         seconds = self.forecast.remaining_s(progress.iteration, progress.consumed_samples)
         if left and seconds is not None:
             self.line(format_estimate(FIRST_ESTIMATE, left, seconds, datetime.now().astimezone()))
-
-    def _report_orthogonality(self) -> None:
-        """What ``--check-orth-error-acti`` found in this step, of this rank."""
-        channel = self.engines.channel
-        if channel is None or channel.probe is None:
-            return
-        found = channel.probe.take()
-        columns = {
-            "Cosine Sim": [one.cosine for one in found],
-            "Error AVG": [one.error_mean for one in found],
-            "Acti Delta AVG": [one.change_mean for one in found],
-        }
-        shown = [f"{name}: [{', '.join(f'{x:.3e}' for x in values)}]" for name, values in columns.items()]
-        self.sinks.line(
-            " | ".join([f" errors at iteration {self.progress.iteration:8d}", f"Total Length: {len(found)}", *shown])
-        )
-        self.sinks.event(
-            "orthogonality",
-            self.progress.iteration,
-            boundaries=[one.boundary for one in found],
-            micro_batches=[one.micro_batch for one in found],
-            **{name.lower().replace(" ", "_"): values for name, values in columns.items()},
-        )
-
-    def _report_gradients(self) -> None:
-        """What ``--log-gradients`` finds, of the first replica and tensor-parallel rank of each stage."""
-        logging, iteration, topology = self.config.logging, self.progress.iteration, self.engines.topology
-        if self.gradients is None or iteration % logging.log_gradients_interval:
-            return
-        looks = topology.dp.rank == 0 and topology.tp.rank == 0
-        own = self.gradients.look(self.engines.buffers) if looks else {}
-        parameters: dict[str, Figures] = {}
-        for text in gather_texts(topology.control.pg, json.dumps(own)):
-            parameters.update(json.loads(text))
-        self.sinks.event("gradients", iteration, density=logging.log_gradients_density, parameters=parameters)
 
     def _report_window(self) -> None:
         topology = self.engines.topology

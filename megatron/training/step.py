@@ -152,7 +152,7 @@ def train_step(
         reports = engines.holds_loss and engines.topology.tp.rank == 0
         tokens = programs[-1].tokens if reports else 0.0
         all_finite = engines.sync.finish(tokens, expected_tokens)
-    with ledger.computing(), timers("optimizer", level=1), ledger.trace.span("optimizer"):
+    with ledger.computing(), timers("optimizer", level=1), ledger.span("optimizer"):
         totals = engines.optimizer.step(
             programs[-1].loss_sum if reports else 0.0,
             tokens,
@@ -169,7 +169,6 @@ def train_step(
     if not totals.skipped and engines.sync.wants_update:
         engines.sync.observe_update()
     engines.end_step(taken=not totals.skipped)
-    ledger.trace.end()
     return StepMetrics(
         iteration=iteration + 1,
         losses={LOSS: totals.loss},
@@ -194,13 +193,12 @@ _COMPUTING = ("forward-compute", "backward-compute")
 
 
 def pipeline_span(timers: Timers, ledger: Ledger) -> Span:
-    """Timers of the pipeline's operations, computing in the ledger, and where a trace is recorded, its spans."""
-    trace = ledger.trace
+    """Timers of the pipeline's operations, computing in the ledger, and spans for observers."""
 
     def traced(name: str, op: PipelineOp) -> AbstractContextManager[object]:
-        if not trace.on or name not in _TRACED:
+        if name not in _TRACED:
             return nullcontext()
-        return trace.span(_TRACED[name], micro_batch=op.micro_batch, chunk=op.chunk)
+        return ledger.span(_TRACED[name], micro_batch=op.micro_batch, chunk=op.chunk)
 
     @contextmanager
     def span(name: str, op: PipelineOp) -> Iterator[None]:

@@ -123,8 +123,8 @@ def _steps(run: Run, device: PretendedDevice | None) -> tuple[list[float], list[
         taken = take_batches(batches, count, engines.topology.device)
         losses.append(train_step(engines, taken, iteration, 1e-3, 0.0).loss)
         ahead.append(device.ahead if device is not None else 0)
-        if engines.channel is not None and engines.channel.probe is not None:
-            engines.channel.probe.take()
+        for observer in engines.ledger.observers:
+            list(observer.findings(iteration + 1))
         if iteration in run.evaluations:
             if device is not None:
                 device.begin(f"evaluation after iteration {iteration}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from megatron.comm.trace import FIRST_STREAM, Trace
 from megatron.compression.points import Point
 from megatron.topology.group import Pending
 from tests.support.fake_device import FakeDevice, never_waited_for
+from tests.support.tiny import tiny_engines
 from tools.merge_traces import read_trace
 
 
@@ -29,17 +31,19 @@ def _steps(trace: Trace, count: int) -> int:
         nonlocal met
         met += 1
 
-    ledger = Ledger(trace)
+    trace._meet = meet
+    ledger = Ledger(observers=[trace])
     for iteration in range(count):
-        trace.begin(iteration, meet)
-        with trace.span("forward", micro_batch=0):
+        trace.begin_step(iteration)
+        with ledger.span("forward", micro_batch=0):
             with ledger.encoding(Point.PP_FWD):
                 time.sleep(0.002)
             ledger.wait(Point.PP_FWD, Pending(None, 123, "send to rank 1"))
-        trace.end()
-        trace.begin(-1, meet)
-        with trace.span("evaluation"):
+        trace.end_step()
+        trace.begin_step(-1)
+        with ledger.span("evaluation"):
             pass
+        trace.end_step()
     return met
 
 
@@ -73,10 +77,10 @@ def test_spans_nest(tmp_path: Path) -> None:
     assert spans["encode"]["dur"] >= 2000
 
 
-def test_without_a_path_nothing_is_recorded() -> None:
-    trace = Trace()
-    assert _steps(trace, 3) == 0
-    assert not trace._events
+def test_nothing_looks_on_unless_asked() -> None:
+    ledger = tiny_engines({}).ledger
+    assert ledger.observers == []
+    assert isinstance(ledger.span("forward"), nullcontext)
 
 
 def test_a_file_that_cannot_be_written_stops_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,19 +111,19 @@ def test_on_a_device_spans_are_of_its_time(tmp_path: Path) -> None:
     clock = device.clock()
     trace = Trace(path, 0, "", 0, 2, clock=clock, kernels=kernels)
     trace._offset = 0.0
-    ledger = Ledger(trace, clock)
+    ledger = Ledger(clock, [trace])
     for iteration in range(2):
-        trace.begin(iteration, lambda: None)
+        trace.begin_step(iteration)
         with never_waited_for(device):
-            with trace.span("forward"):
+            with ledger.span("forward"):
                 device.launch(2.0)
                 landing = Pending(None, 8, "receive", finish=partial(device.wait_for, device.free + 3.0))
                 landing.started = device.now
                 ledger.wait(Point.PP_FWD, landing)
-            with trace.span("send"):
+            with ledger.span("send"):
                 device.launch(1.0)
         assert kernels.running
-        trace.end()
+        trace.end_step()
         assert not kernels.running
     events = read_trace(path).events  # tools/merge_traces.py takes it
     spans = [(e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["ph"] == "X" and e["tid"] == 0]

@@ -7,25 +7,28 @@ tests.unit.training.test_golden_metrics`` writes the file anew.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import json
 import math
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from megatron.comm.error_probe import ErrorProbe
+from megatron.comm.observer import SentMessage
+from megatron.comm.policy import Position
+from megatron.compression.error_feedback import RESIDUAL
+from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
 from megatron.compression.points import Point
+from megatron.compression.state import CompressorState
 from megatron.topology.clock import HostClock
 from megatron.training.assembly import Engines
 from megatron.training.batch_size import BatchSizeSchedule
+from megatron.training.error_probe import ErrorProbe
 from megatron.training.metrics import LOSS, MetricsWindow, StepMetrics
 from megatron.training.progress_state import Progress
 from megatron.training.report import Reporter
@@ -88,12 +91,14 @@ class Run:
 
     def probe_errors(self) -> None:
         """Two micro-batches cross boundary 0, and the first one's gradient loses something on the way back."""
-        probe = ErrorProbe()
-        probe.activation(0, 0, torch.tensor([1.0, 2.0]))
-        probe.activation(0, 1, torch.tensor([4.0, 6.0]))
-        probe.error(0, 0, torch.tensor([5.0, 0.0]))
-        channel = SimpleNamespace(probe=probe, residuals=list)
-        self.reporter.engines = dataclasses.replace(self.engines, channel=cast(Any, channel))
+        probe, first, second = ErrorProbe(), Position(0, 0, 0, 2), Position(0, 0, 1, 2)
+        probe.on_receive(Point.PP_FWD, first, torch.tensor([1.0, 2.0]))
+        probe.on_receive(Point.PP_FWD, second, torch.tensor([4.0, 6.0]))
+        codec, state = LowRankCodec(LowRankConfig()), CompressorState()
+        state.tensors[RESIDUAL] = torch.tensor([5.0, 0.0])
+        payload = codec.empty_payload(torch.Size((2,)), torch.float32, torch.device("cpu"), state, None)
+        probe.on_send(SentMessage(Point.PP_BWD, first, torch.ones(2), codec, payload, state, None))
+        self.engines.ledger.observers.insert(0, probe)
 
     def step(
         self,

@@ -6,10 +6,16 @@ by error^T (next activation - own activation), which is small when the two are n
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron.comm.observer import Finding, Observer, SentMessage
+from megatron.comm.policy import Position
+from megatron.compression.points import Point
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class Orthogonality:
     change_mean: float
 
 
-class ErrorProbe:
+class ErrorProbe(Observer):
     """Collects a step's activations and errors as they pass, and pairs them; holds them for the step.
 
     Shapes are (sequence, batch, hidden) of this rank for both, whatever the parallelism.
@@ -39,13 +45,29 @@ class ErrorProbe:
         self._activations: dict[tuple[int, int], Tensor] = {}
         self._errors: dict[tuple[int, int], Tensor] = {}
 
-    def activation(self, boundary: int, micro_batch: int, x_sbh: Tensor) -> None:
-        """What came over a boundary."""
-        self._activations[boundary, micro_batch] = x_sbh.detach().clone()
+    def on_receive(self, point: Point, position: Position, x: Tensor) -> None:
+        if point is Point.PP_FWD and position.iteration >= 0:
+            self._activations[position.boundary, position.micro_batch] = x.detach().clone()
 
-    def error(self, boundary: int, micro_batch: int, error_sbh: Tensor) -> None:
-        """What the gradient that went back lacks."""
-        self._errors[boundary, micro_batch] = error_sbh.detach().clone()
+    def on_send(self, sent: SentMessage) -> None:
+        if sent.point is Point.PP_BWD and not sent.exact:
+            self._errors[sent.position.boundary, sent.position.micro_batch] = sent.error().detach().clone()
+
+    def findings(self, iteration: int) -> Iterator[Finding]:
+        found = self.take()
+        columns = {
+            "Cosine Sim": [one.cosine for one in found],
+            "Error AVG": [one.error_mean for one in found],
+            "Acti Delta AVG": [one.change_mean for one in found],
+        }
+        shown = [f"{name}: [{', '.join(f'{x:.3e}' for x in values)}]" for name, values in columns.items()]
+        values: dict[str, Any] = {
+            "boundaries": [one.boundary for one in found],
+            "micro_batches": [one.micro_batch for one in found],
+            **{name.lower().replace(" ", "_"): column for name, column in columns.items()},
+        }
+        line = " | ".join([f" errors at iteration {iteration:8d}", f"Total Length: {len(found)}", *shown])
+        yield Finding("orthogonality", values, line)
 
     def take(self) -> list[Orthogonality]:
         """The pairs of the step, in order; forgets them."""

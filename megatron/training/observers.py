@@ -1,0 +1,74 @@
+"""Builds what looks on in a run: the trace and the experiments that its flags ask for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megatron.comm.kernel_trace import DeviceKernels
+from megatron.comm.observer import Observer
+from megatron.comm.trace import Trace
+from megatron.config.errors import UserError
+from megatron.config.logs import LoggingConfig
+from megatron.parallel.data.buffer import FlatBuffer
+from megatron.topology.clock import Clock
+from megatron.topology.topology import Topology
+from megatron.training.error_probe import ErrorProbe
+from megatron.training.gradient_probe import GradientProbe
+
+
+def build_experiments(logs: LoggingConfig, topology: Topology, buffers: Sequence[FlatBuffer]) -> list[Observer]:
+    """The experiments that were asked for, in the order of their records."""
+    experiments: list[Observer] = []
+    if logs.check_orth_error_acti:
+        experiments.append(ErrorProbe())
+    if logs.log_gradients:
+        experiments.append(
+            GradientProbe(
+                buffers,
+                topology,
+                logs.log_gradients_density,
+                bins=logs.log_gradients_bins,
+                interval=logs.log_gradients_interval,
+            )
+        )
+    return experiments
+
+
+def build_traces(logs: LoggingConfig, topology: Topology, clock: Clock) -> list[Observer]:
+    """What records this rank's steps by the clock of its device, where that was asked for.
+
+    Raises:
+        UserError: when the folder cannot be made.
+    """
+    if logs.profile_trace is None:
+        return []
+    run = _run_id(topology)  # before what one rank alone may fail at
+    folder, at = Path(logs.profile_trace), topology.coordinates
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--profile-trace {folder}: {error.strerror}; name a folder that can be written") from error
+    trace = Trace(
+        folder / f"trace_rank_{topology.rank:05d}.json",
+        topology.rank,
+        f"tp {at.tp} pp {at.pp} dp {at.dp}",
+        logs.profile_step_start,
+        logs.profile_step_end,
+        clock=clock,
+        kernels=DeviceKernels() if topology.device.type == "cuda" else None,
+        world_size=topology.layout.world_size,
+        run=run,
+        meet=topology.control.barrier,
+    )
+    return [trace]
+
+
+def _run_id(topology: Topology) -> str:
+    """When rank 0 came here: the same on every rank, and another one at each start of a run."""
+    now = torch.tensor([time.time_ns()])
+    topology.control.broadcast(now).wait()
+    return f"{int(now):x}"
