@@ -41,11 +41,6 @@ class SentMessage:
     state: CompressorState
     key: Hashable
 
-    @property
-    def exact(self) -> bool:
-        """Whether nothing is lost."""
-        return self.codec.traits.exact
-
     def error(self) -> Tensor:
         """What the receiver's tensor lacks, with what error feedback added: the residual where there is one."""
         left = self.state.get(RESIDUAL)

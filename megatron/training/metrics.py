@@ -46,63 +46,38 @@ class PointTraffic:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """Facts of one step, or of a window of steps: mean losses, counts, and the rest as of the last step.
+    """Facts of one step, or of a window of steps: mean losses, counts, and the rest as of the last step."""
 
-    Args:
-        iteration: number of the step, from 1.
-        losses: by name, means over the tokens that count, nats; of a window, means over its steps that were not
-            skipped.
-        global_batch_size, seq_length: samples of the step, and tokens of each.
-        loss_scale: that was used.
-        grad_norm: global L2 norm of the unscaled gradients before clipping; None when not finite.
-        params_norm, num_zeros: where asked for.
-        votes: sum over the ranks of what ``train_step`` was given.
-        iterations, skipped_iterations, nan_iterations: steps in all, those whose update was left out because a gradient
-            was not finite, and (of a window) those with a loss that is not.
-
-        consumed_samples: of the run, after the step.
-        learning_rate, weight_decay: of the next step.
-        seconds_per_iteration: since the step before; of a window the mean, without pauses.
-
-    Of a window only:
-        train_iters: of the whole run.
-        benchmark_tflops, model_tflops: TFLOP/s per device as the benchmark counts them, and that the model needs,
-            without recomputation.
-        mfu: the latter over the device's peak rate, where it is known.
-        remaining_seconds: of the run, where they can be estimated.
-        memory_bytes: peak memory of this rank.
-        computed_s: seconds of an iteration that were neither coding nor waiting.
-        traffic: of each communication point.
-        timers_ms: milliseconds of each timer on each rank.
-    """
-
-    iteration: int
-    losses: Mapping[str, float]
+    # What train_step knows.
+    iteration: int  # number of the step, from 1
+    losses: Mapping[str, float]  # nats per token, by name; of a window, means over the steps that were not skipped
     global_batch_size: int
     seq_length: int
-    loss_scale: float
-    grad_norm: float | None = None
-    params_norm: float | None = None
+    loss_scale: float  # that was used
+    grad_norm: float | None = None  # of the unscaled gradients before clipping; None where the step was skipped
+    params_norm: float | None = None  # where asked for, and so are zeros
     num_zeros: float | None = None
-    votes: float = 0.0
+    votes: float = 0.0  # to stop: sum over the ranks
     iterations: int = 1
-    skipped_iterations: int = 0
-    nan_iterations: int = 0
+    skipped_iterations: int = 0  # whose update was left out, since a gradient was not finite
+    nan_iterations: int = 0  # of a window: those with a loss that is not finite
 
+    # Where the run stands after the step, which the trainer knows.
     consumed_samples: int = 0
-    learning_rate: float = 0.0
+    learning_rate: float = 0.0  # of the next step, and so is the weight decay
     weight_decay: float | None = None
-    seconds_per_iteration: float = math.nan
 
-    train_iters: int = 0
-    benchmark_tflops: float = 0.0
-    model_tflops: float = 0.0
-    mfu: float | None = None
-    remaining_seconds: float | None = None
-    memory_bytes: int | None = None
-    computed_s: float | None = None
-    traffic: Mapping[str, PointTraffic] = field(default_factory=dict)
-    timers_ms: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    # What the reporter measures; all but the first of a window only.
+    seconds_per_iteration: float = math.nan  # of a window the mean, without pauses
+    train_iters: int = 0  # of the whole run
+    benchmark_tflops: float = 0.0  # TFLOP/s per device as the benchmark counts them
+    model_tflops: float = 0.0  # those that the model needs, without recomputation
+    mfu: float | None = None  # the latter over the device's peak rate
+    remaining_seconds: float | None = None  # of the run
+    memory_bytes: int | None = None  # peak memory of this rank
+    computed_s: float | None = None  # seconds of an iteration that were neither coding nor waiting
+    traffic: Mapping[str, PointTraffic] = field(default_factory=dict)  # of each communication point
+    timers_ms: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of each timer on each rank
 
     @property
     def loss(self) -> float:

@@ -26,15 +26,8 @@ def build_experiments(logs: LoggingConfig, topology: Topology, buffers: Sequence
     if logs.check_orth_error_acti:
         experiments.append(ErrorProbe())
     if logs.log_gradients:
-        experiments.append(
-            GradientProbe(
-                buffers,
-                topology,
-                logs.log_gradients_density,
-                bins=logs.log_gradients_bins,
-                interval=logs.log_gradients_interval,
-            )
-        )
+        shares = (logs.log_gradients_density, logs.log_gradients_bins)
+        experiments.append(GradientProbe(buffers, topology, *shares, logs.log_gradients_interval))
     return experiments
 
 

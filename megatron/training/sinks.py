@@ -47,7 +47,7 @@ class Sink:
 
 
 class Sinks:
-    """All sinks of a run.
+    """All sinks of a run: what is called here is called for each of them.
 
     One that fails while the run is under way (a full disk, a closed pipe) is closed and dropped with one line on the
     standard error: training goes on.
@@ -57,27 +57,21 @@ class Sinks:
         self._sinks = list(sinks)
 
     def line(self, text: str) -> None:
-        """Text for people, without figures."""
         self._each(lambda sink: sink.line(text))
 
     def event(self, kind: str, iteration: int, **values: Any) -> None:
-        """A record of any kind, for the JSON-lines file."""
         self._each(lambda sink: sink.event(kind, iteration, values))
 
     def step(self, metrics: StepMetrics) -> None:
-        """A step was taken. Call it at each one: `--tensorboard-log-interval` is applied by its sink."""
         self._each(lambda sink: sink.step(metrics))
 
     def window(self, metrics: StepMetrics) -> None:
-        """A log interval has ended."""
         self._each(lambda sink: sink.window(metrics))
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """The model was evaluated."""
         self._each(lambda sink: sink.evaluation(evaluation))
 
     def close(self) -> None:
-        """Flush and close every sink."""
         self._each(lambda sink: sink.close())
         self._sinks.clear()
 

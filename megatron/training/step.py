@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 
 import torch
@@ -183,7 +183,7 @@ def train_step(
     )
 
 
-_TRACED = {
+_SHOWN = {
     "forward-compute": "forward",
     "backward-compute": "backward",
     "forward-send": "send",
@@ -195,15 +195,12 @@ _COMPUTING = ("forward-compute", "backward-compute")
 def pipeline_span(timers: Timers, ledger: Ledger) -> Span:
     """Timers of the pipeline's operations, computing in the ledger, and spans for observers."""
 
-    def traced(name: str, op: PipelineOp) -> AbstractContextManager[object]:
-        if name not in _TRACED:
-            return nullcontext()
-        return ledger.span(_TRACED[name], micro_batch=op.micro_batch, chunk=op.chunk)
-
     @contextmanager
     def span(name: str, op: PipelineOp) -> Iterator[None]:
         computing = ledger.computing() if name in _COMPUTING else nullcontext()
-        with computing, timers(name, level=2), traced(name, op):
+        where = {"micro_batch": op.micro_batch, "chunk": op.chunk}
+        shown = ledger.span(_SHOWN[name], **where) if name in _SHOWN else nullcontext()
+        with computing, timers(name, level=2), shown:
             yield
 
     return span
