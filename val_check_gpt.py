@@ -15,17 +15,17 @@ from typing import Any
 
 from tqdm import tqdm
 
+from megatron.base.atomic import check_writable, write_whole
+from megatron.base.errors import UserError
+from megatron.base.option import derived, option
 from megatron.checkpoint.agree import gather_texts, together
 from megatron.checkpoint.files import checkpoint_folder, saved_iterations
 from megatron.checkpoint.find import complete_iterations
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.config.data import DataConfig
-from megatron.config.errors import UserError
 from megatron.config.flags import ParsedSections
-from megatron.config.option import derived, option
 from megatron.config.run import RunConfig
 from megatron.config.shortcuts import VALUE, Shortcut
-from megatron.data.atomic import check_writable, write_whole
 from megatron.inference.flags import ModelFlags, check_layout, open_topology, parse_flags
 from megatron.inference.model import load_model, load_weights
 from megatron.topology.layout import Layout

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.training.plots import (
     COLORS,
     curve_style,

@@ -33,8 +33,8 @@ import numpy as np  # noqa: E402
 
 from ASPLOS23.progress import run_shown  # noqa: E402
 from ASPLOS23.report import write_report  # noqa: E402
-from megatron.config.errors import UserError  # noqa: E402
-from megatron.config.yaml_file import read_yaml  # noqa: E402
+from megatron.base.documents import read_yaml  # noqa: E402
+from megatron.base.errors import UserError  # noqa: E402
 from megatron.data.indexed import IndexedWriter  # noqa: E402
 
 CASES = Path(__file__).resolve().parent / "cases"

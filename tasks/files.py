@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 
 
 def read_utf8(path: str, flag: str) -> str:

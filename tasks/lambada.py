@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.inference.model import LoadedModel
 from megatron.tokenizer.api import Tokenizer
 from tasks.files import read_utf8

@@ -12,8 +12,8 @@ from typing import Literal
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.errors import UserError
-from megatron.config.option import derived, option, required
+from megatron.base.errors import UserError
+from megatron.base.option import derived, option, required
 from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
 from megatron.inference.model import LoadedModel
 from megatron.training.program import Ranks, run_program

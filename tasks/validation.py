@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
+from megatron.base.errors import UserError
 from megatron.config.data import DataConfig
-from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.data.build import Dataset, build_datasets
 from megatron.data.loader import build_loader

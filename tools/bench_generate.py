@@ -29,7 +29,7 @@ if __name__ == "__main__":
 
 import torch
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.inference.generate import generate
 from megatron.inference.model import LoadedModel
 from megatron.inference.sampling import Sampling

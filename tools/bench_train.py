@@ -33,8 +33,8 @@ if __name__ in ("__main__", "__mp_main__"):
 
 import torch
 
+from megatron.base.atomic import atomic_write
 from megatron.config.run import RunConfig
-from megatron.data.atomic import atomic_write
 from megatron.data.batch import Batch
 from megatron.topology.launch import LaunchEnvironment, init_process_group, shutdown
 from megatron.topology.topology import Topology, build_topology, single_process

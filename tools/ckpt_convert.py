@@ -29,9 +29,9 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
+from megatron.base.errors import UserError  # noqa: E402
 from megatron.checkpoint.files import TRACKER  # noqa: E402
 from megatron.checkpoint.find import complete_iterations  # noqa: E402
-from megatron.config.errors import UserError  # noqa: E402
 from megatron.config.flags import parse_args  # noqa: E402
 from megatron.config.tokenizer import TokenizerConfig  # noqa: E402
 from megatron.tokenizer.vocabulary import fitted  # noqa: E402

@@ -18,10 +18,10 @@ if __name__ == "__main__":
 
 import torch
 
+from megatron.base.atomic import check_writable, write_whole
+from megatron.base.errors import UserError
+from megatron.base.option import derived, option, required
 from megatron.checkpoint.agree import together
-from megatron.config.errors import UserError
-from megatron.config.option import derived, option, required
-from megatron.data.atomic import check_writable, write_whole
 from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
 from megatron.inference.jobs import Leader, follow
 from megatron.training.program import Ranks, run_program

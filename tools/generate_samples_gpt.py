@@ -16,10 +16,10 @@ if __name__ == "__main__":
 
 from tqdm import tqdm
 
+from megatron.base.atomic import atomic_write, check_writable
+from megatron.base.errors import UserError
+from megatron.base.option import derived, option
 from megatron.checkpoint.agree import together
-from megatron.config.errors import UserError
-from megatron.config.option import derived, option
-from megatron.data.atomic import atomic_write, check_writable
 from megatron.inference.flags import ModelFlags, SamplingFlags, check_layout, open_model, parse_flags
 from megatron.inference.generate import Generated, Token, generate
 from megatron.inference.model import LoadedModel

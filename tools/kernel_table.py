@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.training.plots import COLORS, new_figure, save_figure
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.training.plots import of_final_draw
 from megatron.training.records import read_records
 

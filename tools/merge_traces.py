@@ -23,9 +23,9 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.errors import UserError
+from megatron.base.atomic import write_whole
+from megatron.base.errors import UserError
 from megatron.config.values import Values
-from megatron.data.atomic import write_whole
 
 COLUMNS = ("forward", "backward", "optimizer", "encode", "decode", "wait")
 

@@ -34,10 +34,10 @@ if __name__ == "__main__":
 
 import torch  # noqa: E402
 
-from megatron.config.errors import UserError  # noqa: E402
+from megatron.base.atomic import check_writable, write_whole  # noqa: E402
+from megatron.base.errors import UserError  # noqa: E402
 from megatron.config.flags import parse_args  # noqa: E402
 from megatron.config.run import RunConfig  # noqa: E402
-from megatron.data.atomic import check_writable, write_whole  # noqa: E402
 from megatron.tokenizer.build import build_tokenizer  # noqa: E402
 from megatron.tokenizer.vocabulary import model_entries  # noqa: E402
 from megatron.topology.launch import LaunchEnvironment, init_process_group, pick_device, shutdown  # noqa: E402

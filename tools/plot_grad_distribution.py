@@ -36,7 +36,7 @@ REPO = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(REPO))
 
-from megatron.config.errors import UserError  # noqa: E402
+from megatron.base.errors import UserError  # noqa: E402
 from megatron.training.plots import COLORS, label_iterations, new_figure, picture_format, save_figure  # noqa: E402
 from megatron.training.records import Record, finite_figures, read_records  # noqa: E402
 

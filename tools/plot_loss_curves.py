@@ -26,7 +26,7 @@ REPO = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(REPO))
 
-from megatron.config.errors import UserError  # noqa: E402
+from megatron.base.errors import UserError  # noqa: E402
 from megatron.training.plots import (  # noqa: E402
     curve_style,
     label_iterations,

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 if __name__ in ("__main__", "__mp_main__"):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.tokenizer.build import TOKENIZER_TYPES
 from tools.interrupt import stopped_in_order
 from tools.preprocessing.encoding import EncodeOptions, load_punkt

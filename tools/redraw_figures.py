@@ -20,7 +20,7 @@ REPO = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(REPO))
 
-from megatron.config.errors import UserError  # noqa: E402
+from megatron.base.errors import UserError  # noqa: E402
 from megatron.training.plots import COLORS, new_figure, save_figure  # noqa: E402
 from tools import kernel_table  # noqa: E402
 from tools.bench_network.cases import BENCHES  # noqa: E402

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.base.errors import UserError
+from megatron.base.option import option
 from megatron.checkpoint.agree import together
-from megatron.config.errors import UserError
-from megatron.config.option import option
 from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
 from megatron.inference.jobs import follow
 from megatron.inference.model import LoadedModel

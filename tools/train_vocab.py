@@ -24,8 +24,8 @@ from typing import NoReturn
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.errors import UserError
-from megatron.data.atomic import atomic_write, check_writable
+from megatron.base.atomic import atomic_write, check_writable
+from megatron.base.errors import UserError
 from tools.interrupt import stopped_in_order
 from tools.preprocess_data import Progress
 from tools.preprocessing.encoding import parse_line

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.topology.errors import CommunicationError, first_line
 
 T = TypeVar("T")

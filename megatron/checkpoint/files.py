@@ -13,8 +13,8 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
-from megatron.config.regular import read_regular
-from megatron.data.atomic import fsync_directory
+from megatron.base.atomic import fsync_directory
+from megatron.base.regular import read_regular
 
 TRACKER = "latest_checkpointed_iteration.txt"
 TEMPORARY, REPLACED = ".tmp_", ".old_"

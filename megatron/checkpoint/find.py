@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron.base.errors import UserError
 from megatron.checkpoint.files import (
     TRACKER,
     Iteration,
@@ -16,7 +17,6 @@ from megatron.checkpoint.files import (
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.save import Log, silent
 from megatron.checkpoint.storage import check_file_sizes
-from megatron.config.errors import UserError
 
 SHOWN_ITERATIONS = 4
 

@@ -18,9 +18,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron.config.errors import UserError
-from megatron.config.regular import read_regular
-from megatron.data.atomic import holding
+from megatron.base.atomic import holding
+from megatron.base.errors import UserError
+from megatron.base.regular import read_regular
 
 LOCK = ".lock"
 BEAT_SECONDS = 3.0

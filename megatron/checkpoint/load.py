@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 
+from megatron.base.errors import UserError
 from megatron.checkpoint.agree import first_problem, gather_texts, raise_together, rank_of, size_of
 from megatron.checkpoint.files import (
     Iteration,
@@ -31,7 +32,6 @@ from megatron.checkpoint.save import (
     silent,
 )
 from megatron.checkpoint.storage import ShardReader, check_file_sizes, check_items, read_item
-from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.topology.errors import first_line, ranks_text
 

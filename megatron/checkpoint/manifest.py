@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron.base.errors import UserError
+from megatron.base.regular import read_regular
 from megatron.checkpoint.boxes import Box, clip, disjoint_parts
 from megatron.checkpoint.plain import dtype_from_name
-from megatron.config.errors import UserError
-from megatron.config.regular import read_regular
 
 MANIFEST = "metadata.json"
 FORMAT = 1

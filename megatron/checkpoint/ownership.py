@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from megatron.base.errors import UserError
 from megatron.checkpoint.files import TRACKER, checkpoint_folder, saved_iterations
 from megatron.checkpoint.folder_lock import LOCK, FolderLock
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.errors import UserError
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 
 
 class Stateful(Protocol):

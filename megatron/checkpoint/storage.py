@@ -37,11 +37,11 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from megatron.base.atomic import fsync_directory
+from megatron.base.regular import open_regular
 from megatron.checkpoint.files import write_synced
 from megatron.checkpoint.manifest import MANIFEST, Manifest, StoredItem
 from megatron.checkpoint.torch_stream import TORCH_METADATA, header, torch_metadata
-from megatron.config.regular import open_regular
-from megatron.data.atomic import fsync_directory
 from megatron.topology.errors import first_line
 
 READ_BYTES = 1 << 24

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron.base.errors import UserError
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.storage import bytes_of, read_into
-from megatron.config.errors import UserError
 
 
 class StoredTensors:

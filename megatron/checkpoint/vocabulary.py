@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron.base.errors import UserError
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.load import open_checkpoint
 from megatron.checkpoint.model_state import MODEL
-from megatron.config.errors import UserError
 
 EMBEDDING = MODEL + "embedding.word_embeddings.weight"
 

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-from megatron.compression.numerals import read_number, read_whole, shortened
+from megatron.base.numerals import read_number, read_whole, shortened
 
 T = TypeVar("T")
 

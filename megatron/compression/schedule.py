@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron.compression.numerals import read_number, read_whole, shortened
+from megatron.base.numerals import read_number, read_whole, shortened
 from megatron.compression.options import SpecError
 
 MOST_STAGES = 1 << 20

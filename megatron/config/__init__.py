@@ -1,10 +1,11 @@
 """The configuration of a run: typed sections, flags, YAML files, checks."""
 
+from megatron.base.errors import UserError
+from megatron.base.option import derived, option, required
 from megatron.config.check_outputs import check_data_given, parse_blend, parse_split
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.compression import CompressionConfig
 from megatron.config.data import DataConfig
-from megatron.config.errors import UserError
 from megatron.config.flags import (
     FlagParser,
     ParsedRun,
@@ -17,7 +18,6 @@ from megatron.config.logs import LoggingConfig
 from megatron.config.merge import merge_checkpoint_config
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.option import derived, option, required
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.recompute import RecomputeConfig

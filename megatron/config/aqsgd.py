@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.errors import UserError
-from megatron.config.option import derived, option
+from megatron.base.errors import UserError
+from megatron.base.option import derived, option
 from megatron.config.shortcuts import Explicit
 from megatron.config.translation import Given, Note, settle
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from megatron.base.errors import UserError
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import Spec
-from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 
 

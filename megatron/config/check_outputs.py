@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.config.run import RunConfig
 
 LEAST_WEIGHT, MOST_WEIGHT = 1e-12, 1e12

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.config.run import RunConfig
 
 

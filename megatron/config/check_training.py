@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.config.errors import UserError
-from megatron.config.option import is_unset
+from megatron.base.errors import UserError
+from megatron.base.option import is_unset
 from megatron.config.run import RunConfig
 
 MOST_DRAWN = 10**14

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from megatron.config.option import derived, option
+from megatron.base.option import derived, option
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.base.errors import UserError
+from megatron.base.option import FieldOption, field_options
 from megatron.config.convert import from_plain, from_text, nearest, spell
-from megatron.config.errors import UserError
 from megatron.config.known import SWITCH, KnownFlag
-from megatron.config.option import FieldOption, field_options
 from megatron.config.shortcuts import VALUE, Shortcut
 
 Target = FieldOption | Shortcut | KnownFlag

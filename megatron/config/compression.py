@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.config.errors import UserError
-from megatron.config.option import option
+from megatron.base.errors import UserError
+from megatron.base.option import option
 
 if TYPE_CHECKING:  # the compressors import torch, which reading flags does without
     from megatron.compression.points import Point

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.compression.numerals import checked_number, checked_whole, read_number, read_whole, shortened
-from megatron.config.errors import UserError
-from megatron.config.option import FieldOption, field_options
+from megatron.base.errors import UserError
+from megatron.base.numerals import checked_number, checked_whole, read_number, read_whole, shortened
+from megatron.base.option import FieldOption, field_options
 
 _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.errors import UserError
-from megatron.config.json_file import read_json
-from megatron.config.option import derived
+from megatron.base.documents import read_json
+from megatron.base.errors import UserError
+from megatron.base.option import derived
 from megatron.config.shortcuts import Explicit
 from megatron.config.translation import Given, Note, settle
 

@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from megatron.base.documents import read_yaml
+from megatron.base.errors import UserError
+from megatron.base.option import FieldOption
 from megatron.config.collect import FlagTable, Given, Target, collect_yaml
 from megatron.config.convert import check_fields, check_required, spell
 from megatron.config.dialects import DIALECTS, dialect_sections
-from megatron.config.errors import UserError
 from megatron.config.idle import idle_notes
 from megatron.config.known import KNOWN_FLAGS, SWITCH, VALUE, KnownFlag
-from megatron.config.option import FieldOption
 from megatron.config.run import RunConfig, run_sections
 from megatron.config.shortcuts import SHORTCUTS, Explicit, Shortcut
 from megatron.config.translation import Dialect
-from megatron.config.yaml_file import read_yaml
 
 _EPILOG = (
     "Hyphens and underscores are alike in flag names, integers may contain underscores, and a switch may be "

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from megatron.base.option import field_options
 from megatron.config.check_parallel import why_not_compiled
-from megatron.config.option import field_options
 from megatron.config.run import RunConfig, run_sections
 
 

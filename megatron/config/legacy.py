@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron.config.errors import UserError
-from megatron.config.option import derived, option
+from megatron.base.errors import UserError
+from megatron.base.option import derived, option
 from megatron.config.shortcuts import Explicit
 from megatron.config.translation import Given, Note, flag
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
-from megatron.config.errors import UserError
-from megatron.config.option import field_options
+from megatron.base.errors import UserError
+from megatron.base.option import field_options
 from megatron.config.run import RunConfig, run_sections
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from megatron.config.option import derived, option, required
+from megatron.base.option import derived, option, required
 
 if TYPE_CHECKING:
     import torch

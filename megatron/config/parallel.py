@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.errors import UserError
-from megatron.config.option import derived, option
+from megatron.base.errors import UserError
+from megatron.base.option import derived, option
 
 MOST_PROCESSES = 1 << 20
 MOST_MINUTES = 60 * 24 * 366

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.config.option import derived, option
+from megatron.base.option import derived, option
 
 if TYPE_CHECKING:
     import torch

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
+from megatron.base.option import FieldOption
 from megatron.config.collect import FlagTable
 from megatron.config.convert import bounds_text
 from megatron.config.dialects import dialect_sections
 from megatron.config.flags import default_text, metavar_of
 from megatron.config.known import KNOWN_FLAGS, SWITCH, KnownFlag
-from megatron.config.option import FieldOption
 from megatron.config.run import run_sections
 from megatron.config.shortcuts import SHORTCUTS
 

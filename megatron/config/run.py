@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.base.documents import dump_yaml, parse_yaml, read_yaml
+from megatron.base.errors import UserError
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.compression import CompressionConfig
 from megatron.config.convert import nearest, section_from_plain, section_to_plain
 from megatron.config.data import DataConfig
-from megatron.config.errors import UserError
 from megatron.config.logs import LoggingConfig
 from megatron.config.model import MOST, ModelConfig
 from megatron.config.optimizer import OptimizerConfig
@@ -21,7 +22,6 @@ from megatron.config.recompute import RecomputeConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import TrainingConfig
 from megatron.config.validation import ValidationConfig
-from megatron.config.yaml_file import dump_yaml, parse_yaml, read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 
 
 class Explicit(dict[str, Any]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.option import derived, option, required
+from megatron.base.option import derived, option, required
 
 MOST_ITERATIONS = 10**9
 MOST_BATCH = 1 << 20

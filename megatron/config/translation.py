@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from megatron.base.errors import UserError
+from megatron.base.option import field_options
 from megatron.config.convert import check_fields
-from megatron.config.errors import UserError
-from megatron.config.option import field_options
 from megatron.config.shortcuts import Explicit
 
 T = TypeVar("T")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.option import option
+from megatron.base.option import option
 
 
 @dataclass(frozen=True, kw_only=True)

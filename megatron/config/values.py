@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.config.model import MOST
 
 

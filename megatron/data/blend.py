@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.base.errors import UserError
 from megatron.config.check_outputs import LEAST_WEIGHT, MOST_WEIGHT
-from megatron.config.errors import UserError
 from megatron.data.cache import Arrays, cached_arrays, check_room
 
 # Above this many draws the greedy choice runs over many stretches at once; both give the same arrays.

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.base.errors import UserError
 from megatron.config.check_outputs import MOST_WEIGHT
 from megatron.config.data import DataConfig
-from megatron.config.errors import UserError
 from megatron.data.batch import CollateOptions
 from megatron.data.blend import LazyBlend, MegatronBlend, normalize, parse_blend
 from megatron.data.fixed_order import FixedOrder

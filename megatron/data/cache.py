@@ -15,9 +15,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.errors import UserError
+from megatron.base.atomic import atomic_write, check_writable
+from megatron.base.errors import UserError
 from megatron.config.memory import in_words, memory_of_this_machine
-from megatron.data.atomic import atomic_write, check_writable
 
 Arrays = dict[str, NDArray[Any]]
 

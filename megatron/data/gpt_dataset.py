@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.data.batch import CollateOptions
 from megatron.data.blend import Blend
 from megatron.data.gpt_index import SampleOrder

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.data.cache import Arrays, cached_arrays, check_room
 from megatron.data.permute import Permutation, mix
 

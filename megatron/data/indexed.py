@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron.config.errors import UserError
-from megatron.data.atomic import atomic_write, fsync_directory
+from megatron.base.atomic import atomic_write, fsync_directory
+from megatron.base.errors import UserError
 from megatron.data.cache import make_cache, write_cached
 from megatron.data.idx_format import (
     DTYPES,

@@ -15,7 +15,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.data.batch import Batch, collate
 from megatron.data.gpt_dataset import SampleSource
 from megatron.data.permute import Permutation, mix

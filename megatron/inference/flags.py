@@ -8,12 +8,12 @@ from typing import Literal
 
 import torch
 
+from megatron.base.errors import UserError
+from megatron.base.option import FieldOption, derived, field_options, option, required
 from megatron.checkpoint.load import saved_config
 from megatron.config.dialects import dialect_sections
-from megatron.config.errors import UserError
 from megatron.config.flags import ParsedSections, build_parser
 from megatron.config.known import KNOWN_FLAGS, SWITCH, VALUE, VALUES, KnownFlag
-from megatron.config.option import FieldOption, derived, field_options, option, required
 from megatron.config.parallel import MOST_MINUTES
 from megatron.config.run import run_sections
 from megatron.config.shortcuts import SHORTCUTS, Shortcut

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.inference.decode import Decoder
 from megatron.inference.model import LoadedModel
 from megatron.inference.sampling import Sampling

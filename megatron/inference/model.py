@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron.base.errors import UserError
 from megatron.checkpoint.agree import together
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.load import load_tensors, saved_config
@@ -22,7 +23,6 @@ from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan, Position
 from megatron.comm.tensor import TensorComm
 from megatron.compression.points import Point
-from megatron.config.errors import UserError
 from megatron.config.parallel import ParallelConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig, run_around

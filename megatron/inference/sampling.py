@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.config.optimizer import OptimizerConfig
 from megatron.optimizer.pieces import Piece
 

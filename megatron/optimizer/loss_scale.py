@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 
 
 class LossScale(Protocol):

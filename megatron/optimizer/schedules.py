@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.config.optimizer import OptimizerConfig
 
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.tokenizer.api import Tokenizer, TokenizerFlags, required_path
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
 from megatron.tokenizer.hugging_face import HFTokenizer

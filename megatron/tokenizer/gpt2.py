@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 

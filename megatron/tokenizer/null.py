@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 
 
 class NullTokenizer:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 
 _END_NAMES = ("<EOD>", "<eod>", "<|endoftext|>")
 

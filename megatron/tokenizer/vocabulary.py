@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.tokenizer.api import Tokenizer, TokenizerFlags
 

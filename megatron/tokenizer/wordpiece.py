@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 
 _LONGEST_WORD = 200
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.base.errors import UserError
 from megatron.comm.channel import PipelineChannel
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
@@ -17,7 +18,6 @@ from megatron.comm.tensor import TensorComm
 from megatron.compression.schedule import RunLength
 from megatron.compression.state import CompressorState
 from megatron.config.check_parallel import why_not_compiled
-from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.model.gpt import GPTStage
 from megatron.model.stages import build_stages, padded_vocab_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.utils.deterministic
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 
 _CUBLAS, _CUBLAS_CHOICES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 _NCCL, _NCCL_CHOICES = "NCCL_ALGO", ("ring", "collnetdirect", "collnetchain", "^nvls")

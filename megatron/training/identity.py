@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 import megatron
+from megatron.base.option import FieldOption, field_options
+from megatron.base.regular import contents
 from megatron.compression.plugins import ENTRY_POINTS
 from megatron.config.check_outputs import parse_blend
-from megatron.config.option import FieldOption, field_options
-from megatron.config.regular import contents
 from megatron.data.indexed import dataset_files
 from megatron.training.meeting import Identity
 

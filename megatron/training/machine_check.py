@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from megatron.base.errors import UserError
 from megatron.compression.schedule import RunLength
-from megatron.config.errors import UserError
 from megatron.config.memory import check_memory, memory_of_this_machine
 from megatron.config.run import RunConfig
 from megatron.topology.launch import LaunchEnvironment

@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.topology.errors import CommunicationError, first_line, ranks_text
 from megatron.topology.launch import LaunchEnvironment, meet
 

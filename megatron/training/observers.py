@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
+from megatron.base.errors import UserError
 from megatron.comm.kernel_trace import DeviceKernels
 from megatron.comm.observer import Observer
 from megatron.comm.trace import Trace
-from megatron.config.errors import UserError
 from megatron.config.logs import LoggingConfig
 from megatron.parallel.data.buffer import FlatBuffer
 from megatron.topology.clock import Clock

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.base.errors import UserError
 from megatron.checkpoint.agree import gather_texts, raise_together, together
 from megatron.checkpoint.compressor_state import PREFIX, CompressorCheckpoint
 from megatron.checkpoint.files import Iteration, checkpoint_folder, iteration_of
@@ -25,7 +26,6 @@ from megatron.checkpoint.save import COMMON
 from megatron.checkpoint.saver import CheckpointSaver
 from megatron.checkpoint.stateful import Scope, StatefulParts, under_todays_names
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.optimizer.schedules import LRSchedule
 from megatron.topology.topology import Topology

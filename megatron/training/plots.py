@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.config.errors import UserError
-from megatron.data.atomic import atomic_write
+from megatron.base.atomic import atomic_write
+from megatron.base.errors import UserError
 from megatron.training.records import Record, read_records
 
 ENDINGS = ("png", "pdf", "svg", "svgz", "eps", "ps", "jpg", "jpeg", "tif", "tiff", "webp")

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import torch
 
+from megatron.base.errors import UserError
 from megatron.checkpoint.agree import together
 from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.load import saved_config
 from megatron.checkpoint.ownership import owned_save_folder
 from megatron.checkpoint.vocabulary import saved_entries
-from megatron.config.errors import UserError
 from megatron.config.flags import ParsedRun, parse_args
 from megatron.config.merge import merge_checkpoint_config
 from megatron.config.run import RunConfig, run_sections

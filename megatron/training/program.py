@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from megatron.base.errors import UserError
 from megatron.compression.options import CompressorFault
-from megatron.config.errors import UserError
 from megatron.topology.errors import CommunicationError, LaunchError, first_line
 from megatron.topology.health import GRACE_SECONDS, SILENT_SECONDS, Watch, launcher_pid
 from megatron.topology.launch import LaunchEnvironment, init_process_group, leave_reason, open_queues, shutdown

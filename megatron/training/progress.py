@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any, Literal, TextIO
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 
 ProgressMode = Literal["auto", "on", "off"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 
 
 class Record(dict[str, Any]):

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from megatron.base.errors import UserError
 from megatron.checkpoint.agree import gather_texts
 from megatron.comm.channel import Direction
-from megatron.config.errors import UserError
 from megatron.parallel.tensor.shards import collect_specs
 from megatron.training.assembly import Engines
 

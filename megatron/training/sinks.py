@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.config.logs import LoggingConfig
 from megatron.training.metrics import Evaluation, StepMetrics, format_evaluation_lines, format_train_line, perplexity
 from megatron.training.progress import ProgressBar

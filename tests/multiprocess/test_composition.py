@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.topology.layout import Layout
 from megatron.topology.topology import Topology
 from megatron.training.assembly import Engines

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.kernels import native
 from megatron.topology.layout import Layout
 from megatron.topology.topology import build_topology

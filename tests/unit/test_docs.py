@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.base.option import field_options
 from megatron.config.flags import parse_args
 from megatron.config.known import KNOWN_FLAGS
-from megatron.config.option import field_options
 from megatron.inference.flags import ModelFlags, SamplingFlags, parse_flags
 from tasks.main import TaskFlags as ZeroShotFlags
 from tools.evaluate_lm import EvaluationFlags

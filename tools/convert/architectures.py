@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.config.values import Values
 from tools.convert.model import model_of

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.base.errors import UserError
 from megatron.checkpoint.files import TRACKER, Iteration, folder_name, iteration_of, tracked_text
-from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.config.values import Values
 from megatron.parallel.tensor.shards import ParamSpec

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.base.errors import UserError
 from megatron.checkpoint.files import TRACKER
 from megatron.checkpoint.storage import bytes_of
-from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.model.stages import padded_vocab_size
 from megatron.parallel.tensor.shards import ParamSpec

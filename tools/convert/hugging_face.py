@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.config.values import Values
 from megatron.model.gpt import TIED_NAME
 from tools.convert.architectures import hf_config, model_of_config

@@ -9,10 +9,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from megatron.base.errors import UserError
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.tensor import TensorComm
-from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import run_around

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.config.errors import UserError
-from megatron.data.atomic import beside, fsync_directory, holding, remove_leftovers
+from megatron.base.atomic import beside, fsync_directory, holding, remove_leftovers
+from megatron.base.errors import UserError
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.base.errors import UserError
 from megatron.checkpoint.storage import bytes_of
-from megatron.config.errors import UserError
 
 
 class TorchFile:

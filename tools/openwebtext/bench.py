@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
 import numpy as np
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from tools.openwebtext import (
     add_id,
     cleanup_dataset,

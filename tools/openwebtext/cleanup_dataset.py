@@ -22,7 +22,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer

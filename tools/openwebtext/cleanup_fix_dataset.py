@@ -28,7 +28,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from tools.openwebtext.filtering import Judged, judge_all
 from tools.openwebtext.language import is_language
 from tools.openwebtext.streams import Report, add_common, check_apart, command, encode, text_of, writing

@@ -23,7 +23,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from tools.openwebtext.streams import Report, add_common, command, encode, progress, writing
 
 

@@ -31,8 +31,8 @@ from typing import BinaryIO
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.config.errors import UserError
-from megatron.data.atomic import holding
+from megatron.base.atomic import holding
+from megatron.base.errors import UserError
 from tools.openwebtext.blacklist_urls import page_of
 from tools.openwebtext.fetching import UNREACHED, Limits, Page, fetch_all, host_of
 from tools.openwebtext.processes import in_processes

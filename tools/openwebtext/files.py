@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron.config.errors import UserError
-from megatron.data.atomic import beside, check_writable, fsync_directory, holding, remove_leftovers
+from megatron.base.atomic import beside, check_writable, fsync_directory, holding, remove_leftovers
+from megatron.base.errors import UserError
 
 _LONGEST_WINDOW = 1 << 31
 """Of zstd files; large dumps are packed with more than the library's usual limit."""

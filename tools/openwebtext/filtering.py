@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from tools.openwebtext.processes import in_processes
 from tools.openwebtext.streams import BAD_LINE, Report, document, in_chunks, numbered_lines, progress
 

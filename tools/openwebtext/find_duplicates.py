@@ -38,7 +38,7 @@ if __name__ == "__main__":
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from tools.openwebtext.comparing import Texts, compare, merged, prepare, release
 from tools.openwebtext.fingerprints import Index, signatures
 from tools.openwebtext.processes import in_processes

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.errors import UserError
-from megatron.data.atomic import atomic_write, check_writable
+from megatron.base.atomic import atomic_write, check_writable
+from megatron.base.errors import UserError
 
 SHINGLE = 5
 Hashes = NDArray[np.uint64]

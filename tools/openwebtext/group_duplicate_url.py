@@ -19,7 +19,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from tools.openwebtext.streams import (
     BAD_LINE,
     Report,

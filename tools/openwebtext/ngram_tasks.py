@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from tools.openwebtext.streams import document, numbered_lines, text_of
 
 

@@ -42,8 +42,8 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.config.errors import UserError
-from megatron.data.atomic import holding, remove_leftovers
+from megatron.base.atomic import holding, remove_leftovers
+from megatron.base.errors import UserError
 from tools.openwebtext import (
     blacklist_urls,
     cleanup_dataset,

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any, TypeVar
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from tools.interrupt import SIGNALS
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.exceptions import NameResolutionError
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from tools.openwebtext.fetching import Limits, Page, host_of
 
 _ROBOTS_BYTES = 500_000

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.config.errors import UserError
-from megatron.config.yaml_file import dump_yaml, read_yaml
+from megatron.base.documents import dump_yaml, read_yaml
+from megatron.base.errors import UserError
 
 
 @dataclass(frozen=True)

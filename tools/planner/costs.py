@@ -9,11 +9,11 @@ from typing import TypeVar
 
 import torch
 
+from megatron.base.errors import UserError
 from megatron.comm.policy import CompressionPlan
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import Spec
-from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from tools.planner.choice import Choice
 from tools.planner.cluster import CODING, Cluster, Wire, across_wire, hop_wire, wire_between

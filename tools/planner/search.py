@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
 from tools.planner.choice import Choice, choice_of

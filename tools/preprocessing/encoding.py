@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.data.idx_format import best_dtype
 from megatron.tokenizer.build import build_tokenizer
 from tools.preprocessing.reading import Block, Source

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.data.indexed import IndexedWriter, dataset_files
 from tools.preprocessing.encoding import BadLine, Encoded, EncodeOptions, Encoder
 from tools.preprocessing.reading import Block, Source, read_blocks

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 
 STDIN = "-"
 BLOCK_BYTES = 1 << 20

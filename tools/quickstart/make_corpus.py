@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.config.errors import UserError
-from megatron.data.atomic import atomic_write
+from megatron.base.atomic import atomic_write
+from megatron.base.errors import UserError
 
 HELDOUT_SHARE = 0.05
 

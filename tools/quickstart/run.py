@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from tools.quickstart.process import CommandFailed, run_logged
 from tools.quickstart.stages import Stage, digest
 from tools.quickstart.summary import format_summary, summarize

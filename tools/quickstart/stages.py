@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.data.atomic import atomic_write
+from megatron.base.atomic import atomic_write
 
 
 def digest(*parts: Any) -> str:

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config.errors import UserError
-from megatron.data.atomic import atomic_write
+from megatron.base.atomic import atomic_write
+from megatron.base.errors import UserError
 from megatron.training.records import read_records
 from tools.quickstart.unigram import Unigram
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.data.indexed import IndexedDataset
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.inference.server.answers import error_response
 
 ANY = "*"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.inference.jobs import Job
 from megatron.inference.sampling import Sampling
 from megatron.tokenizer.api import Tokenizer

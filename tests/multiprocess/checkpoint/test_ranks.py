@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.base.errors import UserError
 from megatron.checkpoint import storage
 from megatron.checkpoint.find import read_tracker
 from megatron.checkpoint.load import load_common, load_per_rank, load_tensors
@@ -18,7 +19,6 @@ from megatron.checkpoint.logical import LogicalShard, shard_of_flat_range, shard
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.saver import CheckpointSaver
-from megatron.config.errors import UserError
 from megatron.topology.errors import CommunicationError
 from tests.support.spawn import RankFailure, run_ranks
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.base.errors import UserError
 from megatron.checkpoint.find import complete_iterations
 from megatron.checkpoint.load import load_common, load_config_yaml, load_per_rank, load_tensors
 from megatron.checkpoint.logical import LogicalShard, shard_of_local
 from megatron.checkpoint.save import save_checkpoint
-from megatron.config.errors import UserError
 
 FILES = ("common.json", "config.yaml", "metadata.json", "shard_00000.bin")
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.base.errors import UserError
 from megatron.checkpoint import files, storage
 from megatron.checkpoint.files import TRACKER
 from megatron.checkpoint.find import read_tracker
@@ -25,7 +26,6 @@ from megatron.checkpoint.load import load_common, load_tensors
 from megatron.checkpoint.logical import LogicalShard, shard_of_local
 from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.saver import CheckpointSaver
-from megatron.config.errors import UserError
 
 SIZE = 4096
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.base.errors import UserError
 from megatron.checkpoint import folder_lock
 from megatron.checkpoint.folder_lock import LOCK, FolderLock, Owner
-from megatron.config.errors import UserError
 
 HOLD = (
     "import sys, time; from megatron.checkpoint.folder_lock import FolderLock\n"

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.base.errors import UserError
 from megatron.checkpoint.files import TRACKER
 from megatron.checkpoint.find import complete_iterations, read_tracker
 from megatron.checkpoint.load import load_common, load_per_rank, saved_config
 from megatron.checkpoint.stored import StoredTensors
-from megatron.config.errors import UserError
 from megatron.optimizer.schedules import LRSchedule
 from megatron.training.persistence import RunCheckpoints, find_saved
 from megatron.training.progress_state import Progress

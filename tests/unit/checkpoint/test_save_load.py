@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.base.errors import UserError
 from megatron.checkpoint.files import TRACKER
 from megatron.checkpoint.find import complete_iterations, read_tracker
 from megatron.checkpoint.load import (
@@ -25,7 +26,6 @@ from megatron.checkpoint.logical import LogicalShard, shard_of_local
 from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.saver import CheckpointSaver
 from megatron.checkpoint.torch_stream import header
-from megatron.config.errors import UserError
 
 COMMON = {"iteration": 3, "lr": 0.1, "betas": (0.9, 0.95)}
 

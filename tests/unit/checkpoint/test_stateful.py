@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron.base.errors import UserError
 from megatron.checkpoint.stateful import Scope, StatefulParts, under_todays_names
-from megatron.config.errors import UserError
 
 
 class _Counter:

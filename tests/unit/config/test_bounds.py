@@ -13,6 +13,8 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatron.base.documents import parse_yaml, read_yaml
+from megatron.base.option import FieldOption
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.options import SpecError, option_infos
 from megatron.compression.points import Point
@@ -22,9 +24,7 @@ from megatron.compression.spec import COMMON, read_spec
 from megatron.config import UserError, build_run_parser, flags, parse_args
 from megatron.config.collect import collect_yaml
 from megatron.config.dialects import dialect_sections
-from megatron.config.option import FieldOption
 from megatron.config.run import RunConfig, run_sections
-from megatron.config.yaml_file import parse_yaml, read_yaml
 from megatron.optimizer.schedules import LRSchedule
 from megatron.training.batch_size import BatchSizeSchedule
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from megatron.base.option import FieldOption
 from megatron.config import UserError, build_run_parser, parse_args
 from megatron.config.known import KNOWN_FLAGS, SWITCH, KnownFlag
-from megatron.config.option import FieldOption
 from megatron.config.run import RunConfig
 from megatron.config.shortcuts import Shortcut
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from megatron.base.option import FieldOption, field_options
 from megatron.config import UserError, build_run_parser
 from megatron.config.flags import read_run
 from megatron.config.idle import RULES
 from megatron.config.known import SWITCH, KnownFlag
 from megatron.config.legacy import NEEDS, LegacyConfig
-from megatron.config.option import FieldOption, field_options
 from megatron.config.run import run_sections
 from megatron.config.shortcuts import Shortcut
 

@@ -7,8 +7,8 @@ from typing import Literal
 
 import pytest
 
+from megatron.base.option import field_options
 from megatron.config import UserError, build_parser, derived, option, required
-from megatron.config.option import field_options
 
 
 @dataclass(frozen=True, kw_only=True)

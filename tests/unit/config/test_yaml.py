@@ -11,8 +11,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.base.option import FieldOption, field_options
 from megatron.config import RunConfig, UserError, parse_args
-from megatron.config.option import FieldOption, field_options
 from megatron.config.run import run_sections
 
 ALL_FIELDS = [field for section, cls in run_sections().items() for field in field_options(section, cls)]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.data.atomic import holding
+from megatron.base.atomic import holding
 from tests.support.disk import largest_file
 from tests.unit.convert.support import convert, saved_model
 from tools import ckpt_convert

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from tests.unit.convert.support import LLAMA, convert, saved_model
 from tools import ckpt_convert
 from tools.ckpt_convert import main

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.base.errors import UserError
 from megatron.checkpoint.load import saved_config
-from megatron.config.errors import UserError
 from megatron.config.tokenizer import TokenizerConfig
 from tests.support.tiny import VOCAB
 from tests.unit.convert.support import convert, saved_model

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.data.blend import LazyBlend, MegatronBlend, greedy_blend, normalize, parse_blend
 
 WEIGHTS = st.lists(st.floats(0.001, 100), min_size=1, max_size=9)

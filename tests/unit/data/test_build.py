@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.data.build import Dataset, build_datasets, parse_split
 from megatron.data.indexed import IndexedDataset
 from tests.support.shared import shared_path

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.data.blend import MegatronBlend
 from megatron.data.fixed_order import FixedOrder
 from megatron.data.gpt_index import Documents, LazyOrder, MegatronOrder, SampleOrder

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
 from tests.support.shared import shared_path
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.data.batch import Batch, CollateOptions, collate
 from megatron.data.build import Dataset, build_datasets
 from megatron.data.gpt_dataset import GPTDataset

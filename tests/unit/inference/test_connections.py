@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.inference.flags import parse_flags
 from megatron.inference.server.app import Server
 from megatron.inference.server.hosts import AllowedHosts

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import pytest
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.inference.flags import SamplingFlags
 from tests.unit.inference.support import trained_model
 from tools import generate_samples_gpt

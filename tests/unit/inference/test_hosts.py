@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.inference.server.hosts import AllowedHosts
 from tests.unit.inference.test_connections import Running
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.base.errors import UserError
 from megatron.checkpoint.load import saved_config
 from megatron.checkpoint.vocabulary import saved_entries
-from megatron.config.errors import UserError
 from megatron.config.flags import parse_args
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.inference.generate import generate, score

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.inference.sampling import Sampling
 
 

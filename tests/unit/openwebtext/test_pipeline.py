@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.data.atomic import holding
+from megatron.base.atomic import holding
 from tests.unit.openwebtext.support import ENGLISH, GERMAN, read, write
 from tools.openwebtext import find_duplicates, pipeline
 

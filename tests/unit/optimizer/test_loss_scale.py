@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.optimizer.loss_scale import ConstantLossScale, DynamicLossScale, build_loss_scale
 
 

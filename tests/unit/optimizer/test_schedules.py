@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.config.optimizer import OptimizerConfig
 from megatron.optimizer.schedules import DECAY_STYLES, LRSchedule, ScheduleValues, schedule_values
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.topology.layout import Layout
 from tools.planner.choice import Choice
 from tools.planner.cluster import Cluster, Device, Link, Wire, read_cluster, wire_between, write_cluster

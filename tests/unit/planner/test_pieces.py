@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.training.flops import model_flops_per_sample
 from megatron.training.report import model_shape
 from tests.unit.planner.support import VOCAB, predictor_of, small_run

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.config.run import RunConfig
 from tests.unit.planner.support import CLUSTER, VOCAB, small_run
 from tools.planner.cluster import Cluster

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import TOKENIZER_TYPES, build_tokenizer
 from tests.support.shared import shared_path

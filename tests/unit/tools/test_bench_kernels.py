@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from tools import bench_kernels, kernel_table
 from tools.bench_kernels import MESSAGE_RANKS, Case, Runs, message_cases
 from tools.device_clock import Call, Time

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.data.indexed import IndexedDataset
 from tools.preprocess_data import main, parse_flags
 from tools.preprocessing.encoding import sentence_splitter

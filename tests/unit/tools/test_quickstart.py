@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.config.flags import parse_args
 from megatron.data.indexed import IndexedWriter
 from tools.quickstart.make_corpus import write_corpus

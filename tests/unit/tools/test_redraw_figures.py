@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from tools.bench_network.report import traffic_of
 from tools.redraw_figures import BENCHMARKS, COMPRESSION, PICTURES, main, network_rows, outcomes, table_after, times
 

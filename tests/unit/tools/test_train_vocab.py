@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
 from tests.support.disk import largest_file
 from tools.train_vocab import main, train

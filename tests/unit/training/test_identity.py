@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import megatron
-from megatron.config.option import FieldOption, field_options
-from megatron.config.regular import contents, open_regular, read_regular
+from megatron.base.option import FieldOption, field_options
+from megatron.base.regular import contents, open_regular, read_regular
 from megatron.config.run import RunConfig, run_sections
 from megatron.topology.errors import ranks_text
 from megatron.training.identity import identity_of

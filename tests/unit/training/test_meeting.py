@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.topology.errors import CommunicationError
 from megatron.topology.launch import LaunchEnvironment
 from megatron.training import meeting

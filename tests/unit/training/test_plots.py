@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.training import plots
 from megatron.training.plots import (
     ENDINGS,

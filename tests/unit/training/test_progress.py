@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.training.progress import ProgressBar
 
 

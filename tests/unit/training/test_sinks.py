@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 from megatron.config.logs import LoggingConfig
 from megatron.training.metrics import Evaluation, PointTraffic, StepMetrics, format_train_line
 from megatron.training.records import read_records

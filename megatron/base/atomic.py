@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron.config.errors import UserError
+from megatron.base.errors import UserError
 
 
 def fsync_directory(folder: Path) -> None:

@@ -1,14 +1,66 @@
-"""Reading and writing plain YAML: no tags, no duplicate keys, errors in one line."""
+"""Documents of settings, YAML and JSON: read as plain names and values, errors in one line; YAML is written, too."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megatron.config.errors import UserError
-from megatron.config.settings_file import read_settings
+from megatron.base.errors import UserError
+from megatron.base.regular import read_regular
+
+_LARGEST = 1 << 20
+"""Bytes of a file. All flags together are a hundredth of that, and reading YAML takes seconds a megabyte."""
+
+
+def read_settings(path: str | Path, where: str, kind: str) -> str:
+    """The text of a file.
+
+    Args:
+        path: of it.
+        where: starts the message of an error, and names the file.
+        kind: what it should be: "YAML" or "JSON".
+
+    Raises:
+        UserError: when it cannot be read, is large, or is no text.
+    """
+    try:
+        data = read_regular(path, _LARGEST + 1)
+    except OSError as error:
+        raise UserError(f"{where}: cannot be read ({error.strerror}); give a {kind} file") from None
+    except ValueError as error:  # a null character in the path
+        raise UserError(f"{where!r}: cannot be read ({error}); give a {kind} file") from None
+    if len(data) > _LARGEST:
+        raise UserError(f"{where}: is larger than {_LARGEST:,} bytes; give a {kind} file of settings")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError(f"{where}: is not UTF-8 text; give a {kind} file") from None
+
+
+def read_json(path: str | Path, where: str) -> dict[str, Any]:
+    """The mapping that the file holds. Raises UserError starting with `where`, which names the file."""
+    text = read_settings(path, where, "JSON")
+    try:
+        content = json.loads(text, object_pairs_hook=_without_doubles)
+    except RecursionError:
+        raise UserError(f"{where}: is nested too deeply; correct the file") from None
+    except ValueError as error:
+        raise UserError(f"{where}: is not valid JSON ({str(error).splitlines()[0]}); correct the file") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{where}: expected names and values, not a {type(content).__name__}")
+    return content
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in content:
+            raise ValueError(f"{name!r} is given twice")
+        content[name] = value
+    return content
 
 
 class _PlainLoader(yaml.SafeLoader):

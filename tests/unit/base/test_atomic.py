@@ -8,8 +8,8 @@ from typing import BinaryIO
 
 import pytest
 
-from megatron.config.errors import UserError
-from megatron.data.atomic import atomic_write, check_writable, holding, remove_leftovers
+from megatron.base.atomic import atomic_write, check_writable, holding, remove_leftovers
+from megatron.base.errors import UserError
 
 
 def test_a_link_stays_one(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""What all packages stand on: errors for users, declared options and their one reader, documents, whole files."""
