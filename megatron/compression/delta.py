@@ -15,9 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatron.base.errors import UserError
 from megatron.compression.api import Codec, CodecTraits, Payload
 from megatron.compression.fixpoint import FixpointConfig, Quantizer, message_seed
-from megatron.compression.options import SpecError, opt
+from megatron.compression.options import opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.sample_cache import SampleCache
@@ -48,7 +49,7 @@ class DeltaConfig(FixpointConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.first_bits > 8 and self.first_bits not in (16, 32):
-            raise SpecError(f"first-bits={self.first_bits}: must be 1 to 8, 16 or 32")
+            raise UserError(f"first-bits={self.first_bits}: must be 1 to 8, 16 or 32")
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron.base.errors import UserError
 from megatron.compression.api import Codec, CodecTraits, Payload
-from megatron.compression.options import SEED, SpecError, opt
+from megatron.compression.options import SEED, opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.state import CompressorState
@@ -43,17 +44,17 @@ class FixpointConfig:
 
     def __post_init__(self) -> None:
         if self.group % 8:
-            raise SpecError(f"group={self.group}: must be a multiple of 8; use {-(-self.group // 8) * 8}")
+            raise UserError(f"group={self.group}: must be a multiple of 8; use {-(-self.group // 8) * 8}")
         if not self.rotation:
             return
         if self.rotation not in _ROTATIONS:
-            raise SpecError(f"rotation={self.rotation}: must be 0 or a power of two from 8 to 1024; use 64")
+            raise UserError(f"rotation={self.rotation}: must be 0 or a power of two from 8 to 1024; use 64")
         if self.scale == "channel":
-            raise SpecError(
+            raise UserError(
                 f"rotation={self.rotation}: mixes channels, so their scales cannot be kept; use scale=group"
             )
         if self.scale == "group" and self.group & (self.group - 1):
-            raise SpecError(f"group={self.group}: must be a power of two with a rotation; use group={self.rotation}")
+            raise UserError(f"group={self.group}: must be a power of two with a rotation; use group={self.rotation}")
 
 
 class Quantizer:

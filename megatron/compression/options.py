@@ -7,13 +7,10 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
+from megatron.base.errors import UserError
 from megatron.base.numerals import read_number, read_whole, shortened
 
 T = TypeVar("T")
-
-
-class SpecError(ValueError):
-    """A compressor was asked for what cannot be; one line that says what, why, and what works."""
 
 
 class CompressorFault(RuntimeError):
@@ -91,7 +88,7 @@ def read_options(cls: type[T], values: Mapping[str, str], owner: str) -> T:
         owner: named in messages.
 
     Raises:
-        SpecError: for an unknown option, or a value that is not of its type or out of bounds.
+        UserError: for an unknown option, or a value that is not of its type or out of bounds.
     """
     hints = typing.get_type_hints(cls)
     fields = {spelled(field.name): field for field in dataclasses.fields(typing.cast(Any, cls))}
@@ -100,7 +97,7 @@ def read_options(cls: type[T], values: Mapping[str, str], owner: str) -> T:
         field = fields.get(spelled(name.strip().lower()))
         if field is None:
             known = ", ".join(fields) or "none"
-            raise SpecError(f"{owner} has no option {name!r}; its options are: {known}")
+            raise UserError(f"{owner} has no option {name!r}; its options are: {known}")
         where = f"{owner}: {spelled(name)}={shortened(text)}"
         built[field.name] = _value(hints[field.name], text.strip(), where, field.metadata)
     return cls(**built)
@@ -111,24 +108,24 @@ def _value(hint: Any, text: str, where: str, bounds: Mapping[str, Any]) -> Any:
         for choice in typing.get_args(hint):
             if str(choice).lower() == text.lower():
                 return choice
-        raise SpecError(f"{where}: the choices are {', '.join(map(str, typing.get_args(hint)))}")
+        raise UserError(f"{where}: the choices are {', '.join(map(str, typing.get_args(hint)))}")
     if hint is bool:
         if text.lower() in ("on", "true", "yes", "1"):
             return True
         if text.lower() in ("off", "false", "no", "0"):
             return False
-        raise SpecError(f"{where}: write on or off")
+        raise UserError(f"{where}: write on or off")
     if hint is str:
         return text
     try:
         value = read_whole(text) if hint is int else read_number(text)
     except ValueError as error:
         kind = "a whole number" if hint is int else "a number"
-        raise SpecError(f"{where}: expected {kind}, and it {error}") from None
+        raise UserError(f"{where}: expected {kind}, and it {error}") from None
     low, high, above = bounds.get("minimum"), bounds.get("maximum"), bounds.get("above")
     outside = (low is not None and value < low) or (high is not None and value > high)
     if outside or (above is not None and value <= above):
-        raise SpecError(f"{where}: must be {_span(low, high, above)}")
+        raise UserError(f"{where}: must be {_span(low, high, above)}")
     return value
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from megatron.base.errors import UserError
 from megatron.compression.builtin import BUILTIN
-from megatron.compression.options import SpecError
 from megatron.compression.registry import Registry
 
 ENTRY_POINTS = "megatron.compressors"
@@ -22,7 +22,7 @@ def build_registry(modules: Sequence[str] = ()) -> Registry:
         modules: Python files, each with a function ``register(registry)``.
 
     Raises:
-        SpecError: for a file or an entry point that cannot be used.
+        UserError: for a file or an entry point that cannot be used.
     """
     registry = Registry(BUILTIN)
     for found in entry_points(group=ENTRY_POINTS):
@@ -36,23 +36,23 @@ def _register(registry: Registry, load: object, where: str) -> None:
     assert callable(load)
     try:
         load()(registry)
-    except SpecError:
+    except UserError:
         raise
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
-        raise SpecError(f"{where} cannot be used: {type(error).__name__}: {first}") from error
+        raise UserError(f"{where} cannot be used: {type(error).__name__}: {first}") from error
 
 
 def _load(name: str) -> object:
     """The ``register`` function of a Python file."""
     path = Path(name)
     if not path.is_file():
-        raise SpecError(f"--compress-module {name}: there is no such file")
+        raise UserError(f"--compress-module {name}: there is no such file")
     spec = importlib.util.spec_from_file_location(f"megatron_compressor_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise SpecError(f"--compress-module {name}: not a Python file")
+        raise UserError(f"--compress-module {name}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not callable(getattr(module, "register", None)):
-        raise SpecError(f"--compress-module {name}: it has no function register(registry)")
+        raise UserError(f"--compress-module {name}: it has no function register(registry)")
     return module.register

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.base.errors import UserError
 from megatron.compression.api import Codec, RoundCompressor
-from megatron.compression.options import SpecError
 from megatron.compression.points import Point
 
 
@@ -38,18 +38,18 @@ class Registration:
     identity: bool = False
 
     def check(self, point: Point, name: str) -> None:
-        """Raises SpecError when the compressor cannot serve a point, with the reason and what can."""
+        """Raises UserError when the compressor cannot serve a point, with the reason and what can."""
         advice = f"; {self.advice}" if self.advice else ""
         if self.points is not None and point not in self.points:
             allowed = ", ".join(sorted(p.value for p in self.points))
-            raise SpecError(f"{name} cannot serve {point.value}, only {allowed}{advice}")
+            raise UserError(f"{name} cannot serve {point.value}, only {allowed}{advice}")
         if point.sums and self.rounds is None:
-            raise SpecError(f"{point.value} sums over ranks, but {name} only carries messages between two{advice}")
+            raise UserError(f"{point.value} sums over ranks, but {name} only carries messages between two{advice}")
         if not point.sums and self.codec is None:
-            raise SpecError(f"{point.value} carries messages, but {name} only computes sums over ranks{advice}")
+            raise UserError(f"{point.value} carries messages, but {name} only computes sums over ranks{advice}")
         tuned = self.rounds is not None and self.rounds.controller is not RoundCompressor.controller
         if tuned and point not in (Point.DP_GRAD, Point.EMBED_GRAD):
-            raise SpecError(f"{point.value}: {name} is tuned by reduced gradients, which are at dp-grad and embedding")
+            raise UserError(f"{point.value}: {name} is tuned by reduced gradients, which are at dp-grad and embedding")
 
 
 class Registry:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from megatron.base.errors import UserError
 from megatron.base.numerals import read_number, read_whole, shortened
-from megatron.compression.options import SpecError
 
 MOST_STAGES = 1 << 20
 _MOST_EPOCHS = 1e6
@@ -60,7 +60,7 @@ def read_stages(text: str) -> tuple[int | None, int | None]:
     """(first, last) of ``all``, ``first:N`` or ``last:N``.
 
     Raises:
-        SpecError: for anything else.
+        UserError: for anything else.
     """
     which, _, number = text.partition(":")
     if text == "all":
@@ -70,9 +70,9 @@ def read_stages(text: str) -> tuple[int | None, int | None]:
     except ValueError:
         count = -1
     if which not in ("first", "last") or count < 0:
-        raise SpecError(f"stages={shortened(text)}: write all, first:N or last:N")
+        raise UserError(f"stages={shortened(text)}: write all, first:N or last:N")
     if not 1 <= count <= MOST_STAGES:
-        raise SpecError(f"stages={text}: must name at least one stage, and at most all; leave the spec out for none")
+        raise UserError(f"stages={text}: must name at least one stage, and at most all; leave the spec out for none")
     return (count, None) if which == "first" else (None, count)
 
 
@@ -101,31 +101,31 @@ def read_iterations(text: str, length: RunLength, where: str) -> int:
         where: named in messages.
 
     Raises:
-        SpecError: when it is none of these, or a fraction of a run whose length in iterations is not known.
+        UserError: when it is none of these, or a fraction of a run whose length in iterations is not known.
     """
     if text.isdecimal() and text.isascii():
         try:
             return read_whole(text)
         except ValueError as error:
-            raise SpecError(f"{where}: {error}") from None
+            raise UserError(f"{where}: {error}") from None
     epochs = _EPOCHS.fullmatch(text)
     if epochs:
         count = float(epochs[1])
         if count > _MOST_EPOCHS:
-            raise SpecError(f"{where}: at most {_MOST_EPOCHS:g} epochs")
+            raise UserError(f"{where}: at most {_MOST_EPOCHS:g} epochs")
         return 0 if length.iterations_of is None else length.iterations_of(count)
     try:
         fraction = read_number(text)
     except ValueError:
         fraction = -1.0
     if not 0.0 <= fraction <= 1.0:
-        raise SpecError(
+        raise UserError(
             f"{where}: write a number of iterations, a fraction of the run such as 0.1, or epochs such as 1epochs"
         )
     if length.train_iters is None:
         if fraction == 0.0:
             return 0
-        raise SpecError(f"{where}: a fraction needs --train-iters; write a number of iterations instead")
+        raise UserError(f"{where}: a fraction needs --train-iters; write a number of iterations instead")
     return int(fraction * length.train_iters)
 
 
@@ -166,7 +166,7 @@ def read_schedule(text: str, length: RunLength) -> Schedule:
     (``1~0.01@2000``: over so many iterations after the warm-up).
 
     Raises:
-        SpecError: for anything else.
+        UserError: for anything else.
     """
     how = f"{shortened(text)}: write steps such as 64@0/32@1000/8@0.5, or a ramp such as 1~0.01@2000"
     try:
@@ -174,7 +174,7 @@ def read_schedule(text: str, length: RunLength) -> Schedule:
             values, _, over = text.partition("@")
             start, end = (read_number(part) for part in values.split("~"))
             if not _LEAST < start < _MOST or not _LEAST < end < _MOST:
-                raise SpecError(f"{text}: a ramp goes from one positive number to another")
+                raise UserError(f"{text}: a ramp goes from one positive number to another")
             return Schedule(ramp=(start, end, read_iterations(over, length, f"@{shortened(over)}")))
         steps, known = [], []
         for word in text.split("/"):
@@ -182,13 +182,13 @@ def read_schedule(text: str, length: RunLength) -> Schedule:
             steps.append((read_iterations(first, length, f"@{shortened(first)}"), read_number(value)))
             if length.iterations_of is not None or not _EPOCHS.fullmatch(first):
                 known.append(steps[-1][0])
-    except SpecError as error:
-        raise SpecError(f"{how} ({error})") from None
+    except UserError as error:
+        raise UserError(f"{how} ({error})") from None
     except ValueError:
-        raise SpecError(how) from None
+        raise UserError(how) from None
     if steps[0][0] != 0:
-        raise SpecError(f"{text}: the first step must begin at iteration 0")
+        raise UserError(f"{text}: the first step must begin at iteration 0")
     # How long an epoch is may not be known yet; the other steps can be compared before.
     if known != sorted(set(known)):
-        raise SpecError(f"{text}: the steps must begin one after the other")
+        raise UserError(f"{text}: the steps must begin one after the other")
     return Schedule(steps=tuple(steps))

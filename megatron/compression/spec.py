@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast, get_args
 
+from megatron.base.errors import UserError
 from megatron.compression.api import Codec, Compressor, Controller, RoundCompressor
 from megatron.compression.error_feedback import ErrorFeedback, ErrorFeedbackCodec, MessageResidual, SumResidual
-from megatron.compression.options import SpecError, option_infos, read_options, spelled
+from megatron.compression.options import option_infos, read_options, spelled
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.schedule import Activation, RunLength, Schedule, read_iterations, read_schedule, read_stages
@@ -128,52 +129,51 @@ def read_specs(texts: Sequence[str], registry: Registry, length: RunLength) -> d
         length: of the run, for warm-ups given as a part of it.
 
     Raises:
-        SpecError: for the first that cannot be read or cannot work.
+        UserError: for the first that cannot be read or cannot work.
     """
     specs: dict[Point, Spec] = {}
     for text in texts:
         try:
             spec = read_spec(text, registry, length)
-        except SpecError as error:
-            message = str(error)
-            raise SpecError(message if message.startswith(text) else f"{text}: {message}") from error
+        except UserError as error:
+            raise UserError(f"--compress {text}: {error}") from error
         if spec.point in specs:
-            raise SpecError(f"{text}: {spec.point.value} is given twice; leave one out")
+            raise UserError(f"--compress {text}: {spec.point.value} is given twice; leave one out")
         specs[spec.point] = spec
     return specs
 
 
 def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
-    """One spec; see ``read_specs``."""
+    """One spec; see ``read_specs``, which puts the spec before the message of an error."""
     head, *words = [word.strip() for word in text.split(",")]
     place, equals, name = (part.strip().lower() for part in head.partition("="))
     if not equals or not name:
-        raise SpecError(f"{text}: write POINT=NAME[,key=value...], such as dp-grad=powersgd,rank=32")
+        raise UserError("write POINT=NAME[,key=value...], such as dp-grad=powersgd,rank=32")
     point = _point(place)
     given: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not value.strip():
-            raise SpecError(f"{text}: {word!r} is not key=value")
+            raise UserError(f"{word!r} is not key=value")
         key = spelled(key.strip().lower())
         if key in given:
-            raise SpecError(f"{text}: {key} is given twice; leave one out")
+            raise UserError(f"{key} is given twice; leave one out")
         given[key] = value.strip()
     alias = point is Point.EMBED_GRAD and name == FUSED
     try:
         registration = registry["none" if alias else name]
     except KeyError as error:
-        raise SpecError(f"{text}: {error.args[0]}{_nearest(name, registry.names)}") from None
+        raise UserError(f"{error.args[0]}{_nearest(name, registry.names)}") from None
     try:
         registration.check(point, name)
-    except SpecError as error:
+    except UserError as error:
         fitting = [other for other in registry.names if _serves(registry[other], point, other)]
-        raise SpecError(f"{error}; {point.value} takes {', '.join(fitting)}") from None
+        raise UserError(f"{error}; {point.value} takes {', '.join(fitting)}") from None
     common = {key: given.pop(key).lower() for key in COMMON if key in given}
     own = [info.name for info in option_infos(registration.config)] + list(COMMON)
     for key in given:
         if key not in own:
-            raise SpecError(f"{name} has no option {key!r}{_nearest(key, own)}; its options are: {', '.join(own)}")
+            raise UserError(f"{name} has no option {key!r}{_nearest(key, own)}; its options are: {', '.join(own)}")
     schedules = _schedules(registration, name, given, length)
     options = read_options(registration.config, given, name)
     spec = Spec(
@@ -187,10 +187,10 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
         schedules,
     )
     if spec.activation.evaluation and spec.remembered_samples:
-        raise SpecError(f"eval=on: {name} remembers training samples, and evaluation has others; leave it out")
+        raise UserError(f"eval=on: {name} remembers training samples, and evaluation has others; leave it out")
     problem = spec.compressor().problem(spec.activation)
     if problem:
-        raise SpecError(problem)
+        raise UserError(problem)
     return spec
 
 
@@ -203,7 +203,7 @@ def _schedules(registration: Registration, name: str, given: dict[str, str], len
             continue
         if not infos[key].scheduled:
             able = ", ".join(info.name for info in infos.values() if info.scheduled) or "none"
-            raise SpecError(f"{key}={text}: {key} cannot change over the run; of {name}'s options can: {able}")
+            raise UserError(f"{key}={text}: {key} cannot change over the run; of {name}'s options can: {able}")
         schedule = read_schedule(text, length)
         for value in schedule.extremes:
             read_options(registration.config, {key: f"{value:g}"}, name)
@@ -216,7 +216,7 @@ def _schedules(registration: Registration, name: str, given: dict[str, str], len
 def _point(place: str) -> Point:
     choices = {point.value: point for point in Point if point.compressible}
     if place not in choices:
-        raise SpecError(
+        raise UserError(
             f"{place}: no such communication point{_nearest(place, list(choices))}; the points are {', '.join(choices)}"
         )
     return choices[place]
@@ -225,17 +225,17 @@ def _point(place: str) -> Point:
 def _activation(point: Point, common: Mapping[str, str], length: RunLength) -> Activation:
     when = common.get("when", "all")
     if when not in ("all", "epilogue"):
-        raise SpecError(f"when={when}: the choices are all and epilogue")
+        raise UserError(f"when={when}: the choices are all and epilogue")
     if when == "epilogue" and point is not Point.PP_BWD:
-        raise SpecError(f"when=epilogue: only pp-backward has an epilogue, {point.value} does not; leave it out")
+        raise UserError(f"when=epilogue: only pp-backward has an epilogue, {point.value} does not; leave it out")
     evaluation = common.get("eval", "off")
     if evaluation not in ("on", "off"):
-        raise SpecError(f"eval={evaluation}: write on or off")
+        raise UserError(f"eval={evaluation}: write on or off")
     if evaluation == "on" and not point.forward:
-        raise SpecError(f"eval=on: evaluation sends nothing at {point.value}; leave it out")
+        raise UserError(f"eval=on: evaluation sends nothing at {point.value}; leave it out")
     first, last = read_stages(common.get("stages", "all"))
     if "stages" in common and point in (Point.EMBED_GRAD,):
-        raise SpecError("stages: the embedding is on the first and the last stage only; leave it out")
+        raise UserError("stages: the embedding is on the first and the last stage only; leave it out")
     text = common.get("warmup", "0")
     warmup = read_iterations(text, length, f"warmup={text}")
     asked = any(digit in text for digit in "123456789")
@@ -244,9 +244,9 @@ def _activation(point: Point, common: Mapping[str, str], length: RunLength) -> A
 
 def _fused(point: Point, given: str) -> bool:
     if given not in ("on", "off"):
-        raise SpecError(f"fused={given}: write on or off")
+        raise UserError(f"fused={given}: write on or off")
     if given == "on" and point is not Point.EMBED_GRAD:
-        raise SpecError(f"fused=on: only the embedding's sums can be fused, not {point.value}; leave it out")
+        raise UserError(f"fused=on: only the embedding's sums can be fused, not {point.value}; leave it out")
     return given == "on"
 
 
@@ -258,11 +258,11 @@ def _feedback(point: Point, registration: Registration, name: str, given: str | 
         given = usual if usual != "off" else "local" if point.sums else "lazy"
     kinds = _FEEDBACKS[point.sums]
     if given not in kinds:
-        raise SpecError(f"error-feedback={given}: the choices at {point.value} are on, {', '.join(kinds)}")
+        raise UserError(f"error-feedback={given}: the choices at {point.value} are on, {', '.join(kinds)}")
     if given != "off" and not point.keeps_state:
-        raise SpecError(f"error-feedback={given}: {point.value} keeps no state ({_STATELESS[point]}); leave it out")
+        raise UserError(f"error-feedback={given}: {point.value} keeps no state ({_STATELESS[point]}); leave it out")
     if given != "off" and registration.no_feedback:
-        raise SpecError(f"error-feedback={given}: {name} {registration.no_feedback}; leave it out")
+        raise UserError(f"error-feedback={given}: {name} {registration.no_feedback}; leave it out")
     return given
 
 
@@ -311,6 +311,6 @@ def describe(registry: Registry) -> str:
 def _serves(registration: Registration, point: Point, name: str) -> bool:
     try:
         registration.check(point, name)
-    except SpecError:
+    except UserError:
         return False
     return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.base.errors import UserError
 from megatron.base.option import option
 
 if TYPE_CHECKING:  # the compressors import torch, which reading flags does without
@@ -42,15 +41,10 @@ class CompressionConfig:
         Raises:
             UserError: for a spec that cannot be read or cannot work.
         """
-        from megatron.compression.options import SpecError
         from megatron.compression.plugins import build_registry
         from megatron.compression.spec import read_specs
 
-        try:
-            specs = read_specs(self.compress, build_registry(self.compress_module), length)
-        except SpecError as error:
-            where = "" if str(error).startswith("--") else "--compress "
-            raise UserError(f"{where}{error}") from error
+        specs = read_specs(self.compress, build_registry(self.compress_module), length)
         if self.eval_compressed:
             return {point: spec.in_evaluation() for point, spec in specs.items()}
         return specs

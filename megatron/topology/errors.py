@@ -10,10 +10,6 @@ class CommunicationError(RuntimeError):
     """A collective or a message failed. The message is one line naming the operation and the ranks in it."""
 
 
-class LaunchError(CommunicationError):
-    """What the launcher said cannot be: one line naming the environment variable."""
-
-
 _NCCL = re.compile(r"NCCL error(?: in)?: (?:\S+:\d+, )?(?P<what>[^\n]*?)(?:, NCCL version [\d.]+)?(?:\n|$)")
 _NCCL_LAST = re.compile(r"Last error:\s*(?P<what>[^\n]+)")
 _NCCL_TIMEOUT = re.compile(r"OpType=(?P<what>\w+),.*?Timeout\(ms\)=(?P<limit>\d+)", re.DOTALL)

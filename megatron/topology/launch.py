@@ -18,7 +18,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron.topology.errors import CommunicationError, LaunchError, first_line
+from megatron.base.errors import UserError
+from megatron.topology.errors import CommunicationError, first_line
 
 _NUMBER = re.compile(r"\s*-?[0-9]{1,18}\s*", re.ASCII)
 _MOST_LOCAL = 1 << 16
@@ -49,14 +50,14 @@ class LaunchEnvironment:
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
-            raise LaunchError(f"WORLD_SIZE is {self.world_size}; start at least one process")
+            raise UserError(f"WORLD_SIZE is {self.world_size}; start at least one process")
         if not 0 <= self.rank < self.world_size:
-            raise LaunchError(
+            raise UserError(
                 f"RANK is {self.rank}, but the ranks of WORLD_SIZE {self.world_size} are 0 to {self.world_size - 1}; "
                 "correct what the launcher sets"
             )
         if not 0 <= self.local_rank < _MOST_LOCAL:
-            raise LaunchError(
+            raise UserError(
                 f"LOCAL_RANK (or --local-rank) is {self.local_rank}, not the number of a process on its machine"
             )
 
@@ -68,7 +69,7 @@ class LaunchEnvironment:
             local_rank: the launcher's ``--local-rank``, used where LOCAL_RANK is not set.
 
         Raises:
-            LaunchError: when a variable is not a number, or not one of a rank.
+            UserError: when a variable is not a number, or not one of a rank.
         """
         world_size = _number("WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
         rank = _number("RANK", "SLURM_PROCID") if world_size is not None else None
@@ -87,16 +88,16 @@ def _number(*names: str) -> int | None:
         text = os.environ.get(name)
         if text is not None:
             if not _NUMBER.fullmatch(text):
-                raise LaunchError(f"the environment variable {name} is {text[:60]!r}, not a number; correct it")
+                raise UserError(f"the environment variable {name} is {text[:60]!r}, not a number; correct it")
             return int(text)
     return None
 
 
 def _check_port() -> None:
-    """Raises LaunchError when MASTER_PORT is set to what is no port."""
+    """Raises UserError when MASTER_PORT is set to what is no port."""
     port = _number("MASTER_PORT")
     if port is not None and not 0 <= port < 1 << 16:
-        raise LaunchError(f"the environment variable MASTER_PORT is {port}; ports are 0 to 65535")
+        raise UserError(f"the environment variable MASTER_PORT is {port}; ports are 0 to 65535")
 
 
 QUEUES = 32

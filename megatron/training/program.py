@@ -15,7 +15,7 @@ import torch
 
 from megatron.base.errors import UserError
 from megatron.compression.options import CompressorFault
-from megatron.topology.errors import CommunicationError, LaunchError, first_line
+from megatron.topology.errors import CommunicationError, first_line
 from megatron.topology.health import GRACE_SECONDS, SILENT_SECONDS, Watch, launcher_pid
 from megatron.topology.launch import LaunchEnvironment, init_process_group, leave_reason, open_queues, shutdown
 from megatron.training.identity import identity_of
@@ -155,7 +155,7 @@ def run_program(body: Callable[[Ranks], None]) -> int:
     """
     try:
         ranks = Ranks()
-    except LaunchError as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         leave_reason(f"error: {error}")
         return EXIT_BAD_INPUT
@@ -164,8 +164,6 @@ def run_program(body: Callable[[Ranks], None]) -> int:
         ranks.leave()
         return 0
     except UserError as error:
-        return ranks.fail(f"error: {error}", EXIT_BAD_INPUT, reason=str(error))
-    except LaunchError as error:
         return ranks.fail(f"error: {error}", EXIT_BAD_INPUT, reason=str(error))
     except CommunicationError as error:
         if error.__cause__ is not None and is_out_of_memory(error.__cause__):

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from megatron.base.errors import UserError
 from megatron.compression.api import Controller, RoundCompressor, SumTraits
 from megatron.compression.builtin import BUILTIN, MODULES
 from megatron.compression.edgc import EDGC, EDGCConfig
 from megatron.compression.error_feedback import ErrorFeedback, ErrorFeedbackCodec
-from megatron.compression.options import SpecError
 from megatron.compression.points import Point
 from megatron.compression.quantized_adam import QuantizedAdam, QuantizedAdamConfig
 from megatron.compression.registry import Registration, Registry
@@ -99,7 +99,7 @@ def test_a_controller_has_nothing_to_measure_where_gradients_are_not_reduced() -
     registry.register("tuned", Registration(EDGCConfig, rounds=Tuned))
     assert read_spec("dp-grad=tuned", registry, RunLength()).controller() is not None
     assert read_spec("embedding=tuned", registry, RunLength()).controller() is not None
-    with pytest.raises(SpecError, match="tp-forward: tuned is tuned by reduced gradients"):
+    with pytest.raises(UserError, match="tp-forward: tuned is tuned by reduced gradients"):
         read_spec("tp-forward=tuned", registry, RunLength())
 
 
@@ -117,7 +117,7 @@ def test_a_warm_up_of_epochs_counts_before_their_length_is_known() -> None:
     text = "dp-grad=quantized-adam,warmup=1epochs"
     assert read_spec(text, Registry(BUILTIN), RunLength()).activation.warms_up
     for wrong, why in (("", "add warmup=N"), (",warmup=0", "add warmup=N"), (",warmup=5,stages=first:1", "^stages: ")):
-        with pytest.raises(SpecError, match=why):
+        with pytest.raises(UserError, match=why):
             read_spec(f"dp-grad=quantized-adam{wrong}", Registry(BUILTIN), RunLength())
 
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.base.errors import UserError
 from megatron.compression.fixpoint import FixpointConfig, Quantizer
-from megatron.compression.options import SpecError
 from megatron.kernels.reference import pack_bits, unpack_bits
 
 
@@ -113,5 +113,5 @@ def test_a_rotation_spreads_outliers() -> None:
     ],
 )
 def test_grids_that_cannot_be_are_refused(options: dict[str, object], words: str) -> None:
-    with pytest.raises(SpecError, match=words):
+    with pytest.raises(UserError, match=words):
         FixpointConfig(**options)  # type: ignore[arg-type]

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from megatron.topology.errors import CommunicationError, LaunchError
+from megatron.base.errors import UserError
+from megatron.topology.errors import CommunicationError
 from megatron.topology.launch import LaunchEnvironment, init_process_group, leave_reason, open_queues, pick_device
 from megatron.training.program import run_program
 
@@ -76,7 +77,7 @@ def test_local_rank_flag_is_below_the_variable_and_above_slurm(monkeypatch: pyte
 
 
 def test_a_variable_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CommunicationError, match=r"WORLD_SIZE is 'many', not a number"):
+    with pytest.raises(UserError, match=r"WORLD_SIZE is 'many', not a number"):
         _read(monkeypatch, {"RANK": "0", "WORLD_SIZE": "many"})
 
 
@@ -156,7 +157,7 @@ def test_gloo_lives_on_the_cpu() -> None:
     ],
 )
 def test_what_no_launcher_says_is_refused(monkeypatch: pytest.MonkeyPatch, env: Mapping[str, str], words: str) -> None:
-    with pytest.raises(LaunchError, match=words) as caught:
+    with pytest.raises(UserError, match=words) as caught:
         _read(monkeypatch, env)
     assert len(str(caught.value)) < 200
 
@@ -174,7 +175,7 @@ def test_any_environment_is_a_rank_or_one_line(env: dict[str, str], local_rank: 
             patch.setenv(name, value)
         try:
             found = LaunchEnvironment.read(local_rank)
-        except LaunchError as error:
+        except UserError as error:
             message = str(error)
         else:
             message = "a rank"
