@@ -25,7 +25,7 @@ if __name__ == "__main__":
 
 from megatron.base.atomic import write_whole
 from megatron.base.errors import UserError
-from megatron.config.values import Values
+from megatron.base.values import Values
 
 COLUMNS = ("forward", "backward", "optimizer", "encode", "decode", "wait")
 

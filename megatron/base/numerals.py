@@ -7,6 +7,8 @@ import re
 
 LARGEST = (1 << 63) - 1
 """The largest whole number that tensors and files can hold."""
+MOST = 1 << 24
+"""No size of a model is larger, nor of a vocabulary or a run; products of two of them fit into 64 bits."""
 _LONGEST = 64
 _WHOLE = re.compile(r"[+-]?[0-9]+(_[0-9]+)*", re.ASCII)
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"
@@ -65,8 +67,3 @@ def checked_number(number: float) -> float:
     if not math.isfinite(number):
         raise ValueError("is not a finite number")
     return number
-
-
-def shortened(text: str, most: int = 60) -> str:
-    """A text for a message: its beginning only when it is long."""
-    return text if len(text) <= most else f"{text[:most]}..."

@@ -12,7 +12,10 @@ import dataclasses
 import types
 import typing
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, Literal
+
+from megatron.base.kinds import Kind
 
 _METADATA_KEY = "option"
 
@@ -28,6 +31,7 @@ class Option:
     repeatable: the flag may be given several times, one value each.
     unit: what a number counts.
     minimum, maximum: inclusive bounds; above, below: exclusive ones.
+    scheduled: a compressor's number that may change over the run.
     when_unset: for a derived field, what takes its place.
     no_effect: why giving the flag changes nothing here; reported once when it is given.
     contents: "file" for paths of files and "blend" for weights and prefixes of datasets, whose contents must be the
@@ -50,11 +54,16 @@ class Option:
     above: float | None = None
     below: float | None = None
     required: bool = False
+    scheduled: bool = False
     when_unset: str = ""
     no_effect: str = ""
     contents: str = ""
     may_differ: str = ""
     checkpoint: str = ""
+
+
+_UNDECLARED = Option(help="")
+"""A field that says nothing about itself: only options of compressors may be so."""
 
 
 def option(default: Any, help: str, **details: Any) -> Any:
@@ -91,6 +100,19 @@ class FieldOption:
     default: Any
     choices: tuple[str, ...]
 
+    @cached_property
+    def kind(self) -> Kind:
+        """What the value, or one element when `is_list`, may be."""
+        option = self.option
+        return Kind(
+            element=self.element,
+            choices=self.choices,
+            minimum=option.minimum,
+            maximum=option.maximum,
+            above=option.above,
+            below=option.below,
+        )
+
     @property
     def path(self) -> str:
         """The dotted name `section.field`, which is how fields are named everywhere inside this package."""
@@ -121,9 +143,7 @@ def field_options(section: str, cls: type) -> Iterator[FieldOption]:
     """The described fields of the dataclass `cls`, in order."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        described = field.metadata.get(_METADATA_KEY)
-        if described is None:
-            raise TypeError(f"{cls.__name__}.{field.name} has no option(): every field of a section needs one")
+        described = field.metadata.get(_METADATA_KEY, _UNDECLARED)
         element, is_list = _element_type(hints[field.name])
         choices: tuple[str, ...] = ()
         if typing.get_origin(element) is Literal:
@@ -132,8 +152,6 @@ def field_options(section: str, cls: type) -> Iterator[FieldOption]:
             default = field.default_factory()
         else:
             default = field.default
-        if element is bool and not is_list and default is True and not described.off_switch:
-            raise TypeError(f"{cls.__name__}.{field.name} is on by default and needs a flag that turns it off")
         yield FieldOption(section, field.name, described, element, is_list, default, choices)
 
 

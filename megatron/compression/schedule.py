@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.base.errors import UserError
-from megatron.base.numerals import read_number, read_whole, shortened
+from megatron.base.numerals import read_number, read_whole
+from megatron.base.words import shortened
 
 MOST_STAGES = 1 << 20
 _MOST_EPOCHS = 1e6

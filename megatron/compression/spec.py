@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast, get_args
 
 from megatron.base.errors import UserError
+from megatron.base.fields import options_from_words
+from megatron.base.option import FieldOption, field_options
+from megatron.base.words import nearest
 from megatron.compression.api import Codec, Compressor, Controller, RoundCompressor
 from megatron.compression.error_feedback import ErrorFeedback, ErrorFeedbackCodec, MessageResidual, SumResidual
-from megatron.compression.options import option_infos, read_options, spelled
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.schedule import Activation, RunLength, Schedule, read_iterations, read_schedule, read_stages
@@ -155,7 +156,7 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
         key, equals, value = word.partition("=")
         if not equals or not value.strip():
             raise UserError(f"{word!r} is not key=value")
-        key = spelled(key.strip().lower())
+        key = key.strip().lower().replace("_", "-")
         if key in given:
             raise UserError(f"{key} is given twice; leave one out")
         given[key] = value.strip()
@@ -163,19 +164,19 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
     try:
         registration = registry["none" if alias else name]
     except KeyError as error:
-        raise UserError(f"{error.args[0]}{_nearest(name, registry.names)}") from None
+        raise UserError(f"{error.args[0]}{nearest(name, registry.names)}") from None
     try:
         registration.check(point, name)
     except UserError as error:
         fitting = [other for other in registry.names if _serves(registry[other], point, other)]
         raise UserError(f"{error}; {point.value} takes {', '.join(fitting)}") from None
     common = {key: given.pop(key).lower() for key in COMMON if key in given}
-    own = [info.name for info in option_infos(registration.config)] + list(COMMON)
+    own = [option.flag for option in field_options(name, registration.config)] + list(COMMON)
     for key in given:
         if key not in own:
-            raise UserError(f"{name} has no option {key!r}{_nearest(key, own)}; its options are: {', '.join(own)}")
+            raise UserError(f"{name} has no option {key!r}{nearest(key, own)}; its options are: {', '.join(own)}")
     schedules = _schedules(registration, name, given, length)
-    options = read_options(registration.config, given, name)
+    options = options_from_words(registration.config, given, name)
     spec = Spec(
         point,
         name,
@@ -197,19 +198,19 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
 def _schedules(registration: Registration, name: str, given: dict[str, str], length: RunLength) -> dict[str, Schedule]:
     """Takes the options that change over the run out of ``given``, and leaves their first values there."""
     found = {}
-    infos = {info.name: info for info in option_infos(registration.config)}
+    options = {option.flag: option for option in field_options(name, registration.config)}
     for key, text in given.items():
         if "@" not in text and "~" not in text:
             continue
-        if not infos[key].scheduled:
-            able = ", ".join(info.name for info in infos.values() if info.scheduled) or "none"
+        if not options[key].option.scheduled:
+            able = ", ".join(flag for flag, option in options.items() if option.option.scheduled) or "none"
             raise UserError(f"{key}={text}: {key} cannot change over the run; of {name}'s options can: {able}")
         schedule = read_schedule(text, length)
         for value in schedule.extremes:
-            read_options(registration.config, {key: f"{value:g}"}, name)
-        found[key.replace("-", "_")] = schedule
+            options_from_words(registration.config, {key: f"{value:g}"}, name)
+        found[options[key].name] = schedule
         first = schedule.at(0)
-        given[key] = str(round(first)) if infos[key].kind == "int" else repr(first)
+        given[key] = str(round(first)) if options[key].element is int else repr(first)
     return found
 
 
@@ -217,7 +218,7 @@ def _point(place: str) -> Point:
     choices = {point.value: point for point in Point if point.compressible}
     if place not in choices:
         raise UserError(
-            f"{place}: no such communication point{_nearest(place, list(choices))}; the points are {', '.join(choices)}"
+            f"{place}: no such communication point{nearest(place, list(choices))}; the points are {', '.join(choices)}"
         )
     return choices[place]
 
@@ -266,11 +267,6 @@ def _feedback(point: Point, registration: Registration, name: str, given: str | 
     return given
 
 
-def _nearest(word: str, choices: list[str]) -> str:
-    found = difflib.get_close_matches(word, choices, n=1)
-    return f" (did you mean {found[0]}?)" if found else ""
-
-
 _TOGETHER = (
     "any compressors at different points, on any tensor-, pipeline- and data-parallel layout, with any precision",
     "--use-distributed-optimizer: all but compressors at embedding; param-gather has traffic only with it",
@@ -298,14 +294,18 @@ def describe(registry: Registry) -> str:
         registration = registry[name]
         summary = (registration.config.__doc__ or "").strip().splitlines()[0]
         lines += ["", f"{name}: {summary}"]
-        for info in option_infos(registration.config):
-            default = ("on" if info.default else "off") if isinstance(info.default, bool) else info.default
-            over = " (may change: 64@0/32@1000 or 64~8@1000)" if info.scheduled else ""
-            lines.append(f"  {info.name:<16} {info.kind}, default {default}: {info.help}{over}")
+        for option in field_options(name, registration.config):
+            default = ("on" if option.default else "off") if isinstance(option.default, bool) else option.default
+            over = " (may change: 64@0/32@1000 or 64~8@1000)" if option.option.scheduled else ""
+            lines.append(f"  {option.flag:<16} {_kind(option)}, default {default}: {option.option.help}{over}")
         usual = [f"{kind} at {point.value}" for point, kind in registration.feedback.items() if kind != "off"]
         if usual:
             lines.append(f"  {'error-feedback':<16} default {', '.join(usual)}")
     return "\n".join(lines)
+
+
+def _kind(option: FieldOption) -> str:
+    return "on|off" if option.is_switch else "|".join(option.choices) or option.element.__name__
 
 
 def _serves(registration: Registration, point: Point, name: str) -> bool:

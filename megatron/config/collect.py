@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.base.errors import UserError
+from megatron.base.fields import from_plain, from_text
 from megatron.base.option import FieldOption, field_options
-from megatron.config.convert import from_plain, from_text, nearest, spell
+from megatron.base.words import nearest, spell
 from megatron.config.known import SWITCH, KnownFlag
 from megatron.config.shortcuts import VALUE, Shortcut
 
@@ -33,6 +34,7 @@ class FlagTable:
         self._by_field_name: dict[str, FieldOption] = {}
         for section, cls in sections.items():
             for described in field_options(section, cls):
+                _check_declared(cls, described)
                 self.fields[described.path] = described
                 if self._by_field_name.setdefault(spell(described.name), described) is not described:
                     raise ValueError(f"two sections have a field {described.name}")
@@ -67,6 +69,15 @@ class FlagTable:
     def nearest_key(self, key: str) -> str:
         """Words that name the nearest field to an unknown YAML key."""
         return nearest(key, [described.name for described in self.fields.values()]) or self.nearest_flag(key)
+
+
+def _check_declared(cls: type, described: FieldOption) -> None:
+    """Raise TypeError for a field of which no flag can be made."""
+    where = f"{cls.__name__}.{described.name}"
+    if not described.option.help:
+        raise TypeError(f"{where} has no option(): every field of a section needs one")
+    if described.is_switch and described.default is True and not described.option.off_switch:
+        raise TypeError(f"{where} is on by default and needs a flag that turns it off")
 
 
 @dataclass

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.base.documents import read_json
 from megatron.base.errors import UserError
+from megatron.base.kinds import Kind
 from megatron.base.option import derived
 from megatron.config.shortcuts import Explicit
 from megatron.config.translation import Given, Note, settle
@@ -79,6 +80,10 @@ _INSTEAD = {
     "data_efficiency": "neither curriculum learning nor random layer-token dropping is available; switch it off",
 }
 
+_COUNT = Kind(element=int, minimum=1)
+_NUMBER, _SWITCH = Kind(element=float), Kind(element=bool)
+_POWER = Kind(element=float, minimum=0, maximum=127)
+
 _PRECISION = ("loss_scale_window", "hysteresis", "min_loss_scale")
 
 _BY = f"{SECTION}.deepspeed_config"
@@ -138,15 +143,8 @@ class _File:
         settle(self.explicit, _BY, path, value, f"{self.path}: {key} {value}")
         self.taken.append(key)
 
-    def _whole(self, key: str, value: Any) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"{self.path}: {key} is {value!r}; it must be a whole number of at least 1")
-        return value
-
-    def _number(self, key: str, value: Any) -> float:
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < 2.0**128:
-            raise UserError(f"{self.path}: {key} is {value!r}; it must be a number")
-        return float(value)
+    def _read(self, kind: Kind, key: str, value: Any) -> Any:
+        return kind.from_json(value, f"{self.path}: {key}")
 
     def _mapping(self, key: str, value: Any, known: Collection[str]) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -157,17 +155,17 @@ class _File:
         return value
 
     def _global_batch(self, key: str, value: Any) -> None:
-        self._set(key, "training.global_batch_size", self._whole(key, value))
+        self._set(key, "training.global_batch_size", self._read(_COUNT, key, value))
 
     def _micro_batch(self, key: str, value: Any) -> None:
-        self._set(key, "training.micro_batch_size", self._whole(key, value))
+        self._set(key, "training.micro_batch_size", self._read(_COUNT, key, value))
 
     def _steps(self, key: str, value: Any) -> None:
-        self._whole(key, value)
+        self._read(_COUNT, key, value)
         self.taken.append(key)
 
     def _clipping(self, key: str, value: Any) -> None:
-        self._set(key, "optimizer.clip_grad", self._number(key, value))
+        self._set(key, "optimizer.clip_grad", self._read(_NUMBER, key, value))
 
     def _accumulation(self) -> None:
         """The steps follow from the batch sizes and the number of replicas; here they are only checked."""
@@ -188,18 +186,16 @@ class _File:
             return
         if values.get("auto_cast", False) is not False:
             raise UserError(f"{self.path}: {key}.auto_cast is not available; take it out of the file")
-        scale = self._number(f"{key}.loss_scale", values.get("loss_scale", 0))
+        scale = self._read(_NUMBER, f"{key}.loss_scale", values.get("loss_scale", 0))
         if scale:
             self._set(f"{key}.loss_scale", "precision.loss_scale", scale)
         if "initial_scale_power" in values:
-            power = self._number(f"{key}.initial_scale_power", values["initial_scale_power"])
-            if not 0 <= power <= 127:
-                raise UserError(f"{self.path}: {key}.initial_scale_power is {power}; it must be from 0 to 127")
+            power = self._read(_POWER, f"{key}.initial_scale_power", values["initial_scale_power"])
             self._set(f"{key}.initial_scale_power", "precision.initial_loss_scale", 2.0**power)
         for name in _PRECISION:
             if name in values:
-                read = self._number if name == "min_loss_scale" else self._whole
-                self._set(f"{key}.{name}", f"precision.{name}", read(f"{key}.{name}", values[name]))
+                kind = _NUMBER if name == "min_loss_scale" else _COUNT
+                self._set(f"{key}.{name}", f"precision.{name}", self._read(kind, f"{key}.{name}", values[name]))
 
     def _bf16(self, key: str, value: Any) -> None:
         values = self._mapping(key, value, ("enabled",))
@@ -208,9 +204,7 @@ class _File:
 
     def _format(self, key: str, values: dict[str, Any], path: str) -> bool:
         """Whether the file switches a number format on."""
-        on = values.get("enabled", False)
-        if not isinstance(on, bool):
-            raise UserError(f"{self.path}: {key}.enabled is {on!r}; it must be true or false")
+        on: bool = self._read(_SWITCH, f"{key}.enabled", values.get("enabled", False))
         other = "precision.bf16" if path == "precision.fp16" else "precision.fp16"
         if on and self.explicit.get(other):
             raise UserError(f"{self.path}: {key} and --{other.partition('.')[2]} exclude each other; keep one format")

@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 
 from megatron.base.documents import read_yaml
 from megatron.base.errors import UserError
+from megatron.base.fields import check_fields, check_required
 from megatron.base.option import FieldOption
+from megatron.base.words import spell
 from megatron.config.collect import FlagTable, Given, Target, collect_yaml
-from megatron.config.convert import check_fields, check_required, spell
 from megatron.config.dialects import DIALECTS, dialect_sections
 from megatron.config.idle import idle_notes
 from megatron.config.known import KNOWN_FLAGS, SWITCH, VALUE, KnownFlag

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from megatron.base.numerals import MOST
 from megatron.base.option import derived, option, required
 
 if TYPE_CHECKING:
     import torch
 
-MOST = 1 << 24
-"""No size of a model is larger; products of two of them fit into 64 bits."""
 MOST_LAYERS = 2048
 
 

@@ -7,7 +7,6 @@ from itertools import groupby
 
 from megatron.base.option import FieldOption
 from megatron.config.collect import FlagTable
-from megatron.config.convert import bounds_text
 from megatron.config.dialects import dialect_sections
 from megatron.config.flags import default_text, metavar_of
 from megatron.config.known import KNOWN_FLAGS, SWITCH, KnownFlag
@@ -64,7 +63,7 @@ def _field_row(described: FieldOption) -> tuple[str, str, str, str]:
     aliases = ", ".join(f"`--{alias}`" for alias in described.option.aliases)
     default = default_text(described) or "off"
     meaning = described.option.help
-    details = [described.option.unit, bounds_text(described)]
+    details = [described.option.unit, described.kind.bounds]
     if described.choices and "|" not in flag:
         details.append("one of " + ", ".join(described.choices))
     if described.option.off_switch:

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from megatron.base.errors import UserError
+from megatron.base.fields import check_fields
 from megatron.base.option import field_options, is_unset
 from megatron.config.check_compression import check_compression
 from megatron.config.check_model import check_model, check_vocabulary
 from megatron.config.check_outputs import check_data, check_outputs
 from megatron.config.check_parallel import check_layout, check_parallel
 from megatron.config.check_training import check_batches, check_length, check_schedules
-from megatron.config.convert import check_fields
 from megatron.config.run import RunConfig, run_sections
 
 Note = Callable[[str], None]

@@ -9,12 +9,14 @@ from typing import Any
 
 from megatron.base.documents import dump_yaml, parse_yaml, read_yaml
 from megatron.base.errors import UserError
+from megatron.base.fields import section_from_plain, section_to_plain
+from megatron.base.numerals import MOST
+from megatron.base.words import nearest
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.compression import CompressionConfig
-from megatron.config.convert import nearest, section_from_plain, section_to_plain
 from megatron.config.data import DataConfig
 from megatron.config.logs import LoggingConfig
-from megatron.config.model import MOST, ModelConfig
+from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megatron.base.numerals import MOST
 from megatron.base.option import derived, option
-from megatron.config.model import MOST
 
 
 @dataclass(frozen=True, kw_only=True)

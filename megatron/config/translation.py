@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from megatron.base.errors import UserError
+from megatron.base.fields import check_fields
 from megatron.base.option import field_options
-from megatron.config.convert import check_fields
 from megatron.config.shortcuts import Explicit
 
 T = TypeVar("T")

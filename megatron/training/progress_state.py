@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import UserError
-from megatron.config.values import Values
+from megatron.base.values import Values
 
 _MOST = 1 << 62
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.base.errors import UserError
+from megatron.base.values import Values
 
 
-class Record(dict[str, Any]):
+class Record(Values):
     """An event that was read, which checks what it is asked for.
 
     Args:
@@ -20,61 +20,36 @@ class Record(dict[str, Any]):
     """
 
     def __init__(self, values: Mapping[str, Any], place: str) -> None:
-        super().__init__(values)
-        self.place = place
+        super().__init__(values, place, "correct or delete the line")
 
     def iteration(self, default: int | None = None) -> int:
-        """Of the event; the default where it has none.
+        """The iteration; the default where there is none.
 
         Raises UserError when it is no whole number, or missing without a default.
         """
-        value = self._value("iteration", default)
-        if type(value) is not int:
-            raise self._wrong(f"iteration {value!r} is not a whole number")
-        return value
+        return self.integer("iteration", default, least=None, most=None)
 
-    def number(self, name: str, default: float | None = None) -> float:
-        """A figure: nan for null, which stands for what is not finite; the default where there is none.
-
-        Raises UserError when it is no number, or missing without a default.
-        """
-        return self._number(name, self._value(name, default))
+    def number(
+        self, name: str, default: float | None = None, *, least: float | None = None, most: float | None = None
+    ) -> float:
+        """A figure: nan for null, which stands for what is not finite; the default where there is none."""
+        if name in self and _is_lost(self[name]):
+            return math.nan
+        number = super().number(name, default, least=least, most=most)
+        return self.get(name, number)  # a count stays a whole number
 
     def numbers(self, name: str) -> list[float]:
         """A list of figures, nan for nulls. Raises UserError when it is none."""
-        values = self._value(name)
-        if not isinstance(values, list):
-            raise self._wrong(f"{name} {values!r} is not a list")
-        return [self._number(name, value) for value in values]
+        return [Record({name: figure}, self.place).number(name) for figure in self.listed(name)]
 
     def groups(self, name: str) -> dict[str, Record]:
         """Figures by name, such as those of each communication point. Raises UserError when they are none."""
-        values = self._value(name)
-        if not isinstance(values, dict):
-            raise self._wrong(f"{name} {values!r} is not a group")
-        for key, figures in values.items():
-            if not isinstance(figures, dict):
-                raise self._wrong(f"{name} {key} {figures!r} is not a group")
-        return {key: Record(figures, f"{self.place}: {name} {key}") for key, figures in values.items()}
+        groups = Record(self.table(name), f"{self.place}: {name}")
+        return {key: Record(groups.table(key), f"{groups.place} {key}") for key in groups}
 
-    def _value(self, name: str, default: float | None = None) -> Any:
-        value = self.get(name, default)
-        if value is None and name not in self:
-            raise self._wrong(f"no {name}")
-        return value
 
-    def _number(self, name: str, value: Any) -> float:
-        if value is None:
-            return math.nan
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._wrong(f"{name} {value!r} is not a number")
-        try:
-            return value if math.isfinite(value) else math.nan
-        except OverflowError as error:
-            raise self._wrong(f"{name} is too large a number") from error
-
-    def _wrong(self, what: str) -> UserError:
-        return UserError(f"{self.place}: {what}; correct or delete the line")
+def _is_lost(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and not math.isfinite(value))
 
 
 def read_records(path: str | Path) -> list[Record]:

@@ -194,7 +194,7 @@ def test_health_models_and_form(client: Client) -> None:
         ("/v1/completions", {"prompt": [["1"]]}, 400, "tokens"),
         ("/v1/completions", {"prompt": 5}, 400, "prompt"),
         ("/v1/completions", {"prompt": "1", "max_tokens": 2, "logprobs": 50}, 400, "logprobs"),
-        ("/v1/completions", {"prompt": "1", "max_tokens": 2, "n": 10**9}, 400, "n must"),
+        ("/v1/completions", {"prompt": "1", "max_tokens": 2, "n": 10**9}, 400, "n is 1_000_000_000; it must"),
         ("/v1/completions", {"prompt": "1", "max_tokens": 2, "best_of": 3}, 400, "best_of"),
         ("/v1/completions", {"prompt": "1", "max_tokens": 2, "stop": ["a"] * 9}, 400, "stop"),
         ("/v1/completions", {"prompt": "1", "max_tokens": 2, "temperature": float("nan")}, 400, "temperature"),

@@ -86,10 +86,13 @@ def test_figures_that_are_not_there_leave_cells_empty(
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"lm_loss": "much"}, "log.jsonl:1: lm_loss 'much' is not a number"),
-        ({"iteration": "none"}, "log.jsonl:7: no iteration"),
-        ({"comm": None}, "log.jsonl:1: comm None is not a group"),
-        ({"comm": {"dp-grad": {"raw_bytes": []}}}, "log.jsonl:7: comm dp-grad: raw_bytes [] is not a number"),
+        ({"lm_loss": "much"}, "log.jsonl:1: lm_loss: 'much' is not a number"),
+        ({"iteration": "none"}, "log.jsonl:7: iteration is missing"),
+        ({"comm": None}, "log.jsonl:1: comm is missing"),
+        (
+            {"comm": {"dp-grad": {"raw_bytes": []}}},
+            "jsonl:7: comm dp-grad: raw_bytes: expected a number, not a list",
+        ),
     ],
 )
 def test_a_record_that_is_not_one_is_named(

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from megatron.base.errors import UserError
+from megatron.base.values import Values
 from megatron.config.model import ModelConfig
-from megatron.config.values import Values
 from tools.convert.model import model_of
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}

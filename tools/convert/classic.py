@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import UserError
+from megatron.base.values import Values
 from megatron.checkpoint.files import TRACKER, Iteration, folder_name, iteration_of, tracked_text
 from megatron.config.model import ModelConfig
-from megatron.config.values import Values
 from megatron.parallel.tensor.shards import ParamSpec
 from tools.convert.model import Entry, Weights, model_of, parameters_of, stacks_gate_and_up
 from tools.convert.torch_file import Stored, TorchFile

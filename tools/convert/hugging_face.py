@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron.base.errors import UserError
-from megatron.config.values import Values
+from megatron.base.values import Values
 from megatron.model.gpt import TIED_NAME
 from tools.convert.architectures import hf_config, model_of_config
 from tools.convert.model import Entry, Weights

@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from megatron.base.errors import UserError
 from megatron.inference.jobs import Job
 from megatron.inference.server.answers import CompletionAnswer, error_body, error_response, megatron_answer
 from megatron.inference.server.hosts import AllowedHosts, HostCheck
@@ -126,7 +127,7 @@ class Server:
             Route("/v1/completions", self.completions, methods=["POST"]),
         ]
         handlers: Any = {
-            RequestError: _refuse,
+            UserError: _refuse,
             ClientDisconnect: _gone,
             HTTPException: _not_here,
             Exception: _failed,
@@ -246,8 +247,8 @@ def _event(value: object) -> str:
     return f"data: {json.dumps(value)}\n\n"
 
 
-async def _refuse(request: Request, error: RequestError) -> Response:
-    return error_response(str(error), error.status)
+async def _refuse(request: Request, error: UserError) -> Response:
+    return error_response(str(error), error.status if isinstance(error, RequestError) else 400)
 
 
 async def _not_here(request: Request, error: HTTPException) -> Response:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.base.errors import UserError
+from megatron.base.numerals import LARGEST
+from megatron.base.values import Values
+from megatron.base.words import nearest
 from megatron.inference.jobs import Job
 from megatron.inference.sampling import Sampling
 from megatron.tokenizer.api import Tokenizer
@@ -17,7 +19,7 @@ MAX_TOP = 20
 MAX_STOP, MAX_STOP_LENGTH = 8, 100
 
 
-class RequestError(ValueError):
+class RequestError(UserError):
     """A request that is not understood or too large; the message says what to change.
 
     Args:
@@ -43,48 +45,26 @@ class Limits:
     tokens: int
 
 
-class Fields:
-    """Reads the fields of a request.
+class Fields(Values):
+    """The fields of a request: JSON, read as any document is.
 
     Args:
         values: the request.
         what: it is, for the message.
 
     Raises:
-        RequestError: by every method, for a value of another kind.
+        UserError: by every method, for a value of another kind.
     """
 
     def __init__(self, values: object, what: str = "the request") -> None:
         if not isinstance(values, dict):
             raise RequestError(f"{what} must be a JSON object")
-        self.values: dict[str, Any] = values
+        super().__init__(values)
 
-    def _take(self, name: str, default: Any) -> Any:
-        value = self.values.get(name)
-        return default if value is None else value
-
-    def integer(self, name: str, default: int, low: int, high: int) -> int:
-        value = self._take(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise RequestError(f"{name} must be an integer from {low} to {high}")
-        return value
-
-    def number(self, name: str, default: float, low: float, high: float) -> float:
-        value = self._take(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-            raise RequestError(f"{name} must be a number from {low:g} to {high:g}")
-        return float(value)
-
-    def switch(self, name: str) -> bool:
-        value = self._take(name, False)
-        if not isinstance(value, bool):
-            raise RequestError(f"{name} must be true or false")
-        return value
-
-    def texts(self, name: str, most: int, longest: int) -> list[str]:
-        """A string or a list of strings."""
-        value = self._take(name, [])
-        listed = [value] if isinstance(value, str) else value
+    def bounded_texts(self, name: str, most: int, longest: int) -> list[str]:
+        """A string or a list of strings; none when it is missing."""
+        value = self.get(name)
+        listed = [] if value is None else [value] if isinstance(value, str) else value
         if not isinstance(listed, list) or not all(isinstance(one, str) and len(one) <= longest for one in listed):
             raise RequestError(f"{name} must be a text or a list of texts of at most {longest} characters")
         if len(listed) > most:
@@ -93,34 +73,37 @@ class Fields:
 
     def refuse(self, name: str, *neutral: object) -> None:
         """Refuses what is not offered, unless the value asks for nothing."""
-        value = self.values.get(name)
-        if value is not None and value not in neutral:
+        if self.has(name) and self[name] not in neutral:
             raise RequestError(f"{name} is not offered here; leave it out")
 
     def known(self, names: Sequence[str]) -> None:
         """Refuses fields that nobody reads: a misspelt one would silently do nothing."""
-        unknown = sorted(set(self.values) - set(names))
+        unknown = sorted(set(self) - set(names))
         if unknown:
-            raise RequestError(f"unknown field {unknown[0]}; known are {', '.join(sorted(names))}")
+            hint = nearest(unknown[0], names)
+            raise RequestError(f"unknown field {unknown[0]}{hint}; known are {', '.join(sorted(names))}")
 
 
 def _seeds(fields: Fields, name: str, count: int) -> list[int]:
-    if fields.values.get(name) is None:
+    if not fields.has(name):
         return [random.getrandbits(62) for _ in range(count)]
-    first = fields.integer(name, 0, -(2**63), 2**63 - 1)
+    first = fields.integer(name, least=-LARGEST, most=LARGEST)
     return [first + i for i in range(count)]
 
 
+def _temperature(fields: Fields) -> float:
+    return fields.number("temperature", 1.0, least=0, most=100)
+
+
+def _top_p(fields: Fields, default: float) -> float:
+    return fields.number("top_p", default, least=0, most=1)
+
+
 def _sampling(fields: Fields, *, top_p: float, greedy: bool, temperature: float) -> Sampling:
+    top_k = 0 if greedy else fields.integer("top_k", 0, least=0, most=1000)
+    decay, bound = (fields.number(name, 0.0, least=0, most=1) for name in ("top_p_decay", "top_p_bound"))
     try:
-        return Sampling(
-            temperature=1.0 if greedy else temperature,
-            top_k=fields.integer("top_k", 0, 0, 1000),
-            top_p=top_p,
-            greedy=greedy,
-            top_p_decay=fields.number("top_p_decay", 0.0, 0.0, 1.0),
-            top_p_bound=fields.number("top_p_bound", 0.0, 0.0, 1.0),
-        )
+        return Sampling(1.0 if greedy else temperature, top_k, top_p, greedy, decay, bound)
     except UserError as error:
         raise RequestError(str(error).replace("--", "")) from error
 
@@ -177,29 +160,26 @@ def megatron_job(body: object, tokenizer: Tokenizer, limits: Limits) -> Job:
     """A job of ``PUT /api``.
 
     Raises:
-        RequestError: with what is wrong.
+        UserError: with what is wrong.
     """
     fields = Fields(body)
     fields.known(MEGATRON_FIELDS)
     fields.refuse("beam_width", 0)
     fields.refuse("prevent_newline_after_colon", False)
-    if not isinstance(fields.values.get("prompts"), list):
-        raise RequestError("prompts must be a list of texts")
-    texts = fields.texts("prompts", MAX_PROMPTS, 1 << 20)
+    fields.listed("prompts")  # not one text alone
+    texts = fields.bounded_texts("prompts", MAX_PROMPTS, 1 << 20)
     prompts = tokenizer.tokenize_batch(texts)
-    if fields.switch("add_BOS"):
+    if fields.flag("add_BOS", False):
         start = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
         prompts = [[start, *prompt] for prompt in prompts]
-    new = fields.integer("tokens_to_generate", _room(64, prompts, limits), 0, limits.window)
-    logprobs = fields.switch("logprobs")
+    new = fields.integer("tokens_to_generate", _room(64, prompts, limits), least=0, most=limits.window)
+    logprobs = fields.flag("logprobs", False)
     if not new and not logprobs:
         raise RequestError("tokens_to_generate 0 only makes sense with logprobs: true")
-    greedy = fields.values.get("temperature") == 0 or fields.values.get("top_k") == 1
-    stop = ["\n\n"] if fields.switch("stop_on_double_eol") else ["\n"] if fields.switch("stop_on_eol") else []
-    if greedy:
-        fields.values = {**fields.values, "top_k": 0, "temperature": 1.0}
-    temperature = fields.number("temperature", 1.0, 0.0, 100.0)
-    sampling = _sampling(fields, top_p=fields.number("top_p", 0.0, 0.0, 1.0), greedy=greedy, temperature=temperature)
+    stop = ["\n\n"] if fields.flag("stop_on_double_eol", False) else ["\n"] if fields.flag("stop_on_eol", False) else []
+    greedy = fields.get("temperature") == 0 or fields.get("top_k") == 1
+    temperature = 1.0 if greedy else _temperature(fields)
+    sampling = _sampling(fields, top_p=_top_p(fields, 0.0), greedy=greedy, temperature=temperature)
     _check_size(prompts, new, limits)
     seeds = _seeds(fields, "random_seed", len(prompts))
     return Job(prompts, new, sampling, seeds, 0 if logprobs else None, logprobs, stop)
@@ -251,44 +231,41 @@ def completion_job(body: object, tokenizer: Tokenizer, limits: Limits) -> Comple
     """A job of ``POST /v1/completions``.
 
     Raises:
-        RequestError: with what is wrong.
+        UserError: with what is wrong.
     """
     fields = Fields(body)
     fields.known(OPENAI_FIELDS)
     for name, *neutral in (("best_of", 1), ("suffix", ""), ("presence_penalty", 0), ("frequency_penalty", 0)):
         fields.refuse(name, *neutral)
     fields.refuse("logit_bias", {})
-    n = fields.integer("n", 1, 1, MAX_PROMPTS)
+    n = fields.integer("n", 1, most=MAX_PROMPTS)
     different = _completion_prompts(fields, tokenizer)
     if len(different) * n > MAX_PROMPTS:
         raise RequestError(f"there are {len(different)} prompts and n is {n}; at most {MAX_PROMPTS} texts are allowed")
     prompts = [prompt for prompt in different for _ in range(n)]
-    top = None if fields.values.get("logprobs") is None else fields.integer("logprobs", 0, 0, MAX_TOP)
-    echo = fields.switch("echo")
-    new = fields.integer("max_tokens", _room(16, prompts, limits), 0, limits.window)
+    top = fields.integer("logprobs", least=0, most=MAX_TOP) if fields.has("logprobs") else None
+    echo = fields.flag("echo", False)
+    new = fields.integer("max_tokens", _room(16, prompts, limits), least=0, most=limits.window)
     if not new and not echo:
         raise RequestError("max_tokens 0 only makes sense with echo: true")
-    temperature = fields.number("temperature", 1.0, 0.0, 100.0)
-    top_p = fields.number("top_p", 1.0, 0.0, 1.0)
+    temperature, top_p = _temperature(fields), _top_p(fields, 1.0)
     # Clients mean the likeliest token by the least top_p, where Megatron's mean no bound.
     greedy = temperature == 0 or top_p == 0
-    if greedy:
-        fields.values = {**fields.values, "top_k": 0}
-    sampling = _sampling(fields, top_p=0.0 if greedy or top_p == 1 else top_p, greedy=greedy, temperature=temperature)
-    stop = fields.texts("stop", MAX_STOP, MAX_STOP_LENGTH)
+    top_p = 0.0 if greedy or top_p == 1 else top_p
+    sampling = _sampling(fields, top_p=top_p, greedy=greedy, temperature=temperature)
+    stop = fields.bounded_texts("stop", MAX_STOP, MAX_STOP_LENGTH)
     _check_size(prompts, new, limits)
-    stream = fields.switch("stream")
+    stream = fields.flag("stream", False)
     if stream and echo and top is not None:
         raise RequestError("stream with echo and logprobs is not offered; leave one of them out")
     job = Job(prompts, new, sampling, _seeds(fields, "seed", len(prompts)), top, echo and top is not None, stop)
-    given = fields.values.get("stream_options")
-    options = Fields({} if given is None else given, "stream_options")
-    return Completion(job, n, stream, echo, options.switch("include_usage"))
+    options = Fields(fields["stream_options"] if fields.has("stream_options") else {}, "stream_options")
+    return Completion(job, n, stream, echo, options.flag("include_usage", False))
 
 
 def _completion_prompts(fields: Fields, tokenizer: Tokenizer) -> list[list[int]]:
     """A text, a list of texts, tokens, or a list of tokens."""
-    prompt = fields.values.get("prompt", "")
+    prompt = fields.get("prompt", "")
     if not isinstance(prompt, (str, list)):
         raise RequestError("prompt must be a text, a list of texts, tokens, or a list of tokens")
     if isinstance(prompt, list) and prompt and all(type(one) is int for one in prompt):
@@ -300,4 +277,4 @@ def _completion_prompts(fields: Fields, tokenizer: Tokenizer) -> list[list[int]]
         return prompt
     if not prompt:
         return [[]]
-    return tokenizer.tokenize_batch(fields.texts("prompt", MAX_PROMPTS, 1 << 20))
+    return tokenizer.tokenize_batch(fields.bounded_texts("prompt", MAX_PROMPTS, 1 << 20))

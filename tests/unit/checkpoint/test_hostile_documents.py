@@ -149,17 +149,20 @@ def test_common_values_of_another_kind(loader: tuple[RunCheckpoints, Path], save
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"progress": {"iteration": -1, "consumed_samples": 8, "skipped": 0}}, "iteration is -1, not a whole"),
-        ({"progress": {"iteration": 2, "consumed_samples": -8, "skipped": 0}}, "samples is -8, not a whole"),
+        (
+            {"progress": {"iteration": -1, "consumed_samples": 8, "skipped": 0}},
+            "iteration is -1; it must be at least",
+        ),
+        ({"progress": {"iteration": 2, "consumed_samples": -8, "skipped": 0}}, "samples is -8; it must be at least 0"),
         ({"progress": {"iteration": 2, "skipped": 0}}, "consumed_samples is missing"),
-        ({"progress": {"iteration": True, "consumed_samples": 8, "skipped": 0}}, "iteration is True"),
-        ({"progress": [2, 8, 0]}, "progress is [2, 8, 0], not names and values"),
+        ({"progress": {"iteration": True, "consumed_samples": 8, "skipped": 0}}, "iteration: true is not an integer"),
+        ({"progress": [2, 8, 0]}, "progress: expected names and values, not a list"),
         ({"optimizer_steps": -5}, "optimizer_steps is -5"),
-        ({"optimizer_steps": 1e400}, "optimizer_steps is inf"),
-        ({"separate_main": "no"}, "separate_main is the text 'no', not true or false"),
-        ({"schedule": []}, "schedule is [], not names and values"),
+        ({"optimizer_steps": 1e400}, "optimizer_steps: inf is not an integer"),
+        ({"separate_main": "no"}, "separate_main: 'no' is neither true nor false"),
+        ({"schedule": []}, "schedule: expected names and values, not a list"),
         ({"schedule": {}}, "learning-rate schedule cannot be read"),
-        ({"loss_scale": 7}, "loss_scale is 7, not names and values"),
+        ({"loss_scale": 7}, "loss_scale: expected names and values, not 7"),
     ],
 )
 def test_counters_that_no_run_has(

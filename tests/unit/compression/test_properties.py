@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import io
-import typing
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import UserError
+from megatron.base.option import field_options
 from megatron.compression.api import Codec, Payload, RoundCompressor
 from megatron.compression.approximation import dense
 from megatron.compression.builtin import BUILTIN
@@ -135,15 +134,13 @@ class TestCodec:
 def variants(cls: type[Any]) -> list[Any]:
     """Options classes' instances: the defaults, and each option alone at its bounds, a large rank and every choice."""
     found = [cls()]
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        bounds = field.metadata
-        if typing.get_origin(hints[field.name]) is typing.Literal:
-            values = typing.get_args(hints[field.name])
-        elif hints[field.name] is bool:
+    for field in field_options("", cls):
+        bounds: Any = field.option
+        values: Any = field.choices
+        if field.is_switch:
             values = (False, True)
-        else:
-            values = (bounds["minimum"], 512 if bounds["maximum"] is None else bounds["maximum"])
+        elif not values:
+            values = (bounds.minimum, 512 if bounds.maximum is None else bounds.maximum)
         for value in values:
             if value is None or (isinstance(field.default, str) and not isinstance(value, str)):
                 continue

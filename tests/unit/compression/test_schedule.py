@@ -53,12 +53,12 @@ def test_the_plan_follows() -> None:
     [
         ("dp-grad=powersgd,rank=8@5", ["begin at iteration 0"]),
         ("dp-grad=powersgd,rank=8@0/4@300/2@100", ["one after the other"]),
-        ("dp-grad=powersgd,rank=8@0/0@10", ["rank=0", "at least 1"]),
+        ("dp-grad=powersgd,rank=8@0/0@10", ["rank is 0", "at least 1"]),
         ("dp-grad=powersgd,seed=8@0/9@10", ["seed cannot change", "rank"]),
         ("dp-grad=topk,density=0~0.1@5", ["positive"]),
         ("dp-grad=topk,density=1~0.1", ["1~0.01@2000"]),
         ("dp-grad=topk,density=a@0", ["64@0/32@1000"]),
-        ("pp-forward=fixpoint,bits=9@0/4@10", ["bits=9", "from 1 to 8"]),
+        ("pp-forward=fixpoint,bits=9@0/4@10", ["bits is 9", "at least 1 and at most 8"]),
         ("pp-forward=delta,cache=9@0/4@10", ["cache cannot change", "bits"]),
     ],
 )

@@ -7,7 +7,6 @@ from typing import Literal
 
 import pytest
 
-from megatron.base.option import field_options
 from megatron.config import UserError, build_parser, derived, option, required
 
 
@@ -90,7 +89,7 @@ def test_a_field_without_description_is_a_programming_error() -> None:
         x: int = field(default=0)
 
     with pytest.raises(TypeError, match=r"Plain\.x has no option"):
-        list(field_options("plain", Plain))
+        build_parser({"plain": Plain}, "p", "d")
 
 
 def test_an_on_switch_needs_a_flag_that_turns_it_off() -> None:
@@ -99,7 +98,7 @@ def test_an_on_switch_needs_a_flag_that_turns_it_off() -> None:
         x: bool = option(True, "On.")
 
     with pytest.raises(TypeError, match="turns it off"):
-        list(field_options("on", On))
+        build_parser({"on": On}, "p", "d")
 
 
 def test_two_meanings_for_one_flag_are_a_programming_error() -> None:

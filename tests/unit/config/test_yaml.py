@@ -98,7 +98,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ("modell:\n  num_layers: 4", ["unknown section modell", "nearest is model"]),
         ("num_layers: four", ["num_layers", "'four' is not an integer"]),
         ("num_layers: 1.5", ["num_layers", "1.5 is not an integer"]),
-        ("num_layers: true", ["num_layers", "expected an integer, not true"]),
+        ("num_layers: true", ["num_layers", "true is not an integer"]),
         ("num_layers: [1, 2]", ["num_layers", "not a list"]),
         ("swiglu: 2", ["swiglu", "neither true nor false"]),
         ("lr: .inf", ["lr", "not a finite number"]),

@@ -43,13 +43,13 @@ def test_what_is_not_finite_is_a_gap_and_is_counted(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"parameters": None}, "a.jsonl:2: parameters None is not a group"),
-        ({"parameters": "none"}, "a.jsonl:2: no parameters"),
-        ({"parameters": {"w": 3}}, "a.jsonl:2: parameters w 3 is not a group"),
-        ({"parameters": {"w": {"kept": "x"}}}, "a.jsonl:2: parameters w: kept 'x' is not a number"),
+        ({"parameters": None}, "a.jsonl:2: parameters is missing"),
+        ({"parameters": "none"}, "a.jsonl:2: parameters is missing"),
+        ({"parameters": {"w": 3}}, "a.jsonl:2: parameters: w: expected names and values, not 3"),
+        ({"parameters": {"w": {"kept": "x"}}}, "a.jsonl:2: parameters w: kept: 'x' is not a number"),
         ({"parameters": {"w": {"lost": 0.5}}}, "a.jsonl:2: parameters w: lost is none of kept, energy"),
-        ({"density": "none"}, "a.jsonl:2: no density"),
-        ({"iteration": "2"}, "a.jsonl:2: iteration '2' is not a whole number"),
+        ({"density": "none"}, "a.jsonl:2: density is missing"),
+        ({"iteration": "2"}, "a.jsonl:2: iteration: '2' is not an integer"),
     ],
 )
 def test_a_record_that_is_not_one_is_named(
@@ -98,7 +98,11 @@ def test_one_matrix_of_each_kind_is_drawn_unless_some_are_named(tmp_path: Path) 
     ("counts", "words", "message"),
     [
         ([[1, 2], [1, 2, 3]], ["--places", "b.png"], "a.jsonl:2: parameters layers.0.mlp.weight: places: 3 counts"),
-        ([[1, 2], 3], ["--places", "b.png"], "a.jsonl:2: parameters layers.0.mlp.weight: places 3 is not a list"),
+        (
+            [[1, 2], 3],
+            ["--places", "b.png"],
+            "a.jsonl:2: parameters layers.0.mlp.weight: places: expected a list",
+        ),
         ([[1, 2], [1, None]], ["--places", "b.png"], "a.jsonl:2: parameters layers.0.mlp.weight: places: 2 counts"),
         ([[]], ["--places", "b.png"], "a.jsonl:1: parameters layers.0.mlp.weight: places: 0 counts"),
         ([[1, 2]], ["--places", "b.zzz"], "b.zzz: no picture ends so"),

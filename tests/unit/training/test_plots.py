@@ -88,7 +88,7 @@ def test_losses_that_are_not_finite_are_gaps(tmp_path: Path) -> None:
 def test_a_record_that_is_not_one_is_named(tmp_path: Path) -> None:
     run = tmp_path / "a.jsonl"
     run.write_text('{"kind": "train", "iteration": 1, "lm_loss": 2.0}\n{"kind": "train", "lm_loss": 2.0}\n')
-    with pytest.raises(UserError, match=r"a\.jsonl:2: no iteration"):
+    with pytest.raises(UserError, match=r"a\.jsonl:2: iteration is missing"):
         plot_loss_curve([run], tmp_path / "loss.png")
 
 

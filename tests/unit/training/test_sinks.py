@@ -177,12 +177,15 @@ def test_records_check_what_is_asked_of_them(tmp_path: Path) -> None:
     assert first.number("grad_norm", 7.0) == 7.0
     assert [str(x) for x in first.numbers("list")] == ["1", "nan"]
     wrong: list[tuple[Callable[[], object], str]] = [
-        (lambda: first.number("grad_norm"), "1: no grad_norm"),
-        (lambda: second.iteration(), "4: iteration 2.5 is not a whole number"),
-        (lambda: second.number("lm_loss"), "4: lm_loss 'x' is not a number"),
-        (lambda: second.numbers("list"), "4: list 3 is not a list"),
-        (lambda: second.groups("list"), "4: list 3 is not a group"),
-        (lambda: second.groups("comm")["dp-grad"].number("raw_bytes"), "4: comm dp-grad: raw_bytes {} is not a number"),
+        (lambda: first.number("grad_norm"), "1: grad_norm is missing"),
+        (lambda: second.iteration(), "4: iteration: 2.5 is not an integer"),
+        (lambda: second.number("lm_loss"), "4: lm_loss: 'x' is not a number"),
+        (lambda: second.numbers("list"), "4: list: expected a list, not 3"),
+        (lambda: second.groups("list"), "4: list: expected names and values, not 3"),
+        (
+            lambda: second.groups("comm")["dp-grad"].number("raw_bytes"),
+            "4: comm dp-grad: raw_bytes: expected a number, not names and values",
+        ),
     ]
     for ask, message in wrong:
         with pytest.raises(UserError, match=re.escape(f"{path}:{message}; correct or delete the line")):

@@ -1,0 +1,114 @@
+"""Declared fields read and checked: one value at a time, a whole dataclass from plain values or from words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from megatron.base.errors import UserError
+from megatron.base.option import FieldOption, field_options
+from megatron.base.words import nearest
+
+T = TypeVar("T")
+
+_SINGLE = (2.0**-126, 2.0**126)
+"""Magnitudes that single precision, in which nearly every number here is used, holds in full."""
+
+
+def from_text(field: FieldOption, texts: Sequence[str], where: str) -> Any:
+    """The value of `field` from the words given for it. A switch given without a word is on.
+
+    `where` starts the message of the UserError that a bad word raises, such as "--num-layers".
+    The value returned is the field's own: a switch that turns a default off gives False.
+    """
+    if field.is_switch:
+        given = field.kind.from_text(texts[0] if texts else "true", where)
+        return not given if field.option.off_switch else given
+    if field.is_list:
+        values = [field.kind.from_text(text, where) for text in texts]
+        _check_count(field, values, where)
+        return values
+    return field.kind.from_text(texts[0], where)
+
+
+def from_plain(field: FieldOption, value: Any, where: str) -> Any:
+    """The value of `field` from what a YAML file or a dictionary holds under the field's own name."""
+    if value is None:
+        return list(field.default) if isinstance(field.default, list) else field.default
+    if field.is_list:
+        items = value if isinstance(value, list) else [value]
+        values = [field.kind.from_plain(item, where) for item in items]
+        _check_count(field, values, where)
+        return values
+    return field.kind.from_plain(value, where)
+
+
+def _check_count(field: FieldOption, values: Sequence[Any], where: str) -> None:
+    count = field.option.count
+    if count is not None and len(values) != count:
+        raise UserError(f"{where}: expected {count} values, got {len(values)}")
+
+
+def check_fields(section: str, values: Any) -> None:
+    """Check type, choices and bounds of every field of the dataclass instance `values`, each on its own.
+
+    Raises UserError naming the flag of the first field that does not hold. Missing required fields are found
+    by `check_required`.
+    """
+    for field in field_options(section, type(values)):
+        value, where = getattr(values, field.name), f"--{field.flag}"
+        if value is None:
+            if field.default is not None:
+                raise UserError(f"{where} has no value; give {field.kind.name}")
+            continue
+        checked = from_plain(field, value, where)
+        for number in checked if field.is_list else [checked]:
+            field.kind.check_bounds(number, where)
+            if isinstance(number, float) and number and not _SINGLE[0] <= abs(number) <= _SINGLE[1]:
+                raise UserError(f"{where} is {number:g}, which is beyond single precision; give a number that is meant")
+
+
+def check_required(section: str, values: Any) -> None:
+    """Raise UserError naming the flags of all required fields that were not given."""
+    missing = [
+        f"--{field.flag}"
+        for field in field_options(section, type(values))
+        if field.option.required and getattr(values, field.name) is None
+    ]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise UserError(f"{', '.join(missing)} {verb} required and {verb} not given")
+
+
+def section_from_plain(section: str, cls: type, values: dict[str, Any], where: str) -> Any:
+    """Build the dataclass `cls` from plain values under its field names, all of which must be known.
+
+    Raises UserError starting with `where` for an unknown name or a value of the wrong type.
+    """
+    fields = {field.name: field for field in field_options(section, cls)}
+    unknown = sorted(set(values) - set(fields))
+    if unknown:
+        raise UserError(f"{where}: unknown key {section}.{unknown[0]}{nearest(unknown[0], list(fields))}")
+    converted = {name: from_plain(fields[name], value, f"{where}: {section}.{name}") for name, value in values.items()}
+    return cls(**converted)
+
+
+def section_to_plain(values: Any) -> dict[str, Any]:
+    """The fields of a section as plain types: what YAML can hold."""
+    return dataclasses.asdict(values)
+
+
+def options_from_words(cls: type[T], words: Mapping[str, str], owner: str) -> T:
+    """Build the dataclass `cls` from one word for each option that is given, under the option's flag.
+
+    The options must be known. Raises UserError, naming the owner and the option, for a word that is not of its type or
+    out of its bounds.
+    """
+    fields = {field.flag: field for field in field_options(owner, cls)}
+    built = {}
+    for flag, word in words.items():
+        field, where = fields[flag], f"{owner}: {flag}"
+        built[field.name] = value = from_text(field, [word], where)
+        field.kind.check_bounds(value, where)
+    return cls(**built)

@@ -1,0 +1,160 @@
+"""What one value may be, and the only reader of it: from a word, from YAML that people write, from JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.base.errors import UserError
+from megatron.base.numerals import checked_number, checked_whole, read_number, read_whole
+from megatron.base.words import shortened, shown, spell
+
+_TRUE = frozenset({"true", "yes", "on", "1"})
+_FALSE = frozenset({"false", "no", "off", "0"})
+_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+_PYTHON_TYPES: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float), bool: (bool,), str: (str,)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A type, with its choices or its bounds.
+
+    Every method raises UserError for what does not fit. Its message begins with `where`, which names the place of the
+    value: "--num-layers", "run.yaml: model.num_layers", "n_layer".
+
+    element: int, float, bool or str.
+    choices: the only texts that are allowed, compared without regard to case, hyphens and underscores.
+    minimum, maximum: inclusive bounds of a number; above, below: exclusive ones.
+    """
+
+    element: type
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    @property
+    def name(self) -> str:
+        """What the value is, with its article: "an integer", "one of cpu, cuda"."""
+        return f"one of {', '.join(self.choices)}" if self.choices else _NAMES[self.element]
+
+    @property
+    def bounds(self) -> str:
+        """The bounds in words, such as "at least 0 and below 1"; empty without bounds."""
+        parts = (("at least", self.minimum), ("above", self.above), ("at most", self.maximum), ("below", self.below))
+        return " and ".join(f"{words} {_bound(bound)}" for words, bound in parts if bound is not None)
+
+    def from_text(self, text: str, where: str) -> Any:
+        """The value that a word of a command line or a spec stands for. Bounds are left to `check_bounds`."""
+        if self.element is bool:
+            return _boolean(text, where)
+        if self.element in (int, float):
+            try:
+                return read_whole(text) if self.element is int else read_number(text)
+            except ValueError as error:
+                raise UserError(f"{where}: {shortened(text)!r} {error}") from None
+        if self.choices:
+            return _choice(self.choices, text, where)
+        if not text.strip():
+            raise UserError(
+                f"{where}: the value is empty; is a shell variable not set? Give {self.name}, or leave it out"
+            )
+        return _printable(text, where)
+
+    def from_plain(self, value: Any, where: str) -> Any:
+        """The value that YAML holds, where people write texts, numbers and switches as they like."""
+        if isinstance(value, (list, dict)):
+            raise self._unfit(value, where)
+        if isinstance(value, bool):
+            if self.element is bool:
+                return value
+            word = "on" if value else "off"  # YAML 1.1 reads a bare on or off as a boolean
+            if word not in self.choices:
+                raise self._unfit(value, where)
+            return word
+        if isinstance(value, (int, float)) and self.element is bool:
+            if isinstance(value, float) or value not in (0, 1):
+                raise self._unfit(value, where)
+            return bool(value)
+        if isinstance(value, (int, float)):
+            number = self._number(value, where)
+            return number if self.element in (int, float) else self.from_text(repr(number), where)
+        return self.from_text(str(value), where)
+
+    def from_json(self, value: Any, where: str) -> Any:
+        """The value that a program wrote, which must be of this very type and within its bounds."""
+        right = isinstance(value, _PYTHON_TYPES[self.element]) and (self.element is bool or not isinstance(value, bool))
+        if not right:
+            raise self._unfit(value, where)
+        number = self._number(value, where) if self.element in (int, float) else value
+        self.check_bounds(value, where)
+        return _choice(self.choices, value, where) if self.choices else number
+
+    def check_bounds(self, value: Any, where: str) -> None:
+        """Return for a number within the bounds; texts and switches have none."""
+        inside = (
+            (self.minimum is None or value >= self.minimum)
+            and (self.maximum is None or value <= self.maximum)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+        )
+        if not inside:
+            raise UserError(f"{where} is {_given(value)}; it must be {self.bounds}")
+
+    def _number(self, value: float, where: str) -> float:
+        """A number of a document, as an int or a float that the machine can hold."""
+        try:
+            if self.element is float:
+                return checked_number(value)
+            if isinstance(value, int):
+                return checked_whole(value)  # before it is written out, which Python refuses for very long ones
+            if self.element is int:
+                if not value.is_integer():
+                    raise ValueError("is not an integer")
+                return checked_whole(int(value))
+        except ValueError as error:
+            raise UserError(f"{where}: {shown(value)} {error}") from None
+        return value
+
+    def _unfit(self, value: Any, where: str) -> UserError:
+        if isinstance(value, (list, dict)):
+            return UserError(f"{where}: expected {self.name}, not {shown(value)}")
+        verb = "is neither true nor false" if self.element is bool else f"is not {self.name}"
+        return UserError(f"{where}: {shown(value)} {verb}")
+
+
+def _boolean(text: str, where: str) -> bool:
+    word = text.lower()
+    if word in _TRUE:
+        return True
+    if word in _FALSE:
+        return False
+    raise UserError(f"{where}: {shortened(text)!r} is neither true nor false")
+
+
+def _printable(text: str, where: str) -> str:
+    """A text that a log and a file's name can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{where}: {text!r} is not UTF-8; use other characters") from None
+    if "\0" in text:
+        raise UserError(f"{where}: {shortened(text)!r} holds a null character; leave it out")
+    return text
+
+
+def _choice(choices: Sequence[str], text: str, where: str) -> str:
+    for choice in choices:
+        if spell(choice) == spell(text):
+            return choice
+    raise UserError(f"{where}: {shortened(text)!r} is not one of {', '.join(choices)}")
+
+
+def _bound(number: float) -> str:
+    return f"{number:_}" if isinstance(number, int) and number >= 1000 else f"{number:g}"
+
+
+def _given(number: float) -> str:
+    return f"{number:_}" if isinstance(number, int) or abs(number) < 1e15 else f"{number:g}"

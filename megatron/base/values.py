@@ -1,0 +1,101 @@
+"""Values of documents that programs wrote, taken only when they are of the kind that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron.base.errors import UserError
+from megatron.base.kinds import Kind
+from megatron.base.numerals import MOST
+from megatron.base.words import shown
+
+
+class Values(Mapping[str, Any]):
+    """Names and values, of which None counts as missing.
+
+    Every method that reads a kind raises UserError when the value is missing without a default, or something else.
+
+    Args:
+        content: what a document holds.
+        place: of it, which messages begin with; nothing where the reader's caller says it.
+        remedy: what to do about a bad value, which messages end with.
+    """
+
+    def __init__(self, content: Mapping[str, Any], place: str = "", remedy: str = "") -> None:
+        self._content = content
+        self.place = place
+        self._remedy = f"; {remedy}" if remedy else ""
+
+    def __getitem__(self, name: str) -> Any:
+        return self._content[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._content)
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a value."""
+        return self._content.get(name) is not None
+
+    def says(self, name: str) -> bool:
+        """Whether the name is there, whatever its value."""
+        return name in self._content
+
+    def integer(self, name: str, default: int | None = None, *, least: int | None = 1, most: int | None = MOST) -> int:
+        """A whole number in a range."""
+        return int(self._one(name, default, Kind(element=int, minimum=least, maximum=most)))
+
+    def number(
+        self, name: str, default: float | None = None, *, least: float | None = None, most: float | None = None
+    ) -> float:
+        """A finite number in a range."""
+        return float(self._one(name, default, Kind(element=float, minimum=least, maximum=most)))
+
+    def flag(self, name: str, default: bool | None = None) -> bool:
+        """True or false."""
+        return bool(self._one(name, default, Kind(element=bool)))
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A text."""
+        return str(self._one(name, default, Kind(element=str)))
+
+    def texts(self, name: str) -> list[str]:
+        """Several texts."""
+        return [self._fit(Kind(element=str), one, name) for one in self.listed(name)]
+
+    def listed(self, name: str) -> list[Any]:
+        """A list, whatever it holds."""
+        return list(self._of_type(name, None, list, "a list"))
+
+    def table(self, name: str, default: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+        """Names and values below a name."""
+        found: Mapping[str, Any] = self._of_type(name, default, Mapping, "names and values")
+        return found
+
+    def wrong(self, what: str) -> UserError:
+        """The error that says what is wrong, between the place and the remedy."""
+        return UserError(f"{self.place}: {what}{self._remedy}" if self.place else f"{what}{self._remedy}")
+
+    def _one(self, name: str, default: Any, kind: Kind) -> Any:
+        return self._fit(kind, self._content[name], name) if self.has(name) else self._instead(name, default)
+
+    def _instead(self, name: str, default: Any) -> Any:
+        if default is None:
+            raise self.wrong(f"{name} is missing")
+        return default
+
+    def _fit(self, kind: Kind, value: Any, name: str) -> Any:
+        try:
+            return kind.from_json(value, name)
+        except UserError as error:
+            raise self.wrong(str(error)) from None
+
+    def _of_type(self, name: str, default: Any, wanted: type, what: str) -> Any:
+        if not self.has(name):
+            return self._instead(name, default)
+        if not isinstance(self._content[name], wanted):
+            raise self.wrong(f"{name}: expected {what}, not {shown(self._content[name])}")
+        return self._content[name]

@@ -1,0 +1,119 @@
+"""The reader of one value: what each source may write, and the same words for the same mistake."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.base.errors import UserError
+from megatron.base.kinds import Kind
+
+RANK = Kind(element=int, minimum=1, maximum=128)
+SHARE = Kind(element=float, above=0, below=1)
+SWITCH, TEXT = Kind(element=bool), Kind(element=str)
+DEVICE = Kind(element=str, choices=("cpu", "cuda-graph", "off"))
+KINDS = [RANK, SHARE, SWITCH, TEXT, DEVICE]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "plain", "exact", "value"),
+    [
+        (RANK, "1_2", [12, 12.0, "12"], 12, 12),
+        (SHARE, ".5", [0.5, "0.5"], 0.5, 0.5),
+        (SWITCH, "Yes", [True, "on", 1], True, True),
+        (SWITCH, "off", [False, "no", 0], False, False),
+        (TEXT, "12", [12, "12"], "12", "12"),
+        (DEVICE, "CUDA_graph", ["cuda-graph"], "cuda-graph", "cuda-graph"),
+        (DEVICE, "off", [False, "OFF"], "off", "off"),
+    ],
+)
+def test_each_source_writes_a_value_in_its_way(kind: Kind, text: str, plain: list[Any], exact: Any, value: Any) -> None:
+    for found in (kind.from_text(text, "x"), *(kind.from_plain(one, "x") for one in plain), kind.from_json(exact, "x")):
+        assert (found, type(found)) == (value, type(value))
+
+
+def test_what_a_program_wrote_is_not_guessed_at() -> None:
+    cases: list[tuple[Kind, list[Any]]] = [
+        (RANK, ["12", 12.0, True, None, [1], {}]),
+        (SHARE, ["0.5", True, None]),
+        (SWITCH, [1, 0, "true", None]),
+        (TEXT, [12, True, None, ["a"]]),
+    ]
+    for kind, values in cases:
+        for value in values:
+            with pytest.raises(UserError):
+                kind.from_json(value, "x")
+    whole = Kind(element=float).from_json(2, "x")
+    assert (whole, type(whole)) == (2.0, float)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value", "message"),
+    [
+        (RANK, "two", "two", "x: 'two' is not an integer"),
+        (RANK, "1.5", 1.5, "x: {} is not an integer"),
+        (RANK, "9" * 30, 10**30 - 1, "x: {} is too large an integer"),
+        (SHARE, "half", "half", "x: 'half' is not a number"),
+        (SHARE, "nan", float("nan"), "x: {} is not a finite number"),
+        (SWITCH, "2", 2, "x: {} is neither true nor false"),
+        (SWITCH, "maybe", "maybe", "x: 'maybe' is neither true nor false"),
+        (DEVICE, "tpu", "tpu", "x: 'tpu' is not one of cpu, cuda-graph, off"),
+    ],
+)
+def test_a_mistake_has_one_message_whatever_the_source(kind: Kind, text: str, value: Any, message: str) -> None:
+    for read, given_value, shown in (
+        (kind.from_text, text, repr(text)),
+        (kind.from_plain, value, repr(value)),
+        (kind.from_json, value, repr(value)),
+    ):
+        with pytest.raises(UserError) as caught:
+            read(given_value, "x")
+        assert str(caught.value) == message.format(shown)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "message"),
+    [
+        (RANK, 0, "x is 0; it must be at least 1 and at most 128"),
+        (RANK, 10**6, "x is 1_000_000; it must be at least 1 and at most 128"),
+        (SHARE, 0.0, "x is 0.0; it must be above 0 and below 1"),
+        (SHARE, 1.0, "x is 1.0; it must be above 0 and below 1"),
+    ],
+)
+def test_bounds_are_said_in_words(kind: Kind, value: float, message: str) -> None:
+    for check in (kind.check_bounds, kind.from_json):
+        with pytest.raises(UserError) as caught:
+            check(value, "x")
+        assert str(caught.value) == message
+
+
+def test_the_ends_of_inclusive_bounds_are_inside() -> None:
+    assert [RANK.from_json(value, "x") for value in (1, 128)] == [1, 128]
+    assert [SHARE.from_json(value, "x") for value in (1e-9, 1 - 1e-9)] == [1e-9, 1 - 1e-9]
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**5000), 10**5000) | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(kind=st.sampled_from(KINDS), value=_VALUES)
+def test_any_value_is_read_or_refused_in_one_short_line(kind: Kind, value: Any) -> None:
+    reads = [kind.from_plain, kind.from_json] + ([kind.from_text] if isinstance(value, str) else [])
+    for read in reads:
+        try:
+            found = read(value, "x")
+        except UserError as error:
+            found = str(error)
+            said = len(found.splitlines()), len(found) < 300
+        else:
+            said = 1, True
+        assert said == (1, True)
+        json.dumps(found, allow_nan=False)
