@@ -18,7 +18,6 @@ from tqdm import tqdm
 from megatron.base.atomic import check_writable, write_whole
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option
-from megatron.checkpoint.agree import gather_texts, together
 from megatron.checkpoint.files import checkpoint_folder, saved_iterations
 from megatron.checkpoint.find import complete_iterations
 from megatron.checkpoint.manifest import MANIFEST
@@ -28,6 +27,7 @@ from megatron.config.run import RunConfig
 from megatron.config.shortcuts import VALUE, Shortcut
 from megatron.inference.flags import ModelFlags, check_layout, open_topology, parse_flags
 from megatron.inference.model import load_model, load_weights
+from megatron.topology.agree import gather_texts, together
 from megatron.topology.layout import Layout
 from megatron.training.metrics import perplexity
 from megatron.training.program import Ranks, run_program

@@ -21,9 +21,9 @@ import torch
 from megatron.base.atomic import check_writable, write_whole
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option, required
-from megatron.checkpoint.agree import together
 from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
 from megatron.inference.jobs import Leader, follow
+from megatron.topology.agree import together
 from megatron.training.program import Ranks, run_program
 from tools.ckpt_convert import convert, parse
 from tools.interrupt import stopped_in_order

@@ -16,12 +16,12 @@ if __name__ == "__main__":
 
 from megatron.base.errors import UserError
 from megatron.base.option import option
-from megatron.checkpoint.agree import together
 from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
 from megatron.inference.jobs import follow
 from megatron.inference.model import LoadedModel
 from megatron.inference.server.requests import Limits
 from megatron.inference.server.worker import Worker
+from megatron.topology.agree import together
 from megatron.training.program import Ranks, run_program
 
 if TYPE_CHECKING:  # what the server extra installs

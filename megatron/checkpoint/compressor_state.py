@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.checkpoint.agree import gather_texts
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.load import load_tensors, saved_shapes
 from megatron.checkpoint.logical import LogicalShard, Piece, shard_of_local
@@ -29,6 +28,7 @@ from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
 from megatron.parallel.data.buffer import ParamSlot
 from megatron.parallel.data.gradients import GradientSync
+from megatron.topology.agree import gather_texts
 from megatron.topology.layout import Coordinates, Layout
 
 PREFIX = "compressor."

@@ -19,11 +19,11 @@ from torch.distributed import checkpoint as dcp
 
 from megatron.base.errors import UserError
 from megatron.checkpoint import files
-from megatron.checkpoint.agree import communicating, first_problem, rank_of, size_of
 from megatron.checkpoint.logical import LogicalShard, Piece
 from megatron.checkpoint.plain import encode_plain
 from megatron.checkpoint.planner import ShardSavePlanner
 from megatron.checkpoint.storage import ShardWriter, describe
+from megatron.topology.agree import communicating, first_problem, rank_of, size_of
 
 COMMON, CONFIG = "common.json", "config.yaml"
 Log = Callable[[str], None]

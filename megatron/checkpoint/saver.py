@@ -9,9 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.checkpoint.agree import any_rank
 from megatron.checkpoint.logical import LogicalShard
 from megatron.checkpoint.save import Log, SaveHandle, save_checkpoint, silent
+from megatron.topology.agree import any_rank
 
 WRITE_TIMEOUT = timedelta(hours=1)
 """How long ranks wait for one that is still writing."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import UserError
-from megatron.checkpoint.agree import together
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.load import load_tensors, saved_config
 from megatron.checkpoint.model_state import MODEL, model_tensors
@@ -35,6 +34,7 @@ from megatron.model.stages import build_stages
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import fitted
+from megatron.topology.agree import together
 from megatron.topology.layout import Layout
 from megatron.topology.topology import Topology, single_process
 

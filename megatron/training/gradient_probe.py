@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.agree import gather_texts
 from megatron.comm.observer import Finding, Observer
 from megatron.kernels.ops import abs_topk
 from megatron.parallel.data.buffer import FlatBuffer
+from megatron.topology.agree import gather_texts
 from megatron.topology.topology import Topology
 
 Figures = dict[str, float | list[int]]

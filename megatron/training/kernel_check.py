@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megatron.base.errors import UserError
-from megatron.checkpoint.agree import gather_texts
 from megatron.kernels import native
+from megatron.topology.agree import gather_texts
 from megatron.topology.topology import Topology
 
 

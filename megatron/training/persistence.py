@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import UserError
-from megatron.checkpoint.agree import gather_texts, raise_together, together
 from megatron.checkpoint.compressor_state import PREFIX, CompressorCheckpoint
 from megatron.checkpoint.files import Iteration, checkpoint_folder, iteration_of
 from megatron.checkpoint.find import read_tracker
@@ -28,6 +27,7 @@ from megatron.checkpoint.stateful import Scope, StatefulParts, under_todays_name
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.run import RunConfig
 from megatron.optimizer.schedules import LRSchedule
+from megatron.topology.agree import gather_texts, raise_together, together
 from megatron.topology.topology import Topology
 from megatron.training.assembly import Engines
 from megatron.training.progress_state import Progress, SavedCounters

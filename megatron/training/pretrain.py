@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 
 from megatron.base.errors import UserError
-from megatron.checkpoint.agree import together
 from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.load import saved_config
 from megatron.checkpoint.ownership import owned_save_folder
@@ -24,6 +23,7 @@ from megatron.data.build import Dataset, build_datasets
 from megatron.optimizer.schedules import LRSchedule
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import fitted, model_entries
+from megatron.topology.agree import together
 from megatron.topology.launch import LaunchEnvironment, pick_device
 from megatron.topology.topology import Topology, build_topology, single_process
 from megatron.training.assembly import build_engines, layout_of

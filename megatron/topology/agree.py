@@ -44,7 +44,7 @@ def any_rank(group: dist.ProcessGroup | None, flag: bool) -> bool:
     if group is None:
         return flag
     value = torch.tensor([int(flag)])
-    communicating("checkpoint agreement", lambda: dist.all_reduce(value, dist.ReduceOp.MAX, group=group))
+    communicating("agreement between ranks", lambda: dist.all_reduce(value, dist.ReduceOp.MAX, group=group))
     return bool(value.item())
 
 
@@ -55,12 +55,12 @@ def gather_texts(group: dist.ProcessGroup | None, text: str) -> list[str]:
     data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
     length = torch.tensor([len(text.encode())])
     lengths = [torch.zeros_like(length) for _ in range(size_of(group))]
-    communicating("checkpoint agreement", lambda: dist.all_gather(lengths, length, group=group))
+    communicating("agreement between ranks", lambda: dist.all_gather(lengths, length, group=group))
     longest = max(1, *(int(n) for n in lengths))
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: data.numel()] = data[:longest]
     rows = [torch.zeros_like(padded) for _ in lengths]
-    communicating("checkpoint agreement", lambda: dist.all_gather(rows, padded, group=group))
+    communicating("agreement between ranks", lambda: dist.all_gather(rows, padded, group=group))
     return [bytes(row[: int(n)].numpy()).decode() for row, n in zip(rows, lengths, strict=True)]
 
 
