@@ -2,7 +2,6 @@
 
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option, required
-from megatron.config.check_outputs import check_data_given, parse_blend, parse_split
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.compression import CompressionConfig
 from megatron.config.data import DataConfig
@@ -46,12 +45,9 @@ __all__ = [
     "ValidationConfig",
     "build_parser",
     "build_run_parser",
-    "check_data_given",
     "derived",
     "merge_checkpoint_config",
     "option",
     "parse_args",
-    "parse_blend",
-    "parse_split",
     "required",
 ]

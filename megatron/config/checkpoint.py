@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from megatron.base.errors import UserError
 from megatron.base.option import derived, option
 
 
@@ -67,3 +68,22 @@ class CheckpointConfig:
     def loads_weights_only(self) -> bool:
         """Whether the optimizer and the compressors start anew."""
         return self.finetune or self.no_load_optim
+
+
+def check_checkpoint(checkpoint: CheckpointConfig) -> None:
+    """Raise UserError for settings that need another flag."""
+    needs = (
+        (checkpoint.save_interval is not None, "--save-interval", checkpoint.save, "--save"),
+        (checkpoint.async_save, "--async-save", checkpoint.save, "--save"),
+        (checkpoint.keep_last is not None, "--keep-last", checkpoint.save, "--save"),
+        (checkpoint.overwrite_checkpoints, "--overwrite-checkpoints", checkpoint.save, "--save"),
+        (checkpoint.no_save_optim, "--no-save-optim", checkpoint.save, "--save"),
+        (checkpoint.no_save_rng, "--no-save-rng", checkpoint.save, "--save"),
+        (checkpoint.ckpt_step is not None, "--ckpt-step", checkpoint.load, "--load"),
+        (checkpoint.finetune, "--finetune", checkpoint.load, "--load"),
+        (checkpoint.use_checkpoint_args, "--use-checkpoint-args", checkpoint.load, "--load"),
+        (checkpoint.exit_on_missing_checkpoint, "--exit-on-missing-checkpoint", checkpoint.load, "--load"),
+    )
+    for given, flag, folder, needed in needs:
+        if given and folder is None:
+            raise UserError(f"{flag} needs {needed} FOLDER; add it or leave {flag} out")

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.base.errors import UserError
 from megatron.base.option import derived, option
 
-_BLEND = "PATH, or WEIGHT PATH WEIGHT PATH ..."
+_BLEND = "PATH ..., or WEIGHT PATH WEIGHT PATH ..."
+LEAST_WEIGHT, MOST_WEIGHT = 1e-12, 1e12
+"""Of a data set in a blend, and of a share of --split; sums and quotients of them are exact enough."""
+
+
+@dataclass(frozen=True)
+class DatasetBlend:
+    """Prefixes of datasets, and the weight that was given to each.
+
+    Args:
+        paths: one or several prefixes.
+        weights: as many, of any sum; None where none were given.
+    """
+
+    paths: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,3 +75,105 @@ class DataConfig:
         "Order of samples: lazy cuts each epoch anew; fixed draws the same samples in every epoch, as codecs that "
         "remember samples need; megatron is Megatron's eager order for reproducing its runs.",
     )
+
+    @property
+    def shares(self) -> tuple[float, float, float]:
+        """The shares of training, validation and test under --data-path, of any sum. Raises UserError."""
+        return parse_split(self.split)
+
+    @property
+    def blend(self) -> DatasetBlend | None:
+        """What --data-path names, if anything. Raises UserError as `parse_blend`."""
+        return parse_blend(self.data_path, "--data-path")
+
+    @property
+    def separate_blends(self) -> tuple[DatasetBlend | None, DatasetBlend | None, DatasetBlend | None]:
+        """What each of --train-data-path, --valid-data-path and --test-data-path names. Raises UserError."""
+        return (
+            parse_blend(self.train_data_path, "--train-data-path"),
+            parse_blend(self.valid_data_path, "--valid-data-path"),
+            parse_blend(self.test_data_path, "--test-data-path"),
+        )
+
+
+def parse_split(split: str) -> tuple[float, float, float]:
+    """The shares of training, validation and test, as they were given, from text such as "969,30,1".
+
+    Fewer than three numbers leave the rest at 0. Raises UserError for anything else.
+    """
+    try:
+        shares = [_ascii_number(word) for word in re.split(r"[,/]", split.strip())]
+    except ValueError:
+        shares = []
+    fit = all(share == 0 or LEAST_WEIGHT <= share <= MOST_WEIGHT for share in shares)
+    if not 1 <= len(shares) <= 3 or not fit:
+        raise UserError(f"--split {split}: expected up to three shares such as 969,30,1, none of them negative")
+    if not any(shares):
+        raise UserError(f"--split {split}: the shares sum to 0; give at least one that is positive")
+    train, valid, test = (*shares, 0.0, 0.0)[:3]
+    return train, valid, test
+
+
+def _ascii_number(word: str) -> float:
+    if not word.isascii():
+        raise ValueError(word)
+    return float(word)
+
+
+def parse_blend(words: Sequence[str], flag: str) -> DatasetBlend | None:
+    """The datasets of "PATH", "PATH PATH ..." or "WEIGHT PATH WEIGHT PATH ..."; None for no words.
+
+    Raises UserError naming the flag for other forms and for weights that are none.
+    """
+    if len(words) < 2 or not any(_is_number(word) for word in words[::2]):
+        return DatasetBlend(tuple(words)) if words else None
+    how = "give one path, several, or a weight before each (0.3 A 0.7 B)"
+    if len(words) % 2 != 0:
+        raise UserError(f"{flag}: {len(words)} words are not pairs of a weight and a path; {how}")
+    strange = [word for word in words[::2] if not _is_number(word)]
+    if strange:
+        raise UserError(f"{flag}: {strange[0]!r} is not a weight; {how}")
+    weights = tuple(_weight(word, path, flag) for word, path in zip(words[::2], words[1::2], strict=True))
+    return DatasetBlend(tuple(words[1::2]), weights)
+
+
+def _is_number(word: str) -> bool:
+    try:
+        _ascii_number(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _weight(word: str, path: str, flag: str) -> float:
+    weight = float(word)
+    if not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+        raise UserError(
+            f"{flag}: the weight {word} of {path} must be a positive number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}; "
+            "leave a path out to drop it"
+        )
+    return weight
+
+
+def check_data(data: DataConfig, *, skip_train: bool) -> None:
+    """Raise UserError for a split, blends and dataset flags that cannot be read or do not go together."""
+    _ = data.shares, data.blend, data.separate_blends  # what cannot be read is refused here
+    parts = (
+        (data.train_data_path, "--train-data-path"),
+        (data.valid_data_path, "--valid-data-path"),
+        (data.test_data_path, "--test-data-path"),
+    )
+    given = [flag for words, flag in parts if words]
+    if given and data.data_path:
+        raise UserError(f"--data-path and {given[0]} exclude each other; leave one of them out")
+    if given and not data.train_data_path and not skip_train:
+        raise UserError(f"{given[0]} without --train-data-path leaves nothing to train on; add --train-data-path")
+
+
+def check_data_given(data: DataConfig) -> None:
+    """Raise UserError when no dataset is given. `resolve` does not ask: not every program reads one."""
+    if not (data.data_path or data.train_data_path or data.valid_data_path or data.test_data_path):
+        raise UserError(
+            "no dataset: give its prefix (without .bin or .idx) with --data-path, or with --train-data-path, "
+            "--valid-data-path and --test-data-path"
+        )

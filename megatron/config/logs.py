@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.base.errors import UserError
 from megatron.base.option import derived, option
+from megatron.config.parallel import ParallelConfig
 
 _OF_ONE = "only the last rank writes it"
 
@@ -107,3 +109,24 @@ class LoggingConfig:
         "A progress bar: only on a terminal (auto), always or never.",
         may_differ=_OF_ONE,
     )
+
+
+def check_logs(logging: LoggingConfig, parallel: ParallelConfig) -> None:
+    """Raise UserError for a trace of nothing, and for records of gradients that cannot be written."""
+    start, end = logging.profile_step_start, logging.profile_step_end
+    if end <= start:
+        raise UserError(
+            f"--profile-step-end {end} must be greater than --profile-step-start {start}; use {start + 2} for a trace "
+            "of two iterations"
+        )
+    if logging.log_gradients and logging.log_json_file is None:
+        raise UserError("--log-gradients writes to --log-json-file FILE; add it or leave --log-gradients out")
+    if logging.log_gradients_bins and not logging.log_gradients:
+        raise UserError(
+            f"--log-gradients-bins {logging.log_gradients_bins} is for the records of --log-gradients; add it"
+        )
+    if logging.log_gradients and parallel.use_distributed_optimizer:
+        raise UserError(
+            "--log-gradients looks at whole gradients, of which --use-distributed-optimizer leaves each rank a share; "
+            "leave one of them out"
+        )

@@ -11,10 +11,13 @@ from megatron.base.fields import check_fields
 from megatron.base.option import field_options, is_unset
 from megatron.config.check_compression import check_compression
 from megatron.config.check_model import check_model, check_vocabulary
-from megatron.config.check_outputs import check_data, check_outputs
 from megatron.config.check_parallel import check_layout, check_parallel
 from megatron.config.check_training import check_batches, check_length, check_schedules
+from megatron.config.checkpoint import check_checkpoint
+from megatron.config.data import check_data
+from megatron.config.logs import check_logs
 from megatron.config.run import RunConfig, run_sections
+from megatron.config.tokenizer import check_tokenizer
 
 Note = Callable[[str], None]
 
@@ -50,8 +53,10 @@ def resolve_run(config: RunConfig, world_size: int, *, cuda_available: bool, not
     check_parallel(config, cuda_available)
     check_batches(config, world_size)
     check_schedules(config)
-    check_data(config)
-    check_outputs(config)
+    check_data(config.data, skip_train=config.validation.skip_train)
+    check_tokenizer(config.tokenizer)
+    check_logs(config.logging, config.parallel)
+    check_checkpoint(config.checkpoint)
     check_compression(config, world_size, note)
     return config
 

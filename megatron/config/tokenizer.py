@@ -5,8 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megatron.base.errors import UserError
 from megatron.base.numerals import MOST
 from megatron.base.option import derived, option
+
+# The files that each tokenizer cannot do without.
+_NEEDS: dict[str, tuple[str, ...]] = {
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
+    "HFTokenizer": ("tokenizer_model",),
+    "NullTokenizer": ("vocab_size",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,3 +86,13 @@ class TokenizerConfig:
         if self.tokenizer_type is None and self.vocab_file is not None and self.merge_file is not None:
             return replace(self, tokenizer_type="GPT2BPETokenizer")
         return self
+
+
+def check_tokenizer(tokenizer: TokenizerConfig) -> None:
+    """Raise UserError for a tokenizer without the files it needs."""
+    kind = tokenizer.tokenizer_type
+    if kind is None:
+        return
+    missing = [f"--{name.replace('_', '-')}" for name in _NEEDS[kind] if getattr(tokenizer, name) is None]
+    if missing:
+        raise UserError(f"--tokenizer-type {kind} needs {' and '.join(missing)}; add what is missing")

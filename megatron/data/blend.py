@@ -6,6 +6,7 @@ arrays. `LazyBlend` keeps shares at least as well without any array.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import UserError
-from megatron.config.check_outputs import LEAST_WEIGHT, MOST_WEIGHT
 from megatron.data.cache import Arrays, cached_arrays, check_room
 
 # Above this many draws the greedy choice runs over many stretches at once; both give the same arrays.
@@ -33,39 +33,6 @@ class Blend(Protocol):
         """(dataset, number of the draw among those of that dataset)."""
 
 
-def parse_blend(values: list[str], flag: str) -> tuple[list[float] | None, list[str]]:
-    """Read `[path]`, `[path path ...]` or `[weight path weight path ...]`.
-
-    Returns:
-        (weights, paths); the weights are None when none are given.
-
-    Raises:
-        UserError: mixed forms, or a weight that is not a positive number. Names the flag.
-    """
-    if not values:
-        raise UserError(f"--{flag} needs a path, or pairs of a weight and a path")
-    numbers = [_number(value) for value in values]
-    if not any(number is not None for number in numbers[::2]):
-        return None, list(values)
-    if len(values) % 2 or any(number is None for number in numbers[::2]):
-        raise UserError(f"--{flag} {' '.join(values)}: give one path, several, or a weight before each (0.3 A 0.7 B)")
-    weights = [number for number in numbers[::2] if number is not None]
-    for weight in weights:
-        if not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
-            raise UserError(
-                f"--{flag}: the weight {weight:g} must be a positive number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}; "
-                "leave a path out to drop it"
-            )
-    return weights, list(values[1::2])
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text) if text.isascii() else None
-    except ValueError:
-        return None
-
-
 class LazyBlend:
     """Draws spread over the datasets by a fixed rule of O(log D) integer steps for each draw.
 
@@ -81,7 +48,7 @@ class LazyBlend:
         num_samples: draws.
     """
 
-    def __init__(self, weights: list[float], num_samples: int) -> None:
+    def __init__(self, weights: Sequence[float], num_samples: int) -> None:
         self._weights = [Fraction(weight) for weight in weights]
         self._num_samples = num_samples
         prefix = [Fraction(0)]
@@ -144,7 +111,7 @@ class MegatronBlend:
         cache_path: folder that keeps the arrays, or None.
     """
 
-    def __init__(self, weights: list[float], num_samples: int, cache_path: str | Path | None = None) -> None:
+    def __init__(self, weights: Sequence[float], num_samples: int, cache_path: str | Path | None = None) -> None:
         if len(weights) > np.iinfo(np.int16).max:
             raise UserError(f"a blend of {len(weights)} datasets: --sample-order megatron takes at most 32,767")
         shares = normalize(weights)
@@ -162,7 +129,7 @@ class MegatronBlend:
         return int(self.dataset_index[index]), int(self.dataset_sample_index[index])
 
 
-def normalize(weights: list[float]) -> list[float]:
+def normalize(weights: Sequence[float]) -> list[float]:
     """Weights over their sum, in the float64 arithmetic that megatron-core uses."""
     array = np.array(weights, dtype=np.float64)
     shares: list[float] = (array / np.sum(array)).tolist()

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.base.errors import UserError
-from megatron.config.check_outputs import MOST_WEIGHT
-from megatron.config.data import DataConfig
+from megatron.config.data import DataConfig, DatasetBlend, check_data, check_data_given
 from megatron.data.batch import CollateOptions
-from megatron.data.blend import LazyBlend, MegatronBlend, normalize, parse_blend
+from megatron.data.blend import LazyBlend, MegatronBlend, normalize
 from megatron.data.fixed_order import FixedOrder
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset
 from megatron.data.gpt_index import Documents, LazyOrder, MegatronOrder
@@ -68,19 +67,12 @@ def build_datasets(
         vocab_size=vocab_size if check_tokens else None,
         opened={},
     )
-    separate = (data.train_data_path, data.valid_data_path, data.test_data_path)
-    if data.data_path and any(separate):
-        raise UserError("--data-path and --train/valid/test-data-path exclude each other: keep one of the two")
-    if data.data_path:
-        weights, paths = parse_blend(data.data_path, "data-path")
-        parts = [builder.part(weights, paths, number, parse_split(data.split)[number]) for number in range(3)]
-    elif any(separate):
-        parts = []
-        for number, values in enumerate(separate):
-            weights, paths = parse_blend(values, f"{SPLIT_NAMES[number]}-data-path") if values else (None, [])
-            parts.append(builder.part(weights, paths, number, (0.0, 1.0)))
+    check_data_given(data)
+    check_data(data, skip_train=True)
+    if data.blend is not None:
+        parts = [builder.part(data.blend, number, bounds) for number, bounds in enumerate(split_bounds(data.shares))]
     else:
-        raise UserError("no data: give --data-path, or --train-data-path, --valid-data-path and --test-data-path")
+        parts = [builder.part(blend, number, (0.0, 1.0)) for number, blend in enumerate(data.separate_blends)]
     samples = train_valid_test_num_samples
     train, valid, test = (
         None if part is None else builder.dataset(part, samples[number]) for number, part in enumerate(parts)
@@ -88,23 +80,14 @@ def build_datasets(
     return train, valid, test
 
 
-def parse_split(text: str) -> list[tuple[float, float] | None]:
-    """Read `--split`: up to three shares of any sum, as the bounds (from, to) of each in [0, 1].
+def split_bounds(shares: Sequence[float]) -> list[tuple[float, float] | None]:
+    """The bounds (from, to) of each share in [0, 1]; None for a share of 0.
 
-    A share of 0 is None. Megatron's rule: bounds are running sums of the normalized shares.
-
-    Raises:
-        UserError: not up to three numbers, a negative one, or all zero.
+    Megatron's rule: bounds are running sums of the normalized shares.
     """
-    try:
-        shares = [float(part) for part in text.replace("/", ",").split(",")]
-    except ValueError:
-        shares = []
-    if not 1 <= len(shares) <= 3 or not all(0 <= share <= MOST_WEIGHT for share in shares) or not any(shares):
-        raise UserError(f"--split {text}: give up to three shares such as 969,30,1, not negative and not all 0")
     bounds: list[tuple[float, float] | None] = []
     start = 0.0
-    for share in normalize(shares + [0.0] * (3 - len(shares))):
+    for share in normalize(shares):
         bounds.append((start, start + share) if share > 0 else None)
         start += share
     return bounds
@@ -115,7 +98,7 @@ class _Part:
     """The documents of one split: of each path, with the weights that the user gave."""
 
     number: int
-    weights: list[float] | None
+    weights: Sequence[float] | None
     sources: list[tuple[IndexedDataset, Documents]]
 
 
@@ -128,14 +111,12 @@ class _Builder:
     vocab_size: int | None
     opened: dict[str, IndexedDataset]
 
-    def part(
-        self, weights: list[float] | None, paths: list[str], number: int, bounds: tuple[float, float] | None
-    ) -> _Part | None:
+    def part(self, blend: DatasetBlend | None, number: int, bounds: tuple[float, float] | None) -> _Part | None:
         """The documents between `bounds` of every path; None when there are none."""
-        if bounds is None or not paths:
+        if bounds is None or blend is None:
             return None
         sources = []
-        for path in paths:
+        for path in blend.paths:
             indexed = self._open(path)
             # Megatron splits by sequence and rounds halves to even.
             begin, end = (round(bound * float(len(indexed))) for bound in bounds)
@@ -143,7 +124,7 @@ class _Builder:
             sources.append((indexed, Documents(indexed.lengths[begin:end], begin, name)))
         empty = [documents.name for _, documents in sources if not documents.lengths.any()]
         if not empty:
-            return _Part(number, weights, sources)
+            return _Part(number, blend.weights, sources)
         if number != 0 and len(empty) == len(sources):
             return None
         raise UserError(f"{empty[0]}: --split {self.data.split} leaves it no tokens. Give it more documents or share")

@@ -14,7 +14,7 @@ import megatron
 from megatron.base.option import FieldOption, field_options
 from megatron.base.regular import contents
 from megatron.compression.plugins import ENTRY_POINTS
-from megatron.config.check_outputs import parse_blend
+from megatron.config.data import DatasetBlend, parse_blend
 from megatron.data.indexed import dataset_files
 from megatron.training.meeting import Identity
 
@@ -60,9 +60,10 @@ def _flags(sections: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         given = [word for word in words if word is not None]
         yield f"the number of words of --{flag}", str(len(given))
         if kind == "blend":
-            for number, (weight, prefix) in enumerate(parse_blend(given, f"--{flag}") if given else ()):
+            blend = parse_blend(given, f"--{flag}") or DatasetBlend(())
+            for number, prefix in enumerate(blend.paths):
                 where = f"dataset {number + 1} of --{flag}"
-                yield f"the weight of {where}", f"{weight:g}"
+                yield f"the weight of {where}", f"{blend.weights[number]:g}" if blend.weights else "not given"
                 for path in dataset_files(prefix):
                     yield f"the {path.suffix} file of {where}", contents(path)
         else:

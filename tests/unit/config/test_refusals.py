@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from megatron.config import RunConfig, UserError, check_data_given, parse_args
+from megatron.config import RunConfig, UserError, parse_args
+from megatron.config.data import check_data_given
 
 PP2 = "--pipeline-model-parallel-size 2"
 
@@ -194,8 +195,8 @@ BY_ITERATIONS = [
     ("--split a,b", 1, ["--split a,b"]),
     ("--split=-1,2", 1, ["--split -1,2"]),
     ("--split 0,0,0", 1, ["--split 0,0,0", "sum to 0"]),
-    ("--data-path a b c", 1, ["--data-path", "3 words"]),
-    ("--data-path a b", 1, ["--data-path", "'a' is not a weight"]),
+    ("--data-path 0.5 a b", 1, ["--data-path", "3 words are not pairs of a weight and a path"]),
+    ("--data-path 0.5 a x b", 1, ["--data-path", "'x' is not a weight"]),
     ("--data-path=-1 --data-path 0 a 0 b", 1, ["--data-path", "positive", "leave a path out"]),
     ("--train-data-path nan a 1 b", 1, ["--train-data-path", "the weight nan of a"]),
     ("--data-path a --train-data-path b", 1, ["--data-path", "--train-data-path"]),
@@ -355,8 +356,8 @@ def test_values_set_in_code_are_checked_too(by_iterations: list[str]) -> None:
 def test_a_run_without_a_dataset_is_refused_where_one_is_needed(by_iterations: list[str]) -> None:
     config = parse_args(by_iterations).resolve(1)
     with pytest.raises(UserError, match="--data-path"):
-        check_data_given(config)
-    check_data_given(parse_args([*by_iterations, "--train-data-path", "a"]).resolve(1))
+        check_data_given(config.data)
+    check_data_given(parse_args([*by_iterations, "--train-data-path", "a"]).resolve(1).data)
 
 
 def test_each_accepted_neighbour_resolves(by_iterations: list[str]) -> None:
@@ -376,6 +377,7 @@ def test_each_accepted_neighbour_resolves(by_iterations: list[str]) -> None:
         ("--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.1", 1),
         ("--DDP-impl torch", 4),
         ("--valid-data-path b --skip-train", 1),
+        ("--data-path a b", 1),
         ("--tokenizer-type NullTokenizer", 1),
         ("--compress dp-grad=none --compress embedding=identity", 1),
     ):

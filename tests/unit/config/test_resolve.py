@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron.config import ModelConfig, ParallelConfig, PrecisionConfig, RunConfig, UserError, parse_args
-from megatron.config.check_outputs import parse_blend, parse_split
 from megatron.config.check_training import batch_sizes
 
 JUPITER = """
@@ -199,12 +198,3 @@ def test_data_parallel_size() -> None:
     assert parallel.data_parallel_size(12) == 2
     with pytest.raises(UserError, match="does not divide the 8 processes"):
         parallel.data_parallel_size(8)
-
-
-def test_split_and_blend_are_normalised() -> None:
-    assert parse_split("7,3,0") == (0.7, 0.3, 0.0)
-    assert parse_split("1") == (1.0, 0.0, 0.0)
-    assert parse_split("98/2") == (0.98, 0.02, 0.0)
-    assert parse_blend(["p"], "--data-path") == [(1.0, "p")]
-    assert parse_blend(["0.5", "a", "2", "b"], "--data-path") == [(0.5, "a"), (2.0, "b")]
-    assert parse_blend([], "--data-path") == []

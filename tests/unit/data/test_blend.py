@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.base.errors import UserError
-from megatron.data.blend import LazyBlend, MegatronBlend, greedy_blend, normalize, parse_blend
+from megatron.data.blend import LazyBlend, MegatronBlend, greedy_blend, normalize
 
 WEIGHTS = st.lists(st.floats(0.001, 100), min_size=1, max_size=9)
 
@@ -64,18 +63,3 @@ def test_megatron_blend_numbers_the_draws_of_each_dataset() -> None:
         assert number == seen[dataset]
         seen[dataset] += 1
     assert seen == [300, 100, 100]
-
-
-def test_parse_blend() -> None:
-    assert parse_blend(["a"], "data-path") == (None, ["a"])
-    assert parse_blend(["a", "b"], "data-path") == (None, ["a", "b"])
-    assert parse_blend(["0.3", "a", "7e-1", "b"], "data-path") == ([0.3, 0.7], ["a", "b"])
-    assert parse_blend(["1", "a"], "data-path") == ([1.0], ["a"])
-
-
-@pytest.mark.parametrize(
-    "values", [["0.3", "a", "b"], ["0.3", "a", "b", "c"], ["0.3"], ["0", "a"], ["-1", "a"], ["nan", "a"]]
-)
-def test_blends_that_make_no_sense_are_refused(values: list[str]) -> None:
-    with pytest.raises(UserError, match="--data-path"):
-        parse_blend(values, "data-path")
