@@ -1,9 +1,12 @@
-"""Words of users: how names are compared, the known name nearest to a misspelt one, texts cut for messages."""
+"""Words of and for users: how names are compared, the known name nearest to a misspelt one, texts cut for messages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+Note = Callable[[str], None]
+"""Takes a line that tells the user what was decided, or what has no effect."""
 
 
 def spell(name: str) -> str:

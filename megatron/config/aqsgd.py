@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option
+from megatron.base.words import Note
 from megatron.config.shortcuts import Explicit
-from megatron.config.translation import Given, Note, settle
+from megatron.config.translation import Given, settle
 
 SECTION = "aqsgd"
 _TASKS = ("wikitext", "arxiv21")

@@ -8,10 +8,10 @@ from megatron.base.errors import UserError
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import Spec
-from megatron.config.run import RunConfig
+from megatron.config.compression import Run
 
 
-def check_compression(config: RunConfig, world_size: int, note: Callable[[str], None]) -> None:
+def check_compression(config: Run, world_size: int, note: Callable[[str], None]) -> None:
     """Raises UserError for a compressor that cannot work in this run; notes one that has nothing to do."""
     specs = config.compression.specs(RunLength(config.training.planned_iters))
     flags = {name: value for section in config.to_dict().values() for name, value in section.items()}
@@ -34,7 +34,7 @@ def check_compression(config: RunConfig, world_size: int, note: Callable[[str], 
             _check_tensor(config, spec, where)
 
 
-def _check_probe(config: RunConfig, specs: Mapping[Point, Spec]) -> None:
+def _check_probe(config: Run, specs: Mapping[Point, Spec]) -> None:
     spec = specs.get(Point.PP_BWD)
     if not config.logging.check_orth_error_acti:
         return
@@ -47,7 +47,7 @@ def _check_probe(config: RunConfig, specs: Mapping[Point, Spec]) -> None:
         raise UserError("--check-orth-error-acti: looks at all micro-batches; leave when=epilogue out")
 
 
-def _nothing_to_do(config: RunConfig, world_size: int, point: Point) -> str:
+def _nothing_to_do(config: Run, world_size: int, point: Point) -> str:
     """Why a point has no traffic in this run; empty when it has."""
     parallel = config.parallel
     if point in (Point.PP_FWD, Point.PP_BWD) and parallel.pipeline_model_parallel_size == 1:
@@ -67,7 +67,7 @@ def _nothing_to_do(config: RunConfig, world_size: int, point: Point) -> str:
     return ""
 
 
-def _check_stages(config: RunConfig, spec: Spec, where: str, note: Callable[[str], None]) -> None:
+def _check_stages(config: Run, spec: Spec, where: str, note: Callable[[str], None]) -> None:
     stages = config.parallel.pipeline_model_parallel_size
     for count, which in ((spec.activation.first_stages, "first"), (spec.activation.last_stages, "last")):
         if count is not None and stages == 1:
@@ -79,7 +79,7 @@ def _check_stages(config: RunConfig, spec: Spec, where: str, note: Callable[[str
             )
 
 
-def _check_rank(config: RunConfig, spec: Spec, where: str) -> None:
+def _check_rank(config: Run, spec: Spec, where: str) -> None:
     """Every matrix that is reduced or sent is as wide as the model on one of its sides."""
     rank = max((getattr(options, "rank", 0) for options in spec.variants()), default=0)
     hidden = config.model.hidden_size
@@ -90,7 +90,7 @@ def _check_rank(config: RunConfig, spec: Spec, where: str) -> None:
         )
 
 
-def _check_embedding(config: RunConfig, spec: Spec, where: str) -> None:
+def _check_embedding(config: Run, spec: Spec, where: str) -> None:
     compressed = spec.fused or not spec.identity
     if compressed and config.parallel.use_distributed_optimizer:
         raise UserError(
@@ -101,7 +101,7 @@ def _check_embedding(config: RunConfig, spec: Spec, where: str) -> None:
         raise UserError(f"{where}: --DDP-impl torch reduces the embedding itself; use --DDP-impl local")
 
 
-def _check_tensor(config: RunConfig, spec: Spec, where: str) -> None:
+def _check_tensor(config: Run, spec: Spec, where: str) -> None:
     if config.parallel.sequence_parallel and spec.registration.codec is None:
         raise UserError(
             f"{where}: --sequence-parallel gathers activations, which {spec.name} cannot carry; use fixpoint"

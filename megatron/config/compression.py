@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.base.option import option
+from megatron.config.logs import LoggingConfig
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.training import TrainingConfig
 
 if TYPE_CHECKING:  # the compressors import torch, which reading flags does without
     from megatron.compression.points import Point
@@ -48,3 +52,28 @@ class CompressionConfig:
         if self.eval_compressed:
             return {point: spec.in_evaluation() for point, spec in specs.items()}
         return specs
+
+
+class Run(Protocol):
+    """What the checks of compressors look at: a RunConfig, which this file is too far below to import."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+
+    @property
+    def parallel(self) -> ParallelConfig: ...
+
+    @property
+    def training(self) -> TrainingConfig: ...
+
+    @property
+    def logging(self) -> LoggingConfig: ...
+
+    @property
+    def compression(self) -> CompressionConfig: ...
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Number of data-parallel replicas among `world_size` processes."""
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """All sections as dictionaries of plain types."""

@@ -11,8 +11,9 @@ from megatron.base.documents import read_json
 from megatron.base.errors import UserError
 from megatron.base.kinds import Kind
 from megatron.base.option import derived
+from megatron.base.words import Note
 from megatron.config.shortcuts import Explicit
-from megatron.config.translation import Given, Note, settle
+from megatron.config.translation import Given, settle
 
 SECTION = "deepspeed"
 

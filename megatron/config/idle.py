@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from megatron.base.option import field_options
-from megatron.config.check_parallel import why_not_compiled
 from megatron.config.run import RunConfig, run_sections
+from megatron.config.training import why_not_compiled
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,10 @@ RULES: Sequence[Idle] = (
         ("training.compile",),
         lambda config, _: (
             config.training.compile == "off"
-            and (config.parallel.distributed_backend != "nccl" or why_not_compiled(config) is not None)
+            and (
+                config.parallel.distributed_backend != "nccl"
+                or why_not_compiled(config.training, config.parallel, config.model) is not None
+            )
         ),
         "layers are compiled by themselves only on CUDA, with one tensor-parallel rank",
     ),

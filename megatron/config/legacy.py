@@ -8,8 +8,9 @@ from typing import Literal
 
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option
+from megatron.base.words import Note
 from megatron.config.shortcuts import Explicit
-from megatron.config.translation import Given, Note, flag
+from megatron.config.translation import Given, flag
 
 
 @dataclass(frozen=True, kw_only=True)

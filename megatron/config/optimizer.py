@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron.base.option import derived, option, required
+from megatron.base.errors import UserError
+from megatron.base.option import derived, is_unset, option, required
+from megatron.base.words import Note
+from megatron.config.training import TrainingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,3 +73,114 @@ class OptimizerConfig:
     )
     use_new_lr: bool = option(False, "On resuming, take --lr from the flags whatever the checkpoint says.")
     use_new_min_lr: bool = option(False, "On resuming, take --min-lr from the flags whatever the checkpoint says.")
+
+
+def check_length(training: TrainingConfig, optimizer: OptimizerConfig) -> None:
+    """Raise UserError when the run is counted in iterations and in samples, or makes no step at all."""
+    if training.train_iters is not None and training.train_samples is not None:
+        raise UserError("--train-iters and --train-samples exclude each other; leave one of them out")
+    if training.train_iters is not None:
+        foreign = (
+            (training.rampup_batch_size is not None, "--rampup-batch-size"),
+            (optimizer.lr_decay_samples is not None, "--lr-decay-samples"),
+            (optimizer.lr_warmup_samples != 0, "--lr-warmup-samples"),
+        )
+        for given, flag in foreign:
+            if given:
+                raise UserError(
+                    f"{flag} needs a run counted in samples, but --train-iters is given; use "
+                    f"--train-samples, or {_in_iterations(flag)}"
+                )
+        return
+    for given, flag in (
+        (optimizer.lr_decay_iters is not None, "--lr-decay-iters"),
+        (optimizer.lr_warmup_iters != 0, "--lr-warmup-iters"),
+    ):
+        if given:
+            raise UserError(
+                f"{flag} needs a run counted in iterations, but --train-samples is given; use "
+                f"{flag.replace('iters', 'samples')}"
+            )
+
+
+def _in_iterations(flag: str) -> str:
+    return flag.replace("samples", "iters") if "samples" in flag else "leave it out"
+
+
+def resolve_optimizer(
+    optimizer: OptimizerConfig, training: TrainingConfig, seq_length: int, note: Note
+) -> OptimizerConfig:
+    """The same with the schedules' lengths filled. Raises UserError where they contradict the run's."""
+    for tokens_name, samples_name, unset in (
+        ("lr_decay_tokens", "lr_decay_samples", None),
+        ("lr_warmup_tokens", "lr_warmup_samples", 0),
+    ):
+        tokens = getattr(optimizer, tokens_name)
+        if tokens is None:
+            continue
+        flag, other = f"--{tokens_name.replace('_', '-')}", f"--{samples_name.replace('_', '-')}"
+        if training.train_samples is None:
+            raise UserError(f"{flag} needs a run counted in samples; give --train-samples or {_iters(other)}")
+        whole = tokens // seq_length
+        if getattr(optimizer, samples_name) not in (unset, whole):
+            raise UserError(f"{flag} and {other} exclude each other; leave one of them out")
+        note(f"{flag} {tokens} is taken as {whole} samples of {seq_length} tokens")
+        optimizer = replace(optimizer, **{samples_name: whole})
+    if training.train_iters is not None and optimizer.lr_decay_iters is None:
+        optimizer = replace(optimizer, lr_decay_iters=training.train_iters)
+    if training.train_samples is not None and optimizer.lr_decay_samples is None:
+        optimizer = replace(optimizer, lr_decay_samples=training.train_samples)
+    if optimizer.weight_decay_incr_style == "constant":
+        for value, flag in (
+            (optimizer.start_weight_decay, "--start-weight-decay"),
+            (optimizer.end_weight_decay, "--end-weight-decay"),
+        ):
+            if value not in (None, optimizer.weight_decay):
+                raise UserError(f"{flag} needs a growing weight decay; add --weight-decay-incr-style linear or cosine")
+        optimizer = replace(
+            optimizer, start_weight_decay=optimizer.weight_decay, end_weight_decay=optimizer.weight_decay
+        )
+    return optimizer
+
+
+def _iters(samples_flag: str) -> str:
+    return samples_flag.replace("samples", "iters")
+
+
+def check_schedules(optimizer: OptimizerConfig) -> None:
+    """Raise UserError for learning-rate and weight-decay schedules that contradict themselves."""
+    if optimizer.min_lr > optimizer.lr:
+        raise UserError(f"--min-lr {optimizer.min_lr:g} is above --lr {optimizer.lr:g}; lower it")
+    if optimizer.lr_warmup_fraction is not None:
+        for value, flag in (
+            (optimizer.lr_warmup_iters, "--lr-warmup-iters"),
+            (optimizer.lr_warmup_samples, "--lr-warmup-samples"),
+            (optimizer.lr_warmup_tokens or 0, "--lr-warmup-tokens"),
+        ):
+            if value != 0:
+                raise UserError(f"--lr-warmup-fraction and {flag} exclude each other; leave one of them out")
+    for unit, warmup, decay in (
+        ("iters", optimizer.lr_warmup_iters, optimizer.lr_decay_iters),
+        ("samples", optimizer.lr_warmup_samples, optimizer.lr_decay_samples),
+    ):
+        if decay is not None and warmup >= decay:
+            raise UserError(
+                f"--lr-warmup-{unit} {warmup} is not less than --lr-decay-{unit} {decay} (which defaults to "
+                "the run's length); warm up for less or decay for longer"
+            )
+    if optimizer.weight_decay_incr_style != "constant":
+        start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+        if is_unset(start) or is_unset(end):
+            raise UserError(
+                f"--weight-decay-incr-style {optimizer.weight_decay_incr_style} needs --start-weight-decay "
+                "and --end-weight-decay; add them"
+            )
+        if end < start:
+            raise UserError(
+                f"--end-weight-decay {end:g} is below --start-weight-decay {start:g}; weight decay can only grow"
+            )
+    if optimizer.override_opt_param_scheduler and optimizer.use_checkpoint_opt_param_scheduler:
+        raise UserError(
+            "--override-opt-param-scheduler and --use-checkpoint-opt-param-scheduler exclude each other; "
+            "leave one of them out"
+        )

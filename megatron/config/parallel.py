@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.base.errors import UserError
-from megatron.base.option import derived, option
+from megatron.base.option import derived, is_unset, option
+from megatron.base.words import Note
+from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
 
 MOST_PROCESSES = 1 << 20
 MOST_MINUTES = 60 * 24 * 366
@@ -112,3 +115,110 @@ class ParallelConfig:
                 f"{tensor * pipeline} processes or lower one of the two"
             )
         return world_size // (tensor * pipeline)
+
+
+def resolve_parallel(
+    parallel: ParallelConfig, model: ModelConfig, precision: PrecisionConfig, cuda_available: bool, note: Note
+) -> ParallelConfig:
+    """The same with every derived value filled. Raises UserError where one cannot be."""
+    if precision.bf16 and not parallel.accumulate_allreduce_grads_in_fp32:
+        if parallel.ddp_impl == "torch":
+            raise UserError(
+                "--DDP-impl torch cannot accumulate gradients in fp32, which --bf16 needs; use --DDP-impl local"
+            )
+        note("--bf16 turns --accumulate-allreduce-grads-in-fp32 on")
+        parallel = replace(parallel, accumulate_allreduce_grads_in_fp32=True)
+    if is_unset(parallel.distributed_backend):
+        parallel = replace(parallel, distributed_backend="nccl" if cuda_available else "gloo")
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        note("--sequence-parallel: no effect, there is one tensor-parallel rank")
+        parallel = replace(parallel, sequence_parallel=False)
+    layers_per_stage = model.num_layers // parallel.pipeline_model_parallel_size
+    per_chunk = parallel.num_layers_per_virtual_pipeline_stage
+    chunks = parallel.virtual_pipeline_model_parallel_size
+    if per_chunk is not None:
+        if layers_per_stage % per_chunk != 0:
+            raise UserError(
+                f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not divide the {layers_per_stage} "
+                "layers of a pipeline stage (--num-layers / --pipeline-model-parallel-size); choose a divisor"
+            )
+        if chunks is not None and chunks != layers_per_stage // per_chunk:
+            raise UserError(
+                f"--num-layers-per-virtual-pipeline-stage {per_chunk} makes {layers_per_stage // per_chunk} "
+                f"chunks, not --virtual-pipeline-model-parallel-size {chunks}; give only one of them"
+            )
+        parallel = replace(parallel, virtual_pipeline_model_parallel_size=layers_per_stage // per_chunk)
+    elif chunks is not None:
+        if layers_per_stage % chunks != 0:
+            raise UserError(
+                f"--virtual-pipeline-model-parallel-size {chunks} does not divide the {layers_per_stage} "
+                "layers of a pipeline stage (--num-layers / --pipeline-model-parallel-size); choose a divisor"
+            )
+        parallel = replace(parallel, num_layers_per_virtual_pipeline_stage=layers_per_stage // chunks)
+    return parallel
+
+
+def check_layout(parallel: ParallelConfig, model: ModelConfig, world_size: int) -> None:
+    """Raise UserError when processes, layers, heads or the sequence cannot be divided as asked."""
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    parallel.data_parallel_size(world_size)
+    for size, flag in (
+        (model.num_attention_heads, "--num-attention-heads"),
+        (model.num_query_groups, "--num-query-groups"),
+        (model.ffn_hidden_size, "--ffn-hidden-size"),
+    ):
+        if size % tensor != 0:
+            raise UserError(
+                f"{flag} {size} is not a multiple of --tensor-model-parallel-size {tensor}; change one of them"
+            )
+    if model.num_layers % pipeline != 0:
+        raise UserError(
+            f"--num-layers {model.num_layers} is not a multiple of --pipeline-model-parallel-size "
+            f"{pipeline}; change one of them"
+        )
+    if parallel.sequence_parallel and model.seq_length % tensor != 0:
+        raise UserError(
+            f"--sequence-parallel: --seq-length {model.seq_length} is not a multiple of "
+            f"--tensor-model-parallel-size {tensor}; change one of them"
+        )
+
+
+def check_parallel(parallel: ParallelConfig, cuda_available: bool) -> None:
+    """Raise UserError for a backend or a schedule that cannot be. Expects derived values to be filled."""
+    if parallel.distributed_backend == "nccl" and not cuda_available:
+        raise UserError("--distributed-backend nccl needs CUDA, which is not there; use --distributed-backend gloo")
+    _check_interleaving(parallel)
+
+
+def _check_interleaving(parallel: ParallelConfig) -> None:
+    chunks, stages = parallel.virtual_pipeline_model_parallel_size, parallel.pipeline_model_parallel_size
+    if chunks is None:
+        return
+    flag = (
+        f"--num-layers-per-virtual-pipeline-stage {parallel.num_layers_per_virtual_pipeline_stage} "
+        f"(--virtual-pipeline-model-parallel-size {chunks})"
+    )
+    if stages < 2:
+        raise UserError(f"{flag} needs --pipeline-model-parallel-size of at least 2; raise it or leave the flag out")
+    if parallel.pipeline_schedule != "1f1b":
+        raise UserError(
+            f"{flag} needs --pipeline-schedule 1f1b, not {parallel.pipeline_schedule}; change it or leave the flag out"
+        )
+    if chunks < 2:
+        raise UserError(f"{flag} leaves one chunk in each stage; choose fewer layers or leave the flag out")
+
+
+def check_torch_ddp(parallel: ParallelConfig, precision: PrecisionConfig) -> None:
+    """Raise UserError for what --DDP-impl torch cannot do."""
+    if parallel.ddp_impl != "torch":
+        return
+    contradictions = (
+        (parallel.pipeline_model_parallel_size > 1, "--pipeline-model-parallel-size above 1"),
+        (parallel.accumulate_allreduce_grads_in_fp32, "--accumulate-allreduce-grads-in-fp32"),
+        (parallel.use_distributed_optimizer, "--use-distributed-optimizer"),
+        (precision.fp16, "--fp16"),
+        (precision.bf16, "--bf16"),
+    )
+    for holds, what in contradictions:
+        if holds:
+            raise UserError(f"--DDP-impl torch does not go with {what}; use --DDP-impl local")

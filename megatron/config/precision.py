@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron.base.errors import UserError
 from megatron.base.option import derived, option
 
 if TYPE_CHECKING:
@@ -40,3 +41,21 @@ class PrecisionConfig:
         if self.bf16:
             return torch.bfloat16
         return torch.float64 if self.fp64 else torch.float32
+
+
+def check_precision(precision: PrecisionConfig, accumulates_in_fp32: bool) -> None:
+    """Raise UserError for number formats and loss scales that contradict each other."""
+    formats = [
+        flag for flag, on in (("--fp16", precision.fp16), ("--bf16", precision.bf16), ("--fp64", precision.fp64)) if on
+    ]
+    if len(formats) > 1:
+        raise UserError(f"{' and '.join(formats)} exclude each other; keep one number format")
+    if precision.fp64 and accumulates_in_fp32:
+        raise UserError("--fp64 and --accumulate-allreduce-grads-in-fp32 exclude each other; leave the latter out")
+    if precision.loss_scale is not None and not precision.fp16:
+        raise UserError("--loss-scale is for --fp16 only; leave it out or add --fp16")
+    if precision.min_loss_scale > precision.initial_loss_scale:
+        raise UserError(
+            f"--min-loss-scale {precision.min_loss_scale:g} is above --initial-loss-scale "
+            f"{precision.initial_loss_scale:g}; lower the former"
+        )

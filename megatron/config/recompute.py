@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from megatron.base.errors import UserError
 from megatron.base.option import derived, option
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,3 +31,33 @@ class RecomputeConfig:
         minimum=1,
         aliases=("checkpoint-num-layers", "activations-checkpoint-num-layers"),
     )
+
+
+def resolve_recompute(recompute: RecomputeConfig) -> RecomputeConfig:
+    """The same with the method that --recompute-granularity full implies."""
+    if recompute.recompute_granularity == "full" and recompute.recompute_method is None:
+        return replace(recompute, recompute_method="uniform")
+    return recompute
+
+
+def check_recompute(recompute: RecomputeConfig, parallel: ParallelConfig, model: ModelConfig) -> None:
+    """Raise UserError for settings that need another one, and for more layers than there are."""
+    if recompute.recompute_granularity != "full":
+        if recompute.recompute_method is not None:
+            raise UserError(
+                f"--recompute-method {recompute.recompute_method} needs --recompute-granularity full; add it "
+                "or leave the method out"
+            )
+        if recompute.recompute_num_layers != 1:
+            raise UserError(
+                f"--recompute-num-layers {recompute.recompute_num_layers} needs --recompute-granularity "
+                "full; add it or leave the number out"
+            )
+        return
+    chunks = parallel.virtual_pipeline_model_parallel_size or 1
+    layers = model.num_layers // parallel.pipeline_model_parallel_size // chunks
+    if recompute.recompute_num_layers > layers:
+        raise UserError(
+            f"--recompute-num-layers {recompute.recompute_num_layers} is more than the {layers} layers that "
+            f"a pipeline stage or chunk holds; choose at most {layers}"
+        )

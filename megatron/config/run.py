@@ -1,28 +1,29 @@
-"""RunConfig: all sections of a training run."""
+"""RunConfig: all sections of a training run, and the order in which they are filled and checked."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.base.documents import dump_yaml, parse_yaml, read_yaml
 from megatron.base.errors import UserError
-from megatron.base.fields import section_from_plain, section_to_plain
+from megatron.base.fields import check_fields, section_from_plain, section_to_plain
 from megatron.base.numerals import MOST
-from megatron.base.words import nearest
-from megatron.config.checkpoint import CheckpointConfig
+from megatron.base.option import field_options
+from megatron.base.words import Note, nearest
+from megatron.config.checkpoint import CheckpointConfig, check_checkpoint
 from megatron.config.compression import CompressionConfig
-from megatron.config.data import DataConfig
-from megatron.config.logs import LoggingConfig
-from megatron.config.model import ModelConfig
-from megatron.config.optimizer import OptimizerConfig
-from megatron.config.parallel import ParallelConfig
-from megatron.config.precision import PrecisionConfig
-from megatron.config.recompute import RecomputeConfig
-from megatron.config.tokenizer import TokenizerConfig
-from megatron.config.training import TrainingConfig
+from megatron.config.data import DataConfig, check_data
+from megatron.config.logs import LoggingConfig, check_logs
+from megatron.config.model import ModelConfig, check_model, check_vocabulary, resolve_model
+from megatron.config.optimizer import OptimizerConfig, check_length, check_schedules, resolve_optimizer
+from megatron.config.parallel import ParallelConfig, check_layout, check_parallel, check_torch_ddp, resolve_parallel
+from megatron.config.precision import PrecisionConfig, check_precision
+from megatron.config.recompute import RecomputeConfig, check_recompute, resolve_recompute
+from megatron.config.tokenizer import TokenizerConfig, check_tokenizer
+from megatron.config.training import TrainingConfig, check_batches, check_compile, check_samples, resolve_training
 from megatron.config.validation import ValidationConfig
 
 
@@ -54,9 +55,16 @@ class RunConfig:
         configuration for the same world size changes nothing. Raises UserError, one line that names the
         flags and the fix, for anything impossible or contradictory.
         """
-        from megatron.config.resolve import resolve_run
-
-        return resolve_run(self, world_size, cuda_available=cuda_available, notes=notes)
+        note = _noting(notes)
+        if world_size < 1:
+            raise UserError(f"the world size is {world_size}; start at least one process")
+        given = replace(self, tokenizer=_with_type(self.tokenizer, note))
+        _check_all_required(given)
+        for section in run_sections():
+            check_fields(section, getattr(given, section))
+        run = _fill(given, world_size, cuda_available, note)
+        _check(run, world_size, cuda_available, note)
+        return run
 
     def data_parallel_size(self, world_size: int) -> int:
         """Number of data-parallel replicas among `world_size` processes."""
@@ -105,6 +113,84 @@ class RunConfig:
             lines.append(f"{name}:")
             lines += [f"  {key} {'.' * (46 - len(key))} {_shown(value)}" for key, value in values.items()]
         return "\n".join(lines)
+
+
+def _noting(notes: list[str] | None) -> Note:
+    collected = [] if notes is None else notes
+
+    def note(line: str) -> None:
+        if line not in collected:
+            collected.append(line)
+
+    return note
+
+
+def _with_type(tokenizer: TokenizerConfig, note: Note) -> TokenizerConfig:
+    typed = tokenizer.with_type()
+    if typed != tokenizer:
+        note(f"--vocab-file with --merge-file means --tokenizer-type {typed.tokenizer_type}")
+    return typed
+
+
+def _check_all_required(config: RunConfig) -> None:
+    missing = []
+    for section, cls in run_sections().items():
+        values = getattr(config, section)
+        missing += [
+            f"--{described.flag}"
+            for described in field_options(section, cls)
+            if described.option.required and getattr(values, described.name) is None
+        ]
+    training = config.training
+    if training.train_iters is None and training.train_samples is None and training.train_tokens is None:
+        missing.append("one of --train-iters, --train-samples and --train-tokens")
+    if config.tokenizer.tokenizer_type is None and config.tokenizer.vocab_size is None:
+        missing.append("--tokenizer-type (or --vocab-size)")
+    if missing:
+        raise UserError(f"not given but required: {', '.join(missing)}; add {'it' if len(missing) == 1 else 'them'}")
+
+
+def _fill(given: RunConfig, world_size: int, cuda_available: bool, note: Note) -> RunConfig:
+    """Fills derived values, each section from those before it, and checks what later ones divide by."""
+    precision, tokenizer = given.precision, given.tokenizer
+    model = resolve_model(given.model)
+    check_model(model)
+    check_precision(precision, given.parallel.accumulate_allreduce_grads_in_fp32)
+    check_layout(given.parallel, model, world_size)
+    if tokenizer.vocab_size is not None and tokenizer.tokenizer_type in (None, "NullTokenizer"):
+        end = tokenizer.tokenizer_type is not None  # of documents, which that tokenizer adds
+        check_vocabulary(
+            tokenizer.vocab_size + end, model.make_vocab_size_divisible_by, given.parallel.tensor_model_parallel_size
+        )
+    parallel = resolve_parallel(given.parallel, model, precision, cuda_available, note)
+    training = resolve_training(given.training, model, parallel, world_size, note)
+    check_length(training, given.optimizer)
+    return replace(
+        given,
+        model=model,
+        parallel=parallel,
+        recompute=resolve_recompute(given.recompute),
+        training=training,
+        optimizer=resolve_optimizer(given.optimizer, training, model.seq_length, note),
+    )
+
+
+def _check(run: RunConfig, world_size: int, cuda_available: bool, note: Note) -> None:
+    """Raises UserError for sections that do not go together."""
+    from megatron.config.check_compression import check_compression  # imports torch, which reading flags does without
+
+    check_parallel(run.parallel, cuda_available)
+    check_recompute(run.recompute, run.parallel, run.model)
+    check_compile(run.training, run.parallel, run.model)
+    check_torch_ddp(run.parallel, run.precision)
+    check_batches(run.training, run.parallel, world_size)
+    check_samples(run.training, run.validation)
+    check_schedules(run.optimizer)
+    check_data(run.data, skip_train=run.validation.skip_train)
+    check_tokenizer(run.tokenizer)
+    check_logs(run.logging, run.parallel)
+    check_checkpoint(run.checkpoint)
+    check_compression(run, world_size, note)
 
 
 def _shown(value: Any) -> str:

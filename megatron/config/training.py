@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron.base.option import derived, option, required
+from megatron.base.errors import UserError
+from megatron.base.option import derived, is_unset, option, required
+from megatron.base.words import Note
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.validation import ValidationConfig
+
+MOST_DRAWN = 10**14
+"""Samples, of any data set; with the tokens of each they fit into 64 bits."""
+_MOST_MICRO_BATCHES = 1 << 16
 
 MOST_ITERATIONS = 10**9
 MOST_BATCH = 1 << 20
@@ -107,3 +117,130 @@ class TrainingConfig:
         if self.train_iters is not None or self.train_samples is None or not self.global_batch_size:
             return self.train_iters
         return max(self.train_samples // self.global_batch_size, 1)
+
+
+def resolve_training(
+    training: TrainingConfig, model: ModelConfig, parallel: ParallelConfig, world_size: int, note: Note
+) -> TrainingConfig:
+    """The same with length and batch size filled. Raises UserError where they cannot be."""
+    if training.train_tokens is not None:
+        if training.train_iters is not None:
+            raise UserError("--train-iters and --train-tokens exclude each other; leave one of them out")
+        whole = training.train_tokens // model.seq_length
+        if whole == 0:
+            raise UserError(
+                f"--train-tokens {training.train_tokens} is less than one sequence of --seq-length "
+                f"{model.seq_length}; give more tokens"
+            )
+        if training.train_samples is None or whole < training.train_samples:
+            note(
+                f"--train-tokens {training.train_tokens} ends the run after {whole} samples of "
+                f"{model.seq_length} tokens"
+            )
+            training = replace(training, train_samples=whole)
+    if is_unset(training.global_batch_size):
+        if training.rampup_batch_size is not None:
+            raise UserError("--rampup-batch-size needs the final batch size; add --global-batch-size")
+        size = training.micro_batch_size * parallel.data_parallel_size(world_size)
+        training = replace(training, global_batch_size=size)
+    return training
+
+
+def batch_sizes(training: TrainingConfig) -> Sequence[int]:
+    """All global batch sizes of the run in order: one, or the steps of the ramp-up. Unit: samples.
+
+    Raises UserError for a ramp-up whose steps do not reach the final size.
+    """
+    final = training.global_batch_size
+    if training.rampup_batch_size is None:
+        return [final]
+    start, increment, _ = training.rampup_batch_size
+    if start < 1 or increment < 1:
+        raise UserError(f"--rampup-batch-size {_ramp(training)}: start and increment must be at least 1; correct them")
+    if start > final or (final - start) % increment != 0:
+        raise UserError(
+            f"--rampup-batch-size {_ramp(training)}: from {start} in steps of {increment} it never becomes "
+            f"--global-batch-size {final}; choose a start below it and an increment that divides the "
+            "difference"
+        )
+    return range(start, final + 1, increment)
+
+
+def _ramp(training: TrainingConfig) -> str:
+    return " ".join(map(str, training.rampup_batch_size or []))
+
+
+def check_batches(training: TrainingConfig, parallel: ParallelConfig, world_size: int) -> None:
+    """Raise UserError when a global batch does not divide into micro-batches as the layout needs."""
+    replicas = parallel.data_parallel_size(world_size)
+    together = training.micro_batch_size * replicas
+    ramped = training.rampup_batch_size is not None
+    sizes = batch_sizes(training)
+    for size in sizes[:2]:  # where a batch and the next one divide, so does every one after them
+        where = (
+            f"--rampup-batch-size {_ramp(training)}: its batch of {size}" if ramped else f"--global-batch-size {size}"
+        )
+        if size % together != 0:
+            raise UserError(
+                f"{where} is not a multiple of --micro-batch-size {training.micro_batch_size} x {replicas} "
+                f"data-parallel replicas = {together}; choose a multiple"
+            )
+        if parallel.virtual_pipeline_model_parallel_size is not None:
+            stages, micro_batches = parallel.pipeline_model_parallel_size, size // together
+            if micro_batches % stages != 0:
+                raise UserError(
+                    f"{where} makes {micro_batches} micro-batches, which interleaving "
+                    "(--num-layers-per-virtual-pipeline-stage) needs to be a multiple of "
+                    f"--pipeline-model-parallel-size {stages}; choose a multiple of {stages * together}"
+                )
+    if sizes[-1] // together > _MOST_MICRO_BATCHES:
+        raise UserError(
+            f"--global-batch-size {sizes[-1]} makes {sizes[-1] // together} micro-batches of each replica's step, more "
+            f"than {_MOST_MICRO_BATCHES}; raise --micro-batch-size, start more processes, or lower it"
+        )
+
+
+def check_samples(training: TrainingConfig, validation: ValidationConfig) -> None:
+    """Raise UserError for a run that draws more samples than can be counted, or fewer than one batch."""
+    size = training.global_batch_size
+    iterations = training.train_iters or (training.train_samples or 0) // batch_sizes(training)[0]
+    for samples, flags in (
+        (iterations * size, f"--train-iters {iterations} x --global-batch-size {size}"),
+        (
+            (iterations // validation.eval_interval + 1) * validation.eval_iters * size,
+            f"--eval-iters {validation.eval_iters} every --eval-interval {validation.eval_interval} iterations",
+        ),
+    ):
+        if samples > MOST_DRAWN:
+            raise UserError(f"{flags}: the run draws {samples:_} samples, and at most {MOST_DRAWN:_} can be; lower one")
+    first = batch_sizes(training)[0]
+    if training.train_samples is not None and training.train_samples < first:
+        raise UserError(
+            f"--train-samples {training.train_samples} is less than one global batch of {first}; train "
+            "longer or lower --global-batch-size"
+        )
+
+
+def why_not_compiled(training: TrainingConfig, parallel: ParallelConfig, model: ModelConfig) -> str | None:
+    """Why torch.compile cannot take this run's layers, and what to do; None where it can."""
+    tensor = parallel.tensor_model_parallel_size
+    if tensor > 1:
+        return (
+            f"layers that are split over --tensor-model-parallel-size {tensor} ranks exchange sums, which are not "
+            "compiled; leave the flag out, or split the model otherwise"
+        )
+    if parallel.distributed_backend == "nccl" and model.attention_dropout > 0:
+        return (
+            f"--attention-dropout {model.attention_dropout:g} seeds a fused CUDA kernel, which is not compiled; "
+            "add --attention-dropout 0 or leave the flag out"
+        )
+    if training.deterministic_mode:
+        return "compiled layers may add in another order than --deterministic-mode promises; leave one of them out"
+    return None
+
+
+def check_compile(training: TrainingConfig, parallel: ParallelConfig, model: ModelConfig) -> None:
+    """Raise UserError for --compile on where layers cannot be compiled."""
+    why = why_not_compiled(training, parallel, model)
+    if training.compile == "on" and why is not None:
+        raise UserError(f"--compile on: {why}")

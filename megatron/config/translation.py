@@ -9,10 +9,10 @@ from typing import Any, Generic, TypeVar
 from megatron.base.errors import UserError
 from megatron.base.fields import check_fields
 from megatron.base.option import field_options
+from megatron.base.words import Note
 from megatron.config.shortcuts import Explicit
 
 T = TypeVar("T")
-Note = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)

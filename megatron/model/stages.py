@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.comm.tensor import TensorComm
-from megatron.config.check_model import check_vocabulary
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, check_vocabulary
 from megatron.config.recompute import RecomputeConfig
 from megatron.model.gpt import GPTStage, StagePart
 from megatron.parallel.tensor.embedding import VocabShard

@@ -17,8 +17,8 @@ from megatron.comm.policy import CompressionPlan
 from megatron.comm.tensor import TensorComm
 from megatron.compression.schedule import RunLength
 from megatron.compression.state import CompressorState
-from megatron.config.check_parallel import why_not_compiled
 from megatron.config.run import RunConfig
+from megatron.config.training import why_not_compiled
 from megatron.model.gpt import GPTStage
 from megatron.model.stages import build_stages, padded_vocab_size
 from megatron.optimizer.loss_scale import LossScale, build_loss_scale
@@ -215,7 +215,9 @@ def _compiles(config: RunConfig, device: torch.device) -> bool:
     if choice == "on" and not able:
         needed = "the package triton" if cuda else "a C++ compiler (g++, clang++ or what CXX names)"
         raise UserError(f"--compile on: {needed} is not there; install it or leave the flag out")
-    return choice == "on" or (choice == "auto" and cuda and able and why_not_compiled(config) is None)
+    return choice == "on" or (
+        choice == "auto" and cuda and able and why_not_compiled(config.training, config.parallel, config.model) is None
+    )
 
 
 def _build_buffers(config: RunConfig, layout: Layout, stages: Sequence[GPTStage], sharded: bool) -> list[FlatBuffer]:

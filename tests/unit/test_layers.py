@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-from tools.check_layers import LAYERS, MAX_FILE_LINES, MAX_FUNCTION_LINES, check_file, check_repository
+from tools.check_layers import (
+    LAYERS,
+    MAX_FILE_LINES,
+    MAX_FUNCTION_LINES,
+    check_file,
+    check_repository,
+    imported_modules,
+)
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -129,3 +139,62 @@ def test_the_checker_finds_what_is_too_long(tmp_path: Path) -> None:
     ]
     path.write_text("x = 1\n" * (MAX_FILE_LINES + 1))
     assert "split the file" in check_file(path, tmp_path)[0]
+
+
+def _sources(root: Path) -> dict[str, str]:
+    """The text of every module below a folder, by dotted name; of a package that of its __init__.py."""
+    found = {}
+    for path in sorted((root / "megatron").rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text(encoding="utf-8")
+    return found
+
+
+def _circle(sources: Mapping[str, str]) -> list[str]:
+    """Modules that import each other in a circle, wherever in the files the imports stand; none when there is none."""
+    graph: dict[str, set[str]] = {}
+    for module, text in sources.items():
+        is_package = any(other.startswith(f"{module}.") for other in sources)
+        graph[module] = set()
+        for _, name in imported_modules(ast.parse(text), module, is_package):
+            known = name if name in sources else name.rpartition(".")[0]
+            if known in sources and known != module:
+                graph[module].add(known)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        circle: list[str] = error.args[1]
+        return circle
+    return []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    sources = _sources(REPO)
+    assert len(sources) > 150
+    assert _circle(sources) == []
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from megatron.a.one import f",
+        "import megatron.a.one",
+        "from .one import f",
+        "from . import one",
+        "def g():\n    from megatron.a.one import f",
+        "if TYPE_CHECKING:\n    from megatron.a import one",
+    ],
+)
+def test_a_circle_is_found_wherever_the_import_stands(back: str) -> None:
+    sources = {"megatron.a": "", "megatron.a.one": "from megatron.a.two import g", "megatron.a.two": back}
+    assert set(_circle(sources)) == {"megatron.a.one", "megatron.a.two"}
+    assert _circle({**sources, "megatron.a.two": "from megatron.a import three"}) == []
+
+
+def test_flags_are_read_without_torch() -> None:
+    """Every launcher and every --help would wait for it."""
+    code = (
+        "import sys; from megatron.config import parse_args; parse_args(['--lr', '1']); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("False\n", "")
