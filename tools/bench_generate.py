@@ -29,11 +29,11 @@ if __name__ == "__main__":
 
 import torch
 
+from megatron.checkpoint.convert.command import convert, parse
 from megatron.config.errors import UserError
 from megatron.inference.generate import generate
 from megatron.inference.model import LoadedModel
 from megatron.inference.sampling import Sampling
-from tools.ckpt_convert import convert, parse
 from tools.planner.measure import rate_of
 
 

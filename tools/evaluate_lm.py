@@ -19,14 +19,14 @@ if __name__ == "__main__":
 import torch
 
 from megatron.checkpoint.agree import together
+from megatron.checkpoint.convert.command import convert, parse
 from megatron.config.errors import UserError
 from megatron.config.option import derived, option, required
 from megatron.data.atomic import check_writable, write_whole
+from megatron.data.interrupt import stopped_in_order
 from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
 from megatron.inference.jobs import Leader, follow
 from megatron.training.program import Ranks, run_program
-from tools.ckpt_convert import convert, parse
-from tools.interrupt import stopped_in_order
 
 DESCRIPTION = """Evaluates a checkpoint on tasks of lm-evaluation-harness.
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+from megatron.data.interrupt import undisturbed
 from tools.cpu_limit import CpuLimit, CpuLimitError
-from tools.interrupt import undisturbed
 from tools.lab_removal import kill, remove
 
 SUBNET = "10.77.0"

@@ -30,7 +30,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.interrupt import stopped_in_order
+from megatron.data.interrupt import stopped_in_order
 from tools.lab import Lab, LabError, Traffic, check_permission, say
 from tools.lab_removal import clean
 

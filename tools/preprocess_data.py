@@ -14,8 +14,8 @@ if __name__ in ("__main__", "__mp_main__"):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.errors import UserError
+from megatron.data.interrupt import stopped_in_order
 from megatron.tokenizer.build import TOKENIZER_TYPES
-from tools.interrupt import stopped_in_order
 from tools.preprocessing.encoding import EncodeOptions, load_punkt
 from tools.preprocessing.pipeline import Job, Totals, output_prefixes, run, run_partitions
 from tools.preprocessing.reading import STDIN, divide, expand_inputs

@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
 from megatron.config.errors import UserError
 from megatron.data.atomic import atomic_write, check_writable
-from tools.interrupt import stopped_in_order
+from megatron.data.interrupt import stopped_in_order
 from tools.preprocess_data import Progress
 from tools.preprocessing.encoding import parse_line
 from tools.preprocessing.pipeline import Totals

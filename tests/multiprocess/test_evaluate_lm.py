@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from megatron.checkpoint.convert.command import main as convert
 from tests.support.cli import run_cli
-from tools.ckpt_convert import main as convert
 from tools.evaluate_lm import main
 from tools.train_vocab import train
 

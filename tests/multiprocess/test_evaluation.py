@@ -17,7 +17,7 @@ from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.spawn import run_ranks
 from tests.support.train import train
-from tests.unit.convert.support import MODELS, saved_model
+from tests.unit.checkpoint.convert.support import MODELS, saved_model
 
 pytestmark = pytest.mark.multiprocess
 

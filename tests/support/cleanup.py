@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from tools.interrupt import SIGNALS
+from megatron.data.interrupt import SIGNALS
 from tools.lab_removal import has_ended
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h

@@ -93,7 +93,11 @@ def test_flags_named_in_documents_exist() -> None:
     outside = {"--nproc-per-node", "--max-restarts", "--train-iters"}
     for document in DOCUMENTS:
         named = set(re.findall(r"(?<![\w-])--[a-zA-Z0-9_-]+", document.read_text()))
-        scripts = [*(REPO / "tools").rglob("*.py"), REPO / "ASPLOS23" / "run.py"]
+        scripts = [
+            *(REPO / "tools").rglob("*.py"),
+            *(REPO / "megatron").rglob("command.py"),
+            REPO / "ASPLOS23" / "run.py",
+        ]
         tools = "".join(path.read_text() for path in scripts) + _flags_of_sections()
         for written in named - outside:
             flag = written.replace("_", "-")

@@ -26,11 +26,11 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
+from megatron.data.interrupt import stopped_in_order  # noqa: E402
 from tools.bench_gpu import machine, report  # noqa: E402
 from tools.bench_gpu.book import Book, Setting, kept, opened  # noqa: E402
 from tools.bench_gpu.run_section import run_section  # noqa: E402
 from tools.bench_gpu.section import NAMES, path_of, section_of  # noqa: E402
-from tools.interrupt import stopped_in_order  # noqa: E402
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:

@@ -12,8 +12,8 @@ REPO = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(REPO))
 
+from megatron.data.interrupt import stopped_in_order  # noqa: E402
 from tools.bench_gpu.book import Reporter, Section, setting_of  # noqa: E402
-from tools.interrupt import stopped_in_order  # noqa: E402
 
 NAMES = ("train", "kernels", "generate", "network")
 

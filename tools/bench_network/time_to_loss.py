@@ -22,12 +22,12 @@ REPO = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path.insert(0, str(REPO))
 
+from megatron.data.interrupt import stopped_in_order  # noqa: E402
 from megatron.training.records import read_records  # noqa: E402
 from tools.bench_convergence import MODEL, prepare, slug, tokenizer_flags  # noqa: E402
 from tools.bench_network.cases import PIPELINE, Case  # noqa: E402
 from tools.bench_network.report import rate_of  # noqa: E402
 from tools.bench_network.setups import aqsgd_pipeline  # noqa: E402
-from tools.interrupt import stopped_in_order  # noqa: E402
 from tools.lab import Lab, LabError  # noqa: E402
 from tools.plot_loss_curves import main as plot_loss_curves  # noqa: E402
 

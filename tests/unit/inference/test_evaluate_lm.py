@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.errors import UserError
-from tests.unit.convert.support import saved_model
+from tests.unit.checkpoint.convert.support import saved_model
 from tools import evaluate_lm
 from tools.evaluate_lm import EvaluationFlags, via_hf
 

@@ -17,7 +17,7 @@ from megatron.model.context import ForwardContext
 from tasks import lambada, wikitext
 from tasks.detokenize import wikitext as written
 from tasks.main import main
-from tests.unit.convert.support import LENGTH, MODELS, saved_model
+from tests.unit.checkpoint.convert.support import LENGTH, MODELS, saved_model
 
 
 @given(count=st.integers(2, 70), length=st.integers(1, 20), data=st.data())

@@ -10,15 +10,24 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.convert.command import main
+from megatron.checkpoint.convert.hugging_face import read_hf, write_hf
+from megatron.checkpoint.convert.ours import read_ours
 from megatron.config.model import ModelConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.inference.model import load_model
 from megatron.model.context import ForwardContext
 from tests.support.tiny import VOCAB
-from tests.unit.convert.support import HEADS, HIDDEN, LENGTH, LLAMA, MODELS, NOT_CLASSIC, convert, saved_model
-from tools.ckpt_convert import main
-from tools.convert.hugging_face import read_hf, write_hf
-from tools.convert.ours import read_ours
+from tests.unit.checkpoint.convert.support import (
+    HEADS,
+    HIDDEN,
+    LENGTH,
+    LLAMA,
+    MODELS,
+    NOT_CLASSIC,
+    convert,
+    saved_model,
+)
 
 TOKENIZER = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB - 1)
 

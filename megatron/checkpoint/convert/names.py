@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.convert.architectures import architecture_of
 from megatron.config.model import ModelConfig
-from tools.convert.architectures import architecture_of
 
 Views = Callable[[Tensor], Sequence[Tensor]]
 Joined = Callable[[Sequence[Tensor]], Tensor]

@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.convert.classic import FILE
+from megatron.checkpoint.convert.model import Weights, parameters_of, stacks_gate_and_up
+from megatron.checkpoint.convert.tokenizer_files import built, copy_tokenizer
 from megatron.checkpoint.files import TRACKER
 from megatron.checkpoint.storage import bytes_of
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.model.stages import padded_vocab_size
 from megatron.parallel.tensor.shards import ParamSpec
-from tools.convert.classic import FILE
-from tools.convert.model import Weights, parameters_of, stacks_gate_and_up
-from tools.convert.tokenizer_files import built, copy_tokenizer
 
 _LOCAL_CRC, _CENTRAL_CRC = 14, 16
 """Where the checksum stands in a zip archive's local and central headers."""

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.convert.model import model_of
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.config.values import Values
-from tools.convert.model import model_of
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")

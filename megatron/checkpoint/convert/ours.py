@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron.checkpoint.convert.model import Entry, Weights
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.load import saved_config
 from megatron.checkpoint.logical import LogicalShard, Piece
@@ -21,7 +22,6 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.run import run_around
 from megatron.model.gpt import TIED_NAME
 from megatron.tokenizer.vocabulary import fitted
-from tools.convert.model import Entry, Weights
 
 
 def read_ours(root: Path, iteration: Iteration | None = None) -> Weights:

@@ -19,13 +19,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from megatron.checkpoint.convert import command
+from megatron.checkpoint.convert.command import main
+from megatron.checkpoint.convert.model import Weights
+from megatron.checkpoint.convert.ours import read_ours
+from megatron.checkpoint.convert.torch_file import TorchFile
 from megatron.config.errors import UserError
-from tests.unit.convert.support import LLAMA, convert, saved_model
-from tools import ckpt_convert
-from tools.ckpt_convert import main
-from tools.convert.model import Weights
-from tools.convert.ours import read_ours
-from tools.convert.torch_file import TorchFile
+from tests.unit.checkpoint.convert.support import LLAMA, convert, saved_model
 
 FILE = "model_optim_rng.pt"
 ARCHIVE = pytest.mark.parametrize("archive", [True, False], ids=["archive", "before torch 1.6"])
@@ -60,7 +60,7 @@ def _said(capsys: pytest.CaptureFixture[str], load: Path, to: str = "megatron-cc
 def no_bar() -> Iterator[None]:
     """A progress bar is a line of standard error, too."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ckpt_convert, "tqdm", lambda **_: _NoBar())
+        patched.setattr(command, "tqdm", lambda **_: _NoBar())
         yield
 
 

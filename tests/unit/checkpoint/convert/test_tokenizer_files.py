@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.convert.classic_write import write_classic
+from megatron.checkpoint.convert.command import main
+from megatron.checkpoint.convert.hugging_face import write_hf
+from megatron.checkpoint.convert.ours import read_ours
+from megatron.checkpoint.convert.tokenizer_files import tokenizer_beside
 from megatron.checkpoint.load import saved_config
 from megatron.config.errors import UserError
 from megatron.config.tokenizer import TokenizerConfig
 from tests.support.tiny import VOCAB
-from tests.unit.convert.support import convert, saved_model
-from tools.ckpt_convert import main
-from tools.convert.classic_write import write_classic
-from tools.convert.hugging_face import write_hf
-from tools.convert.ours import read_ours
-from tools.convert.tokenizer_files import tokenizer_beside
+from tests.unit.checkpoint.convert.support import convert, saved_model
 
 FILE = "model_optim_rng.pt"
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.unit.convert.support import LLAMA, convert, saved_model
-from tools.ckpt_convert import main
-from tools.convert.classic import find_classic
-from tools.convert.hugging_face import read_hf
-from tools.convert.ours import read_ours
+from megatron.checkpoint.convert.classic import find_classic
+from megatron.checkpoint.convert.command import main
+from megatron.checkpoint.convert.hugging_face import read_hf
+from megatron.checkpoint.convert.ours import read_ours
+from tests.unit.checkpoint.convert.support import LLAMA, convert, saved_model
 
 FILE = "model_optim_rng.pt"
 

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.checkpoint.convert.command import main
+from megatron.checkpoint.convert.model import Weights
+from megatron.checkpoint.convert.ours import read_ours
 from megatron.inference.model import load_model
 from megatron.model.context import ForwardContext
 from tests.support.tiny import VOCAB
-from tests.unit.convert.support import HEADS, HIDDEN, LENGTH, MODELS, NOT_CLASSIC, convert, saved_model
-from tools.ckpt_convert import main
-from tools.convert.model import Weights
-from tools.convert.ours import read_ours
+from tests.unit.checkpoint.convert.support import HEADS, HIDDEN, LENGTH, MODELS, NOT_CLASSIC, convert, saved_model
 
 DROPOUTS: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 FILE = "model_optim_rng.pt"

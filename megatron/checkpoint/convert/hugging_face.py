@@ -13,15 +13,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron.checkpoint.convert.architectures import hf_config, model_of_config
+from megatron.checkpoint.convert.model import Entry, Weights
+from megatron.checkpoint.convert.names import Rule, rules
+from megatron.checkpoint.convert.safetensors_file import DTYPES, SafetensorsFile
+from megatron.checkpoint.convert.tokenizer_files import built, copy_tokenizer
+from megatron.checkpoint.convert.torch_file import Stored, TorchFile
 from megatron.config.errors import UserError
 from megatron.config.values import Values
 from megatron.model.gpt import TIED_NAME
-from tools.convert.architectures import hf_config, model_of_config
-from tools.convert.model import Entry, Weights
-from tools.convert.names import Rule, rules
-from tools.convert.safetensors_file import DTYPES, SafetensorsFile
-from tools.convert.tokenizer_files import built, copy_tokenizer
-from tools.convert.torch_file import Stored, TorchFile
 
 CONFIG, INDEX, SINGLE, PICKLED = "config.json", "model.safetensors.index.json", "model.safetensors", "pytorch_model.bin"
 SHARD_BYTES = 5 << 30

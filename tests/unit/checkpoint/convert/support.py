@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.convert.command import main
 from megatron.checkpoint.model_state import model_tensors
 from megatron.checkpoint.save import save_checkpoint
 from tests.support.tiny import VOCAB, tiny_engines
-from tools.ckpt_convert import main
 
 LENGTH, HIDDEN, HEADS = 16, 32, 4
 LLAMA = {

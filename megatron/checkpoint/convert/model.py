@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.convert.safetensors_file import DTYPES
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.tensor import TensorComm
@@ -21,7 +22,6 @@ from megatron.model.gpt import GPTStage, StagePart
 from megatron.parallel.tensor.embedding import VocabShard
 from megatron.parallel.tensor.shards import ParamSpec, collect_specs
 from megatron.topology.group import Group
-from tools.convert.safetensors_file import DTYPES
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.convert import command
+from megatron.checkpoint.convert.command import main
 from megatron.data.atomic import holding
+from tests.support.cli import REPO
 from tests.support.disk import largest_file
-from tests.unit.convert.support import convert, saved_model
-from tools import ckpt_convert
-from tools.ckpt_convert import main
+from tests.unit.checkpoint.convert.support import convert, saved_model
 
 FORMATS = ("hf", "megatron-cc", "classic")
 
@@ -96,7 +97,7 @@ def test_an_interrupted_conversion_leaves_nothing(
     words = ["--load", str(saved), "--save", str(tmp_path / "out"), "--to", to]
     with monkeypatch.context() as patched:
         patched.setattr(_Bar, "number", number)
-        patched.setattr(ckpt_convert, "tqdm", _Bar)
+        patched.setattr(command, "tqdm", _Bar)
         assert main(words) == 130
     assert capsys.readouterr().err == "ckpt_convert: interrupted\n"
     assert not list(tmp_path.iterdir())
@@ -106,7 +107,7 @@ def test_an_interrupted_conversion_leaves_nothing(
 
 def test_nohup_stays_in_force(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Bar, "number", signal.SIGHUP)
-    monkeypatch.setattr(ckpt_convert, "tqdm", _Bar)
+    monkeypatch.setattr(command, "tqdm", _Bar)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         convert(saved, tmp_path / "out", "hf")
@@ -130,11 +131,12 @@ def test_a_killed_conversion_can_be_repeated(to: str, saved: Path, tmp_path: Pat
 def test_a_kill_leaves_the_folder_free(saved: Path, tmp_path: Path) -> None:
     """SIGKILL in the middle of a conversion to our own format, then the same command."""
     program = (
-        "import signal, sys; from tests.unit.convert.test_command import _Bar; from tools import ckpt_convert;"
-        "_Bar.number = signal.SIGKILL; ckpt_convert.tqdm = _Bar; ckpt_convert.main(sys.argv[1:])"
+        "import signal, sys; from tests.unit.checkpoint.convert.test_command import _Bar;"
+        "from megatron.checkpoint.convert import command;"
+        "_Bar.number = signal.SIGKILL; command.tqdm = _Bar; command.main(sys.argv[1:])"
     )
     words = ["--load", str(saved), "--save", str(tmp_path / "out"), "--to", "megatron-cc"]
-    done = subprocess.run([sys.executable, "-c", program, *words], cwd=ckpt_convert.REPO)
+    done = subprocess.run([sys.executable, "-c", program, *words], cwd=REPO)
     assert done.returncode == -signal.SIGKILL
     assert [path.suffix for path in tmp_path.iterdir()] == [".partial"]
     assert main(words) == 0
@@ -219,7 +221,7 @@ def test_merging_takes_every_form_of_to(
     words = ["--load", str(saved), "--save", str(tmp_path / "out"), *flags]
     monkeypatch.setattr(sys, "argv", ["merge_mp_partitions.py", *words])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ckpt_convert.REPO / "tools" / "merge_mp_partitions.py"), run_name="__main__")
+        runpy.run_path(str(REPO / "tools" / "merge_mp_partitions.py"), run_name="__main__")
     assert ended.value.code == 0
     assert (tmp_path / "out" / "config.json").is_file() == (to == "hf")
     assert (tmp_path / "out" / "iter_0000007" / "mp_rank_00").is_dir() == (to == "classic")

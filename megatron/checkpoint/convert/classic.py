@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.convert.model import Entry, Weights, model_of, parameters_of, stacks_gate_and_up
+from megatron.checkpoint.convert.torch_file import Stored, TorchFile
 from megatron.checkpoint.files import TRACKER, Iteration, folder_name, iteration_of, tracked_text
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.config.values import Values
 from megatron.parallel.tensor.shards import ParamSpec
-from tools.convert.model import Entry, Weights, model_of, parameters_of, stacks_gate_and_up
-from tools.convert.torch_file import Stored, TorchFile
 
 FILE = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
