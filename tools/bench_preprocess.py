@@ -22,9 +22,9 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.data.indexed import IndexedWriter, best_dtype
-from tools.preprocessing.encoding import EncodeOptions
-from tools.preprocessing.pipeline import Job, run
-from tools.preprocessing.reading import Source
+from megatron.data.preprocess.encoding import EncodeOptions
+from megatron.data.preprocess.pipeline import Job, run
+from megatron.data.preprocess.reading import Source
 
 
 def write_corpus(path: Path) -> None:

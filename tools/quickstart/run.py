@@ -133,8 +133,9 @@ class Quickstart:
         ]
         script = REPO / "tools" / "quickstart"
         self.corpus_key = digest(script / "make_corpus.py", sys.version, sysconfig.get_path("stdlib"))
-        self.vocabulary_key = digest(self.corpus_key, REPO / "tools" / "train_vocab.py", VOCAB_SIZE)
-        self.data_key = digest(self.vocabulary_key, REPO / "tools" / "preprocess_data.py")
+        package = REPO / "megatron" / "data" / "preprocess"
+        self.vocabulary_key = digest(self.corpus_key, package / "vocab_command.py", VOCAB_SIZE)
+        self.data_key = digest(self.vocabulary_key, package / "command.py")
         self.run_key = digest(self.data_key, MODEL, TRAINING)
 
     def stages(self) -> list[Stage]:

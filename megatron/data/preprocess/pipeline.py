@@ -17,8 +17,8 @@ from typing import Any
 
 from megatron.config.errors import UserError
 from megatron.data.indexed import IndexedWriter, dataset_files
-from tools.preprocessing.encoding import BadLine, Encoded, EncodeOptions, Encoder
-from tools.preprocessing.reading import Block, Source, read_blocks
+from megatron.data.preprocess.encoding import BadLine, Encoded, EncodeOptions, Encoder
+from megatron.data.preprocess.reading import Block, Source, read_blocks
 
 # Blocks under way for each worker: enough to keep it busy, and little memory.
 _AHEAD = 3

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from megatron.config.errors import UserError
 from megatron.data.idx_format import best_dtype
+from megatron.data.preprocess.reading import Block, Source
 from megatron.tokenizer.build import build_tokenizer
-from tools.preprocessing.reading import Block, Source
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 

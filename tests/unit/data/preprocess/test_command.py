@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 
 from megatron.config.errors import UserError
 from megatron.data.indexed import IndexedDataset
-from tools.preprocess_data import main, parse_flags
-from tools.preprocessing.encoding import sentence_splitter
-from tools.preprocessing.reading import Source, divide, expand_inputs, read_blocks
+from megatron.data.preprocess.command import main, parse_flags
+from megatron.data.preprocess.encoding import sentence_splitter
+from megatron.data.preprocess.reading import Source, divide, expand_inputs, read_blocks
+from tests.support.cli import REPO
 
-REPO = Path(__file__).resolve().parents[3]
 EOD = 99
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(EOD)]
 
@@ -255,7 +255,7 @@ def test_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nothing"))
     nltk_data = pytest.importorskip("nltk.data")
     monkeypatch.setattr(nltk_data, "path", [])
-    monkeypatch.setattr("tools.preprocessing.encoding.build_tokenizer", lambda options: Lengths())
+    monkeypatch.setattr("megatron.data.preprocess.encoding.build_tokenizer", lambda options: Lengths())
     text = lines_of([{"text": "One two. Three four five! Six?"}, {"text": ""}, {"text": "Alone"}])
     assert run(tmp_path, "--split-sentences", "--append-eod", text=text) == 0
     assert stored(tmp_path / "out_text_sentence") == [[[8], [16], [4, EOD]], [], [[5, EOD]]]

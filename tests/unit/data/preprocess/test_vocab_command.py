@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron.config.errors import UserError
+from megatron.data.preprocess.vocab_command import main, train
 from megatron.tokenizer.gpt2 import GPT2BPETokenizer
 from tests.support.disk import largest_file
-from tools.train_vocab import main, train
 
 
 def test_vocabulary_is_deterministic_and_holds_end_of_text(tmp_path: Path) -> None:
