@@ -27,7 +27,8 @@ LAYERS: dict[str, int] = {
     "optimizer": 5,
     "checkpoint": 6,
     "training": 7,
-    "inference": 7,
+    "inference": 8,
+    "evaluation": 9,
 }
 
 FORBIDDEN: dict[str, tuple[str, ...]] = {

@@ -14,8 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from megatron.checkpoint.convert.command import main as convert
 from megatron.data.preprocess.vocab_command import train
+from megatron.evaluation.harness_command import main
 from tests.support.cli import run_cli
-from tools.evaluate_lm import main
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

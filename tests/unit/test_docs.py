@@ -13,12 +13,12 @@ import pytest
 from megatron.config.flags import parse_args
 from megatron.config.known import KNOWN_FLAGS
 from megatron.config.option import field_options
+from megatron.evaluation.command import TaskFlags as ZeroShotFlags
+from megatron.evaluation.harness_command import EvaluationFlags
+from megatron.evaluation.sweep_command import SweepFlags
 from megatron.inference.flags import ModelFlags, SamplingFlags, parse_flags
-from tasks.main import TaskFlags as ZeroShotFlags
-from tools.evaluate_lm import EvaluationFlags
-from tools.generate_samples_gpt import DESCRIPTION, TaskFlags
-from tools.run_text_generation_server import ServerFlags
-from val_check_gpt import SweepFlags
+from megatron.inference.generate_command import DESCRIPTION, TaskFlags
+from megatron.inference.serve_command import ServerFlags
 
 REPO = Path(__file__).resolve().parents[2]
 DOCUMENTS = [REPO / "README.md", REPO / "docs" / "architecture.md"]

@@ -142,7 +142,7 @@ class Quickstart:
         at = self.at
         parts = ("train", "heldout")
         trained_key = digest(self.run_key, self.train_iters)
-        sample_key = digest(trained_key, REPO / "tools" / "generate_samples_gpt.py", PROMPT)
+        sample_key = digest(trained_key, REPO / "megatron" / "inference" / "generate_command.py", PROMPT)
         corpus = [at.corpus / f"{part}.jsonl" for part in parts]
         vocabulary = [at.vocabulary / name for name in ("vocab.json", "merges.txt")]
         data = [Path(f"{at.data(part)}{end}") for part in parts for end in (".bin", ".idx")]

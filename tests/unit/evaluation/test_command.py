@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.evaluation import lambada, wikitext
+from megatron.evaluation.command import main
+from megatron.evaluation.detokenize import wikitext as written
 from megatron.inference.model import LoadedModel, load_model
 from megatron.model.context import ForwardContext
-from tasks import lambada, wikitext
-from tasks.detokenize import wikitext as written
-from tasks.main import main
 from tests.unit.checkpoint.convert.support import LENGTH, MODELS, saved_model
 
 

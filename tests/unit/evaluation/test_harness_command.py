@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron.config.errors import UserError
+from megatron.evaluation import harness_command
+from megatron.evaluation.harness_command import EvaluationFlags, via_hf
 from tests.unit.checkpoint.convert.support import saved_model
-from tools import evaluate_lm
-from tools.evaluate_lm import EvaluationFlags, via_hf
 
 FLAGS = EvaluationFlags(tasks=["a"])
 
@@ -23,10 +23,10 @@ def test_the_task_whose_data_is_bad_is_named() -> None:
             raise ValueError("no such file\nand more")
         return tasks
 
-    assert evaluate_lm._loaded(load, ["a", "b"]) == ["a", "b"]
+    assert harness_command._loaded(load, ["a", "b"]) == ["a", "b"]
     assert asked == [["a", "b"]]
     with pytest.raises(UserError, match=r"^--tasks bad: its data cannot be had \(no such file\)$"):
-        evaluate_lm._loaded(load, ["a", "bad", "b"])
+        harness_command._loaded(load, ["a", "bad", "b"])
 
 
 def test_why_an_export_is_refused_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,6 +40,6 @@ def test_an_interrupted_export_is_no_refusal(monkeypatch: pytest.MonkeyPatch, tm
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(evaluate_lm, "convert", interrupted)
+    monkeypatch.setattr(harness_command, "convert", interrupted)
     with pytest.raises(KeyboardInterrupt):
         via_hf(str(tmp_path), None, FLAGS)

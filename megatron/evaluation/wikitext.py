@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.config.errors import UserError
+from megatron.data.text_file import read_utf8
+from megatron.evaluation.detokenize import wikitext
+from megatron.evaluation.scoring import Window, loss_sum, total
 from megatron.inference.model import LoadedModel
 from megatron.training.metrics import perplexity
-from tasks.detokenize import wikitext
-from tasks.files import read_utf8
-from tasks.scoring import Window, loss_sum, total
 
 
 def read_text(path: str) -> tuple[str, int]:

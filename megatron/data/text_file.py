@@ -1,4 +1,4 @@
-"""Files of what a model is evaluated on."""
+"""Text files, which must be UTF-8."""
 
 from __future__ import annotations
 

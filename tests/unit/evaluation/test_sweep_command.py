@@ -6,20 +6,28 @@ from pathlib import Path
 
 import pytest
 
-import val_check_gpt
 from megatron.config import UserError
 from megatron.config.data import DataConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
 from megatron.config.validation import ValidationConfig
+from megatron.evaluation import sweep_command
+from megatron.evaluation.sweep_command import (
+    OLD_NAMES,
+    SweepFlags,
+    check_together,
+    chosen,
+    number_of_samples,
+    output_of,
+)
 from megatron.inference.flags import parse_flags
 
 
-def _parsed(words: str) -> tuple[val_check_gpt.SweepFlags, str, list[str]]:
-    sections = {"sweep": val_check_gpt.SweepFlags, "data": DataConfig}
-    parsed = parse_flags(words.split(), sections, "val_check_gpt.py", "", val_check_gpt.OLD_NAMES)
+def _parsed(words: str) -> tuple[SweepFlags, str, list[str]]:
+    sections = {"sweep": SweepFlags, "data": DataConfig}
+    parsed = parse_flags(words.split(), sections, "val_check_gpt.py", "", OLD_NAMES)
     sweep = parsed.sections["sweep"]
-    val_check_gpt.check_together(sweep, parsed.explicit, parsed.notes.append)
+    check_together(sweep, parsed.explicit, parsed.notes.append)
     return sweep, parsed.sections["model"].load, parsed.notes
 
 
@@ -29,14 +37,14 @@ def test_old_names_mean_the_new_ones() -> None:
         "--val_ckpt_interval 500 --val_ppls_save_path losses --experiment_name mine --eval-iters 4 --fp16"
     )
     assert (load, sweep.first, sweep.last, sweep.step) == ("c", 1000, 9000, 500)
-    assert val_check_gpt.output_of(load, sweep) == Path("losses/mine.json")
+    assert output_of(load, sweep) == Path("losses/mine.json")
     assert notes[0].startswith("--get-val-ppls is known but has no effect here")
     assert notes[1] == "not needed, since the checkpoint holds the model: --fp16"
     config = RunConfig(
         validation=ValidationConfig(eval_iters=100), training=TrainingConfig(micro_batch_size=1, global_batch_size=8)
     )
-    assert val_check_gpt.number_of_samples(sweep, config, 3) == 30
-    assert val_check_gpt.number_of_samples(_parsed("--load c")[0], config, 1) == 800
+    assert number_of_samples(sweep, config, 3) == 30
+    assert number_of_samples(_parsed("--load c")[0], config, 1) == 800
 
 
 @pytest.mark.parametrize(
@@ -59,6 +67,6 @@ def test_a_name_without_a_folder_is_told_of() -> None:
 
 
 def test_steps_count_from_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(val_check_gpt, "complete_iterations", lambda root: [300, 250, 200, 150, 100, 50])
-    assert val_check_gpt.chosen("c", _parsed("--load c --first 50 --step 100")[0]) == [50, 150, 250]
-    assert val_check_gpt.chosen("c", _parsed("--load c --step 100 --last 200")[0]) == [100, 200]
+    monkeypatch.setattr(sweep_command, "complete_iterations", lambda root: [300, 250, 200, 150, 100, 50])
+    assert chosen("c", _parsed("--load c --first 50 --step 100")[0]) == [50, 150, 250]
+    assert chosen("c", _parsed("--load c --step 100 --last 200")[0]) == [100, 200]

@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 
 from megatron.config.errors import UserError
+from megatron.data.text_file import read_utf8
+from megatron.evaluation.scoring import Window, hits, total
 from megatron.inference.model import LoadedModel
 from megatron.tokenizer.api import Tokenizer
-from tasks.files import read_utf8
-from tasks.scoring import Window, hits, total
 
 
 def read_texts(path: str) -> list[str]:
