@@ -34,7 +34,7 @@ from megatron.config.errors import UserError
 from megatron.inference.generate import generate
 from megatron.inference.model import LoadedModel
 from megatron.inference.sampling import Sampling
-from tools.planner.measure import rate_of
+from megatron.planner.measure import rate_of
 
 
 def gpt2(layers: int, hidden: int, heads: int, vocab: int) -> Any:

@@ -28,6 +28,7 @@ LAYERS: dict[str, int] = {
     "checkpoint": 6,
     "training": 7,
     "inference": 8,
+    "planner": 8,
     "evaluation": 9,
 }
 

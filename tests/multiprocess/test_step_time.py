@@ -74,7 +74,7 @@ class _Tick(torch.autograd.Function):
 
 def _slow_links(time: _Time) -> None:
     """Makes every group of this process slow; a link carries one message after the other."""
-    start = Group._start
+    start = Group.start
     free: dict[int, float] = {}
 
     def slow(group: Group, what: str, sent: int, call: Callable[[], Work | None]) -> Pending:
@@ -86,7 +86,7 @@ def _slow_links(time: _Time) -> None:
         pending.work = _OnSlowLink(time, pending.work, done_at)
         return pending
 
-    setattr(Group, "_start", slow)  # noqa: B010
+    setattr(Group, "start", slow)  # noqa: B010
 
 
 def _takes(owner: Any, name: str, time: _Time, what: str, seconds: float) -> None:

@@ -37,16 +37,16 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 
 from megatron.data.interrupt import stopped_in_order  # noqa: E402
+from megatron.planner.choice import choice_of  # noqa: E402
+from megatron.planner.cluster import Cluster, write_cluster  # noqa: E402
+from megatron.planner.measure import described  # noqa: E402
+from megatron.planner.predict import Predictor  # noqa: E402
 from tools.bench_network.cases import BENCHES, FP32, Bench, Case, plan_of  # noqa: E402
 from tools.bench_network.cuda_cases import CUDA_BENCHES  # noqa: E402
 from tools.bench_network.report import figure, rate_of, table  # noqa: E402
 from tools.bench_network.setups import Setup  # noqa: E402
 from tools.bench_network.worker import config_of  # noqa: E402
 from tools.lab import Lab, LabError, Traffic  # noqa: E402
-from tools.planner.choice import choice_of  # noqa: E402
-from tools.planner.cluster import Cluster, write_cluster  # noqa: E402
-from tools.planner.measure import described  # noqa: E402
-from tools.planner.predict import Predictor  # noqa: E402
 
 WARM_STEPS = 3
 """On fast links: first visits of samples, first choices of coordinates, exact steps before a peer's hook."""

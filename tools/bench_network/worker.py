@@ -24,6 +24,7 @@ import torch  # noqa: E402
 from megatron.comm.ledger import Ledger  # noqa: E402
 from megatron.config.run import RunConfig  # noqa: E402
 from megatron.data.batch import Batch  # noqa: E402
+from megatron.planner.measure import measure_all  # noqa: E402
 from megatron.topology.launch import LaunchEnvironment, init_process_group, pick_device, shutdown  # noqa: E402
 from megatron.topology.topology import Topology, build_topology  # noqa: E402
 from megatron.training.assembly import build_engines, layout_of  # noqa: E402
@@ -31,7 +32,6 @@ from megatron.training.step import train_step  # noqa: E402
 from megatron.training.timers import Timers  # noqa: E402
 from megatron.training.traffic import gather_rows  # noqa: E402
 from tools.bench_network.peers import peer_step  # noqa: E402
-from tools.planner.measure import measure_all  # noqa: E402
 
 POLL_SECONDS = 0.02
 Step = Callable[[int], dict[str, float]]

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megatron.config.errors import UserError
+from megatron.planner.measure import LiveStand
+from megatron.planner.pieces import Pieces
 from megatron.training.flops import model_flops_per_sample
 from megatron.training.report import model_shape
 from tests.unit.planner.support import VOCAB, predictor_of, small_run
-from tools.planner.measure import LiveStand
-from tools.planner.pieces import Pieces
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from megatron.compression.points import Point
 from megatron.config.run import RunConfig
 from megatron.parallel.data.gradients import main_grad_dtype
-from tools.planner.choice import Choice
-from tools.planner.cluster import Cluster, Wire
-from tools.planner.costs import STEADY, CostBook, Wires
-from tools.planner.dry_run import Talk
-from tools.planner.pieces import PIECES
-from tools.planner.simulate import Hop, Pipeline
+from megatron.planner.choice import Choice
+from megatron.planner.cluster import Cluster, Wire
+from megatron.planner.costs import STEADY, CostBook, Wires
+from megatron.planner.dry_run import Talk
+from megatron.planner.pieces import PIECES
+from megatron.planner.simulate import Hop, Pipeline
 
 
 @dataclass(frozen=True)

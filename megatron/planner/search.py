@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from megatron.config.errors import UserError
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
-from tools.planner.choice import Choice, choice_of
-from tools.planner.cluster import Cluster
-from tools.planner.predict import Prediction, Predictor
+from megatron.planner.choice import Choice, choice_of
+from megatron.planner.cluster import Cluster
+from megatron.planner.predict import Prediction, Predictor
 
 SPEC_SETS: tuple[tuple[str, ...], ...] = (
     (),

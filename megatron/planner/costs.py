@@ -15,10 +15,10 @@ from megatron.compression.schedule import RunLength
 from megatron.compression.spec import Spec
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
-from tools.planner.choice import Choice
-from tools.planner.cluster import CODING, Cluster, Wire, across_wire, hop_wire, wire_between
-from tools.planner.dry_run import DryStand
-from tools.planner.pieces import Message, Piece, Pieces, Reduction, message
+from megatron.planner.choice import Choice
+from megatron.planner.cluster import CODING, Cluster, Wire, across_wire, hop_wire, wire_between
+from megatron.planner.dry_run import DryStand
+from megatron.planner.pieces import Message, Piece, Pieces, Reduction, message
 
 _T = TypeVar("_T")
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,8 +21,8 @@ from torch.utils.flop_counter import flop_registry
 
 from megatron.comm.ledger import Ledger
 from megatron.compression.points import Point
+from megatron.planner.cluster import Device
 from megatron.topology.group import Group, Pending, Work, num_bytes
-from tools.planner.cluster import Device
 
 META = torch.device("meta")
 
@@ -135,12 +134,14 @@ class _ToldLedger(Ledger):
         tally.sent[point] = tally.sent.get(point, 0) + wire_bytes
 
     @contextmanager
-    def _coding(self, point: Point, name: str) -> Iterator[None]:
+    def encoding(self, point: Point) -> Iterator[None]:
         self.recorder.coding += 1
         try:
             yield
         finally:
             self.recorder.coding -= 1
+
+    decoding = encoding
 
 
 class DryGroup(Group):
@@ -155,35 +156,20 @@ class DryGroup(Group):
         super().__init__(None, tuple(range(size)), 0, "a dry run", "nccl")
         self.recorder = recorder
 
-    def _start(self, what: str, sent: int, call: Callable[[], Work | None]) -> Pending:
+    def start(self, what: str, sent: int, call: Callable[[], Work | None]) -> Pending:
         rounds = 2 if what == "all-reduce" else 1
         whole = sent if what == "broadcast" else sent * self.size / (rounds * (self.size - 1))
         self.recorder.tally.talks.append(Talk(what, whole))
         return Pending(None, sent, what)
 
 
-@contextmanager
-def fused_attention() -> Iterator[None]:
-    """The fused attention that a real device has, in place of what the meta device takes it apart into.
-
-    It stands in for torch's function itself: backward runs that again where it recomputes, out of reach of torch's
-    function modes.
-    """
-    torchs = F.scaled_dot_product_attention
-    flash = torch.ops.aten._scaled_dot_product_flash_attention
-
-    def fused(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **_: Any) -> Tensor:
-        repeats = query.shape[1] // key.shape[1]
-        if repeats > 1:
-            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-        out: Tensor = flash(query, key, value, 0.0, is_causal)[0]
-        return out
-
-    setattr(F, "scaled_dot_product_attention", fused)  # noqa: B010  # mypy knows the attribute as a function
-    try:
-        yield
-    finally:
-        setattr(F, "scaled_dot_product_attention", torchs)  # noqa: B010
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **_: Any) -> Tensor:
+    """The fused attention that a real device has, which the meta device would take apart."""
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)[0]
+    return out
 
 
 class DryStand:
@@ -195,6 +181,7 @@ class DryStand:
 
     torch_device = META
     repeats = 1
+    attention = staticmethod(fused_attention)
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -206,10 +193,6 @@ class DryStand:
     def group(self, size: int, recorder: Recorder) -> Group:
         """Ranks that do not exist."""
         return DryGroup(size, recorder)
-
-    def attention(self) -> AbstractContextManager[None]:
-        """Makes attention what it is on a real device."""
-        return fused_attention()
 
     def fill(self, x: Tensor) -> Tensor:
         """Gives a tensor contents, where there are any."""

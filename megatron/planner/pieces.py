@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,8 +26,8 @@ from megatron.parallel.data.buffer import BucketKind, FlatBuffer, named_params
 from megatron.parallel.data.gradients import main_grad_dtype, reduced_bucket
 from megatron.parallel.tensor.embedding import VocabShard
 from megatron.parallel.tensor.shards import collect_specs
+from megatron.planner.dry_run import SavedTensors, Talk, Tally
 from megatron.topology.group import Group, num_bytes
-from tools.planner.dry_run import SavedTensors, Talk, Tally
 
 PIECES = ("embedding", "layer", "head")
 
@@ -58,8 +57,9 @@ class Stand(Protocol):
     def group(self, size: int, recorder: Any) -> Group:
         """Ranks that sum with this one."""
 
-    def attention(self) -> AbstractContextManager[None]:
-        """In which attention is as it is in training."""
+    @property
+    def attention(self) -> Callable[..., Tensor]:
+        """What computes attention; of ``ForwardContext``."""
 
     def fill(self, x: Tensor) -> Tensor:
         """Gives a tensor contents, in place, where it can have any."""
@@ -327,12 +327,12 @@ def _passes(built: _Built) -> tuple[float, Tally, Tally]:
     for _ in range(built.stand.repeats):
         saved = SavedTensors(built.buffer.params_flat, tokens_bs, weights_bs)
         hooks = torch.autograd.graph.saved_tensors_hooks(saved.add, lambda kept: kept)
-        with meter, built.stand.attention():
+        with meter:
             with hooks:
                 if stage.part.last:
                     out, _ = stage.loss(x, tokens_bs, weights_bs)
                 else:
-                    out = stage(x, ForwardContext())
+                    out = stage(x, ForwardContext(attention=built.stand.attention))
             if stage.part.layers:
                 saved.add(x)
             forwards.append(meter.take())

@@ -10,10 +10,10 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.comm.ledger import Ledger
@@ -22,16 +22,16 @@ from megatron.compression.points import Point
 from megatron.compression.spec import Spec
 from megatron.config.run import RunConfig
 from megatron.kernels.ops import finite_norm
+from megatron.planner.choice import Choice, choice_of
+from megatron.planner.cluster import CODING, PARTS, Cluster, Device, Link
+from megatron.planner.costs import STEADY, TP_POINTS, planned, wires_of
+from megatron.planner.dry_run import DryStand, Tally
+from megatron.planner.pieces import PIECES, Pieces, Stand, message
+from megatron.planner.stages import Stages
 from megatron.topology.clock import clock_of
 from megatron.topology.group import Group
 from megatron.topology.topology import Topology
 from megatron.training.traffic import gather_rows
-from tools.planner.choice import Choice, choice_of
-from tools.planner.cluster import CODING, PARTS, Cluster, Device, Link
-from tools.planner.costs import STEADY, TP_POINTS, planned, wires_of
-from tools.planner.dry_run import DryStand, Tally
-from tools.planner.pieces import PIECES, Pieces, Stand, message
-from tools.planner.stages import Stages
 
 RATES = ("peak_tflops", "memory_gbyte_per_s", "op_us")
 """What is measured of a device."""
@@ -89,6 +89,8 @@ class LiveStand:
         repeats: of each piece; the first does not count.
     """
 
+    attention = staticmethod(F.scaled_dot_product_attention)
+
     def __init__(self, device: torch.device, tp: Group | None = None, repeats: int = 5) -> None:
         self.torch_device = device
         self.repeats = repeats
@@ -103,10 +105,6 @@ class LiveStand:
         if size > 1 and self.tp is not None:
             return self.tp
         return Group(None, (0,), 0, "this process", "none")
-
-    def attention(self) -> AbstractContextManager[None]:
-        """As it is."""
-        return nullcontext()
 
     def fill(self, x: Tensor) -> Tensor:
         """Small random numbers: others may be so small that processors slow down."""

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from megatron.config.run import RunConfig
+from megatron.planner.choice import choice_of
+from megatron.planner.cluster import read_cluster, write_cluster
+from megatron.planner.command import main
+from megatron.planner.dry_run import Tally
 from tests.support.disk import largest_file
 from tests.unit.planner.support import CLUSTER, small_run
-from tools.plan import main
-from tools.planner.choice import choice_of
-from tools.planner.cluster import read_cluster, write_cluster
-from tools.planner.dry_run import Tally
 
 
 def _files(folder: Path, specs: tuple[str, ...] = ()) -> list[str]:
@@ -215,7 +215,7 @@ def test_measuring_keeps_what_it_does_not_measure(tmp_path: Path, monkeypatch: p
     known = {"tensor parallel": 1.5, "coding dp-grad=powersgd,rank=32": 2.0, "layer forward": 9.0}
     (tmp_path / "cluster.yaml").write_text(write_cluster(replace(CLUSTER, corrections=known)))
     found = {"peak_tflops": 1.0, "memory_gbyte_per_s": 2.0, "op_us": 3.0, "layer forward": 1.25}
-    monkeypatch.setattr("tools.plan.measure_all", lambda *_: found)
+    monkeypatch.setattr("megatron.planner.command.measure_all", lambda *_: found)
     assert main([*words, "--measure", "--no-search", "--gpus", "4"]) == 0
     measured = read_cluster(tmp_path / "cluster.yaml")
     assert measured.gpus == CLUSTER.gpus

@@ -10,14 +10,14 @@ from megatron.compression.points import Point
 from megatron.config.run import RunConfig
 from megatron.model.stages import padded_vocab_size
 from megatron.parallel.data.gradients import bucket_elements
+from megatron.planner.choice import Choice
+from megatron.planner.cluster import Cluster
+from megatron.planner.costs import Wires, wires_of
+from megatron.planner.fill import leaving, memory, traffic
+from megatron.planner.simulate import Pipeline, StageTimes
+from megatron.planner.stages import Stage, Stages, talk_seconds
 from megatron.training.flops import model_tflops
 from megatron.training.report import model_shape
-from tools.planner.choice import Choice
-from tools.planner.cluster import Cluster
-from tools.planner.costs import Wires, wires_of
-from tools.planner.fill import leaving, memory, traffic
-from tools.planner.simulate import Pipeline, StageTimes
-from tools.planner.stages import Stage, Stages, talk_seconds
 
 
 @dataclass(frozen=True)

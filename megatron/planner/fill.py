@@ -10,9 +10,9 @@ from functools import cache
 from megatron.compression.points import Point
 from megatron.config.recompute import RecomputeConfig
 from megatron.parallel.pipeline.schedule import PipelineOp, epilogue, training_schedule
-from tools.planner.choice import Choice
-from tools.planner.costs import Wires
-from tools.planner.stages import Stages, sent_bytes
+from megatron.planner.choice import Choice
+from megatron.planner.costs import Wires
+from megatron.planner.stages import Stages, sent_bytes
 
 _IN_FLIGHT_GROUPS = 6
 """Groups of micro-batches after which 1F1B holds no more activations than before."""

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron.config.run import RunConfig
-from tools.planner.choice import Choice
-from tools.planner.predict import Prediction
+from megatron.planner.choice import Choice
+from megatron.planner.predict import Prediction
 
 
 def described(choice: Choice) -> str:
