@@ -95,7 +95,8 @@ def test_flags_named_in_documents_exist() -> None:
         named = set(re.findall(r"(?<![\w-])--[a-zA-Z0-9_-]+", document.read_text()))
         scripts = [
             *(REPO / "tools").rglob("*.py"),
-            *(REPO / "megatron").rglob("command.py"),
+            *(REPO / "benchmarks").rglob("*.py"),
+            *(REPO / "megatron").rglob("*command.py"),
             REPO / "ASPLOS23" / "run.py",
         ]
         tools = "".join(path.read_text() for path in scripts) + _flags_of_sections()
