@@ -13,10 +13,9 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from megatron.topology import launch_command as launch
 from megatron.topology.launch import leave_reason
-from tools import launch
-
-REPO = Path(__file__).resolve().parents[3]
+from tests.support.cli import REPO
 
 
 def _failure(folder: Path, exitcode: int, said: str | None, printed: bool) -> ProcessFailure:
