@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.sections, parsed.notes)
         model = open_model(model_flags, parsed.sections["tokenizer"], layout, ranks.env)
         line = evaluate(model)
-        if model.speaks:
+        if model.is_sampling_rank:
             rule = "-" * (len(line) + 1)
             print(f"{rule}\n{line}\n{rule}", flush=True)
 

@@ -42,7 +42,7 @@ def total(model: LoadedModel, windows: Sequence[Window], batch: int, measure: Ca
     ordered = sorted(windows, key=lambda window: -len(window.tokens))[topology.coordinates.dp :: topology.layout.dp]
     found = 0.0
     eod = model.tokenizer.eod
-    with tqdm(total=len(ordered), unit="window", desc=name, disable=not model.speaks) as bar:
+    with tqdm(total=len(ordered), unit="window", desc=name, disable=not model.is_sampling_rank) as bar:
         for first in range(0, len(ordered), batch):
             taken = ordered[first : first + batch]
             longest = len(taken[0].tokens) - 1
