@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -156,10 +155,11 @@ def test_launchers_that_fail(
 def test_a_stopped_rank_that_was_asked_to_end_is_found() -> None:
     with subprocess.Popen(["sleep", "600"]) as child:
         try:
-            for number, found in ((signal.SIGSTOP, False), (signal.SIGTERM, True)):
-                child.send_signal(number)
-                time.sleep(0.1)
-                assert (child.pid in launch.stopped_and_asked_to_end(os.getpid())) == found
+            child.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+            assert child.pid not in launch.stopped_and_asked_to_end(os.getpid())
+            child.send_signal(signal.SIGTERM)
+            assert child.pid in launch.stopped_and_asked_to_end(os.getpid())
             child.send_signal(signal.SIGCONT)
             assert child.wait(10) == -signal.SIGTERM
         finally:
