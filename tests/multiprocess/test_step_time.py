@@ -116,7 +116,7 @@ def _steps(changes: dict[str, dict[str, Any]]) -> dict[str, Any]:
     _takes(optimizer, "step_inner", time, "computing", 0.125)
     _takes(Quantizer, "encode", time, "coding", 0.25)
     _takes(Quantizer, "decode", time, "coding", 0.25)
-    _takes(ErrorFeedback, "settle", time, "coding", 0.75)
+    _takes(ErrorFeedback, "finalize", time, "coding", 0.75)
     engines = tiny_engines(changes)
     config, layout = engines.config, engines.topology.layout
     count = config.training.global_batch_size // (config.training.micro_batch_size * layout.dp)
