@@ -35,38 +35,38 @@ format:  ## rewrite the sources in the project's style
 	@$(RUN) --extras test,lint -- tools/lint.py --fix
 
 bench-train:  ## measure training speed beside Hugging Face's GPT-2
-	@$(RUN) --extras test,lint -- tools/bench_train.py $(ARGS)
+	@$(RUN) --extras test,lint -- -m benchmarks.train $(ARGS)
 
 bench-kernels:  ## measure the compressors' kernels beside a copy and their pure-torch twins
-	@$(RUN) --extras test,lint -- -m tools.bench_kernels $(ARGS)
+	@$(RUN) --extras test,lint -- -m benchmarks.kernels $(ARGS)
 
 bench-memory:  ## measure peak memory with and without compressors
-	@$(RUN) --extras test,lint -- tools/bench_memory.py $(ARGS)
+	@$(RUN) --extras test,lint -- -m benchmarks.memory $(ARGS)
 
 bench-convergence:  ## train a small GPT with and without compressors and compare losses and bytes (two hours)
-	@$(RUN) --extras test,lint -- -m tools.bench_convergence $(ARGS)
+	@$(RUN) --extras test,lint -- -m benchmarks.convergence $(ARGS)
 
 bench-lep:  ## measure what error propagation does to gradients and losses, by width (hours)
-	@$(RUN) --extras test,lint -- -m tools.bench_lep.run $(ARGS)
+	@$(RUN) --extras test,lint -- -m benchmarks.lep.run $(ARGS)
 
 bench-cleaning:  ## measure the cleaning tools, and find_duplicates beside a plain loop over datasketch
 	@$(RUN) --extras test,lint -- -m tools.openwebtext.bench $(ARGS)
 
 bench-generate:  ## measure generation beside Hugging Face's generate
-	@$(RUN) --extras test,lint -- tools/bench_generate.py $(ARGS)
+	@$(RUN) --extras test,lint -- -m benchmarks.generate $(ARGS)
 
 bench-network:  ## train on shaped links with and without compressors, beside torch DDP's hooks (Linux, root, an hour)
-	@$(RUN) --extras test,lint -- -m tools.bench_network.run $(ARGS)
+	@$(RUN) --extras test,lint -- -m benchmarks.network.run $(ARGS)
 
 bench-gpu:  ## measure all speeds on a GPU, beside nanoGPT's model and Hugging Face's (eight minutes)
-	@$(RUN) --extras test,lint -- -m tools.bench_gpu.run $(ARGS)
+	@$(RUN) --extras test,lint -- -m benchmarks.gpu.run $(ARGS)
 
 bench-time-to-loss:  ## losses over time on slow links, compressed and not (Linux, root, a quarter of an hour)
-	@$(RUN) --extras test,lint -- -m tools.bench_network.time_to_loss $(ARGS)
+	@$(RUN) --extras test,lint -- -m benchmarks.network.time_to_loss $(ARGS)
 
 clean:  ## remove caches, builds and the quickstart's output
 	rm -rf build dist *.egg-info quickstart_out bench_out .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find megatron tools tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find megatron benchmarks tools tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-all: clean  ## the same, and remove .venv
 	rm -rf .venv

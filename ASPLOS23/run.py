@@ -9,7 +9,7 @@
     python ASPLOS23/run.py fig14 --local                      the kernels of this machine, without a model
 
 Each scheme of an experiment is a run of its own, whose log is OUT/EXPERIMENT/MODEL/SCHEME/log.jsonl; the report reads
-what is there. What follows -- goes to pretrain_gpt.py, for fig14 to tools/bench_kernels.py.
+what is there. What follows -- goes to pretrain_gpt.py, for fig14 to benchmarks/kernels.py.
 """
 
 from __future__ import annotations
@@ -351,7 +351,7 @@ def measure_kernels(options: argparse.Namespace, extra: Sequence[str]) -> int:
         flag = f"--{given[0].replace('_', '-')}"
         raise UserError(f"{flag} is not for fig14, which measures this machine's kernels: use --print or --local")
     folder = Path(options.out).resolve() / "fig14"
-    bench = ["-m", "tools.bench_kernels", "--out", str(folder), *extra]
+    bench = ["-m", "benchmarks.kernels", "--out", str(folder), *extra]
     if options.how == "print":
         print(shlex.join(["python", *bench]), flush=True)
         return 0

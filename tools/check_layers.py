@@ -1,7 +1,8 @@
 """Checks that packages import only downwards, and that files and functions stay readable.
 
 The layers are those of docs/architecture.md: a package imports itself and packages of strictly lower layers, so
-two packages of one layer do not know each other.
+two packages of one layer do not know each other. Programs in the repository's folder, and those under examples/, are
+commands, as tools/ is.
 """
 
 from __future__ import annotations
@@ -12,29 +13,44 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT_PACKAGE = "megatron"
+DIVIDED = "megatron"
+"""The package whose parts have layers of their own."""
 
 LAYERS: dict[str, int] = {
-    "base": 0,
-    "kernels": 1,
-    "compression": 2,
-    "config": 3,
-    "topology": 3,
-    "comm": 4,
-    "parallel": 5,
-    "model": 6,
-    "data": 6,
-    "tokenizer": 6,
-    "optimizer": 6,
-    "checkpoint": 7,
-    "training": 8,
-    "inference": 8,
+    "megatron.base": 0,
+    "megatron.kernels": 1,
+    "megatron.compression": 2,
+    "megatron.config": 3,
+    "megatron.topology": 3,
+    "megatron.comm": 4,
+    "megatron.tokenizer": 4,
+    "megatron.parallel": 5,
+    "megatron.model": 6,
+    "megatron.data": 6,
+    "megatron.optimizer": 6,
+    "megatron.checkpoint": 7,
+    "megatron.training": 8,
+    "megatron.inference": 9,
+    "megatron.planner": 9,
+    "megatron.evaluation": 10,
+    "ASPLOS23": 11,
+    "benchmarks": 11,
+    "tools": 12,
+    "tasks": 12,
+    "examples": 12,
+    "pretrain_gpt": 12,
+    "val_check_gpt": 12,
+    "setup": 12,
+    "tests": 13,
 }
 
+NOT_CHECKED = ("tests",)
+"""What may use everything, at any length."""
+
 FORBIDDEN: dict[str, tuple[str, ...]] = {
-    "base": ("torch",),
-    "kernels": ("torch.distributed",),
-    "compression": ("torch.distributed",),
+    "megatron.base": ("torch",),
+    "megatron.kernels": ("torch.distributed",),
+    "megatron.compression": ("torch.distributed",),
 }
 """Packages that must not know of certain modules: flags are read without torch, algorithms never communicate."""
 
@@ -65,7 +81,7 @@ def imported_modules(tree: ast.Module, module: str, is_package: bool) -> Iterato
 
 
 def check_file(path: Path, repo: Path) -> list[str]:
-    """The problems of one file of the root package, each as one line."""
+    """The problems of one file, each as one line."""
     where = path.relative_to(repo)
     parts = list(where.with_suffix("").parts)
     is_package = parts[-1] == "__init__"
@@ -77,8 +93,8 @@ def check_file(path: Path, repo: Path) -> list[str]:
         return [f"{where}:{error.lineno}: {error.msg}"]
     problems = _check_sizes(tree, source)
     own = _package_of(module)
-    if len(parts) > 2 and own not in LAYERS:
-        problems.append(f"1: package {own} has no layer: add it to LAYERS in tools/check_layers.py")
+    if own != DIVIDED and own not in LAYERS:
+        problems.append(f"1: {own} has no layer: add it to LAYERS in tools/check_layers.py")
     else:
         try:
             imports = list(imported_modules(tree, module, is_package))
@@ -91,29 +107,34 @@ def check_file(path: Path, repo: Path) -> list[str]:
 
 
 def check_repository(repo: Path) -> list[str]:
-    """The problems of all files of the root package."""
+    """The problems of all files, those of packages that have no layer yet too."""
     problems: list[str] = []
-    for path in sorted((repo / ROOT_PACKAGE).rglob("*.py")):
+    for path in sorted(_sources(repo)):
         problems += check_file(path, repo)
     return problems
 
 
+def _sources(repo: Path) -> Iterator[Path]:
+    yield from repo.glob("*.py")
+    for top in {name.partition(".")[0] for name in LAYERS} - set(NOT_CHECKED):
+        yield from (repo / top).rglob("*.py")
+
+
 def _package_of(module: str) -> str:
-    """``megatron.compression.points`` -> ``comm``; the root package itself -> an empty string."""
+    """``megatron.comm.ledger`` -> ``megatron.comm``; ``tools.quickstart.run`` -> ``tools``."""
     parts = module.split(".")
-    return parts[1] if len(parts) > 1 else ""
+    return ".".join(parts[: 2 if parts[0] == DIVIDED else 1])
 
 
 def _check_import(own: str, name: str) -> list[str]:
     for forbidden in FORBIDDEN.get(own, ()):
         if name == forbidden or name.startswith(forbidden + "."):
             return [f"{own} must not import {forbidden}"]
-    if name != ROOT_PACKAGE and not name.startswith(ROOT_PACKAGE + "."):
-        return []
-    if own == "":
-        return [f"the root package imports none of its packages, not {name}"]
     other = _package_of(name)
-    if other in ("", own) or other not in LAYERS or LAYERS[other] < LAYERS[own]:
+    if own == DIVIDED:
+        inside = name == DIVIDED or name.startswith(DIVIDED + ".")
+        return [f"the root package imports none of its packages, not {name}"] if inside or other in LAYERS else []
+    if other == own or other not in LAYERS or LAYERS[other] < LAYERS[own]:
         return []
     return [f"{own} (layer {LAYERS[own]}) must not import {name} (layer {LAYERS[other]}): only lower layers"]
 

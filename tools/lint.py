@@ -8,7 +8,17 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
-SOURCES = ["megatron", "tasks", "tools", "tests", "ASPLOS23", "setup.py", "pretrain_gpt.py", "val_check_gpt.py"]
+SOURCES = [
+    "megatron",
+    "benchmarks",
+    "tasks",
+    "tools",
+    "tests",
+    "ASPLOS23",
+    "setup.py",
+    "pretrain_gpt.py",
+    "val_check_gpt.py",
+]
 
 
 def steps(fix: bool) -> list[tuple[str, list[str]]]:

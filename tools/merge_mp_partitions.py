@@ -6,15 +6,11 @@
 The same as tools/ckpt_convert.py --to classic, which does more; pipeline-parallel checkpoints are merged, too.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from megatron.checkpoint.convert.command import main
 
-from tools.ckpt_convert import main
-
-if __name__ == "__main__":
     sys.exit(main(["--model-type", "GPT", *sys.argv[1:]]))  # which makes classic the default of --to

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -103,7 +102,7 @@ class SelfAttention(ShardedModule):
         mask = self._allowed(query, context)
         if context.cache is not None and mask is None:
             mask = context.cache.mask
-        return F.scaled_dot_product_attention(
+        return context.attention(
             query,
             key,
             value,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.model.kv_cache import KVCache
@@ -20,12 +22,14 @@ class ForwardContext:
         segment_ids_bs: number of the document within the sequence, (b, s), where attention must not cross
             documents, else None.
         cache: what attention keeps of earlier positions, in generation.
+        attention: torch's function, or what takes its place and its arguments.
     """
 
     dropout: DropoutKeys | None = None
     position_ids_bs: Tensor | None = None
     segment_ids_bs: Tensor | None = None
     cache: KVCache | None = None
+    attention: Callable[..., Tensor] = F.scaled_dot_product_attention
 
 
 @dataclass(frozen=True)

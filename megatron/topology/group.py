@@ -190,7 +190,17 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
-    def _start(self, what: str, sent: int, call: Callable[[], Work | None]) -> Pending:
+    def start(self, what: str, sent: int, call: Callable[[], Work | None]) -> Pending:
+        """Starts an operation; every one passes here, so a subclass that overrides this decides what is sent.
+
+        Args:
+            what: the operation.
+            sent: bytes that this rank sends for it.
+            call: starts it in torch.
+
+        Raises:
+            CommunicationError: when it cannot be started.
+        """
         label = f"{what} over {self.name} (ranks {', '.join(map(str, self.ranks))})"
         try:
             return Pending(call(), sent, label)
@@ -202,7 +212,7 @@ class Group:
         if self.size == 1:
             return Pending(None, 0, NOTHING)
         sent = 2 * (self.size - 1) * num_bytes(x) // self.size
-        return self._start("all-reduce", sent, lambda: dist.all_reduce(x, op=op, group=self.pg, async_op=True))
+        return self.start("all-reduce", sent, lambda: dist.all_reduce(x, op=op, group=self.pg, async_op=True))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:
         """Concatenates the ranks' ``x`` along dimension 0 into ``out``; both contiguous. Sends (n-1) of ``x``."""
@@ -214,8 +224,8 @@ class Group:
         if self._in_steps(sent):
             rows = out.view(self.size, *x.shape)
             rows[self.rank].copy_(x)
-            return self._start("all-gather", sent, lambda: self._stepwise([x] * self.size, list(rows)))
-        return self._start("all-gather", sent, lambda: _ALL_GATHER(out, x, group=self.pg, async_op=True))
+            return self.start("all-gather", sent, lambda: self._stepwise([x] * self.size, list(rows)))
+        return self.start("all-gather", sent, lambda: _ALL_GATHER(out, x, group=self.pg, async_op=True))
 
     def _in_steps(self, sent: int) -> bool:
         """Whether to exchange with one partner at a time; the same on all ranks."""
@@ -240,10 +250,10 @@ class Group:
     def _exchange(self, out: Tensor, x: Tensor, what: str, sent: int) -> Pending:
         """Row i of ``x`` to rank i; row i of ``out`` from rank i."""
         if not self._in_steps(sent):
-            return self._start(what, sent, lambda: dist.all_to_all_single(out, x, group=self.pg, async_op=True))
+            return self.start(what, sent, lambda: dist.all_to_all_single(out, x, group=self.pg, async_op=True))
         to, source = x.chunk(self.size), out.chunk(self.size)
         source[self.rank].copy_(to[self.rank])
-        return self._start(what, sent, lambda: self._stepwise(to, source))
+        return self.start(what, sent, lambda: self._stepwise(to, source))
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
         """Sums ``x`` over the group; rank r gets the r-th equal part of dimension 0 in ``out``.
@@ -257,7 +267,7 @@ class Group:
             return Pending(None, 0, NOTHING)
         sent = (self.size - 1) * num_bytes(x) // self.size
         if self.backend != "gloo":
-            return self._start(
+            return self.start(
                 "reduce-scatter",
                 sent,
                 lambda: _REDUCE_SCATTER(out, x, group=self.pg, async_op=True),
@@ -292,13 +302,13 @@ class Group:
         if self.size == 1:
             return Pending(None, 0, NOTHING)
         sent = num_bytes(x) if self.rank == src else 0
-        return self._start(
+        return self.start(
             "broadcast", sent, lambda: dist.broadcast(x, src=self.ranks[src], group=self.pg, async_op=True)
         )
 
     def send(self, x: Tensor, dst: int, tag: int = 0) -> Pending:
         """Sends ``x`` to group rank ``dst``. ``x`` must live until the send is done."""
-        return self._start(
+        return self.start(
             f"send to rank {self.ranks[dst]}",
             num_bytes(x),
             lambda: dist.isend(x, dst=self.ranks[dst], group=self.pg, tag=tag),
@@ -306,7 +316,7 @@ class Group:
 
     def recv(self, x: Tensor, src: int, tag: int = 0) -> Pending:
         """Receives into ``x`` from group rank ``src``."""
-        pending = self._start(
+        pending = self.start(
             f"receive from rank {self.ranks[src]}",
             0,
             lambda: dist.irecv(x, src=self.ranks[src], group=self.pg, tag=tag),

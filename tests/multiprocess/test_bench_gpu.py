@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu import generate, kernels, network, train
+from benchmarks.gpu.book import Setting
+from benchmarks.lab.hosts import LabError, check_permission
+from benchmarks.train import Side, SideError, SideOf
+from benchmarks.train_sides import Shape
 from tests.support.cli import run_cli
-from tools.bench_gpu import generate, kernels, network, train
-from tools.bench_gpu.book import Setting
-from tools.bench_train import Side, SideError, SideOf
-from tools.lab import LabError, check_permission
-from tools.train_sides import Shape
 
 pytestmark = pytest.mark.multiprocess
 
 
 def _bench(out: Path, *words: str) -> tuple[int, str]:
-    done = run_cli(1, ["-m", "tools.bench_gpu.run", "--device", "cpu", "--out", str(out), *words], timeout=1200.0)
+    done = run_cli(1, ["-m", "benchmarks.gpu.run", "--device", "cpu", "--out", str(out), *words], timeout=1200.0)
     return done.returncode, done.text()
 
 

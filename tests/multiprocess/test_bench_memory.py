@@ -15,7 +15,7 @@ pytestmark = pytest.mark.multiprocess
 def test_compressors_hold_one_residual(case: str) -> None:
     """One residual with its factors or indices, and nothing else."""
     sizes = ["--layers", "4", "--hidden", "64", "--seq", "32", "--vocab", "64"]
-    result = run_cli(4, ["tools/bench_memory.py", "--case", case, *sizes]).check()
+    result = run_cli(4, ["-m", "benchmarks.memory", "--case", case, *sizes]).check()
     found = json.loads(next(line for line in result.stdout.splitlines() if line.startswith("{")))
     assert found["peak"] > 0
     if case == "dense":

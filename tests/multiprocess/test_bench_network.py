@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tools import netlab
-from tools.bench_network.cases import BENCHES, FP32, Bench, Case
-from tools.bench_network.report import figure, table
-from tools.bench_network.run import link_rate, measure
-from tools.bench_network.setups import Setup, aqsgd_data, aqsgd_pipeline, optimus_pipeline, radius_data
+from benchmarks.lab import command as netlab
+from benchmarks.network.cases import BENCHES, FP32, Bench, Case
+from benchmarks.network.report import figure, table
+from benchmarks.network.run import link_rate, measure
+from benchmarks.network.setups import Setup, aqsgd_data, aqsgd_pipeline, optimus_pipeline, radius_data
 
 pytestmark = pytest.mark.multiprocess
 

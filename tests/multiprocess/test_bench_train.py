@@ -13,7 +13,7 @@ from tests.support.cli import run_cli
 @pytest.mark.multiprocess
 def test_quick_run(tmp_path: Path) -> None:
     out = tmp_path / "train.json"
-    result = run_cli(1, ["tools/bench_train.py", "--quick", "--threads", "1", "--out", str(out)]).check()
+    result = run_cli(1, ["-m", "benchmarks.train", "--quick", "--threads", "1", "--out", str(out)]).check()
     figures = json.loads(out.read_text())
     assert {row["precision"] for row in figures["single"]} == {"fp32", "bf16"}
     for row in figures["single"]:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from megatron.checkpoint.convert.command import main as convert
+from megatron.data.preprocess.vocab_command import train
+from megatron.evaluation.harness_command import main
 from tests.support.cli import run_cli
-from tools.ckpt_convert import main as convert
-from tools.evaluate_lm import main
-from tools.train_vocab import train
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from megatron.data.preprocess.vocab_command import train
 from tests.support.cli import REPO
-from tools.train_vocab import train
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 

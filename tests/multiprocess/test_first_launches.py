@@ -18,7 +18,7 @@ from megatron.training.step import evaluation_step, take_batches, train_step
 from tests.support.launches import PretendedDevice, pretended_device
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_batches, tiny_engines
-from tests.unit.convert.support import MODELS, saved_model
+from tests.unit.checkpoint.convert.support import MODELS, saved_model
 
 pytestmark = pytest.mark.multiprocess
 

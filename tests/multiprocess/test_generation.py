@@ -16,7 +16,7 @@ from megatron.topology.topology import build_topology
 from tests.support.cli import run_cli
 from tests.support.device import own_device
 from tests.support.spawn import run_ranks
-from tests.unit.convert.support import MODELS, NOT_CLASSIC, saved_model
+from tests.unit.checkpoint.convert.support import MODELS, NOT_CLASSIC, saved_model
 
 pytestmark = pytest.mark.multiprocess
 

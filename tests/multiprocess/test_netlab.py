@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.lab import command as netlab
+from benchmarks.lab import cpu_limit, removal
+from benchmarks.lab.hosts import Lab
 from tests.support.cleanup import have_ended
-from tools import cpu_limit, lab_removal, netlab
-from tools.lab import Lab
 
 pytestmark = pytest.mark.multiprocess
 
@@ -55,7 +56,7 @@ def _started(tmp_path: Path, script: str, *arguments: str) -> Iterator[subproces
         finally:
             process.kill()
             process.wait()
-            lab_removal.remove(f"nl{process.pid}")
+            removal.remove(f"nl{process.pid}")
 
 
 def _left(pid: int) -> str:
@@ -197,14 +198,14 @@ def test_control_groups_of_a_killed_laboratory_are_cleaned_without_its_namespace
     member = subprocess.Popen(["sleep", "600"])
     try:
         group.members.write_text(str(member.pid))
-        removed, left = lab_removal.clean()
+        removed, left = removal.clean()
         assert f"nl{gone.pid}" in removed
         assert not [line for line in left if f"nl{gone.pid}h" in line]
         assert member.wait(5) == -signal.SIGKILL
         assert not group.folder.exists()
     finally:
         member.kill()
-        lab_removal.remove(f"nl{gone.pid}")
+        removal.remove(f"nl{gone.pid}")
 
 
 def test_hosts_that_miss_another_do_not_wait_long(
@@ -216,8 +217,8 @@ def test_hosts_that_miss_another_do_not_wait_long(
     (tmp_path / "exit.py").write_text(f"{fail}os._exit(7)\n{SLEEP.format(OBSTINATE, str(mark))}")
     killed = f"{fail}os.kill(os.getppid(), signal.SIGKILL)\n{SLEEP.format('', str(mark))}"
     (tmp_path / "killed.py").write_text(killed)
-    monkeypatch.setattr("tools.lab.GRACE_SECONDS", 1.0)
-    monkeypatch.setattr("tools.lab.END_SECONDS", 1.0)
+    monkeypatch.setattr("benchmarks.lab.hosts.GRACE_SECONDS", 1.0)
+    monkeypatch.setattr("benchmarks.lab.hosts.END_SECONDS", 1.0)
     with netlab.Lab([None, None]) as hosts:
         for script, status in (("exit.py", 1), ("killed.py", 137)):
             assert hosts.run([str(tmp_path / script)]) == status

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from megatron.config.run import RunConfig
+from megatron.planner.choice import choice_of
+from megatron.planner.cluster import Cluster
+from megatron.planner.command import entries_of
+from megatron.planner.predict import Predictor
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.train import train
-from tools.plan import entries_of
-from tools.planner.choice import choice_of
-from tools.planner.cluster import Cluster
-from tools.planner.predict import Predictor
 
 pytestmark = pytest.mark.multiprocess
 

@@ -74,7 +74,7 @@ class _Tick(torch.autograd.Function):
 
 def _slow_links(time: _Time) -> None:
     """Makes every group of this process slow; a link carries one message after the other."""
-    start = Group._start
+    start = Group.start
     free: dict[int, float] = {}
 
     def slow(group: Group, what: str, sent: int, call: Callable[[], Work | None]) -> Pending:
@@ -86,7 +86,7 @@ def _slow_links(time: _Time) -> None:
         pending.work = _OnSlowLink(time, pending.work, done_at)
         return pending
 
-    setattr(Group, "_start", slow)  # noqa: B010
+    setattr(Group, "start", slow)  # noqa: B010
 
 
 def _takes(owner: Any, name: str, time: _Time, what: str, seconds: float) -> None:
@@ -116,7 +116,7 @@ def _steps(changes: dict[str, dict[str, Any]]) -> dict[str, Any]:
     _takes(optimizer, "step_inner", time, "computing", 0.125)
     _takes(Quantizer, "encode", time, "coding", 0.25)
     _takes(Quantizer, "decode", time, "coding", 0.25)
-    _takes(ErrorFeedback, "settle", time, "coding", 0.75)
+    _takes(ErrorFeedback, "finalize", time, "coding", 0.75)
     engines = tiny_engines(changes)
     config, layout = engines.config, engines.topology.layout
     count = config.training.global_batch_size // (config.training.micro_batch_size * layout.dp)

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 
-from tools.bench_gpu.book import Cells, Claim, Column, Reporter, Setting
+from benchmarks.gpu.book import Cells, Claim, Column, Reporter, Setting
 
 TITLE, NOTE, COLUMNS = "Ends", "How rows end.", (Column("row", "name"), Column("value", "value", ".2f"))
 LIMIT_SECONDS, PATIENCE_SECONDS = 600.0, 20.0

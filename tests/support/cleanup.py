@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from tools.interrupt import SIGNALS
-from tools.lab_removal import has_ended
+from benchmarks.lab.removal import has_ended
+from megatron.data.interrupt import SIGNALS
 
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 

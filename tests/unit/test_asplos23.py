@@ -142,11 +142,11 @@ def test_the_kernels_are_measured_only_when_asked(
     for how in ([], ["--print"]):
         assert main(["fig14", *how, "--out", str(tmp_path / "out"), "--", "--quick"]) == 0
         printed = capsys.readouterr().out
-        assert printed == f"python -m tools.bench_kernels --out {tmp_path / 'out' / 'fig14'} --quick\n"
+        assert printed == f"python -m benchmarks.kernels --out {tmp_path / 'out' / 'fig14'} --quick\n"
     assert not started
     assert not (tmp_path / "out").exists()
     assert main(["fig14", "--local", "--out", str(tmp_path / "out"), "--", "--quick"]) == 0
-    assert started[0][1:] == ["-m", "tools.bench_kernels", "--out", str(tmp_path / "out" / "fig14"), "--quick"]
+    assert started[0][1:] == ["-m", "benchmarks.kernels", "--out", str(tmp_path / "out" / "fig14"), "--quick"]
 
 
 @pytest.mark.parametrize(

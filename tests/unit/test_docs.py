@@ -13,12 +13,12 @@ import pytest
 from megatron.base.option import field_options
 from megatron.config.flags import parse_args
 from megatron.config.known import KNOWN_FLAGS
+from megatron.evaluation.command import TaskFlags as ZeroShotFlags
+from megatron.evaluation.harness_command import EvaluationFlags
+from megatron.evaluation.sweep_command import SweepFlags
 from megatron.inference.flags import ModelFlags, SamplingFlags, parse_flags
-from tasks.main import TaskFlags as ZeroShotFlags
-from tools.evaluate_lm import EvaluationFlags
-from tools.generate_samples_gpt import DESCRIPTION, TaskFlags
-from tools.run_text_generation_server import ServerFlags
-from val_check_gpt import SweepFlags
+from megatron.inference.generate_command import DESCRIPTION, TaskFlags
+from megatron.inference.serve_command import ServerFlags
 
 REPO = Path(__file__).resolve().parents[2]
 DOCUMENTS = [REPO / "README.md", REPO / "docs" / "architecture.md"]
@@ -90,10 +90,15 @@ def _flags_of_sections() -> str:
 
 def test_flags_named_in_documents_exist() -> None:
     fields = (REPO / "docs" / "flags.md").read_text()
-    outside = {"--nproc-per-node", "--max-restarts", "--train-iters"}
+    outside = {"--nproc-per-node", "--no-python", "--max-restarts", "--train-iters"}
     for document in DOCUMENTS:
         named = set(re.findall(r"(?<![\w-])--[a-zA-Z0-9_-]+", document.read_text()))
-        scripts = [*(REPO / "tools").rglob("*.py"), REPO / "ASPLOS23" / "run.py"]
+        scripts = [
+            *(REPO / "tools").rglob("*.py"),
+            *(REPO / "benchmarks").rglob("*.py"),
+            *(REPO / "megatron").rglob("*command.py"),
+            REPO / "ASPLOS23" / "run.py",
+        ]
         tools = "".join(path.read_text() for path in scripts) + _flags_of_sections()
         for written in named - outside:
             flag = written.replace("_", "-")

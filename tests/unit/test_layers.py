@@ -21,6 +21,7 @@ from tools.check_layers import (
     check_repository,
     imported_modules,
 )
+from tools.lint import SOURCES
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -36,7 +37,8 @@ state = torch.get_rng_state()
 threads = torch.get_num_threads()
 dtype = torch.get_default_dtype()
 names = [m.name for m in pkgutil.walk_packages(megatron.__path__, "megatron.")]
-names.remove("megatron.kernels._native") if "megatron.kernels._native" in names else None  # operators, not a module
+operators, subclass_of_library = "megatron.kernels._native", "megatron.evaluation.lm_eval_adapter"
+names = [name for name in names if name not in (operators, subclass_of_library)]
 for name in names:
     importlib.import_module(name)
 print(json.dumps({
@@ -53,8 +55,8 @@ print(json.dumps({
 
 
 def test_every_package_has_a_layer() -> None:
-    packages = {path.parent.name for path in (REPO / "megatron").glob("*/__init__.py")}
-    assert packages <= set(LAYERS)
+    packages = {f"megatron.{path.parent.name}" for path in (REPO / "megatron").glob("*/__init__.py")}
+    assert packages | {Path(name).stem for name in SOURCES} <= {"megatron", *LAYERS}
 
 
 def test_the_sources_keep_the_rules() -> None:
@@ -110,6 +112,35 @@ def test_the_checker_finds(tmp_path: Path, package: str, source: str, problem: s
     assert len(problems) == 1
     assert problem in problems[0]
     assert problems[0].startswith(f"megatron/{package}/points.py:")
+
+
+@pytest.mark.parametrize(
+    ("where", "source", "problem"),
+    [
+        ("megatron/comm/points.py", "from tools import launch", "must not import tools.launch (layer 11)"),
+        ("megatron/evaluation/points.py", "import benchmarks.train", "only lower layers"),
+        ("benchmarks/gpu/points.py", "from tools.quickstart import run", "benchmarks (layer 10) must not import"),
+        ("benchmarks/points.py", "import ASPLOS23.report", "only lower layers"),
+        ("tools/points.py", "from tests.support import cli", "must not import tests.support.cli"),
+        ("points.py", "import os", "points has no layer"),
+        ("pretrain_gpt.py", "import tools.launch", "only lower layers"),
+        ("megatron/__init__.py", "from megatron.config import run", "imports none of its packages"),
+    ],
+)
+def test_the_checker_finds_what_commands_and_benchmarks_must_not_use(
+    tmp_path: Path, where: str, source: str, problem: str
+) -> None:
+    path = tmp_path / where
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source)
+    assert [problem in found for found in check_repository(tmp_path)] == [True]
+
+
+def test_the_checker_allows_commands_to_use_what_is_below(tmp_path: Path) -> None:
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "points.py").write_text("import benchmarks.lab.command\nfrom megatron.planner import command")
+    (tmp_path / "val_check_gpt.py").write_text("from megatron.evaluation.sweep_command import main")
+    assert check_repository(tmp_path) == []
 
 
 @pytest.mark.parametrize(

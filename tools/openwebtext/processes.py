@@ -13,7 +13,7 @@ from threading import Event, Thread
 from typing import Any, TypeVar
 
 from megatron.base.errors import UserError
-from tools.interrupt import SIGNALS
+from megatron.data.interrupt import SIGNALS
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from megatron.base.errors import UserError
-from tools.interrupt import stopped_in_order
+from megatron.data.interrupt import stopped_in_order
 from tools.openwebtext.files import check_apart, check_output, lines, numbered_lines, writing
 
 T = TypeVar("T")

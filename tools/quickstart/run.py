@@ -133,15 +133,16 @@ class Quickstart:
         ]
         script = REPO / "tools" / "quickstart"
         self.corpus_key = digest(script / "make_corpus.py", sys.version, sysconfig.get_path("stdlib"))
-        self.vocabulary_key = digest(self.corpus_key, REPO / "tools" / "train_vocab.py", VOCAB_SIZE)
-        self.data_key = digest(self.vocabulary_key, REPO / "tools" / "preprocess_data.py")
+        package = REPO / "megatron" / "data" / "preprocess"
+        self.vocabulary_key = digest(self.corpus_key, package / "vocab_command.py", VOCAB_SIZE)
+        self.data_key = digest(self.vocabulary_key, package / "command.py")
         self.run_key = digest(self.data_key, MODEL, TRAINING)
 
     def stages(self) -> list[Stage]:
         at = self.at
         parts = ("train", "heldout")
         trained_key = digest(self.run_key, self.train_iters)
-        sample_key = digest(trained_key, REPO / "tools" / "generate_samples_gpt.py", PROMPT)
+        sample_key = digest(trained_key, REPO / "megatron" / "inference" / "generate_command.py", PROMPT)
         corpus = [at.corpus / f"{part}.jsonl" for part in parts]
         vocabulary = [at.vocabulary / name for name in ("vocab.json", "merges.txt")]
         data = [Path(f"{at.data(part)}{end}") for part in parts for end in (".bin", ".idx")]

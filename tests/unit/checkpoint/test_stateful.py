@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 
 from megatron.base.errors import UserError
@@ -15,7 +18,7 @@ class _Counter:
     def state_dict(self) -> dict[str, int]:
         return {"count": self.count}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.count = state["count"]
 
 

@@ -16,13 +16,13 @@ pytest.importorskip("uvicorn")
 
 from megatron.base.errors import UserError
 from megatron.inference.flags import parse_flags
+from megatron.inference.serve_command import ServerFlags, listen
 from megatron.inference.server.app import Server
 from megatron.inference.server.hosts import AllowedHosts
 from megatron.inference.server.listening import Connection, HTTPServer, configuration, room_for
 from megatron.inference.server.requests import Limits
 from megatron.inference.server.worker import Worker
 from tests.unit.inference.support import trained_model
-from tools.run_text_generation_server import ServerFlags, listen
 
 HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"

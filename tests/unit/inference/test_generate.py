@@ -16,7 +16,7 @@ from megatron.inference.model import LoadedModel, load_model
 from megatron.inference.sampling import Sampling
 from megatron.model.context import ForwardContext
 from tests.support.tiny import tiny_engines
-from tests.unit.convert.support import MODELS, NOT_CLASSIC, convert, saved_model
+from tests.unit.checkpoint.convert.support import MODELS, NOT_CLASSIC, convert, saved_model
 from tests.unit.inference.support import trained_model
 
 GREEDY = Sampling(greedy=True)

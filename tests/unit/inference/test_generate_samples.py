@@ -14,10 +14,10 @@ from typing import BinaryIO
 import pytest
 
 from megatron.base.errors import UserError
+from megatron.inference import generate_command
 from megatron.inference.flags import SamplingFlags
+from megatron.inference.generate_command import Session, TaskFlags, check
 from tests.unit.inference.support import trained_model
-from tools import generate_samples_gpt
-from tools.generate_samples_gpt import Session, TaskFlags, check
 
 
 def refusal(**flags: object) -> str:
@@ -90,7 +90,7 @@ def test_a_full_disk_is_one_line_and_the_texts_are_printed(
         yield io.BytesIO()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(generate_samples_gpt, "atomic_write", full)
+    monkeypatch.setattr(generate_command, "atomic_write", full)
     session = Session(trained_model(), SamplingFlags(out_seq_length=2), 4)
     with pytest.raises(UserError, match=r"--genfile .*: No space left on device"):
         session.unconditional(TaskFlags(genfile=str(prompts.with_name("texts")), num_samples=3))

@@ -21,7 +21,7 @@ from megatron.tokenizer.vocabulary import fitted, model_entries
 from megatron.topology.launch import LaunchEnvironment
 from megatron.training.pretrain import resolve
 from tests.support.tiny import VOCAB
-from tests.unit.convert.support import saved_model
+from tests.unit.checkpoint.convert.support import saved_model
 
 KNOWN = VOCAB - 20
 SMALLER = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=KNOWN - 1)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.config.run import RunConfig
-from tools.planner.choice import Choice, choice_of
-from tools.planner.cluster import Cluster, Device, Link
-from tools.planner.predict import Predictor
+from megatron.planner.choice import Choice, choice_of
+from megatron.planner.cluster import Cluster, Device, Link
+from megatron.planner.predict import Predictor
 
 VOCAB = 1000
 CLUSTER = Cluster("c", 8, 4, Device("d", 100.0, 0.5, 1.0, 500.0, 5.0), Link(400.0, 5.0), Link(40.0, 20.0))

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron.base.errors import UserError
+from megatron.planner.choice import Choice
+from megatron.planner.cluster import Cluster, Device, Link, Wire, read_cluster, wire_between, write_cluster
+from megatron.planner.costs import wires_of
 from megatron.topology.layout import Layout
-from tools.planner.choice import Choice
-from tools.planner.cluster import Cluster, Device, Link, Wire, read_cluster, wire_between, write_cluster
-from tools.planner.costs import wires_of
 
 REPO = Path(__file__).parents[3]
 

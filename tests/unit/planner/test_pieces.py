@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from megatron.base.errors import UserError
+from megatron.compression.points import Point
+from megatron.planner.cluster import Device
+from megatron.planner.dry_run import DryStand
+from megatron.planner.measure import LiveStand
+from megatron.planner.pieces import Pieces
 from megatron.training.flops import model_flops_per_sample
 from megatron.training.report import model_shape
 from tests.unit.planner.support import VOCAB, predictor_of, small_run
-from tools.planner.measure import LiveStand
-from tools.planner.pieces import Pieces
 
 
 @pytest.mark.parametrize(
@@ -108,3 +111,18 @@ def test_the_memory_of_samples_counts() -> None:
     assert kept == pytest.approx(100 * 32 * 64 * 2, rel=0.01)
     less = dataclasses.replace(choice, specs=("pp-forward=delta,bits=4,cache=100,memory=10",))
     assert predictor.predict(less).memory["compressors"] == pytest.approx(10 * 32 * 64 * 2, rel=0.01)
+
+
+@pytest.mark.parametrize("coding", ["encoding", "decoding"])
+def test_coding_is_told_from_computing(coding: str) -> None:
+    stand = DryStand(Device(memory_gib=1.0))
+    meter = stand.recorder()
+    x = torch.empty(8, device=stand.torch_device)
+    with meter:
+        with getattr(meter.ledger, coding)(Point.DP_GRAD):
+            x + 1
+        coded = meter.take()
+        x + 1
+        computed = meter.take()
+    assert (coded.coding_s, coded.seconds) == (computed.seconds, 0.0)
+    assert computed.seconds > computed.coding_s == 0.0

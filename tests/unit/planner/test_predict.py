@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.network.cases import BENCHES
+from benchmarks.network.run import linked, predicted
 from megatron.config.run import RunConfig
+from megatron.planner.choice import choice_of
+from megatron.planner.cluster import Link, read_cluster
+from megatron.planner.predict import Predictor
 from megatron.training.flops import benchmark_tflops
 from megatron.training.report import model_shape
 from tests.unit.planner.support import CLUSTER, predictor_of, small_run
-from tools.bench_network.cases import BENCHES
-from tools.bench_network.run import linked, predicted
-from tools.planner.choice import choice_of
-from tools.planner.cluster import Link, read_cluster
-from tools.planner.predict import Predictor
 
 REPO = Path(__file__).parents[3]
 A100 = REPO / "examples" / "clusters" / "a100-40gb-hdr.yaml"

@@ -9,10 +9,10 @@ import pytest
 
 from megatron.base.errors import UserError
 from megatron.config.run import RunConfig
+from megatron.planner.cluster import Cluster
+from megatron.planner.predict import Predictor
+from megatron.planner.search import choices, search
 from tests.unit.planner.support import CLUSTER, VOCAB, small_run
-from tools.planner.cluster import Cluster
-from tools.planner.predict import Predictor
-from tools.planner.search import choices, search
 
 SETS: tuple[tuple[str, ...], ...] = ((), ("pp-forward=fixpoint,bits=4", "dp-grad=powersgd,rank=2"))
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.planner.simulate import Hop, Pipeline
+from megatron.planner.simulate import Hop, Pipeline
 
 FREE = Hop()
 KINDS = ("1f1b", "eager-1f1b", "gpipe")

@@ -1,0 +1,154 @@
+"""Section network: hosts with shaped links whose ranks share one GPU over NCCL, beside torch's DDP with its hooks."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+
+from benchmarks.gpu.book import Cells, Claim, Column, Reporter, Setting
+from benchmarks.lab.hosts import LabError, check_permission
+from benchmarks.lab.removal import clean
+from benchmarks.network.cases import FP32, Bench, Case
+from benchmarks.network.cuda_cases import CUDA_BENCHES
+from benchmarks.network.run import Measurement
+from benchmarks.network.run import measure as measure_layout
+from benchmarks.network.setups import Setup
+
+TITLE = "Slow networks"
+NOTE = (
+    "Hosts are network namespaces with links shaped by tc tbf, ranks of all hosts share one GPU over NCCL's sockets;"
+    " the same as make bench-network. Seconds of an iteration are the slowest rank's, medians of up to three. The limit"
+    " is the time that the bytes of the host that sent most take on its link. Waits and coding are means over ranks."
+)
+COLUMNS = (
+    Column("layout", "layout"),
+    Column("link", "link"),
+    Column("case", "case"),
+    Column("s / iteration", "seconds", ".3f"),
+    Column("limit, s", "limit", ".3f"),
+    Column("limit/measured", "of_limit", ".2f"),
+    Column("tokens/s", "tokens_per_s", ",.0f"),
+    Column("MB a host", "host_mb", ",.1f"),
+    Column("coding s", "coded_s", ".3f"),
+    Column("waited s", "waited_s", ".3f"),
+)
+LIMIT_SECONDS = 80.0
+PATIENCE_SECONDS = 120.0
+STEPS, LONG_SECONDS = 3, 3.0
+UNSHAPED = "unshaped"
+PASSES = (
+    ("dp4", ("1 Gb/s",)),
+    ("pp4", ("100 Mb/s",)),
+    ("3d", ("1 Gb/s",)),
+    ("pp4", (UNSHAPED, "10 Gb/s", "1 Gb/s")),
+    ("dp4", (UNSHAPED, "10 Gb/s")),
+    ("3d", (UNSHAPED, "10 Gb/s", "100 Mb/s")),
+    ("dp4", ("100 Mb/s",)),
+)
+"""Layouts and links, in the order of what is wanted of them and of how long they take."""
+
+_TOY_CASES = (FP32, Case("bf16 traffic", ("dp-grad=cast",)), Case("torch DDP", peer="ddp"))
+_TOY_LINK = Setup("50 Mb/s", 0.0, "a toy's", 50e6)
+TOY = {"dp2": Bench(2, 1, 1, 1, (2, 64, 32), 2, (_TOY_LINK,), _TOY_CASES, "gradients")}
+TOY_PASSES = (("dp2", (UNSHAPED, "50 Mb/s")),)
+
+
+def _layouts(setting: Setting) -> Iterator[tuple[str, Bench, tuple[str, ...]]]:
+    """Each with the links of a pass."""
+    for name, links in TOY_PASSES if setting.toy else PASSES:
+        bench = (TOY if setting.toy else CUDA_BENCHES)[name]
+        yield name, replace(bench, setups=tuple(setup for setup in bench.setups if setup.name in links)), links
+
+
+def key_of(layout: str, link: str, case: str) -> str:
+    """Of a row."""
+    return f"{layout}, {link}, {case}"
+
+
+def keys(setting: Setting) -> list[str]:
+    """Every case on every link, in the order of their passes."""
+    return [
+        key_of(name, link, case.name)
+        for name, bench, links in _layouts(setting)
+        for case in bench.cases
+        for link in links
+    ]
+
+
+def measure(setting: Setting, wanted: Sequence[str], report: Reporter) -> None:
+    """One pass after another; each makes its hosts and removes them."""
+    try:
+        check_permission()
+    except LabError as error:
+        raise SystemExit(str(error)) from None
+    clean()
+    chosen = set(wanted)
+    for name, bench, links in _layouts(setting):
+        left = [key_of(name, link, case.name) for case in bench.cases for link in links]
+        left = [key for key in left if key in chosen]
+        if not left:
+            continue
+        report.begin(left[0])
+
+        def begins(link: str, case: str, name: str = name) -> bool:
+            key = key_of(name, link, case)
+            if key in chosen:
+                report.begin(key)
+            return key in chosen
+
+        rows = measure_layout(
+            name, bench, bench.setups, STEPS, setting.out, unshaped=UNSHAPED in links, wanted=begins,
+            long_seconds=LONG_SECONDS,
+        )  # fmt: skip
+        with closing(rows):
+            for row in rows:
+                report.row(key_of(name, row.setup, row.case), **_cells(row))
+
+
+def _cells(row: Measurement) -> Cells:
+    limit = None if row.rate is None else row.host_mb * 8e6 / row.rate
+    return {
+        "layout": row.layout,
+        "link": row.setup,
+        "case": row.case,
+        "seconds": row.seconds,
+        "limit": limit,
+        "of_limit": None if limit is None else limit / row.seconds,
+        "tokens_per_s": row.tokens_per_s,
+        "host_mb": row.host_mb,
+        "coded_s": row.coded_s,
+        "waited_s": row.waited_s,
+    }
+
+
+def tidy() -> None:
+    """Removes the hosts of a section that was killed, and ends their ranks."""
+    if shutil.which("ip") is not None:
+        clean()
+
+
+_RATIOS = (
+    ("dp4", "1 Gb/s", "torch DDP", "fp32 traffic", 1.0),
+    ("dp4", "1 Gb/s", "torch DDP, bf16 hook", "bf16 traffic", 1.0),
+    ("dp4", "1 Gb/s", "torch DDP, powerSGD_hook, rank 4", "powersgd, rank 4", 1.0),
+    ("dp4", "1 Gb/s", "torch DDP, powerSGD_hook, rank 32", "powersgd, rank 32", 1.0),
+    ("dp4", "1 Gb/s", "powersgd, rank 4, no overlap", "powersgd, rank 4", 1.0),
+    ("dp4", "1 Gb/s", "bf16 traffic, no overlap", "bf16 traffic", 1.0),
+    ("dp4", "1 Gb/s", "fp32 traffic, no overlap", "fp32 traffic", 1.0),
+    ("pp4", "100 Mb/s", "bf16 traffic", "fixpoint 4/8 bits", 2.4),
+    ("pp4", "100 Mb/s", "bf16 traffic", "fixpoint 4/8 bits, eager 1F1B", 2.6),
+)
+"""Layout, link, whose seconds, over whose, and how many times they are wanted to be."""
+
+
+def claims(rows: Mapping[str, Cells]) -> list[Claim]:
+    """Seconds of one case over another's."""
+    made = []
+    for layout, link, slow, fast, least in _RATIOS:
+        pair = [rows.get(key_of(layout, link, case)) for case in (slow, fast)]
+        if pair[0] is not None and pair[1] is not None:
+            value = pair[0]["seconds"] / pair[1]["seconds"]
+            made.append(Claim(f"network, {layout} at {link}: seconds of {slow} over {fast}", least, (value,)))
+    return made

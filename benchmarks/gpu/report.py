@@ -1,0 +1,69 @@
+"""The benchmark's report: a table for each section, and what was wanted beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.gpu.book import Book, Claim, Section
+
+Header = Mapping[str, Any]
+
+
+def heading(header: Header) -> str:
+    """Hardware, versions, date."""
+    gib = float(header["memory_bytes"]) / 2**30
+    memory = f", {gib:.0f} GiB" if gib else ""
+    return "\n".join(
+        [
+            "# GPU benchmark",
+            "",
+            f"- {header['device']}{memory}, driver {header['driver']}; {header['cpus']} processor cores",
+            f"- {header['date']}; torch {header['torch']}, CUDA {header['cuda']}, NCCL {header['nccl']}",
+            f"- git commit {header['commit']}; sources {header['sources']}",
+            f"- a large copy moves {header['copy_bytes_per_s'] / 1e9:,.0f} GB/s, read and written; a large bf16"
+            f" product computes {header['product_flops'] / 1e12:,.1f} TFLOP/s, the peak is"
+            f" {header['peak_flops'] / 1e12:,.1f}",
+        ]
+    )
+
+
+def table(section: Section, book: Book, order: Sequence[str]) -> str:
+    """The rows that there are, and why others are not."""
+    rows = [book.rows[key] for key in order if key in book.rows]
+    shown = [column for column in section.COLUMNS if any(cells.get(column.key) is not None for cells in rows)]
+    lines = [f"## {section.TITLE}", "", section.NOTE, ""]
+    if rows:
+        lines.append("| " + " | ".join(column.title for column in shown) + " |")
+        lines.append("|" + "---|" * len(shown))
+        lines += ["| " + " | ".join(column.text(cells) for column in shown) + " |" for cells in rows]
+        lines.append("")
+    # One line for all that have the same reason.
+    missing: dict[str, list[str]] = {}
+    for key in order:
+        if key not in book.rows:
+            missing.setdefault(book.failures.get(key, "not asked for"), []).append(key)
+    for why, keys in missing.items():
+        named = "; ".join(keys) if len(keys) <= 3 else f"{len(keys)} rows, the first one {keys[0]}"
+        lines.append(f"Not measured ({named}): {why}.")
+    return "\n".join(lines).rstrip()
+
+
+def wanted(claims: Sequence[Claim]) -> str:
+    """Every figure that is wanted, and how many rows have it."""
+    lines = ["## Wanted", "", "| what | wanted | measured | rows that have it |", "|---|---|---|---|"]
+    for claim in claims:
+        low, high = min(claim.values), max(claim.values)
+        measured = f"{low:.2f}" if len(claim.values) == 1 else f"{low:.2f} to {high:.2f}"
+        lines.append(f"| {claim.what} | >= {claim.least:g} | {measured} | {claim.met} of {len(claim.values)} |")
+    return "\n".join(lines)
+
+
+def merged(claims: Sequence[Claim]) -> list[Claim]:
+    """Claims of the same words as one."""
+    found: dict[str, Claim] = {}
+    for claim in claims:
+        known = found.get(claim.what)
+        values = (*known.values, *claim.values) if known else claim.values
+        found[claim.what] = Claim(claim.what, claim.least, values)
+    return list(found.values())

@@ -1,0 +1,138 @@
+"""All speeds on a GPU in one run: training, kernels, generation, slow networks; tables and JSON to a folder.
+
+    make bench-gpu                              all sections, within eight minutes by their limits of time
+    make bench-gpu ARGS="--only train,kernels"  some of them
+    make bench-gpu ARGS="--device cpu"          toy sizes: does it run?
+
+Every section runs in a process of its own and has a time limit of its own; one that hangs, crashes or runs out of
+memory is reported as such, and the others go on. Finished rows are kept, as long as the hardware, torch and the sources
+stay the same: the same command goes on with those that are missing, --again measures all anew. Writes report.md,
+results.json and each section's log to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.gpu import machine, report
+from benchmarks.gpu.book import Book, Setting, kept, opened
+from benchmarks.gpu.run_section import run_section
+from benchmarks.gpu.section import NAMES, path_of, section_of
+from megatron.data.interrupt import stopped_in_order
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(NAMES), help=f"comma-separated sections, of {', '.join(NAMES)}")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: toy sizes, to see that everything runs"
+    )
+    parser.add_argument("--again", action="store_true", help="measure finished rows anew")
+    parser.add_argument(
+        "--limit",
+        action="append",
+        default=[],
+        metavar="SECTION=SECONDS",
+        help="another time limit of a section, such as network=500",
+    )
+    parser.add_argument("--out", type=Path, default=Path("bench_out/gpu"), help="folder of tables, figures and logs")
+    options = parser.parse_args(words)
+    options.only = [name.strip() for name in options.only.split(",")]
+    for name in options.only:
+        if name not in NAMES:
+            parser.error(f"--only {name}: choose from {', '.join(NAMES)}")
+    options.limits = {}
+    for word in options.limit:
+        name, _, seconds = word.partition("=")
+        if name not in NAMES or not seconds.isdecimal() or not 1 <= int(seconds) <= 86_400:
+            parser.error(f"--limit {word}: write SECTION=SECONDS, such as network=500")
+        options.limits[name] = float(seconds)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device; --device cpu runs toy sizes")
+    return options
+
+
+def header_of(device: str) -> dict[str, object]:
+    """The machine's, and the code's."""
+    return {
+        **machine.probe(device),
+        "driver": machine.driver(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "date": machine.today(),
+        "commit": machine.commit(),
+        "sources": machine.sources(),
+    }
+
+
+def write(out: Path, header: dict[str, object], books: dict[str, Book], setting: Setting) -> str:
+    """The report and the results; returns what is wanted and was measured."""
+    parts, claims, results = [report.heading(header)], [], {}
+    for name, book in books.items():
+        section = section_of(name)
+        parts.append(report.table(section, book, section.keys(setting)))
+        claims += section.claims(book.rows)
+        results[name] = {"rows": book.rows, "failures": book.failures}
+    claims = report.merged(claims)
+    closing = report.wanted(claims) if claims and not setting.toy else ""
+    parts += [closing] if closing else []
+    (out / "report.md").write_text("\n\n".join(parts) + "\n")
+    values = [{"what": c.what, "at_least": c.least, "measured": c.values, "met": c.met} for c in claims]
+    content = {"header": header, "sections": results, "wanted": values}
+    (out / "results.json").write_text(json.dumps(content, indent=1) + "\n")
+    return closing
+
+
+def measure(options: argparse.Namespace) -> tuple[str, dict[str, Book]]:
+    """Runs the sections one after another; the report is written anew after each."""
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    header = header_of(options.device)
+    copied, peak, memory = (float(str(header[key])) for key in ("copy_bytes_per_s", "peak_flops", "memory_bytes"))
+    setting = Setting(options.device, out, copied, peak, memory)
+    print(report.heading(header).partition("\n\n")[2], flush=True)
+    made_by = {key: str(header[key]) for key in ("device", "torch", "cuda", "sources")}
+    books: dict[str, Book] = {}
+    for name in NAMES:
+        path = path_of(out, name)
+        if name in options.only:
+            books[name] = opened(path, made_by, options.again)
+        elif (earlier := kept(path, made_by)).rows:  # stay in the report
+            books[name] = earlier
+    rows = {name: section_of(name).keys(setting) for name in options.only}
+    closing = ""
+    with tqdm(total=sum(map(len, rows.values())), unit="row", mininterval=1.0) as bar:
+        for name in options.only:
+            limit = options.limits.get(name, section_of(name).LIMIT_SECONDS)
+            books[name] = run_section(name, setting, rows[name], books[name], limit, bar)
+            closing = write(out, header, books, setting)
+    return closing, {name: books[name] for name in options.only}
+
+
+def main(words: list[str] | None = None) -> int:
+    options = parse(words)
+    try:
+        with stopped_in_order():
+            closing, books = measure(options)
+    except KeyboardInterrupt:
+        print("bench-gpu: interrupted; finished rows are kept", file=sys.stderr)
+        return 130
+    except (OSError, RuntimeError) as error:
+        print(f"bench-gpu: error: {error}", file=sys.stderr)
+        return 1
+    for name, book in books.items():
+        reasons = list(dict.fromkeys(book.failures.values()))
+        print(f"{name}: {len(book.rows)} rows" + (f"; {len(book.failures)} missing: {reasons[0]}" if reasons else ""))
+    print(f"{closing}\n\nwritten to {options.out / 'report.md'} and results.json".lstrip())
+    return 1 if any(book.failures for book in books.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Runs a section in a process of its own, and outlives whatever becomes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from benchmarks import REPO
+from benchmarks.gpu.book import Book, Setting, setting_text
+from benchmarks.gpu.section import path_of, section_of
+
+POLL_SECONDS = 0.1
+_TOYS = 10
+"""Times as long may toys take."""
+GRACE_SECONDS = 15.0
+"""That a section has to remove what it made when it is asked to end."""
+
+
+def run_section(name: str, setting: Setting, keys: Sequence[str], book: Book, limit: float, bar: Any) -> Book:
+    """Measures the rows that are missing; what becomes of each is in the book.
+
+    Args:
+        name: of the section.
+        setting: for it.
+        keys: of all its rows.
+        book: opened; its file is what the section writes to.
+        limit: seconds; then the section is ended.
+        bar: of progress.
+    """
+    path, patience = path_of(setting.out, name), section_of(name).PATIENCE_SECONDS
+    if setting.toy:  # nobody waits for figures, and a busy processor takes minutes to begin
+        limit, patience = _TOYS * limit, _TOYS * patience
+    deadline = time.monotonic() + limit
+    bar.update(sum(key in book.rows for key in keys))
+    while left := [key for key in keys if key not in book.rows and key not in book.failures]:
+        before = len(left)
+        run = _Run(name, setting, left)
+        why = run.watch(book, path, deadline, patience, bar)
+        if why is None:
+            reason = "its section ended without it"
+            book.failures |= {key: reason for key in left if key not in book.rows and key not in book.failures}
+            break
+        if run.overdue:
+            late = f"the section's limit of {limit:g} s was over; the same command goes on from here"
+            book.failures |= {key: late for key in left if key not in book.rows and key not in book.failures}
+            break
+        if book.current in left and book.current not in book.rows and book.current not in book.failures:
+            book.failures[book.current] = why
+        if before == sum(key not in book.rows and key not in book.failures for key in left):
+            book.failures |= dict.fromkeys(left, why)  # it does not even begin
+    bar.set_postfix_str("")
+    return book
+
+
+class _Run:
+    """A process of a section.
+
+    Args:
+        name: of the section.
+        setting: for it.
+        left: the rows that it is to measure.
+    """
+
+    def __init__(self, name: str, setting: Setting, left: Sequence[str]) -> None:
+        self.name, self.overdue = name, False
+        self.log = setting.out / f"{name}.log"
+        with self.log.open("ab") as log:
+            self.start = log.tell()
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", "-m", "benchmarks.gpu.section", name],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=REPO,
+                env={**os.environ, "PYTHONPATH": str(REPO)},
+                start_new_session=True,
+            )
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError), self.process.stdin as pipe:
+            pipe.write(f"{setting_text(setting)}\n{json.dumps(list(left))}\n".encode())
+
+    def watch(self, book: Book, path: Path, deadline: float, patience: float, bar: Any) -> str | None:
+        """Waits for it and reads what it writes; why it did not end well, or None."""
+        book.current = None
+        alive, known = time.monotonic(), (book.lines, len(book.rows))
+        try:
+            while (status := self.process.poll()) is None:
+                time.sleep(POLL_SECONDS)
+                book.read(path)
+                if book.lines != known[0]:
+                    alive = time.monotonic()
+                    bar.update(len(book.rows) - known[1])
+                    known = (book.lines, len(book.rows))
+                    bar.set_postfix_str(f"{self.name}: {book.current}")
+                self.overdue = time.monotonic() > deadline
+                if self.overdue or time.monotonic() - alive > patience:
+                    return f"it hung: no sign of life for {patience:g} s, and was ended"
+        finally:
+            self.end()
+            book.read(path)
+            bar.update(len(book.rows) - known[1])
+        return None if status == 0 else self._reason(status)
+
+    def _reason(self, status: int) -> str:
+        """The last line that it printed, or the signal that ended it."""
+        if status < 0:
+            perhaps = ", perhaps for lack of memory" if status == -signal.SIGKILL else ""
+            return f"it was ended by {signal.Signals(-status).name}{perhaps}; see {self.log.name}"
+        text = self.log.read_bytes()[self.start :].decode(errors="replace")
+        lines = [line for line in text.splitlines() if line.strip()]
+        return lines[-1].strip()[:300].rstrip(".") if lines else f"it ended with status {status}"
+
+    def end(self) -> None:
+        """Asks it and all its processes to end, then kills them, and removes what they leave."""
+        if self.process.poll() == 0:
+            return
+        for number, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, 5.0)):
+            running = self.process.poll() is None
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(seconds if running else 0.0)
+        section_of(self.name).tidy()

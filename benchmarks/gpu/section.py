@@ -1,0 +1,40 @@
+"""The process of one section: measures the rows that it is told of, and notes each as it is finished."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import cast
+
+from benchmarks.gpu.book import Reporter, Section, setting_of
+from megatron.data.interrupt import stopped_in_order
+
+NAMES = ("train", "kernels", "generate", "network")
+
+
+def section_of(name: str) -> Section:
+    """The module of a section of this package, or of one with dots in its name."""
+    module: Section = cast(Section, import_module(name if "." in name else f"benchmarks.gpu.{name}"))
+    return module
+
+
+def path_of(out: Path, name: str) -> Path:
+    """The file that a section's rows are in."""
+    return out / f"{name}.jsonl"
+
+
+def main() -> int:
+    name = sys.argv[1]
+    setting, wanted = setting_of(sys.stdin.readline()), json.loads(sys.stdin.readline())
+    try:
+        with stopped_in_order():
+            section_of(name).measure(setting, wanted, Reporter(path_of(setting.out, name)))
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""Section train: a step of the trainer beside nanoGPT's model and Hugging Face's, compiled, in bf16."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+
+from benchmarks.gpu.book import Cells, Claim, Column, Reporter, Setting
+from benchmarks.train import Side, SideError, SideOf
+from benchmarks.train_sides import Shape
+
+TITLE = "Training, bf16, one device"
+NOTE = (
+    "Sides take turns in one run, each in a process of its own; figures are medians over the turns, ratios medians over"
+    " pairs. Ours is the trainer's own step with the vocabulary padded as users get it; peers have fp32 weights under"
+    " autocast, torch.compile, torch's fused AdamW. A step is micro-batches of b sequences (x how many). TFLOP/s count"
+    " what the model needs (causal attention, no padding, no recomputation) on either side; the limit is the device's"
+    " peak. Memory is the most that the process allocated."
+)
+COLUMNS = (
+    Column("shape", "shape"),
+    Column("beside", "beside"),
+    Column("tokens/s", "tokens_per_s", ",.0f"),
+    Column("theirs", "their_tokens_per_s", ",.0f"),
+    Column("ratio", "ratio", ".2f"),
+    Column("TFLOP/s", "tflops", ",.1f"),
+    Column("limit, tokens/s", "limit", ",.0f"),
+    Column("measured/limit", "of_limit", ".3f"),
+    Column("GiB", "gib", ".1f"),
+    Column("theirs, GiB", "their_gib", ".1f"),
+)
+LIMIT_SECONDS = 240.0
+PATIENCE_SECONDS = 150.0
+TURNS, TURN_SECONDS, WARM = 7, 0.4, 2
+
+GPT_124M = Shape(12, 768, 1024, 32)
+GPT_1_3B = Shape(24, 2048, 2048, 4, micro_batches=2)
+GPT_2_7B = Shape(32, 2560, 2048, 2, micro_batches=4)
+LLAMA = Shape(16, 2048, 2048, 4, vocab=128_256, micro_batches=2, llama=True, ffn=5632, groups=8)
+REAL = {
+    GPT_124M: ("nanogpt", "hugging-face"),
+    GPT_1_3B: ("nanogpt", "hugging-face"),
+    GPT_2_7B: (),
+    LLAMA: ("hugging-face",),
+}
+TOY = {
+    Shape(2, 64, 16, 2, vocab=100): ("nanogpt", "hugging-face"),
+    Shape(2, 64, 16, 2, vocab=100, micro_batches=2, llama=True, ffn=128, groups=1): ("hugging-face",),
+}
+OURS = "ours"
+WANTED = {"nanogpt": 1.15, "hugging-face": 1.2}
+SHARE = {GPT_1_3B.name: 0.5, GPT_2_7B.name: 0.5}
+MOST_BYTES_OF_ONE_PEER = 120e9
+"""On a device with more memory all peers of a shape are started, and compiled, at once."""
+
+
+def _shapes(setting: Setting) -> dict[Shape, tuple[str, ...]]:
+    return TOY if setting.toy else REAL
+
+
+def key_of(shape: Shape, beside: str) -> str:
+    """Of a row."""
+    return f"{shape.name}, {beside}"
+
+
+def keys(setting: Setting) -> list[str]:
+    """Each shape alone, then beside its peers."""
+    return [key_of(shape, beside) for shape, peers in _shapes(setting).items() for beside in (OURS, *peers)]
+
+
+def measure(setting: Setting, wanted: Sequence[str], report: Reporter) -> None:
+    """One shape after another."""
+    for shape, peers in _shapes(setting).items():
+        left = [beside for beside in (OURS, *peers) if key_of(shape, beside) in wanted]
+        if "hugging-face" in left and importlib.util.find_spec("transformers") is None:
+            left.remove("hugging-face")
+            report.failed(key_of(shape, "hugging-face"), "transformers is not installed")
+        if left:
+            _Match(setting, shape, left, report).play()
+
+
+class _Match:
+    """Rows of one shape: our side stays, peers come and go."""
+
+    def __init__(self, setting: Setting, shape: Shape, left: Sequence[str], report: Reporter) -> None:
+        self.setting, self.shape, self.report, self.left = setting, shape, report, list(left)
+        self.sides: dict[str, Side] = {}
+        self.ready: set[str] = set()
+
+    def _start(self, kind: str) -> Side:
+        """A side that builds, compiles and takes its first step."""
+        if kind not in self.sides:
+            cuda = self.setting.device == "cuda"
+            # The compiler of a CPU would take most of a toy's time.
+            threads = max(1, (os.cpu_count() or 1) // 2) if cuda else 1  # weights are drawn on the processor
+            side = SideOf(kind, self.shape, "bf16", threads, self.setting.device, compiled=cuda, divisor=128)
+            self.sides[kind] = Side(side)
+            self.sides[kind].begin()
+        return self.sides[kind]
+
+    def _ready(self, kind: str) -> Side:
+        """A side whose first step is over."""
+        side = self._start(kind)
+        if kind not in self.ready:
+            side.end()
+            self.ready.add(kind)
+        return side
+
+    def play(self) -> None:
+        """Measures all, and ends all sides."""
+        peers = [kind for kind in self.left if kind != OURS]
+        at_once = len(peers) if self.setting.memory_bytes > MOST_BYTES_OF_ONE_PEER else 1
+        try:
+            self.report.begin(key_of(self.shape, self.left[0]))
+            for kind in (OURS, *peers[:at_once]):
+                self._start(kind)
+            ours = self._ready(OURS)
+            for kind in peers:
+                self._beside(ours, kind)
+            if OURS in self.left:  # no peer's turns have given it
+                self.report.begin(key_of(self.shape, OURS))
+                self._alone(ours, [ours.step() for _ in range(WARM + TURNS)][WARM:])
+        except SideError as error:  # ours: no other row can be had, either
+            for kind in self.left:
+                self.report.failed(key_of(self.shape, kind), str(error))
+        finally:
+            for side in self.sides.values():
+                side.kill()
+
+    def _beside(self, ours: Side, kind: str) -> None:
+        """A peer's turns with ours, and its row."""
+        key = key_of(self.shape, kind)
+        self.report.begin(key)
+        try:
+            theirs = self._ready(kind)
+            counts = [max(1, min(20, int(TURN_SECONDS / side.step(WARM)))) for side in (ours, theirs)]
+            pairs = [(ours.step(counts[0]), theirs.step(counts[1])) for _ in range(TURNS)]
+            their_bytes = theirs.close()
+        except SideError as error:
+            if error.kind == OURS:
+                raise
+            self.sides[kind].kill()
+            self.report.failed(key, str(error))
+            self.left.remove(kind)
+            return
+        self.left.remove(kind)
+        own = [own for own, _ in pairs]
+        if OURS in self.left:
+            self._alone(ours, own)
+        self.report.row(
+            key,
+            **self._cells(ours, kind, own),
+            their_tokens_per_s=self._tokens() / statistics.median(theirs for _, theirs in pairs),
+            ratio=statistics.median(theirs / own for own, theirs in pairs),
+            their_gib=their_bytes / 2**30,
+        )
+
+    def _tokens(self) -> int:
+        return self.shape.samples * self.shape.seq
+
+    def _cells(self, ours: Side, beside: str, own: Sequence[float]) -> Cells:
+        seconds, flops = statistics.median(own), self.shape.flops()
+        return {
+            "shape": self.shape.name,
+            "beside": beside,
+            "tokens_per_s": self._tokens() / seconds,
+            "tflops": flops / seconds / 1e12,
+            "limit": self._tokens() * self.setting.peak_flops / flops,
+            "of_limit": flops / seconds / self.setting.peak_flops,
+            "gib": ours.peak_bytes() / 2**30,
+        }
+
+    def _alone(self, ours: Side, own: Sequence[float]) -> None:
+        self.left.remove(OURS)
+        self.report.row(key_of(self.shape, OURS), **self._cells(ours, "", own))
+
+
+def tidy() -> None:
+    """A section that was killed leaves nothing."""
+
+
+def claims(rows: Mapping[str, Cells]) -> list[Claim]:
+    """Ratios, shares of the peak, memory."""
+    made = []
+    for cells in rows.values():
+        if "ratio" in cells:
+            beside, shape = cells["beside"], cells["shape"]
+            made.append(Claim(f"train, {shape}: tokens/s over {beside}, compiled", WANTED[beside], (cells["ratio"],)))
+            less = cells["their_gib"] / cells["gib"]
+            made.append(Claim(f"train, {shape}: {beside}'s memory over ours", 1.0, (less,)))
+        elif cells["shape"] in SHARE:
+            made.append(Claim(f"train, {cells['shape']}: of the peak", SHARE[cells["shape"]], (cells["of_limit"],)))
+    return made

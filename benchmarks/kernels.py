@@ -1,0 +1,406 @@
+"""Throughput of the compressors' kernels, beside a plain copy and their pure-torch twins in the same run.
+
+    make bench-kernels                          on the CPU, or on a GPU where the CUDA kernels are built
+    make bench-kernels ARGS="--models 2.5B --quick"
+
+Shapes are those of Optimus-CC's models: activations of one micro-batch (s x b x h / TP) and the gradients of a layer's
+matrices. GB/s counts the input's bytes. The limit is the time that the operation's smallest possible traffic (each
+input read once, each output written once) would take at a copy's speed, measured on as many bytes; what is changed in
+place is compared with scaling as many numbers in place, since a copy also fetches the memory that it overwrites. "Of
+limit" is that over the measured time. device_clock.py says how times are taken. Prints Markdown and writes it with a
+plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.device_clock import Clock, Time, clock_of
+from benchmarks.kernel_table import ROWS, Row, draw, kinds_of, line, summary
+from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
+from megatron.compression.state import CompressorState
+from megatron.kernels import native, ops, reference
+from megatron.kernels.grid import Grid, Layout, Role
+
+TP, MICRO_BATCH, SEQUENCE = 8, 8, 1024
+MODELS = {"2.5B": 1920, "8.3B": 3072, "175B": 12288}
+BITS, DENSITIES, RANKS = (2, 4, 8), (0.01, 0.1, 0.5), (8, 32, 128)
+MESSAGE_RANKS = (8, 16, 24, 32, 40)
+SECTOR = 32
+"""Bytes that memory gives at least."""
+Size = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """An operation on inputs of its own.
+
+    Args:
+        run: the operation, compiled.
+        twin: the same in pure torch.
+        input_bytes: what GB/s counts.
+        traffic: the least that must be read and written.
+        in_place: how much of it is read and written again at the same place.
+        rival: what else it is compared with.
+    """
+
+    run: Callable[[], Any]
+    twin: Callable[[], Any]
+    input_bytes: int
+    traffic: int
+    in_place: int = 0
+    rival: Callable[[], Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One operation on one shape.
+
+    Args:
+        op, model, shape, setting: for the table.
+        build: allocates a set of inputs.
+        rival_name: of what else it is compared with.
+    """
+
+    op: str
+    model: str
+    shape: str
+    setting: str
+    build: Callable[[], Runs]
+    rival_name: str = ""
+
+
+def matrices(hidden: int) -> dict[str, Size]:
+    """The gradients of a layer's weights on one tensor-parallel rank."""
+    return {
+        "qkv": (3 * hidden // TP, hidden),
+        "dense": (hidden, hidden // TP),
+        "h-4h": (4 * hidden // TP, hidden),
+        "4h-h": (hidden, 4 * hidden // TP),
+    }
+
+
+def nbytes(*tensors: Tensor) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def drawn(shape: Sequence[int], device: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers, from a generator of their own: a graph that fails to be captured takes the device's with it."""
+    generator = torch.Generator(device).manual_seed(7)
+    return torch.randn(*shape, device=device, generator=generator).to(dtype)
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    """What a setting says of a type."""
+    return " bf16" if dtype == torch.bfloat16 else ""
+
+
+def codec_cases(model: str, device: str, quick: bool) -> Iterator[Case]:
+    """Quantizers on activations."""
+    hidden = MODELS[model]
+    size = (SEQUENCE * MICRO_BATCH // TP, hidden)
+    for bits in BITS:
+        yield from grid_cases(model, size, bits, device)
+        if not quick:
+            yield from _scale_cases(model, size, f"{bits} bits, channel", Grid(bits, Layout.CHANNEL, hidden), device)
+            yield from _scale_cases(model, size, f"{bits} bits, tensor", Grid(bits, Layout.TENSOR), device)
+
+
+def _message(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(grid.code_bytes(x.numel()), dtype=torch.uint8, device=x.device)
+    return codes, torch.empty(grid.scale_count(x.numel()), device=x.device)
+
+
+def _encode(x: Tensor, grid: Grid, role: Role = Role.PLAIN, seed: int | None = None) -> Runs:
+    codes, scales = _message(x, grid)
+    other = None if role is Role.PLAIN else torch.zeros_like(x)
+    moved = 0 if other is None else 2 * nbytes(other)
+    return Runs(
+        lambda: ops.quantize_pack(x, codes, scales, grid, role, other, seed),
+        lambda: reference.quantize_pack(x, other, codes, scales, grid, role, seed),
+        nbytes(x), nbytes(x, codes, scales) + moved, moved,
+    )  # fmt: skip
+
+
+def _decode(x: Tensor, grid: Grid, role: Role = Role.PLAIN) -> Runs:
+    codes, scales = _message(x, grid)
+    ops.quantize_pack(x, codes, scales, grid)
+    out = torch.zeros_like(x)
+    moved = 2 * nbytes(out) if role is Role.ADD else 0
+    return Runs(
+        lambda: ops.unpack_dequantize(codes, scales, out, grid, role),
+        lambda: reference.unpack_dequantize(codes, scales, None, out, grid, role),
+        nbytes(x), nbytes(codes, scales) + (moved or nbytes(out)), moved,
+    )  # fmt: skip
+
+
+def _scale_cases(
+    model: str, size: Size, setting: str, grid: Grid, device: str, dtype: torch.dtype = torch.float32
+) -> Iterator[Case]:
+    shape = f"{size[0]} x {size[1]}"
+    yield Case("quantize", model, shape, setting, lambda: _encode(drawn(size, device, dtype), grid))
+    yield Case("dequantize", model, shape, setting, lambda: _decode(drawn(size, device, dtype), grid))
+
+
+def grid_cases(
+    model: str, size: Size, bits: int, device: str, dtype: torch.dtype = torch.float32, *, plain: bool = False
+) -> Iterator[Case]:
+    """Scales of groups; ``plain`` leaves out what else is done with the numbers."""
+    grid, shape, setting = Grid(bits), f"{size[0]} x {size[1]}", f"{bits} bits{kind_of(dtype)}, group"
+    yield from _scale_cases(model, size, setting, grid, device, dtype)
+    if plain:
+        return
+
+    def case(op: str, build: Callable[[Tensor], Runs]) -> Case:
+        return Case(op, model, shape, setting, lambda: build(drawn(size, device, dtype)))
+
+    yield case("quantize, delta", lambda x: _encode(x, grid, Role.DELTA))
+    yield case("quantize, feedback", lambda x: _encode(x, grid, Role.FEEDBACK))
+    if dtype == torch.float32:
+        yield case("dequantize, add", lambda x: _decode(x, grid, Role.ADD))
+    if bits == 4:
+        yield case("quantize, stochastic", lambda x: _encode(x, grid, seed=7))
+        rotated = dataclasses.replace(grid, rotation=64)
+        yield case("quantize, rotated", lambda x: _encode(x, rotated))
+
+
+def message_cases(model: str, device: str, quick: bool) -> Iterator[Case]:
+    """Optimus-CC's compressed backpropagation: an activation's gradient as two thin factors, and back (Fig. 14)."""
+    size = (SEQUENCE * MICRO_BATCH // TP, MODELS[model])
+
+    def build(rank: int, back: bool) -> Runs:
+        x_nm = drawn(size, device)
+        codec, state = LowRankCodec(LowRankConfig(rank)), CompressorState()
+        payload = codec.encode(x_nm, state, 0)
+        state.commit()
+        sizes = nbytes(x_nm), nbytes(x_nm, payload.wire)
+        if back:
+            run = partial(codec.decode, payload, x_nm.shape, x_nm.dtype, state, 0)
+            return Runs(run, partial(product, payload.wire, x_nm.shape, rank), *sizes)
+        rival = partial(factors, x_nm, rank, gram_schmidt)
+        return Runs(
+            partial(codec.encode, x_nm, state, 0), partial(factors, x_nm, rank, _twin_basis), *sizes, rival=rival
+        )
+
+    for rank in MESSAGE_RANKS[1:2] if quick else MESSAGE_RANKS:
+        shape, setting = f"{size[0]} x {size[1]}", f"rank {rank}"
+        columns = "Gram-Schmidt by columns"
+        yield Case("low-rank compress", model, shape, setting, partial(build, rank, False), columns)
+        yield Case("low-rank decompress", model, shape, setting, partial(build, rank, True))
+
+
+def factors(x_nm: Tensor, rank: int, basis: Callable[[Tensor], Tensor]) -> Tensor:
+    """A message of plain torch; two bases and two products, as the compiled one."""
+    q_mr = basis(x_nm[:rank].T.contiguous())
+    p_nr = basis(x_nm @ q_mr)
+    return torch.cat([p_nr.flatten(), (x_nm.T @ p_nr).flatten()])
+
+
+def product(wire: Tensor, shape: torch.Size, rank: int) -> Tensor:
+    """The matrix of a message's factors, in plain torch."""
+    n, m = shape
+    return wire[: n * rank].view(n, rank) @ wire[n * rank :].view(m, rank).T
+
+
+def _twin_basis(x_nr: Tensor) -> Tensor:
+    q_nr = torch.empty_like(x_nr)
+    reference.orthonormalize(x_nr.unsqueeze(0), q_nr.unsqueeze(0))
+    return q_nr
+
+
+def gram_schmidt(x_nr: Tensor) -> Tensor:
+    """Column by column, as PowerSGD's published codes have it."""
+    q_nr = x_nr.clone()
+    for i in range(q_nr.shape[1]):
+        column = q_nr[:, i : i + 1]
+        column /= torch.sqrt(torch.sum(column**2)) + 1e-8
+        if i + 1 < q_nr.shape[1]:
+            rest = q_nr[:, i + 1 :]
+            rest -= torch.sum(column * rest, dim=0) * column
+    return q_nr
+
+
+def gradient_cases(model: str, device: str, quick: bool) -> Iterator[Case]:
+    """Top-k, low rank, norm and entropy on gradients."""
+    for name, size in matrices(MODELS[model]).items():
+        if quick and name != "qkv":
+            continue
+        shape = f"{name} {size[0]} x {size[1]}"
+        for density in DENSITIES:
+            yield from choice_cases(model, shape, size[0] * size[1], density, device)
+        yield from norm_cases(model, shape, size, device)
+        for rank in RANKS:
+            yield basis_case(model, size[0], rank, device, gram_schmidt, "Gram-Schmidt by columns")
+
+
+def choice_cases(model: str, shape: str, n: int, density: float, device: str) -> Iterator[Case]:
+    """The largest of n numbers, and what is done at their places."""
+    count = int(density * n)
+
+    def chosen() -> tuple[Tensor, Tensor, Tensor]:
+        x_n = drawn((n,), device)
+        return x_n, ops.abs_topk(x_n.view(1, -1), count), torch.zeros(count, device=device)
+
+    def topk() -> Runs:
+        x_n, places_1c, _ = chosen()
+        x_1n = x_n.view(1, -1)
+        return Runs(
+            lambda: ops.abs_topk(x_1n, count), lambda: reference.abs_topk(x_1n, places_1c.clone()), nbytes(x_n),
+            nbytes(x_n, places_1c), rival=lambda: torch.topk(x_1n.abs(), count, dim=1, sorted=False),
+        )  # fmt: skip
+
+    def gather() -> Runs:
+        x_n, places_1c, packed_c = chosen()
+        places_c, twin_c = places_1c.view(-1), torch.empty_like(packed_c)
+        return Runs(
+            lambda: ops.gather_packed(x_n, places_c), lambda: reference.gather_packed(x_n, places_c, twin_c),
+            nbytes(packed_c), nbytes(places_c, packed_c, packed_c),
+        )  # fmt: skip
+
+    def scatter() -> Runs:
+        x_n, places_1c, packed_c = chosen()
+        places_c, moved = places_1c.view(-1), 2 * nbytes(packed_c)
+        return Runs(
+            lambda: ops.scatter_add_packed(x_n, places_c, packed_c),
+            lambda: reference.scatter_add_packed(x_n, places_c, packed_c),
+            nbytes(packed_c), nbytes(places_c, packed_c) + moved, moved,
+        )  # fmt: skip
+
+    setting = f"{density:.0%}"
+    yield Case("abs_topk", model, shape, setting, topk, "torch.topk")
+    yield Case("gather", model, shape, setting, gather)
+    yield Case("scatter-add", model, shape, setting, scatter)
+
+
+def basis_case(model: str, n: int, rank: int, device: str, rival: Callable[[Tensor], object], rival_name: str) -> Case:
+    """An orthonormal basis of thin columns."""
+
+    def build() -> Runs:
+        p_knr = drawn((1, n, rank), device)
+        out_knr = torch.empty_like(p_knr)
+        return Runs(
+            lambda: ops.orthonormalize(p_knr), lambda: reference.orthonormalize(p_knr, out_knr),
+            nbytes(p_knr), 2 * nbytes(p_knr), rival=lambda: rival(p_knr[0]),
+        )  # fmt: skip
+
+    return Case("orthonormalize", model, f"{n} x {rank}", f"rank {rank}", build, rival_name)
+
+
+def residual_case(model: str, shape: str, size: Size, rank: int, device: str) -> Case:
+    """What a product of factors leaves of a matrix: torch's batched product that adds, beside a product and a sum."""
+
+    def build() -> Runs:
+        m_knc, p_knr = drawn((1, *size), device), drawn((1, size[0], rank), device)
+        q_krc = (drawn((1, size[1], rank), device) * 1e-3).transpose(1, 2)
+        moved = nbytes(m_knc, m_knc)
+        return Runs(
+            lambda: m_knc.baddbmm_(p_knr, q_krc, alpha=-1), lambda: m_knc.sub_(p_knr @ q_krc),
+            nbytes(m_knc), moved + nbytes(p_knr, q_krc), moved,
+        )  # fmt: skip
+
+    return Case("M - P Q^T", model, shape, f"rank {rank}", build)
+
+
+def norm_cases(model: str, shape: str, size: Size, device: str, dtype: torch.dtype = torch.float32) -> Iterator[Case]:
+    """A norm, and a histogram of a sample."""
+    bins, stride = 1000, 4
+
+    def norm() -> Runs:
+        x_nm, out_2 = drawn(size, device, dtype), torch.empty(2, dtype=torch.float64, device=device)
+        return Runs(
+            lambda: ops.finite_norm(x_nm), lambda: reference.finite_norm(x_nm, out_2), nbytes(x_nm), nbytes(x_nm)
+        )
+
+    def histogram() -> Runs:
+        x_nm = drawn(size, device, dtype)
+        counts_b = torch.empty(bins, dtype=torch.int64, device=device)
+        range_2 = torch.empty(2, dtype=torch.float64, device=device)
+        fetched = min(nbytes(x_nm), x_nm.numel() // stride * SECTOR)
+        return Runs(
+            lambda: ops.sample_histogram(x_nm, stride, bins),
+            lambda: reference.sample_histogram(x_nm, stride, counts_b, range_2), nbytes(x_nm) // stride, fetched,
+        )  # fmt: skip
+
+    yield Case("finite_norm", model, shape, kind_of(dtype).strip(), norm)
+    yield Case("histogram", model, shape, f"every {stride}th, {bins} bins{kind_of(dtype)}", histogram)
+
+
+def measure(case: Case, clock: Clock, device: str) -> Row:
+    """The case, its twin, its rival, and the passes over as many bytes that are its limit."""
+    sets = [case.build()]
+    one = sets[0]
+    sets += [case.build() for _ in range(clock.sets(one.traffic) - 1)]
+    limit = _passes(one.traffic - one.in_place, one.in_place, clock, device)
+    own, twin = clock.time([runs.run for runs in sets]), clock.time([runs.twin for runs in sets])
+    rivals = [runs.rival for runs in sets if runs.rival is not None]
+    rival = clock.time(rivals) if rivals else Time(0.0, "")
+    seconds = own.seconds
+    return Row(
+        case.op, case.model, case.shape, case.setting, one.input_bytes / seconds / 1e9, one.traffic / limit / 1e9,
+        limit / seconds, twin.seconds / seconds, rival.seconds / seconds, case.rival_name,
+        seconds, one.traffic, own.how,
+    )  # fmt: skip
+
+
+def _passes(copied: int, in_place: int, clock: Clock, device: str) -> float:
+    """Seconds of copying some bytes (half of them read, half written), and of scaling others where they are."""
+    elements = max(copied // 8, 1)
+    ends = [[torch.ones(elements, device=device) for _ in range(2)] for _ in range(clock.sets(8 * elements))]
+    seconds = clock.time([partial(target.copy_, source) for source, target in ends]).seconds * copied / (8 * elements)
+    if in_place:
+        elements = max(in_place // 8, 1)
+        scaled = [torch.ones(elements, device=device) for _ in range(clock.sets(4 * elements))]
+        seconds += clock.time([partial(x.mul_, 1.0) for x in scaled]).seconds
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS), help=f"comma-separated, of {', '.join(MODELS)}")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--quick", action="store_true", help="one gradient shape, scales of groups only")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the CPU's kernels")
+    parser.add_argument("--budget", type=float, default=0.3, help="seconds for each measurement")
+    parser.add_argument("--out", type=Path, default=Path("bench_out/kernels"), help="folder of table and plot")
+    options = parser.parse_args()
+    unknown = [name for name in options.models.split(",") if name not in MODELS]
+    if unknown:
+        parser.error(f"--models: no model is named {unknown[0]!r}; the choices are {', '.join(MODELS)}")
+    why = native.problem()
+    if why is not None or options.device not in native.devices():
+        parser.error(f"the kernels are not compiled for {options.device}: {why or 'build them where nvcc is'}")
+    torch.set_num_threads(options.threads)
+    name = (
+        torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()}, {options.threads} threads"
+    )
+    device, rows = options.device, list[Row]()
+    print(ROWS, flush=True)
+    for model in options.models.split(","):
+        # What comes first pays for the processor's and the allocator's start: it is measured once more.
+        measure(next(codec_cases(model, device, options.quick)), clock_of(device, 4 * options.budget), device)
+        for cases in (codec_cases, message_cases, gradient_cases):
+            for case in cases(model, device, options.quick):
+                rows.append(measure(case, clock_of(device, options.budget), device))
+                print(line(rows[-1]), flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "table.md").write_text("\n".join([ROWS, *map(line, rows)]) + "\n")
+    text = summary(kinds := kinds_of(rows))
+    (options.out / "summary.md").write_text(text + "\n")
+    (options.out / "rows.json").write_text(json.dumps([dataclasses.asdict(row) for row in rows]))
+    draw(kinds, options.out / "kernels.png", f"{name}, torch {torch.__version__}")
+    print(f"\n{text}\n\nwritten to {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Runs a training command on hosts of its own making, with links of the rates you ask for. Linux, root.
+
+    sudo python tools/netlab.py --hosts 4 --rate 100mbit -- pretrain_gpt.py ...
+    sudo python tools/netlab.py --hosts 2 --ranks-per-host 2 --rate 1gbit --rate 1=200mbit -- pretrain_gpt.py ...
+    sudo python tools/netlab.py --device cuda --rate 1gbit -- pretrain_gpt.py ...   ranks on this machine's GPUs
+    sudo python tools/netlab.py clean          removes what killed runs left behind, their processes too
+
+Every host is a network namespace on a bridge; its link is shaped in both directions by `tc tbf`, and the processes
+inside talk over loopback. `--cpus-per-host 0.5` gives each a processor share of its own. The command runs under
+torchrun, one node to a host, over gloo; with `--device cuda` over NCCL, whose sockets use the hosts' links, also where
+several ranks share one GPU. When it has ended or timed out, the interfaces' own byte counters are printed,
+but not after Ctrl-C. However it ends, everything is removed, and ranks that SIGTERM does not end within seconds are
+killed; SIGKILL alone leaves everything as it is, which is what `clean` is for. Two laboratories at once do not meet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+import re
+import time
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from benchmarks.lab.hosts import Lab, LabError, Traffic, check_permission, say
+from benchmarks.lab.removal import clean
+from megatron.data.interrupt import stopped_in_order
+
+MAX_RATE = 600 * 10**9
+"""Bits per second; tc counts the bytes that wait at a link, 50 ms of them, in 32 bits."""
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+
+
+def parse_rate(text: str) -> int | None:
+    """Bits per second of ``100mbit`` and the like; None for ``none``.
+
+    Raises:
+        LabError: when it is no rate.
+    """
+    if text.lower() == "none":
+        return None
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmg]?)bit", text.lower())
+    rate = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if not 1000 <= rate <= MAX_RATE:
+        raise LabError(f"--rate {text}: write 100mbit, 2.5gbit (1kbit to {describe(MAX_RATE)}) or none")
+    return int(rate)
+
+
+def parse_rates(words: Sequence[str], hosts: int) -> list[int | None]:
+    """The rate of every host: RATE for all, HOST=RATE for one; later words win.
+
+    Raises:
+        LabError: for a word that is neither, or a host that there is not.
+    """
+    rates: list[int | None] = [None] * hosts
+    for word in words:
+        host, equals, rate = word.rpartition("=")
+        if not equals:
+            rates = [parse_rate(rate)] * hosts
+        elif re.fullmatch("[0-9]{1,9}", host) and int(host) < hosts:
+            rates[int(host)] = parse_rate(rate)
+        else:
+            raise LabError(f"--rate {word}: there are hosts 0 to {hosts - 1}; write HOST=RATE, such as 0=1gbit")
+    return rates
+
+
+def describe(rate: int | None) -> str:
+    """A rate as people write it."""
+    if rate is None:
+        return "unshaped"
+    for unit, size in (("g", 10**9), ("m", 10**6), ("k", 10**3)):
+        if rate >= size:
+            return f"{rate / size:g}{unit}bit"
+    return f"{rate}bit"
+
+
+def report(rates: Sequence[int | None], traffic: Sequence[Traffic], seconds: float) -> str:
+    """What the interfaces counted, as a table."""
+    lines = [f"{'host':>4}  {'link':>10}  {'sent MB':>10}  {'received MB':>11}  {'mean Mbit/s sent':>16}"]
+    for index, (rate, own) in enumerate(zip(rates, traffic, strict=True)):
+        mean = own.sent * 8 / max(seconds, 1e-9) / 1e6
+        lines.append(
+            f"{index:>4}  {describe(rate):>10}  {own.sent / 1e6:>10.2f}  {own.received / 1e6:>11.2f}  {mean:>16.1f}"
+        )
+    return "\n".join([*lines, f"in {seconds:.1f} s, launch included"])
+
+
+def checked_command(words: Sequence[str]) -> list[str]:
+    """What the hosts run, without the ``--`` before it.
+
+    Raises:
+        LabError: when it is neither a Python script that there is nor -m and a module that there is.
+    """
+    command = list(words[1:] if words[0] == "--" else words)
+    what = command[0] if command else ""
+    if what in ("-m", "--module") and len(command) > 1:
+        if not _is_module(command[1]):
+            raise LabError(f"-m {command[1]}: there is no such module in {Path.cwd()}, nor is it installed")
+    elif not what or what.startswith("-"):
+        raise LabError("give a Python script or -m MODULE after --, such as: -- pretrain_gpt.py --num-layers 4 ...")
+    elif not os.path.isfile(what) and not os.path.isfile(os.path.join(what, "__main__.py")):
+        raise LabError(f"{what}: there is no such Python script; give its path as seen from {Path.cwd()}")
+    return command
+
+
+def _is_module(name: str) -> bool:
+    """Whether a module is in this folder, as the ranks see it, or installed; imports none."""
+    top, *parts = name.split(".")
+    if not all(map(str.isidentifier, (top, *parts))) or top == "__main__":
+        return False
+    spec = PathFinder.find_spec(top, [os.getcwd()]) or importlib.util.find_spec(top)
+    for part in parts:
+        spec = spec and PathFinder.find_spec(part, list(spec.submodule_search_locations or ()))
+    return spec is not None
+
+
+def parse_options() -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        LabError: for values that no laboratory can have.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=4, help="number of hosts (4)")
+    parser.add_argument("--ranks-per-host", type=int, default=1, help="processes on each host (1)")
+    parser.add_argument(
+        "--rate",
+        action="append",
+        default=[],
+        metavar="[HOST=]RATE",
+        help=f"of links, each way, such as 100mbit (1kbit to {describe(MAX_RATE)}) or none, the default, which leaves "
+        "them unshaped; 0=1gbit for one host",
+    )
+    parser.add_argument(
+        "--cpus-per-host",
+        type=float,
+        default=None,
+        metavar="N",
+        help="processors that each host has for itself, such as 0.5; all share what there is unless given",
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks: cuda sets NCCL up for the links (cpu)"
+    )
+    parser.add_argument("--timeout", type=float, default=None, help="seconds after which the run is ended (status 124)")
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        help="-- and a Python script or -m MODULE, with its arguments; or clean",
+    )
+    options = parser.parse_args()
+    if not options.command:
+        parser.error("give the command after --, such as: -- pretrain_gpt.py --num-layers 4 ...")
+    if not 1 <= options.hosts <= 200 or options.ranks_per_host < 1:
+        raise LabError("--hosts must be 1 to 200, and --ranks-per-host at least 1")
+    if options.cpus_per_host is not None and not 0.1 <= options.cpus_per_host <= 1024:
+        raise LabError(f"--cpus-per-host {options.cpus_per_host:g}: must be 0.1 to 1024")
+    if options.timeout is not None and not 0 < options.timeout < math.inf:
+        raise LabError(f"--timeout {options.timeout:g}: must be a number of seconds above 0")
+    if options.device == "cuda" and options.command != ["clean"]:
+        import torch  # takes seconds
+
+        if not torch.cuda.is_available():
+            raise LabError("--device cuda: torch sees no CUDA device; leave it out to train over gloo")
+    if options.command[0] == "clean" and len(options.command) > 1:
+        raise LabError("`clean` takes nothing after it; a script of that name is run by: -- clean ...")
+    return options
+
+
+def _clean() -> int:
+    check_permission()
+    removed, left = clean()
+    print("\n".join(f"removed {key}" for key in removed) or "nothing to remove")
+    for line in left:
+        say(f"error: {line}")
+    return 1 if left else 0
+
+
+def main() -> int:
+    try:
+        options = parse_options()
+        if options.command == ["clean"]:
+            return _clean()
+        command = checked_command(options.command)
+        with (
+            stopped_in_order(even_ignored=True),
+            Lab(parse_rates(options.rate, options.hosts), options.cpus_per_host, options.device) as lab,
+        ):
+            before, start = lab.traffic(), time.monotonic()
+            status = lab.run(command, options.ranks_per_host, options.timeout)
+            seconds = time.monotonic() - start
+            counted = [now - then for now, then in zip(lab.traffic(), before, strict=True)]
+            print(report(lab.rates, counted, seconds), flush=True)
+        return status
+    except LabError as error:
+        say(f"error: {error}")
+        return 1
+    except KeyboardInterrupt:
+        say("interrupted; the hosts are removed")
+        return 130

@@ -1,0 +1,263 @@
+"""Hosts of network namespaces on a bridge, with shaped links, and commands under torchrun on them. Linux, root."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from benchmarks.lab.cpu_limit import CpuLimit, CpuLimitError
+from benchmarks.lab.removal import kill, remove
+from megatron.data.interrupt import undisturbed
+
+SUBNET = "10.77.0"
+"""The same in every laboratory: a bridge without an address joins nothing but its own hosts."""
+PORT = 29500
+FRAME = 1514
+"""Bytes of a full Ethernet frame."""
+QUEUE = 1 << 20
+"""Least bytes that wait at a link before any are dropped: what a switch holds for a port. 50 ms of a link where that is
+more. With less, a message's burst loses its own end, and waits for TCP to notice."""
+GRACE_SECONDS = 15.0
+"""How long the other hosts may take to notice that one has gone."""
+NCCL = {"NCCL_SOCKET_IFNAME": "=eth0", "NCCL_IB_DISABLE": "1"}
+NCCL_BUFFER = str(1 << 20)
+"""Bytes of NCCL's buffer for each connection, in eight parts: a part of the usual 4 MiB takes 42 ms at 100 Mb/s, and
+several ranks with many groups share one GPU's memory."""
+_OWN_HOST = 'export NCCL_HOSTID="$0-$RANK" && exec "$@"'
+"""For each rank: NCCL refuses two ranks of one host on one GPU, and would connect them by other ways than the link."""
+END_SECONDS = 5.0
+"""How long hosts may take to end when they are asked to, before they are killed."""
+
+
+class LabError(Exception):
+    """What the laboratory needs and does not have; one line."""
+
+
+def call(*words: str) -> str:
+    """Runs a command of iproute2 and returns what it printed.
+
+    Raises:
+        LabError: when it fails, with what it said.
+    """
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise LabError(f"`{' '.join(words)}` failed: {done.stderr.strip() or done.returncode}")
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a host's interface counted, in bytes."""
+
+    sent: int
+    received: int
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(self.sent - other.sent, self.received - other.received)
+
+
+class Lab:
+    """Hosts on a bridge; a context manager that makes and removes them.
+
+    Args:
+        rates: bits per second of every host's link, each way; None leaves it unshaped.
+        cpus: processors that each host has for itself, such as 0.5; None lets all share what there is. With a limit a
+            host computes as fast while others wait for the network as while they compute.
+        device: of the ranks: cpu (gloo), or cuda: all of them on this machine's GPUs, NCCL over the hosts' links.
+
+    Raises:
+        LabError: where namespaces (or limits) are not permitted or iproute2 is missing.
+    """
+
+    def __init__(self, rates: Sequence[int | None], cpus: float | None = None, device: str = "cpu") -> None:
+        self.rates = list(rates)
+        self.device = device
+        self.key = f"nl{os.getpid()}"
+        self.bridge = f"{self.key}b"
+        self._running: list[subprocess.Popen[bytes]] = []
+        self.limits = [] if cpus is None else [CpuLimit(self.host(index), cpus) for index in range(len(rates))]
+
+    def host(self, index: int) -> str:
+        """A host's namespace."""
+        return f"{self.key}h{index}"
+
+    def link(self, index: int) -> str:
+        """The bridge's end of a host's cable."""
+        return f"{self.key}v{index}"
+
+    @staticmethod
+    def address(index: int) -> str:
+        return f"{SUBNET}.{index + 1}"
+
+    def __enter__(self) -> Lab:
+        check_permission()
+        try:
+            call("ip", "link", "add", self.bridge, "type", "bridge")
+            call("ip", "link", "set", self.bridge, "up")
+            for index, rate in enumerate(self.rates):
+                self._add(index)
+                self.shape(index, rate)
+            for limit in self.limits:
+                limit.make()
+        except BaseException as error:
+            with contextlib.suppress(LabError):  # the reason matters more than what stays
+                self.remove()
+            if isinstance(error, CpuLimitError):
+                raise LabError(f"--cpus-per-host: {error}") from error
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def _add(self, index: int) -> None:
+        host, link = self.host(index), self.link(index)
+        call("ip", "netns", "add", host)
+        call("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", host)
+        call("ip", "link", "set", link, "master", self.bridge, "up")
+        call("ip", "-n", host, "addr", "add", f"{self.address(index)}/24", "dev", "eth0")
+        for device in ("eth0", "lo"):
+            call("ip", "-n", host, "link", "set", device, "up")
+        call("ip", "-n", host, "route", "replace", f"{SUBNET}.0/24", "dev", "eth0", "congctl", "cubic")
+
+    def shape(self, index: int, rate: int | None) -> None:
+        """Gives a host's link another rate, also while something runs on it."""
+        self.rates[index] = rate
+        ends = (("-n", self.host(index)), "eth0"), ((), self.link(index))
+        for where, device in ends:
+            if rate is None:
+                with contextlib.suppress(LabError):  # there was none
+                    call("tc", *where, "qdisc", "del", "dev", device, "root")
+                continue
+            # A bucket of a millisecond: what a larger one lets through at once is no slow link for short messages.
+            burst = max(rate // 8 // 1000, 2 * FRAME)
+            limit = max(rate // 8 // 20, QUEUE)
+            words = ("rate", f"{rate}bit", "burst", str(burst), "limit", str(limit))
+            call("tc", *where, "qdisc", "replace", "dev", device, "root", "tbf", *words)
+
+    def traffic(self) -> list[Traffic]:
+        """The counters of every host's interface since it was made."""
+        found = []
+        for index in range(len(self.rates)):
+            stats = json.loads(call("ip", "-n", self.host(index), "-j", "-s", "link", "show", "eth0"))[0]["stats64"]
+            found.append(Traffic(stats["tx"]["bytes"], stats["rx"]["bytes"]))
+        return found
+
+    def run(self, command: Sequence[str], ranks_per_host: int = 1, timeout: float | None = None) -> int:
+        """Runs a Python command on all hosts under torchrun.
+
+        Returns:
+            0, or the exit status of the first host that failed; 124 after the time-out. The others are ended then.
+        """
+        started: list[subprocess.Popen[bytes]] = []
+        try:
+            for index in range(len(self.rates)):
+                started.append(self._start(index, command, ranks_per_host))
+                self._running.append(started[-1])
+            return self._wait(started, timeout)
+        finally:
+            _end(started)
+            kill([self.host(index) for index in range(len(started))])
+            for process in started:
+                self._running.remove(process)
+
+    def _start(self, index: int, command: Sequence[str], ranks_per_host: int) -> subprocess.Popen[bytes]:
+        where = ["--nnodes", str(len(self.rates)), "--node-rank", str(index), "--nproc-per-node", str(ranks_per_host)]
+        where += ["--master-addr", self.address(0), "--master-port", str(PORT)]
+        if self.device == "cuda":
+            where += ["--no-python", "sh", "-c", _OWN_HOST, self.host(index), sys.executable, "-u"]
+            command = ["-m" if word == "--module" else word for word in command[:1]] + list(command[1:])
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *where, *command]
+        # Hosts have no names, which the rendezvous would warn of once for each connection.
+        quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        env = {**quiet, **os.environ, "GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}
+        if self.device == "cuda":
+            env = {"NCCL_BUFFSIZE": NCCL_BUFFER, **env, **NCCL}
+        words = ["ip", "netns", "exec", self.host(index), *torchrun]
+        if self.limits:
+            words = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.limits[index].members), *words]
+        return subprocess.Popen(words, env=env, start_new_session=True)
+
+    def _wait(self, started: Sequence[subprocess.Popen[bytes]], timeout: float | None) -> int:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        failed: int | None = None
+        while True:
+            codes = [process.poll() for process in started]
+            index, bad = next(((index, code) for index, code in enumerate(codes) if code), (0, None))
+            if bad is not None and failed is None:
+                failed = bad if bad > 0 else 128 - bad
+                kill([self.host(index)])  # ranks that outlive their torchrun would keep the others waiting
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                if None in codes:
+                    say(
+                        f"host {index} ended with status {failed}; waiting up to "
+                        f"{max(deadline - time.monotonic(), 0):.0f} s for the others"
+                    )
+            if None not in codes:
+                return failed or 0
+            if time.monotonic() > deadline:
+                if failed is not None:
+                    return failed
+                say(f"time-out after {timeout:g} s")
+                return 124
+            time.sleep(0.1)
+
+    def remove(self) -> None:
+        """Ends what runs on the hosts, in other threads too, and removes them and the bridge.
+
+        What is gone already is left out. A second Ctrl-C does not stop this half-way.
+
+        Raises:
+            LabError: with what could not be removed.
+        """
+        with undisturbed():
+            _end(list(self._running))
+            left = remove(self.key)
+        if left:
+            raise LabError(f"not all is removed; `netlab.py clean` tries again: {'; '.join(left)}")
+
+
+def check_permission() -> None:
+    """Raises a LabError that says what to do where hosts cannot be made."""
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise LabError(f"`{tool}` is missing: install iproute2 (apt-get install iproute2)")
+    if os.geteuid() != 0:
+        raise LabError("network namespaces need root: run it under sudo")
+    probe = f"nl{os.getpid()}h"
+    try:
+        call("ip", "netns", "add", probe)
+    except LabError as error:
+        hint = "in a container, start it with --cap-add NET_ADMIN --cap-add SYS_ADMIN"
+        raise LabError(f"network namespaces are not permitted here ({error}); {hint}") from error
+    call("ip", "netns", "del", probe)
+
+
+def say(text: str) -> None:
+    """Prints a line of the laboratory's own, apart from what its hosts print."""
+    print(f"netlab: {text}", file=sys.stderr, flush=True)
+
+
+def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ends the torchruns of hosts, all at once: asks, then kills."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + END_SECONDS
+        for process in started:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+        for process in started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0.0))

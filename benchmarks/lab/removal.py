@@ -1,0 +1,75 @@
+"""Removes a laboratory of network namespaces: its processes first, then its hosts, links and control groups."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from benchmarks.lab import cpu_limit
+
+_NAME = re.compile(r"\bnl(\d+)[bhv]\d*\b")
+
+
+def _printed(*words: str) -> str:
+    """What a command of iproute2 printed; nothing when it failed, such as for what is gone already."""
+    return subprocess.run(words, capture_output=True, text=True).stdout
+
+
+def _hosts(key: str) -> list[str]:
+    return re.findall(rf"^({key}h\d*)\b", _printed("ip", "netns", "list"), re.MULTILINE)
+
+
+def _links(key: str) -> list[str]:
+    return re.findall(rf"^\d+: ({key}[bv]\d*)\b", _printed("ip", "-o", "link", "show"), re.MULTILINE)
+
+
+def _processes(host: str) -> list[int]:
+    return [int(pid) for pid in _printed("ip", "netns", "pids", host).split()]
+
+
+def kill(hosts: Sequence[str]) -> list[str]:
+    """Kills all that runs on some hosts; torchrun's workers have left its session and outlive it.
+
+    Returns:
+        A line for each host that keeps processes.
+    """
+    found = ((host, cpu_limit.kill(partial(_processes, host))) for host in hosts)
+    return [f"host {host}: processes {', '.join(map(str, left))} do not end" for host, left in found if left]
+
+
+def remove(key: str) -> list[str]:
+    """Ends what runs on a laboratory's hosts, and removes all of it. What is gone already is left out.
+
+    Returns:
+        A line for each thing that stays.
+    """
+    left = kill(_hosts(key))
+    for host in _hosts(key):
+        _printed("ip", "netns", "del", host)
+    for link in _links(key):
+        _printed("ip", "link", "del", link)
+    left += [f"{name}: cannot be removed" for name in (*_hosts(key), *_links(key))]
+    return left + cpu_limit.clean(f"{key}h")
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or only waits for a parent to read its status, as it may in a container for ever."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def clean() -> tuple[list[str], list[str]]:
+    """Removes the laboratories of processes that are gone.
+
+    Returns:
+        Their keys, and a line for each thing that stays.
+    """
+    names = [_printed("ip", "netns", "list"), _printed("ip", "-o", "link", "show"), *cpu_limit.groups("nl")]
+    pids = {int(match[1]) for text in names for match in _NAME.finditer(text)}
+    dead = sorted(f"nl{pid}" for pid in pids if has_ended(pid))
+    return dead, [line for key in dead for line in remove(key)]

@@ -1,0 +1,260 @@
+"""Draws the losses of several runs over iterations, tokens and training time, and their differences to one of them.
+
+    python tools/plot_loss_curves.py dense=dense/log.jsonl radius=radius/log.jsonl --baseline dense -o loss.png
+    python tools/plot_loss_curves.py a.txt b.txt --x iterations,hours --smooth 50
+
+A run is a file of --log-json-file or --log-txt-file (text logs of Megatron-LM and its forks have the same lines), with
+a name before it if you like. Lines are training losses (means over --smooth points of the run that logs least often,
+and over as many iterations of the others), hollow markers are validation losses, filled ones those at the end of
+training, which are of other samples: each is compared with its like alone. Training time (--x hours, in the unit that
+fits) is what the iterations in the log took: pauses between restarts do not count. Also prints a table: the last
+losses, and when each run had the last validation loss of the baseline. Losses that are not finite are gaps in the
+curves, and are counted below the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.loss_logs import Point, Run, interpolated, read_run
+from megatron.base.errors import UserError
+from megatron.training.plots import (
+    curve_style,
+    label_iterations,
+    new_figure,
+    picture_format,
+    save_figure,
+    time_unit,
+)
+
+AXES = ("iterations", "tokens", "hours")
+
+
+def span_of(runs: Sequence[Run], smooth: int) -> float:
+    """Iterations in a mean: the same for all runs, so that no curve lags behind another."""
+    return smooth * max(run.interval for run in runs)
+
+
+def smoothed(points: Sequence[Point], span: float) -> list[float]:
+    """Means over the iterations ``span`` that end at each point, of what is finite; nan where the point is not."""
+    means: list[float] = []
+    sums, counts = [0.0], [0]
+    start = 0
+    for point in points:
+        finite = math.isfinite(point.loss)
+        sums.append(sums[-1] + (point.loss if finite else 0.0))
+        counts.append(counts[-1] + finite)
+        while points[start].iteration <= point.iteration - span:
+            start += 1
+        means.append((sums[-1] - sums[start]) / (counts[-1] - counts[start]) if finite else math.nan)
+    return means
+
+
+def reached(points: Sequence[Point], loss: float) -> Point | None:
+    """The first validation at or below a loss."""
+    return next((point for point in points if point.loss <= loss), None)
+
+
+def table(runs: Sequence[Run], baseline: Run | None, smooth: int) -> str:
+    """Last losses, and when each run had the baseline's last validation loss."""
+    unit, length = time_unit(max(run.train[-1].hours for run in runs))
+    ends = any(run.final for run in runs)
+    heads = ["run", "iterations", "training loss", "validation loss", *(["at the end"] if ends else []), unit]
+    compared = _compared(runs, baseline)
+    goal = math.nan if baseline is None or not compared[baseline.name] else compared[baseline.name][-1].loss
+    if baseline is not None and not math.isnan(goal):
+        heads += [f"{goal:.4f} after", unit, f"times {baseline.name}"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    span = span_of(runs, smooth)
+    for run in runs:
+        last = run.train[-1]
+        cells = [run.name, str(last.iteration), f"{smoothed(run.train, span)[-1]:.4f}", _last(run.valid)]
+        cells += [*([_last(run.final)] if ends else []), f"{last.hours / length:.3g}"]
+        if baseline is not None and not math.isnan(goal):
+            own, theirs = reached(compared[run.name], goal), reached(compared[baseline.name], goal)
+            if own is None or theirs is None:
+                cells += ["never", "", ""]
+            else:
+                times = f"{theirs.hours / own.hours:.2f}" if own.hours else ""
+                cells += [str(own.iteration), f"{own.hours / length:.3g}", times]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _compared(runs: Sequence[Run], baseline: Run | None) -> dict[str, list[Point]]:
+    """The validation losses that are compared with the baseline's: those on the way, where it has any."""
+    on_the_way = baseline is not None and bool(baseline.valid)
+    return {run.name: run.valid if on_the_way else run.final for run in runs}
+
+
+def _last(points: Sequence[Point]) -> str:
+    return f"{points[-1].loss:.4f}" if points else ""
+
+
+def notes(runs: Sequence[Run], baseline: Run | None) -> list[str]:
+    """Lines about losses that are not finite, and about differences that are also of samples."""
+    lines = []
+    for run in runs:
+        for kind, points in (("training", run.train), ("validation", [*run.valid, *run.final])):
+            lost = [point.iteration for point in points if math.isnan(point.loss)]
+            if lost:
+                lines.append(
+                    f"{run.name}: {kind} losses that are not finite: {len(lost)}, the first at iteration {lost[0]}"
+                )
+        if baseline is not None and run.eval_interval and run.eval_interval != baseline.eval_interval != 0:
+            lines.append(
+                f"{run.name}: validated every {run.eval_interval:g} iterations, {baseline.name} every "
+                f"{baseline.eval_interval:g}, so on other samples at one iteration; compare training losses"
+            )
+    return lines
+
+
+Curve = tuple[list[float], list[float]]
+"""Places and losses."""
+
+
+def differences(own: Curve, theirs: Curve) -> list[tuple[float, float]]:
+    """A curve over another, at the first one's places that the other covers."""
+    pairs = []
+    for x, y in zip(*own, strict=True):
+        base = interpolated(*theirs, x)
+        if base is not None:
+            pairs.append((x, y - base))
+    return pairs
+
+
+def curves(run: Run, axis: str, span: float) -> dict[str, Curve]:
+    """Training losses, validation losses, and those at the end, over an axis (time in hours).
+
+    Raises:
+        UserError: when the axis needs what a log does not say.
+    """
+    found = {}
+    for kind, points in (("train", run.train), ("valid", run.valid), ("final", run.final)):
+        places = [point.at(axis) for point in points]
+        if any(place is None for place in places):
+            raise UserError(f"{run.name}: the text log does not say tokens; add --seq-length, or leave them out of --x")
+        losses = smoothed(points, span) if kind == "train" else [point.loss for point in points]
+        found[kind] = ([place for place in places if place is not None], losses)
+    return found
+
+
+def draw(runs: Sequence[Run], baseline: Run | None, axes: Sequence[str], smooth: int, out: Path) -> None:
+    """A column for each axis; losses above, differences to the baseline below.
+
+    Raises:
+        UserError: when an axis needs what a log does not say.
+    """
+    rows = 1 if baseline is None else 2
+    unit, length = time_unit(max(run.train[-1].hours for run in runs))
+    span = span_of(runs, smooth)
+    figure = new_figure(5.2 * len(axes), 3.6 * rows + 0.7)
+    panels = figure.subplots(rows, len(axes), squeeze=False, sharex="col")
+    for column, axis in enumerate(axes):
+        lines = {run.name: curves(run, axis, span) for run in runs}
+        scale = length if axis == "hours" else 1.0
+        for number, run in enumerate(runs):
+            style = _style(number, len(runs))
+            _plot(
+                panels[0][column],
+                {kind: list(zip(*c, strict=True)) for kind, c in lines[run.name].items()},
+                style,
+                scale,
+            )
+            if baseline is not None and run is not baseline:
+                theirs = lines[baseline.name]
+                found = {kind: differences(curve, theirs[kind]) for kind, curve in lines[run.name].items()}
+                _plot(panels[1][column], found, style, scale)
+        bottom = panels[-1][column]
+        if axis == "iterations":
+            label_iterations(bottom)
+        else:
+            bottom.set_xlabel("tokens" if axis == "tokens" else f"{unit} of training")
+    _finish(figure, panels, runs, baseline, span)
+    save_figure(figure, out)
+
+
+def _style(number: int, count: int) -> dict[str, Any]:
+    """Of a run. Each is thinner than the one before, which so shows on both sides where they are equal."""
+    return {**curve_style(number), "linewidth": 1.2 + 2.2 * (count - 1 - number) / max(count - 1, 3)}
+
+
+def _plot(panel: Any, found: dict[str, list[tuple[float, float]]], style: dict[str, Any], scale: float) -> None:
+    hollow = {"color": style["color"], "marker": style["marker"], "linestyle": "none", "markersize": 4.5}
+    for kind, pairs in found.items():
+        if not pairs:
+            continue
+        xs, ys = [x / scale for x, _ in pairs], [y for _, y in pairs]
+        if kind == "train":
+            panel.plot(xs, ys, color=style["color"], linestyle=style["linestyle"], linewidth=style["linewidth"])
+        else:
+            panel.plot(xs, ys, **hollow, markerfacecolor="white" if kind == "valid" else style["color"])
+
+
+def _finish(figure: Any, panels: Any, runs: Sequence[Run], baseline: Run | None, span: float) -> None:
+    """Labels, grids and one key for all panels: what the colors are, and what lines and markers are."""
+    from matplotlib.lines import Line2D
+
+    for row, label in zip(
+        panels, ("loss, nats per token", f"loss less {baseline.name}'s" if baseline else ""), strict=False
+    ):
+        row[0].set_ylabel(label)
+        for panel in row:
+            panel.grid(alpha=0.3)
+    if baseline is not None:
+        for panel in panels[1]:
+            panel.axhline(0.0, color="black", linewidth=0.8)
+    mean = "" if span <= max(run.interval for run in runs) else f" (mean of {span:g} iterations)"
+    keys = [
+        Line2D([], [], **{**_style(n, len(runs)), "markerfacecolor": "white"}, label=run.name)
+        for n, run in enumerate(runs)
+    ]
+    keys.append(Line2D([], [], color="grey", linewidth=1.5, label=f"line: training{mean}"))
+    grey: dict[str, Any] = {"color": "grey", "marker": "o", "linestyle": "none"}
+    if any(run.valid for run in runs):
+        keys.append(Line2D([], [], **grey, markerfacecolor="white", label="hollow: validation"))
+    if any(run.final for run in runs):
+        keys.append(Line2D([], [], **grey, label="filled: validation at the end, other samples"))
+    columns = 1 + 2 * (panels.shape[1] > 1)
+    figure.legend(handles=keys, loc="outside upper center", ncols=min(columns, len(keys)), frameon=False, fontsize=8)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", metavar="[NAME=]FILE", help="logs")
+    parser.add_argument("-o", "--output", default="loss.png", help="the picture; .png, .pdf or .svg (loss.png)")
+    parser.add_argument("--baseline", help="name of the run that the others are compared with")
+    parser.add_argument(
+        "--x", default="iterations,tokens,hours", help="axes, comma-separated (iterations,tokens,hours)"
+    )
+    parser.add_argument(
+        "--smooth", type=int, default=10, help="training losses in a mean, of the run that logs least (10)"
+    )
+    parser.add_argument("--seq-length", type=int, help="tokens of a sample, for text logs, which count samples")
+    options = parser.parse_args(arguments)
+    axes = options.x.split(",")
+    try:
+        picture_format(Path(options.output))
+        unknown = [axis for axis in axes if axis not in AXES]
+        if unknown:
+            raise UserError(f"--x {unknown[0]}: choose from {', '.join(AXES)}")
+        if options.smooth < 1:
+            raise UserError(f"--smooth {options.smooth}: must be at least 1")
+        runs = [read_run(word, options.seq_length) for word in options.runs]
+        names = [run.name for run in runs]
+        if len(set(names)) < len(names):
+            raise UserError(f"two runs are named {max(names, key=names.count)}; write NAME=FILE")
+        if options.baseline is not None and options.baseline not in names:
+            raise UserError(f"--baseline {options.baseline}: the runs are {', '.join(names)}")
+        baseline = next((run for run in runs if run.name == options.baseline), None)
+        draw(runs, baseline, axes, options.smooth, Path(options.output))
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print("\n".join([table(runs, baseline, options.smooth), "", *notes(runs, baseline), options.output]))
+    return 0

@@ -1,0 +1,161 @@
+"""What the network benchmark measures: layouts on hosts, and the traffic on each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.network.setups import Setup, aqsgd_data, aqsgd_pipeline, optimus_pipeline, radius_data
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured.
+
+    Args:
+        name: as the tables show it.
+        specs: of ``--compress``.
+        schedule: of the pipeline.
+        peer: a peer of ``peers.py`` instead; with a rank.
+        overlap: gradients are reduced while backward goes on.
+    """
+
+    name: str
+    specs: tuple[str, ...] = ()
+    schedule: str = "1f1b"
+    peer: str = ""
+    rank: int = 0
+    overlap: bool = True
+
+
+FP32 = Case("fp32 traffic")
+CAST = Case("bf16 traffic", ("pp-forward=cast", "pp-backward=cast", "dp-grad=cast"))
+_AQSGD_4 = ("pp-forward=delta,bits=4", "pp-backward=fixpoint,bits=8")
+_AQSGD_2 = ("pp-forward=delta,bits=2", "pp-backward=fixpoint,bits=4")
+PIPELINE = (
+    FP32,
+    CAST,
+    Case("fixpoint 4/8 bits", ("pp-forward=fixpoint,bits=4", "pp-backward=fixpoint,bits=8")),
+    Case("delta 4, fixpoint 8 (AQ-SGD)", _AQSGD_4),
+    Case("delta 2, fixpoint 4 (AQ-SGD)", _AQSGD_2),
+    Case("CB: lowrank 16, epilogue", ("pp-backward=lowrank,rank=16,when=epilogue",)),
+    Case("fp32 traffic, eager 1F1B", schedule="eager-1f1b"),
+    Case("bf16 traffic, eager 1F1B", CAST.specs, "eager-1f1b"),
+    Case("delta 4, fixpoint 8, eager 1F1B", _AQSGD_4, "eager-1f1b"),
+    Case("delta 2, fixpoint 4, eager 1F1B", _AQSGD_2, "eager-1f1b"),
+)
+DATA = (
+    FP32,
+    CAST,
+    Case("powersgd, rank 4", ("dp-grad=powersgd,rank=4",)),
+    Case("powersgd, rank 32", ("dp-grad=powersgd,rank=32",)),
+    Case("stable Top-K 10% (Radius)", ("dp-grad=stable-topk,density=0.1,interval=1000",)),
+    Case("fixpoint 4 bits", ("dp-grad=fixpoint,bits=4,error-feedback=on",)),
+    Case("torch DDP", peer="ddp"),
+    Case("torch DDP, fp16 hook", peer="ddp-fp16"),
+    Case("torch DDP, powerSGD_hook, rank 4", peer="ddp-powersgd", rank=4),
+    Case("torch DDP, powerSGD_hook, rank 32", peer="ddp-powersgd", rank=32),
+)
+MIXED = (
+    FP32,
+    CAST,
+    Case(
+        "CB + FE + SC (Optimus-CC)",
+        (
+            "pp-backward=lowrank,rank=16,when=epilogue",
+            "embedding=fused",
+            "dp-grad=powersgd,rank=32,stages=first:1",
+        ),
+    ),
+    Case(
+        "delta 4, fixpoint 8, powersgd 32, FE",
+        ("pp-forward=delta,bits=4", "pp-backward=fixpoint,bits=8", "dp-grad=powersgd,rank=32", "embedding=fused"),
+    ),
+)
+
+
+VOCAB = 2048
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A layout on hosts.
+
+    Args:
+        hosts, ranks_per_host: where the ranks are.
+        tp, pp: the layout; data parallelism is the rest.
+        model: layers, hidden size, sequence length.
+        micro_batches: of each replica and step.
+        setups: links to imitate.
+        cases: what is measured on each.
+        paced_by: "message": the set-up's ratio is a micro-batch's; "gradients": an iteration's.
+        tied: the output projection is the embedding, whose gradient the first and the last stage must then add up.
+        device: cpu: fp32 over gloo, each host with a share of the processors; cuda: bf16 over NCCL, on one GPU.
+        micro_batch: sequences.
+        vocab: entries.
+    """
+
+    hosts: int
+    ranks_per_host: int
+    tp: int
+    pp: int
+    model: tuple[int, int, int]
+    micro_batches: int
+    setups: tuple[Setup, ...]
+    cases: tuple[Case, ...]
+    paced_by: str = "message"
+    tied: bool = False
+    device: str = "cpu"
+    micro_batch: int = 1
+    vocab: int = VOCAB
+
+    @property
+    def dp(self) -> int:
+        """Replicas."""
+        return self.hosts * self.ranks_per_host // (self.tp * self.pp)
+
+
+BENCHES = {
+    "pp4": Bench(4, 1, 1, 4, (8, 512, 256), 8, tuple(aqsgd_pipeline()), PIPELINE),
+    # AQ-SGD's own number of stages and of micro-batches (run_lm.sh: a batch of 32 in micro-batches of one).
+    "pp8": Bench(8, 1, 1, 8, (8, 512, 256), 32, tuple(aqsgd_pipeline()[0::2]), PIPELINE),
+    "dp4": Bench(4, 1, 1, 1, (4, 256, 256), 4, (*aqsgd_data(4), radius_data()), DATA, "gradients"),
+    "dp8": Bench(8, 1, 1, 1, (4, 256, 256), 4, (*aqsgd_data(8)[:1], radius_data()), DATA, "gradients"),
+    "3d": Bench(4, 2, 2, 2, (8, 512, 256), 4, (optimus_pipeline(), aqsgd_pipeline()[1]), MIXED, tied=True),
+}
+
+
+def plan_of(bench: Bench) -> dict[str, Any]:
+    """What every rank is told at the start."""
+    layers, hidden, sequence = bench.model
+    return {
+        "vocab": bench.vocab,
+        "device": bench.device,
+        "micro_batches": bench.micro_batches,
+        "config": {
+            "model": {
+                "num_layers": layers,
+                "hidden_size": hidden,
+                "num_attention_heads": hidden // 64,
+                "seq_length": sequence,
+                "max_position_embeddings": sequence,
+                "attention_dropout": 0.0,
+                "hidden_dropout": 0.0,
+                "untie_embeddings_and_output_weights": not bench.tied,
+            },
+            "training": {
+                "micro_batch_size": bench.micro_batch,
+                "global_batch_size": bench.micro_batch * bench.micro_batches * bench.dp,
+                "train_iters": 1_000_000,
+            },
+            "optimizer": {"lr": 1e-3},
+            "data": {"sample_order": "fixed"},
+            "tokenizer": {"vocab_size": bench.vocab},
+            "precision": {"bf16": bench.device == "cuda"},
+            "parallel": {
+                "tensor_model_parallel_size": bench.tp,
+                "pipeline_model_parallel_size": bench.pp,
+                "distributed_backend": "nccl" if bench.device == "cuda" else "gloo",
+            },
+        },
+    }

@@ -1,0 +1,118 @@
+"""What others do for data parallelism: torch's DistributedDataParallel with its communication hooks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.train_sides import PEER_VOCAB, VOCAB, PlainGPT, Shape
+from megatron.comm.ledger import Ledger
+from megatron.comm.policy import CompressionPlan
+from megatron.comm.tensor import TensorComm
+from megatron.config.run import RunConfig
+from megatron.data.batch import Batch
+from megatron.model.context import ForwardContext
+from megatron.model.stages import build_stages
+from megatron.topology.topology import Topology
+
+WARMUP_STEPS = 2
+"""powerSGD_hook wants some exact steps first."""
+
+
+class _Ours(nn.Module):
+    """Our model; its result is the loss."""
+
+    def __init__(self, plan: dict[str, Any], config: RunConfig, topology: Topology) -> None:
+        super().__init__()
+        comm = TensorComm(topology.tp, Ledger(), CompressionPlan({}))
+        (self.stage,) = build_stages(
+            config.model, config.recompute, topology.layout, 0, plan["vocab"], comm, topology.device, torch.float32, 1
+        )
+
+    def forward(self, batch: Batch) -> Tensor:
+        out_sbh = self.stage(batch.tokens_bs, ForwardContext())
+        assert batch.labels_bs is not None
+        assert batch.loss_mask_bs is not None
+        loss, _ = self.stage.loss(out_sbh, batch.labels_bs, batch.loss_mask_bs / batch.loss_mask_bs.numel())
+        return loss
+
+
+class _Plain(nn.Module):
+    """A model of torch's modules with fp32 weights under autocast, as is usual where ours has bf16 ones and fp32 sums;
+    its result is the loss."""
+
+    def __init__(self, plan: dict[str, Any], config: RunConfig) -> None:
+        super().__init__()
+        model = config.model
+        shape = Shape(model.num_layers, model.hidden_size, model.seq_length, 1, plan["vocab"])
+        self.model = PlainGPT(shape, PEER_VOCAB if shape.vocab == VOCAB else shape.vocab)
+
+    def forward(self, batch: Batch) -> Tensor:
+        assert batch.tokens_bs is not None
+        with torch.autocast(batch.tokens_bs.device.type, torch.bfloat16):
+            loss: Tensor = self.model(batch.tokens_bs, batch.labels_bs)
+        return loss
+
+
+def peer_step(
+    kind: str, rank: int, plan: dict[str, Any], config: RunConfig, topology: Topology, batches: list[Batch]
+) -> Callable[[int], dict[str, float]]:
+    """Builds a replica; the function takes a step and says how long it took.
+
+    Args:
+        kind: ddp, ddp-fp16, ddp-bf16 or ddp-powersgd.
+        rank: of powerSGD_hook.
+        plan: of the benchmark.
+        config: of the model.
+        topology, batches: this rank's; data-parallel only.
+    """
+    cuda = topology.device.type == "cuda"
+    model = _Plain(plan, config).to(topology.device) if cuda else _Ours(plan, config, topology)
+    # With several buckets over gloo the hook's later rounds start in another order on each rank, and collide.
+    bucket_mb = 100_000 if kind == "ddp-powersgd" and not cuda else None
+    replica = DistributedDataParallel(model, process_group=topology.dp.pg, bucket_cap_mb=bucket_mb)
+    if kind == "ddp-fp16":
+        replica.register_comm_hook(topology.dp.pg, default_hooks.fp16_compress_hook)
+    elif kind == "ddp-bf16":
+        replica.register_comm_hook(topology.dp.pg, default_hooks.bf16_compress_hook)
+    elif kind == "ddp-powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            topology.dp.pg, matrix_approximation_rank=rank, start_powerSGD_iter=WARMUP_STEPS, min_compression_rate=1
+        )
+        replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = torch.optim.AdamW(replica.parameters(), lr=1e-3, fused=True)
+
+    def step(iteration: int) -> dict[str, float]:
+        topology.control.barrier()
+        start, computed, total = time.perf_counter(), 0.0, 0.0
+        optimizer.zero_grad()
+        for number, batch in enumerate(batches):
+            last = number == len(batches) - 1
+            begin = time.perf_counter()
+            with nullcontext() if last else replica.no_sync():
+                loss = replica(batch)
+                (loss / len(batches)).backward()
+            total += float(loss.detach()) / len(batches)
+            computed += 0.0 if last else time.perf_counter() - begin
+        torch.nn.utils.clip_grad_norm_(replica.parameters(), 1.0)
+        optimizer.step()
+        if cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        alone = computed * len(batches) / max(len(batches) - 1, 1)
+        return {
+            "seconds": seconds,
+            "loss": total,
+            "compute_s": alone,
+            "coded_s": 0.0,
+            "waited_s": max(seconds - alone, 0.0),
+        }
+
+    return step

@@ -1,0 +1,362 @@
+"""Trains the same model on hosts with shaped links, uncompressed, compressed, and beside torch's own DDP hooks.
+
+    sudo make bench-network                              every layout, about an hour
+    sudo make bench-network ARGS="--layouts pp4 --quick" one layout, its extreme links
+    sudo make bench-network ARGS="--device cuda"         ranks on this machine's GPU, over NCCL
+
+Each host is a network namespace. On CPUs it has a processor share of its own, and a link's rate is not the published
+one: it is such that the uncompressed fp32 traffic takes as long, relative to the computing time measured here, as in
+the published set-up (setups.py holds the arithmetic). On a GPU models are larger and links have the rates that they
+are named by; what is not waiting or coding there counts as computing. Prints Markdown; writes it with a plot and every
+measurement to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.lab.hosts import Lab, LabError, Traffic
+from benchmarks.network.cases import BENCHES, FP32, Bench, Case, plan_of
+from benchmarks.network.cuda_cases import CUDA_BENCHES
+from benchmarks.network.report import figure, rate_of, table
+from benchmarks.network.setups import Setup
+from benchmarks.network.worker import config_of
+from megatron.data.interrupt import stopped_in_order
+from megatron.planner.choice import choice_of
+from megatron.planner.cluster import Cluster, write_cluster
+from megatron.planner.measure import described
+from megatron.planner.predict import Predictor
+
+WARM_STEPS = 3
+"""On fast links: first visits of samples, first choices of coordinates, exact steps before a peer's hook."""
+PAYLOAD = 1448 / 1514
+"""Of an Ethernet frame that is full of TCP."""
+START_SECONDS = 300.0
+STEP_SECONDS = 900.0
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A case on a link.
+
+    Args:
+        layout, setup, rate: where; the rate in bits per second, None unshaped.
+        case: what.
+        seconds: of an iteration, on the slowest rank; the median.
+        tokens_per_s: of the whole run.
+        compute_s, coded_s, waited_s: means over the ranks, of an iteration.
+        host_mb: sent by a host in an iteration, by its interface's counter; the host that sent most.
+        loss: of the last step.
+        predicted_s: of an iteration, by the planner; None for what it does not know.
+        waited: by point, where it is known.
+    """
+
+    layout: str
+    setup: str
+    rate: float | None
+    case: str
+    seconds: float
+    tokens_per_s: float
+    compute_s: float
+    coded_s: float
+    waited_s: float
+    host_mb: float
+    loss: float
+    predicted_s: float | None
+    waited: dict[str, float] = field(default_factory=dict)
+
+
+class Workers:
+    """The ranks on the hosts, which take commands from a folder."""
+
+    def __init__(self, lab: Lab, bench: Bench, folder: Path) -> None:
+        self.lab, self.folder = lab, folder
+        self._number = 0
+        self._status: int | None = None
+        (folder / "plan.json").write_text(json.dumps(plan_of(bench)))
+        command = ["-m", "benchmarks.network.worker", str(folder)]
+        self._thread = threading.Thread(target=self._run, args=(command, bench.ranks_per_host), daemon=True)
+        self._thread.start()
+
+    def _run(self, command: Sequence[str], ranks_per_host: int) -> None:
+        self._status = self.lab.run(command, ranks_per_host)
+
+    def ask(self, timeout: float, **command: Any) -> list[dict[str, float]]:
+        """Gives a command to all ranks and waits for the first one's answer.
+
+        Raises:
+            LabError: when the ranks are gone, or too slow.
+        """
+        partial = self.folder / "command.partial"
+        partial.write_text(json.dumps(command))
+        os.replace(partial, self.folder / f"command{self._number}.json")
+        answer, deadline = self.folder / f"result{self._number}.json", time.monotonic() + timeout
+        self._number += 1
+        while not answer.exists():
+            if self._status is not None:
+                raise LabError(f"the ranks ended with status {self._status}; their messages are above")
+            if time.monotonic() > deadline:
+                raise LabError(f"no answer within {timeout:g} s to {command}")
+            time.sleep(0.02)
+        found: list[dict[str, float]] = json.loads(answer.read_text())
+        return found
+
+    def stop(self) -> None:
+        """Lets the ranks end."""
+        if self._status is None:
+            (self.folder / f"command{self._number}.json").write_text('{"do": "stop"}')
+            self._thread.join(60)
+
+
+@contextmanager
+def workers(bench: Bench) -> Iterator[tuple[Lab, Workers]]:
+    """Hosts with equal shares of the processors, and ranks on them."""
+    # A GPU's ranks need their processors to launch what it computes.
+    share = (os.cpu_count() or 1) / bench.hosts if bench.device == "cpu" else None
+    lab = Lab([None] * bench.hosts, share, bench.device)
+    with tempfile.TemporaryDirectory(prefix="bench-network-") as folder, lab:
+        started = Workers(lab, bench, Path(folder))
+        yield lab, started
+        started.stop()  # else the laboratory ends them
+
+
+def link_rate(bench: Bench, setup: Setup, computed: dict[str, float]) -> float:
+    """Bits per second at which uncompressed traffic takes ``ratio`` times as long as computing.
+
+    Args:
+        computed: figures of an uncompressed step on unshaped links.
+    """
+    if setup.rate is not None:
+        return setup.rate
+    layers, hidden, sequence = bench.model
+    if bench.paced_by == "message":
+        piece = computed["slowest_compute_s"] / bench.micro_batches
+        # Tensor-parallel ranks of one host each send the whole activation over its link.
+        sharing = min(bench.tp, bench.ranks_per_host)
+        return sharing * sequence * hidden * 32 / (setup.ratio * piece)
+    parameters = 12 * layers * hidden**2 + ((1 if bench.tied else 2) * bench.vocab + sequence) * hidden
+    return 2 * (bench.dp - 1) / bench.dp * parameters * 32 / (setup.ratio * computed["slowest_compute_s"])
+
+
+def linked(cluster: Cluster, rate: float | None) -> Cluster:
+    """The hosts with shaped links, whose rate counts the frames around what they carry."""
+    if rate is None:
+        return cluster
+    carried = min(cluster.across.gbit_per_s, rate / 1e9 * PAYLOAD)
+    return replace(cluster, across=replace(cluster.across, gbit_per_s=carried))
+
+
+def predicted(bench: Bench, case: Case, cluster: Cluster | None) -> float | None:
+    """Seconds of an iteration, by the planner."""
+    if case.peer or cluster is None:
+        return None
+    config = config_of(plan_of(bench), list(case.specs), cluster.gpus, case.schedule)
+    return Predictor(config, cluster, bench.vocab).predict(choice_of(config, cluster.gpus)).seconds
+
+
+def described_hosts(name: str, bench: Bench, ranks: Workers, out: Path) -> Cluster:
+    """What the planner is told of the hosts; also written to the folder ``out``."""
+    specs = sorted({spec for case in bench.cases for spec in case.specs})
+    (rates,) = ranks.ask(STEP_SECONDS, do="measure", specs=specs, ranks_per_host=bench.ranks_per_host)
+    cluster = described(rates, Cluster(name, bench.hosts * bench.ranks_per_host, bench.ranks_per_host))
+    (out / f"cluster-{name}.yaml").write_text(write_cluster(cluster))
+    return cluster
+
+
+Wanted = Callable[[str, str], bool]
+"""Whether a case (the second word) is to be measured on a link (the first one), which begins then."""
+
+
+def measure(
+    name: str,
+    bench: Bench,
+    setups: Sequence[Setup],
+    steps: int,
+    out: Path,
+    *,
+    unshaped: bool = True,
+    wanted: Wanted = lambda setup, case: True,
+    long_seconds: float = math.inf,
+) -> Generator[Measurement, None, None]:
+    """Every case on every link of a layout, each when it is measured.
+
+    Args:
+        name, bench: of the layout.
+        setups: its links.
+        steps: of each measurement.
+        out: folder of what the planner is told of the hosts.
+        unshaped: on links without a rate as well.
+        wanted: leaves out some.
+        long_seconds: a step that takes longer is not repeated.
+    """
+    with workers(bench) as (lab, ranks):
+        reference = ranks.ask(START_SECONDS, do="build", case=asdict(FP32), steps=3)
+        computed = {key: statistics.median(step[key] for step in reference[1:]) for key in reference[0]}
+        print(
+            f"{name}: an iteration computes for {computed['slowest_compute_s']:.2f} s on the slowest rank, "
+            f"and takes {computed['seconds']:.2f} s on unshaped links",
+            flush=True,
+        )
+        # On a shared GPU what a rank computes with depends on the others.
+        cluster = described_hosts(name, bench, ranks, out) if bench.device == "cpu" else None
+        links: list[tuple[str, float | None]] = [("unshaped", None)] if unshaped else []
+        for setup in setups:
+            links.append((setup.name, link_rate(bench, setup, computed)))
+            here = rate_of(links[-1][1])
+            print(f"  {setup.name}: {setup.arithmetic}; ratio {setup.ratio:.3f}, here {here}", flush=True)
+        for case in bench.cases:
+            built = False
+            for setup_name, rate in links:
+                if not wanted(setup_name, case.name):
+                    continue
+                if not built:
+                    shape(lab, None)
+                    ranks.ask(STEP_SECONDS, do="build", case=asdict(case), steps=WARM_STEPS)
+                    built = True
+                shape(lab, rate)
+                before = lab.traffic()
+                answer = ranks.ask(STEP_SECONDS, do="steps", steps=1)
+                if steps > 1 and answer[0]["seconds"] < long_seconds:
+                    answer += ranks.ask(STEP_SECONDS, do="steps", steps=steps - 1)
+                sent = [now - then for now, then in zip(lab.traffic(), before, strict=True)]
+                expected = predicted(bench, case, cluster and linked(cluster, rate))
+                found = summarize(name, bench, setup_name, rate, case, answer, sent, expected)
+                foreseen = "" if expected is None else f" (predicted {expected:.2f})"
+                print(f"  {setup_name}: {case.name}: {found.seconds:.2f} s{foreseen}", flush=True)
+                yield found
+
+
+def shape(lab: Lab, rate: float | None) -> None:
+    """Gives all links a rate."""
+    for host in range(len(lab.rates)):
+        lab.shape(host, None if rate is None else int(rate))
+
+
+def summarize(
+    name: str,
+    bench: Bench,
+    setup: str,
+    rate: float | None,
+    case: Case,
+    answer: Sequence[dict[str, float]],
+    sent: Sequence[Traffic],
+    expected: float | None,
+) -> Measurement:
+    """Medians over the steps."""
+    median = {key: statistics.median(step[key] for step in answer) for key in answer[0]}
+    tokens = bench.micro_batch * bench.micro_batches * bench.dp * bench.model[2]
+    return Measurement(
+        name,
+        setup,
+        rate,
+        case.name,
+        median["seconds"],
+        tokens / median["seconds"],
+        median["compute_s"],
+        median["coded_s"],
+        median["waited_s"],
+        max(traffic.sent for traffic in sent) / 1e6 / len(answer),
+        answer[-1]["loss"],
+        expected,
+        {key.removeprefix("waited "): value for key, value in median.items() if key.startswith("waited ") and value},
+    )
+
+
+def chosen(bench: Bench, words: str | None) -> Bench:
+    """A layout with the cases alone whose names hold one of some words."""
+    if words is None:
+        return bench
+    wanted = [word.strip().lower() for word in words.split(",") if word.strip()]
+    return replace(
+        bench, cases=tuple(case for case in bench.cases if any(word in case.name.lower() for word in wanted))
+    )
+
+
+def write(found: Sequence[Measurement], out: Path) -> None:
+    """Everything that was measured, as tables and a plot."""
+    rows = [asdict(row) for row in found]
+    (out / "rows.json").write_text(json.dumps(rows, indent=1))
+    (out / "table.md").write_text(table(rows) + "\n")
+    figure(rows, out / "network.png")
+
+
+def parse() -> argparse.Namespace:
+    """The command line; what it asks for is in ``benches``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--layouts",
+        help=f"comma-separated, of {', '.join(BENCHES)}; with --device cuda of {', '.join(CUDA_BENCHES)} (all)",
+    )
+    parser.add_argument(
+        "--cases", metavar="WORDS", help="comma-separated: only the cases with one of these words in their names"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks (cpu)")
+    parser.add_argument("--steps", type=int, default=2, help="measured steps of each case on each link (2)")
+    parser.add_argument("--quick", action="store_true", help="the first and the last link of each layout only")
+    parser.add_argument(
+        "--out", help="folder of tables, plots and measurements (bench_out/network, or network-cuda with --device cuda)"
+    )
+    options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps}: give at least 1")
+    cuda = options.device == "cuda"
+    if cuda and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device; leave it out to train over gloo")
+    layouts = CUDA_BENCHES if cuda else BENCHES
+    names = options.layouts.split(",") if options.layouts else list(layouts)
+    unknown = [name for name in names if name not in layouts]
+    if unknown:
+        parser.error(f"--layouts {unknown[0]}: choose from {', '.join(layouts)}")
+    benches = {name: chosen(layouts[name], options.cases) for name in names}
+    empty = [name for name, bench in benches.items() if not bench.cases]
+    if empty:
+        known = "; ".join(case.name for case in layouts[empty[0]].cases)
+        parser.error(f"--cases {options.cases}: {empty[0]} has none of such a name; it has {known}")
+    options.benches, options.out = (
+        benches,
+        Path(options.out or ("bench_out/network-cuda" if cuda else "bench_out/network")),
+    )
+    return options
+
+
+def main() -> int:
+    options = parse()
+    out = options.out
+    out.mkdir(parents=True, exist_ok=True)
+    found: list[Measurement] = []
+    try:
+        with stopped_in_order(even_ignored=True):
+            for name, bench in options.benches.items():
+                setups = [bench.setups[0], bench.setups[-1]] if options.quick else bench.setups
+                with closing(measure(name, bench, setups, options.steps, out)) as rows:
+                    found += rows
+                write(found, out)
+    except (LabError, subprocess.SubprocessError) as error:
+        print(f"bench-network: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("bench-network: interrupted; the hosts are removed", file=sys.stderr)
+        return 130
+    print("\n" + table([asdict(row) for row in found]))
+    print(f"\nwritten to {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Trains to the same losses over slow links, uncompressed and compressed, and draws the losses over time.
+
+    sudo make bench-time-to-loss                      about a quarter of an hour
+    sudo make bench-time-to-loss ARGS="--iterations 100"
+
+Four hosts (network namespaces with a processor share each) hold a pipeline stage each. Their links have the ratio of
+communication to computation of AQ-SGD's eight V100 at --link, as in bench-network. Every case is a whole run of
+pretrain_gpt.py on the quickstart's text, for several epochs. Writes logs, a plot and a table to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import REPO
+from benchmarks.convergence import MODEL, prepare, slug, tokenizer_flags
+from benchmarks.lab.hosts import Lab, LabError
+from benchmarks.loss_curves import main as plot_loss_curves
+from benchmarks.network.cases import PIPELINE, Case
+from benchmarks.network.report import rate_of
+from benchmarks.network.setups import aqsgd_pipeline
+from megatron.data.interrupt import stopped_in_order
+from megatron.training.records import read_records
+
+HOSTS = 4
+MICRO_BATCHES = 8
+SHAPE = {"hidden-size": 128, "num-attention-heads": 4, "seq-length": 128, "max-position-embeddings": 128}
+WARM = 10
+USUAL = ("fp32 traffic", "bf16 traffic", "delta 4, fixpoint 8 (AQ-SGD)", "delta 4, fixpoint 8, eager 1F1B")
+
+
+def flags(out: Path, case: Case, iterations: int, log: Path) -> list[str]:
+    """The command line of one run."""
+    values = {
+        **MODEL,
+        **SHAPE,
+        "pipeline-model-parallel-size": HOSTS,
+        "global-batch-size": MICRO_BATCHES * MODEL["micro-batch-size"],
+        "pipeline-schedule": case.schedule,
+        "train-iters": iterations,
+        "lr-warmup-iters": max(iterations // 10, 1),
+        "eval-interval": max(iterations // 12, 1),
+        "eval-iters": 20,
+        "log-interval": 5,
+        "seed": 1,
+    }
+    words = [text for name, value in values.items() for text in (f"--{name}", str(value))]
+    for spec in case.specs:
+        words += ["--compress", spec]
+    data = out / "data"
+    words += ["--train-data-path", str(data / "train_text_document"), "--log-json-file", str(log)]
+    words += [f"--{part}-data-path={data / 'heldout_text_document'}" for part in ("valid", "test")]
+    return [str(REPO / "pretrain_gpt.py"), *words, *tokenizer_flags(out)]
+
+
+def train(lab: Lab, out: Path, case: Case, iterations: int, log: Path) -> None:
+    """One run on the hosts, from the beginning.
+
+    Raises:
+        LabError: when it fails.
+    """
+    log.unlink(missing_ok=True)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    status = lab.run(flags(out, case, iterations, log))
+    if status:
+        raise LabError(f"{case.name}: the run ended with status {status}; its messages are above")
+
+
+def seconds_per_iteration(log: Path) -> float:
+    """The median of a log."""
+    return statistics.median(e["seconds_per_iteration"] for e in read_records(log) if e.get("kind") == "train")
+
+
+def compare(out: Path, cases: Sequence[Case], link: str, iterations: int) -> None:
+    """Runs the cases and draws them.
+
+    Raises:
+        LabError: when hosts cannot be made, or a run fails.
+    """
+    (setup,) = (setup for setup in aqsgd_pipeline() if setup.name == f"AQ-SGD {link}")
+    logs: list[tuple[str, Path]] = []
+    with Lab([None] * HOSTS, (os.cpu_count() or 1) / HOSTS) as lab:
+        probe = out / "runs" / "unshaped.jsonl"
+        train(lab, out, cases[0], WARM, probe)
+        # 1F1B takes the time of M + P - 1 micro-batches.
+        computed = seconds_per_iteration(probe) / (MICRO_BATCHES + HOSTS - 1)
+        message = SHAPE["seq-length"] * MODEL["micro-batch-size"] * SHAPE["hidden-size"] * 32
+        rate = message / (setup.ratio * computed)
+        print(
+            f"a micro-batch computes for {1e3 * computed:.0f} ms; {setup.arithmetic}; ratio {setup.ratio:.3f}, here "
+            f"{rate_of(rate)}",
+            flush=True,
+        )
+        for host in range(HOSTS):
+            lab.shape(host, int(rate))
+        for case in cases:
+            log = out / "runs" / f"{slug(case.name)}-{iterations}.jsonl"
+            train(lab, out, case, iterations, log)
+            print(f"{case.name}: {seconds_per_iteration(log):.2f} s an iteration", flush=True)
+            logs.append((case.name, log))
+    words = [f"{name}={log}" for name, log in logs]
+    picture = str(out / "time-to-loss.png")
+    plot_loss_curves([*words, "--baseline", logs[0][0], "--x", "iterations,hours", "--smooth", "5", "-o", picture])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    links = [setup.name.removeprefix("AQ-SGD ") for setup in aqsgd_pipeline()]
+    parser.add_argument("--link", choices=links, default="100 Mb/s", help="whose ratio is imitated (100 Mb/s)")
+    parser.add_argument(
+        "--cases", default=None, help=f"separated by semicolons, of: {'; '.join(c.name for c in PIPELINE)}"
+    )
+    parser.add_argument("--iterations", type=int, default=240, help="of each run (240)")
+    parser.add_argument("--train-bytes", type=int, default=400_000, help="text to train on; less means more epochs")
+    parser.add_argument(
+        "--out", type=Path, default=Path("bench_out/time-to-loss"), help="folder of data, logs and plot"
+    )
+    options = parser.parse_args()
+    known = {case.name: case for case in PIPELINE}
+    names = [part.strip() for part in options.cases.split(";")] if options.cases else list(USUAL)
+    for name in names:
+        if name not in known:
+            parser.error(f"--cases: no case is named {name!r}; the choices are: {'; '.join(known)}")
+    if options.iterations < WARM:
+        parser.error(f"--iterations {options.iterations}: give at least {WARM}")
+    out = options.out.resolve()
+    try:
+        prepare(out, options.train_bytes)
+        with stopped_in_order(even_ignored=True):
+            compare(out, [known[name] for name in names], options.link, options.iterations)
+    except LabError as error:
+        print(f"bench-time-to-loss: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("bench-time-to-loss: interrupted; the hosts are removed", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""One rank of the network benchmark: builds what it is told, steps, and writes down what it measured.
+
+The process outside the hosts leaves commands in a folder that both see, ``command0.json`` and so on: ``build`` a case,
+take ``steps``, ``measure`` rates for the planner, or ``stop``. The first rank answers each in ``result0.json``. Links
+are shaped anew in between.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.network.peers import peer_step
+from megatron.comm.ledger import Ledger
+from megatron.config.run import RunConfig
+from megatron.data.batch import Batch
+from megatron.planner.measure import measure_all
+from megatron.topology.launch import LaunchEnvironment, init_process_group, pick_device, shutdown
+from megatron.topology.topology import Topology, build_topology
+from megatron.training.assembly import build_engines, layout_of
+from megatron.training.step import train_step
+from megatron.training.timers import Timers
+from megatron.training.traffic import gather_rows
+
+POLL_SECONDS = 0.02
+Step = Callable[[int], dict[str, float]]
+
+
+def config_of(
+    plan: dict[str, Any], specs: list[str], world_size: int, schedule: str = "1f1b", overlap: bool = True
+) -> RunConfig:
+    """The resolved configuration of a case on the plan's layout."""
+    parallel = {**plan["config"]["parallel"], "pipeline_schedule": schedule, "overlap_grad_reduce": overlap}
+    sections = {**plan["config"], "parallel": parallel, "compression": {"compress": specs}}
+    return RunConfig.from_dict(sections).resolve(world_size, cuda_available=plan["device"] == "cuda")
+
+
+def batches_of(plan: dict[str, Any], config: RunConfig, topology: Topology) -> list[Batch]:
+    """The same micro-batches at every step, so that codecs with a memory meet their samples again."""
+    count = plan["micro_batches"]
+    size, length, vocab = config.training.micro_batch_size, config.model.seq_length, plan["vocab"]
+    made = []
+    for number in range(count):
+        first = (topology.dp.rank * count + number) * size
+        ids = torch.arange(first, first + size)
+        tokens = torch.randint(0, vocab, (size, length + 1), generator=torch.Generator().manual_seed(first))
+        made.append(
+            Batch(
+                sample_ids_b=ids,
+                draw_ids_b=ids,
+                tokens_bs=tokens[:, :-1].contiguous(),
+                labels_bs=tokens[:, 1:].contiguous(),
+                loss_mask_bs=torch.ones(size, length),
+            ).to(topology.device)
+        )
+    return made
+
+
+def our_step(plan: dict[str, Any], config: RunConfig, topology: Topology, batches: list[Batch]) -> Step:
+    """Builds the engines; the function takes a step and says where its time went on this rank."""
+    engines = build_engines(config, topology, plan["vocab"])
+
+    def step(iteration: int) -> dict[str, float]:
+        timers = Timers(level=2, clock=engines.ledger.clock)
+        engines.ledger.take()
+        topology.control.barrier()
+        start = time.perf_counter()
+        outcome = train_step(engines, batches, iteration, 1e-3, 0.01, timers=timers)
+        engines.ledger.clock.settle()
+        figures = {"seconds": time.perf_counter() - start, "loss": outcome.loss}
+        inside = sum(timers(name, 2).elapsed() for name in ("forward-compute", "backward-compute"))
+        accounts = engines.ledger.take()
+        for kind in ("coded_s", "waited_s"):
+            figures[kind] = sum(account[kind] for account in accounts.values())
+        nested = sum(
+            accounts[p]["coded_s"] + accounts[p]["waited_s"] for p in ("tp-forward", "tp-backward") if p in accounts
+        )
+        figures["compute_s"] = inside - nested
+        for point in ("pp-forward", "pp-backward", "dp-grad", "embedding", "tp-forward", "tp-backward"):
+            figures[f"waited {point}"] = accounts.get(point, {}).get("waited_s", 0.0)
+        return figures
+
+    return step
+
+
+def wait_for(path: Path) -> dict[str, Any]:
+    """A command, once it is there; the process ends when there is nobody left who could give one."""
+    while not path.exists():
+        if not path.parent.is_dir():
+            sys.exit("the process that gives commands is gone")
+        time.sleep(POLL_SECONDS)
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    plan = json.loads((folder / "plan.json").read_text())
+    torch.set_num_threads(1)
+    env = LaunchEnvironment.read()
+    config = config_of(plan, [], env.world_size)
+    backend = config.parallel.distributed_backend
+    device = pick_device(backend, env.local_rank)
+    init_process_group(env, backend, 30)
+    topology = build_topology(layout_of(config, env.world_size), device)
+    batches = batches_of(plan, config, topology)
+    step: Step | None = None
+    taken = number = 0
+    while True:
+        command = wait_for(folder / f"command{number}.json")
+        answer: list[dict[str, float]] = []
+        if command["do"] == "stop":
+            break
+        if command["do"] == "measure":
+            answer = [measure_all(config, plan["vocab"], command["specs"], topology, command["ranks_per_host"])]
+        elif command["do"] == "build":
+            case, step, taken = command["case"], None, 0
+            if case["peer"]:
+                step = peer_step(case["peer"], case["rank"], plan, config, topology, batches)
+            else:
+                own = config_of(plan, case["specs"], env.world_size, case["schedule"], case["overlap"])
+                step = our_step(plan, own, topology, batches)
+        for _ in range(command.get("steps", 0)):
+            assert step is not None
+            figures = step(taken)
+            taken += 1
+            rows = gather_rows(topology.control, Ledger(), list(figures.values()))
+            columns = zip(*rows, strict=True)
+            # The slowest rank's time, the loss of the rank that has it, and the mean of the rest.
+            answer.append(
+                {
+                    name: max(column) if name in ("seconds", "loss") else sum(column) / len(column)
+                    for name, column in zip(figures, columns, strict=True)
+                }
+            )
+            answer[-1]["slowest_compute_s"] = max(row[list(figures).index("compute_s")] for row in rows)
+        if env.rank == 0:
+            partial = folder / f"result{number}.partial"
+            partial.write_text(json.dumps(answer))
+            os.replace(partial, folder / f"result{number}.json")
+        number += 1
+    shutdown()
+
+
+if __name__ == "__main__":
+    main()

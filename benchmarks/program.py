@@ -1,0 +1,115 @@
+"""Seconds of an iteration of the whole program, by its log, beside a plain training script around Hugging Face's GPT-2.
+
+Both read the same tokens from a file, log the loss of every iteration, and run in a process of their own. As a command
+this module is that script.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks import REPO
+from benchmarks.train_sides import Shape, peer_training
+from megatron.data.indexed import IndexedWriter
+
+WARM_UP = 2
+"""Iterations that are not counted."""
+
+_ELAPSED = re.compile(r"elapsed time per iteration \(s\):\s*([\d.]+)")
+
+
+def write_text(prefix: Path, vocab: int, tokens: int) -> None:
+    """Random tokens as a .bin/.idx pair, and as a plain array for the script."""
+    drawn = np.random.default_rng(0).integers(0, vocab, tokens)
+    with IndexedWriter(prefix) as writer:
+        writer.add_document(drawn)
+        writer.finalize()
+    np.save(prefix.with_suffix(".npy"), drawn)
+
+
+def our_command(prefix: Path, shape: Shape) -> list[str]:
+    """The program on these tokens, without its last word, the number of iterations."""
+    words = (
+        f"pretrain_gpt.py --num-layers {shape.layers} --hidden-size {shape.hidden} --num-attention-heads {shape.heads} "
+        f"--seq-length {shape.seq} --max-position-embeddings {shape.seq} --micro-batch-size {shape.batch} "
+        f"--global-batch-size {shape.samples} --lr 1e-4 --lr-decay-style constant --clip-grad 1 --attention-dropout 0 "
+        f"--hidden-dropout 0 --eval-iters 0 --log-interval 1 --tokenizer-type NullTokenizer --split 100,0,0 "
+        f"--vocab-size {shape.vocab - 1} --make-vocab-size-divisible-by 1"
+    ).split()
+    return [*words, "--data-path", str(prefix), "--train-iters"]
+
+
+def their_command(prefix: Path, shape: Shape) -> list[str]:
+    """The script, likewise."""
+    sizes = [str(number) for number in (shape.layers, shape.hidden, shape.seq, shape.batch, shape.vocab)]
+    return ["-m", "benchmarks.program", str(prefix.with_suffix(".npy")), *sizes]
+
+
+def seconds(command: list[str], iterations: int, threads: int) -> float:
+    """Median seconds of an iteration after the warm-up, by the program's log.
+
+    Raises:
+        SystemExit: with the program's output, when it fails.
+    """
+    command = [sys.executable, *command, str(WARM_UP + iterations)]
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(REPO)}
+    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True)
+    found = [float(number) for number in _ELAPSED.findall(done.stdout)]
+    if done.returncode or len(found) != WARM_UP + iterations:
+        sys.exit(f"error: {' '.join(command)} failed\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return statistics.median(found[WARM_UP:])
+
+
+def compare_programs(shape: Shape, threads: int, iterations: int, runs: int) -> dict[str, Any]:
+    """The whole program against the script in fp32, some runs of each in turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        prefix, tokens = Path(folder) / "text", shape.samples * shape.seq
+        write_text(prefix, shape.vocab - 1, (iterations + 2 * WARM_UP) * tokens + 2)
+        commands = our_command(prefix, shape), their_command(prefix, shape)
+        pairs = [tuple(seconds(command, iterations, threads) for command in commands) for _ in range(runs)]
+    return {
+        "shape": shape.name,
+        "tokens_per_second": tokens / statistics.median(own for own, _ in pairs),
+        "hugging_face_tokens_per_second": tokens / statistics.median(other for _, other in pairs),
+        "ratio": statistics.median(other / own for own, other in pairs),
+    }
+
+
+def _batches(path: Path, shape: Shape) -> Iterator[Tensor]:
+    tokens = torch.from_numpy(np.load(path)).long()
+    samples = tokens[: len(tokens) // shape.seq * shape.seq].view(-1, shape.seq)
+    loader: Any = torch.utils.data.DataLoader(samples, batch_size=shape.batch, shuffle=True)  # type: ignore[arg-type]
+    return iter(loader)
+
+
+def main() -> None:
+    """The script: path of the tokens, five sizes, iterations."""
+    layers, hidden, seq, batch, vocab, iterations = (int(word) for word in sys.argv[2:])
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    shape = Shape(layers, hidden, seq, batch, vocab)
+    train = peer_training("hugging-face", shape, "fp32", "cpu", False)
+    batches = _batches(Path(sys.argv[1]), shape)
+    for number in range(iterations):
+        start = time.perf_counter()
+        tokens_bs = next(batches)
+        loss = float(train(tokens_bs, tokens_bs))
+        elapsed = time.perf_counter() - start
+        line = f"iteration {number + 1} | elapsed time per iteration (s): {elapsed:.4f} | lm loss: {loss:.6f}"
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,367 @@
+"""The classic Megatron layout: ``mp_rank_TT[_PPP]/model_optim_rng.pt``, one file for each rank of the model.
+
+Read are versions 0 to 3, of any tensor- and pipeline-parallel size, interleaved ones too; written is version 3. Files
+are unpickled with torch's weights-only loader: what else they hold (an argparse namespace, enums of the code that wrote
+them) becomes plain stand-ins, and no code of theirs runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.base.errors import UserError
+from megatron.base.values import Values
+from megatron.checkpoint.convert.model import Entry, Weights, model_of, parameters_of, stacks_gate_and_up
+from megatron.checkpoint.convert.torch_file import Stored, TorchFile
+from megatron.checkpoint.files import TRACKER, Iteration, folder_name, iteration_of, tracked_text
+from megatron.config.model import ModelConfig
+from megatron.parallel.tensor.shards import ParamSpec
+
+FILE = "model_optim_rng.pt"
+_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
+GPT2_ENTRIES = 50257
+VERSIONS = (0, 1, 2, 3)
+PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Tensors whose rows are those of the padded vocabulary."""
+
+
+def find_classic(root: Path, iteration: int | None = None) -> Path | None:
+    """The folder of a classic checkpoint's ranks: ``root`` itself, or the iteration that its tracker names.
+
+    Raises:
+        UserError: when there is another iteration than the one asked for.
+    """
+    if _ranks(root):
+        if iteration is not None:
+            raise UserError(f"--iteration {iteration}: {root} is one checkpoint already; leave it out")
+        return root
+    named: Iteration | None = iteration
+    if named is None and (root / TRACKER).is_file():
+        named = iteration_of(tracked_text(root))
+    if named is not None and _ranks(root / folder_name(named)):
+        return root / folder_name(named)
+    others = sorted(path.name for path in root.glob("iter_*") if _ranks(path)) if iteration is not None else []
+    if others:
+        raise UserError(f"--iteration {iteration}: {root} has no such checkpoint; it has {', '.join(others)}")
+    return None
+
+
+def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
+    """Files by (tensor-parallel, pipeline) rank."""
+    found = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = _FOLDER.fullmatch(path.name)
+        if match and (path / FILE).is_file():
+            found[int(match[1]), int(match[2] or 0)] = path / FILE
+    return found
+
+
+# Reading
+
+
+class _Opaque:
+    """Stands in for objects of the code that wrote a file, whose values nothing here needs."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _safe_globals(path: Path) -> list[Any]:
+    """What a file may name: plain containers, numpy's arrays of random states, and stand-ins for the writer's code."""
+    allowed: list[Any] = [argparse.Namespace, np.ndarray, np.dtype]
+    allowed += [type(np.dtype(kind)) for kind in (np.uint32, np.int64, np.float64)]
+    rebuild = np.zeros(1).__reduce__()[0]
+    allowed += [(rebuild, f"{module}.multiarray._reconstruct") for module in ("numpy.core", "numpy._core")]
+    try:
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # no archive: a file of before torch 1.6, or none of torch's; the loader says which
+        named = []
+    return allowed + [(_Opaque, name) for name in named if name.split(".")[0] in ("megatron", "deepspeed", "apex")]
+
+
+def _load(path: Path) -> TorchFile:
+    """A rank's file.
+
+    Raises:
+        UserError: when it cannot be read, or holds no model.
+    """
+    file = TorchFile(path, _safe_globals(path))
+    if not isinstance(file.content, dict) or not ("model" in file.content or "model0" in file.content):
+        raise UserError(f"{path}: holds no model; give the folder of a classic Megatron checkpoint")
+    return file
+
+
+def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
+    """Nested dictionaries as dotted names."""
+    found: dict[str, Tensor] = {}
+    for name, value in nested.items():
+        if isinstance(value, Tensor):
+            found[f"{prefix}{name}"] = value
+        elif isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{name}.")
+    return found
+
+
+def _logical(name: str, first_layer: int) -> str | None:
+    """Our name of a tensor of a file; None for what is no parameter (masks, copies)."""
+    name = name.removeprefix("language_model.")
+    name = re.sub(r"^(transformer|encoder)\.", "", name).replace(".attention.", ".self_attention.")
+    for later, earlier in (("input_norm", "input_layernorm"), ("post_attention_norm", "post_attention_layernorm")):
+        name = name.replace(f".{later}.", f".{earlier}.")
+    name = re.sub(r"^final_norm\.", "final_layernorm.", name)
+    if name.startswith("word_embeddings_for_head."):
+        return None
+    match = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+    if match:
+        own = match[2].removesuffix("_extra_state")
+        return f"layers.{first_layer + int(match[1])}.{own}" if own == match[2] and "rotary" not in own else None
+    return name if name.startswith(("embedding.", "final_layernorm.", "output_layer.")) else None
+
+
+def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
+    """A checkpoint of any tensor- and pipeline-parallel size.
+
+    Args:
+        folder: of the ranks.
+        vocab_size: entries of the vocabulary without padding; None where the file or its tokenizer says.
+
+    Raises:
+        UserError: when files are missing, damaged, or of another kind of model.
+    """
+    paths = _ranks(folder)
+    tps, pps = sorted({tp for tp, _ in paths}), sorted({pp for _, pp in paths})
+    for tp in range(tps[-1] + 1):
+        for pp in range(pps[-1] + 1):
+            if (tp, pp) not in paths:
+                raise UserError(
+                    f"{folder}: of the {tps[-1] + 1} x {pps[-1] + 1} ranks, mp_rank_{tp:02d}_{pp:03d} is missing"
+                )
+    files = {place: _load(path) for place, path in paths.items()}
+    try:
+        args = _arguments(files[0, 0].content)
+        model, padded, version, iteration = _described(files[0, 0].content, args)
+        entries_size = _vocab_size(args, vocab_size, padded, len(tps))
+        if model.num_query_groups % len(tps):
+            raise UserError(f"{model.num_query_groups} query groups cannot be in {len(tps)} tensor-parallel ranks")
+    except UserError as error:
+        raise UserError(f"{paths[0, 0]}: {error}") from error
+    shards = [_pipeline_of(files, tp, len(pps), model, folder) for tp in range(len(tps))]
+    expected = parameters_of(model, entries_size)
+    for name, part in shards[0].items():
+        if name not in expected:
+            raise UserError(f"{part.file.path}: {part.name} has no place in a model of its arguments")
+    entries = {}
+    for name, spec in expected.items():
+        parts = [shard[name] for shard in shards if name in shard]
+        if len(parts) != len(shards):
+            raise UserError(f"{folder}: {name} is in {len(parts)} of {len(shards)} tensor-parallel ranks")
+        _check_parts(name, parts, spec, model, padded)
+        entries[name] = Entry(spec.logical_shape, parts[0].like.dtype, _merged(name, parts, spec, model, version))
+    return Weights(model, entries_size, entries, iteration=iteration)
+
+
+def _check_parts(name: str, parts: Sequence[Stored], spec: ParamSpec, model: ModelConfig, padded: int) -> None:
+    """Compares the ranks' parts of a tensor with what the arguments ask for.
+
+    Raises:
+        UserError: naming the file of the first that differs.
+    """
+    shape = list(spec.logical_shape)
+    if name in PADDED:
+        shape[0] = padded
+    if spec.dim is not None:
+        if shape[spec.dim] % len(parts):
+            raise UserError(
+                f"{parts[0].file.path}: {name} has {shape[spec.dim]} rows or columns by its arguments, "
+                f"which cannot be in {len(parts)} ranks"
+            )
+        shape[spec.dim] //= len(parts)
+    if stacks_gate_and_up(model, name):
+        shape[:2] = [shape[0] * shape[1]]
+    for part in parts:
+        found, dtype = tuple(part.like.shape), part.like.dtype
+        if found != tuple(shape):
+            raise UserError(f"{part.file.path}: {name} has shape {found}, its arguments ask for {tuple(shape)}")
+        if dtype != parts[0].like.dtype:
+            raise UserError(f"{part.file.path}: {name} is {dtype}, another rank's part of it {parts[0].like.dtype}")
+
+
+def _pipeline_of(
+    files: Mapping[tuple[int, int], TorchFile],
+    tp: int,
+    stages: int,
+    model: ModelConfig,
+    folder: Path,
+) -> dict[str, Stored]:
+    """A tensor-parallel rank's tensors by logical name, with the layers of all stages and chunks in their order."""
+    chunks = [name for name in files[tp, 0].content if isinstance(name, str) and re.fullmatch(r"model[0-9]+", name)]
+    found: dict[str, Stored] = {}
+    done = 0
+    for name in [f"model{number}" for number in range(len(chunks))] or ["model"]:
+        for stage in range(stages):
+            file = files[tp, stage]
+            held = file.content.get(name)
+            if not isinstance(held, Mapping):
+                raise UserError(f"{file.path}: {name} is not there, or holds no tensors by name")
+            flat = _flat(held)
+            layers = {int(m[1]) for m in (re.search(r"layers\.(\d+)\.", key) for key in flat) if m}
+            for key, tensor in flat.items():
+                logical = _logical(key, done)
+                if logical is not None:
+                    found.setdefault(logical, file.stored(key, tensor))
+            done += len(layers)
+    if done != model.num_layers:
+        raise UserError(f"{folder}: the files hold {done} layers, their arguments say {model.num_layers}")
+    return found
+
+
+def _merged(
+    name: str, stored: Sequence[Stored], spec: ParamSpec, model: ModelConfig, version: float
+) -> Callable[[], Tensor]:
+    def read() -> Tensor:
+        parts = [one.read() for one in (stored if spec.dim is not None else stored[:1])]
+        if "query_key_value" in name:
+            parts = [_by_head(part, model, len(parts), version) for part in parts]
+        if stacks_gate_and_up(model, name):
+            parts = [part.view(2, -1, *part.shape[1:]) for part in parts]
+        whole = torch.cat(parts, dim=spec.dim or 0) if len(parts) > 1 else parts[0]
+        return whole[: spec.logical_shape[0]] if name in PADDED else whole
+
+    return read
+
+
+def _by_head(part: Tensor, model: ModelConfig, tp: int, version: float) -> Tensor:
+    """A rank's fused projection with its rows ordered [head, query/key/value, channel], as since version 2."""
+    heads, width, rest = model.num_attention_heads // tp, model.kv_channels, part.shape[1:]
+    if version >= 2 or model.num_query_groups != model.num_attention_heads:
+        return part
+    if version == 0:
+        return part.view(3, heads, width, *rest).transpose(0, 1).reshape(part.shape)
+    return part.view(heads, width, 3, *rest).transpose(1, 2).reshape(part.shape)
+
+
+def _vocab_size(args: Values, given: int | None, padded: int, tp: int) -> int:
+    """Entries without padding.
+
+    Raises:
+        UserError: when what the arguments say would leave more rows over than padding can be.
+    """
+    if given is not None:
+        if not 0 < given <= padded:
+            raise UserError(f"--vocab-size {given}: the checkpoint's embedding has {padded} rows")
+        return given
+    own = args.integer("orig_vocab_size", 0, least=0) or args.integer("vocab_size", 0, least=0)
+    multiple = args.integer("make_vocab_size_divisible_by", 128)
+    step = multiple * max(tp, args.integer("tensor_model_parallel_size", tp))  # merged files may keep their padding
+    if own and not 0 <= padded - own < step:
+        raise UserError(
+            f"the vocabulary has {own} entries and its embedding {padded} rows by the arguments, which is not their "
+            f"padding to a multiple of {step}; say how many are entries with --vocab-size"
+        )
+    if own:
+        return own
+    if (
+        args.text("tokenizer_type", "") == "GPT2BPETokenizer"
+        and -(-GPT2_ENTRIES // (multiple * tp)) * multiple * tp == padded
+    ):
+        return GPT2_ENTRIES
+    return padded
+
+
+def _arguments(file: Mapping[str, Any]) -> Values:
+    """The arguments in a file.
+
+    Raises:
+        UserError: when it has none, as those of version 0 may.
+    """
+    args = file.get("args")
+    if not isinstance(args, argparse.Namespace) or not hasattr(args, "num_layers"):
+        raise UserError("the checkpoint does not hold the arguments that it was made with")
+    return Values(vars(args))
+
+
+def _described(file: Mapping[str, Any], args: Values) -> tuple[ModelConfig, int, float, int]:
+    """What a file and its arguments say: the model, the rows of its padded embedding, version, iteration.
+
+    Raises:
+        UserError: when it does not, or says what cannot be.
+    """
+    values = Values(file)
+    version = values.number("checkpoint_version", 0)
+    if version not in VERSIONS:
+        raise UserError(f"checkpoint_version {version:g} is not known; {', '.join(map(str, VERSIONS))} are")
+    iteration = values.integer("iteration", 0, least=0, most=10**18)
+    return _model_of(args), args.integer("padded_vocab_size"), version, iteration
+
+
+_SIZES = (
+    "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "kv_channels", "max_position_embeddings",
+    "seq_length", "make_vocab_size_divisible_by",
+)  # fmt: skip
+_FLAGS = (
+    "openai_gelu", "squared_relu", "bias_gelu_fusion", "swiglu", "untie_embeddings_and_output_weights",
+    "add_bias_linear",
+)  # fmt: skip
+_NUMBERS = {
+    "layernorm_epsilon": "norm_epsilon",
+    "norm_epsilon": "norm_epsilon",
+    "rotary_percent": "rotary_percent",
+    "rotary_base": "rotary_base",
+}
+_NONE_OF_OURS = (
+    "apply_layernorm_1p", "apply_residual_connection_post_layernorm", "multi_latent_attention", "qk_layernorm",
+    "rotary_interleaved",
+)  # fmt: skip
+"""Arguments that change what a model computes, which ours cannot."""
+
+
+def _model_of(args: Values) -> ModelConfig:
+    """The model that a file's arguments describe."""
+    for name in _NONE_OF_OURS:
+        if args.flag(name, False):
+            raise UserError(f"{name} cannot be converted: our models do not compute that")
+    known: dict[str, object] = {name: args.integer(name) for name in _SIZES if args.has(name)}
+    known |= {name: args.flag(name, False) for name in _FLAGS if args.has(name)}
+    known |= {ours: args.number(theirs) for theirs, ours in _NUMBERS.items() if args.has(theirs)}
+    if args.has("normalization"):
+        known["normalization"] = args.text("normalization")
+    known |= _positions_of(args)
+    known["add_qkv_bias"] = args.flag("add_qkv_bias", False) and not known.get("add_bias_linear", True)
+    if args.flag("group_query_attention", False) and args.has("num_query_groups"):
+        known["num_query_groups"] = args.integer("num_query_groups")
+    if "seq_length" not in known:
+        known["seq_length"] = args.integer("max_position_embeddings")
+    return model_of(**known)
+
+
+def _positions_of(args: Values) -> dict[str, object]:
+    """How positions enter the model."""
+    kind = args.text("position_embedding_type", "learned_absolute")
+    if kind == "rope" or args.flag("use_rotary_position_embeddings", False):
+        return {"position_embedding_type": "rope", **_scaling_of(args)}
+    if kind == "none" or not args.flag("add_position_embedding", True):
+        return {"position_embedding_type": "none"}
+    if kind != "learned_absolute":
+        raise UserError(f"position_embedding_type {kind!r} cannot be converted; learned_absolute, rope and none can")
+    return {}
+
+
+def _scaling_of(args: Values) -> dict[str, object]:
+    """Scaled rotary positions, as Megatron's arguments name them."""
+    factor = args.number("rotary_seq_len_interpolation_factor", 1.0)
+    if args.flag("use_rope_scaling", False):
+        if factor != 1.0:
+            raise UserError("use_rope_scaling and rotary_seq_len_interpolation_factor are both there; only one can be")
+        return {"rotary_scaling": "llama3", "rotary_scaling_factor": args.number("rope_scaling_factor", 8.0)}
+    return {} if factor == 1.0 else {"rotary_scaling": "linear", "rotary_scaling_factor": factor}

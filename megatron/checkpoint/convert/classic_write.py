@@ -1,0 +1,279 @@
+"""Writes the classic Megatron layout, version 3, at any tensor- and pipeline-parallel size.
+
+torch lays the files out with room for the tensors' bytes, which are filled in tensor by tensor afterwards, so no file
+has to be in memory as a whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import errno
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.base.errors import UserError
+from megatron.checkpoint.convert.classic import FILE
+from megatron.checkpoint.convert.model import Weights, parameters_of, stacks_gate_and_up
+from megatron.checkpoint.convert.tokenizer_files import built, copy_tokenizer
+from megatron.checkpoint.files import TRACKER
+from megatron.checkpoint.storage import bytes_of
+from megatron.config.model import ModelConfig
+from megatron.model.stages import padded_vocab_size
+from megatron.parallel.tensor.shards import ParamSpec
+
+_LOCAL_CRC, _CENTRAL_CRC = 14, 16
+"""Where the checksum stands in a zip archive's local and central headers."""
+
+
+@dataclass
+class _RankFile:
+    """One rank's file while it is filled.
+
+    Args:
+        path: of it.
+        places: offset of each tensor's bytes, by logical name.
+        sizes: how many they are.
+        records: the archive's name of each of them.
+        crcs: checksums of what was written, by the archive's name.
+    """
+
+    path: Path
+    places: dict[str, int]
+    sizes: dict[str, int]
+    records: dict[int, str]
+    crcs: dict[str, int] = field(default_factory=dict)
+
+    def fill(self, name: str, part: Tensor, zeros: int = 0) -> None:
+        """Writes a tensor's bytes into its place, and so many zeros after them.
+
+        Raises:
+            ValueError: when they are more or less than there is room for.
+        """
+        data, rest = bytes_of(part), bytes(zeros * part.element_size())
+        if len(data) + len(rest) != self.sizes[name]:
+            raise ValueError(f"{name} has {len(data) + len(rest)} bytes, its room {self.sizes[name]}")
+        with self.path.open("r+b") as stream:
+            stream.seek(self.places[name])
+            stream.write(data)
+            stream.write(rest)
+        self.crcs[self.records[self.places[name]]] = zlib.crc32(rest, zlib.crc32(data))
+
+    def seal(self) -> None:
+        """Gives the archive the checksums of what it holds now."""
+        with zipfile.ZipFile(self.path) as archive:
+            start, infos = archive.start_dir, archive.infolist()
+        with self.path.open("r+b") as stream:
+            for info in infos:
+                stream.seek(start)
+                header = stream.read(46)
+                lengths = struct.unpack("<HHH", header[28:34])
+                if info.filename in self.crcs:
+                    packed = struct.pack("<I", self.crcs[info.filename])
+                    for place in (start + _CENTRAL_CRC, info.header_offset + _LOCAL_CRC):
+                        stream.seek(place)
+                        stream.write(packed)
+                start += 46 + sum(lengths)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def write_classic(weights: Weights, root: Path, tp: int, pp: int, done: Callable[[int], None]) -> None:
+    """Writes ``root/iter_NNNNNNN/mp_rank_TT[_PPP]/model_optim_rng.pt``, the tracker and the tokenizer's files.
+
+    Args:
+        weights: what to write.
+        root: an existing, empty folder.
+        tp, pp: tensor- and pipeline-parallel size of the result.
+        done: called with the bytes of each tensor that was written.
+
+    Raises:
+        UserError: when the model does not divide so.
+    """
+    model = weights.model
+    _check_has_a_form(model)
+    built(weights.tokenizer, weights.vocab_size)
+    for flag, size, count, what in (
+        ("--target-tensor-model-parallel-size", tp, model.num_attention_heads, "heads"),
+        ("--target-tensor-model-parallel-size", tp, model.num_query_groups, "query groups"),
+        ("--target-tensor-model-parallel-size", tp, model.ffn_hidden_size, "rows of the MLP"),
+        ("--target-pipeline-model-parallel-size", pp, model.num_layers, "layers"),
+    ):
+        if count % size:
+            raise UserError(f"{flag} {size} does not divide the {count} {what}; choose a divisor")
+    folder = root / f"iter_{weights.iteration:07d}"
+    padded = padded_vocab_size(weights.vocab_size, model.make_vocab_size_divisible_by, tp)
+    specs = parameters_of(model, padded)
+    files = {(t, p): _laid_out(weights, specs, folder, t, p, tp, pp, padded) for p in range(pp) for t in range(tp)}
+    for name, entry in weights.entries.items():
+        whole = entry.read()
+        missing = specs[name].logical_shape[0] - whole.shape[0]
+        for (t, _), file in files.items():
+            for place in (name, f"copy of {name}"):
+                if place not in file.places:
+                    continue
+                if missing:
+                    rows = padded // tp
+                    part = whole[t * rows : (t + 1) * rows]
+                    file.fill(place, part, (rows - part.shape[0]) * model.hidden_size)
+                else:
+                    file.fill(place, _part(name, whole, specs[name], model, t, tp))
+        done(whole.numel() * whole.element_size())
+    for file in files.values():
+        file.seal()
+    copy_tokenizer(weights.tokenizer, root)
+    (root / TRACKER).write_text(f"{weights.iteration}\n")
+
+
+def _check_has_a_form(model: ModelConfig) -> None:
+    """Refuses a model that the layout's arguments cannot describe, so that no reader takes it for another one.
+
+    Raises:
+        UserError: naming what they cannot say.
+    """
+    plain = {field.name: field.default for field in dataclasses.fields(model)}
+    llama3 = ("original_length", "low_turns", "high_turns")
+    other = {
+        "--parallel-residual": model.parallel_residual,
+        "--sliding-window": model.sliding_window is not None,
+        "--rotary-scaling-factor with a fraction": model.rotary_scaling == "linear"
+        and not model.rotary_scaling_factor.is_integer(),
+    } | {
+        f"--rotary-scaling-{part.replace('_', '-')} of its own": getattr(model, name) != plain[name]
+        for part, name in ((part, f"rotary_scaling_{part}") for part in llama3)
+    }
+    found = [what for what, there in other.items() if there]
+    if found:
+        raise UserError(
+            f"--to classic: that layout has no {' and no '.join(found)}; keep it in our own format, or --to hf"
+        )
+
+
+def _part(name: str, whole: Tensor, spec: ParamSpec, model: ModelConfig, t: int, tp: int) -> Tensor:
+    """A tensor-parallel rank's slice."""
+    part = whole if spec.dim is None else whole.chunk(tp, dim=spec.dim)[t]
+    return part.flatten(0, 1) if stacks_gate_and_up(model, name) else part
+
+
+def _laid_out(
+    weights: Weights, specs: dict[str, ParamSpec], folder: Path, t: int, p: int, tp: int, pp: int, padded: int
+) -> _RankFile:
+    """Writes a rank's file with room for its tensors."""
+    model = weights.model
+    per_stage = model.num_layers // pp
+    room: dict[str, Tensor] = {}
+
+    def space(name: str, key: str | None = None) -> Tensor:
+        # Memory that is never touched takes up none.
+        whole = torch.empty(specs[name].logical_shape, dtype=weights.entries[name].dtype, device="meta")
+        part = _part(name, whole, specs[name], model, t, tp)
+        room[key or name] = torch.empty(part.shape, dtype=part.dtype)
+        return room[key or name]
+
+    language: dict[str, Any] = {}
+    if p == 0:
+        language["embedding"] = {"word_embeddings": {"weight": space("embedding.word_embeddings.weight")}}
+        if "embedding.position_embeddings.weight" in specs:
+            positions = {"weight": space("embedding.position_embeddings.weight")}
+            language["embedding"]["position_embeddings"] = positions
+    encoder: dict[str, Tensor] = {}
+    for own in range(per_stage):
+        at = f"layers.{p * per_stage + own}."
+        for name in (name for name in specs if name.startswith(at)):
+            encoder[f"layers.{own}.{name.removeprefix(at)}"] = space(name)
+    if p == pp - 1:
+        encoder |= {name: space(name) for name in specs if name.startswith("final_layernorm.")}
+    language["encoder"] = encoder
+    held: dict[str, Any] = {"language_model": language}
+    if p == pp - 1 and "output_layer.weight" in specs:
+        language["output_layer"] = {"weight": space("output_layer.weight")}
+    elif p == pp - 1 and pp > 1:
+        tied = "embedding.word_embeddings.weight"
+        held["word_embeddings_for_head"] = {"weight": space(tied, f"copy of {tied}")}
+    name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "")
+    path = folder / name / FILE
+    path.parent.mkdir(parents=True)
+    content = {
+        "args": argparse.Namespace(**_arguments(weights, tp, pp, padded)),
+        "checkpoint_version": 3.0,
+        "iteration": weights.iteration,
+        "model": held,
+    }
+    try:
+        with torch.serialization.skip_data():
+            torch.save(content, path)
+    except RuntimeError as error:  # torch's archives fail so, and do not say why
+        raise OSError(errno.EIO, "the file cannot be written; is the disk full?") from error
+    return _RankFile(path, *_places(path, room))
+
+
+def _places(path: Path, room: dict[str, Tensor]) -> tuple[dict[str, int], dict[str, int], dict[int, str]]:
+    """Where each tensor's bytes belong, how many they are, and which record of the archive that is.
+
+    torch writes storages in the order in which it meets them, which is that of ``room``.
+    """
+    reader: Any = torch._C.PyTorchFileReader(str(path))
+    prefix = path.stem
+    places, records = {}, {}
+    for number, name in enumerate(room):
+        offset = reader.get_record_offset(f"data/{number}")
+        places[name] = offset
+        records[offset] = f"{prefix}/data/{number}"
+    return places, {name: part.nbytes for name, part in room.items()}, records
+
+
+def _arguments(weights: Weights, tp: int, pp: int, padded: int) -> dict[str, Any]:
+    """The arguments that readers of the layout look for, as plain types."""
+    dtype = weights.entries["embedding.word_embeddings.weight"].dtype
+    model, tokenizer = weights.model, weights.tokenizer
+    linear = model.rotary_scaling == "linear"
+    grouped = model.num_query_groups != model.num_attention_heads
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "kv_channels": model.kv_channels,
+        "seq_length": model.seq_length,
+        "max_position_embeddings": model.max_position_embeddings,
+        "layernorm_epsilon": model.norm_epsilon,
+        "norm_epsilon": model.norm_epsilon,
+        "openai_gelu": model.openai_gelu,
+        "squared_relu": model.squared_relu,
+        "bias_gelu_fusion": model.bias_gelu_fusion,
+        "swiglu": model.swiglu,
+        "normalization": model.normalization,
+        "add_bias_linear": model.add_bias_linear,
+        "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
+        "add_qkv_bias": model.add_qkv_bias,
+        "position_embedding_type": "rope" if model.position_embedding_type == "rope" else "learned_absolute",
+        "add_position_embedding": model.position_embedding_type == "learned_absolute",
+        "use_rotary_position_embeddings": model.position_embedding_type == "rope",
+        "rotary_percent": model.rotary_percent,
+        "rotary_base": model.rotary_base,
+        "use_rope_scaling": model.rotary_scaling == "llama3",
+        "rope_scaling_factor": model.rotary_scaling_factor,
+        "rotary_seq_len_interpolation_factor": int(model.rotary_scaling_factor) if linear else None,
+        "group_query_attention": grouped,
+        "num_query_groups": model.num_query_groups if grouped else 1,
+        "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
+        "orig_vocab_size": weights.vocab_size,
+        "padded_vocab_size": padded,
+        "tokenizer_type": tokenizer.tokenizer_type,
+        "vocab_file": tokenizer.vocab_file,
+        "merge_file": tokenizer.merge_file,
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "params_dtype": dtype,
+        "fp16": dtype == torch.float16,
+        "bf16": dtype == torch.bfloat16,
+    }

@@ -1,0 +1,220 @@
+"""Converts checkpoints between our own format, Hugging Face folders and the classic Megatron layout.
+
+    python tools/ckpt_convert.py --load checkpoints --save gpt2-mine --to hf
+    python tools/ckpt_convert.py --load gpt2 --save checkpoints --to megatron-cc
+    python tools/ckpt_convert.py --load checkpoints --save classic --to classic --target-tensor-model-parallel-size 2
+    python tools/ckpt_convert.py --load checkpoints --iteration 1000 --save half --to hf --dtype bf16
+
+What --load is, is found out: any layout of ours, a Hugging Face folder (GPT-2, GPT-NeoX, Llama, Mistral or Qwen2), or
+mp_rank_TT[_PPP] files of Megatron-LM and its forks (checkpoint versions 0 to 3, any tensor- and pipeline-parallel
+size). Weights only: a converted checkpoint is gone on from with pretrain_gpt.py --load DIR --finetune
+--use-checkpoint-args. The tokenizer is the one that flags name, else the one whose files lie in --load; our own
+checkpoints say where theirs is. Tensors are read and written one by one, so memory holds the largest one and not the
+model. --save is complete or not there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from megatron.base.errors import UserError
+from megatron.checkpoint.convert.classic import find_classic, read_classic
+from megatron.checkpoint.convert.classic_write import write_classic
+from megatron.checkpoint.convert.hugging_face import is_hf, read_hf, write_hf
+from megatron.checkpoint.convert.model import Weights, check_complete
+from megatron.checkpoint.convert.ours import read_ours, write_ours
+from megatron.checkpoint.convert.place import placed
+from megatron.checkpoint.convert.tokenizer_files import built, tokenizer_beside
+from megatron.checkpoint.files import TRACKER
+from megatron.checkpoint.find import complete_iterations
+from megatron.config.flags import parse_args
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.data.interrupt import stopped_in_order
+from megatron.tokenizer.vocabulary import fitted
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--load", "-i", "-in_file", required=True, metavar="DIR", help="what is converted")
+    made.add_argument(
+        "--save", "-o", "-saved_dir", required=True, metavar="DIR", help="a folder for the result, empty or not there"
+    )
+    made.add_argument("--to", choices=("hf", "megatron-cc", "classic"), help="format of the result")
+    made.add_argument(
+        "--iteration", type=int, metavar="N", help="of our own checkpoint, or of a classic one (the newest)"
+    )
+    made.add_argument("--dtype", choices=list(DTYPES), help="of the result's weights (as they are)")
+    made.add_argument(
+        "--target-tensor-model-parallel-size",
+        "--target-tensor-parallel-size",
+        "-i_g",
+        "-infer_gpu_num",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of classic (1)",
+    )
+    made.add_argument(
+        "--target-pipeline-model-parallel-size",
+        "--target-pipeline-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of classic (1)",
+    )
+    made.add_argument(
+        "--vocab-size", type=int, metavar="N", help="entries without padding, where a classic file has none"
+    )
+    tokenizer = made.add_argument_group("tokenizer", "instead of the one whose files lie in --load")
+    tokenizer.add_argument("--tokenizer-type", metavar="TYPE", help="as in training (what the files make of it)")
+    tokenizer.add_argument("--vocab-file", metavar="FILE", help="vocab.json, or a WordPiece vocab.txt")
+    tokenizer.add_argument("--merge-file", metavar="FILE", help="merges.txt")
+    tokenizer.add_argument("--tokenizer-model", metavar="PATH", help="SentencePiece model, or Hugging Face folder")
+    tokenizer.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer's files out")
+    forks = made.add_argument_group("command lines of Optimus-CC and Megatron-DeepSpeed")
+    forks.add_argument("--model-type", metavar="GPT", help="makes --to classic the default; only GPT can be converted")
+    forks.add_argument("-p", "-processes", "-weight_data_type", dest="ignored", metavar="X", help="has no effect")
+    return made
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; flags of training runs, which the forks' tools want, are left aside.
+
+    Raises:
+        UserError: for a flag that no tool has, or a format that nothing says.
+    """
+    made = parser()
+    options, rest = made.parse_known_args(arguments)
+    if rest:
+        parse_args(rest, prog=made.prog)
+        print(f"{made.prog}: not needed, the model is in the checkpoint: {' '.join(rest)}", file=sys.stderr)
+    if options.model_type not in (None, "GPT"):
+        raise UserError(f"--model-type {options.model_type}: only GPT can be converted")
+    if options.to is None and options.model_type is None:
+        raise UserError("--to is missing: hf, megatron-cc or classic")
+    options.to = options.to or "classic"
+    for name in ("target_tensor_model_parallel_size", "target_pipeline_model_parallel_size"):
+        flag = f"--{name.replace('_', '-')} {getattr(options, name)}"
+        if getattr(options, name) < 1:
+            raise UserError(f"{flag}: give at least 1")
+        if getattr(options, name) > 1 and options.to != "classic":
+            raise UserError(f"{flag}: only --to classic splits a model; leave it out")
+    if options.iteration is not None and options.iteration < 0:
+        raise UserError(f"--iteration {options.iteration}: iterations count from 0")
+    return options
+
+
+def read(options: argparse.Namespace) -> Weights:
+    """What is converted.
+
+    Raises:
+        UserError: when it is nothing that can be.
+    """
+    folder = Path(options.load)
+    classic = find_classic(folder, options.iteration)
+    if classic is None and options.vocab_size is not None:
+        raise UserError(f"--vocab-size {options.vocab_size}: only classic files leave it open; leave it out")
+    if classic is not None:
+        weights = read_classic(classic, options.vocab_size)
+    elif (folder / TRACKER).is_file() or complete_iterations(folder):
+        weights = read_ours(folder, options.iteration)
+    elif is_hf(folder):
+        if options.iteration is not None:
+            raise UserError(f"--iteration {options.iteration}: {folder} is a Hugging Face folder, which has none")
+        weights = read_hf(folder)
+    else:
+        raise UserError(
+            f"--load {folder} holds neither a checkpoint ({TRACKER}) nor a Hugging Face model (config.json)"
+        )
+    check_complete(weights, str(folder))
+    tokenizer = _tokenizer(options, weights, [folder] if classic in (None, folder) else [classic, folder])
+    dtype = DTYPES.get(options.dtype)
+    entries = {name: entry.to(dtype) for name, entry in weights.entries.items()}
+    return dataclasses.replace(weights, entries=entries, tokenizer=tokenizer)
+
+
+def _tokenizer(options: argparse.Namespace, weights: Weights, folders: Sequence[Path]) -> TokenizerConfig:
+    """The tokenizer that flags name, else that of our own checkpoint, else the one beside the checkpoint.
+
+    Paths inside other checkpoints do not count: they are whatever their writer wanted them to be.
+
+    Raises:
+        UserError: for flags that name none, or one of another model.
+    """
+    names = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.no_tokenizer:
+        if given:
+            raise UserError(
+                f"--no-tokenizer contradicts --{next(iter(given)).replace('_', '-')}; leave one of them out"
+            )
+        return TokenizerConfig()
+    if not given:
+        return weights.tokenizer if weights.tokenizer.tokenizer_type else tokenizer_beside(*folders)
+    if "tokenizer_type" not in given:
+        model = Path(given.get("tokenizer_model", ""))
+        by_model = "HFTokenizer" if model.is_dir() else "SentencePieceTokenizer"
+        given["tokenizer_type"] = by_model if "tokenizer_model" in given else "GPT2BPETokenizer"
+    tokenizer = fitted(TokenizerConfig(**given), weights.vocab_size)
+    built(tokenizer, weights.vocab_size)
+    return tokenizer
+
+
+def write(weights: Weights, options: argparse.Namespace, done: Callable[[int], None]) -> None:
+    """Writes the result.
+
+    Raises:
+        UserError: when it cannot be written; nothing is left behind then.
+    """
+    with placed(Path(options.save)) as folder:
+        if options.to == "megatron-cc":
+            write_ours(weights, folder, done)
+        elif options.to == "hf":
+            write_hf(weights, folder, done)
+        else:
+            tp, pp = options.target_tensor_model_parallel_size, options.target_pipeline_model_parallel_size
+            write_classic(weights, folder, tp, pp, done)
+
+
+def convert(options: argparse.Namespace) -> Weights:
+    """Does what the command line says.
+
+    Raises:
+        UserError: when it cannot be done.
+    """
+    try:
+        weights = read(options)
+    except OSError as error:
+        raise UserError(f"{error.filename or options.load}: {error.strerror or error}") from error
+    with tqdm(total=weights.nbytes, unit="B", unit_scale=True, desc="converted") as bar:
+
+        def done(nbytes: int) -> None:
+            bar.update(nbytes)
+
+        write(weights, options, done)
+    return weights
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        with stopped_in_order():
+            options = parse(arguments)
+            weights = convert(options)
+    except UserError as error:
+        print(f"ckpt_convert: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("ckpt_convert: interrupted", file=sys.stderr)
+        return 130
+    print(f"{options.save}: {len(weights.entries)} tensors, {weights.nbytes / 1e6:,.1f} MB")
+    return 0

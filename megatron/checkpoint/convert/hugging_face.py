@@ -1,0 +1,258 @@
+"""Hugging Face folders: config.json, safetensors, tokenizer files."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron.base.errors import UserError
+from megatron.base.values import Values
+from megatron.checkpoint.convert.architectures import hf_config, model_of_config
+from megatron.checkpoint.convert.model import Entry, Weights
+from megatron.checkpoint.convert.names import Rule, rules
+from megatron.checkpoint.convert.safetensors_file import DTYPES, SafetensorsFile
+from megatron.checkpoint.convert.tokenizer_files import built, copy_tokenizer
+from megatron.checkpoint.convert.torch_file import Stored, TorchFile
+from megatron.model.gpt import TIED_NAME
+
+CONFIG, INDEX, SINGLE, PICKLED = "config.json", "model.safetensors.index.json", "model.safetensors", "pytorch_model.bin"
+SHARD_BYTES = 5 << 30
+_IN_A_LAYER = re.compile(r"\b(h|layers)\.[0-9]+\.")
+_NO_WEIGHTS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
+"""Masks and tables, which older files hold beside the weights of a layer."""
+HEAD = "lm_head.weight"
+_OTHER_NAMES = (("transformer.", ""), ("embed_out.", "lm_head."))
+"""How some files spell the beginnings of names: GPT-2's own leave the first word out."""
+
+
+def is_hf(folder: Path) -> bool:
+    """Whether a folder looks like a Hugging Face model."""
+    return (folder / CONFIG).is_file()
+
+
+# From Hugging Face
+
+
+def read_hf(folder: Path) -> Weights:
+    """A model of one of the architectures that are ours, too.
+
+    Raises:
+        UserError: when it is another model, or a file is missing or damaged.
+    """
+    config = Values(_read_json(folder / CONFIG))
+    try:
+        model = model_of_config(config)
+        vocab_size = config.integer("vocab_size")
+    except UserError as error:
+        raise UserError(f"{folder / CONFIG}: {error}") from error
+    stored = _StoredFiles(folder)
+    entries, used = {}, set()
+    for rule in rules(model, vocab_size):
+        parts = [stored.entry(name, shape) for name, shape in rule.theirs]
+        used |= {stored.name_of(name) for name, _ in rule.theirs}
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
+        entries[rule.ours] = Entry(rule.shape, dtype, _joined(rule, [part.to(dtype) for part in parts]))
+    stored.check_all_used(used)
+    if not model.untie_embeddings_and_output_weights:
+        stored.check_tied(entries[TIED_NAME])
+    return Weights(model, vocab_size, entries)
+
+
+def _joined(rule: Rule, parts: Sequence[Entry]) -> Callable[[], Tensor]:
+    def read() -> Tensor:
+        return rule.join([part.read() for part in parts]).contiguous()
+
+    return read
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: does not hold names and values")
+    return content
+
+
+class _StoredFiles:
+    """The tensors of a folder: of safetensors files, or of one ``pytorch_model.bin``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._pickled: dict[str, Stored] = {}
+        self.places: dict[str, Path] = {}
+        if (folder / INDEX).is_file():
+            self.places = _places(folder)
+        elif (folder / SINGLE).is_file():
+            with _opened(folder / SINGLE) as file:
+                self.places = dict.fromkeys(file.keys(), folder / SINGLE)
+        elif (folder / PICKLED).is_file():
+            self._pickled = _load_pickled(folder / PICKLED)
+            self.places = dict.fromkeys(self._pickled, folder / PICKLED)
+        else:
+            raise UserError(f"{folder} holds neither {SINGLE} nor {INDEX} nor {PICKLED}")
+
+    def name_of(self, name: str) -> str:
+        """How the files spell a name."""
+        for usual, other in _OTHER_NAMES:
+            found = other + name.removeprefix(usual)
+            if name not in self.places and name.startswith(usual) and found in self.places:
+                return found
+        return name
+
+    def check_all_used(self, used: Collection[str]) -> None:
+        """Refuses weights of layers that nobody asked for: the configuration is of a smaller or another model.
+
+        Raises:
+            UserError: naming the first.
+        """
+        for name in sorted(set(self.places) - set(used)):
+            if _IN_A_LAYER.search(name) and not _NO_WEIGHTS.search(name):
+                raise UserError(f"{self.places[name]}: {name} has no place in the model that {CONFIG} describes")
+
+    def check_tied(self, embedding: Entry) -> None:
+        """Refuses a head of its own beside the embedding of a model whose embedding serves as the head.
+
+        Raises:
+            UserError: when there is one that differs.
+        """
+        name = self.name_of(HEAD)
+        if name in self.places:
+            head = self.entry(HEAD, embedding.shape).read()
+            if not torch.equal(head.to(embedding.dtype), embedding.read()):
+                raise UserError(
+                    f"{self.places[name]}: {name} is not the embedding, though {CONFIG} ties both; write "
+                    f'"tie_word_embeddings": false into {CONFIG} to keep it'
+                )
+
+    def entry(self, name: str, shape: tuple[int, ...]) -> Entry:
+        """A tensor that must be there in a shape."""
+        stored = self.name_of(name)
+        if stored not in self.places:
+            raise UserError(f"{self.folder}: there is no tensor {name}; the files are incomplete, or of another model")
+        if self._pickled:
+            found, dtype = tuple(self._pickled[stored].like.shape), self._pickled[stored].like.dtype
+        else:
+            with _opened(self.places[stored]) as file:
+                if stored not in file.keys():  # noqa: SIM118  # no mapping
+                    raise UserError(f"{self.places[stored]} does not hold {stored}, which {INDEX} says it does")
+                part = file.get_slice(stored)
+                found, dtype = tuple(part.get_shape()), _dtype_of(part.get_dtype(), f"{self.places[stored]}: {stored}")
+        if found != shape:
+            raise UserError(f"{self.places[stored]}: {stored} has shape {found}, {CONFIG} asks for {shape}")
+        return Entry(shape, dtype, lambda: self._read(stored))
+
+    def _read(self, stored: str) -> Tensor:
+        if self._pickled:
+            return self._pickled[stored].read()
+        with _opened(self.places[stored]) as file:
+            tensor: Tensor = file.get_tensor(stored)
+            return tensor
+
+
+def _places(folder: Path) -> dict[str, Path]:
+    """Each tensor's file, as the index says."""
+    index, found = Values(_read_json(folder / INDEX)), {}
+    try:
+        for name, file in index.table("weight_map").items():
+            if not isinstance(file, str):
+                raise UserError(f"weight_map names {file!r} as the file of {name}")
+            if Path(file).name != file:
+                raise UserError(f"{file!r} lies outside the folder")
+            found[name] = folder / file
+    except UserError as error:
+        raise UserError(f"{folder / INDEX}: {error}") from error
+    return found
+
+
+def _opened(path: Path) -> Any:
+    if path.exists() and not path.is_file():  # a pipe would never end
+        raise UserError(f"{path}: is not a file; fetch it again")
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); fetch the file again") from error
+
+
+def _dtype_of(name: str, where: str) -> torch.dtype:
+    for dtype, known in DTYPES.items():
+        if known == name:
+            return dtype
+    raise UserError(f"{where} is of type {name}, which cannot be converted")
+
+
+def _load_pickled(path: Path) -> dict[str, Stored]:
+    file = TorchFile(path)
+    if not isinstance(file.content, dict):
+        raise UserError(f"{path}: holds a {type(file.content).__name__} instead of tensors by name")
+    return {
+        name: file.stored(name, tensor)
+        for name, tensor in file.content.items()
+        if isinstance(name, str) and isinstance(tensor, Tensor)
+    }
+
+
+# To Hugging Face
+
+
+def write_hf(weights: Weights, folder: Path, done: Callable[[int], None], shard_bytes: int = SHARD_BYTES) -> None:
+    """Writes a folder that ``transformers`` loads.
+
+    Args:
+        weights: of a model that one of their architectures computes.
+        folder: an existing, empty folder.
+        done: called with the bytes of each tensor that was written.
+        shard_bytes: of the largest file, where a single tensor is not larger.
+
+    Raises:
+        UserError: when there is no such architecture.
+    """
+    planned = list(rules(weights.model, weights.vocab_size))
+    tokenizer = built(weights.tokenizer, weights.vocab_size)
+    dtypes = {rule.ours: weights.entries[rule.ours].dtype for rule in planned}
+    shards = _shards(planned, dtypes, shard_bytes)
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = [(theirs, shape, dtypes[rule.ours]) for rule in shard for theirs, shape in rule.theirs]
+        file = SafetensorsFile(folder / name, tensors, {"format": "pt"})
+        for rule in shard:
+            whole = weights.entries[rule.ours].read()
+            for (theirs, _), view in zip(rule.theirs, rule.split(whole), strict=True):
+                file.add(theirs, view)
+                places[theirs] = name
+            done(whole.numel() * whole.element_size())
+        file.close()
+    if len(shards) > 1:
+        _write_json(folder / INDEX, {"metadata": {"total_size": weights.nbytes}, "weight_map": places})
+    end = None if tokenizer is None else tokenizer.eod
+    _write_json(folder / CONFIG, hf_config(weights.model, weights.vocab_size, dtypes[planned[0].ours], end))
+    copy_tokenizer(weights.tokenizer, folder)
+
+
+def _shards(planned: Sequence[Rule], dtypes: Mapping[str, torch.dtype], limit: int) -> list[list[Rule]]:
+    shards: list[list[Rule]] = [[]]
+    size = 0
+    for rule in planned:
+        nbytes = torch.Size(rule.shape).numel() * dtypes[rule.ours].itemsize
+        if shards[-1] and size + nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(rule)
+        size += nbytes
+    return shards
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

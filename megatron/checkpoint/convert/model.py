@@ -1,0 +1,110 @@
+"""What every format is turned into and made from: a description, and tensors that are read when they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from megatron.base.errors import UserError
+from megatron.checkpoint.convert.safetensors_file import DTYPES
+from megatron.comm.ledger import Ledger
+from megatron.comm.policy import CompressionPlan
+from megatron.comm.tensor import TensorComm
+from megatron.config.model import ModelConfig
+from megatron.config.recompute import RecomputeConfig
+from megatron.config.run import run_around
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.model.gpt import GPTStage, StagePart
+from megatron.parallel.tensor.embedding import VocabShard
+from megatron.parallel.tensor.shards import ParamSpec, collect_specs
+from megatron.topology.group import Group
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor somewhere.
+
+    Args:
+        shape, dtype: as ``read`` will return it.
+        read: gets it; each call reads it anew, so that nobody has to keep it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+    def to(self, dtype: torch.dtype | None) -> Entry:
+        """The same in another precision."""
+        if dtype is None or dtype == self.dtype:
+            return self
+        return Entry(self.shape, dtype, lambda: self.read().to(dtype))
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A trained model.
+
+    Args:
+        model: its resolved form.
+        vocab_size: entries of the vocabulary, without padding.
+        entries: its tensors, by logical name, whole and without padding.
+        tokenizer: what its tokenizer was built from.
+        iteration: of the run that it is from.
+    """
+
+    model: ModelConfig
+    vocab_size: int
+    entries: Mapping[str, Entry]
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    iteration: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(torch.Size(entry.shape).numel() * entry.dtype.itemsize for entry in self.entries.values())
+
+
+@cache
+def parameters_of(model: ModelConfig, vocab_size: int) -> dict[str, ParamSpec]:
+    """Logical names of a model's parameters, their whole shapes and split dimensions, in the model's order."""
+    comm = TensorComm(Group(None, (0,), 0, "this process", "none"), Ledger(), CompressionPlan({}, 0, 1))
+    meta, part = torch.device("meta"), StagePart(range(model.num_layers))
+    stage = GPTStage(
+        model, part, VocabShard(vocab_size, vocab_size, comm), comm, meta, torch.float32, RecomputeConfig()
+    )
+    return dict(collect_specs(stage).values())
+
+
+def stacks_gate_and_up(model: ModelConfig, name: str) -> bool:
+    """Whether a tensor has a first dimension of 2, a SwiGLU's two projections, which other formats flatten."""
+    return model.swiglu and "dense_h_to_4h" in name
+
+
+def check_complete(weights: Weights, where: str) -> None:
+    """Compares names and shapes with what the configuration asks for, and types with those of weights.
+
+    Raises:
+        UserError: naming the first that is missing, too many, of another shape, or of no weight's type.
+    """
+    expected = parameters_of(weights.model, weights.vocab_size)
+    for name, spec in expected.items():
+        if name not in weights.entries:
+            raise UserError(f"{where}: the model has no {name}; the configuration beside it is of another model")
+        found, dtype, shape = weights.entries[name].shape, weights.entries[name].dtype, spec.logical_shape
+        if found != shape:
+            raise UserError(f"{where}: {name} has shape {found}, the configuration asks for {shape}")
+        if dtype not in DTYPES:
+            raise UserError(f"{where}: {name} holds {str(dtype).removeprefix('torch.')}, which is no type of weights")
+    extra = sorted(set(weights.entries) - set(expected))
+    if extra:
+        raise UserError(f"{where}: {extra[0]} has no place in a model of this configuration")
+
+
+def model_of(**values: object) -> ModelConfig:
+    """A resolved model configuration, from the values that are not defaults."""
+    model = ModelConfig(**values)  # type: ignore[arg-type]
+    return run_around(model).resolve(1).model

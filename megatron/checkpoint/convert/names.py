@@ -1,0 +1,167 @@
+"""Which tensors of Hugging Face's models are which of ours, and how one becomes the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.convert.architectures import architecture_of
+from megatron.config.model import ModelConfig
+
+Views = Callable[[Tensor], Sequence[Tensor]]
+Joined = Callable[[Sequence[Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One of our tensors.
+
+    Args:
+        ours: its logical name.
+        shape: its logical shape.
+        theirs: names and shapes of the tensors that hold its elements there.
+        split: ours to theirs: views whose elements, in order, are those of their tensors.
+        join: theirs to ours, in its shape.
+    """
+
+    ours: str
+    shape: tuple[int, ...]
+    theirs: tuple[tuple[str, tuple[int, ...]], ...]
+    split: Views
+    join: Joined
+
+
+def _same(ours: str, theirs: str, *shape: int) -> Rule:
+    return Rule(ours, shape, ((theirs, shape),), lambda x: [x], lambda parts: parts[0])
+
+
+def _transposed(ours: str, theirs: str, rows: int, columns: int) -> Rule:
+    """GPT-2 keeps the weights of products transposed."""
+    return Rule(ours, (rows, columns), ((theirs, (columns, rows)),), lambda x: [x.t()], lambda parts: parts[0].t())
+
+
+def rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
+    """All tensors of a model, in the order of the forward pass.
+
+    Raises:
+        UserError: when no architecture has them.
+    """
+    kind = architecture_of(model)
+    if kind == "gpt2":
+        yield from gpt2_rules(model, vocab_size)
+    elif kind == "gpt_neox":
+        yield from gpt_neox_rules(model, vocab_size)
+    else:
+        yield from llama_rules(model, vocab_size)
+
+
+def gpt2_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
+    """GPT2LMHeadModel."""
+    h, ffn, heads, width = model.hidden_size, model.ffn_hidden_size, model.num_attention_heads, model.kv_channels
+    yield _same("embedding.word_embeddings.weight", "transformer.wte.weight", vocab_size, h)
+    positions = "embedding.position_embeddings.weight"
+    yield _same(positions, "transformer.wpe.weight", model.max_position_embeddings, h)
+    for number in range(model.num_layers):
+        at, there = f"layers.{number}.", f"transformer.h.{number}."
+        for kind in ("weight", "bias"):
+            yield _same(f"{at}input_layernorm.{kind}", f"{there}ln_1.{kind}", h)
+        # Theirs: all queries, all keys, all values. Ours: query, key and value of each head.
+        yield Rule(
+            f"{at}self_attention.query_key_value.weight",
+            (3 * h, h),
+            ((f"{there}attn.c_attn.weight", (h, 3 * h)),),
+            lambda x: [x.view(heads, 3, width, h).permute(3, 1, 0, 2)],
+            lambda parts: parts[0].view(h, 3, heads, width).permute(2, 1, 3, 0).reshape(3 * h, h),
+        )
+        yield Rule(
+            f"{at}self_attention.query_key_value.bias",
+            (3 * h,),
+            ((f"{there}attn.c_attn.bias", (3 * h,)),),
+            lambda x: [x.view(heads, 3, width).transpose(0, 1)],
+            lambda parts: parts[0].view(3, heads, width).transpose(0, 1).reshape(3 * h),
+        )
+        yield _transposed(f"{at}self_attention.dense.weight", f"{there}attn.c_proj.weight", h, h)
+        yield _same(f"{at}self_attention.dense.bias", f"{there}attn.c_proj.bias", h)
+        for kind in ("weight", "bias"):
+            yield _same(f"{at}post_attention_layernorm.{kind}", f"{there}ln_2.{kind}", h)
+        yield _transposed(f"{at}mlp.dense_h_to_4h.weight", f"{there}mlp.c_fc.weight", ffn, h)
+        yield _same(f"{at}mlp.dense_h_to_4h.bias", f"{there}mlp.c_fc.bias", ffn)
+        yield _transposed(f"{at}mlp.dense_4h_to_h.weight", f"{there}mlp.c_proj.weight", h, ffn)
+        yield _same(f"{at}mlp.dense_4h_to_h.bias", f"{there}mlp.c_proj.bias", h)
+    for kind in ("weight", "bias"):
+        yield _same(f"final_layernorm.{kind}", f"transformer.ln_f.{kind}", h)
+    if model.untie_embeddings_and_output_weights:
+        yield _same("output_layer.weight", "lm_head.weight", vocab_size, h)
+
+
+def gpt_neox_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
+    """GPTNeoXForCausalLM, whose order of query, key and value is ours."""
+    h, ffn = model.hidden_size, model.ffn_hidden_size
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+        "self_attention.query_key_value": ((3 * h, h), (3 * h,)),
+        "self_attention.dense": ((h, h), (h,)),
+        "mlp.dense_h_to_4h": ((ffn, h), (ffn,)),
+        "mlp.dense_4h_to_h": ((h, ffn), (h,)),
+        "input_layernorm": ((h,), (h,)),
+        "post_attention_layernorm": ((h,), (h,)),
+    }
+    yield _same("embedding.word_embeddings.weight", "gpt_neox.embed_in.weight", vocab_size, h)
+    for number in range(model.num_layers):
+        at = f"layers.{number}."
+        for name, (weight, bias) in shapes.items():
+            theirs = f"gpt_neox.{at}{name.replace('self_attention', 'attention')}"
+            yield _same(f"{at}{name}.weight", f"{theirs}.weight", *weight)
+            yield _same(f"{at}{name}.bias", f"{theirs}.bias", *bias)
+    for kind in ("weight", "bias"):
+        yield _same(f"final_layernorm.{kind}", f"gpt_neox.final_layer_norm.{kind}", h)
+    if model.untie_embeddings_and_output_weights:
+        yield _same("output_layer.weight", "embed_out.weight", vocab_size, h)
+
+
+def llama_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
+    """LlamaForCausalLM, MistralForCausalLM and Qwen2ForCausalLM: the same names, with other biases."""
+    h, ffn, wide = model.hidden_size, model.ffn_hidden_size, model.num_attention_heads * model.kv_channels
+    yield _same("embedding.word_embeddings.weight", "model.embed_tokens.weight", vocab_size, h)
+    for number in range(model.num_layers):
+        at, there = f"layers.{number}.", f"model.layers.{number}."
+        yield _same(f"{at}input_layernorm.weight", f"{there}input_layernorm.weight", h)
+        yield _by_group(model, at, there, "weight", (h,))
+        if model.add_bias_linear or model.add_qkv_bias:
+            yield _by_group(model, at, there, "bias", ())
+        yield _same(f"{at}self_attention.dense.weight", f"{there}self_attn.o_proj.weight", h, wide)
+        yield _same(f"{at}post_attention_layernorm.weight", f"{there}post_attention_layernorm.weight", h)
+        yield _gate_and_up(at, there, "weight", (ffn, h))
+        yield _same(f"{at}mlp.dense_4h_to_h.weight", f"{there}mlp.down_proj.weight", h, ffn)
+        if model.add_bias_linear:
+            yield _same(f"{at}self_attention.dense.bias", f"{there}self_attn.o_proj.bias", h)
+            yield _gate_and_up(at, there, "bias", (ffn,))
+            yield _same(f"{at}mlp.dense_4h_to_h.bias", f"{there}mlp.down_proj.bias", h)
+    yield _same("final_layernorm.weight", "model.norm.weight", h)
+    if model.untie_embeddings_and_output_weights:
+        yield _same("output_layer.weight", "lm_head.weight", vocab_size, h)
+
+
+def _by_group(model: ModelConfig, at: str, there: str, kind: str, rest: tuple[int, ...]) -> Rule:
+    """Ours holds the queries, the key and the value of each group together."""
+    groups, width = model.num_query_groups, model.kv_channels
+    sizes = (model.num_attention_heads // groups * width, width, width)
+    return Rule(
+        f"{at}self_attention.query_key_value.{kind}",
+        (groups * sum(sizes), *rest),
+        tuple((f"{there}self_attn.{q}_proj.{kind}", (groups * s, *rest)) for q, s in zip("qkv", sizes, strict=True)),
+        lambda x: x.view(groups, sum(sizes), *rest).split(sizes, dim=1),
+        lambda parts: torch.cat([part.view(groups, -1, *rest) for part in parts], dim=1).flatten(0, 1),
+    )
+
+
+def _gate_and_up(at: str, there: str, kind: str, shape: tuple[int, ...]) -> Rule:
+    return Rule(
+        f"{at}mlp.dense_h_to_4h.{kind}",
+        (2, *shape),
+        tuple((f"{there}mlp.{name}_proj.{kind}", shape) for name in ("gate", "up")),
+        lambda x: x.unbind(0),
+        lambda parts: torch.stack(list(parts)),
+    )

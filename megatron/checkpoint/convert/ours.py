@@ -1,0 +1,83 @@
+"""Our own checkpoints as weights, and weights as a checkpoint without optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.checkpoint.convert.model import Entry, Weights
+from megatron.checkpoint.files import Iteration
+from megatron.checkpoint.load import saved_config
+from megatron.checkpoint.logical import LogicalShard, Piece
+from megatron.checkpoint.model_state import MODEL
+from megatron.checkpoint.save import save_checkpoint
+from megatron.checkpoint.stored import StoredTensors
+from megatron.checkpoint.vocabulary import saved_entries
+from megatron.config.precision import PrecisionConfig
+from megatron.config.run import run_around
+from megatron.model.gpt import TIED_NAME
+from megatron.tokenizer.vocabulary import fitted
+
+
+def read_ours(root: Path, iteration: Iteration | None = None) -> Weights:
+    """A checkpoint of any layout.
+
+    Args:
+        root: the folder that ``--save`` wrote to.
+        iteration: which one; None for the newest.
+
+    Raises:
+        UserError: when there is none, or it is damaged.
+    """
+    config, chosen = saved_config(root, iteration, "--iteration")
+    stored = StoredTensors(root, chosen)
+    entries = {
+        name.removeprefix(MODEL): Entry(tuple(held.size), held.properties.dtype, partial(stored.read, name))
+        for name, held in stored.manifest.tensors.items()
+        if name.startswith(MODEL)
+    }
+    number = chosen if isinstance(chosen, int) else 0
+    return Weights(config.model, saved_entries(root, chosen), entries, config.tokenizer, number)
+
+
+class LazyShard(LogicalShard):
+    """A whole tensor that is read when it is written."""
+
+    def __init__(self, entry: Entry, done: Callable[[int], None]) -> None:
+        piece = Piece((0,) * len(entry.shape), torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
+        super().__init__(entry.shape, entry.dtype, [piece])
+        self.entry = entry
+        self.done = done
+
+    def view(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """The whole tensor, read now."""
+        whole = self.entry.read()
+        self.done(whole.numel() * whole.element_size())
+        return whole
+
+
+def write_ours(weights: Weights, root: Path, done: Callable[[int], None]) -> None:
+    """Writes a checkpoint that ``pretrain_gpt.py --load DIR --finetune`` and the generation tools load.
+
+    Args:
+        weights: what to write.
+        root: a folder for it.
+        done: called with the bytes of each tensor that was written.
+
+    Raises:
+        UserError: when it cannot be written; nothing is left behind then.
+    """
+    dtype = weights.entries[TIED_NAME].dtype
+    precision = PrecisionConfig(bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
+    config = run_around(weights.model, tokenizer=fitted(weights.tokenizer, weights.vocab_size), precision=precision)
+    tensors: dict[str, LogicalShard] = {MODEL + name: LazyShard(entry, done) for name, entry in weights.entries.items()}
+    text = config.resolve(1).to_yaml()
+    try:
+        save_checkpoint(root, weights.iteration, tensors, {"separate_main": False}, None, text)
+    except CheckpointException as error:  # torch wraps what stops it, Ctrl-C too
+        raise next(iter(error.failures.values()))[0] from error

@@ -1,0 +1,1 @@
+"""Text to token files: reading lines, encoding them, running that in parallel; and to a vocabulary."""

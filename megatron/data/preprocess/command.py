@@ -1,0 +1,226 @@
+"""The command line of preprocessing: text to the `.bin/.idx` files that training reads."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from typing import NoReturn
+
+from megatron.base.errors import UserError
+from megatron.data.interrupt import stopped_in_order
+from megatron.data.preprocess.encoding import EncodeOptions, load_punkt
+from megatron.data.preprocess.pipeline import Job, Totals, output_prefixes, run, run_partitions
+from megatron.data.preprocess.progress import Progress
+from megatron.data.preprocess.reading import STDIN, divide, expand_inputs
+from megatron.tokenizer.build import TOKENIZER_TYPES
+
+_ABOUT = """\
+Turn text into the .bin/.idx files that training reads.
+
+The input is JSON lines: one object in each line, one document in each object. For every key of --json-keys
+the tool writes PREFIX_KEY_document.bin and .idx (PREFIX_KEY_sentence with --split-sentences). Pass that
+prefix, without .bin or .idx, to training as --data-path.
+"""
+
+_EXAMPLES = """\
+examples:
+  GPT-2 tokens, one file, an end-of-document token after each document:
+    python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus --append-eod \\
+        --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
+  many compressed files and 16 processes:
+    python tools/preprocess_data.py --input 'shards/*.jsonl.gz' --workers 16 --output-prefix data/web ...
+  from a pipe, leaving bad lines out:
+    zstdcat corpus.jsonl.zst | python tools/preprocess_data.py --input - --on-error skip --output-prefix
+    data/c ...
+  sentences of two keys, for BERT:
+    python tools/preprocess_data.py --input wiki.jsonl --json-keys title text --split-sentences \\
+        --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt --output-prefix data/wiki
+
+The files appear under their names only when the run has succeeded; a run that fails or is killed leaves
+earlier ones as they were (and may leave a *.partial behind, which the next run overwrites).
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}. See --help")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags."""
+    parser = _Parser(
+        prog="preprocess_data.py",
+        description=_ABOUT,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    text = parser.add_argument_group("input")
+    text.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="JSON-lines files or glob patterns; .gz, .bz2 and .xz are decompressed; - is standard input",
+    )
+    text.add_argument(
+        "--json-keys",
+        "--json-key",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys whose strings are tokenized, each into its own files (default: text)",
+    )
+    text.add_argument(
+        "--on-error",
+        choices=("stop", "skip"),
+        default="stop",
+        help="what a bad line does: broken JSON, a missing key, a value that is no string, invalid UTF-8. "
+        "It is reported with file and line number (default: stop, with nothing written)",
+    )
+    text.add_argument(
+        "--split-sentences",
+        action="store_true",
+        help="store each sentence as a sequence, split by nltk's Punkt; works, less well, without its models",
+    )
+    text.add_argument(
+        "--keep-newlines",
+        action="store_true",
+        help="keep the white space between sentences, at the end of the first",
+    )
+    text.add_argument("--lang", default="english", help="language of the Punkt model (default: english)")
+    _add_tokenizer_flags(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument("--output-prefix", required=True, metavar="PREFIX", help="start of the output files' names")
+    output.add_argument(
+        "--dataset-impl",
+        choices=("mmap", "lazy", "cached"),
+        default="mmap",
+        help="file format: mmap, or the legacy format that lazy and cached share (default: mmap)",
+    )
+    speed = parser.add_argument_group("speed")
+    speed.add_argument("--workers", type=int, default=1, metavar="N", help="processes that tokenize (default: 1)")
+    speed.add_argument(
+        "--partitions",
+        type=int,
+        default=1,
+        metavar="N",
+        help="parts of the input read at once, sharing the workers; the output is the same (default: 1)",
+    )
+    speed.add_argument(
+        "--log-interval",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="documents between progress lines (default: 1000)",
+    )
+    return parser
+
+
+def _add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("tokenizer")
+    group.add_argument("--tokenizer-type", required=True, metavar="TYPE", help=f"one of {', '.join(TOKENIZER_TYPES)}")
+    group.add_argument("--vocab-file", "--vocab", metavar="FILE", help="GPT-2's vocab.json, or BERT's vocab.txt")
+    group.add_argument("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
+    group.add_argument(
+        "--tokenizer-model", metavar="PATH", help="SentencePiece model, or folder of a Hugging Face tokenizer"
+    )
+    group.add_argument("--vocab-size", type=int, metavar="N", help="ids of the NullTokenizer")
+    group.add_argument(
+        "--vocab-extra-ids",
+        type=int,
+        default=0,
+        metavar="N",
+        help="sentinel ids after the vocabulary (default: 0)",
+    )
+    group.add_argument(
+        "--append-eod",
+        action="store_true",
+        help="end each document that has tokens with the end-of-document token",
+    )
+
+
+def parse_flags(argv: list[str]) -> argparse.Namespace:
+    """Read the command line; underscores in flag names are read as hyphens.
+
+    Raises:
+        UserError: unknown flags (with the nearest one), missing or contradictory values.
+    """
+    parser = build_parser()
+    flags = []
+    for word in argv:
+        name, equals, value = word.partition("=")
+        flags.append(name.replace("_", "-") + equals + value if name.startswith("--") else word)
+    args, unknown = parser.parse_known_args(flags)
+    if unknown:
+        names = [name for action in parser._actions for name in action.option_strings]
+        near = difflib.get_close_matches(unknown[0], names, n=1)
+        hint = f"did you mean {near[0]}?" if near else "see --help"
+        raise UserError(f"{unknown[0]} is no flag of preprocess_data.py: {hint}")
+    for name in ("workers", "partitions", "log_interval"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    if len(set(args.json_keys)) != len(args.json_keys):
+        raise UserError(f"--json-keys {' '.join(args.json_keys)}: each key once")
+    for key in args.json_keys:
+        if "/" in key:
+            raise UserError(f"--json-keys {key}: a key with / cannot be part of a file name")
+    if args.keep_newlines and not args.split_sentences:
+        raise UserError("--keep-newlines needs --split-sentences: without it the text stays as it is")
+    return args
+
+
+def preprocess(args: argparse.Namespace) -> Totals:
+    """Run with parsed flags. Raises UserError."""
+    files = expand_inputs(args.input)
+    names = EncodeOptions.__dataclass_fields__
+    options = EncodeOptions(**{**{name: getattr(args, name) for name in names}, "json_keys": tuple(args.json_keys)})
+    if args.split_sentences and not load_punkt(args.lang)[1]:
+        print(
+            f"note: nltk has no Punkt model for {args.lang} here, so Punkt splits without training. "
+            f"For its list of abbreviations: python -m nltk.downloader punkt_tab",
+            file=sys.stderr,
+        )
+    prefixes = output_prefixes(args.output_prefix, options)
+    job = Job(options, args.dataset_impl, args.on_error == "skip", args.workers)
+    parts = divide(files, args.partitions)
+    if STDIN in files and args.partitions > 1:
+        print("note: standard input is read as one part", file=sys.stderr)
+    progress = Progress(args.log_interval)
+    try:
+        if len(parts) > 1:
+            totals = run_partitions(job, parts, prefixes, progress)
+        else:
+            totals = run(job, parts[0], prefixes, progress)
+    finally:
+        progress.close()
+    docs_per_s, mb_per_s = progress.rates(totals)
+    skipped = f", {totals.skipped} bad lines skipped" if totals.skipped else ""
+    print(
+        f"{totals.documents} documents, {totals.sequences} sequences, {totals.tokens} tokens{skipped} "
+        f"({docs_per_s:.1f} docs/s, {mb_per_s:.2f} MB/s)",
+        file=sys.stderr,
+    )
+    for prefix in prefixes:
+        print(f"{prefix}.bin, {prefix}.idx", file=sys.stderr)
+    return totals
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command: 0 when the files are written, 1 with a one-line reason when not."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        with stopped_in_order():
+            preprocess(parse_flags(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"error: {error.filename or 'output'}: {error.strerror}. Nothing was written", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        return 130
+    return 0

@@ -1,0 +1,218 @@
+"""Lines of JSON to token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.base.errors import UserError
+from megatron.data.idx_format import best_dtype
+from megatron.data.preprocess.reading import Block, Source
+from megatron.tokenizer.build import build_tokenizer
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class EncodeOptions:
+    """What turns a line into ids; the fields are those of the flags."""
+
+    json_keys: tuple[str, ...]
+    tokenizer_type: str
+    vocab_file: str | None
+    merge_file: str | None
+    tokenizer_model: str | None
+    vocab_size: int | None
+    vocab_extra_ids: int
+    append_eod: bool
+    split_sentences: bool
+    keep_newlines: bool
+    lang: str
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line that is no document: its number, from 0, in its source, and why."""
+
+    index: int
+    why: str
+
+
+@dataclass(frozen=True)
+class KeyTokens:
+    """The documents of one key: ids [T], tokens of each sequence, sequences of each document."""
+
+    tokens: NDArray[Any]
+    lengths: NDArray[np.int32]
+    sequences: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A block as ids."""
+
+    source: Source
+    size: int
+    documents: int
+    by_key: list[KeyTokens]
+    bad: list[BadLine] = field(default_factory=list)
+
+
+def parse_line(line: bytes, keys: Sequence[str], *, first: bool = False) -> list[str] | None:
+    """The texts of the keys in a line; None for a blank one.
+
+    Args:
+        line: of JSON.
+        keys: whose strings are wanted.
+        first: of its file, where a byte order mark may stand.
+
+    Raises:
+        ValueError: says what is wrong with the line.
+    """
+    if first:
+        line = line.removeprefix(_BYTE_ORDER_MARK)
+    if line.isspace() or not line:
+        return None
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"invalid UTF-8 at byte {error.start + 1} of the line") from None
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("broken JSON (nested too deeply)") from None
+    except ValueError as error:
+        raise ValueError(f"broken JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON {_kind(value)} where an object belongs")
+    texts = []
+    for key in keys:
+        if key not in value:
+            raise ValueError(f"no key {key!r} (there are: {', '.join(map(repr, list(value)[:8])) or 'none'})")
+        found = value[key]
+        if not isinstance(found, str):
+            raise ValueError(f"the key {key!r} holds a JSON {_kind(found)} where a string belongs")
+        texts.append(found)
+    if "\\ud" in text or "\\uD" in text:
+        _refuse_lone_surrogates(texts)
+    return texts
+
+
+class Encoder:
+    """Turns blocks of lines into ids. Built once in every worker."""
+
+    def __init__(self, options: EncodeOptions) -> None:
+        self.options = options
+        self.tokenizer = build_tokenizer(options)
+        self.dtype = best_dtype(self.tokenizer.vocab_size)
+        self._split = sentence_splitter(options.lang, options.keep_newlines) if options.split_sentences else None
+
+    def __call__(self, block: Block) -> Encoded:
+        """The ids of a block; lines that are no document are listed as bad, blank ones left out."""
+        bad: list[BadLine] = []
+        documents: list[tuple[int, list[str]]] = []
+        for index, line in enumerate(block.lines, start=block.first):
+            try:
+                texts = parse_line(line, self.options.json_keys, first=not (index or block.source.start))
+            except ValueError as error:
+                bad.append(BadLine(index, str(error)))
+                continue
+            if texts is not None:
+                documents.append((index, texts))
+        try:
+            by_key = self._encode([texts for _, texts in documents])
+        except UserError:
+            documents = [pair for pair in documents if self._is_encodable(pair, bad)]
+            by_key = self._encode([texts for _, texts in documents])
+        bad.sort(key=lambda line: line.index)
+        return Encoded(block.source, block.size, len(documents), by_key, bad)
+
+    def _is_encodable(self, document: tuple[int, list[str]], bad: list[BadLine]) -> bool:
+        try:
+            self._encode([document[1]])
+        except UserError as error:
+            bad.append(BadLine(document[0], str(error)))
+            return False
+        return True
+
+    def _encode(self, documents: list[list[str]]) -> list[KeyTokens]:
+        return [self._encode_key([texts[place] for texts in documents]) for place in range(len(self.options.json_keys))]
+
+    def _encode_key(self, texts: list[str]) -> KeyTokens:
+        sentences = texts if self._split is None else []
+        counts = [1] * len(texts)
+        if self._split is not None:
+            for number, text in enumerate(texts):
+                parts = self._split(text)
+                counts[number] = len(parts)
+                sentences += parts
+        ids = iter(self.tokenizer.tokenize_batch(sentences))
+        sequences: list[list[int]] = []
+        kept_counts = np.zeros(len(texts), dtype=np.int32)
+        for number, count in enumerate(counts):
+            # A sentence without tokens is left out, and a document without tokens gets no end of document.
+            kept = [sentence for sentence in (next(ids) for _ in range(count)) if sentence]
+            if kept and self.options.append_eod:
+                kept[-1].append(self.tokenizer.eod)
+            kept_counts[number] = len(kept)
+            sequences += kept
+        lengths = np.fromiter(map(len, sequences), dtype=np.int32, count=len(sequences))
+        total = int(lengths.sum(dtype=np.int64))
+        tokens = np.fromiter(chain.from_iterable(sequences), dtype=self.dtype, count=total)
+        return KeyTokens(tokens, lengths, kept_counts)
+
+
+def _kind(value: object) -> str:
+    kinds = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return kinds.get(type(value), "number")
+
+
+def _refuse_lone_surrogates(texts: list[str]) -> None:
+    for text in texts:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"half of a surrogate pair at character {error.start + 1} of the text") from None
+
+
+def load_punkt(lang: str) -> tuple[Any, bool]:
+    """nltk's Punkt sentence tokenizer, and whether its model of `lang` is there.
+
+    Without a downloaded model, Punkt without training splits at every sentence end that no number or
+    abbreviation with a dot inside follows; it does not know a language's abbreviations.
+
+    Raises:
+        UserError: nltk is not installed.
+    """
+    try:
+        from nltk.tokenize import punkt
+    except ImportError:
+        raise UserError("--split-sentences needs nltk: pip install nltk") from None
+    try:
+        return punkt.PunktTokenizer(lang), True
+    except (LookupError, AttributeError, OSError, ValueError):
+        return punkt.PunktSentenceTokenizer(), False
+
+
+def sentence_splitter(lang: str, keep_newlines: bool) -> Callable[[str], list[str]]:
+    """A function from a text to its sentences.
+
+    With `keep_newlines` the white space between two sentences stays at the end of the first, so that the
+    sentences put together are the text; otherwise it is dropped.
+    """
+    tokenizer, _ = load_punkt(lang)
+
+    def split(text: str) -> list[str]:
+        spans = list(tokenizer.span_tokenize(text))
+        if not keep_newlines:
+            return [text[start:end] for start, end in spans]
+        starts = [0, *(start for start, _ in spans[1:]), len(text)]
+        return [text[start:end] for start, end in pairwise(starts) if end > start]
+
+    return split

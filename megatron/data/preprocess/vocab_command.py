@@ -1,0 +1,228 @@
+"""Trains a byte-level BPE vocabulary on text, and writes it as GPT-2's two files, vocab.json and merges.txt.
+
+    python tools/train_vocab.py --input corpus.jsonl --vocab-size 32000 --output-dir vocabulary
+    python tools/train_vocab.py --input 'shards/*.jsonl.gz' --documents 1000000 --output-dir vocabulary
+
+The input is what tools/preprocess_data.py takes: JSON lines, one document in each. Pass the files to it, and to
+training, with --tokenizer-type GPT2BPETokenizer --vocab-file vocabulary/vocab.json --merge-file vocabulary/merges.txt.
+The same text gives the same files. Memory and time go with the number of different words, so that some gigabytes of
+text, taken evenly from all of it, do for any corpus.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import NoReturn
+
+from megatron.base.atomic import atomic_write, check_writable
+from megatron.base.errors import UserError
+from megatron.data.interrupt import stopped_in_order
+from megatron.data.preprocess.encoding import parse_line
+from megatron.data.preprocess.pipeline import Totals
+from megatron.data.preprocess.progress import Progress
+from megatron.data.preprocess.reading import divide, expand_inputs, read_blocks
+
+END_OF_TEXT = "<|endoftext|>"
+VOCABULARY_FILES = ("vocab.json", "merges.txt")
+MOST_ENTRIES = 10_000_000
+
+Watch = Callable[[Totals, list[str]], None]
+
+
+def texts(files: Sequence[str], keys: Sequence[str], watch: Watch = lambda *_: None) -> Iterator[str]:
+    """The texts of JSON-lines files.
+
+    Args:
+        files: of ``expand_inputs``.
+        keys: whose strings are taken.
+        watch: is told after each block what was read so far.
+
+    Raises:
+        UserError: for a line that is no such record, or a file that cannot be read.
+    """
+    totals = Totals()
+    for block in read_blocks(divide(list(files), 1)[0]):
+        for index, line in enumerate(block.lines, start=block.first):
+            try:
+                found = parse_line(line, keys, first=not index)
+            except ValueError as error:
+                place = f"{block.source.label}:{block.source.line_number(index)}"
+                raise UserError(f"{place}: {error}. Correct or remove the line") from None
+            if found is not None:
+                totals.documents += 1
+                yield from found
+        totals.size += block.size
+        watch(totals, [])
+    if not totals.documents:
+        raise UserError(f"--input {files[0]}: there is no text to train on")
+
+
+def train(
+    files: Sequence[str | Path],
+    folder: Path,
+    vocab_size: int,
+    *,
+    keys: Sequence[str] = ("text",),
+    documents: int | None = None,
+    min_frequency: int = 2,
+    watch: Watch = lambda *_: None,
+    merging: Callable[[], None] = lambda: None,
+    bars: bool = False,
+) -> int:
+    """Trains on text and writes the two files; the same text gives the same bytes.
+
+    Args:
+        files: JSON lines, or patterns of their names.
+        folder: for the two files; made where there is none.
+        vocab_size: entries, ``<|endoftext|>`` included.
+        keys: whose strings are the text.
+        documents: only the first so many.
+        min_frequency: times that a pair must come to be merged.
+        watch: is told what was read so far.
+        merging: is called when all is read.
+        bars: draw the library's own bars, of reading, counting and merging.
+
+    Returns:
+        The number of entries: fewer than asked for if pairs run out.
+
+    Raises:
+        UserError: for broken text, a vocabulary that cannot hold all bytes, or files that cannot be written.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if not len(alphabet) < vocab_size <= MOST_ENTRIES:
+        raise UserError(
+            f"--vocab-size {vocab_size} must exceed the {len(alphabet)} byte values, and be at most {MOST_ENTRIES:,}"
+        )
+    names = expand_inputs([str(path) for path in files])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output-dir {folder}: {error.strerror}; name a folder that can be written") from error
+    for name in VOCABULARY_FILES:
+        check_writable(folder / name, "--output-dir")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(alphabet),
+        show_progress=bars,
+    )
+    given = texts(names, keys, watch)
+    chosen = given if documents is None else islice(given, documents * len(keys))
+    tokenizer.train_from_iterator(_then(chosen, merging), trainer)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        try:
+            tokenizer.model.save(temporary)
+        except Exception as error:  # of no type of its own
+            raise UserError(f"--output-dir {folder}: {error}; free some space, or name another folder") from error
+        for name in VOCABULARY_FILES:
+            with atomic_write(folder / name) as stream:
+                stream.write((Path(temporary) / name).read_bytes())
+    return int(tokenizer.get_vocab_size())
+
+
+def _then(given: Iterator[str], done: Callable[[], None]) -> Iterator[str]:
+    yield from given
+    done()
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}. See --help")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = _Parser(
+        prog="train_vocab.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    made.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="JSON-lines files or glob patterns; .gz, .bz2 and .xz are decompressed; - is standard input",
+    )
+    made.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="for vocab.json and merges.txt")
+    made.add_argument("--vocab-size", type=int, default=50257, metavar="N", help="entries (default: GPT-2's 50257)")
+    made.add_argument("--json-keys", "--json-key", nargs="+", default=["text"], metavar="KEY", help="(default: text)")
+    made.add_argument("--documents", type=int, metavar="N", help="only the first so many (default: all)")
+    made.add_argument(
+        "--min-frequency", type=int, default=2, metavar="N", help="times a pair must come to be merged (default: 2)"
+    )
+    made.add_argument(
+        "--log-interval", type=int, default=10_000, metavar="N",
+        help="documents between progress lines, where there is no terminal for a bar (default: 10000)",
+    )  # fmt: skip
+    return made
+
+
+def run(options: argparse.Namespace) -> str:
+    """Trains as the command line says.
+
+    Returns:
+        What was made, in a line.
+
+    Raises:
+        UserError: for bad input.
+    """
+    for name in ("documents", "min_frequency", "log_interval"):
+        value = getattr(options, name)
+        if value is not None and not 1 <= value < 2**63:
+            raise UserError(f"--{name.replace('_', '-')} {value}: give at least 1, and less than 2**63")
+    bars = sys.stderr.isatty()
+    progress = Progress(options.log_interval) if not bars else None  # tokenizers draws bars of its own
+    read = Totals()
+
+    def watch(totals: Totals, bad: list[str]) -> None:
+        nonlocal read
+        read = totals
+        if progress is not None:
+            progress(totals, bad)
+
+    def merging() -> None:
+        if progress is not None:
+            print(f"{read.documents:,} documents are read; counting and merging pairs", file=sys.stderr, flush=True)
+
+    size = train(
+        options.input,
+        options.output_dir,
+        options.vocab_size,
+        keys=options.json_keys,
+        documents=options.documents,
+        min_frequency=options.min_frequency,
+        watch=watch,
+        merging=merging,
+        bars=bars,
+    )
+    made = f"{options.output_dir}: {size:,} entries in {' and '.join(VOCABULARY_FILES)}"
+    if size < options.vocab_size:
+        made += f", no pair comes {options.min_frequency} times any more: more text makes more entries"
+    return f"{made} (read {read.documents:,} documents, {read.size / 1e6:,.1f} MB)"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command: 0 when the files are written, 2 with a one-line reason when not."""
+    try:
+        with stopped_in_order():
+            print(run(parser().parse_args(arguments)))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        return 130
+    return 0

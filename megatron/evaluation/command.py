@@ -1,0 +1,91 @@
+"""Evaluates a checkpoint of any layout on a task, on one process or, under tools/launch.py, on several."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.base.errors import UserError
+from megatron.base.option import derived, option, required
+from megatron.evaluation import lambada, wikitext
+from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
+from megatron.inference.model import LoadedModel
+from megatron.training.program import Ranks, run_program
+
+DESCRIPTION = """Evaluates a checkpoint of any layout on a task, on one process or, under tools/launch.py, on several.
+
+    python tasks/main.py --task WIKITEXT103 --valid-data wiki.test.tokens --load DIR
+    python tasks/main.py --task LAMBADA --valid-data lambada_test.jsonl --strict-lambada --load DIR
+    python tools/launch.py --nproc-per-node 4 tasks/main.py --tensor-model-parallel-size 2 ... --load DIR
+
+WIKITEXT103 takes any text: the loss of each token, the perplexity, and the perplexity by words as they were before
+the spelling of WikiText (undone where the path holds "wiki"). LAMBADA takes JSON lines with a field text, whose last
+word is to be found. More processes than the model is split over share the work."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskFlags:
+    """The task, and what it reads."""
+
+    task: Literal["WIKITEXT103", "LAMBADA"] = required("What is measured.")
+    valid_data: list[str] = required(  # noqa: RUF009
+        "The text, or the JSON lines.", metavar="FILE", count=1
+    )
+    overlapping_eval: int = option(
+        32,
+        "WIKITEXT103: tokens that each window after the first predicts, from those before them; 0: whole windows "
+        "side by side, faster and worse.",
+        unit="tokens",
+        minimum=0,
+    )
+    strict_lambada: bool = option(False, "LAMBADA: the whole last word counts, not its last token alone.")
+    micro_batch_size: int = option(8, "Windows in a forward pass.", unit="windows", minimum=1)
+    epochs: int | None = derived("none", "Of fine-tuning, which is not offered.", minimum=0)
+    train_data: list[str] | None = derived(  # noqa: RUF009
+        "none", "For fine-tuning, which is not offered.", metavar="FILE"
+    )
+    pretrained_checkpoint: str | None = derived("none", "For fine-tuning, which is not offered.", metavar="DIR")
+    keep_last: bool = option(False, "Keep the last, smaller batch: it always is.", no_effect="it is always kept")
+
+
+def checked(flags: TaskFlags) -> Callable[[LoadedModel], str]:
+    """Checks what can be before the processes meet, and reads the data.
+
+    Returns:
+        What gives the result line of the task, or raises UserError for data that does not suit the model.
+
+    Raises:
+        UserError: for tasks that are not offered, and data that is not there.
+    """
+    for name in ("epochs", "train_data", "pretrained_checkpoint"):
+        if getattr(flags, name):
+            raise UserError(
+                f"--{name.replace('_', '-')}: tasks are zero-shot here; fine-tune with pretrain_gpt.py --finetune"
+            )
+    (path,), batch = flags.valid_data, flags.micro_batch_size
+    if flags.task == "LAMBADA":
+        texts = lambada.read_texts(path)
+        return lambda model: lambada.evaluate(model, texts, path, flags.strict_lambada, batch)
+    read = wikitext.read_text(path)
+    return lambda model: wikitext.evaluate(model, read, path, flags.overlapping_eval or None, batch)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command: 0 when it is done, 2 with a one-line reason when not."""
+
+    def body(ranks: Ranks) -> None:
+        parsed = parse_flags(sys.argv[1:] if argv is None else argv, {"task": TaskFlags}, "main.py", DESCRIPTION)
+        model_flags: ModelFlags = parsed.sections["model"]
+        flags: TaskFlags = parsed.sections["task"]
+        evaluate = checked(flags)
+        layout = check_layout(model_flags, ranks.env, replicas=True)
+        ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.sections, parsed.notes)
+        model = open_model(model_flags, parsed.sections["tokenizer"], layout, ranks.env)
+        line = evaluate(model)
+        if model.is_sampling_rank:
+            rule = "-" * (len(line) + 1)
+            print(f"{rule}\n{line}\n{rule}", flush=True)
+
+    return run_program(body)

@@ -1,0 +1,189 @@
+"""Evaluates a checkpoint on tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megatron.base.atomic import check_writable, write_whole
+from megatron.base.errors import UserError
+from megatron.base.option import derived, option, required
+from megatron.checkpoint.convert.command import convert, parse
+from megatron.data.interrupt import stopped_in_order
+from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
+from megatron.inference.jobs import Leader, follow
+from megatron.topology.agree import together
+from megatron.training.program import Ranks, run_program
+
+DESCRIPTION = """Evaluates a checkpoint on tasks of lm-evaluation-harness.
+
+    pip install -e '.[evaluation]'
+    python tools/evaluate_lm.py --load checkpoints --tasks lambada_openai hellaswag
+    python tools/evaluate_lm.py --load checkpoints --tasks my_task --include-path folder_of_my_task_yaml
+    python tools/launch.py --nproc-per-node 2 tools/evaluate_lm.py \\
+        --tensor-model-parallel-size 2 --load checkpoints --tasks ...
+
+--via adapter (the default) asks the checkpoint directly, on any layout; --via hf exports it to a Hugging Face folder
+and lets the harness's own model read that, which needs a GPT-2 or Llama architecture and one process. Both give the
+same figures, to rounding. The harness fetches the data of its own tasks from the internet; files of your own it
+reads from --include-path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationFlags:
+    """What is evaluated, and how."""
+
+    tasks: list[str] = required(  # noqa: RUF009
+        "Names of tasks.", metavar="TASK"
+    )
+    include_path: str | None = derived("none", "Folder of further tasks' YAML files.", metavar="DIR")
+    num_fewshot: int | None = derived("each task's", "Examples before each question.", minimum=0)
+    limit: int | None = derived("all", "Only the first questions of each task.", unit="questions", minimum=1)
+    micro_batch_size: int = option(8, "Texts in a forward pass.", unit="texts", minimum=1)
+    via: Literal["adapter", "hf"] = option("adapter", "Ask the checkpoint directly, or export it first.")
+    bootstrap_iters: int = option(
+        1000,
+        "Times that the questions are drawn anew for the standard errors that have no formula; 0: no standard errors.",
+        unit="draws",
+        minimum=0,
+        maximum=1_000_000,
+    )
+    output: str | None = derived("none", "JSON of all figures.", metavar="FILE")
+
+
+def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:
+    """Runs the harness.
+
+    Args:
+        model: one of its models, or the name of one with its arguments.
+        flags: the tasks.
+
+    Raises:
+        UserError: for tasks that it does not know, or whose data cannot be had.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=flags.include_path)
+    unknown = sorted(set(flags.tasks) - set(manager.all_tasks))
+    if unknown:
+        raise UserError(f"--tasks {unknown[0]}: the harness has no such task; --include-path adds a folder of tasks")
+    loads = "load" if hasattr(manager, "load") else "load_task_or_group"  # its name in older versions
+    setattr(manager, loads, partial(_loaded, getattr(manager, loads)))
+    # Processes forked for the draws would share this one's threads, device and sockets to other ranks.
+    os.environ["DISABLE_MULTIPROC"] = "1"
+    name, arguments = model if isinstance(model, tuple) else (model, None)
+    found = simple_evaluate(
+        model=name,
+        model_args=arguments,
+        tasks=list(flags.tasks),
+        num_fewshot=flags.num_fewshot,
+        limit=flags.limit,
+        batch_size=flags.micro_batch_size,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        task_manager=manager,
+        log_samples=False,
+        bootstrap_iters=flags.bootstrap_iters,
+    )
+    assert found is not None
+    return dict(found)
+
+
+def _loaded(load: Callable[[list[str]], Any], tasks: list[str]) -> Any:
+    """What the harness loads for tasks: what is wrong with their data is not what is wrong with the model.
+
+    Raises:
+        UserError: naming the task.
+    """
+    try:
+        return load(tasks)
+    except Exception as error:  # of files, formats and the network: each library below has its own
+        for task in tasks if len(tasks) > 1 else ():
+            _loaded(load, [task])
+        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+        raise UserError(f"--tasks {' '.join(tasks)}: its data cannot be had ({reason})") from error
+
+
+def report(found: dict[str, Any] | UserError, flags: EvaluationFlags) -> None:
+    """Prints the harness's table, and writes the figures.
+
+    Raises:
+        UserError: what came in place of the figures, or for a file that cannot be written.
+    """
+    from lm_eval.utils import make_table
+
+    if isinstance(found, UserError):
+        raise found
+    print(make_table(found), flush=True)
+    if flags.output:
+        figures = {name: found[name] for name in ("results", "versions", "n-shot", "n-samples") if name in found}
+        write_whole(flags.output, json.dumps(figures, indent=1, default=str).encode(), "--output")
+
+
+def via_hf(load: str, iteration: int | None, flags: EvaluationFlags) -> dict[str, Any]:
+    """Exports the checkpoint and evaluates the export.
+
+    Raises:
+        UserError: when it has no Hugging Face architecture, and as ``run`` does.
+    """
+    with tempfile.TemporaryDirectory(prefix="evaluate-lm-") as folder:
+        step = ["--iteration", str(iteration)] if iteration is not None else []
+        with stopped_in_order():
+            convert(parse(["--load", load, "--save", f"{folder}/hf", "--to", "hf", *step]))
+        return run(("hf", {"pretrained": f"{folder}/hf", "dtype": "auto"}), flags)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command: 0 when it is done, 2 with a one-line reason when not."""
+
+    def body(ranks: Ranks) -> None:
+        given = sys.argv[1:] if argv is None else argv
+        parsed = parse_flags(given, {"evaluation": EvaluationFlags}, "evaluate_lm.py", DESCRIPTION)
+        model_flags: ModelFlags = parsed.sections["model"]
+        flags: EvaluationFlags = parsed.sections["evaluation"]
+        try:
+            import lm_eval  # noqa: F401
+        except ImportError as error:
+            raise UserError(f"{error.name} is missing: pip install -e '.[evaluation]'") from error
+        if flags.include_path and not Path(flags.include_path).is_dir():
+            raise UserError(f"--include-path {flags.include_path}: there is no such folder")
+        if flags.output:
+            check_writable(flags.output, "--output")
+        layout = check_layout(model_flags, ranks.env, replicas=False)
+        if flags.via == "hf":
+            if ranks.env.world_size > 1:
+                raise UserError("--via hf runs on one process; leave the launcher out, or --via")
+            if any(name.startswith("tokenizer.") for name in parsed.explicit):
+                raise UserError("--via hf exports the run's own tokenizer; leave the tokenizer flags out, or --via")
+            report(via_hf(model_flags.load, model_flags.ckpt_step, flags), flags)
+            return
+        ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.sections, parsed.notes)
+        model = open_model(model_flags, parsed.sections["tokenizer"], layout, ranks.env)
+        group = model.topology.control.pg
+        if not model.is_sampling_rank:
+            follow(model)
+            together(group, lambda: None)
+            return
+        from megatron.evaluation.lm_eval_adapter import CheckpointLM
+
+        if ranks.env.world_size > 1:
+            # The harness knows of this rank alone, and gives results only to the first process of a machine.
+            os.environ["LOCAL_RANK"] = "0"
+        found: dict[str, Any] | UserError
+        with Leader(model, 60 * model_flags.distributed_timeout_minutes) as leader:
+            try:
+                found = run(CheckpointLM(leader, flags.micro_batch_size), flags)
+            except UserError as error:
+                found = error  # for all ranks, when the others have left off waiting for work
+        together(group, partial(report, found, flags))
+
+    return run_program(body)

@@ -1,0 +1,82 @@
+"""LAMBADA: is the last word of each text the likeliest?"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from megatron.base.errors import UserError
+from megatron.data.text_file import read_utf8
+from megatron.evaluation.scoring import Window, hits, total
+from megatron.inference.model import LoadedModel
+from megatron.tokenizer.api import Tokenizer
+
+
+def read_texts(path: str) -> list[str]:
+    """The texts of a file of JSON lines with a field text.
+
+    Raises:
+        UserError: naming the line that is none.
+    """
+    texts = []
+    for number, line in enumerate(read_utf8(path, "--valid-data").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+            if isinstance(text, str):
+                text.encode()
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise UserError(
+                f"--valid-data {path}, line {number}: is no JSON object with a field text (of whole characters)"
+            ) from error
+        if not isinstance(text, str) or len(text.split()) < 2:
+            raise UserError(f"--valid-data {path}, line {number}: text must hold at least two words")
+        texts.append(text)
+    if not texts:
+        raise UserError(f"--valid-data {path}: holds no text")
+    return texts
+
+
+def window_of(text: str, tokenizer: Tokenizer, length: int, strict: bool) -> Window:
+    """What is asked about a text.
+
+    Args:
+        text: whose end is to be found.
+        tokenizer: the model's.
+        length: that the model reads; of longer texts the end.
+        strict: the whole last word; otherwise its last token alone.
+    """
+    if strict:
+        word = text.split()[-1]
+        before = tokenizer.tokenize(text[: text.rfind(word)].strip())
+        target = tokenizer.tokenize(f" {word}")
+    else:
+        tokens = tokenizer.tokenize(text)
+        before, target = tokens[:-1], tokens[-1:]
+    return Window([*before, *target][-(length + 1) :], min(len(target), length))
+
+
+def evaluate(model: LoadedModel, texts: Sequence[str], path: str, strict: bool, batch: int) -> str:
+    """The result line.
+
+    Args:
+        model: on every rank.
+        texts: read by ``read_texts``.
+        path: of the texts, for messages.
+        strict: see ``window_of``.
+        batch: texts in a forward pass.
+
+    Raises:
+        UserError: for a text that is too short.
+    """
+    length = model.config.model.seq_length
+    windows = [window_of(text, model.tokenizer, length, strict) for text in texts]
+    for number, window in enumerate(windows, 1):
+        if len(window.tokens) < 2:
+            raise UserError(f"--valid-data {path}: text {number} is a single token; nothing can be predicted")
+    correct = total(model, windows, batch, hits, "LAMBADA")
+    return (
+        f" validation results on LAMBADA | number correct: {correct:.4E} | total examples: {len(windows):.4E} | "
+        f"avg accuracy: {correct / len(windows):.4E}"
+    )

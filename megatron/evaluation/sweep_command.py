@@ -1,0 +1,266 @@
+"""Validation losses of a run's checkpoints, all on the same samples."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from megatron.base.atomic import check_writable, write_whole
+from megatron.base.errors import UserError
+from megatron.base.option import derived, option
+from megatron.checkpoint.files import checkpoint_folder, saved_iterations
+from megatron.checkpoint.find import complete_iterations
+from megatron.checkpoint.manifest import MANIFEST
+from megatron.config.data import DataConfig
+from megatron.config.flags import ParsedSections
+from megatron.config.run import RunConfig
+from megatron.config.shortcuts import VALUE, Shortcut
+from megatron.evaluation.validation import data_of, mean_loss, open_samples
+from megatron.inference.flags import ModelFlags, check_layout, open_topology, parse_flags
+from megatron.inference.model import load_model, load_weights
+from megatron.topology.agree import gather_texts, together
+from megatron.topology.layout import Layout
+from megatron.training.metrics import perplexity
+from megatron.training.program import Ranks, run_program
+
+DESCRIPTION = """Validation losses of a run's checkpoints, all on the same samples.
+
+    python val_check_gpt.py --load checkpoints
+    python val_check_gpt.py --load checkpoints --first 1000 --step 1000 --valid-data-path other --output losses.json
+    python tools/launch.py --nproc-per-node 4 val_check_gpt.py --load checkpoints
+    python val_check_gpt.py --get_val_ppls --src_ckpt_path checkpoints --val_start_iteration 1000 \\
+        --val_target_iteration 9000 --val_ckpt_interval 1000 --val_ppls_save_path losses --experiment_name mine
+
+Data, sequence length and seed are those of the run that saved the checkpoints; data flags replace the data. Writes
+JSON with val_iters, val_lmloss and val_lmloss_ppl, after each checkpoint, so that a sweep that is interrupted goes on
+where it stopped. More processes than the model is split over share the samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepFlags:
+    """Which checkpoints, on how many samples."""
+
+    first: int = option(0, "First iteration.", unit="iterations", minimum=0)
+    last: int | None = derived("the newest", "Last iteration.", unit="iterations", minimum=0)
+    step: int = option(1, "Only every so many iterations, counted from --first.", unit="iterations", minimum=1)
+    eval_samples: int | None = derived(
+        "--eval-iters x the run's --global-batch-size", "Validation samples.", unit="samples", minimum=1
+    )
+    eval_iters: int | None = derived("the run's", "Validation batches.", unit="batches", minimum=1)
+    micro_batch_size: int = option(4, "Samples in a forward pass.", unit="samples", minimum=1)
+    output: str | None = derived("val_check.json in --load", "Where the losses go.", metavar="FILE")
+    val_ppls_save_path: str | None = derived(
+        "unused", "Same as --output FOLDER/NAME.json, of --experiment-name NAME.", metavar="FOLDER"
+    )
+    experiment_name: str = option("val_check", "Name of the file in --val-ppls-save-path.")
+    get_val_ppls: bool = option(
+        False, "Asks Optimus-CC for perplexities.", no_effect="perplexities are always written beside the losses"
+    )
+
+
+OLD_NAMES = tuple(
+    Shortcut(name=name, help=f"Optimus-CC's name of --{path.partition('.')[2]}.", sets={path: VALUE}, takes_value=True)
+    for name, path in (
+        ("src-ckpt-path", "model.load"),
+        ("val-start-iteration", "sweep.first"),
+        ("val-target-iteration", "sweep.last"),
+        ("val-ckpt-interval", "sweep.step"),
+    )
+)
+
+
+def output_of(load: str, sweep: SweepFlags) -> Path:
+    """Where the losses go."""
+    if sweep.val_ppls_save_path is not None:
+        return Path(sweep.val_ppls_save_path) / f"{sweep.experiment_name}.json"
+    return Path(sweep.output or Path(load) / "val_check.json")
+
+
+def check_together(sweep: SweepFlags, explicit: set[str], note: Callable[[str], None]) -> None:
+    """Checks flags that say the same thing.
+
+    Raises:
+        UserError: when two of them are given.
+    """
+    for one, other in (("eval_samples", "eval_iters"), ("output", "val_ppls_save_path")):
+        if getattr(sweep, one) is not None and getattr(sweep, other) is not None:
+            flags = [f"--{name.replace('_', '-')}" for name in (one, other)]
+            raise UserError(f"{' and '.join(flags)} exclude each other; leave one of them out")
+    if "sweep.experiment_name" in explicit and sweep.val_ppls_save_path is None:
+        note("--experiment-name: no effect without --val-ppls-save-path")
+
+
+def _wanted(number: int, sweep: SweepFlags, last: float) -> bool:
+    return sweep.first <= number <= last and (number - sweep.first) % sweep.step == 0
+
+
+def left_out(root: str, found: Sequence[int], sweep: SweepFlags) -> list[int]:
+    """Checkpoints of a sweep that are not complete."""
+    last = sweep.last if sweep.last is not None else math.inf
+    there = sorted(saved_iterations(Path(root)))
+    return [number for number in there if _wanted(number, sweep, last) and number not in found]
+
+
+def chosen(root: str, sweep: SweepFlags) -> list[int]:
+    """The iterations of a sweep, first to last.
+
+    Raises:
+        UserError: when there are none.
+    """
+    there = sorted(complete_iterations(root))
+    last = sweep.last if sweep.last is not None else max(there, default=0)
+    found = [number for number in there if _wanted(number, sweep, last)]
+    if not found:
+        have = ", ".join(map(str, there)) or "none"
+        damaged = ", ".join(map(str, left_out(root, found, sweep)))
+        also = f"; files of {damaged} are missing or damaged" if damaged else ""
+        raise UserError(f"--load {root}: no complete checkpoint from --first to --last; there are {have}{also}")
+    return found
+
+
+@dataclass
+class Losses:
+    """What a sweep has found, and the file that holds it.
+
+    Args:
+        path: of the file.
+        settings: what losses depend on besides the weights.
+        root: folder of the checkpoints.
+    """
+
+    path: Path
+    settings: dict[str, Any]
+    root: str
+    known: dict[int, tuple[float, str]] = field(default_factory=dict)
+
+    def _weights(self, iteration: int) -> str:
+        """A digest of a checkpoint's table of contents, which holds the checksums of all tensors."""
+        path = checkpoint_folder(Path(self.root), iteration) / MANIFEST
+        try:
+            contents = path.read_bytes()
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}; was the checkpoint removed meanwhile?") from error
+        return hashlib.blake2b(contents, digest_size=8).hexdigest()
+
+    def read(self) -> None:
+        """Takes what an earlier sweep found.
+
+        Raises:
+            UserError: when the file is something else, or of other samples.
+        """
+        if not self.path.exists():
+            return
+        try:
+            rows = json.loads(self.path.read_text())
+            columns = zip(rows["val_iters"], rows["val_lmloss"], rows["val_checkpoints"], strict=True)
+            self.known = {int(n): (float(loss), str(weights)) for n, loss, weights in columns}
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(f"--output {self.path}: is no result of an earlier sweep; name another file") from error
+        if any(rows.get(name) != value for name, value in self.settings.items()):
+            raise UserError(f"--output {self.path}: is of another run or other samples; name another file")
+
+    def of(self, iteration: int) -> float | None:
+        """A loss that is known, of the checkpoint as it is now."""
+        loss, weights = self.known.get(iteration, (None, ""))
+        return loss if weights == self._weights(iteration) else None
+
+    def add(self, iteration: int, loss: float) -> None:
+        """Keeps a loss, and writes the file."""
+        self.known[iteration] = (loss, self._weights(iteration))
+        rows = sorted((n, loss, weights) for n, (loss, weights) in self.known.items())
+        values = {
+            "val_iters": [n for n, _, _ in rows],
+            "val_lmloss": [loss for _, loss, _ in rows],
+            "val_lmloss_ppl": [perplexity(loss) for _, loss, _ in rows],
+            "val_checkpoints": [weights for _, _, weights in rows],
+            **self.settings,
+        }
+        write_whole(self.path, json.dumps(values, indent=1).encode(), "--output")
+
+
+def number_of_samples(flags: SweepFlags, config: RunConfig, replicas: int) -> int:
+    """Samples of each evaluation.
+
+    Raises:
+        UserError: when the copies of the model cannot share them.
+    """
+    if flags.eval_samples is None:
+        batches = config.validation.eval_iters if flags.eval_iters is None else flags.eval_iters
+        usual = batches * config.training.global_batch_size
+        if usual < replicas:
+            whose = "the run had " if flags.eval_iters is None else ""
+            raise UserError(f"{whose}--eval-iters {batches}; give --eval-samples")
+        return usual - usual % replicas
+    if flags.eval_samples % replicas:
+        raise UserError(f"--eval-samples {flags.eval_samples} does not divide by the {replicas} copies of the model")
+    return flags.eval_samples
+
+
+def sweep_all(flags: SweepFlags, model_flags: ModelFlags, parsed: ParsedSections, layout: Layout, ranks: Ranks) -> None:
+    """Measures checkpoint after checkpoint.
+
+    Raises:
+        UserError: on every rank, for files that cannot be used.
+    """
+    topology = open_topology(model_flags, layout, ranks.env)
+    group = topology.control.pg
+    # Training may save and remove checkpoints meanwhile: what rank 0 sees counts.
+    seen = together(group, lambda: json.dumps(chosen(model_flags.load, flags)) if topology.rank == 0 else "")
+    iterations: list[int] = json.loads(gather_texts(group, seen)[0])
+    if topology.rank == 0 and (damaged := left_out(model_flags.load, iterations, flags)):
+        named = ", ".join(map(str, damaged))
+        print(f"left out, since files are missing or damaged: iterations {named}", flush=True)
+    root, tokenizer = model_flags.load, parsed.sections["tokenizer"]
+    model = load_model(root, iteration=iterations[0], tokenizer=tokenizer, topology=topology)
+    config, samples = model.config, number_of_samples(flags, model.config, layout.dp)
+    data = data_of(config, parsed.sections["data"], parsed.explicit)
+    dataset = together(group, lambda: open_samples(config, data, samples, model))
+    settings = {"run": str(Path(root).resolve()), "samples": samples, "seed": config.training.seed,
+                "seq_length": config.model.seq_length, "data": vars(data), "tokenizer": vars(tokenizer)}  # fmt: skip
+    losses = Losses(output_of(root, flags), json.loads(json.dumps(settings)), root)
+    together(group, lambda: losses.read() if topology.rank == 0 else None)
+    loaded, lines = iterations[0], []
+    for iteration in tqdm(iterations, unit="checkpoint", disable=topology.rank != 0):
+        known = together(group, partial(losses.of, iteration) if topology.rank == 0 else lambda: None)
+        loss = model.tell_all_json(known, 0)
+        if loss is None:
+            if iteration != loaded:
+                load_weights(model.stage, root, iteration, topology)
+                loaded = iteration
+            loss = found = mean_loss(model, dataset, samples, flags.micro_batch_size)
+            together(group, partial(losses.add, iteration, found) if topology.rank == 0 else lambda: None)
+        ppl = f" | lm loss PPL: {perplexity(loss):.6E}" if math.isfinite(loss) else ""
+        lines.append(f"validation loss at iteration {iteration} | lm loss value: {loss:.6E}{ppl}")
+    if topology.rank == 0:
+        print("\n".join(lines), f"\nwritten to {losses.path}", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command: 0 when it is done, 2 with a one-line reason when not."""
+
+    def body(ranks: Ranks) -> None:
+        sections = {"sweep": SweepFlags, "data": DataConfig}
+        parsed = parse_flags(
+            sys.argv[1:] if argv is None else argv, sections, "val_check_gpt.py", DESCRIPTION, OLD_NAMES
+        )
+        model_flags: ModelFlags = parsed.sections["model"]
+        flags: SweepFlags = parsed.sections["sweep"]
+        if model_flags.ckpt_step is not None:
+            raise UserError(f"--ckpt-step {model_flags.ckpt_step}: a sweep takes --first and --last")
+        check_together(flags, parsed.explicit, parsed.notes.append)
+        chosen(model_flags.load, flags)
+        check_writable(output_of(model_flags.load, flags), "--output")
+        layout = check_layout(model_flags, ranks.env, replicas=True)
+        ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.sections, parsed.notes)
+        sweep_all(flags, model_flags, parsed, layout, ranks)
+
+    return run_program(body)

@@ -1,0 +1,75 @@
+"""Perplexity of a running text, such as WikiText-103's test set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.base.errors import UserError
+from megatron.data.text_file import read_utf8
+from megatron.evaluation.detokenize import wikitext
+from megatron.evaluation.scoring import Window, loss_sum, total
+from megatron.inference.model import LoadedModel
+from megatron.training.metrics import perplexity
+
+
+def read_text(path: str) -> tuple[str, int]:
+    """The text, with WikiText's spelling undone where the path says that it is that, and its words before that.
+
+    Raises:
+        UserError: when it cannot be read, or is empty.
+    """
+    text = read_utf8(path, "--valid-data")
+    words = len(text.strip().split(" "))
+    if words < 2:
+        raise UserError(f"--valid-data {path}: holds no text of two words or more, with a space between them")
+    return wikitext(text) if "wiki" in path else text, words
+
+
+def windows_of(tokens: Sequence[int], length: int, stride: int) -> list[Window]:
+    """Windows that predict every token but the first once, each from as many before it as fit.
+
+    Args:
+        tokens: of the text.
+        length: that the model reads.
+        stride: tokens that each window after the first predicts.
+    """
+    windows = [Window(tokens[: length + 1], min(length, len(tokens) - 1))]
+    done = windows[0].targets
+    while done < len(tokens) - 1:
+        new = min(stride, len(tokens) - 1 - done)
+        end = done + new + 1
+        # The last window may be shorter than the stride; it begins where it would if it were not.
+        start = done - (length - stride)
+        windows.append(Window(tokens[start:end], new))
+        done += new
+    return windows
+
+
+def evaluate(model: LoadedModel, read: tuple[str, int], path: str, stride: int | None, batch: int) -> str:
+    """The result line.
+
+    Args:
+        model: on every rank.
+        read: by ``read_text``.
+        path: of the text, for messages.
+        stride: see ``windows_of``; None: as long as the window, so that every token is read once.
+        batch: windows in a forward pass.
+
+    Raises:
+        UserError: for a text or stride that does not suit the model.
+    """
+    text, words = read
+    tokens = model.tokenizer.tokenize(text)
+    if len(tokens) < 2:
+        raise UserError(f"--valid-data {path}: is too short")
+    length = model.config.model.seq_length
+    if stride is not None and stride > length:
+        raise UserError(f"--overlapping-eval {stride} is more than the {length} tokens that the model reads")
+    windows = windows_of(tokens, length, stride or length)
+    loss = total(model, windows, batch, loss_sum, "WIKITEXT103") / (len(tokens) - 1)
+    ratio = (len(tokens) - 1) / (words - 1)
+    ppl, adjusted = perplexity(loss), perplexity(loss * ratio)
+    return (
+        f" validation results on WIKITEXT103 | avg loss: {loss:.4E} | ppl: {ppl:.4E} | adjusted ppl: {adjusted:.4E} | "
+        f"token ratio: {ratio} |"
+    )

@@ -1,0 +1,245 @@
+"""Generates text from a checkpoint of any layout, on one process or, under tools/launch.py, on several."""
+
+from __future__ import annotations
+
+import io
+import json
+import select
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+from megatron.base.atomic import atomic_write, check_writable
+from megatron.base.errors import UserError
+from megatron.base.option import derived, option
+from megatron.data.text_file import read_utf8
+from megatron.inference.flags import ModelFlags, SamplingFlags, check_layout, open_model, parse_flags
+from megatron.inference.generate import Generated, Token, generate
+from megatron.inference.model import LoadedModel
+from megatron.inference.text import TextStream, continuation, is_text
+from megatron.topology.agree import together
+from megatron.training.program import Ranks, run_program
+
+DESCRIPTION = """Generates text from a checkpoint of any layout, on one process or, under tools/launch.py, on several.
+
+    python tools/generate_samples_gpt.py --load DIR --prompt "def main("        one continuation, printed as it comes
+    python tools/generate_samples_gpt.py --load DIR --num-samples 8 --genfile samples.jsonl
+    python tools/generate_samples_gpt.py --load DIR --sample-input-file prompts.txt
+    python tools/generate_samples_gpt.py --load DIR                             asks for prompts
+    python tools/launch.py --nproc-per-node 4 tools/generate_samples_gpt.py --tensor-model-parallel-size 2
+        --pipeline-model-parallel-size 2 --load DIR ...                         a model split over four processes
+
+The model's shape and the tokenizer come from the checkpoint; tokenizer flags replace the latter, for files that have
+moved. The same seed gives the same texts at any batch size and on any layout, to rounding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskFlags:
+    """What is generated; without any of these, prompts are asked for."""
+
+    prompt: str | None = derived("none", "Continue this text and print the result.", metavar="TEXT")
+    sample_input_file: str | None = derived("none", "Continue each line of this file.", metavar="FILE")
+    sample_output_file: str | None = derived("the input file's name with .out", "Where those go.", metavar="FILE")
+    num_samples: int = option(0, "Write this many texts without a prompt to --genfile.", unit="texts", minimum=0)
+    genfile: str | None = derived("none", "JSON lines with text, length and finished.", metavar="FILE")
+    micro_batch_size: int = option(8, "Texts generated at once.", unit="texts", minimum=1)
+
+    @property
+    def output(self) -> tuple[str, str] | None:
+        """The flag and the name of the file that is written; None when what is generated is printed."""
+        if self.genfile is not None:
+            return "--genfile", self.genfile
+        if self.sample_output_file is not None:
+            return "--sample-output-file", self.sample_output_file
+        return ("--sample-output-file", f"{self.sample_input_file}.out") if self.sample_input_file else None
+
+
+class Session:
+    """A loaded model with the flags' way of choosing tokens.
+
+    Args:
+        model: on every rank.
+        choice: how tokens are chosen.
+        batch: texts generated at once.
+    """
+
+    def __init__(self, model: LoadedModel, choice: SamplingFlags, batch: int) -> None:
+        self.model = model
+        self.choice = choice
+        self.batch = batch
+        self.begun = 0
+
+    def continue_all(self, texts: Sequence[str], live: bool = False) -> list[Generated]:
+        """Continuations of a batch of texts; ``live`` prints the first as it comes."""
+        prompts = [self.model.tokenizer.tokenize(text) if text else [] for text in texts]
+        seeds = [self.choice.seed + self.begun + i for i in range(len(texts))]
+        self.begun += len(texts)
+        stream = TextStream(self.model.tokenizer, context=prompts[0])
+
+        def show(row: int, token: Token) -> bool:
+            print(stream.add(token.id), end="", flush=True)
+            return False
+
+        results = generate(
+            self.model,
+            prompts,
+            self.choice.out_seq_length,
+            self.choice.sampling(),
+            seeds,
+            cached=not self.choice.recompute,
+            on_token=show if live else None,
+        )
+        if live and self.model.is_sampling_rank:
+            print(stream.finish(), flush=True)
+        return results
+
+    def in_batches(self, texts: Sequence[str]) -> list[Generated]:
+        """Continuations of many texts, with a progress bar."""
+        samples: list[Generated] = []
+        with tqdm(total=len(texts), unit="text", disable=not self.model.is_sampling_rank) as bar:
+            for first in range(0, len(texts), self.batch):
+                samples += self.continue_all(texts[first : first + self.batch])
+                bar.update(len(samples) - first)
+        return samples
+
+    def text(self, sample: Generated) -> str:
+        return self.model.tokenizer.detokenize(sample.tokens)
+
+    def continuation(self, sample: Generated) -> str:
+        return continuation(self.model.tokenizer, sample.tokens, sample.prompt_length)
+
+    def write(self, task: TaskFlags, parts: Sequence[str]) -> None:
+        """Writes the file, on one rank; prints what it would hold when it cannot be written after all.
+
+        Raises:
+            UserError: on every rank, when it cannot.
+        """
+        assert task.output is not None
+        flag, name = task.output
+
+        def speak() -> None:
+            try:
+                with atomic_write(Path(name)) as stream:
+                    stream.write("".join(parts).encode())
+            except OSError as error:
+                print("".join(parts), end="", flush=True)
+                raise UserError(f"{flag} {name}: {error.strerror}; the texts are printed instead") from error
+
+        together(self.model.topology.control.pg, speak if self.model.is_sampling_rank else lambda: None)
+
+    def unconditional(self, task: TaskFlags) -> None:
+        samples = self.in_batches([""] * task.num_samples)
+        rows = [
+            {"text": self.text(sample), "length": len(sample.tokens), "finished": sample.finished} for sample in samples
+        ]
+        self.write(task, [f"{json.dumps(row)}\n" for row in rows])
+
+    def from_file(self, task: TaskFlags, texts: Sequence[str]) -> None:
+        parts = [
+            f"\nContext:{text}\n\nMegatron-LM:{self.continuation(sample)}\n"
+            for text, sample in zip(texts, self.in_batches(texts), strict=True)
+        ]
+        self.write(task, parts)
+
+    def _asked(self, patience_s: float) -> str:
+        """A line that rank 0 reads; the others hear now and then that it still waits."""
+        asking = "\nContext prompt (an empty line ends): "
+        if self.model.topology.rank == 0:
+            print(asking, end="", flush=True)
+        text: str | None = None
+        while text is None:
+            if self.model.topology.rank == 0:
+                alone = self.model.topology.layout.world_size == 1
+                there = alone or select.select([sys.stdin], [], [], min(20.0, patience_s / 3))[0]
+                text = sys.stdin.readline().rstrip("\n") if there else None
+                if text is not None and not is_text(text):
+                    print(f"that is no UTF-8 text{asking}", end="", flush=True)
+                    text = None
+            text = self.model.tell_all_json(text, src=0)
+        return text
+
+    def interactive(self, patience_s: float) -> None:
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # a bad line must not end the session
+        while True:
+            text = self._asked(patience_s)
+            if not text:
+                return
+            if self.model.is_sampling_rank:
+                print("\nMegatron-LM:", end="")
+            self.continue_all([text], live=True)
+
+
+def check(task: TaskFlags, choice: SamplingFlags) -> list[str]:
+    """Checks the flags as a whole; the lines of the input file.
+
+    Raises:
+        UserError: when they make no sense, or the file cannot be read.
+    """
+    choice.sampling()
+    if task.num_samples and not task.genfile:
+        raise UserError("--num-samples needs --genfile FILE to write to")
+    if task.genfile and not task.num_samples:
+        raise UserError("--genfile needs --num-samples N, how many texts to write")
+    asked = [name for name in ("prompt", "sample_input_file", "num_samples") if getattr(task, name)]
+    if len(asked) > 1:
+        raise UserError(f"{' and '.join('--' + name.replace('_', '-') for name in asked)} exclude each other")
+    if task.prompt is not None and not is_text(task.prompt):
+        raise UserError("--prompt: is no UTF-8 text; --sample-input-file reads prompts from a file")
+    if task.sample_output_file is not None and task.sample_input_file is None:
+        raise UserError("--sample-output-file needs --sample-input-file, what to continue")
+    texts = [] if task.sample_input_file is None else read_prompts(task.sample_input_file)
+    if task.output is not None:
+        flag, name = task.output
+        check_writable(name, flag)
+        if task.sample_input_file is not None and _same(name, task.sample_input_file):
+            raise UserError(f"{flag} {name}: holds the prompts, which would be lost; name another file")
+    return texts
+
+
+def _same(one: str, other: str) -> bool:
+    return Path(one).exists() and Path(one).samefile(other)
+
+
+def read_prompts(path: str) -> list[str]:
+    """The lines of a file that are not empty.
+
+    Raises:
+        UserError: when there are none, or it cannot be read.
+    """
+    texts = [line for line in read_utf8(path, "--sample-input-file").split("\n") if line.strip()]
+    if not texts:
+        raise UserError(f"--sample-input-file {path}: has no line with a prompt")
+    return texts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command: 0 when it is done, 2 with a one-line reason when not."""
+
+    def body(ranks: Ranks) -> None:
+        sections = {"task": TaskFlags, "sampling": SamplingFlags}
+        parsed = parse_flags(sys.argv[1:] if argv is None else argv, sections, "generate_samples_gpt.py", DESCRIPTION)
+        model: ModelFlags = parsed.sections["model"]
+        task: TaskFlags = parsed.sections["task"]
+        choice: SamplingFlags = parsed.sections["sampling"]
+        texts = check(task, choice)
+        layout = check_layout(model, ranks.env, replicas=False)
+        ranks.join(model.backend, model.distributed_timeout_minutes, parsed.sections, parsed.notes)
+        session = Session(
+            open_model(model, parsed.sections["tokenizer"], layout, ranks.env), choice, task.micro_batch_size
+        )
+        if task.num_samples:
+            session.unconditional(task)
+        elif texts:
+            session.from_file(task, texts)
+        elif task.prompt is not None:
+            if session.model.is_sampling_rank:
+                print(task.prompt, end="", flush=True)
+            session.continue_all([task.prompt], live=True)
+        else:
+            session.interactive(60 * model.distributed_timeout_minutes)
+
+    return run_program(body)

@@ -1,0 +1,156 @@
+"""Serves a trained model over HTTP, on one process or, under tools/launch.py, on several."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron.base.errors import UserError
+from megatron.base.option import option
+from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
+from megatron.inference.jobs import follow
+from megatron.inference.model import LoadedModel
+from megatron.inference.server.requests import Limits
+from megatron.inference.server.worker import Worker
+from megatron.topology.agree import together
+from megatron.training.program import Ranks, run_program
+
+if TYPE_CHECKING:  # what the server extra installs
+    from megatron.inference.server.hosts import AllowedHosts
+
+DESCRIPTION = """Serves a trained model over HTTP, on one process or, under tools/launch.py, on several.
+
+    pip install -e '.[server]'
+    python tools/run_text_generation_server.py --load DIR                       then open http://127.0.0.1:5000
+    python tools/launch.py --nproc-per-node 2 tools/run_text_generation_server.py --tensor-model-parallel-size 2 \\
+        --load DIR
+
+    curl -X PUT localhost:5000/api -H 'Content-Type: application/json' \\
+        -d '{"prompts": ["Once upon a time"], "tokens_to_generate": 32}'
+    curl localhost:5000/v1/completions -H 'Content-Type: application/json' \\
+        -d '{"prompt": "Once upon a time", "max_tokens": 32, "stream": true}'
+    python tools/text_generation_cli.py localhost:5000
+
+PUT /api is Megatron's, POST /v1/completions OpenAI's; GET /health says whether the server works, GET / is a form.
+Requests are done one after the other; what one may cost, and how many may wait, is bounded. There is no encryption
+and no password: whoever reaches the port may use the model, which is why it is this machine alone unless --host says
+otherwise. Requests must name the server as it is known (their Host header): by a loopback name, by what --allowed-host
+adds, and where it listens to others also by an address or this machine's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFlags:
+    """The port, and what a request may cost. How tokens are chosen, each request says."""
+
+    host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 is every one of this machine.", metavar="ADDRESS")
+    port: int = option(5000, "Port to listen at; 0 takes a free one and prints it.", minimum=0, maximum=65535)
+    allowed_host: list[str] = option(  # noqa: RUF009
+        [],
+        "A name that requests may call the server by, beside its own; once for each, * for any.",
+        metavar="NAME",
+        repeatable=True,
+    )
+    max_connections: int = option(
+        512,
+        "Connections that are served; others are told to come again.",
+        unit="connections",
+        minimum=1,
+        maximum=65536,
+    )
+    max_queue: int = option(32, "Requests that may wait; more are told to come again.", unit="requests", minimum=1)
+    max_tokens_to_oom: int = option(
+        12000, "Prompts x (tokens of the longest + new ones) of a request, at most.", unit="tokens", minimum=1
+    )
+    max_request_bytes: int = option(1 << 20, "Length of a request, at most.", unit="bytes", minimum=1)
+
+
+def hosts_of(flags: ServerFlags) -> AllowedHosts:
+    """The names that the server goes by.
+
+    Raises:
+        UserError: for one that is no name.
+    """
+    from megatron.inference.server.hosts import AllowedHosts
+
+    return AllowedHosts(flags.host, flags.allowed_host)
+
+
+def listen(flags: ServerFlags) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+        UserError: when it cannot.
+    """
+    from megatron.inference.server.listening import BACKLOG
+
+    try:
+        family = socket.AF_INET6 if ":" in flags.host else socket.AF_INET
+        return socket.create_server((flags.host, flags.port), family=family, backlog=BACKLOG)
+    except (OSError, OverflowError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"--host {flags.host} --port {flags.port}: {reason}; choose others") from error
+
+
+def serve(model: LoadedModel, flags: ServerFlags, patience_s: float, listening: socket.socket) -> None:
+    """Answers requests until SIGINT or SIGTERM ends it.
+
+    Raises:
+        CommunicationError: when another rank is gone.
+    """
+    from megatron.inference.server.app import Server
+    from megatron.inference.server.listening import HTTPServer, configuration, room_for
+
+    def ended() -> None:
+        server.should_exit = True
+
+    worker = Worker(model, flags.max_queue, patience_s, ended)
+    limits = Limits(model.window, flags.max_tokens_to_oom)
+    name = f"megatron-cc-{model.iteration}"
+    app = Server(worker, limits, flags.max_request_bytes, name, hosts_of(flags)).app()
+    host, port = listening.getsockname()[:2]
+    where = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    most = room_for(flags.max_connections)
+    if most < flags.max_connections:
+        print(f"note: --max-connections is {most}: this process may not have more files open (ulimit -n)", flush=True)
+    config = configuration(app, most)
+    server = HTTPServer(config, worker, lambda: print(f"serving {name} at {where}", flush=True))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # uvicorn takes both while it runs, and raises them again when it has ended: nothing is left to do then.
+        signal.signal(number, lambda *_: ended())
+    worker.start()
+    server.run(sockets=[listening])
+    worker.stop()
+    if worker.error is not None:
+        raise worker.error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command: 0 when a signal ended it, 2 with a one-line reason for bad input."""
+
+    def body(ranks: Ranks) -> None:
+        given = sys.argv[1:] if argv is None else argv
+        parsed = parse_flags(given, {"server": ServerFlags}, "run_text_generation_server.py", DESCRIPTION)
+        model_flags: ModelFlags = parsed.sections["model"]
+        flags: ServerFlags = parsed.sections["server"]
+        try:
+            import starlette  # noqa: F401
+            import uvicorn  # noqa: F401
+        except ImportError as error:
+            raise UserError(f"{error.name} is missing: pip install -e '.[server]'") from error
+        hosts_of(flags)  # refuses what is no name before the ranks meet
+        layout = check_layout(model_flags, ranks.env, replicas=False)
+        ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.sections, parsed.notes)
+        model = open_model(model_flags, parsed.sections["tokenizer"], layout, ranks.env)
+        listening = together(model.topology.control.pg, lambda: listen(flags) if model.is_sampling_rank else None)
+        if listening is None:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)  # the sampling rank lets this rank go
+            follow(model)
+        else:
+            serve(model, flags, 60 * model_flags.distributed_timeout_minutes, listening)
+
+    return run_program(body)

@@ -1,0 +1,294 @@
+"""Predicts what a training run costs on a cluster, and finds the layout, schedule and compressors that make it fastest.
+
+    python tools/plan.py --config run.yaml --cluster cluster.yaml             the run as it is, and the fastest ones
+    python tools/plan.py --config run.yaml --cluster cluster.yaml --no-search the run as it is
+    python tools/launch.py --nproc-per-node 8 tools/plan.py --config run.yaml --cluster cluster.yaml --measure
+
+--config is what pretrain_gpt.py --config reads (and writes, to config.yaml beside its checkpoints). --cluster describes
+the devices and links; examples/clusters holds some. --measure fills its rates in by a probe of about a minute on the
+machine itself: alone it measures the device, under tools/launch.py the links as well, with the ranks of a node one
+after the other. A device's memory, the sizes of the cluster and what this probe does not measure stay what the file
+says; the file's comments are lost.
+
+Predicted are seconds of an iteration and what they are spent on, memory of the fullest device, bytes of each
+communication point, and MFU. The real model and compressors are run on tensors without contents for that, and the real
+pipeline schedules are played through. What a compressor does to the loss is not predicted: see docs/compression.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from megatron.base.atomic import check_writable, write_whole
+from megatron.base.errors import UserError
+from megatron.config.flags import parse_args
+from megatron.config.run import RunConfig
+from megatron.planner.choice import Choice, choice_of
+from megatron.planner.cluster import MOST_GPUS, Cluster, Device, read_cluster, write_cluster
+from megatron.planner.measure import described, measure_all
+from megatron.planner.predict import Prediction, Predictor
+from megatron.planner.report import breakdown, reason, table
+from megatron.planner.search import SPEC_SETS, search
+from megatron.tokenizer.build import build_tokenizer
+from megatron.tokenizer.vocabulary import model_entries
+from megatron.topology.launch import LaunchEnvironment, init_process_group, pick_device, shutdown
+from megatron.topology.topology import build_topology
+from megatron.training.assembly import layout_of
+
+GPT2_VOCAB = 50257
+ODD = 10.0
+"""Measured over computed seconds that ask for an explanation."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--config", required=True, metavar="FILE", help="YAML configuration of the run")
+    made.add_argument("--cluster", required=True, metavar="FILE", help="YAML description of the cluster")
+    made.add_argument("--measure", action="store_true", help="measure this machine and write its rates to --cluster")
+    made.add_argument("--gpus", type=int, metavar="N", help="devices, instead of the cluster file's")
+    made.add_argument("--no-search", action="store_true", help="predict the run as it is, and nothing else")
+    made.add_argument("--top", type=int, default=5, metavar="N", help="layouts that are shown, each at its fastest (5)")
+    made.add_argument(
+        "--specs",
+        action="append",
+        metavar='"SPEC SPEC"',
+        help="compressors that serve together, as in --compress; once for each set to be searched, in place of the "
+        'usual ones; "" is no compression',
+    )
+    made.add_argument(
+        "--vocab-size", type=int, metavar="N", help="entries of the vocabulary, instead of the tokenizer's"
+    )
+    made.add_argument("--json", metavar="FILE", help="write the predictions there, too")
+    made.add_argument("--write", metavar="FILE", help="write the fastest run's configuration there")
+    return made
+
+
+def entries_of(config: RunConfig) -> int:
+    """Entries of the run's vocabulary.
+
+    Raises:
+        UserError: when its tokenizer cannot be built here.
+    """
+    if config.tokenizer.tokenizer_type is None:
+        return config.tokenizer.vocab_size or GPT2_VOCAB
+    try:
+        built = build_tokenizer(config.tokenizer)
+    except UserError as error:
+        if config.tokenizer.tokenizer_type == "GPT2BPETokenizer":
+            return config.tokenizer.vocab_size or GPT2_VOCAB
+        raise UserError(f"{error}; or give the number of its entries with --vocab-size") from error
+    return model_entries(config.tokenizer, built)
+
+
+def _without_pipeline(config: RunConfig, world_size: int) -> RunConfig:
+    """The same model on the ranks that measure: tensor-parallel as it will be where there are several, no pipeline."""
+    tp = config.parallel.tensor_model_parallel_size if world_size > 1 else 1
+    replicas = max(world_size // tp, 1)
+    one = Choice(tp, 1, replicas, micro_batch=config.training.micro_batch_size, sequence_parallel=tp > 1)
+    training = dataclasses.replace(config.training, global_batch_size=replicas * config.training.micro_batch_size)
+    backend: Literal["nccl", "gloo"] = "nccl" if torch.cuda.is_available() else "gloo"
+    parallel = dataclasses.replace(config.parallel, distributed_backend=backend)
+    made = dataclasses.replace(config, training=training, parallel=parallel)
+    return one.configure(made).resolve(world_size, cuda_available=torch.cuda.is_available())
+
+
+def _this_machine() -> Cluster:
+    """What is known of the machine before anything is measured: how many ranks, and their memory."""
+    env = LaunchEnvironment.read()
+    here = env.ranks_here
+    if not torch.cuda.is_available():
+        return Cluster(gpus=env.world_size, gpus_per_node=here, device=Device(memory_gib=4.0))
+    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    return Cluster(gpus=env.world_size, gpus_per_node=here, device=Device(memory_gib=memory))
+
+
+def measure(config: RunConfig, cluster: Cluster, vocab_size: int, specs: Sequence[str], path: Path) -> Cluster | None:
+    """Measures this machine; the cluster on the first rank, which writes it down, and None on the others."""
+    env = LaunchEnvironment.read()
+    if env.world_size == 1:
+        found = measure_all(_without_pipeline(config, 1), vocab_size, specs, None, 1)
+    else:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        resolved = _without_pipeline(config, env.world_size)
+        init_process_group(env, backend, timeout_minutes=10)
+        topology = build_topology(layout_of(resolved, env.world_size), pick_device(backend, env.local_rank))
+        found = measure_all(resolved, vocab_size, specs, topology, env.ranks_here)
+        shutdown()
+        if env.rank:
+            return None
+    made = described(found, cluster)
+    write_whole(path, write_cluster(made).encode(), "--cluster")
+    odd = [f"{name} {value:.3g}" for name, value in found.items() if name in made.corrections and value > ODD]
+    if odd:
+        print(f"note: {', '.join(odd)} times what the rates give: is the machine busy, or the model very small?")
+    return made
+
+
+def spec_sets(options: argparse.Namespace, config: RunConfig) -> list[tuple[str, ...]]:
+    """The sets of compressors that are searched.
+
+    Args:
+        options: of the command line.
+        config: as it was given.
+
+    Raises:
+        UserError: for one that cannot be read, or that training would refuse.
+    """
+    if options.specs is None:
+        return list(dict.fromkeys([*SPEC_SETS, tuple(config.compression.compress)]))
+    if options.no_search:
+        raise UserError("--specs names what is searched; leave it out, or --no-search")
+    sets = [tuple(text.split()) for text in options.specs]
+    for specs in sets:
+        try:
+            searchable(config, specs)
+        except UserError as error:
+            raise UserError(str(error).replace("--compress", "--specs", 1)) from error
+    return sets
+
+
+def plannable(config: RunConfig, gpus: int) -> RunConfig:
+    """The configuration, resolved.
+
+    Raises:
+        UserError: when training would refuse it on so many devices, or the planner does.
+    """
+    # The devices are the cluster's, whatever this machine has.
+    resolved = config.resolve(gpus, cuda_available=True)
+    recompute = resolved.recompute
+    if recompute.recompute_granularity == "full" and (
+        recompute.recompute_method == "block" or recompute.recompute_num_layers != 1
+    ):
+        raise UserError(
+            "--recompute-method block and --recompute-num-layers are not planned; plan uniform with 1 layer, "
+            "which keeps the input of each layer"
+        )
+    return resolved
+
+
+def searchable(config: RunConfig, specs: Sequence[str] = ()) -> RunConfig:
+    """The model and the batch of a run, whatever its layout, with compressors, resolved.
+
+    Raises:
+        UserError: when something else is wrong with it, or training would refuse the compressors on every layout.
+    """
+    return plannable(Choice(1, 1, 1, specs=tuple(specs)).configure(config), 1)
+
+
+def show(
+    predictor: Predictor,
+    as_it_is: bool,
+    sets: Sequence[tuple[str, ...]],
+    config: RunConfig,
+    options: argparse.Namespace,
+) -> list[Prediction]:
+    """Prints predictions, of the run as it is if it can be, and of the fastest; what was printed, the fastest last.
+
+    Args:
+        predictor: of the model.
+        as_it_is: whether the run's own layout suits the cluster.
+        sets: of compressors, to be searched.
+        config: as it was given.
+        options: of the command line.
+    """
+    memory = predictor.cluster.device.memory_gib
+    shown: list[Prediction] = []
+    if as_it_is:
+        given = predictor.predict(choice_of(predictor.config, predictor.cluster.gpus))
+        shown.append(given)
+        print(f"the run as it is, on {predictor.cluster.name}:\n{table([given], memory)}\n{breakdown(given)}")
+        if given.memory_bytes > memory * 2**30:
+            print(f"  it does not fit: {given.memory_bytes / 2**30:.1f} GiB of {memory:.0f}")
+    if options.no_search:
+        return shown
+    start = time.perf_counter()
+    found = search(predictor, sets, options.top)
+    spent = time.perf_counter() - start
+    print(
+        f"\nthe fastest of each of the fastest layouts, of {found.considered} choices ({found.predicted} predicted in "
+        f"{spent:.1f} s, {found.too_large} too large, the others ruled out by their lower bounds):"
+    )
+    print(f"{table(found.best, memory)}\n\nthe fastest:\n{breakdown(found.best[0], config)}")
+    if len(found.best) > 1:
+        print(f"the runner-up is {reason(found.best[0], found.best[1])}")
+    if options.write:
+        write_whole(options.write, found.best[0].choice.configure(config).to_yaml().encode(), "--write")
+        print(f"the fastest run's configuration is written to {options.write}")
+    return [*shown, *found.best]
+
+
+def run(options: argparse.Namespace) -> None:
+    """The whole command.
+
+    Raises:
+        UserError: for anything that is wrong with what it was given.
+    """
+    path = Path(options.cluster)
+    for flag, name in (("--json", options.json), ("--write", options.write)):
+        if name is not None:
+            check_writable(name, flag)
+    if options.write and options.no_search:
+        raise UserError("--write writes what the search finds; leave out --no-search")
+    config = parse_args(["--config", options.config]).config
+    cluster = read_cluster(path) if path.exists() or not options.measure else _this_machine()
+    gpus = options.gpus or cluster.gpus
+    try:
+        base, refusal = plannable(config, gpus), None
+    except UserError as error:
+        if options.no_search or config.training.global_batch_size is None:
+            raise
+        base, refusal = searchable(config), error
+    sets = spec_sets(options, config)
+    vocab_size = options.vocab_size or entries_of(config)
+    if options.measure:
+        check_writable(options.cluster, "--cluster")
+        measured = measure(config, cluster, vocab_size, config.compression.compress, path)
+        if measured is None:
+            return
+        print(f"measured; written to {path}\n")
+        cluster = measured
+    if refusal is not None:
+        print(f"the run as it is cannot be planned on {gpus} devices: {refusal}")
+    predictor = Predictor(base, dataclasses.replace(cluster, gpus=gpus), vocab_size)
+    shown = show(predictor, refusal is None, sets, config, options)
+    if options.json:
+        found = json.dumps([dataclasses.asdict(one) for one in shown], indent=1)
+        write_whole(options.json, found.encode(), "--json")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    made = parser()
+    options = made.parse_args(arguments)
+    for name in ("gpus", "top", "vocab_size"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            made.error(f"--{name.replace('_', '-')} {value}: give at least 1")
+    if options.gpus is not None and options.gpus > MOST_GPUS:
+        made.error(f"--gpus {options.gpus}: give at most {MOST_GPUS:,}")
+    try:
+        run(options)
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"plan: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader has seen enough (| head); what is left in the buffer must not fail again at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        print(f"plan: error: the model is too large to be planned ({error})", file=sys.stderr)
+        return 2
+    return 0

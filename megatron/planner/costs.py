@@ -1,0 +1,217 @@
+"""What the stages of a choice cost, gathered from pieces that are run dry once and remembered."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from megatron.base.errors import UserError
+from megatron.comm.policy import CompressionPlan
+from megatron.compression.points import Point
+from megatron.compression.schedule import RunLength
+from megatron.compression.spec import Spec
+from megatron.config.run import RunConfig
+from megatron.planner.choice import Choice
+from megatron.planner.cluster import CODING, Cluster, Wire, across_wire, hop_wire, wire_between
+from megatron.planner.dry_run import DryStand
+from megatron.planner.pieces import Message, Piece, Pieces, Reduction, message
+
+_T = TypeVar("_T")
+
+STEADY = 1 << 40
+"""An iteration after all warm-ups."""
+
+TP_POINTS = (Point.TP_FWD, Point.TP_BWD)
+
+
+@dataclass(frozen=True)
+class Wires:
+    """What each kind of group gets of the links; ``hops`` by the pipeline rank that the next one is behind."""
+
+    tp: Wire
+    dp: Wire
+    hops: tuple[Wire, ...]
+    ends: Wire
+    holders: Wire
+    world: Wire
+
+
+def wires_of(cluster: Cluster, choice: Choice) -> Wires:
+    """Ranks count tensor-parallel fastest, then data-parallel, then pipeline stages."""
+    replica = choice.tp * choice.dp
+    dp = wire_between(cluster, choice.dp, choice.tp)
+    # The first and the last stage; where they are in one node, all are.
+    ends = hop_wire(cluster, replica, choice.pp - 1, choice.pp)
+    holders = ends
+    if ends.per_node == 1:
+        # Those of one stage follow each other as its replicas do.
+        together = min(dp.per_node, choice.dp)
+        holders = across_wire(cluster, together, min(replica, cluster.gpus_per_node) / together)
+    return Wires(
+        tp=wire_between(cluster, choice.tp, 1),
+        dp=dp,
+        hops=tuple(hop_wire(cluster, replica, stage, choice.pp) for stage in range(choice.pp)),
+        ends=ends,
+        holders=holders,
+        world=wire_between(cluster, choice.world_size, 1),
+    )
+
+
+class CostBook:
+    """Looks costs up, and runs what is not in it yet.
+
+    Args:
+        config: resolved; choices replace its layout and compressors.
+        cluster: the devices and links.
+        vocab_size: entries of the vocabulary.
+    """
+
+    def __init__(self, config: RunConfig, cluster: Cluster, vocab_size: int) -> None:
+        self.config = config
+        self.cluster = cluster
+        self.vocab_size = vocab_size
+        # All warm-ups are over at the step that is planned, however long they are.
+        self._length = RunLength(config.training.train_iters or 1_000_000, lambda epochs: 1)
+        self._stand = DryStand(cluster.device)
+        self._specs: dict[str, Spec] = {}
+        self._sets: dict[tuple[str, ...], dict[Point, Spec]] = {}
+        self._pieces: dict[object, Piece] = {}
+        self._reductions: dict[object, Reduction] = {}
+        self._messages: dict[object, Message] = {}
+
+    def specs(self, choice: Choice) -> dict[Point, Spec]:
+        """The compressors of a choice."""
+        if choice.specs not in self._sets:
+            for text in choice.specs:
+                if text not in self._specs:
+                    only = dataclasses.replace(self.config.compression, compress=[text])
+                    (self._specs[text],) = only.specs(self._length).values()
+            self._sets[choice.specs] = {self._specs[text].point: self._specs[text] for text in choice.specs}
+        return self._sets[choice.specs]
+
+    def _text(self, choice: Choice, *points: Point) -> tuple[str, ...]:
+        """The specs of some points."""
+        self.specs(choice)
+        return tuple(text for text in choice.specs if self._specs[text].point in points)
+
+    def coding(self, choice: Choice, *points: Point) -> float:
+        """The correction of the compressors of some points."""
+        found = [self.cluster.correction(CODING + text) for text in self._text(choice, *points)]
+        return max(found, default=1.0)
+
+    def _dry(self, choice: Choice, specs: Mapping[Point, Spec], stage: int = 0) -> Pieces:
+        config = choice.configure(self.config)
+        plan = CompressionPlan(specs, stage, choice.pp)
+        plan.begin(STEADY)
+        return Pieces(config, self.vocab_size, self._stand, plan, STEADY)
+
+    def piece(self, choice: Choice, name: str) -> Piece:
+        """A piece's forward and backward."""
+        texts = self._text(choice, *TP_POINTS)
+        recompute = choice.recompute if name == "layer" else None
+        key = (name, choice.tp, choice.sequence_parallel, choice.micro_batch, recompute, texts)
+        if key not in self._pieces:
+            specs = {point: spec for point, spec in self.specs(choice).items() if point in TP_POINTS}
+            self._pieces[key] = planned(texts, lambda: self._dry(choice, specs).piece(name))
+        return self._pieces[key]
+
+    def reduction(self, choice: Choice, name: str, stage: int) -> Reduction:
+        """The sum of a piece's gradients over the replicas, on a stage."""
+        specs = self.specs(choice)
+        spec = specs.get(Point.DP_GRAD)
+        covered = spec is not None and spec.activation.covers_stage(stage, choice.pp)
+        texts = self._text(choice, Point.DP_GRAD) if covered else ()
+        # Summed elsewhere, or in the only stage's embedding.
+        fused = self.fused(choice) or (self.tied and choice.pp == 1 and name == "head")
+        replicas = _replicas(spec if covered else None, choice.dp)
+        key = (name, choice.tp, choice.sequence_parallel, choice.sharded, fused, texts, replicas)
+        if key not in self._reductions:
+            used = {Point.DP_GRAD: spec} if spec is not None and covered else {}
+            self._reductions[key] = planned(
+                texts,
+                lambda: self._dry(choice, used, stage).reduction(
+                    name, sharded=choice.sharded, fused=fused, replicas=replicas
+                ),
+            )
+        return self._reductions[key]
+
+    def embedding_sum(self, choice: Choice, shape: tuple[int, ...], elements: int) -> Reduction:
+        """The sum of the tied embedding over its holders."""
+        texts = self._text(choice, Point.EMBED_GRAD)
+        holders = 2 * choice.dp if self.fused(choice) else 2
+        replicas = _replicas(self.specs(choice).get(Point.EMBED_GRAD), holders)
+        key = ("tied", shape, elements, texts, replicas)
+        if key not in self._reductions:
+            specs = {p: spec for p, spec in self.specs(choice).items() if not p.sums or p is Point.EMBED_GRAD}
+            self._reductions[key] = planned(
+                texts, lambda: self._dry(choice, specs).embedding_sum(shape, elements, replicas)
+            )
+        return self._reductions[key]
+
+    def message(self, choice: Choice, point: Point, compressed: bool) -> Message:
+        """A pipeline message."""
+        texts = self._text(choice, point) if compressed else ()
+        parts = choice.tp if choice.sequence_parallel else 1
+        model = self.config.model
+        shape = torch.Size((model.seq_length // parts, choice.micro_batch, model.hidden_size))
+        key = (point, shape, texts)
+        if key not in self._messages:
+            specs = self.specs(choice) if compressed else {}
+            plan = CompressionPlan({p: spec for p, spec in specs.items() if p is point}, 0, choice.pp)
+            plan.begin(STEADY)
+            dtype = model.residual_dtype(self.config.precision.params_dtype)
+            self._messages[key] = planned(
+                texts,
+                lambda: message(plan.codec(point), shape, dtype, self._stand, choice.micro_batch),
+            )
+        return self._messages[key]
+
+    def gathered(self, choice: Choice, elements: int) -> Message:
+        """A replica's updated parameters, as it sends them to the others."""
+        texts = self._text(choice, Point.PARAM_GATHER)
+        key = (Point.PARAM_GATHER, elements, texts)
+        if key not in self._messages:
+            plan = CompressionPlan({p: s for p, s in self.specs(choice).items() if p is Point.PARAM_GATHER}, 0, 1)
+            plan.begin(STEADY)
+            dtype = self.config.precision.params_dtype
+            self._messages[key] = planned(
+                texts,
+                lambda: message(plan.codec(Point.PARAM_GATHER), torch.Size((elements,)), dtype, self._stand),
+            )
+        return self._messages[key]
+
+    def fused(self, choice: Choice) -> bool:
+        """Whether the tied embedding is summed once over all of its holders."""
+        spec = self.specs(choice).get(Point.EMBED_GRAD)
+        return spec is not None and spec.fused and choice.pp > 1 and self.tied
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output projection is the embedding."""
+        return not self.config.model.untie_embeddings_and_output_weights
+
+
+def _replicas(spec: Spec | None, size: int) -> int:
+    """Ranks that a sum is run dry with: two tell what any number send, unless each sends what all must have."""
+    return size if spec is not None and spec.name == "topk" else 2
+
+
+def planned(texts: tuple[str, ...], run: Callable[[], _T]) -> _T:
+    """Runs something dry.
+
+    Raises:
+        UserError: when a compressor decides by the contents of what it is given, of which there are none.
+    """
+    try:
+        return run()
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        if not texts:
+            raise
+        raise UserError(
+            f"--compress {' '.join(texts)}: cannot be planned, since what it sends depends on the numbers "
+            f"({str(error).splitlines()[0]}); leave it out, or time it in a short run"
+        ) from error

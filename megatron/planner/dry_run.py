@@ -1,0 +1,221 @@
+"""Runs the real code on tensors without contents, to learn what a step computes, keeps and sends.
+
+Model, buckets, compressors and tensor-parallel collectives are the ones that train; only the groups of ranks are
+stand-ins, which note what they are asked to send. Nothing is described a second time, so nothing can go stale.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from megatron.comm.ledger import Ledger
+from megatron.compression.points import Point
+from megatron.planner.cluster import Device
+from megatron.topology.group import Group, Pending, Work, num_bytes
+
+META = torch.device("meta")
+
+_FREE = frozenset(
+    {"detach", "alias", "_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "lift_fresh"}
+)
+"""Operations that neither read nor write; views are found by themselves."""
+
+
+@dataclass(frozen=True)
+class Talk:
+    """One collective that a group was asked for.
+
+    Args:
+        kind: all-reduce, reduce-scatter, all-gather, all-to-all or broadcast.
+        nbytes: of the whole tensor.
+    """
+
+    kind: str
+    nbytes: float
+
+
+@dataclass
+class Tally:
+    """What a part of a step costs one rank.
+
+    Args:
+        seconds: of operations that are no coding, at the device's rates.
+        coding_s: of encoding and decoding.
+        waited_s: for collectives, where they are real.
+        flops: of all its products.
+        talks: collectives, in their order.
+        sent: bytes that one rank sends, by point.
+    """
+
+    seconds: float = 0.0
+    coding_s: float = 0.0
+    waited_s: float = 0.0
+    flops: float = 0.0
+    talks: list[Talk] = field(default_factory=list)
+    sent: dict[Point, int] = field(default_factory=dict)
+
+    @staticmethod
+    def median(tallies: Sequence[Tally]) -> Tally:
+        """Of the same work done several times; the first time, which warms up, does not count if there are others.
+
+        A mean would be that of the one time at which the machine was busy with something else.
+        """
+        counted = tallies[1:] or tallies
+        return replace(
+            counted[-1],
+            seconds=statistics.median(tally.seconds for tally in counted),
+            coding_s=statistics.median(tally.coding_s for tally in counted),
+            waited_s=statistics.median(tally.waited_s for tally in counted),
+        )
+
+
+@cache
+def _out_of_place(packet: Any) -> Any:
+    """The operation that torch knows the FLOPs of: addmm for addmm_."""
+    name = packet.__name__
+    return getattr(torch.ops.aten, name.rstrip("_"), packet) if name.endswith("_") else packet
+
+
+class Recorder(TorchDispatchMode):
+    """Adds up the operations that run inside it; encoding and decoding apart.
+
+    Args:
+        device: whose rates count.
+    """
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device = device
+        self.tally = Tally()
+        self.ledger: Ledger = _ToldLedger(self)
+        self.coding = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        if not func.is_view and packet.__name__ not in _FREE:
+            formula = flop_registry.get(_out_of_place(packet))
+            flops = float(formula(*args, **(kwargs or {}), out_val=out)) if formula is not None else 0.0
+            moved = sum(num_bytes(leaf) for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor))
+            seconds = self.device.seconds(flops, moved)
+            self.tally.flops += flops
+            if self.coding:
+                self.tally.coding_s += seconds
+            else:
+                self.tally.seconds += seconds
+        return out
+
+    def take(self) -> Tally:
+        """What was recorded since the last call."""
+        taken, self.tally = self.tally, Tally()
+        return taken
+
+
+class _ToldLedger(Ledger):
+    """Tells a recorder what is coding, and what is sent."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def sent(self, point: Point, wire_bytes: int, raw_bytes: int | None = None) -> None:
+        tally = self.recorder.tally
+        tally.sent[point] = tally.sent.get(point, 0) + wire_bytes
+
+    @contextmanager
+    def encoding(self, point: Point) -> Iterator[None]:
+        self.recorder.coding += 1
+        try:
+            yield
+        finally:
+            self.recorder.coding -= 1
+
+    decoding = encoding
+
+
+class DryGroup(Group):
+    """Ranks that only the recorder hears.
+
+    Args:
+        size: ranks.
+        recorder: where the talks are noted.
+    """
+
+    def __init__(self, size: int, recorder: Recorder) -> None:
+        super().__init__(None, tuple(range(size)), 0, "a dry run", "nccl")
+        self.recorder = recorder
+
+    def start(self, what: str, sent: int, call: Callable[[], Work | None]) -> Pending:
+        rounds = 2 if what == "all-reduce" else 1
+        whole = sent if what == "broadcast" else sent * self.size / (rounds * (self.size - 1))
+        self.recorder.tally.talks.append(Talk(what, whole))
+        return Pending(None, sent, what)
+
+
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **_: Any) -> Tensor:
+    """The fused attention that a real device has, which the meta device would take apart."""
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)[0]
+    return out
+
+
+class DryStand:
+    """Where pieces run dry: the meta device, stand-ins for groups, and operations timed at a device's rates.
+
+    Args:
+        device: whose rates count.
+    """
+
+    torch_device = META
+    repeats = 1
+    attention = staticmethod(fused_attention)
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def recorder(self) -> Recorder:
+        """Adds up operations."""
+        return Recorder(self.device)
+
+    def group(self, size: int, recorder: Recorder) -> Group:
+        """Ranks that do not exist."""
+        return DryGroup(size, recorder)
+
+    def fill(self, x: Tensor) -> Tensor:
+        """Gives a tensor contents, where there are any."""
+        return x
+
+
+class SavedTensors:
+    """Bytes that autograd keeps for backward, each storage once.
+
+    Args:
+        ignored: tensors whose storage is kept anyway.
+    """
+
+    def __init__(self, *ignored: Tensor) -> None:
+        self._seen = {tensor.untyped_storage()._cdata for tensor in ignored}
+        self._alive: list[Tensor] = []
+        self.nbytes = 0
+
+    def add(self, x: Tensor) -> Tensor:
+        """Notes a tensor; for ``saved_tensors_hooks``."""
+        storage = x.untyped_storage()
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self._alive.append(x)
+            self.nbytes += storage.nbytes()
+        return x

@@ -1,0 +1,165 @@
+"""What a choice fills: memory, and links."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+
+from megatron.compression.points import Point
+from megatron.config.recompute import RecomputeConfig
+from megatron.parallel.pipeline.schedule import PipelineOp, epilogue, training_schedule
+from megatron.planner.choice import Choice
+from megatron.planner.costs import Wires
+from megatron.planner.stages import Stages, sent_bytes
+
+_IN_FLIGHT_GROUPS = 6
+"""Groups of micro-batches after which 1F1B holds no more activations than before."""
+
+
+@cache
+def _operations(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> list[PipelineOp]:
+    """A rank's schedule; of a long 1F1B step, one that is long enough to hold as many activations and end alike."""
+    if kind != "gpipe":
+        rest = micro_batches % pp if chunks == 1 else 0
+        micro_batches = min(micro_batches, _IN_FLIGHT_GROUPS * pp + rest)
+    return training_schedule(kind, pp, rank, chunks, micro_batches)
+
+
+@cache
+def most_held(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> int:
+    """Activations of chunks that a rank holds at once, at most."""
+    held = most = 0
+    for op in _operations(kind, pp, rank, chunks, micro_batches):
+        held += 1 if op.forward else -1
+        most = max(most, held)
+    return most
+
+
+@cache
+def _late(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> Counter[int]:
+    """Backward messages of each of a rank's chunks that leave in its epilogue."""
+    return Counter(op.chunk for op in epilogue(_operations(kind, pp, rank, chunks, micro_batches)))
+
+
+def memory(stages: Stages, choice: Choice) -> dict[str, float]:
+    """Bytes on the fullest rank, by what fills them."""
+    fullest: dict[str, float] = {}
+    book = stages.book
+    for rank in sorted({0, choice.pp // 2, choice.pp - 1}):
+        saved = [
+            sum(n * book.piece(choice, name).saved_bytes for name, n in stages.pieces_of(choice, virtual).items())
+            for virtual in range(rank, choice.pp * choice.chunks, choice.pp)
+        ]
+        held = most_held(choice.schedule, choice.pp, rank, choice.chunks, choice.micro_batches)
+        elements = stages.elements(choice, rank)
+        owned = elements / (choice.dp if choice.sharded else 1)
+        contents = stages.contents(choice, rank)
+        summed = choice.dp > 1 and Point.DP_GRAD in book.specs(choice)
+        reductions = [(n, book.reduction(choice, name, rank)) for name, n in contents.items() if n and summed]
+        filled = {
+            "parameters": float(elements * stages.param_bytes),
+            "gradients": float(elements * stages.grad_bytes),
+            "optimizer": owned * (12.0 if stages.param_bytes < 4 else 8.0),
+            "activations": held * max(saved),
+            "work space": _working_bytes(stages, choice, contents),
+            "compressors": sum(n * part.state_bytes for n, part in reductions) + _channel_bytes(stages, choice, rank),
+        }
+        if sum(filled.values()) > sum(fullest.values()):
+            fullest = filled
+    return fullest
+
+
+def _working_bytes(stages: Stages, choice: Choice, contents: Mapping[str, int]) -> float:
+    """What is needed at once, such as one group of layers while it is computed again."""
+    book = stages.book
+    found = max(book.piece(choice, name).working_bytes for name, n in contents.items() if n)
+    if choice.recompute.recompute_granularity == "full":
+        plain = book.piece(replace(choice, recompute=RecomputeConfig()), "layer").saved_bytes
+        groups = choice.recompute.recompute_method == "uniform"
+        found = max(found, plain * (choice.recompute.recompute_num_layers if groups else 1))
+    return found
+
+
+def _channel_bytes(stages: Stages, choice: Choice, rank: int) -> float:
+    """What the codecs of a rank's boundaries remember."""
+    if choice.pp == 1:
+        return 0.0
+    kept = 0.0
+    specs = stages.book.specs(choice)
+    for point in (Point.PP_FWD, Point.PP_BWD):
+        if point not in specs:
+            continue
+        sent = stages.book.message(choice, point, True)
+        ends = choice.chunks * (1 if rank in (0, choice.pp - 1) else 2)
+        options = specs[point].options
+        samples = getattr(options, "memory", 0) or getattr(options, "cache", 0)
+        kept += ends * (sent.kept_bytes / 2 + sent.sample_bytes * samples)
+    return kept
+
+
+def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
+    """Bytes that a device sends in a step, by point: the mean over the pipeline's ranks."""
+    found: dict[str, float] = {}
+    book = stages.book
+    for point in (Point.TP_FWD, Point.TP_BWD):
+        total = 0.0
+        for rank in range(choice.pp):
+            for name, count in stages.contents(choice, rank).items():
+                piece = book.piece(choice, name)
+                # Backward sends forward's messages too where it recomputes.
+                sent = piece.forward.sent.get(point, 0) + piece.backward.sent.get(point, 0)
+                total += count * choice.micro_batches * sent
+            if point is Point.TP_BWD:
+                total += sent_bytes([stages.partial_sum(choice, rank)], choice.tp)
+        found[point.value] = total / choice.pp
+    for point in (Point.PP_FWD, Point.PP_BWD):
+        found[point.value] = _messages(stages, choice, point) / choice.pp
+    found[Point.DP_GRAD.value] = sum(stages.stage(choice, rank, wires).sent for rank in range(choice.pp)) / choice.pp
+    tied = book.piece(choice, "embedding").tied_shape
+    if tied and choice.pp > 1:
+        fused = book.fused(choice)
+        part = book.embedding_sum(choice, tied, stages.tied_elements(choice))
+        each = sum(sent_bytes(talks, 2 * choice.dp if fused else 2) for talks in part.rounds)
+        found[Point.EMBED_GRAD.value] = 2 * each / choice.pp
+    if choice.sharded:
+        shares = (book.gathered(choice, -(-stages.elements(choice, rank) // choice.dp)) for rank in range(choice.pp))
+        found[Point.PARAM_GATHER.value] = sum(share.nbytes for share in shares) * (choice.dp - 1) / choice.pp
+    return {point: nbytes for point, nbytes in found.items() if nbytes}
+
+
+def _messages(stages: Stages, choice: Choice, point: Point) -> float:
+    """Bytes of all ranks' pipeline messages of a direction."""
+    total = 0.0
+    for boundary in range(choice.pp * choice.chunks - 1 if choice.pp > 1 else 0):
+        chunk, rank = divmod(boundary if point is Point.PP_FWD else boundary + 1, choice.pp)
+        late = 0
+        if point is Point.PP_BWD:
+            late = _late(choice.schedule, choice.pp, rank, choice.chunks, choice.micro_batches)[chunk]
+        for count, is_late in ((late, True), (choice.micro_batches - late, False)):
+            on = stages.compresses(choice, point, rank, is_late)
+            total += count * stages.book.message(choice, point, on).nbytes
+    return total
+
+
+def leaving(choice: Choice, wires: Wires, sent: Mapping[str, float]) -> dict[str, float]:
+    """Of the bytes sent, those that leave the node: of a ring, what its last member in a node sends."""
+    groups = {
+        Point.TP_FWD: (wires.tp, choice.tp),
+        Point.TP_BWD: (wires.tp, choice.tp),
+        Point.DP_GRAD: (wires.dp, choice.dp),
+        Point.PARAM_GATHER: (wires.dp, choice.dp),
+        Point.EMBED_GRAD: (wires.ends, 2),
+    }
+    found = {
+        point.value: sent[point.value] / wire.per_node
+        for point, (wire, size) in groups.items()
+        if point.value in sent and wire.per_node < size
+    }
+    boundaries = [wires.hops[boundary % choice.pp] for boundary in range(choice.pp * choice.chunks - 1)]
+    crossing = sum(wire.per_node == 1 for wire in boundaries)
+    for point in (Point.PP_FWD, Point.PP_BWD):
+        if crossing and point.value in sent:
+            found[point.value] = sent[point.value] * crossing / len(boundaries)
+    return found

@@ -1,0 +1,354 @@
+"""Measures the machine it runs on: rates, links, and how far the code's real times are from those that rates give.
+
+Under torchrun all ranks measure at the same time, as they would train, and the means are taken; alone, a process knows
+nothing of links.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.comm.ledger import Ledger
+from megatron.comm.policy import CompressionPlan
+from megatron.compression.points import Point
+from megatron.compression.spec import Spec
+from megatron.config.run import RunConfig
+from megatron.kernels.ops import finite_norm
+from megatron.planner.choice import Choice, choice_of
+from megatron.planner.cluster import CODING, PARTS, Cluster, Device, Link
+from megatron.planner.costs import STEADY, TP_POINTS, planned, wires_of
+from megatron.planner.dry_run import DryStand, Tally
+from megatron.planner.pieces import PIECES, Pieces, Stand, message
+from megatron.planner.stages import Stages
+from megatron.topology.clock import clock_of
+from megatron.topology.group import Group
+from megatron.topology.topology import Topology
+from megatron.training.traffic import gather_rows
+
+RATES = ("peak_tflops", "memory_gbyte_per_s", "op_us")
+"""What is measured of a device."""
+
+_SECONDS = 0.5
+"""That a rate is measured for."""
+
+_MESSAGE_SECONDS, _MESSAGE_BYTES = 0.3, 1 << 26
+"""Messages that measure a link's rate take or hold at least so much."""
+
+_UPDATE_ELEMENTS = 1 << 24
+"""Parameters of the optimizer's step that is timed, at most."""
+
+
+class Clock:
+    """A meter of real time: what is not spent coding or waiting is computing.
+
+    Args:
+        device: that computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.ledger = Ledger(clock=clock_of(device))
+        self.synchronize = self.ledger.clock.settle
+        self._start = 0.0
+
+    def __enter__(self) -> Clock:
+        self._restart()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def _restart(self) -> None:
+        self.synchronize()
+        self.ledger.clear()
+        self._start = time.perf_counter()
+
+    def take(self) -> Tally:
+        """Seconds since the last call."""
+        self.synchronize()
+        spent = time.perf_counter() - self._start
+        accounts = self.ledger.accounts.values()
+        coding, waited = sum(one.coded_s for one in accounts), sum(one.waited_s for one in accounts)
+        self._restart()
+        return Tally(spent - coding - waited, coding, waited)
+
+
+class LiveStand:
+    """Where pieces run for real.
+
+    Args:
+        device: torch's.
+        tp: the tensor-parallel ranks; None for this process alone.
+        repeats: of each piece; the first does not count.
+    """
+
+    attention = staticmethod(F.scaled_dot_product_attention)
+
+    def __init__(self, device: torch.device, tp: Group | None = None, repeats: int = 5) -> None:
+        self.torch_device = device
+        self.repeats = repeats
+        self.tp = tp
+
+    def recorder(self) -> Clock:
+        """Takes the time."""
+        return Clock(self.torch_device)
+
+    def group(self, size: int, recorder: Any) -> Group:
+        """The tensor-parallel ranks, or this one alone."""
+        if size > 1 and self.tp is not None:
+            return self.tp
+        return Group(None, (0,), 0, "this process", "none")
+
+    def fill(self, x: Tensor) -> Tensor:
+        """Small random numbers: others may be so small that processors slow down."""
+        return x.normal_(0.0, 0.02)
+
+
+def rate_of(run: Callable[[], object], synchronize: Callable[[], None]) -> float:
+    """Runs a second."""
+    run()
+    synchronize()
+    count, start = 0, time.perf_counter()
+    while time.perf_counter() - start < _SECONDS:
+        run()
+        synchronize()
+        count += 1
+    return count / (time.perf_counter() - start)
+
+
+def measure_device(dtype: torch.dtype, stand: LiveStand) -> Device:
+    """The rates of this process's device.
+
+    Args:
+        dtype: that is trained in.
+        stand: on it.
+    """
+    device, synchronize = stand.torch_device, stand.recorder().synchronize
+    cuda = device.type == "cuda"
+    side = 8192 if cuda else 1024
+    a, b = (stand.fill(torch.empty((side, side), dtype=dtype, device=device)) for _ in range(2))
+    products = rate_of(lambda: a @ b, synchronize)
+    large = torch.zeros((1 << 28) if cuda else (1 << 23), device=device)
+    other = torch.empty_like(large)
+    copies = rate_of(lambda: other.copy_(large), synchronize)
+    few = torch.zeros(16, device=device)
+    small = rate_of(lambda: [few.add_(1.0) for _ in range(100)], lambda: None) * 100
+    if cuda:
+        memory = torch.cuda.get_device_properties(device).total_memory / 2**30
+        name = torch.cuda.get_device_name(device)
+    else:
+        memory, name = 4.0, "CPU process"
+    return Device(
+        name=name,
+        peak_tflops=2 * side**3 * products / 1e12,
+        efficiency=1.0,
+        memory_gib=memory,
+        memory_gbyte_per_s=2 * large.numel() * 4 * copies / 1e9,
+        op_us=1e6 / small,
+    )
+
+
+class Corrections:
+    """Real over computed seconds, of the parts of a step and of compressors.
+
+    Args:
+        config: resolved.
+        vocab_size: entries of the vocabulary.
+        choice: the layout; its compressors do not count.
+        cluster: the measured rates of the devices and links that the stand is on.
+        stand: where the real times are taken.
+    """
+
+    def __init__(self, config: RunConfig, vocab_size: int, choice: Choice, cluster: Cluster, stand: LiveStand) -> None:
+        self.config = config
+        self.vocab_size = vocab_size
+        self.choice = dataclasses.replace(choice, specs=())
+        self.device = cluster.device
+        self.stand = stand
+        self.stages = Stages(config, cluster, vocab_size)
+        self.book = self.stages.book
+
+    def _pieces(self, specs: Mapping[Point, Spec], where: Stand) -> Pieces:
+        plan = CompressionPlan(specs, 0, self.choice.pp)
+        plan.begin(STEADY)
+        return Pieces(self.choice.configure(self.config), self.vocab_size, where, plan, STEADY)
+
+    def of_parts(self) -> dict[str, float]:
+        """By the names of ``PARTS``."""
+        found: dict[str, float] = {}
+        for name in PIECES:
+            dry, real = self.book.piece(self.choice, name), self._pieces({}, self.stand).piece(name)
+            found[f"{name} forward"] = real.forward.seconds / dry.forward.seconds
+            found[f"{name} backward"] = real.backward.seconds / dry.backward.seconds
+            if name == "layer" and self.choice.tp > 1:
+                computed = self.stages.passes(self.choice, wires_of(self.stages.cluster, self.choice))[name][2]
+                found["tensor parallel"] = (real.forward.waited_s + real.backward.waited_s) / computed
+        elements = self.book.piece(self.choice, "layer").parameters * self.config.model.num_layers
+        elements = min(elements, _UPDATE_ELEMENTS)
+        computed = elements * 36 / (self.device.memory_gbyte_per_s * 1e9)
+        found["optimizer"] = _update_seconds(elements, self.stand) / computed
+        return found
+
+    def of_coding(self, text: str) -> float:
+        """Of a compressor's encoding and decoding."""
+        ((point, spec),) = self.book.specs(dataclasses.replace(self.choice, specs=(text,))).items()
+        dry = planned((text,), lambda: self._coding_s(point, spec, DryStand(self.device)))
+        real = self._coding_s(point, spec, self.stand)
+        return real / dry if dry and real else 1.0
+
+    def _coding_s(self, point: Point, spec: Spec, where: Stand) -> float:
+        pieces = self._pieces({point: spec}, where)
+        if point in TP_POINTS:
+            piece = pieces.piece("layer")
+            return piece.forward.coding_s + piece.backward.coding_s
+        if point is Point.DP_GRAD:
+            return pieces.reduction("layer", replicas=1).coding_s
+        if point is Point.EMBED_GRAD:
+            shape = self.book.piece(self.choice, "embedding").tied_shape
+            return pieces.embedding_sum(shape, math.prod(shape), replicas=1).coding_s if shape else 0.0
+        model, keys = self.config.model, self.choice.micro_batch
+        shape = (model.seq_length, keys, model.hidden_size)
+        dtype = model.residual_dtype(self.config.precision.params_dtype)
+        sent = message(pieces.plan.codec(point), torch.Size(shape), dtype, where, keys)
+        return sent.encode_s + sent.decode_s
+
+
+def _update_seconds(elements: int, stand: LiveStand) -> float:
+    """Clearing fp32 gradients, their norm, and Adam's update."""
+    parameter = stand.fill(torch.empty(elements, device=stand.torch_device)).requires_grad_()
+    parameter.grad = stand.fill(torch.empty_like(parameter))
+    inner = torch.optim.AdamW([parameter], lr=1e-3, fused=True)
+    gradient = parameter.grad
+
+    def step() -> None:
+        finite_norm(gradient)
+        inner.step()
+        gradient.zero_()
+
+    return 1.0 / rate_of(step, stand.recorder().synchronize)
+
+
+def measure_links(topology: Topology, ranks_per_node: int) -> dict[str, float]:
+    """Latency and rate of the links, as all nodes see them at once.
+
+    Args:
+        topology: all ranks.
+        ranks_per_node: that share a node.
+
+    Returns:
+        inside_us, inside_gbit, across_us and across_gbit, those that there are; not numbers on a rank without a peer.
+    """
+    found: dict[str, float] = {}
+    for name, stride in (("inside", 1), ("across", ranks_per_node)):
+        if (name == "inside" and ranks_per_node == 1) or stride >= topology.layout.world_size:
+            continue
+        latency, nbytes = _ping_pong(topology, stride, 8, 50), 1 << 16
+        seconds = 0.0
+        while seconds < _MESSAGE_SECONDS and nbytes < _MESSAGE_BYTES:
+            nbytes *= 2
+            seconds = _ping_pong(topology, stride, nbytes, 2)
+            # The slowest pair says for all when a message is long enough.
+            seconds = max(row[0] for row in gather_rows(topology.control, Ledger(), [seconds]) if row[0] == row[0])
+        own = _ping_pong(topology, stride, nbytes, 3)
+        together = stride if name == "across" else 1
+        found[f"{name}_us"] = latency * 1e6
+        found[f"{name}_gbit"] = together * 8 * nbytes / max(own - latency, 1e-9) / 1e9
+    return found
+
+
+def _ping_pong(topology: Topology, stride: int, nbytes: int, count: int) -> float:
+    """Seconds of a message between this rank and its peer: even blocks of ``stride`` ranks begin, odd ones answer."""
+    world, rank = topology.world, topology.rank
+    begins = rank // stride % 2 == 0
+    peer = rank + stride if begins else rank - stride
+    alone = peer >= topology.layout.world_size
+    x = torch.zeros(nbytes, dtype=torch.uint8, device=topology.device)
+    topology.control.barrier()
+    start = time.perf_counter()
+    for turn in range(0 if alone else 2 * count):
+        sends = begins == (turn % 2 == 0)
+        (world.send if sends else world.recv)(x, peer).wait()
+    if topology.device.type == "cuda":
+        torch.cuda.synchronize()
+    return math.nan if alone else (time.perf_counter() - start) / (2 * count)
+
+
+def measure_all(
+    config: RunConfig, vocab_size: int, specs: Sequence[str], topology: Topology | None, ranks_per_node: int
+) -> dict[str, float]:
+    """Everything that a cluster's description holds, as plain numbers: the means over all ranks.
+
+    Args:
+        config: resolved for these ranks.
+        vocab_size: entries of the vocabulary.
+        specs: compressors to be timed; they need not fit into one run.
+        topology: all ranks; None for this process alone.
+        ranks_per_node: that share a node.
+    """
+    if topology is None:
+        torch_device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        choice, stand, found = (
+            Choice(1, 1, 1, micro_batch=config.training.micro_batch_size),
+            LiveStand(torch_device),
+            {},
+        )
+    else:
+        choice, stand = choice_of(config, topology.layout.world_size), LiveStand(topology.device, topology.tp)
+        found = measure_links(topology, ranks_per_node)
+    device = measure_device(config.precision.params_dtype, stand)
+    # All ranks compute with the same rates, so that their corrections can be averaged.
+    found |= _means({name: float(getattr(device, name)) for name in RATES}, topology)
+    world = topology.layout.world_size if topology is not None else 1
+    cluster = described(found, Cluster(gpus=world, gpus_per_node=ranks_per_node, device=device))
+    corrections = Corrections(config, vocab_size, choice, cluster, stand)
+    found |= corrections.of_parts()
+    found |= {CODING + text: corrections.of_coding(text) for text in specs}
+    return _means(found, topology)
+
+
+def _means(values: dict[str, float], topology: Topology | None) -> dict[str, float]:
+    """Of the ranks that know them."""
+    if topology is None:
+        return values
+    rows = torch.tensor(gather_rows(topology.control, Ledger(), list(values.values())), dtype=torch.float64)
+    return dict(zip(values, rows.nanmean(dim=0).tolist(), strict=True))
+
+
+def described(found: Mapping[str, float], base: Cluster) -> Cluster:
+    """A cluster with what ``measure_all`` found in it.
+
+    Args:
+        found: its numbers.
+        base: what else is known: names, sizes, links and corrections that were not measured.
+    """
+
+    def link(side: str, known: Link) -> Link:
+        return Link(found[f"{side}_gbit"], found[f"{side}_us"]) if f"{side}_gbit" in found else known
+
+    corrections = {name: value for name, value in found.items() if name in PARTS or name.startswith(CODING)}
+    corrections = {**base.corrections, **corrections}
+    return dataclasses.replace(
+        base,
+        device=_with_rates(base.device, found),
+        inside=link("inside", base.inside),
+        across=link("across", base.across),
+        corrections=corrections,
+    )
+
+
+def _with_rates(device: Device, found: Mapping[str, float]) -> Device:
+    """A device with measured rates; what products reach counts as their peak."""
+    return dataclasses.replace(
+        device,
+        peak_tflops=found["peak_tflops"],
+        efficiency=1.0,
+        memory_gbyte_per_s=found["memory_gbyte_per_s"],
+        op_us=found["op_us"],
+    )

@@ -1,0 +1,341 @@
+"""What each piece of the model costs one rank: forward, backward, memory, and the sum of its gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.comm.embedding import EmbeddingSync
+from megatron.comm.ledger import Ledger
+from megatron.comm.policy import CompressionPlan
+from megatron.comm.reducer import GradReducer
+from megatron.comm.tensor import TensorComm
+from megatron.compression.api import Codec
+from megatron.compression.state import CompressorState
+from megatron.config.recompute import RecomputeConfig
+from megatron.config.run import RunConfig
+from megatron.model.context import ForwardContext
+from megatron.model.gpt import GPTStage, StagePart
+from megatron.model.stages import padded_vocab_size
+from megatron.parallel.data.buffer import BucketKind, FlatBuffer, named_params
+from megatron.parallel.data.gradients import main_grad_dtype, reduced_bucket
+from megatron.parallel.tensor.embedding import VocabShard
+from megatron.parallel.tensor.shards import collect_specs
+from megatron.planner.dry_run import SavedTensors, Talk, Tally
+from megatron.topology.group import Group, num_bytes
+
+PIECES = ("embedding", "layer", "head")
+
+
+class Meter(Protocol):
+    """Finds out what the code inside it costs."""
+
+    ledger: Ledger
+
+    def take(self) -> Tally:
+        """The costs since the last call."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *_: Any) -> Any: ...
+
+
+class Stand(Protocol):
+    """Where pieces run: dry, or on a real device."""
+
+    torch_device: torch.device
+    repeats: int
+
+    def recorder(self) -> Any:
+        """A ``Meter``."""
+
+    def group(self, size: int, recorder: Any) -> Group:
+        """Ranks that sum with this one."""
+
+    @property
+    def attention(self) -> Callable[..., Tensor]:
+        """What computes attention; of ``ForwardContext``."""
+
+    def fill(self, x: Tensor) -> Tensor:
+        """Gives a tensor contents, in place, where it can have any."""
+
+
+_PARTS = {
+    "embedding": StagePart(range(0), first=True, last=False),
+    "layer": StagePart(range(1), first=False, last=False),
+    "head": StagePart(range(0), first=False, last=True),
+}
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The sum of a piece's gradients over two replicas.
+
+    Args:
+        rounds: by round, what is sent; the bytes do not depend on the number of replicas.
+        coding_s: of encoding and decoding.
+        state_bytes: what the compressors keep.
+    """
+
+    rounds: tuple[tuple[Talk, ...], ...] = ()
+    coding_s: float = 0.0
+    state_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of the model on one tensor-parallel rank.
+
+    Args:
+        forward, backward: of one micro-batch.
+        saved_bytes: kept from the forward to the backward of a micro-batch.
+        working_bytes: needed at once while it is computed, whatever the number of micro-batches; without those of
+            recomputing.
+        parameters: elements.
+        partial: of these, those whose gradients the tensor-parallel ranks sum once a step (sequence parallelism).
+        tied_shape: of the tied embedding's part, where the piece holds one.
+    """
+
+    forward: Tally
+    backward: Tally
+    saved_bytes: float
+    working_bytes: float
+    parameters: int
+    partial: int = 0
+    tied_shape: tuple[int, ...] = ()
+
+
+@dataclass
+class _Built:
+    """A piece, and what meters it."""
+
+    stage: GPTStage
+    buffer: FlatBuffer
+    meter: Meter
+    stand: Stand
+    config: RunConfig
+
+
+class Pieces:
+    """Runs pieces of one configuration dry, each once.
+
+    Args:
+        config: resolved; its layout and micro-batch size count, its model stays as it is.
+        vocab_size: entries of the vocabulary.
+        stand: where they run.
+        plan: the compressors, as one stage of the pipeline sees them.
+        iteration: that is run: one after all warm-ups.
+    """
+
+    def __init__(self, config: RunConfig, vocab_size: int, stand: Stand, plan: CompressionPlan, iteration: int) -> None:
+        # Dropout costs little where it is fused, and the meta device would take the way of a CPU.
+        quiet = dataclasses.replace(config.model, attention_dropout=0.0, hidden_dropout=0.0)
+        self.config = dataclasses.replace(config, model=quiet)
+        self.vocab_size = vocab_size
+        self.stand = stand
+        self.plan = plan
+        self.iteration = iteration
+
+    def _build(self, name: str, recompute: RecomputeConfig) -> _Built:
+        config, meter = self.config, self.stand.recorder()
+        tp = config.parallel.tensor_model_parallel_size
+        comm = TensorComm(
+            self.stand.group(tp, meter),
+            meter.ledger,
+            self.plan,
+            sequence_parallel=config.parallel.sequence_parallel,
+            asynchronous=config.parallel.async_tensor_model_parallel_allreduce,
+        )
+        comm.begin(self.iteration)
+        padded = padded_vocab_size(self.vocab_size, config.model.make_vocab_size_divisible_by, tp)
+        shard = VocabShard(self.vocab_size, padded, comm)
+        dtype = config.precision.params_dtype
+        stage = GPTStage(config.model, _PARTS[name], shard, comm, self.stand.torch_device, dtype, recompute)
+        buffer = FlatBuffer(
+            named_params(collect_specs(stage), stage),
+            main_grad_dtype(dtype, config.parallel.accumulate_allreduce_grads_in_fp32),
+            1,
+            None,
+            tensor_parallel=tp > 1,
+        )
+        self.stand.fill(buffer.params_flat)
+        return _Built(stage, buffer, meter, self.stand, config)
+
+    def piece(self, name: str) -> Piece:
+        """Forward and backward of a piece."""
+        built = self._build(name, self.config.recompute)
+        saved, forward, backward = _passes(built)
+        working = 0.0
+        if name == "head":
+            tokens = self.config.training.micro_batch_size * self.config.model.seq_length
+            dtype = self.config.precision.params_dtype
+            working = min(tokens * built.stage.shard.valid_rows, 1 << 28) * (dtype.itemsize + 4.0)
+        tied = [s for b in built.buffer.buckets if b.kind is BucketKind.TIED for s in b.slots]
+        return Piece(
+            forward,
+            backward,
+            saved,
+            working,
+            sum(parameter.numel() for parameter in built.stage.parameters()),
+            sum(b.stop - b.start for b in built.buffer.buckets if b.kind is BucketKind.PARTIAL),
+            tuple(tied[0].param.shape) if tied else (),
+        )
+
+    def reduction(self, name: str, *, sharded: bool = False, fused: bool = False, replicas: int = 2) -> Reduction:
+        """The sum of a piece's gradients over replicas, in a step between choices and after warm-ups.
+
+        Args:
+            name: of the piece.
+            sharded: each replica needs its own share only.
+            fused: the tied embedding is summed elsewhere.
+            replicas: that sum.
+        """
+        built = self._build(name, RecomputeConfig())
+        meter = built.meter
+        group = self.stand.group(replicas, meter)
+        buckets = [reduced_bucket(built.buffer, bucket, fused) for bucket in built.buffer.buckets]
+        reducer = GradReducer(buckets, group, self.plan, meter.ledger, sharded)
+        firsts: list[Tally] = []
+        laters: list[Tally] = []
+        for step in range(1 + self.stand.repeats):
+            self.stand.fill(built.buffer.grads_flat)
+            with meter:
+                reducer.begin(self.iteration + step, 1.0, reducer.compressor.finalizes)
+                reducer.launch()
+                firsts.append(meter.take())
+                reducer.finish(True)
+                laters.append(meter.take())
+            if reducer.wants_update:
+                reducer.observe()
+            for units in reducer.units:
+                for unit in units:
+                    unit.state.commit()
+                    # The check that all ranks chose alike looks at the choice, of which there is none here.
+                    unit.state.counters.pop("unchecked", None)
+        first, later = Tally.median(firsts), Tally.median(laters)
+        states = [unit.state for units in reducer.units for unit in units]
+        return Reduction(
+            tuple(talks for talks in (tuple(first.talks), tuple(later.talks)) if talks),
+            sum(tally.coding_s + tally.seconds for tally in (first, later)),
+            sum(state_bytes(state) for state in states),
+        )
+
+    def embedding_sum(self, shape: tuple[int, ...], elements: int, replicas: int = 2) -> Reduction:
+        """The sum of the tied embedding's gradient over its holders.
+
+        Args:
+            shape: of the embedding's part on a rank.
+            elements: that are summed: all, or a replica's share.
+            replicas: that sum.
+        """
+        meter = self.stand.recorder()
+        sync = EmbeddingSync(self.stand.group(replicas, meter), self.plan, meter.ledger)
+        dtype = main_grad_dtype(
+            self.config.precision.params_dtype, self.config.parallel.accumulate_allreduce_grads_in_fp32
+        )
+        grad = torch.empty(elements, dtype=dtype, device=self.stand.torch_device)
+        tallies: list[Tally] = []
+        for step in range(1 + self.stand.repeats):
+            self.stand.fill(grad)
+            sync.begin(self.iteration + step)
+            with meter:
+                sync.all_reduce(grad, shape, 1.0)
+                tallies.append(meter.take())
+            if sync.wants_update:
+                sync.observe(grad, shape)
+            sync.state.commit()
+            sync.state.counters.pop("unchecked", None)
+        tally = Tally.median(tallies)
+        return Reduction((tuple(tally.talks),), tally.coding_s + tally.seconds, state_bytes(sync.state))
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message through a codec.
+
+    Args:
+        nbytes: on the wire.
+        encode_s, decode_s: at its ends.
+        kept_bytes: by its sender and its receiver together, whatever the samples.
+        sample_bytes: by each end, for each sample that it remembers.
+    """
+
+    nbytes: float
+    encode_s: float
+    decode_s: float
+    kept_bytes: float = 0.0
+    sample_bytes: float = 0.0
+
+
+def message(codec: Codec, shape: torch.Size, dtype: torch.dtype, stand: Stand, keys: int = 1) -> Message:
+    """A message of a tensor, as it is when its content was sent before.
+
+    Args:
+        codec: of the message.
+        shape, dtype: of the tensor.
+        stand: where it is coded.
+        keys: samples in it.
+    """
+    meter, device = stand.recorder(), stand.torch_device
+    sender, receiver = CompressorState(), CompressorState()
+    key: Hashable = tuple(range(keys))
+    wide = dtype if codec.traits.exact or dtype == torch.float64 else torch.float32
+    nbytes = 0.0
+    encodes: list[Tally] = []
+    decodes: list[Tally] = []
+    for _ in range(1 + stand.repeats):
+        x = stand.fill(torch.empty(shape, dtype=dtype, device=device))
+        received = codec.empty_payload(shape, wide, device, receiver, key)
+        with meter:
+            payload = codec.encode(x.to(wide), sender, key)
+            encodes.append(meter.take())
+            received.wire.copy_(payload.wire)
+            meter.take()
+            codec.decode(received, shape, wide, receiver, key).to(dtype)
+            decodes.append(meter.take())
+        nbytes = float(payload.nbytes)
+        sender.commit()
+        receiver.commit()
+    kept = state_bytes(sender) + state_bytes(receiver)
+    remembered = sum(num_bytes(tensor) for tensor in receiver.portable().values()) - state_bytes(receiver)
+    return Message(nbytes, Tally.median(encodes).seconds, Tally.median(decodes).seconds, kept, remembered / keys)
+
+
+def state_bytes(state: CompressorState) -> float:
+    """Bytes of the tensors that a compressor keeps, without its memory of samples."""
+    return float(sum(num_bytes(tensor) for tensor in state.tensors.values()))
+
+
+def _passes(built: _Built) -> tuple[float, Tally, Tally]:
+    """Bytes saved, forward and backward of one micro-batch."""
+    config, stage, meter, device = built.config, built.stage, built.meter, built.stand.torch_device
+    batch, length = config.training.micro_batch_size, config.model.seq_length
+    parts = stage.comm.size if stage.comm.sequence_parallel else 1
+    tokens_bs = torch.zeros((batch, length), dtype=torch.int64, device=device)
+    weights_bs = torch.zeros((batch, length), dtype=torch.float32, device=device)
+    dtype = config.model.residual_dtype(stage.dtype)
+    activation = torch.empty((length // parts, batch, config.model.hidden_size), dtype=dtype, device=device)
+    x: Tensor = tokens_bs if stage.part.first else built.stand.fill(activation).requires_grad_()
+    forwards: list[Tally] = []
+    backwards: list[Tally] = []
+    saved = SavedTensors()
+    for _ in range(built.stand.repeats):
+        saved = SavedTensors(built.buffer.params_flat, tokens_bs, weights_bs)
+        hooks = torch.autograd.graph.saved_tensors_hooks(saved.add, lambda kept: kept)
+        with meter:
+            with hooks:
+                if stage.part.last:
+                    out, _ = stage.loss(x, tokens_bs, weights_bs)
+                else:
+                    out = stage(x, ForwardContext(attention=built.stand.attention))
+            if stage.part.layers:
+                saved.add(x)
+            forwards.append(meter.take())
+            torch.autograd.backward(out, torch.ones_like(out))
+            backwards.append(meter.take())
+    return float(saved.nbytes), Tally.median(forwards), Tally.median(backwards)

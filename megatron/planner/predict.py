@@ -1,0 +1,201 @@
+"""Predicts a step of one choice: its time and where that goes, memory, bytes, and utilization."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.compression.points import Point
+from megatron.config.run import RunConfig
+from megatron.model.stages import padded_vocab_size
+from megatron.parallel.data.gradients import bucket_elements
+from megatron.planner.choice import Choice
+from megatron.planner.cluster import Cluster
+from megatron.planner.costs import Wires, wires_of
+from megatron.planner.fill import leaving, memory, traffic
+from megatron.planner.simulate import Pipeline, StageTimes
+from megatron.planner.stages import Stage, Stages, talk_seconds
+from megatron.training.flops import model_tflops
+from megatron.training.report import model_shape
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step.
+
+    Args:
+        choice: of what.
+        seconds: of an iteration.
+        parts: its breakdown on the pipeline rank that is ready last; the values add up to ``seconds``.
+        memory: bytes on the fullest rank, by what fills them.
+        sent: bytes that a device sends in an iteration, by point: mean over the pipeline's ranks.
+        across: the same, of what leaves its node.
+        tokens_per_s: of the whole cluster.
+        mfu: what the model needs, of the devices' peak.
+    """
+
+    choice: Choice
+    seconds: float
+    parts: Mapping[str, float]
+    memory: Mapping[str, float]
+    sent: Mapping[str, float]
+    across: Mapping[str, float]
+    tokens_per_s: float
+    mfu: float
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes on the fullest rank."""
+        return sum(self.memory.values())
+
+
+class Predictor(Stages):
+    """Predicts choices for one model on one cluster.
+
+    Args:
+        config: resolved.
+        cluster: the devices and links.
+        vocab_size: entries of the vocabulary.
+    """
+
+    def __init__(self, config: RunConfig, cluster: Cluster, vocab_size: int) -> None:
+        super().__init__(config, cluster, vocab_size)
+        self._pipelines: dict[Choice, Pipeline] = {}
+        self._bounds: dict[tuple[Choice, int], float] = {}
+        self._times: dict[Choice, Sequence[StageTimes]] = {}
+
+    def lower_bound(self, choice: Choice) -> float:
+        """Seconds that the choice cannot undercut, cheaper to find than its prediction."""
+        # The optimizer and the sum of gradients come on top, whatever they are, and no order of operations is better.
+        alone = dataclasses.replace(_forth_and_back(choice), schedule="1f1b", micro_batches=1)
+        key = alone, choice.micro_batches
+        if key not in self._bounds:
+            if alone not in self._pipelines:
+                self._pipelines[alone] = self.pipeline(alone, wires_of(self.cluster, alone))
+            self._bounds[key] = self._pipelines[alone].lower_bound(choice.micro_batches)
+        return self._bounds[key]
+
+    def times(self, choice: Choice, pipeline: Pipeline) -> Sequence[StageTimes]:
+        """The choice's pipeline played through, once for all that only sum gradients in another way."""
+        alone = _forth_and_back(choice)
+        if alone not in self._times:
+            self._times[alone] = pipeline.run(choice.micro_batches)
+        return self._times[alone]
+
+    def memory_bytes(self, choice: Choice) -> float:
+        """Bytes on the fullest rank."""
+        return sum(memory(self, choice).values())
+
+    def predict(self, choice: Choice) -> Prediction:
+        """A step of a choice.
+
+        Raises:
+            UserError: when a compressor cannot be planned.
+        """
+        wires = wires_of(self.cluster, choice)
+        pipeline = self.pipeline(choice, wires)
+        times = self.times(choice, pipeline)
+        stages = [self.stage(choice, rank, wires) for rank in range(choice.pp)]
+        synced, embedding_s = self._synchronized(choice, wires, pipeline, times, stages)
+        slowest = max(range(choice.pp), key=lambda rank: synced[rank])
+        own, time = stages[slowest], times[slowest]
+        gather = self._gather_s(choice, wires, own)
+        seconds = synced[slowest] + self._world_s(wires, choice) + self._update_s(choice, own) + gather
+        passes = self.passes(choice, wires)
+        talked = choice.micro_batches * sum(n * passes[name][2] for name, n in own.pieces.items())
+        tp_coding = choice.micro_batches * sum(n * passes[name][3] for name, n in own.pieces.items())
+        parts = {
+            "compute": time.busy - talked - tp_coding,
+            "tensor parallel": talked,
+            "pipeline": time.waiting,
+            "coding": time.coding + tp_coding + own.coding_s + embedding_s,
+            "gradients": synced[slowest] - time.end - own.coding_s - embedding_s,
+            "optimizer": seconds - synced[slowest] - gather,
+            "parameters": gather,
+        }
+        sent = traffic(self, choice, wires)
+        tokens = choice.dp * choice.micro_batches * choice.micro_batch * self.config.model.seq_length
+        return Prediction(
+            choice,
+            seconds,
+            parts,
+            memory(self, choice),
+            sent,
+            leaving(choice, wires, sent),
+            tokens / seconds,
+            self._mfu(choice, seconds),
+        )
+
+    def _synchronized(
+        self, choice: Choice, wires: Wires, pipeline: Pipeline, times: Sequence[StageTimes], stages: Sequence[Stage]
+    ) -> tuple[list[float], float]:
+        """When the gradients of each rank are final, and the seconds of coding the tied embedding's."""
+        specs = self.book.specs(choice)
+        asks = any(point in specs and specs[point].rounds().finalizes for point in (Point.DP_GRAD, Point.EMBED_GRAD))
+        everyone = max(time.end for time in times) + self._world_s(wires, choice)
+        ready = []
+        for rank, (time, stage) in enumerate(zip(times, stages, strict=True)):
+            end = time.end + stage.coding_s + talk_seconds([self.partial_sum(choice, rank)], wires.tp, choice.tp)
+            if stage.rounds:
+                end = max(end, self._first_round(choice, pipeline, rank, time, stage))
+            if asks:
+                end = max(end, everyone)
+            ready.append(end + sum(stage.rounds[1:]))
+        tied = self.book.piece(choice, "embedding").tied_shape
+        if not tied or choice.pp == 1:
+            return ready, 0.0
+        part = self.book.embedding_sum(choice, tied, self.tied_elements(choice))
+        fused = self.book.fused(choice)
+        wire, size = (wires.holders, 2 * choice.dp) if fused else (wires.ends, 2)
+        coding = part.coding_s * self.book.coding(choice, Point.EMBED_GRAD)
+        took = coding + sum(talk_seconds(talks, wire, size) for talks in part.rounds)
+        ready[0] = ready[-1] = max(ready[0], ready[-1]) + took
+        return ready, coding
+
+    def _first_round(self, choice: Choice, pipeline: Pipeline, rank: int, time: StageTimes, stage: Stage) -> float:
+        """When the round that starts in backward has arrived, with buckets that fill one after the other."""
+        limit = bucket_elements(self.config.parallel.ddp_bucket_size, choice.overlap, choice.dp)
+        buckets = 1 if limit is None or not choice.overlap else max(1, -(-stage.elements // limit))
+        backward = sum(pipeline.backward_s[rank :: pipeline.stages])
+        end = 0.0
+        for number in range(1, buckets + 1):
+            full = time.end - backward * (1 - number / buckets)
+            end = max(end, full) + stage.rounds[0] / buckets
+        return end
+
+    def _world_s(self, wires: Wires, choice: Choice) -> float:
+        """One small sum over all ranks."""
+        return wires.world.collective("all-reduce", 64.0, choice.world_size)
+
+    def _update_s(self, choice: Choice, stage: Stage) -> float:
+        """Clearing gradients, their norm, and the update of parameters and moments: all bound by memory."""
+        owned = stage.elements / (choice.dp if choice.sharded else 1)
+        grad, param = self.grad_bytes, self.param_bytes
+        moved = stage.elements * grad + owned * (2 * grad + 24 + (param if param < 4 else 0))
+        return moved / (self.cluster.device.memory_gbyte_per_s * 1e9) * self.cluster.correction("optimizer")
+
+    def _gather_s(self, choice: Choice, wires: Wires, stage: Stage) -> float:
+        """Gathering the parameters that the replicas updated."""
+        if not choice.sharded:
+            return 0.0
+        share = self.book.gathered(choice, -(-stage.elements // choice.dp))
+        coding = (share.encode_s + choice.dp * share.decode_s) * self.book.coding(choice, Point.PARAM_GATHER)
+        return coding + wires.dp.collective("all-gather", share.nbytes * choice.dp, choice.dp)
+
+    def _mfu(self, choice: Choice, seconds: float) -> float:
+        multiple = self.config.model.make_vocab_size_divisible_by
+        shape = model_shape(self.config, padded_vocab_size(self.vocab_size, multiple, choice.tp))
+        rate = model_tflops(
+            shape,
+            global_batch_size=choice.dp * choice.micro_batches * choice.micro_batch,
+            seconds=seconds,
+            world_size=choice.world_size,
+        )
+        return rate / self.cluster.device.peak_tflops
+
+
+def _forth_and_back(choice: Choice) -> Choice:
+    """Of a choice, what its forwards and backwards depend on."""
+    specs = tuple(spec for spec in choice.specs if spec.startswith(("pp-", "tp-")))
+    return dataclasses.replace(choice, sharded=False, overlap=False, specs=specs)

@@ -1,0 +1,126 @@
+"""Predictions as tables, and the reason why one is faster than another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from megatron.config.run import RunConfig
+from megatron.planner.choice import Choice
+from megatron.planner.predict import Prediction
+
+
+def described(choice: Choice) -> str:
+    """A choice in few words."""
+    words = [f"tp {choice.tp}", f"pp {choice.pp}", f"dp {choice.dp}"]
+    words.append(
+        f"{choice.micro_batches} micro-batch{'es' if choice.micro_batches > 1 else ''} of {choice.micro_batch}"
+    )
+    if choice.pp > 1:
+        words.append(f"interleaved {choice.chunks}" if choice.chunks > 1 else choice.schedule)
+    if choice.recompute.recompute_granularity:
+        words.append(f"recompute {choice.recompute.recompute_granularity}")
+    if choice.sharded:
+        words.append("sharded")
+    return ", ".join(words)
+
+
+def flags(choice: Choice) -> str:
+    """The flags of ``pretrain_gpt.py`` that make a choice."""
+    words = [
+        f"--tensor-model-parallel-size {choice.tp}",
+        f"--pipeline-model-parallel-size {choice.pp}",
+        f"--micro-batch-size {choice.micro_batch}",
+    ]
+    if choice.chunks > 1:
+        words.append(f"--virtual-pipeline-model-parallel-size {choice.chunks}")
+    words.append(f"--pipeline-schedule {choice.schedule}")
+    if choice.sequence_parallel:
+        words.append("--sequence-parallel")
+    if choice.recompute.recompute_granularity:
+        words.append(f"--recompute-granularity {choice.recompute.recompute_granularity}")
+    if choice.sharded:
+        words.append("--use-distributed-optimizer")
+    if choice.overlap:
+        words.append("--overlap-grad-reduce")
+    return " ".join([*words, *(f"--compress {spec}" for spec in choice.specs)])
+
+
+def table(predictions: Sequence[Prediction], memory_gib: float) -> str:
+    """One line each, fastest first."""
+    columns = ("s/iter", "tokens/s", "MFU", "GiB", "layout", "compressed")
+    rows = [
+        (
+            f"{one.seconds:.3f}",
+            f"{one.tokens_per_s:,.0f}",
+            f"{one.mfu:.1%}",
+            f"{one.memory_bytes / 2**30:.1f}",
+            described(one.choice),
+            " ".join(one.choice.specs) or "nothing",
+        )
+        for one in predictions
+    ]
+    widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
+    right = (True, True, True, True, False, False)
+
+    def line(row: Sequence[str]) -> str:
+        cells = (cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right, strict=True))
+        return "  ".join(cells).rstrip()
+
+    return "\n".join([line(columns), *map(line, rows), f"(a device may fill {memory_gib:.0f} GiB)"])
+
+
+def unset(choice: Choice, config: RunConfig) -> list[str]:
+    """What a configuration sets and a choice does not, and no flag can take back."""
+    made, found = choice.configure(config), []
+    for section in ("parallel", "recompute", "compression"):
+        old, new = getattr(config, section), getattr(made, section)
+        names = [field.name for field in dataclasses.fields(old)]
+        found += [name for name in names if getattr(old, name) and not getattr(new, name)]
+    return found
+
+
+def breakdown(one: Prediction, config: RunConfig | None = None) -> str:
+    """Where the time, the memory and the bytes of a prediction go, and the flags that make it.
+
+    Args:
+        one: the prediction.
+        config: that the flags are added to, as it was given; None where the choice is its own.
+    """
+    parts = _shares(one.parts, one.seconds, lambda seconds: f"{seconds:.3f} s")
+    memory = _shares(one.memory, one.memory_bytes, lambda nbytes: f"{nbytes / 2**30:.2f} GiB")
+    lines = [
+        f"  time    {one.seconds:.3f} s an iteration: {parts}",
+        f"  memory  {one.memory_bytes / 2**30:.1f} GiB on the fullest device: {memory}",
+    ]
+    for point, nbytes in one.sent.items():
+        away = one.across.get(point, 0.0)
+        where = f"{away / 1e6:,.1f} MB of it across nodes" if away else "inside nodes"
+        lines.append(f"  bytes   {point}: {nbytes / 1e6:,.1f} MB a device and iteration, {where}")
+    lines.append(f"  flags   {flags(one.choice)}")
+    left_out = [] if config is None else unset(one.choice, config)
+    if left_out:
+        lines.append(f"          without what the file says of {', '.join(left_out)} (--write leaves it out)")
+    return "\n".join(lines)
+
+
+def _shares(parts: Mapping[str, float], whole: float, shown: Callable[[float], str]) -> str:
+    visible = {name: value for name, value in parts.items() if value > 0.0005 * whole}
+    return ", ".join(f"{name} {shown(value)}" for name, value in sorted(visible.items(), key=lambda item: -item[1]))
+
+
+def reason(best: Prediction, other: Prediction) -> str:
+    """Why the one is faster: the parts that differ most."""
+    gained = {name: other.parts[name] - best.parts[name] for name in best.parts}
+    gap = other.seconds - best.seconds
+    if gap < 1e-3 * best.seconds:
+        fuller = (other.memory_bytes - best.memory_bytes) / 2**30
+        return f"as fast, to a thousandth; it {'fills' if fuller >= 0 else 'saves'} {abs(fuller):.1f} GiB more"
+    saves = [f"{value:.3f} s in {name}" for name, value in _sorted(gained) if value > 0.1 * gap]
+    costs = [f"{-value:.3f} s of {name}" for name, value in reversed(_sorted(gained)) if value < -0.1 * gap]
+    text = f"{gap:.3f} s ({gap / best.seconds:.1%}) slower: the first saves {' and '.join(saves[:2])}"
+    return text + (f", for {' and '.join(costs[:2])} more" if costs else "")
+
+
+def _sorted(gained: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(gained.items(), key=lambda item: -item[1])

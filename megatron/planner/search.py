@@ -1,0 +1,197 @@
+"""Searches layouts, schedules and compressors for the fastest that fit."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron.base.errors import UserError
+from megatron.config.recompute import RecomputeConfig
+from megatron.config.run import RunConfig
+from megatron.planner.choice import Choice, choice_of
+from megatron.planner.cluster import Cluster
+from megatron.planner.predict import Prediction, Predictor
+
+SPEC_SETS: tuple[tuple[str, ...], ...] = (
+    (),
+    ("pp-forward=fixpoint,bits=8", "pp-backward=fixpoint,bits=8"),
+    ("dp-grad=powersgd,rank=32",),
+    ("dp-grad=fixpoint,bits=4,error-feedback=on",),
+    ("pp-backward=lowrank,rank=16,when=epilogue", "dp-grad=powersgd,rank=128", "embedding=fused"),
+    ("pp-forward=fixpoint,bits=4", "pp-backward=fixpoint,bits=8", "dp-grad=powersgd,rank=32", "embedding=fused"),
+)
+"""Compressors that are tried unless others are named."""
+
+MICRO_BATCHES = (1, 2, 4, 8)
+CHUNKS = (1, 2, 3, 4, 6, 8)
+
+_RECOMPUTE = (RecomputeConfig(), RecomputeConfig(recompute_granularity="full", recompute_method="uniform"))
+"""Selective recomputation is left out: fused attention keeps nothing worth it."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Args:
+        best: the fastest choice of each of the fastest layouts, fastest first.
+        considered: choices that there are.
+        predicted: of these, the ones whose lower bound did not rule them out.
+        too_large: of the ones looked at, those that do not fit into memory.
+    """
+
+    best: Sequence[Prediction]
+    considered: int
+    predicted: int
+    too_large: int
+
+
+def choices(config: RunConfig, cluster: Cluster, spec_sets: Sequence[tuple[str, ...]]) -> Iterator[Choice]:
+    """All ways to run a model on a cluster that divide evenly.
+
+    Args:
+        config: resolved; its model and global batch size count.
+        cluster: all of whose devices are used.
+        spec_sets: compressors that may serve together.
+    """
+    model, world, batch = config.model, cluster.gpus, config.training.global_batch_size
+    most = max(cluster.gpus_per_node, config.parallel.tensor_model_parallel_size)
+    for tp in _divisors(world):
+        heads = model.num_attention_heads % tp == 0 and model.num_query_groups % tp == 0
+        if tp > most or not heads or model.ffn_hidden_size % tp:
+            continue
+        for pp in _divisors(world // tp):
+            dp = world // (tp * pp)
+            if model.num_layers % pp or batch % dp:
+                continue
+            for micro_batch in sorted({*MICRO_BATCHES, config.training.micro_batch_size}):
+                if batch // dp % micro_batch:
+                    continue
+                count = batch // dp // micro_batch
+                for base in _schedules(model.num_layers, tp, pp, dp, micro_batch, count):
+                    for recompute in _RECOMPUTE:
+                        parallel = tp > 1 and model.seq_length % tp == 0
+                        one = replace(base, recompute=recompute, sequence_parallel=parallel, overlap=dp > 1)
+                        for sharded in (True, False) if dp > 1 else (False,):
+                            for specs in _useful(spec_sets, one):
+                                yield replace(one, sharded=sharded, specs=specs)
+
+
+def _schedules(layers: int, tp: int, pp: int, dp: int, micro_batch: int, count: int) -> Iterator[Choice]:
+    plain = Choice(tp, pp, dp, micro_batch=micro_batch, micro_batches=count)
+    yield plain
+    if pp > 1:
+        yield replace(plain, schedule="eager-1f1b")
+        yield replace(plain, schedule="gpipe")
+        for chunks in CHUNKS[1:]:
+            if layers // pp % chunks == 0 and count % pp == 0:
+                yield replace(plain, chunks=chunks)
+
+
+def _useful(spec_sets: Sequence[tuple[str, ...]], choice: Choice) -> list[tuple[str, ...]]:
+    """What of the sets has traffic to compress; equal rests once."""
+    silent = [
+        *(("pp-forward", "pp-backward", "embedding") if choice.pp == 1 else ()),
+        *(("dp-grad", "param-gather") if choice.dp == 1 else ()),
+        *(("tp-forward", "tp-backward") if choice.tp == 1 else ()),
+    ]
+    rests = [tuple(spec for spec in specs if spec.split("=")[0] not in silent) for specs in spec_sets]
+    return list(dict.fromkeys(rests))
+
+
+def _given(config: RunConfig, cluster: Cluster) -> Iterator[Choice]:
+    """The run as it is, whether or not it is among the usual choices."""
+    given = choice_of(config, cluster.gpus)
+    if given.world_size == cluster.gpus and _refusal(config, given) is None:
+        yield given
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def search(
+    predictor: Predictor,
+    spec_sets: Sequence[tuple[str, ...]] = SPEC_SETS,
+    top: int = 10,
+    memory_gib: float | None = None,
+) -> Found:
+    """The fastest layouts that fit, each at its fastest, by branch and bound: none is left out that could be one.
+
+    Args:
+        predictor: of the model on the cluster.
+        spec_sets: compressors that may serve together.
+        top: how many layouts are wanted.
+        memory_gib: that a rank may fill; default: the device's.
+
+    Raises:
+        UserError: when nothing fits.
+    """
+    config, cluster = predictor.config, predictor.cluster
+    limit = (cluster.device.memory_gib if memory_gib is None else memory_gib) * 2**30
+    queue = [
+        (predictor.lower_bound(choice), number, choice)
+        for number, choice in enumerate(dict.fromkeys([*choices(config, cluster, spec_sets), *_given(config, cluster)]))
+    ]
+    considered = len(queue)
+    heapq.heapify(queue)
+    best: dict[tuple[int, int, int], Prediction] = {}
+    predicted = too_large = 0
+    smallest = float("inf")
+    refusal: str | None = None
+    while queue:
+        bound, _, choice = heapq.heappop(queue)
+        most = _slowest(best, top)
+        if bound >= most:
+            break
+        own = best.get(choice.layout)
+        if own is not None and bound >= own.seconds:
+            continue
+        # What compressors keep comes on top, and is not looked for in vain.
+        needed = predictor.memory_bytes(replace(choice, specs=()))
+        if needed <= limit and choice.specs:
+            needed = predictor.memory_bytes(choice)
+        smallest = min(smallest, needed)
+        if needed > limit:
+            too_large += 1
+            continue
+        predicted += 1
+        prediction = predictor.predict(choice)
+        if prediction.seconds >= (most if own is None else own.seconds):
+            continue
+        refused = _refusal(config, choice)
+        if refused is not None:
+            refusal = refused
+        else:
+            best[choice.layout] = prediction
+    if not considered:
+        raise UserError(
+            f"no layout of {cluster.gpus} devices divides {config.model.num_layers} layers, "
+            f"{config.model.num_attention_heads} heads and a global batch of {config.training.global_batch_size}; "
+            "change --global-batch-size, or gpus in the cluster file"
+        )
+    if not best and refusal is not None:
+        raise UserError(f"training would refuse what fits: {refusal}")
+    if not best:
+        raise UserError(
+            f"nothing fits into {limit / 2**30:.0f} GiB: the smallest of {considered} choices needs "
+            f"{smallest / 2**30:.0f} GiB a device; take more devices, or larger ones"
+        )
+    fastest = sorted(best.values(), key=lambda one: one.seconds)
+    return Found(fastest[:top], considered, predicted, too_large)
+
+
+def _slowest(best: Mapping[tuple[int, int, int], Prediction], top: int) -> float:
+    """Seconds that a layout must undercut to be among the fastest."""
+    return sorted(one.seconds for one in best.values())[top - 1] if len(best) >= top else math.inf
+
+
+def _refusal(config: RunConfig, choice: Choice) -> str | None:
+    """Why training would not accept a choice, if so."""
+    try:
+        choice.configure(config).resolve(choice.world_size, cuda_available=True)
+    except UserError as error:
+        return str(error)
+    return None

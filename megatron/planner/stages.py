@@ -1,0 +1,182 @@
+"""What lies on the pipeline ranks of a choice, and how long each part of their work takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.compression.points import Point
+from megatron.config.run import RunConfig
+from megatron.parallel.data.gradients import main_grad_dtype
+from megatron.planner.choice import Choice
+from megatron.planner.cluster import Cluster, Wire
+from megatron.planner.costs import STEADY, CostBook, Wires
+from megatron.planner.dry_run import Talk
+from megatron.planner.pieces import PIECES
+from megatron.planner.simulate import Hop, Pipeline
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline rank's pieces.
+
+    Args:
+        pieces: names and numbers of the pieces on it.
+        elements: parameters.
+        rounds: seconds of each round of its gradients' sum.
+        sent: bytes that a device sends for that.
+        coding_s: seconds of coding for that.
+        kept: bytes of the compressors' state.
+    """
+
+    pieces: Mapping[str, int]
+    elements: int
+    rounds: Sequence[float]
+    sent: float
+    coding_s: float
+    kept: float
+
+
+class Stages:
+    """Puts the pieces of choices together.
+
+    Args:
+        config: resolved.
+        cluster: the devices and links.
+        vocab_size: entries of the vocabulary.
+    """
+
+    def __init__(self, config: RunConfig, cluster: Cluster, vocab_size: int) -> None:
+        self.config = config
+        self.cluster = cluster
+        self.vocab_size = vocab_size
+        self.book = CostBook(config, cluster, vocab_size)
+        dtype = config.precision.params_dtype
+        self.param_bytes = dtype.itemsize
+        self.grad_bytes = main_grad_dtype(dtype, config.parallel.accumulate_allreduce_grads_in_fp32).itemsize
+
+    def pieces_of(self, choice: Choice, virtual: int) -> dict[str, int]:
+        """Pieces of a virtual stage, and their numbers."""
+        last = choice.pp * choice.chunks - 1
+        layers = self.config.model.num_layers // (choice.pp * choice.chunks)
+        return {"embedding": int(virtual == 0), "layer": layers, "head": int(virtual == last)}
+
+    def passes(self, choice: Choice, wires: Wires) -> dict[str, tuple[float, float, float, float]]:
+        """Of each piece: seconds of forward and backward, and of these, tensor-parallel waiting and coding."""
+        found = {}
+        for name in PIECES:
+            piece = self.book.piece(choice, name)
+            row = [0.0, 0.0, 0.0, 0.0]
+            for way, tally in enumerate((piece.forward, piece.backward)):
+                part = f"{name} {'backward' if way else 'forward'}"
+                computed = tally.seconds * self.cluster.correction(part)
+                coding = tally.coding_s * self.book.coding(choice, Point.TP_FWD, Point.TP_BWD)
+                talked = talk_seconds(tally.talks, wires.tp, choice.tp) * self.cluster.correction("tensor parallel")
+                hidden = 0.0
+                if way and self.config.parallel.async_tensor_model_parallel_allreduce:
+                    # One of the two sums (or gathers) of a region goes on while its products are computed.
+                    hidden = min(talked / 2, computed / 2)
+                row[way] = computed + coding + talked - hidden
+                row[2] += talked - hidden
+                row[3] += coding
+            found[name] = (row[0], row[1], row[2], row[3])
+        return found
+
+    def compresses(self, choice: Choice, point: Point, sender: int, late: bool) -> bool:
+        """Whether what a pipeline rank sends is compressed; ``late`` in its epilogue."""
+        spec = self.book.specs(choice).get(point)
+        if spec is None:
+            return False
+        return spec.activation.covers_stage(sender, choice.pp) and spec.activation.on(STEADY, late)
+
+    def pipeline(self, choice: Choice, wires: Wires) -> Pipeline:
+        """The pipeline and the times of its chunks."""
+        passes = self.passes(choice, wires)
+        counts = [self.pieces_of(choice, virtual) for virtual in range(choice.pp * choice.chunks)]
+        hops: dict[tuple[bool, bool, Wire], Hop] = {}
+        found: dict[tuple[bool, int, bool], Hop] = {}
+
+        def hop(forward: bool, boundary: int, late: bool) -> Hop:
+            key = (forward, boundary, late)
+            if key not in found:
+                found[key] = looked_up(forward, boundary, late)
+            return found[key]
+
+        def looked_up(forward: bool, boundary: int, late: bool) -> Hop:
+            point = Point.PP_FWD if forward else Point.PP_BWD
+            on = self.compresses(choice, point, (boundary if forward else boundary + 1) % choice.pp, late)
+            wire = wires.hops[boundary % choice.pp]
+            if (forward, on, wire) not in hops:
+                sent = self.book.message(choice, point, on)
+                factor = self.book.coding(choice, point) if on else 1.0
+                hops[forward, on, wire] = Hop(
+                    sent.encode_s * factor, sent.nbytes / wire.bytes_per_s, wire.latency_s, sent.decode_s * factor
+                )
+            return hops[forward, on, wire]
+
+        return Pipeline(
+            choice.schedule,
+            [sum(n * passes[name][0] for name, n in count.items()) for count in counts],
+            [sum(n * passes[name][1] for name, n in count.items()) for count in counts],
+            choice.pp,
+            hop,
+        )
+
+    def contents(self, choice: Choice, rank: int) -> dict[str, int]:
+        """Pieces on a pipeline rank, and their numbers."""
+        counts = dict.fromkeys(PIECES, 0)
+        for virtual in range(rank, choice.pp * choice.chunks, choice.pp):
+            for name, count in self.pieces_of(choice, virtual).items():
+                counts[name] += count
+        return counts
+
+    def elements(self, choice: Choice, rank: int) -> int:
+        """Parameters on a pipeline rank; alone, it holds a tied embedding once."""
+        found = sum(n * self.book.piece(choice, name).parameters for name, n in self.contents(choice, rank).items())
+        tied = self.book.piece(choice, "embedding").tied_shape
+        return found - (math.prod(tied) if tied and choice.pp == 1 else 0)
+
+    def partial_sum(self, choice: Choice, rank: int) -> Talk:
+        """What tensor-parallel ranks sum once a step, of parameters that each uses for its part of the sequence."""
+        contents = self.contents(choice, rank).items()
+        elements = sum(n * self.book.piece(choice, name).partial for name, n in contents)
+        return Talk("all-reduce", float(elements * self.grad_bytes))
+
+    def tied_elements(self, choice: Choice) -> int:
+        """Of the tied embedding, what one holder sums with the others: all, or a replica's share."""
+        elements = math.prod(self.book.piece(choice, "embedding").tied_shape)
+        return -(-elements // choice.dp) if choice.sharded and not self.book.fused(choice) else elements
+
+    def stage(self, choice: Choice, rank: int, wires: Wires) -> Stage:
+        """The parameters of a pipeline rank, and the sum of their gradients."""
+        counts = self.contents(choice, rank)
+        rounds: list[float] = []
+        sent = coding = kept = 0.0
+        if choice.dp > 1:
+            parts = [(n, self.book.reduction(choice, name, rank)) for name, n in counts.items() if n]
+            for number in range(max(len(part.rounds) for _, part in parts)):
+                talks: dict[str, float] = {}
+                for n, part in parts:
+                    for talk in part.rounds[number] if number < len(part.rounds) else ():
+                        talks[talk.kind] = talks.get(talk.kind, 0.0) + n * talk.nbytes
+                merged = [Talk(kind, nbytes) for kind, nbytes in talks.items()]
+                rounds.append(talk_seconds(merged, wires.dp, choice.dp))
+                sent += sent_bytes(merged, choice.dp)
+            coding = sum(n * part.coding_s for n, part in parts) * self.book.coding(choice, Point.DP_GRAD)
+            kept = sum(n * part.state_bytes for n, part in parts)
+        return Stage(counts, self.elements(choice, rank), rounds, sent, coding, kept)
+
+
+def talk_seconds(talks: Sequence[Talk], wire: Wire, size: int) -> float:
+    """Of collectives one after the other."""
+    return sum(wire.collective(talk.kind, talk.nbytes, size) for talk in talks)
+
+
+def sent_bytes(talks: Sequence[Talk], size: int) -> float:
+    """What each rank sends for collectives."""
+    if size == 1:
+        return 0.0
+    share = (size - 1) / size
+    factors = {"all-reduce": 2 * share, "broadcast": 1 / size}
+    return sum(factors.get(talk.kind, share) * talk.nbytes for talk in talks)

@@ -1,1 +1,0 @@
-"""Zero-shot evaluation of trained models."""

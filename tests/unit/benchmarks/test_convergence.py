@@ -1,0 +1,70 @@
+"""The table of the convergence benchmark, from logs as runs write them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import convergence_figures
+from benchmarks.convergence import CASES, curves, log_of, outcomes, table
+
+
+def _log(path: Path, loss: float, sent: float, finished: bool = True) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    events: list[dict[str, Any]] = [
+        {"kind": "train", "iteration": i, "comm": {"pp-backward": {"wire_bytes": sent}, "control": {"wire_bytes": 9}}}
+        for i in (1, 2)
+    ]
+    events.append({"kind": "validation", "iteration": 2, "lm_loss": 9.0})
+    if finished:
+        events.append({"kind": "test", "iteration": 2, "lm_loss": loss})
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def test_losses_are_compared_seed_by_seed_and_bytes_averaged(tmp_path: Path) -> None:
+    for seed, loss in ((1, 4.0), (2, 5.0)):
+        _log(log_of(tmp_path, "dense", seed, 2), loss, 8000.0)
+        _log(log_of(tmp_path, "CB", seed, 2), loss * 1.01, 2000.0, finished=seed == 1)
+    rows = table(outcomes(tmp_path, ["dense", "CB", "CB+FE"], [1, 2], 2)).splitlines()
+    assert len(rows) == 4
+    assert rows[2].startswith("| dense | 2 | 4.5000 ± 0.7071 | +0.00% | 0.0 | 8.0 |")
+    assert rows[3].startswith("| CB | 1 | 4.0400 ± 0.0000 | +1.00% | 0.0 | 2.0 |")
+
+
+def test_every_case_is_made_of_specs_that_can_be_read() -> None:
+    from megatron.compression.builtin import BUILTIN
+    from megatron.compression.registry import Registry
+    from megatron.compression.schedule import RunLength
+    from megatron.compression.spec import read_specs
+
+    for specs in CASES.values():
+        assert len(read_specs(specs, Registry(BUILTIN), RunLength(1000))) == len(specs)
+
+
+def _validated(path: Path, losses: dict[int, float]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    events = [{"kind": "validation", "iteration": place, "lm_loss": loss} for place, loss in losses.items()]
+    events.append({"kind": "validation", "iteration": max(losses), "lm_loss": 99.0, "samples": 64})
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def test_curves_are_means_over_the_same_seeds(tmp_path: Path) -> None:
+    """A seed that is not yet so far makes no point of fewer runs; what is validated at the end is none."""
+    _validated(log_of(tmp_path, "dense", 1, 3), {1: 5.0, 2: 4.0, 3: 3.0})
+    _validated(log_of(tmp_path, "dense", 2, 3), {1: 6.0, 2: 5.0})
+    assert curves(tmp_path, ["dense", "CB"], [1, 2], 3) == {"dense": {1: 5.5, 2: 4.5}}
+
+
+def test_curves_are_drawn_above_dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(convergence_figures, "save_figure", lambda figure, path: figures.append(figure))
+    means = {"dense": {1: 5.0, 2: 4.0, 4: 3.0}, "CB, LEP": {2: 4.5, 3: 4.0, 4: 3.25}, "CB+FE": {1: 5.5}}
+    convergence_figures.draw_curves(means, tmp_path / "a.png")
+    panels = {panel.get_title(): panel.get_lines() for panel in figures[0].axes}
+    assert panels.keys() == {"CB", "several points at once"}
+    assert panels["CB"][0].get_xydata().tolist() == [[2.0, 0.5], [4.0, 0.25]]
+    for drawn in ({}, {"dense": {1: 5.0}}, {"CB, LEP": {2: 4.5}}):
+        convergence_figures.draw_curves(drawn, tmp_path / "a.png")

@@ -1,0 +1,232 @@
+"""The GPU benchmark without a GPU: sections that end badly, what is kept and wanted, and that its cases are legal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import generate, kernels, network, run, train
+from benchmarks.gpu import run_section as run_section_module
+from benchmarks.gpu.book import Book, Claim, Reporter, Setting, kept, opened
+from benchmarks.gpu.report import merged, table, wanted
+from benchmarks.gpu.run_section import run_section
+from benchmarks.gpu.section import NAMES, path_of, section_of
+from benchmarks.network.cases import plan_of
+from benchmarks.network.cuda_cases import CUDA_BENCHES
+from benchmarks.network.run import link_rate
+from benchmarks.network.worker import config_of
+from benchmarks.train import run_config
+from benchmarks.train_sides import PlainGPT, Shape, _HuggingFace
+from tests.support import bench_section
+from tests.support.cleanup import have_ended
+
+ENDS = "tests.support.bench_section"
+MADE_BY = {"device": "a GPU", "sources": "abc"}
+
+
+class Bar(SimpleNamespace):
+    """Of progress."""
+
+    def __init__(self) -> None:
+        super().__init__(n=0)
+
+    def update(self, count: int) -> None:
+        self.n += count
+
+    def set_postfix_str(self, text: str) -> None:
+        pass
+
+
+def _run(out: Path, **changes: Any) -> tuple[Book, Bar]:
+    setting, bar = Setting("cuda", out), Bar()
+    book = opened(path_of(out, ENDS), MADE_BY, False)
+    return run_section(ENDS, setting, bench_section.keys(setting), book, changes.get("limit", 600.0), bar), bar
+
+
+def test_rows_that_end_badly_do_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A traceback, a signal, a hang that ignores SIGTERM, an exit in the middle of a line: each costs its own row."""
+    monkeypatch.setattr(run_section_module, "GRACE_SECONDS", 1.0)
+    book, bar = _run(tmp_path)
+    assert sorted(book.rows) == ["cut short", "good", "last"]
+    assert bar.n == 3
+    assert book.failures == {
+        "raises": "MemoryError: out of memory: 3 GiB are missing",
+        "dies": f"it was ended by SIGKILL, perhaps for lack of memory; see {ENDS}.log",
+        "hangs": "it hung: no sign of life for 20 s, and was ended",
+        "gives up": "nothing to measure it with",
+    }
+    assert have_ended([int((tmp_path / "hanging").read_text())])
+    text = table(section_of(ENDS), book, bench_section.keys(Setting("cuda", tmp_path)))
+    assert "| good | 1.00 |" in text
+    assert "Not measured (hangs): it hung: no sign of life for 20 s, and was ended." in text
+
+
+def test_a_section_has_a_limit_and_goes_on_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = Setting("cuda", tmp_path)
+    monkeypatch.setattr(bench_section, "PATIENCE_SECONDS", 1000.0)
+    monkeypatch.setattr(run_section_module, "GRACE_SECONDS", 1.0)
+    book, bar = Book(), Bar()
+    path = path_of(tmp_path, ENDS)
+    book = run_section(ENDS, setting, ["hangs", "last"], opened(path, MADE_BY, False), 3.0, bar)
+    late = "the section's limit of 3 s was over; the same command goes on from here"
+    assert (book.rows, book.failures) == ({}, {"hangs": late, "last": late})
+    book = run_section(ENDS, setting, ["last"], opened(path, MADE_BY, False), 600.0, bar)
+    assert (list(book.rows), book.failures) == (["last"], {})
+
+
+def test_a_section_that_cannot_begin_says_why_once(tmp_path: Path) -> None:
+    setting = Setting("cuda", tmp_path)
+    name = "tests.support.cleanup"  # no section
+    section: Any = section_of(name)
+    section.PATIENCE_SECONDS, section.tidy = 60.0, lambda: None
+    book = run_section(name, setting, ["a", "b"], opened(path_of(tmp_path, name), MADE_BY, False), 600.0, Bar())
+    assert set(book.failures) == {"a", "b"}
+    assert len(set(book.failures.values())) == 1
+    assert "has no attribute 'measure'" in book.failures["a"]
+
+
+def test_finished_rows_are_kept_while_they_would_be_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    opened(path, MADE_BY, False)
+    report = Reporter(path)
+    report.begin("a")
+    report.row("a", value=1.0)
+    report.failed("b", "no reason")
+    assert opened(path, MADE_BY, False) == Book(rows={"a": {"value": 1.0}}, lines=2)
+    assert opened(path, MADE_BY, False).rows == {"a": {"value": 1.0}}  # written anew, and read again
+    other = {**MADE_BY, "sources": "abd"}
+    assert (kept(path, MADE_BY).rows, kept(path, other).rows) == ({"a": {"value": 1.0}}, {})
+    assert opened(path, other, False).rows == {}
+    assert '"row": "a"' in (tmp_path / "rows.jsonl.old").read_text()  # put aside, not lost
+    assert opened(path, MADE_BY, False).rows == {}
+    report.row("a", value=1.0)
+    assert opened(path, MADE_BY, True).rows == {}
+
+
+def test_a_line_that_a_kill_cut_short_does_not_take_the_next_one_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"row": "a", "cells": {"na')
+    Reporter(path).row("b", value=1.0)
+    assert Book().read(path).rows == {"b": {"value": 1.0}}
+
+
+def test_what_is_wanted_is_told_for_all_rows_together() -> None:
+    claims = merged([Claim("a", 0.85, (0.9,)), Claim("b", 5.0, (4.0,)), Claim("a", 0.85, (0.8, 1.0))])
+    assert wanted(claims).splitlines()[-2:] == [
+        "| a | >= 0.85 | 0.80 to 1.00 | 2 of 3 |",
+        "| b | >= 5 | 4.00 | 0 of 1 |",
+    ]
+
+
+def test_claims_of_training_compare_the_right_sides() -> None:
+    cells = {"shape": train.GPT_1_3B.name, "of_limit": 0.4, "gib": 30.0}
+    rows = {
+        "a": {**cells, "beside": ""},
+        "b": {**cells, "beside": "nanogpt", "ratio": 1.1, "their_gib": 33.0},
+        "c": {**cells, "beside": "hugging-face", "ratio": 1.3, "their_gib": 33.0},
+    }
+    found = {claim.what.split(": ")[1]: (claim.least, *claim.values) for claim in train.claims(rows)}
+    assert found == {
+        "of the peak": (0.5, 0.4),
+        "tokens/s over nanogpt, compiled": (1.15, 1.1),
+        "nanogpt's memory over ours": (1.0, pytest.approx(1.1)),
+        "tokens/s over hugging-face, compiled": (1.2, 1.3),
+        "hugging-face's memory over ours": (1.0, pytest.approx(1.1)),
+    }
+
+
+def test_claims_of_networks_are_times_as_fast() -> None:
+    seconds = {"bf16 traffic": 9.6, "fixpoint 4/8 bits": 4.0, "fixpoint 4/8 bits, eager 1F1B": 3.2}
+    rows = {network.key_of("pp4", "100 Mb/s", case): {"seconds": value} for case, value in seconds.items()}
+    found = network.claims(rows)
+    assert [claim.least for claim in found] == [2.4, 2.6]
+    assert [claim.values[0] for claim in found] == pytest.approx([2.4, 3.0])
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_every_row_has_a_name_of_its_own_before_anything_is_measured(device: str, tmp_path: Path) -> None:
+    """Without a device, and without a tensor of the real sizes."""
+    for name in NAMES:
+        keys = section_of(name).keys(Setting(device, tmp_path))
+        assert keys
+        assert len(keys) == len(set(keys)), name
+
+
+def test_all_that_is_wanted_of_real_rows_has_rows(tmp_path: Path) -> None:
+    setting = Setting("cuda", tmp_path)
+    layouts = network.keys(setting)
+    for layout, link, *cases, _ in network._RATIOS:
+        for case in cases:
+            assert network.key_of(layout, link, str(case)) in layouts
+    assert {key.split(", ")[0] for key in layouts} == set(CUDA_BENCHES)
+    for name, bench in CUDA_BENCHES.items():
+        for link in ("unshaped", "100 Mb/s", "1 Gb/s", "10 Gb/s"):
+            assert network.key_of(name, link, bench.cases[0].name) in layouts
+    operations = {case.op for case in kernels.cases(setting)}
+    assert operations >= {*kernels.WANTED, "abs_topk", "orthonormalize", "M - P Q^T"}
+    assert set(generate.keys(setting)) == {generate.SMALL.name, generate.LARGE.name}
+    limits = [section_of(name).LIMIT_SECONDS for name in NAMES]
+    assert sum(limits) <= 450  # and half a minute for what is around them: under eight minutes
+
+
+@pytest.mark.parametrize("layout", CUDA_BENCHES)
+def test_cases_on_cuda_resolve(layout: str) -> None:
+    """Their flags are legal where CUDA is; links have their own rates."""
+    bench = CUDA_BENCHES[layout]
+    for case in bench.cases:
+        plan = plan_of(bench)
+        config = config_of(plan, list(case.specs), bench.hosts * bench.ranks_per_host, case.schedule, case.overlap)
+        assert config.parallel.distributed_backend == "nccl"
+        assert config.parallel.overlap_grad_reduce == case.overlap
+        assert config.precision.bf16
+        assert config.training.micro_batch_size == bench.micro_batch
+    assert [link_rate(bench, setup, {}) for setup in bench.setups] == [10e9, 1e9, 100e6]
+
+
+@pytest.mark.parametrize("shape", [*train.REAL, *train.TOY], ids=lambda shape: shape.name)
+def test_real_trainings_resolve(shape: Shape) -> None:
+    config = run_config(shape, "bf16", {"distributed_backend": "nccl"}, shape.batch, 1, 128)
+    assert config.training.global_batch_size == shape.samples
+    with torch.device("meta"):
+        theirs = _HuggingFace(shape)
+    count = sum(parameter.numel() for parameter in theirs.parameters())
+    sizes = {train.GPT_124M: 124e6, train.GPT_1_3B: 1.3e9, train.GPT_2_7B: 2.65e9, train.LLAMA: 1.25e9}
+    assert count == pytest.approx(sizes.get(shape, count), rel=0.02)
+    # 6 operations a parameter and token, but for positions, and for attention's own.
+    assert shape.flops() > 5.5 * (count - shape.vocab * shape.hidden * shape.llama) * shape.samples * shape.seq
+
+
+def test_the_plain_model_is_a_gpt2() -> None:
+    """As many parameters as Hugging Face's of the same vocabulary, and a loss that no later token changes."""
+    shape = Shape(2, 64, 16, 2, vocab=100)
+    torch.manual_seed(0)
+    model, theirs = PlainGPT(shape, 100), _HuggingFace(shape)
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in theirs.parameters())
+    tokens, labels = (torch.randint(0, 100, (2, 16)) for _ in range(2))
+    loss = model(tokens, labels)
+    assert float(loss.detach()) == pytest.approx(4.6, abs=0.1)
+    ignored = labels.clone()
+    ignored[:, 8:] = -100
+    later = tokens.clone()
+    later[:, 8:] = 1
+    torch.testing.assert_close(model(tokens, ignored), model(later, ignored))
+    assert not torch.equal(model(tokens, labels), model(later, labels))
+
+
+def test_bad_words_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for words, message in (
+        (["--only", "trains"], "--only trains: choose from train, kernels, generate, network"),
+        (["--limit", "train=fast"], "--limit train=fast: write SECTION=SECONDS"),
+        (["--limit", "all=5"], "--limit all=5: write SECTION=SECONDS"),
+        ([], "--device cuda: torch sees no CUDA device; --device cpu runs toy sizes"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            run.parse(words)
+        assert stop.value.code == 2
+        assert message in capsys.readouterr().err
+    assert run.parse(["--device", "cpu", "--limit", "network=500"]).limits == {"network": 500.0}

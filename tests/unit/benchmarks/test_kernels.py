@@ -1,0 +1,128 @@
+"""The kernels' benchmark: what it compares, its tables and its picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import kernel_table
+from benchmarks import kernels as bench_kernels
+from benchmarks.device_clock import Call, Time
+from benchmarks.kernel_table import Kind, Row, draw, kinds_of, read_summary, summary
+from benchmarks.kernels import MESSAGE_RANKS, Case, Runs, message_cases
+from megatron.base.errors import UserError
+
+ROWS = [
+    Row("quantize", "2.5B", "4 x 4", "2 bits, group", 30.0, 60.0, 0.5, 10.0, 0.0, ""),
+    Row("quantize", "8.3B", "8 x 8", "2 bits, group", 36.0, 60.0, 0.6, 20.0, 0.0, ""),
+    Row("abs_topk", "8.3B", "8 x 8", "1%", 7.0, 60.0, 0.1, 30.0, 15.0, "torch.topk"),
+    Row("finite_norm", "8.3B", "8 x 8", "", 40.0, 60.0, 0.9, 30.0, 0.0, ""),
+]
+
+
+def test_low_rank_messages_and_their_twins_are_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank-8 matrix comes back from the message, and from what plain torch makes of it."""
+    monkeypatch.setitem(bench_kernels.MODELS, "tiny", 96)
+    torch.manual_seed(0)
+    matrix = torch.randn(1024, 8) @ torch.randn(8, 96)
+    drawn = bench_kernels.drawn
+    monkeypatch.setattr(
+        bench_kernels, "drawn", lambda size, device: matrix.clone() if size == (1024, 96) else drawn(size, device)
+    )
+    cases = list(message_cases("tiny", "cpu", quick=False))
+    assert [case.op for case in cases] == ["low-rank compress", "low-rank decompress"] * len(MESSAGE_RANKS)
+    compress, decompress = (case.build() for case in cases[:2])
+    assert (compress.input_bytes, compress.traffic) == (1024 * 96 * 4, 1024 * 96 * 4 + 8 * (1024 + 96) * 4)
+    scale = matrix.abs().max()
+    assert compress.rival is not None
+    for message in (compress.run().wire, compress.twin(), compress.rival()):
+        back = bench_kernels.product(message, matrix.shape, 8)
+        assert (back - matrix).abs().max() < 1e-4 * scale
+    for back in (decompress.run(), decompress.twin()):
+        assert (back - matrix).abs().max() < 1e-4 * scale
+    assert len(list(message_cases("tiny", "cpu", quick=True))) == 2
+
+
+class _Clock:
+    """Gives the times it was made with, one after another."""
+
+    def __init__(self, *seconds: float, sets: int = 1) -> None:
+        self.seconds, self.count, self.asked = list(seconds), sets, list[int]()
+
+    def sets(self, nbytes: int) -> int:
+        return self.count
+
+    def time(self, calls: Sequence[Call]) -> Time:
+        self.asked.append(len(calls))
+        return Time(self.seconds.pop(0), "clock")
+
+
+def test_what_is_changed_in_place_has_a_limit_of_its_own() -> None:
+    """A copy's speed for what is copied, the speed of scaling for the rest."""
+    clock = _Clock(2.0, 1.0, 4.0, 8.0, sets=3)
+    runs = Runs(lambda: None, lambda: None, 10**9, 3 * 10**3, in_place=10**3)
+    row = bench_kernels.measure(Case("op", "m", "s", "", lambda: runs), clock, "cpu")
+    assert row.of_limit == pytest.approx((2.0 + 1.0) / 4.0)
+    assert (row.gbps, row.times_twin) == (0.25, 2.0)
+    assert (row.seconds, row.traffic, row.how) == (4.0, 3000, "clock")
+    assert clock.asked == [3, 3, 3, 3]  # each over as many sets of inputs as the clock wants
+
+
+def test_every_operation_counts_its_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand, for 8 bits of 64 x 64 numbers: 4 bytes read, 1 written and a scale for each 64, and what moves."""
+    monkeypatch.setitem(bench_kernels.MODELS, "tiny", 64)
+    n, message = 64 * 64, 64 * 64 + 64 * 4
+    counted = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for case in bench_kernels.grid_cases("tiny", (64, 64), 8, "cpu", dtype):
+            runs = case.build()
+            runs.run()
+            runs.twin()
+            counted[case.op, case.setting] = (runs.input_bytes, runs.traffic, runs.in_place)
+    assert counted == {
+        ("quantize", "8 bits, group"): (4 * n, 4 * n + message, 0),
+        ("dequantize", "8 bits, group"): (4 * n, 4 * n + message, 0),
+        ("quantize, delta", "8 bits, group"): (4 * n, 12 * n + message, 8 * n),
+        ("quantize, feedback", "8 bits, group"): (4 * n, 12 * n + message, 8 * n),
+        ("dequantize, add", "8 bits, group"): (4 * n, 8 * n + message, 8 * n),
+        ("quantize", "8 bits bf16, group"): (2 * n, 2 * n + message, 0),
+        ("dequantize", "8 bits bf16, group"): (2 * n, 2 * n + message, 0),
+        ("quantize, delta", "8 bits bf16, group"): (2 * n, 6 * n + message, 4 * n),
+        ("quantize, feedback", "8 bits bf16, group"): (2 * n, 6 * n + message, 4 * n),
+    }
+    monkeypatch.setitem(bench_kernels.MODELS, "tiny", 384)
+    for case in bench_kernels.gradient_cases("tiny", "cpu", quick=True):
+        runs = case.build()
+        runs.run()
+        runs.twin()
+        if runs.rival is not None:
+            runs.rival()
+    norm, histogram = bench_kernels.norm_cases("tiny", "64 x 64", (64, 64), "cpu")
+    assert (norm.build().traffic, histogram.build().traffic) == (4 * n, 4 * n)  # every 4th number is in every sector
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    kinds = kinds_of(ROWS)
+    assert kinds[0] == Kind("quantize", "2 bits, group", (30.0, 36.0), (0.5, 0.6), (10.0, 20.0), (0.0, 0.0), "")
+    text = summary(kinds)
+    assert "| quantize | 2 bits, group | 30.0 to 36.0 | 0.50 to 0.60 | 10.0 to 20.0 |  |" in text
+    assert "| abs_topk | 1% | 7.0 | 0.10 | 30.0 | 15.0 x torch.topk |" in text
+    assert read_summary(f"before\n\n{text}\n\nafter") == kinds
+    with pytest.raises(UserError, match="no table that begins with"):
+        read_summary("nothing")
+
+
+def test_the_picture_shows_every_kind_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = []
+    monkeypatch.setattr(kernel_table, "save_figure", lambda figure, path: figures.append(figure))
+    draw(kinds_of(ROWS), tmp_path / "a.png", "title")
+    speed, share = figures[0].axes
+    names = [label.get_text() for label in speed.get_yticklabels()]
+    assert names == [
+        "fixed point, a scale for each group", "quantize, 2 bits, group", "Top-K", "abs_topk, 1%", "others",
+        "finite_norm",
+    ]  # fmt: skip
+    assert [list(line.get_xdata()) for line in share.get_lines()[:2]] == [[0.5, 0.6], [pytest.approx(0.55)]]

@@ -1,0 +1,98 @@
+"""Small random models as checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.convert.command import main
+from megatron.checkpoint.model_state import model_tensors
+from megatron.checkpoint.save import save_checkpoint
+from tests.support.tiny import VOCAB, tiny_engines
+
+LENGTH, HIDDEN, HEADS = 16, 32, 4
+LLAMA = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "ffn_hidden_size": 48,
+    "add_bias_linear": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "gpt2 untied, exact gelu": {"untie_embeddings_and_output_weights": True, "bias_gelu_fusion": False},
+    "llama, 1 group": {**LLAMA, "num_query_groups": 1},
+    "llama, 2 groups, untied": {**LLAMA, "num_query_groups": 2, "untie_embeddings_and_output_weights": True},
+    "llama, wide heads": {**LLAMA, "kv_channels": 16, "rotary_base": 5000.0},
+    "llama with biases": {**LLAMA, "add_bias_linear": True, "num_query_groups": 2},
+    "llama, all wavelengths scaled": {**LLAMA, "rotary_scaling": "linear", "rotary_scaling_factor": 3.0},
+    "llama 3": {**LLAMA, "rotary_scaling": "llama3", "rotary_scaling_factor": 32.0, "rotary_base": 5e4},
+    "qwen2, 2 groups, untied": {
+        **LLAMA,
+        "add_qkv_bias": True,
+        "num_query_groups": 2,
+        "untie_embeddings_and_output_weights": True,
+    },
+    "neox": {"position_embedding_type": "rope"},
+    "neox, half rotated, exact gelu, untied": {
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.5,
+        "bias_gelu_fusion": False,
+        "untie_embeddings_and_output_weights": True,
+    },
+}
+NOT_CLASSIC: dict[str, dict[str, Any]] = {
+    "llama 3, short": {
+        **LLAMA,
+        "rotary_base": 20.0,
+        "rotary_scaling": "llama3",
+        "rotary_scaling_original_length": 24,
+        "rotary_scaling_high_turns": 3.0,
+    },
+    "mistral": {**LLAMA, "num_query_groups": 2, "sliding_window": 5},
+    "qwen2 with a window": {
+        **LLAMA,
+        "add_qkv_bias": True,
+        "num_query_groups": 2,
+        "untie_embeddings_and_output_weights": True,
+        "rotary_scaling": "linear",
+        "rotary_scaling_factor": 2.5,
+        "sliding_window": 3,
+    },
+    "neox, side by side": {
+        "position_embedding_type": "rope",
+        "rotary_percent": 0.25,
+        "parallel_residual": True,
+        "untie_embeddings_and_output_weights": True,
+    },
+}
+"""Models that the classic layout has no words for."""
+
+
+def saved_model(folder: Path, model: dict[str, Any], precision: dict[str, Any] | None = None, layers: int = 3) -> Path:
+    """A checkpoint of a random model, whose vocabulary is padded in memory."""
+    torch.manual_seed(1)
+    shape = {
+        "num_layers": layers,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": HEADS,
+        "make_vocab_size_divisible_by": 64,
+    }
+    changes = {
+        "model": {**shape, **model},
+        "tokenizer": {"tokenizer_type": "NullTokenizer", "vocab_size": VOCAB - 1},
+        **({"precision": precision} if precision else {}),
+    }
+    engines = tiny_engines(changes)
+    with torch.no_grad():
+        for parameter in engines.stages[0].parameters():
+            parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+    save_checkpoint(folder, 7, model_tensors(engines.stages), {"separate_main": False}, None, engines.config.to_yaml())
+    return folder
+
+
+def convert(load: Path, save: Path, to: str, *more: str) -> None:
+    """Runs the tool."""
+    assert main(["--load", str(load), "--save", str(save), "--to", to, *more]) == 0

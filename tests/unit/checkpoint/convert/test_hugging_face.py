@@ -1,0 +1,299 @@
+"""Our models as Hugging Face folders and back: logits, every tensor, and what is said of files that are not right."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint.convert.command import main
+from megatron.checkpoint.convert.hugging_face import read_hf, write_hf
+from megatron.checkpoint.convert.ours import read_ours
+from megatron.config.model import ModelConfig
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.inference.model import load_model
+from megatron.model.context import ForwardContext
+from tests.support.tiny import VOCAB
+from tests.unit.checkpoint.convert.support import (
+    HEADS,
+    HIDDEN,
+    LENGTH,
+    LLAMA,
+    MODELS,
+    NOT_CLASSIC,
+    convert,
+    saved_model,
+)
+
+TOKENIZER = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCAB - 1)
+
+
+def _logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    loaded = load_model(folder, tokenizer=TOKENIZER, device=torch.device("cpu"))
+    with torch.no_grad():
+        return loaded.stage.logits(loaded.stage(tokens, ForwardContext())).transpose(0, 1)
+
+
+ALL = MODELS | NOT_CLASSIC
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_logits_of_the_exported_and_the_imported_model_are_ours(name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    saved = saved_model(tmp_path / "ours", ALL[name])
+    convert(saved, tmp_path / "hf", "hf")
+    convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
+    tokens = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    ours = _logits(saved, tokens)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    theirs, report = loaded
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    with torch.no_grad():
+        found = theirs.eval()(input_ids=tokens).logits
+    assert found.shape == ours.shape
+    assert float((found - ours).abs().max() / ours.abs().max()) < 1e-5
+    assert torch.equal(_logits(tmp_path / "back", tokens), ours)
+    first, second = read_ours(saved), read_ours(tmp_path / "back")
+    assert first.entries.keys() == second.entries.keys()
+    assert all(torch.equal(first.entries[n].read(), second.entries[n].read()) for n in first.entries)
+    assert replace(first.model, hidden_dropout=0.0) == replace(second.model, **_not_in_a_config(first.model))
+
+
+def _not_in_a_config(model: ModelConfig) -> dict[str, Any]:
+    """What config.json does not say, and changes no number."""
+    return {
+        "bias_gelu_fusion": model.bias_gelu_fusion,
+        "hidden_dropout": 0.0,
+        "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
+        "init_method_std": model.init_method_std,
+        "seq_length": model.seq_length,
+    }
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {}),
+    "llama, 2 groups": ("llama", {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}),
+    "llama 3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_theta": 50.0, "rope_type": "llama3", "original_max_position_embeddings": 32, **LLAMA3,
+            },
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama of transformers 4": ("llama", {"rope_theta": 50.0, "rope_scaling": {"type": "linear", "factor": 2}}),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {"sliding_window": 6}),
+    "mistral without a window": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
+    "qwen2, sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
+    "qwen2, whose layers are named one by one": (
+        "qwen2",
+        {
+            "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0,
+            "layer_types": ["full_attention", "full_attention"],
+        },
+    ),
+    "pythia": ("gpt_neox", {}),
+    "neox, one after the other": (
+        "gpt_neox",
+        {
+            "rope_parameters": {"rope_theta": 300.0, "rope_type": "default", "partial_rotary_factor": 1.0},
+            "use_parallel_residual": False, "tie_word_embeddings": True, "hidden_act": "gelu_new",
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_their_models_come_in(name: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(2)
+    kind, changes = THEIRS[name]
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "initializer_range": 0.1, "bos_token_id": None, "eos_token_id": None}
+    if kind == "gpt2":
+        sizes |= {"n_positions": LENGTH, "n_embd": HIDDEN, "n_layer": 2, "n_head": HEADS}
+    else:
+        sizes |= {
+            "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": HEADS,
+            "num_key_value_heads": 2, "max_position_embeddings": LENGTH,
+        }  # fmt: skip
+    theirs: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **changes))
+    with torch.no_grad():
+        for parameter in theirs.parameters():  # biases begin at zero, norms at one
+            parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+    theirs.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "ours", "megatron-cc")
+    tokens = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = theirs.eval()(input_ids=tokens).logits
+    ours = _logits(tmp_path / "ours", tokens)
+    assert float((ours - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+def test_the_older_name_of_scaling_counts_as_in_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    saved = saved_model(tmp_path / "ours", {**LLAMA, "rotary_scaling": "linear", "rotary_scaling_factor": 3.0})
+    convert(saved, tmp_path / "hf", "hf")
+    file = tmp_path / "hf" / "config.json"
+    plain = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | plain))
+    convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
+    tokens = torch.randint(0, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()(input_ids=tokens).logits
+    ours = _logits(tmp_path / "back", tokens)
+    assert float((ours - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+def test_several_files_and_half_precision(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    weights = read_ours(saved_model(tmp_path / "ours", {}, {"bf16": True}))
+    (tmp_path / "hf").mkdir()
+    write_hf(weights, tmp_path / "hf", lambda nbytes: None, shard_bytes=10_000)
+    files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) > 2
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.bfloat16)
+    embedding = weights.entries["embedding.word_embeddings.weight"].read()
+    assert torch.equal(theirs.transformer.wte.weight.detach(), embedding)
+    back = read_hf(tmp_path / "hf")
+    assert all(torch.equal(back.entries[name].read(), weights.entries[name].read()) for name in weights.entries)
+
+
+def test_precision_is_converted(tmp_path: Path) -> None:
+    saved = saved_model(tmp_path / "ours", {})
+    convert(saved, tmp_path / "half", "hf", "--dtype", "bf16")
+    half, whole = read_hf(tmp_path / "half"), read_ours(saved)
+    name = "layers.1.mlp.dense_h_to_4h.weight"
+    assert torch.equal(half.entries[name].read(), whole.entries[name].read().bfloat16())
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_old_files_of_torch_come_in(tmp_path: Path) -> None:
+    """GPT-2's first release: no safetensors, names without their first word, and masks among the weights."""
+    saved = saved_model(tmp_path / "ours", {})
+    convert(saved, tmp_path / "hf", "hf")
+    from safetensors.torch import load_file
+
+    tensors = {n.removeprefix("transformer."): t for n, t in load_file(tmp_path / "hf" / "model.safetensors").items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, LENGTH, LENGTH)
+    torch.save(tensors, tmp_path / "hf" / "pytorch_model.bin")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    convert(tmp_path / "hf", tmp_path / "back", "megatron-cc")
+    first, second = read_ours(saved), read_ours(tmp_path / "back")
+    assert all(torch.equal(first.entries[n].read(), second.entries[n].read()) for n in first.entries)
+
+
+def test_a_tied_head_of_its_own_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    convert(saved_model(tmp_path / "ours", {}), tmp_path / "hf", "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+    save_file(tensors, file)
+    convert(tmp_path / "hf", tmp_path / "same", "megatron-cc")
+    tensors["lm_head.weight"][3, 2] += 1
+    save_file(tensors, file)
+    assert main(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "x"), "--to", "megatron-cc"]) == 2
+    assert "lm_head.weight is not the embedding, though config.json ties both; write" in capsys.readouterr().err
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": False}))
+    convert(tmp_path / "hf", tmp_path / "untied", "megatron-cc")
+    assert torch.equal(read_ours(tmp_path / "untied").entries["output_layer.weight"].read(), tensors["lm_head.weight"])
+
+
+def _damaged(folder: Path, how: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    weights = folder / "model.safetensors"
+    if how == "truncated":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif how == "gone":
+        weights.unlink()
+    elif how == "another shape":
+        (folder / "config.json").write_text(json.dumps(config | {"n_embd": 64}))
+    elif how == "another model":
+        (folder / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
+    elif how == "no json":
+        (folder / "config.json").write_text("{")
+    elif how == "no size":
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "n_layer"}))
+    elif how == "more layers":
+        (folder / "config.json").write_text(json.dumps(config | {"n_layer": 4}))
+    elif how == "fewer layers":
+        (folder / "config.json").write_text(json.dumps(config | {"n_layer": 2}))
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("truncated", "model.safetensors: cannot be read"),
+        ("gone", "holds neither model.safetensors"),
+        ("another shape", "config.json asks for"),
+        ("another model", "model_type 'bert' cannot be converted"),
+        ("no json", "is not JSON"),
+        ("no size", "n_layer is missing"),
+        ("more layers", "there is no tensor transformer.h.3.ln_1.weight"),
+        ("fewer layers", "transformer.h.2.attn.c_attn.bias has no place in the model that config.json describes"),
+    ],
+)
+def test_what_is_wrong_with_a_folder_is_said(
+    how: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert(saved_model(tmp_path / "ours", {}), tmp_path / "hf", "hf")
+    _damaged(tmp_path / "hf", how)
+    capsys.readouterr()
+    assert main(["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "back"), "--to", "megatron-cc"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("ckpt_convert: error: ")
+    assert says in error
+    assert not (tmp_path / "back").exists() or not any((tmp_path / "back").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ({"swiglu": True, "ffn_hidden_size": 48}, "closest to GPT-2, which has no --swiglu"),
+        ({**LLAMA, "rotary_percent": 0.5}, "closest to Llama, which has --rotary-percent 1"),
+    ],
+)
+def test_what_they_have_no_architecture_for_is_said(
+    model: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = saved_model(tmp_path / "ours", model)
+    assert main(["--load", str(saved), "--save", str(tmp_path / "hf"), "--to", "hf"]) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "hf").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_damaged_checkpoint_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = saved_model(tmp_path / "ours", {})
+    shard = saved / "iter_0000007" / "shard_00000.bin"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert main(["--load", str(saved), "--save", str(tmp_path / "hf"), "--to", "hf"]) == 2
+    assert "do not have their checksum" in capsys.readouterr().err
+    assert not (tmp_path / "hf").exists()
+
+
+def test_what_is_there_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = saved_model(tmp_path / "ours", {})
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "mine.txt").write_text("mine")
+    assert main(["--load", str(saved), "--save", str(tmp_path / "hf"), "--to", "hf"]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert main(["--load", str(tmp_path), "--save", str(tmp_path / "x"), "--to", "hf"]) == 2
+    assert "holds neither a checkpoint" in capsys.readouterr().err

@@ -1,0 +1,370 @@
+"""The preprocessing command: files equal whatever the way they were read, bad lines, kills, and the flags."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.base.errors import UserError
+from megatron.data.indexed import IndexedDataset
+from megatron.data.preprocess.command import main, parse_flags
+from megatron.data.preprocess.encoding import sentence_splitter
+from megatron.data.preprocess.reading import Source, divide, expand_inputs, read_blocks
+from tests.support.cli import REPO
+
+EOD = 99
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(EOD)]
+
+
+def lines_of(documents: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(document) + "\n" for document in documents)
+
+
+def run(folder: Path, *more: str, text: str | None = None) -> int:
+    """The command on `folder`/in.jsonl, with output prefix `folder`/out."""
+    if text is not None:
+        (folder / "in.jsonl").write_text(text, encoding="utf-8")
+    words = list(more) if "--input" in more else ["--input", str(folder / "in.jsonl"), *more]
+    return main([*words, "--output-prefix", str(folder / "out"), *NULL])
+
+
+def stored(prefix: Path) -> list[list[list[int]]]:
+    """Documents of sequences of ids."""
+    dataset = IndexedDataset(prefix)
+    bounds = dataset.doc_idx.tolist()
+    return [[dataset[i].tolist() for i in range(a, b)] for a, b in itertools.pairwise(bounds)]
+
+
+def outputs(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name.startswith("out")}
+
+
+def numbered(count: int) -> list[dict[str, Any]]:
+    return [{"text": " ".join(str((i * 7 + j) % EOD) for j in range(i % 5)), "n": i} for i in range(count)]
+
+
+def expected(count: int) -> list[list[list[int]]]:
+    ids = [[(i * 7 + j) % EOD for j in range(i % 5)] for i in range(count)]
+    return [[[*tokens, EOD]] if tokens else [] for tokens in ids]
+
+
+def test_documents_eod_and_empty_documents(tmp_path: Path) -> None:
+    assert run(tmp_path, "--append-eod", text=lines_of(numbered(23))) == 0
+    assert stored(tmp_path / "out_text_document") == expected(23)
+    assert run(tmp_path, text=lines_of(numbered(23))) == 0
+    without = [[sequence[:-1] for sequence in document] for document in expected(23)]
+    assert stored(tmp_path / "out_text_document") == without
+    assert IndexedDataset(tmp_path / "out_text_document").dtype.name == "uint16"
+
+
+def test_every_key_is_written(tmp_path: Path) -> None:
+    text = lines_of([{"a": "1 2", "b": "3", "c": "x"}, {"b": "4 5 6", "a": ""}])
+    for flag in ("--json-keys", "--json-key", "--json_keys"):
+        assert run(tmp_path, flag, "a", "b", text=text) == 0
+        assert stored(tmp_path / "out_a_document") == [[[1, 2]], []]
+        assert stored(tmp_path / "out_b_document") == [[[3]], [[4, 5, 6]]]
+        for path in tmp_path.glob("out*"):
+            path.unlink()
+
+
+@pytest.mark.parametrize("impl", ["mmap", "lazy", "cached"])
+def test_formats(tmp_path: Path, impl: str) -> None:
+    assert run(tmp_path, "--append-eod", "--dataset-impl", impl, text=lines_of(numbered(9))) == 0
+    assert stored(tmp_path / "out_text_document") == expected(9)
+    magic = (tmp_path / "out_text_document.idx").read_bytes()[:6]
+    assert magic == (b"MMIDID" if impl == "mmap" else b"TNTIDX")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, bytes]]:
+    """3,000 documents as text, and the files of one worker."""
+    folder = tmp_path_factory.mktemp("reference")
+    text = lines_of(numbered(3000))
+    assert run(folder, "--append-eod", text=text) == 0
+    assert stored(folder / "out_text_document") == expected(3000)
+    return text, outputs(folder)
+
+
+def from_several_files(folder: Path, text: str) -> list[str]:
+    lines = text.splitlines(keepends=True)
+    for number, start in enumerate(range(0, 3000, 700)):
+        (folder / f"part{number}.jsonl").write_text("".join(lines[start : start + 700]))
+    return [str(folder / "part*.jsonl")]
+
+
+def from_gzip(folder: Path, text: str) -> list[str]:
+    with gzip.open(folder / "in.jsonl.gz", "wt") as stream:
+        stream.write(text)
+    return [str(folder / "in.jsonl.gz")]
+
+
+def from_two_kinds(folder: Path, text: str) -> list[str]:
+    lines = text.splitlines(keepends=True)
+    first = from_gzip(folder, "".join(lines[:1000]))
+    (folder / "rest.jsonl").write_text("".join(lines[1000:]).rstrip("\n"))
+    return [*first, str(folder / "rest.jsonl")]
+
+
+@pytest.mark.parametrize("make", [from_several_files, from_gzip, from_two_kinds])
+def test_input_kinds_give_the_same_files(
+    tmp_path: Path, reference: tuple[str, dict[str, bytes]], make: Callable[[Path, str], list[str]]
+) -> None:
+    assert run(tmp_path, "--input", *make(tmp_path, reference[0]), "--append-eod") == 0
+    assert outputs(tmp_path) == reference[1]
+
+
+@pytest.mark.parametrize("more", [["--workers", "2"], ["--partitions", "3", "--workers", "2"]])
+def test_processes_give_the_same_files(
+    tmp_path: Path, reference: tuple[str, dict[str, bytes]], more: list[str]
+) -> None:
+    assert run(tmp_path, "--append-eod", *more, text=reference[0]) == 0
+    assert outputs(tmp_path) == reference[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", *sorted(reference[1])]
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    return [
+        sys.executable,
+        str(REPO / "tools" / "preprocess_data.py"),
+        *more,
+        "--output-prefix",
+        str(folder / "out"),
+        *NULL,
+    ]
+
+
+def test_standard_input_and_progress_lines(tmp_path: Path, reference: tuple[str, dict[str, bytes]]) -> None:
+    done = subprocess.run(
+        command(tmp_path, "--input", "-", "--append-eod", "--log-interval", "1000"),
+        input=reference[0],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert outputs(tmp_path) == reference[1]
+    report = done.stderr.splitlines()
+    assert [line.split(" (")[0] for line in report[:3]] == [f"Processed {n} documents" for n in (1000, 2000, 3000)]
+    assert all("docs/s" in line and "MB/s" in line for line in report[:4])
+    assert report[3].startswith("3000 documents, 2400 sequences, 8400 tokens")
+
+
+BAD_LINES = [
+    (b'{"text": "1 2"', "broken JSON"),
+    (b"[" * 100_000, "broken JSON"),
+    (b'{"txt": "1"}', "no key 'text' (there are: 'txt')"),
+    (b'{"text": 5}', "JSON number where a string belongs"),
+    (b'{"text": null}', "JSON null"),
+    (b'{"text": ["1"]}', "JSON array"),
+    (b'"text"', "JSON string where an object belongs"),
+    (b'{"text": "\xff"}', "invalid UTF-8 at byte 11"),
+    (b'{"text": "\\ud800"}', "half of a surrogate pair"),
+    (b'{"text": "1 x"}', "must be numbers"),
+]
+
+
+@pytest.mark.parametrize(("line", "why"), BAD_LINES)
+def test_a_bad_line_stops_the_run_and_writes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: bytes, why: str
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'{"text": "1"}\n\n{"text": "2"}\n' + line + b'\n{"text": "3"}\n')
+    assert run(tmp_path) == 1
+    error = capsys.readouterr().err
+    assert f"{path}:4: " in error
+    assert why in error
+    assert error.count("\n") == 1
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("more", [[], ["--workers", "2"], ["--partitions", "2"]])
+def test_bad_lines_are_skipped_and_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str], more: list[str]) -> None:
+    good = [b'{"text": "%d"}' % number for number in range(10)]
+    lines = [line for pair in zip(good, [bad for bad, _ in BAD_LINES], strict=True) for line in pair]
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines))
+    assert run(tmp_path, "--on-error", "skip", *more) == 0
+    assert stored(tmp_path / "out_text_document") == [[[number]] for number in range(10)]
+    error = capfd.readouterr().err
+    assert "10 bad lines skipped" in error
+    for number, (_, why) in enumerate(BAD_LINES):
+        assert any(f":{2 * number + 2}: " in line and why in line for line in error.splitlines())
+
+
+def test_a_bad_line_in_any_part_of_the_input_stops_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = lines_of(numbered(900)) + "{\n" + lines_of(numbered(50))
+    assert run(tmp_path, "--partitions", "3", text=text) == 1
+    assert f"{tmp_path / 'in.jsonl'}:901: broken JSON" in capfd.readouterr().err
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+def test_a_failed_run_leaves_the_earlier_files(tmp_path: Path) -> None:
+    assert run(tmp_path, text=lines_of(numbered(5))) == 0
+    before = outputs(tmp_path)
+    assert run(tmp_path, text=lines_of(numbered(7)) + "{") == 1
+    assert outputs(tmp_path) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_run_leaves_the_earlier_files(tmp_path: Path, number: signal.Signals) -> None:
+    assert run(tmp_path, text=lines_of(numbered(5))) == 0
+    before = {name: content for name, content in outputs(tmp_path).items() if not name.endswith(".partial")}
+    process = subprocess.Popen(
+        command(tmp_path, "--input", "-", "--workers", "2", "--log-interval", "1"),
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stderr is not None
+    process.stdin.write(lines_of(numbered(20_000)).encode())
+    process.stdin.flush()
+    # It has written documents, and waits for more.
+    assert b"Processed" in process.stderr.readline()
+    process.send_signal(number)
+    process.stdin.close()
+    assert process.wait(timeout=60) != 0
+    process.stderr.close()
+    after = {name: content for name, content in outputs(tmp_path).items() if not name.endswith(".partial")}
+    assert after == before
+    if number == signal.SIGTERM:
+        assert outputs(tmp_path) == before
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if run(tmp_path, text=lines_of(numbered(6))) == 0:
+            break
+        time.sleep(0.1)
+    assert len(stored(tmp_path / "out_text_document")) == 6
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_sentences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a downloaded model, which is said."""
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nothing"))
+    nltk_data = pytest.importorskip("nltk.data")
+    monkeypatch.setattr(nltk_data, "path", [])
+    monkeypatch.setattr("megatron.data.preprocess.encoding.build_tokenizer", lambda options: Lengths())
+    text = lines_of([{"text": "One two. Three four five! Six?"}, {"text": ""}, {"text": "Alone"}])
+    assert run(tmp_path, "--split-sentences", "--append-eod", text=text) == 0
+    assert stored(tmp_path / "out_text_sentence") == [[[8], [16], [4, EOD]], [], [[5, EOD]]]
+    assert "no Punkt model for english" in capsys.readouterr().err
+
+
+class Lengths:
+    """A tokenizer whose only token of a text is its length."""
+
+    vocab_size, eod = EOD + 1, EOD
+
+    def tokenize_batch(self, texts: list[str]) -> list[list[int]]:
+        return [[len(text)] if text else [] for text in texts]
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.lists(st.sampled_from(["One. ", "Two!\n\n", " and", "\n", "Mr. X", "3.5 ", "?", " "])).map("".join))
+def test_sentences_with_their_white_space_are_the_text(text: str) -> None:
+    pytest.importorskip("nltk")
+    assert "".join(sentence_splitter("no such language", keep_newlines=True)(text)) == text
+    bare = sentence_splitter("no such language", keep_newlines=False)(text)
+    assert all(bare)
+    # White space between sentences is dropped; only the first may begin with some.
+    assert all(sentence == sentence.lstrip() for sentence in bare[1:])
+    assert "".join("".join(bare).split()) == "".join(text.split())
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    files=st.lists(st.lists(st.text("ab", max_size=9), max_size=8), min_size=1, max_size=4),
+    parts=st.integers(1, 7),
+    ends=st.booleans(),
+)
+def test_parts_hold_every_line_once_and_in_order(
+    tmp_path_factory: pytest.TempPathFactory, files: list[list[str]], parts: int, ends: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("parts")
+    names, wanted = [], []
+    for number, lines in enumerate(files):
+        path = folder / str(number)
+        text = "\n".join(lines) + ("\n" if ends else "")
+        path.write_text(text)
+        names.append(str(path))
+        wanted += [(str(path), n + 1, line) for n, line in enumerate(text.splitlines())]
+    pieces = divide(names, parts)
+    assert len(pieces) <= parts
+    found = [
+        (block.source.name, block.source.line_number(block.first + i), line.decode().rstrip("\n"))
+        for piece in pieces
+        for block in read_blocks(piece)
+        for i, line in enumerate(block.lines)
+    ]
+    assert found == wanted
+
+
+def test_a_broken_archive_is_named_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "in.jsonl.gz"
+    with gzip.open(path, "wt") as stream:
+        stream.write(lines_of(numbered(500)))
+    path.write_bytes(path.read_bytes()[:-200])
+    assert run(tmp_path, "--input", str(path)) == 1
+    assert f"{path}:" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["in.jsonl.gz"]
+
+
+def test_inputs(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "c.txt"):
+        (tmp_path / name).write_text("")
+    assert expand_inputs([str(tmp_path / "c.txt"), str(tmp_path / "*.jsonl")]) == [
+        str(tmp_path / name) for name in ("c.txt", "a.jsonl", "b.jsonl")
+    ]
+    for values, message in ((["nothing"], "is no file"), (["no*thing"], "matches no file"), (["-", "-"], "only once")):
+        with pytest.raises(UserError, match=message):
+            expand_inputs(values)
+    assert list(read_blocks([Source(str(tmp_path / "c.txt"))])) == []
+
+
+def test_an_input_without_documents_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, text="\n \n") == 1
+    assert "no document" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--worker", "2"], "did you mean --workers"),
+        (["--workers", "0"], "--workers 0 must be at least 1"),
+        (["--workers", "two"], "invalid int value: 'two'"),
+        (["--json-keys", "a", "a"], "each key once"),
+        (["--json-keys", "a/b"], "cannot be part of a file name"),
+        (["--keep-newlines"], "needs --split-sentences"),
+        (["--on-error", "ignore"], "invalid choice: 'ignore'"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        parse_flags(["--input", "x", "--output-prefix", "y", *NULL, *words])
+    assert "\n" not in str(caught.value)
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_flags(["--help"])
+    text = capsys.readouterr().out
+    for word in ("examples:", "--data-path", "GPT2BPETokenizer", "--on-error", "PREFIX_KEY_document"):
+        assert word in text
+
+
+def test_the_vocab_alias() -> None:
+    args = parse_flags(["--input", "x", "--output_prefix=y", "--tokenizer-type", "GPT2BPETokenizer", "--vocab", "v"])
+    assert (args.vocab_file, args.output_prefix) == ("v", "y")

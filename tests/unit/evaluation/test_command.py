@@ -1,0 +1,170 @@
+"""Zero-shot tasks against plain loops over single texts."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.evaluation import lambada, wikitext
+from megatron.evaluation.command import main
+from megatron.evaluation.detokenize import wikitext as written
+from megatron.inference.model import LoadedModel, load_model
+from megatron.model.context import ForwardContext
+from tests.unit.checkpoint.convert.support import LENGTH, MODELS, saved_model
+
+
+@given(count=st.integers(2, 70), length=st.integers(1, 20), data=st.data())
+def test_windows_predict_every_token_once_with_enough_before_it(count: int, length: int, data: st.DataObject) -> None:
+    stride = data.draw(st.integers(1, length))
+    tokens = list(range(count))
+    windows = wikitext.windows_of(tokens, length, stride)
+    predicted = [token for window in windows for token in window.tokens[len(window.tokens) - window.targets :]]
+    assert predicted == tokens[1:]
+    for window in windows:
+        assert len(window.tokens) <= length + 1
+        assert list(window.tokens) == tokens[window.tokens[0] : window.tokens[0] + len(window.tokens)]
+        assert window.targets <= len(window.tokens) - 1
+    for window in windows[1:]:
+        assert len(window.tokens) - 1 - window.targets == length - stride
+
+
+@pytest.mark.parametrize(
+    ("published", "usual"),
+    [
+        ("= = Reception = =\n", "== Reception ==\n"),
+        (" = Robert <unk> = \n", " = Robert <unk> =\n"),
+        ("1 @,@ 000 @.@ 5 km @-@ long , it ( see [ 1 ] ) ended .", "1,000.5 km-long, it (see [1]) ended ."),
+        ('he said " yes " ; she left . ', 'he said "yes"; she left. '),
+        ("Boulter 's play was 20 \N{DEGREE SIGN} C", "Boulter's play was 20\N{DEGREE SIGN}C"),
+        ("the boys ' room", "the boys' room"),
+    ],
+)  # fmt: skip
+def test_wikitexts_spelling_is_undone(published: str, usual: str) -> None:
+    assert written(published) == usual
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_model(tmp_path_factory.mktemp("saved"), MODELS["gpt2"])
+
+
+@pytest.fixture(scope="module")
+def model(saved: Path) -> LoadedModel:
+    return load_model(saved, device=torch.device("cpu"))
+
+
+def _logits(model: LoadedModel, tokens: list[int]) -> Any:
+    with torch.no_grad():
+        return model.stage.logits(model.stage(torch.tensor([tokens]), ForwardContext()))[:, 0].double()
+
+
+@pytest.mark.parametrize("stride", [0, 5])
+def test_wikitext_is_the_mean_over_all_tokens(
+    saved: Path, model: LoadedModel, stride: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = torch.randint(0, 96, (50,), generator=torch.Generator().manual_seed(4)).tolist()
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(map(str, tokens)))
+    loss, done = 0.0, 0
+    while done < len(tokens) - 1:
+        new = min(LENGTH if not done else stride or LENGTH, len(tokens) - 1 - done)
+        start = max(done - (LENGTH - (stride or LENGTH)), 0) if done else 0
+        logprobs = _logits(model, tokens[start : done + new]).log_softmax(-1)
+        for place in range(done, done + new):
+            loss -= float(logprobs[place - start, tokens[place + 1]])
+        done += new
+    loss /= len(tokens) - 1
+    flags = [
+        "--task",
+        "WIKITEXT103",
+        "--valid-data",
+        str(path),
+        "--load",
+        str(saved),
+        "--overlapping-eval",
+        str(stride),
+    ]
+    assert main([*flags, "--micro-batch-size", "3"]) == 0
+    rule, line, again = capsys.readouterr().out.splitlines()
+    assert rule == again == "-" * (len(line) + 1)
+    expected = f"{loss:.4E} | ppl: {math.exp(loss):.4E} | adjusted ppl: {math.exp(loss):.4E} | token ratio: 1.0 |"
+    assert line == f" validation results on WIKITEXT103 | avg loss: {expected}"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_lambada_counts_the_texts_whose_end_is_the_likeliest(
+    saved: Path, model: LoadedModel, strict: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    texts, correct = [], 0
+    for number in range(12):
+        tokens = torch.randint(0, 96, (4 + number,), generator=generator).tolist()
+        best = int(_logits(model, tokens[-LENGTH:])[-1].argmax())
+        right = number % 3 == 0 and best < 96
+        texts.append([*tokens, best if right else (best + 1) % 96])
+        correct += right
+    path = tmp_path / "lambada.jsonl"
+    rows = [{"text": " ".join(map(str, tokens)), "more": "\u2028"} for tokens in texts]
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    flags = ["--task", "LAMBADA", "--valid-data", str(path), "--load", str(saved), "--micro-batch-size", "5"]
+    assert main([*flags, *(["--strict-lambada"] if strict else [])]) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    assert correct
+    assert line == (
+        f" validation results on LAMBADA | number correct: {correct:.4E} | total examples: {12:.4E} | "
+        f"avg accuracy: {correct / 12:.4E}"
+    )
+
+
+def test_a_strict_word_of_several_tokens_must_be_found_whole() -> None:
+    class Letters:
+        """A token for each character."""
+
+        def tokenize(self, text: str) -> list[int]:
+            return [ord(character) for character in text]
+
+    letters: Any = Letters()
+    window = lambada.window_of("the old house", letters, 100, strict=True)
+    assert "".join(map(chr, window.tokens)) == "the old house"
+    assert window.targets == 6
+    assert lambada.window_of("the old house", letters, 100, strict=False).targets == 1
+    cut = lambada.window_of("the old house", letters, 4, strict=True)
+    assert (len(cut.tokens), cut.targets) == (5, 4)
+
+
+@pytest.mark.parametrize(
+    ("task", "content", "flags", "said"),
+    [
+        ("LAMBADA", '{"text": "1 2 3"}\n{"txt": "1 2"}\n', [], "line 2"),
+        ("LAMBADA", '{"text": "1"}\n', [], "line 1"),
+        ("LAMBADA", '{"text": "1 2"}\n{"text": "a \\ud800 b"}\n', [], "line 2"),
+        ("LAMBADA", '{"text": "1 2"}\n' + "[" * 100_000, [], "line 2"),
+        ("LAMBADA", b'{"text": "1 2"}\n\xff', [], "line 2: is no UTF-8"),
+        ("LAMBADA", "", [], "no text"),
+        ("WIKITEXT103", b"1 2\n3\n\xff 4", [], "line 3: is no UTF-8"),
+        ("WIKITEXT103", "one\ntwo\nthree", [], "a space between them"),
+        ("LAMBADA", None, [], "No such file"),
+        ("WIKITEXT103", "", [], "no text"),
+        ("WIKITEXT103", "1 2 3", ["--overlapping-eval", "17"], "--overlapping-eval 17"),
+        ("WIKITEXT103", "1 2 3", ["--epochs", "3"], "--finetune"),
+        ("MNLI", "1 2 3", [], "--task"),
+    ],
+)
+def test_bad_input_is_one_line(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str, content: str | bytes | None,
+    flags: list[str], said: str,
+) -> None:  # fmt: skip
+    path = tmp_path / "data"
+    if content is not None:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    assert main(["--task", task, "--valid-data", str(path), "--load", str(saved), *flags]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1

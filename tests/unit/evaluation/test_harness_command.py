@@ -1,0 +1,45 @@
+"""What stops an evaluation by lm-evaluation-harness, without the harness."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.base.errors import UserError
+from megatron.evaluation import harness_command
+from megatron.evaluation.harness_command import EvaluationFlags, via_hf
+from tests.unit.checkpoint.convert.support import saved_model
+
+FLAGS = EvaluationFlags(tasks=["a"])
+
+
+def test_the_task_whose_data_is_bad_is_named() -> None:
+    asked: list[list[str]] = []
+
+    def load(tasks: list[str]) -> list[str]:
+        asked.append(tasks)
+        if "bad" in tasks:
+            raise ValueError("no such file\nand more")
+        return tasks
+
+    assert harness_command._loaded(load, ["a", "b"]) == ["a", "b"]
+    assert asked == [["a", "b"]]
+    with pytest.raises(UserError, match=r"^--tasks bad: its data cannot be had \(no such file\)$"):
+        harness_command._loaded(load, ["a", "bad", "b"])
+
+
+def test_why_an_export_is_refused_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = saved_model(tmp_path / "saved", {"squared_relu": True})
+    with pytest.raises(UserError, match="--squared-relu"):
+        via_hf(str(saved), None, FLAGS)
+    assert "error" not in capsys.readouterr().err
+
+
+def test_an_interrupted_export_is_no_refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(harness_command, "convert", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        via_hf(str(tmp_path), None, FLAGS)

@@ -1,0 +1,72 @@
+"""Flags of val_check_gpt.py, Optimus-CC's names among them, and the checkpoints that they choose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.config import UserError
+from megatron.config.data import DataConfig
+from megatron.config.run import RunConfig
+from megatron.config.training import TrainingConfig
+from megatron.config.validation import ValidationConfig
+from megatron.evaluation import sweep_command
+from megatron.evaluation.sweep_command import (
+    OLD_NAMES,
+    SweepFlags,
+    check_together,
+    chosen,
+    number_of_samples,
+    output_of,
+)
+from megatron.inference.flags import parse_flags
+
+
+def _parsed(words: str) -> tuple[SweepFlags, str, list[str]]:
+    sections = {"sweep": SweepFlags, "data": DataConfig}
+    parsed = parse_flags(words.split(), sections, "val_check_gpt.py", "", OLD_NAMES)
+    sweep = parsed.sections["sweep"]
+    check_together(sweep, parsed.explicit, parsed.notes.append)
+    return sweep, parsed.sections["model"].load, parsed.notes
+
+
+def test_old_names_mean_the_new_ones() -> None:
+    sweep, load, notes = _parsed(
+        "--get_val_ppls --src_ckpt_path c --val_start_iteration 1000 --val_target_iteration 9000 "
+        "--val_ckpt_interval 500 --val_ppls_save_path losses --experiment_name mine --eval-iters 4 --fp16"
+    )
+    assert (load, sweep.first, sweep.last, sweep.step) == ("c", 1000, 9000, 500)
+    assert output_of(load, sweep) == Path("losses/mine.json")
+    assert notes[0].startswith("--get-val-ppls is known but has no effect here")
+    assert notes[1] == "not needed, since the checkpoint holds the model: --fp16"
+    config = RunConfig(
+        validation=ValidationConfig(eval_iters=100), training=TrainingConfig(micro_batch_size=1, global_batch_size=8)
+    )
+    assert number_of_samples(sweep, config, 3) == 30
+    assert number_of_samples(_parsed("--load c")[0], config, 1) == 800
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--load c --eval-iters 2 --eval-samples 3", "--eval-samples and --eval-iters exclude each other"),
+        ("--load c --output o --val_ppls_save_path p", "--output and --val-ppls-save-path exclude each other"),
+        ("--load c --src_ckpt_path d", "--load and --src-ckpt-path contradict each other"),
+        ("--load c --eval-iters 0", "--eval-iters is 0; it must be at least 1"),
+        ("--val_ckpt_interval 2", "--load is required"),
+    ],
+)
+def test_contradictions(words: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        _parsed(words)
+
+
+def test_a_name_without_a_folder_is_told_of() -> None:
+    assert _parsed("--load c --experiment_name e")[2] == ["--experiment-name: no effect without --val-ppls-save-path"]
+
+
+def test_steps_count_from_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_command, "complete_iterations", lambda root: [300, 250, 200, 150, 100, 50])
+    assert chosen("c", _parsed("--load c --first 50 --step 100")[0]) == [50, 150, 250]
+    assert chosen("c", _parsed("--load c --step 100 --last 200")[0]) == [100, 200]

@@ -1,0 +1,240 @@
+"""The planner's command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.config.run import RunConfig
+from megatron.planner.choice import choice_of
+from megatron.planner.cluster import read_cluster, write_cluster
+from megatron.planner.command import main
+from megatron.planner.dry_run import Tally
+from tests.support.disk import largest_file
+from tests.unit.planner.support import CLUSTER, small_run
+
+
+def _files(folder: Path, specs: tuple[str, ...] = ()) -> list[str]:
+    config, cluster = folder / "run.yaml", folder / "cluster.yaml"
+    config.write_text(small_run(specs=specs, parallel={"pipeline_model_parallel_size": 2}).to_yaml())
+    cluster.write_text(write_cluster(CLUSTER))
+    return ["--config", str(config), "--cluster", str(cluster)]
+
+
+def test_a_run_is_predicted_and_faster_ones_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*_files(tmp_path), "--specs", "", "--specs", "dp-grad=fixpoint,bits=4", "--top", "2"]
+    assert main([*words, "--json", str(tmp_path / "plan.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "the run as it is, on c:" in shown
+    assert "tp 1, pp 2, dp 4, 8 micro-batches of 1, 1f1b" in shown
+    assert "dp-grad: " in shown
+    assert "the fastest of each of the fastest layouts, of " in shown
+    assert "--tensor-model-parallel-size" in shown
+    assert "the runner-up is " in shown
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert len(written) == 3
+    assert written[1]["seconds"] <= written[2]["seconds"]
+    assert {"seconds", "parts", "memory", "sent", "mfu", "choice"} <= written[0].keys()
+
+
+def test_the_run_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*_files(tmp_path, ("pp-forward=fixpoint,bits=4",)), "--no-search", "--gpus", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert "tp 1, pp 2, dp 2" in shown
+    assert "pp-forward=fixpoint,bits=4" in shown
+    assert "fastest" not in shown
+
+
+def test_a_run_of_gpus_is_planned_anywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = _files(tmp_path)
+    config = tmp_path / "run.yaml"
+    config.write_text(config.read_text().replace("distributed_backend: gloo", "distributed_backend: nccl"))
+    assert "nccl" in config.read_text()
+    assert main([*words, "--top", "1", "--specs", ""]) == 0
+    assert "the fastest of each of the fastest layouts, of " in capsys.readouterr().out
+
+
+def test_the_runs_own_choice_is_among_the_searched_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = _files(tmp_path)
+    # Few large operations beat many small ones, so that the run's own micro-batch is its layout's best.
+    sizes = {"tensor_model_parallel_size": 4}
+    run = small_run(training={"micro_batch_size": 32, "global_batch_size": 64}, parallel=sizes)
+    (tmp_path / "run.yaml").write_text(run.to_yaml())
+    assert main([*words, "--specs", "", "--top", "1000", "--json", str(tmp_path / "plan.json")]) == 0
+    given, *found = json.loads((tmp_path / "plan.json").read_text())
+    assert found[0]["seconds"] <= given["seconds"]
+    (own,) = (one for one in found if (one["choice"]["tp"], one["choice"]["pp"]) == (4, 1))
+    assert own["choice"]["micro_batch"] == 32
+
+
+def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = _files(tmp_path)
+    (tmp_path / "cluster.yaml").write_text("gpus: 8\ndevice: {memory_gib: 0.0001}\n")
+    assert main([*words, "--no-search"]) == 0
+    assert "it does not fit" in capsys.readouterr().out
+
+
+def test_measuring_fills_the_file_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = _files(tmp_path, ("dp-grad=powersgd,rank=2",))
+    assert main([*words, "--measure", "--no-search"]) == 0
+    measured = read_cluster(tmp_path / "cluster.yaml")
+    assert (measured.gpus, measured.gpus_per_node, measured.across) == (8, 4, CLUSTER.across)
+    assert measured.device.peak_tflops != CLUSTER.device.peak_tflops
+    assert measured.device.memory_gib == CLUSTER.device.memory_gib
+    assert {"layer forward", "head backward", "optimizer", "coding dp-grad=powersgd,rank=2"} <= set(
+        measured.corrections
+    )
+    assert "measured; written to" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (["--gpus", "3", "--no-search"], "does not divide the 3 processes"),
+        (["--gpus", "3"], "no layout of 3 devices"),
+        (["--config", "none.yaml"], "none.yaml"),
+        (["--cluster", "none.yaml"], "none.yaml"),
+        (["--specs", "dp-grad=zip"], "no compressor is named 'zip'"),
+        (["--specs", "dp-grad=powersgd,rank=4 dp-grad=fixpoint,bits=4"], "dp-grad is given twice"),
+        (
+            ["--specs", "", "--specs", "dp-grad=powersgd,rank=999"],
+            "--specs dp-grad=powersgd: rank=999 is above the rank",
+        ),
+        (["--specs", "", "--no-search"], "--specs names what is searched"),
+        (["--write", "x.yaml", "--no-search"], "leave out --no-search"),
+        (["--json", "."], "--json .: is a folder"),
+        (["--json", "nowhere/x.json"], "there is no folder"),
+        (["--write", "nowhere/x.yaml"], "there is no folder"),
+        (["--cluster", "nowhere/x.yaml", "--measure"], "there is no folder"),
+        (["--measure", "--gpus", "3", "--no-search"], "does not divide the 3 processes"),
+        (["--config", "block.yaml", "--no-search"], "--recompute-method block"),
+        (["--vocab-size", str(10**18)], "too large to be planned"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    change: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    (tmp_path / "block.yaml").write_text(small_run(recompute=block).to_yaml())
+    assert (
+        main([*_files(tmp_path), *(word.replace("block.yaml", str(tmp_path / "block.yaml")) for word in change)]) == 2
+    )
+    error = capsys.readouterr().err
+    assert error.startswith("plan: error: ")
+    assert says in error
+    assert error.count("\n") == 1
+
+
+def test_a_run_is_read_as_training_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = _files(tmp_path)
+    (tmp_path / "run.yaml").write_text(
+        "{num-layers: 8, hidden_size: 64, num_attention_heads: 4, seq_length: 32, micro_batch_size: 1, lr: 0.001,\n"
+        "global_batch_size: 32, train_iters: 100, vocab_size: 1000, pipeline_model_parallel_size: 2, zero-stage: 1}\n"
+    )
+    assert main([*words, "--no-search"]) == 0
+    assert "tp 1, pp 2, dp 4, 8 micro-batches of 1, 1f1b, sharded" in capsys.readouterr().out
+
+
+def test_a_run_that_does_not_suit_the_cluster_is_searched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = _files(tmp_path)
+    (tmp_path / "run.yaml").write_text(
+        (tmp_path / "run.yaml")
+        .read_text()
+        .replace("pipeline_model_parallel_size: 2", "pipeline_model_parallel_size: 16")
+    )
+    assert main([*words, "--specs", "", "--top", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "the run as it is cannot be planned on 8 devices: " in shown
+    assert "the fastest of each of the fastest layouts, of " in shown
+
+
+def test_the_fastest_run_is_written_without_what_it_does_not_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A flag cannot take back what a file switches on: those are named, and the written file is without them."""
+    words = _files(tmp_path)
+    plain = {
+        "model": {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32},
+        "training": {"micro_batch_size": 1, "global_batch_size": 32, "train_iters": 100},
+        "optimizer": {"lr": 1e-3},
+        "tokenizer": {"vocab_size": 1000},
+        "parallel": {
+            "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True,
+            "num_layers_per_virtual_pipeline_stage": 1,
+        },
+        "recompute": {"recompute_granularity": "full"},
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(RunConfig.from_dict(plain).to_yaml())
+    best = tmp_path / "best.yaml"
+    assert main([*words, "--specs", "", "--top", "1", "--write", str(best), "--json", str(tmp_path / "p.json")]) == 0
+    shown = capsys.readouterr().out
+    choice = json.loads((tmp_path / "p.json").read_text())[1]["choice"]
+    written = RunConfig.load_yaml(best)
+    assert choice_of(written.resolve(8), 8).tp == choice["tp"]
+    assert written.parallel.sequence_parallel == choice["sequence_parallel"]
+    assert written.recompute.recompute_granularity is None
+    (said,) = [line for line in shown.splitlines() if "without what the file says of" in line]
+    assert "recompute_granularity" in said
+    assert "num_layers_per_virtual_pipeline_stage" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "flag", "name"),
+    [
+        (["--json", "x.json"], "--json", "x.json"),
+        (["--write", "x.yaml"], "--write", "x.yaml"),
+        (["--measure"], "--cluster", "cluster.yaml"),
+    ],
+)
+def test_a_full_disk_is_one_line(
+    words: list[str],
+    flag: str,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    before = Path("cluster.yaml").read_text()
+    with largest_file(20):
+        assert main(["--config", "run.yaml", "--cluster", "cluster.yaml", "--top", "1", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"plan: error: {flag} {name}: cannot be written (File too large)")
+    assert {path.name for path in tmp_path.iterdir()} == {"run.yaml", "cluster.yaml"}
+    assert Path("cluster.yaml").read_text() == before
+
+
+def test_measuring_keeps_what_it_does_not_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = _files(tmp_path)
+    known = {"tensor parallel": 1.5, "coding dp-grad=powersgd,rank=32": 2.0, "layer forward": 9.0}
+    (tmp_path / "cluster.yaml").write_text(write_cluster(replace(CLUSTER, corrections=known)))
+    found = {"peak_tflops": 1.0, "memory_gbyte_per_s": 2.0, "op_us": 3.0, "layer forward": 1.25}
+    monkeypatch.setattr("megatron.planner.command.measure_all", lambda *_: found)
+    assert main([*words, "--measure", "--no-search", "--gpus", "4"]) == 0
+    measured = read_cluster(tmp_path / "cluster.yaml")
+    assert measured.gpus == CLUSTER.gpus
+    assert measured.corrections == known | {"layer forward": 1.25}
+
+
+def test_a_busy_moment_does_not_count() -> None:
+    tallies = [Tally(seconds=seconds) for seconds in (9.0, 1.0, 1.1, 50.0, 1.2, 1.05)]
+    assert Tally.median(tallies).seconds == 1.1
+
+
+def test_a_reader_may_leave_early(tmp_path: Path) -> None:
+    command = f"{sys.executable} tools/plan.py {' '.join(_files(tmp_path))} --specs '' --top 200 | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("the run as it is")
+    assert "Traceback" not in done.stderr
+
+
+def test_counts_are_positive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*_files(tmp_path), "--top", "0"])
+    assert "--top 0: give at least 1" in capsys.readouterr().err

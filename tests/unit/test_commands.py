@@ -1,0 +1,89 @@
+"""Commands: those of an installed package, and those of a clone, answer --help in any folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli import REPO
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SCRIPTS: dict[str, str] = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"]
+PROGRAMS = [REPO / "pretrain_gpt.py", REPO / "val_check_gpt.py", REPO / "tasks" / "main.py"]
+PROGRAMS += sorted(path for path in (REPO / "tools").glob("*.py") if "import main\n" in path.read_text())
+
+ASK_ALL = """
+import contextlib, io, json, runpy, sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+def script(name, target):
+    sys.exit(EntryPoint(name, target, "console_scripts").load()())
+
+def program(name, _):
+    sys.path.insert(0, str(Path(name).parent))  # as Python does
+    runpy.run_path(name, run_name="__main__")
+
+found, path = {}, list(sys.path)
+for name, target in json.loads(sys.argv[1]).items():
+    sys.argv, sys.path[:] = [name, "--help"], path
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out):
+            (script if target else program)(name, target)
+    except SystemExit as ended:
+        found[name] = [ended.code or 0, out.getvalue(), sys.path[:2]]
+print(json.dumps(found))
+"""
+
+
+def _asked(commands: dict[str, str], folder: Path, variables: dict[str, str]) -> dict[str, tuple[int, str, list[str]]]:
+    """Status, output and search path of each command's --help, all of them in one process."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
+    command = [sys.executable, "-P"] if sys.version_info >= (3, 11) else [sys.executable]
+    words = [*command, "-c", ASK_ALL, json.dumps(commands)]
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, tuple[int, str, list[str]]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_console_scripts_say_how_they_are_used(tmp_path: Path) -> None:
+    assert "megatron-cc-train" in SCRIPTS
+    found = _asked(SCRIPTS, tmp_path, {"PYTHONPATH": str(REPO)})
+    assert set(found) == set(SCRIPTS)
+    for name, (status, text, _) in found.items():
+        assert (status, text[:6]) == (0, "usage:"), name
+
+
+def test_programs_find_the_package_from_any_folder(tmp_path: Path) -> None:
+    assert len(PROGRAMS) > 10
+    found = _asked({str(path): "" for path in PROGRAMS}, tmp_path, {})
+    assert set(found) == {str(path) for path in PROGRAMS}
+    for name, (status, text, path) in found.items():
+        assert (status, text[:6]) == (0, "usage:"), name
+        assert str(REPO) in path, f"{name} finds the package because another one did"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_console_scripts_are_in_the_wheel(name: str) -> None:
+    """What is not in a package that setuptools is told of would be missing there."""
+    entry = EntryPoint(name, SCRIPTS[name], "console_scripts")
+    assert entry.attr == "main"
+    module = REPO / entry.module.replace(".", "/")
+    assert module.with_suffix(".py").is_file()
+    assert entry.module.startswith("megatron.")
+    for folder in module.parents:
+        if folder == REPO:
+            break
+        assert (folder / "__init__.py").is_file()

@@ -1,0 +1,185 @@
+"""The launcher's last line and exit status."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from megatron.topology import launch_command as launch
+from megatron.topology.launch import leave_reason
+from tests.support.cli import REPO
+
+
+def _failure(folder: Path, exitcode: int, said: str | None, printed: bool) -> ProcessFailure:
+    path = folder / "error.json"
+    if said is not None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+            leave_reason(said, printed)
+    return ProcessFailure(local_rank=1, pid=4711, exitcode=exitcode, error_file=str(path))
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "said", "status", "line"),
+    [
+        (2, "error: --lr: 'x' is not a number", 2, None),  # printed by the rank, and nothing comes after it
+        (2, "unprinted error: --lr: 'x' is not a number", 2, "error: --lr: 'x' is not a number"),
+        (2, None, 2, "error: rank 5 (process 4711) ended with status 2"),
+        (1, "rank 5 failed: ValueError: bad", 1, "error: rank 5 failed: ValueError: bad"),
+        (3, "rank 5: rank 4 on a stopped answering", 3, "error: rank 5: rank 4 on a stopped answering"),
+        (7, None, 7, "error: rank 5 (process 4711) ended with status 7"),
+        (-11, None, 139, "error: rank 5 (process 4711) was ended by SIGSEGV"),
+        (
+            -9,
+            None,
+            137,
+            "error: rank 5 (process 4711) was ended by SIGKILL; it may have needed more memory than there is",
+        ),
+    ],
+)
+def test_ranks_that_fail(
+    exitcode: int,
+    said: str | None,
+    status: int,
+    line: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(arguments: object) -> None:
+        printed = said is None or not said.startswith("unprinted ")
+        text = said and said.removeprefix("unprinted ")
+        raise ChildFailedError("x", {5: _failure(tmp_path, exitcode, text, printed)})
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setenv("LOGLEVEL", "WARNING")
+    assert launch.main(["x.py"]) == status
+    assert capsys.readouterr().err.splitlines() == ([] if line is None else [line])
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ("--nproc-per-node 0", "--nproc-per-node 0: give at least 1"),
+        ("--nproc-per-node -3", "--nproc-per-node -3: give at least 1"),
+        (
+            "--nproc-per-node two",
+            "--nproc-per-node two: Unsupported nproc_per_node value: two; give a number, or cpu, gpu or auto",
+        ),
+        ("--nnodes 0", "--nnodes 0: give a number of at least 1, or the fewest and the most as MIN:MAX"),
+        ("--nnodes 3:2", "--nnodes 3:2: give a number of at least 1, or the fewest and the most as MIN:MAX"),
+        ("--nnodes 1:2:3", "--nnodes 1:2:3: give a number of at least 1, or the fewest and the most as MIN:MAX"),
+        ("--nnodes 2 --node-rank 2", "--node-rank 2 with --nnodes 2: nodes count from 0 to 1"),
+        ("--node-rank -1", "--node-rank -1 with --nnodes 1:1: nodes count from 0 to 0"),
+    ],
+)
+def test_flags_that_no_ranks_can_come_of(
+    flags: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.distributed.run.run", lambda arguments: pytest.fail("nothing is started"))
+    assert launch.main([*flags.split(), "x.py"]) == 2
+    assert capsys.readouterr().err == f"error: {line}\n"
+
+
+@pytest.mark.parametrize("flags", ["", "--nproc-per-node cpu", "--nnodes 1:4 --rdzv-backend c10d --node-rank 7"])
+def test_flags_that_are_right(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+    monkeypatch.setattr("torch.distributed.run.run", started.append)
+    assert launch.main([*flags.split(), "x.py"]) == 0
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize(
+    ("printed_by_rank_0", "line"),
+    [
+        ("error: rank 5: --lr: 'x' is not a number", None),
+        ("error: the disk is full", "error: --lr: 'x' is not a number"),
+    ],
+)
+def test_a_reason_that_nobody_has_printed_is_the_last_line(
+    printed_by_rank_0: str,
+    line: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Another rank's last words are no reason for silence, unless they are the same."""
+    first, other = tmp_path / "first", tmp_path / "other"
+    first.mkdir()
+    other.mkdir()
+    failures = {5: _failure(first, 2, "error: --lr: 'x' is not a number", False)}
+    failures[0] = _failure(other, 2, printed_by_rank_0, True)
+    failures[0].timestamp = failures[5].timestamp + 5
+
+    def run(arguments: object) -> None:
+        raise ChildFailedError("x", failures)
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setenv("LOGLEVEL", "WARNING")
+    assert launch.main(["x.py"]) == 2
+    assert capsys.readouterr().err.splitlines() == ([] if line is None else [line])
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "line"),
+    [
+        (SignalException("got it", signal.SIGTERM), 143, "error: ended by SIGTERM"),
+        (KeyboardInterrupt(), 130, "error: interrupted"),
+        (ValueError("nnodes\nmore"), 1, "error: the ranks cannot be started: nnodes"),
+    ],
+)
+def test_launchers_that_fail(
+    raised: BaseException,
+    status: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(arguments: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setenv("LOGLEVEL", "WARNING")
+    assert launch.main(["x.py"]) == status
+    assert capsys.readouterr().err.splitlines() == [line]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
+def test_a_stopped_rank_that_was_asked_to_end_is_found() -> None:
+    with subprocess.Popen(["sleep", "600"]) as child:
+        try:
+            child.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+            assert child.pid not in launch.stopped_and_asked_to_end(os.getpid())
+            child.send_signal(signal.SIGTERM)
+            assert child.pid in launch.stopped_and_asked_to_end(os.getpid())
+            child.send_signal(signal.SIGCONT)
+            assert child.wait(10) == -signal.SIGTERM
+        finally:
+            child.kill()
+
+
+def test_the_line_of_the_rank_is_the_last_one_after_restarts_too(tmp_path: Path) -> None:
+    """All of torch's launcher, with ranks that fail at once in the way that the project's programs do."""
+    script = tmp_path / "fail.py"
+    script.write_text(
+        "import json, os, sys\n"
+        "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "line = f'error: attempt {attempt}'\n"
+        "extra = {'py_callstack': line, 'timestamp': '1', 'printed': True}\n"
+        "message = {'message': line, 'extraInfo': extra}\n"
+        "json.dump({'message': message}, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w'))\n"
+        "print(line, file=sys.stderr)\n"
+        "sys.exit(2)\n"
+    )
+    command = [sys.executable, "tools/launch.py", "--nproc-per-node", "1", "--max-restarts", "1", str(script)]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["error: attempt 0", "error: attempt 1"]
