@@ -117,9 +117,9 @@ def test_the_checker_finds(tmp_path: Path, package: str, source: str, problem: s
 @pytest.mark.parametrize(
     ("where", "source", "problem"),
     [
-        ("megatron/comm/points.py", "from tools import launch", "must not import tools.launch (layer 11)"),
+        ("megatron/comm/points.py", "from tools import launch", "must not import tools.launch (layer 12)"),
         ("megatron/evaluation/points.py", "import benchmarks.train", "only lower layers"),
-        ("benchmarks/gpu/points.py", "from tools.quickstart import run", "benchmarks (layer 10) must not import"),
+        ("benchmarks/gpu/points.py", "from tools.quickstart import run", "benchmarks (layer 11) must not import"),
         ("benchmarks/points.py", "import ASPLOS23.report", "only lower layers"),
         ("tools/points.py", "from tests.support import cli", "must not import tests.support.cli"),
         ("points.py", "import os", "points has no layer"),
