@@ -31,10 +31,10 @@ SC = "dp-grad=powersgd,rank=16,stages=first:1,warmup=40"
 
 CASES: dict[str, list[str]] = {
     "dense": [],
-    "CB, LEP": [f"{CB},when=epilogue"],
+    "CB, LEP": [f"{CB},when=epilogue,error-feedback=lazy"],
     "CB, LEP of means": [MEAN],
     "CB, no LEP": [f"{CB},when=epilogue,error-feedback=off"],
-    "CB of all, rank 4, LEP": ["pp-backward=lowrank,rank=4"],
+    "CB of all, rank 4, LEP": ["pp-backward=lowrank,rank=4,error-feedback=lazy"],
     "CB of all, rank 4, LEP of means": ["pp-backward=lowrank,rank=4,error-feedback=lazy-mean"],
     "CB of all, rank 4, no LEP": ["pp-backward=lowrank,rank=4,error-feedback=off"],
     "CB+FE": [MEAN, "embedding=fused"],

@@ -34,9 +34,9 @@ from megatron.training.traffic import gather_rows
 CASES: dict[str, list[str]] = {
     "dense": [],
     "CB": ["pp-backward=lowrank,rank=16,when=epilogue,error-feedback=off"],
-    "CB+LEP": ["pp-backward=lowrank,rank=16,when=epilogue"],
+    "CB+LEP": ["pp-backward=lowrank,rank=16,when=epilogue,error-feedback=lazy"],
     "CB+LEP+FE+SC": [
-        "pp-backward=lowrank,rank=16,when=epilogue",
+        "pp-backward=lowrank,rank=16,when=epilogue,error-feedback=lazy",
         "embedding=fused",
         "dp-grad=powersgd,rank=32,stages=first:1",
     ],

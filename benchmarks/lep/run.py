@@ -24,6 +24,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.convergence import final_loss, prepare, run, tokenizer_flags
+from benchmarks.lep.figure import draw_losses
 from benchmarks.lep.frozen import KINDS, FrozenPipeline
 from megatron.config.data import DataConfig
 from megatron.data.build import build_datasets
@@ -183,6 +184,17 @@ def trained_table(out: Path, width: int, seeds: Sequence[int]) -> str:
     return "\n".join(lines)
 
 
+def losses_of(out: Path, width: int, seeds: Sequence[int]) -> dict[str, list[dict[int, float]]]:
+    """Training losses of the complete paired runs by iteration, a run for each seed, by kind."""
+    found: dict[str, list[dict[int, float]]] = {}
+    for kind in ("dense", *KINDS):
+        for log in (trained_log(out, width, kind, seed) for seed in seeds):
+            if _ended(log):
+                trained = (event for event in read_records(log) if event["kind"] == "train" and "lm_loss" in event)
+                found.setdefault(kind, []).append({event["iteration"]: event["lm_loss"] for event in trained})
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     folder = Path("bench_out/lep")
@@ -201,6 +213,8 @@ def main() -> None:
     parser.add_argument("--frozen-iterations", type=int, default=32, help="of each measurement (32)")
     parser.add_argument("--train-width", type=int, default=256, help="of the paired runs (256)")
     parser.add_argument("--train-iterations", type=int, default=300, help="of each paired run (300)")
+    kinds = ("dense", *KINDS)
+    parser.add_argument("--kinds", default=",".join(kinds), help=f"of the paired runs, of {', '.join(kinds)} (all)")
     parser.add_argument("--seeds", default="1,2,3,4,5", help="of the paired runs (1,2,3,4,5)")
     parser.add_argument("--threads", type=int, default=2, help="of the parts that one process runs (2)")
     parser.add_argument("--bf16", action="store_true", help="train in bf16: faster where the processor has it")
@@ -208,6 +222,9 @@ def main() -> None:
     parts = [part.strip() for part in options.only.split(",")]
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"--only: no part is named {unknown[0]!r}; the choices are {', '.join(PARTS)}")
+    trained = [kind.strip() for kind in options.kinds.split(",")]
+    if unknown := [kind for kind in trained if kind not in kinds]:
+        parser.error(f"--kinds: no run is named {unknown[0]!r}; the choices are {', '.join(kinds)}")
     widths, seeds = ([int(n) for n in text.split(",")] for text in (options.widths, options.seeds))
     torch.set_num_threads(options.threads)
     out = options.out.resolve()
@@ -219,12 +236,13 @@ def main() -> None:
             frozen(out, width, options)
     if "train" in parts:
         for seed in seeds:
-            for kind in ("dense", *KINDS):
+            for kind in trained:
                 train(out, options.train_width, kind, seed, options)
     if "table" in parts:
         text = f"{frozen_table(out)}\n\n{trained_table(out, options.train_width, seeds)}\n"
         print(text)
         (out / "table.md").write_text(text)
+        print(draw_losses(losses_of(out, options.train_width, seeds), out / "losses.png"))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ PIPELINE = (
     Case("fixpoint 4/8 bits", ("pp-forward=fixpoint,bits=4", "pp-backward=fixpoint,bits=8")),
     Case("delta 4, fixpoint 8 (AQ-SGD)", _AQSGD_4),
     Case("delta 2, fixpoint 4 (AQ-SGD)", _AQSGD_2),
-    Case("CB: lowrank 16, epilogue", ("pp-backward=lowrank,rank=16,when=epilogue",)),
+    Case("CB: lowrank 16, epilogue", ("pp-backward=lowrank,rank=16,when=epilogue,error-feedback=lazy",)),
     Case("fp32 traffic, eager 1F1B", schedule="eager-1f1b"),
     Case("bf16 traffic, eager 1F1B", CAST.specs, "eager-1f1b"),
     Case("delta 4, fixpoint 8, eager 1F1B", _AQSGD_4, "eager-1f1b"),
@@ -62,7 +62,7 @@ MIXED = (
     Case(
         "CB + FE + SC (Optimus-CC)",
         (
-            "pp-backward=lowrank,rank=16,when=epilogue",
+            "pp-backward=lowrank,rank=16,when=epilogue,error-feedback=lazy",
             "embedding=fused",
             "dp-grad=powersgd,rank=32,stages=first:1",
         ),

@@ -41,7 +41,11 @@ MIXED = (
     Case("bf16 traffic", ("dp-grad=cast",)),
     Case(
         "CB + FE + SC (Optimus-CC)",
-        ("pp-backward=lowrank,rank=16,when=epilogue", "embedding=fused", "dp-grad=powersgd,rank=32,stages=first:1"),
+        (
+            "pp-backward=lowrank,rank=16,when=epilogue,error-feedback=lazy",
+            "embedding=fused",
+            "dp-grad=powersgd,rank=32,stages=first:1",
+        ),
     ),
     Case("delta 4, fixpoint 8, powersgd 32, FE", (*_DELTA, _POWERSGD.format(32), "embedding=fused")),
 )

@@ -162,6 +162,7 @@ class SumTraits:
         observes: ``observe`` wants the optimizer's update.
         freezes_variance: the optimizer must leave Adam's second moments as they are while the compressor is on.
         clips_first: each replica's gradient is clipped before the sum, not the sum after, as it carries too much noise.
+        gathers: each rank is sent what every other one sends, so that bytes and decoding grow with the group.
         index_sets: names of state tensors that are indices into the flattened input.
         steady: names of counters that do not decide which operations run: those that only enter random seeds, say.
     """
@@ -170,6 +171,7 @@ class SumTraits:
     observes: bool = False
     freezes_variance: bool = False
     clips_first: bool = False
+    gathers: bool = False
     index_sets: tuple[str, ...] = ()
     steady: tuple[str, ...] = ()
 

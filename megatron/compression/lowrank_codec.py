@@ -98,7 +98,6 @@ def register(registry: Registry) -> None:
             LowRankConfig,
             codec=LowRankCodec,
             points=frozenset({Point.PP_FWD, Point.PP_BWD}),
-            feedback={Point.PP_BWD: "lazy"},
             advice="for sums use powersgd",
         ),
     )

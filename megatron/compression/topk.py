@@ -39,7 +39,7 @@ class TopKConfig:
 class TopK(RoundCompressor):
     """Sends 8 bytes for each chosen coordinate to every rank, so it pays below a density of 1 / (2 n) for n ranks."""
 
-    traits = SumTraits(batched=True)
+    traits = SumTraits(batched=True, gathers=True)
     config: TopKConfig
 
     def should_compress(self, shape: tuple[int, ...]) -> bool:

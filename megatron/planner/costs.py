@@ -197,7 +197,7 @@ class CostBook:
 
 def _replicas(spec: Spec | None, size: int) -> int:
     """Ranks that a sum is run dry with: two tell what any number send, unless each sends what all must have."""
-    return size if spec is not None and spec.name == "topk" else 2
+    return size if spec is not None and spec.rounds().traits.gathers else 2
 
 
 def planned(texts: tuple[str, ...], run: Callable[[], _T]) -> _T:

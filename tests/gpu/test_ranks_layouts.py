@@ -18,7 +18,10 @@ Changes = dict[str, dict[str, Any]]
 
 WARM_UP = 2
 """Iterations before the codecs; after as many, the first evaluation comes."""
-CODECS = [f"pp-forward=fixpoint,bits=8,warmup={WARM_UP}", f"pp-backward=lowrank,rank=2,warmup={WARM_UP}"]
+CODECS = [
+    f"pp-forward=fixpoint,bits=8,warmup={WARM_UP}",
+    f"pp-backward=lowrank,rank=2,warmup={WARM_UP},error-feedback=lazy",
+]
 STEPS = 6
 
 COLD: dict[str, tuple[int, dict[str, Any]]] = {

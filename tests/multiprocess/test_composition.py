@@ -48,7 +48,8 @@ FACTORS: dict[str, list[str]] = {
     "pp-backward": [
         "none",
         "lowrank,rank=3",
-        "lowrank,rank=3,when=epilogue",
+        "lowrank,rank=3,error-feedback=lazy",
+        "lowrank,rank=3,when=epilogue,error-feedback=lazy",
         "fixpoint,bits=6,rounding=stochastic",
         "cast",
     ],

@@ -49,7 +49,7 @@ LOSSLESS: dict[str, tuple[int, Changes]] = {
     "powersgd of a rank that does not pay": (2, _run("dp-grad=powersgd,rank=32")),
     "low rank that does not pay, both ways": (
         2,
-        _run("pp-forward=lowrank,rank=32", "pp-backward=lowrank,rank=32", pp=2),
+        _run("pp-forward=lowrank,rank=32", "pp-backward=lowrank,rank=32,error-feedback=lazy", pp=2),
     ),
     "low rank that does not pay, means fed back": (
         2,
@@ -166,7 +166,7 @@ LOSSY: dict[str, tuple[int, Changes]] = {
         _run(
             "dp-grad=powersgd,rank=24@0/2@5/3@9",
             "pp-forward=fixpoint,bits=8@0/4@6",
-            "pp-backward=lowrank,rank=8~2@12,warmup=3",
+            "pp-backward=lowrank,rank=8~2@12,warmup=3,error-feedback=lazy",
             pp=2,
         ),
     ),
@@ -178,18 +178,24 @@ LOSSY: dict[str, tuple[int, Changes]] = {
         2,
         _run("dp-grad=edgc,rank=8,window=4,sample-every=1,rule=formula", use_distributed_optimizer=True, **OVERLAP),
     ),
-    "lowrank": (2, _run("pp-backward=lowrank,rank=2", pp=2)),
-    "lowrank gpipe": (2, _run("pp-backward=lowrank,rank=2,when=epilogue", pp=2, pipeline_schedule="gpipe")),
-    "lowrank eager": (2, _run("pp-backward=lowrank,rank=2,when=epilogue", pp=2, pipeline_schedule="eager-1f1b")),
-    "lowrank epilogue": (4, _run("pp-backward=lowrank,rank=2,when=epilogue", pp=4)),
+    "lowrank": (2, _run("pp-backward=lowrank,rank=2,error-feedback=lazy", pp=2)),
+    "lowrank gpipe": (
+        2,
+        _run("pp-backward=lowrank,rank=2,when=epilogue,error-feedback=lazy", pp=2, pipeline_schedule="gpipe"),
+    ),
+    "lowrank eager": (
+        2,
+        _run("pp-backward=lowrank,rank=2,when=epilogue,error-feedback=lazy", pp=2, pipeline_schedule="eager-1f1b"),
+    ),
+    "lowrank epilogue": (4, _run("pp-backward=lowrank,rank=2,when=epilogue,error-feedback=lazy", pp=4)),
     "lowrank epilogue virtual fp16": (
         2,
-        _run("pp-backward=lowrank,rank=2,when=epilogue", pp=2, precision="fp16", **VIRTUAL),
+        _run("pp-backward=lowrank,rank=2,when=epilogue,error-feedback=lazy", pp=2, precision="fp16", **VIRTUAL),
     ),
     "all three": (
         8,
         _run(
-            "pp-backward=lowrank,rank=2,when=epilogue",
+            "pp-backward=lowrank,rank=2,when=epilogue,error-feedback=lazy",
             "pp-forward=fixpoint,bits=8",
             "dp-grad=powersgd,rank=2,stages=first:1",
             "embedding=fused",
@@ -475,7 +481,11 @@ def test_the_log_tells_what_each_point_did(tmp_path: Path) -> None:
         check_orth_error_acti=True,
         check_replicas=2,
         eval_compressed=True,
-        compress=["pp-backward=lowrank,rank=2", "pp-forward=fixpoint,bits=8", "embedding=powersgd,rank=2"],
+        compress=[
+            "pp-backward=lowrank,rank=2,error-feedback=lazy",
+            "pp-forward=fixpoint,bits=8",
+            "embedding=powersgd,rank=2",
+        ],
         log_json_file=log,
     )
     result = run_cli(4, ["pretrain_gpt.py", *flags]).check()
@@ -503,7 +513,7 @@ COVERED: dict[str, tuple[int, Changes, list[str]]] = {
         4,
         _run(
             "pp-forward=fixpoint,bits=4",
-            "pp-backward=lowrank,rank=2,when=epilogue",
+            "pp-backward=lowrank,rank=2,when=epilogue,error-feedback=lazy",
             "dp-grad=powersgd,rank=2,stages=first:1",
             "embedding=powersgd,rank=2",
             pp=2,
@@ -518,7 +528,12 @@ COVERED: dict[str, tuple[int, Changes, list[str]]] = {
     ),
     "ranks that do not pay": (
         4,
-        _run("pp-backward=lowrank,rank=32", "dp-grad=powersgd,rank=26", "embedding=powersgd,rank=25", pp=2),
+        _run(
+            "pp-backward=lowrank,rank=32,error-feedback=lazy",
+            "dp-grad=powersgd,rank=26",
+            "embedding=powersgd,rank=25",
+            pp=2,
+        ),
         [
             f"warning: --compress {spec} compresses 0% of what {spec.split('=')[0]} sends: there only ranks up to "
             f"{highest} send fewer bytes than the matrices; lower rank={rank}"
@@ -532,7 +547,7 @@ COVERED: dict[str, tuple[int, Changes, list[str]]] = {
     "messages of bf16": (
         2,
         # Factors are in fp32: of a (16, 1, 32) in bf16, those of rank 6 have more bytes than it has.
-        _run("pp-backward=lowrank,rank=6", "pp-forward=cast", pp=2, precision="bf16"),
+        _run("pp-backward=lowrank,rank=6,error-feedback=lazy", "pp-forward=cast", pp=2, precision="bf16"),
         [
             "warning: --compress pp-backward=lowrank compresses 0% of what pp-backward sends: there only ranks up to 5 "
             "send fewer bytes than the matrices; lower rank=6",

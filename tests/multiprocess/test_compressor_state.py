@@ -69,7 +69,7 @@ def _sums(ranks: list[Boxes]) -> dict[str, Tensor]:
 
 
 def test_the_same_layout_gets_everything_back(tmp_path: Path) -> None:
-    specs = ("dp-grad=powersgd,rank=2", "pp-backward=lowrank,rank=2", "embedding=powersgd,rank=2")
+    specs = ("dp-grad=powersgd,rank=2", "pp-backward=lowrank,rank=2,error-feedback=lazy", "embedding=powersgd,rank=2")
     changes = _changes(*specs, pipeline_model_parallel_size=2)
     saved = run_ranks(4, _save, changes, tmp_path)
     loaded = run_ranks(4, _load, changes, tmp_path)
@@ -129,7 +129,9 @@ def _masks(ranks: list[Boxes]) -> dict[str, Tensor]:
 
 
 def test_what_has_no_place_is_named(tmp_path: Path) -> None:
-    changes = _changes("dp-grad=powersgd,rank=2", "pp-backward=lowrank,rank=2", pipeline_model_parallel_size=2)
+    changes = _changes(
+        "dp-grad=powersgd,rank=2", "pp-backward=lowrank,rank=2,error-feedback=lazy", pipeline_model_parallel_size=2
+    )
     run_ranks(2, _save, changes, tmp_path)
     for _, lines in run_ranks(2, _load, _changes("dp-grad=powersgd,rank=2"), tmp_path):
         (line,) = lines

@@ -88,7 +88,10 @@ KILLED: dict[str, dict[str, object]] = {
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 2,
         "sample_order": "fixed",
-        "compress": ["pp-forward=delta-lowbits,bits=3,cache=30,rounding=stochastic", "pp-backward=lowrank,rank=2"],
+        "compress": [
+            "pp-forward=delta-lowbits,bits=3,cache=30,rounding=stochastic",
+            "pp-backward=lowrank,rank=2,error-feedback=lazy",
+        ],
     },
     "stable top-k": {
         "tensor_model_parallel_size": 1,

@@ -59,7 +59,7 @@ def _run(*specs: str, pp: int = 2, precision: str | None = None, **parallel: Any
 
 VIRTUAL: dict[str, Any] = {"num_layers_per_virtual_pipeline_stage": 1}
 OVERLAP: dict[str, Any] = {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}
-LATE = ("pp-forward=fixpoint,bits=8,warmup=2", "pp-backward=lowrank,rank=2,warmup=2")
+LATE = ("pp-forward=fixpoint,bits=8,warmup=2", "pp-backward=lowrank,rank=2,warmup=2,error-feedback=lazy")
 UNIFORM = {"recompute": {"recompute_granularity": "full", "recompute_method": "uniform"}}
 DROPOUT = {"model": {"hidden_dropout": 0.1}}
 FIXED: Changes = {"data": {"sample_order": "fixed", "data_path": ["unused"]}}
@@ -75,10 +75,14 @@ RUNS: dict[str, Run] = {
     "codecs after a warm-up, interleaved": Run(2, _run(*LATE, **VIRTUAL), counts=(4,) * 7),
     "codecs after a warm-up, gpipe": Run(2, _run(*LATE, pipeline_schedule="gpipe"), counts=(4,) * 7),
     "epilogue only, eager": Run(
-        2, _run("pp-backward=lowrank,rank=2,when=epilogue,warmup=1", pipeline_schedule="eager-1f1b"), counts=(4,) * 6
+        2,
+        _run("pp-backward=lowrank,rank=2,when=epilogue,warmup=1,error-feedback=lazy", pipeline_schedule="eager-1f1b"),
+        counts=(4,) * 6,
     ),
     "bits and ranks that change": Run(
-        2, _run("pp-forward=fixpoint,bits=8@0/4@2/2@4", "pp-backward=lowrank,rank=6@0/3@3"), counts=(4,) * 8
+        2,
+        _run("pp-forward=fixpoint,bits=8@0/4@2/2@4", "pp-backward=lowrank,rank=6@0/3@3,error-feedback=lazy"),
+        counts=(4,) * 8,
     ),
     "compressed in evaluation": Run(2, _run("pp-forward=fixpoint,bits=4,eval=on"), evaluations=(0, 1, 2)),
     "error feedback of each step": Run(2, _run("pp-backward=fixpoint,bits=4,error-feedback=lazy-reset,warmup=1")),
@@ -89,7 +93,7 @@ RUNS: dict[str, Run] = {
     "a batch ramp-up": Run(2, _run(*LATE), counts=(2, 2, 4, 4, 6, 6, 2, 4)),
     "an overflow": Run(
         2,
-        _run("pp-backward=lowrank,rank=2", precision="fp16"),
+        _run("pp-backward=lowrank,rank=2,error-feedback=lazy", precision="fp16"),
         counts=(4,) * 7,
         scales=((0, 1.0), (3, 2.0**60), (4, 1.0), (5, 2.0)),
     ),

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.multiprocess
             "pipeline_model_parallel_size": 2,
             "compress": [
                 "pp-forward=fixpoint,bits=4",
-                "pp-backward=lowrank,rank=2,when=epilogue",
+                "pp-backward=lowrank,rank=2,when=epilogue,error-feedback=lazy",
                 "dp-grad=powersgd,rank=2",
                 "embedding=fused",
             ],
@@ -40,13 +40,13 @@ pytestmark = pytest.mark.multiprocess
             "pipeline_model_parallel_size": 2,
             "num_layers_per_virtual_pipeline_stage": 1,
             "tensor_model_parallel_size": 2,
-            "compress": ["pp-backward=lowrank,rank=2,when=epilogue"],
+            "compress": ["pp-backward=lowrank,rank=2,when=epilogue,error-feedback=lazy"],
         },
         {
             "pipeline_model_parallel_size": 4,
             "pipeline_schedule": "eager-1f1b",
             "global_batch_size": 8,
-            "compress": ["pp-backward=lowrank,rank=2,when=epilogue"],
+            "compress": ["pp-backward=lowrank,rank=2,when=epilogue,error-feedback=lazy"],
         },
         {
             "tensor_model_parallel_size": 2,

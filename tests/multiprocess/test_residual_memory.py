@@ -137,7 +137,11 @@ def _spoilt_step(changes: dict[str, dict[str, Any]]) -> list[str]:
 @pytest.mark.parametrize(
     ("ranks", "specs", "parallel"),
     [
-        (4, ["dp-grad=powersgd,rank=2", "pp-backward=lowrank,rank=2"], {"pipeline_model_parallel_size": 2}),
+        (
+            4,
+            ["dp-grad=powersgd,rank=2", "pp-backward=lowrank,rank=2,error-feedback=lazy"],
+            {"pipeline_model_parallel_size": 2},
+        ),
         (4, ["dp-grad=stable-topk,density=0.2,interval=3"], {"tensor_model_parallel_size": 2}),
         (2, ["dp-grad=quantized-adam,bits=8,warmup=1"], {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}),
         (2, ["dp-grad=fixpoint,bits=4,error-feedback=on"], {"use_distributed_optimizer": True}),

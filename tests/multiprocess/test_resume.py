@@ -72,7 +72,7 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
             "pipeline_model_parallel_size": 2,
             "compress": [
                 "dp-grad=powersgd,rank=2",
-                "pp-backward=lowrank,rank=2,when=epilogue",
+                "pp-backward=lowrank,rank=2,when=epilogue,error-feedback=lazy",
                 "pp-forward=fixpoint,bits=4,rounding=stochastic",
                 "embedding=stable-topk,density=0.2,interval=3",
             ],

@@ -101,7 +101,7 @@ def test_a_job_outlives_its_time_limit(slurm: Slurm, tmp_path: Path) -> None:
         train_iters=ITERATIONS,
         log_interval=100,
         save_interval=700,
-        compress=["pp-backward=lowrank,rank=2"],
+        compress=["pp-backward=lowrank,rank=2,error-feedback=lazy"],
     )
     env = {
         "RUN_DIR": str(run),

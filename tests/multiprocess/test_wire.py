@@ -1,7 +1,11 @@
-"""The ledger against the bytes that the kernel counted on the loopback interface."""
+"""The ledger against the bytes that the kernel counted on the ranks' connections."""
 
 from __future__ import annotations
 
+import os
+import socket
+import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,25 +19,33 @@ from megatron.training.step import take_batches, train_step
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_batches, tiny_engines
 
-COUNTERS = Path("/proc/net/dev")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's counters are Linux's")
 
-pytestmark = pytest.mark.skipif(not COUNTERS.exists(), reason="the kernel's counters are Linux's")
+BYTES_SENT = 200  # where Linux's struct tcp_info has tcpi_bytes_sent, then tcpi_bytes_retrans
 
 
-def _loopback_bytes() -> int:
-    """Bytes sent over the loopback interface since the machine started, by all processes."""
-    line = next(line for line in COUNTERS.read_text().splitlines() if line.strip().startswith("lo:"))
-    return int(line.split(":")[1].split()[8])
+def _sent_bytes() -> int:
+    """Payload bytes sent so far over this process's open TCP connections, each counted once."""
+    total = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            with socket.socket(fileno=os.dup(int(entry.name))) as connection:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_SENT + 16)
+        except OSError:  # not a socket, or not of TCP
+            continue
+        sent, sent_again = struct.unpack_from("QQ", info, BYTES_SENT)
+        total += sent - sent_again
+    return int(total)
 
 
 def _counted(run: Callable[[], int]) -> tuple[int, int]:
-    """(what this rank says it sent, what the kernel saw all ranks send)."""
+    """(what this rank says it sent, what the kernel saw it send)."""
     dist.barrier()
-    before = _loopback_bytes()
+    before = _sent_bytes()
     dist.barrier()
     own = run()
     dist.barrier()
-    seen = _loopback_bytes() - before
+    seen = _sent_bytes() - before
     dist.barrier()
     return own, seen
 
@@ -68,10 +80,10 @@ def test_collectives_send_what_they_say(ranks: int) -> None:
     sent = {}
     for name in results[0]:
         said = sum(result[name][0] for result in results)
-        seen = min(result[name][1] for result in results)
-        assert seen == pytest.approx(said, rel=0.05), name
+        seen = sum(result[name][1] for result in results)
+        assert seen == pytest.approx(said, rel=0.005), name
         sent[name] = seen
-    assert sent["reduce-scatter"] == pytest.approx(sent["all-reduce"] / 2, rel=0.05)
+    assert sent["reduce-scatter"] == pytest.approx(sent["all-reduce"] / 2, rel=0.005)
 
 
 def _training(changes: dict[str, dict[str, Any]]) -> tuple[int, int]:
@@ -112,7 +124,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
                 "compress": [
                     "dp-grad=powersgd,rank=16",
                     "pp-forward=fixpoint,bits=4",
-                    "pp-backward=lowrank,rank=8",
+                    "pp-backward=lowrank,rank=8,error-feedback=lazy",
                     "embedding=fused",
                 ]
             },
@@ -135,6 +147,6 @@ def test_the_ledger_is_what_the_kernel_counted(name: str) -> None:
     ranks, changes = RUNS[name]
     results = run_ranks(ranks, _training, {**changes, "model": MODEL}, timeout=120.0)
     said = sum(own for own, _ in results)
-    seen = min(seen for _, seen in results)
+    seen = sum(seen for _, seen in results)
     assert said > 500_000
-    assert seen == pytest.approx(said, rel=0.05)
+    assert seen == pytest.approx(said, rel=0.02)  # the rest is barriers

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.lep.figure import draw_losses
 from benchmarks.lep.frozen import KINDS, FrozenPipeline
+from benchmarks.lep.run import losses_of, trained_log
 from megatron.data.batch import Batch
 from megatron.model.context import ForwardContext
 from megatron.model.gpt import GPTStage
@@ -90,3 +94,18 @@ def test_lazy_errors_cancel_in_the_sum_of_what_was_sent() -> None:
         pipeline.iteration(batches)
     means = pipeline.means()
     assert means["lazy"]["matrices"] < 0.3 * means["none"]["matrices"]
+
+
+def test_the_losses_of_complete_runs_are_drawn(tmp_path: Path) -> None:
+    for kind, seeds in (("dense", (1, 2)), ("lazy", (1,))):
+        for seed in seeds:
+            log = trained_log(tmp_path, 64, kind, seed)
+            log.parent.mkdir(exist_ok=True)
+            lines = [{"kind": "train", "iteration": step, "lm_loss": 5.0 - step / 10 + seed} for step in (10, 20)]
+            lines.append({"kind": "test", "iteration": 20, "lm_loss": 3.0})
+            log.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    unfinished = trained_log(tmp_path, 64, "lazy", 2)
+    unfinished.write_text(json.dumps({"kind": "train", "iteration": 10, "lm_loss": 9.0}) + "\n")
+    losses = losses_of(tmp_path, 64, (1, 2, 3))
+    assert losses == {"dense": [{10: 5.0, 20: 4.0}, {10: 6.0, 20: 5.0}], "lazy": [{10: 5.0, 20: 4.0}]}
+    assert draw_losses(losses, tmp_path / "losses.png").read_bytes()[:4] == b"\x89PNG"

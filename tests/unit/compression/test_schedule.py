@@ -90,3 +90,13 @@ def test_a_shape_that_pays_at_a_later_rank_is_compressed_then() -> None:
     assert not plan.rounds(Point.DP_GRAD).should_compress((16, 16))
     assert plan.ever_compresses(Point.DP_GRAD, (16, 16))
     assert not plan.ever_compresses(Point.DP_GRAD, (4, 2))
+
+
+def test_error_feedback_is_what_was_asked_for_or_the_usual() -> None:
+    """Residuals of sums are on by default, of messages not: what one token lacked is noise to the next one's layers."""
+    usual = {"pp-backward=lowrank": "off", "pp-forward=lowrank": "off", "dp-grad=powersgd": "local"}
+    for text, feedback in usual.items():
+        assert _spec(text).feedback == feedback
+        assert _spec(f"{text},error-feedback=off").feedback == "off"
+    assert _spec("pp-backward=lowrank,error-feedback=on").feedback == "lazy"
+    assert _spec("pp-backward=lowrank,error-feedback=lazy-mean").feedback == "lazy-mean"
