@@ -213,7 +213,7 @@ class Run:
             words = ["--nproc-per-node", str(self.model.ranks)]
         else:
             words = ["--nnodes", str(nodes), "--nproc-per-node", str(each), *RENDEZVOUS]
-        return ["torchrun", *words, "pretrain_gpt.py", *self.flags()]
+        return ["python", "tools/launch.py", *words, "pretrain_gpt.py", *self.flags()]
 
     @property
     def _job(self) -> str:
@@ -248,7 +248,7 @@ def start(run: Run, how: str) -> None:
     run.out.mkdir(parents=True, exist_ok=True)
     if how == "local":
         (run.out / "log.jsonl").unlink(missing_ok=True)
-        words = [sys.executable, "tools/launch.py", "--standalone", *run.command()[1:]]
+        words = [sys.executable, "tools/launch.py", "--standalone", *run.command()[2:]]
         env, given = {"OMP_NUM_THREADS": "1", **os.environ}, None
     else:
         words = run.slurm() if how == "slurm" else run.lsf()

@@ -255,6 +255,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         draw(runs, baseline, axes, options.smooth, Path(options.output))
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     print("\n".join([table(runs, baseline, options.smooth), "", *notes(runs, baseline), options.output]))
     return 0

@@ -214,10 +214,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write(merged, Path(options.output))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     except OSError as error:  # a folder that may not be looked into
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 1
+        return 2
     for doubt in doubts(traces):
         print(f"warning: {doubt}", file=sys.stderr)
     print(table)

@@ -241,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             draw_places(places, density, Path(options.places))
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     print("\n".join([table(found), "", *lost(found), *filter(None, (options.output, options.places))]))
     return 0
 

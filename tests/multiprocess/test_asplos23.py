@@ -60,7 +60,7 @@ def test_commands_are_runs_that_resolve(model: str, tmp_path: Path, capsys: pyte
         assert (
             main([experiment, "--model", model, "--data-path", "x", "--out", str(tmp_path), "--", "--seed", "5"]) == 0
         )
-        commands = [line for line in capsys.readouterr().out.splitlines() if line.startswith("torchrun")]
+        commands = [line for line in capsys.readouterr().out.splitlines() if line.startswith("python tools/launch.py")]
         assert commands
         for command in commands:
             words = shlex.split(command)

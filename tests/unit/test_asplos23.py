@@ -289,7 +289,7 @@ def _printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_the_functionality_check_is_one_node(capsys: pytest.CaptureFixture[str]) -> None:
     """Published for 335M: TP 2 x PP 2 on eight devices."""
     printed = _printed(["functionality", "--model", "335M", "--scheme", "CB-FE-SC"], capsys)
-    assert "torchrun --nproc-per-node 8 pretrain_gpt.py" in printed
+    assert "python tools/launch.py --nproc-per-node 8 pretrain_gpt.py" in printed
     assert "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 " in printed
     # The first three of two stages are both.
     assert "dp-grad=powersgd,rank=128,stages=first:2" in printed
@@ -299,10 +299,10 @@ def test_the_functionality_check_is_one_node(capsys: pytest.CaptureFixture[str])
 def test_runs_of_several_nodes_are_printed_for_each(capsys: pytest.CaptureFixture[str]) -> None:
     printed = _printed(["fig10", "--model", "8.3B", "--scheme", "CB-FE-SC"], capsys)
     assert "# CB-FE-SC, on each of 16 nodes; FIRST_NODE: one of them\n" in printed
-    assert "torchrun --nnodes 16 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 pre" in printed
+    assert "python tools/launch.py --nnodes 16 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 pre" in printed
     assert "stages=first:3" in printed
     printed = _printed(["fig10", "--model", "8.3B", "--scheme", "CB", "--replicas", "2"], capsys)
-    assert "torchrun --nnodes 8 --nproc-per-node 8 " in printed
+    assert "python tools/launch.py --nnodes 8 --nproc-per-node 8 " in printed
     assert main(["fig10", "--model", "8.3B", "--replicas", "0"]) == 1
     assert capsys.readouterr().err == "error: --replicas 0: give at least 1\n"
 

@@ -139,7 +139,7 @@ def read(options: argparse.Namespace) -> Weights:
     check_complete(weights, str(folder))
     tokenizer = _tokenizer(options, weights, [folder] if classic in (None, folder) else [classic, folder])
     dtype = DTYPES.get(options.dtype)
-    entries = {name: entry.to(dtype) for name, entry in weights.entries.items()}
+    entries = {name: entry.to(dtype).checked(name, folder) for name, entry in weights.entries.items()}
     return dataclasses.replace(weights, entries=entries, tokenizer=tokenizer)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -42,6 +43,21 @@ class Entry:
         if dtype is None or dtype == self.dtype:
             return self
         return Entry(self.shape, dtype, lambda: self.read().to(dtype))
+
+    def checked(self, name: str, where: Path) -> Entry:
+        """The same tensor; reading it raises ``UserError`` if a value is infinite or NaN in its precision."""
+
+        def read() -> Tensor:
+            tensor = self.read()
+            if not bool(torch.isfinite(tensor).all()):
+                precision = str(self.dtype).removeprefix("torch.")
+                raise UserError(
+                    f"{where}: {name} holds infinite or NaN values in {precision}; "
+                    "convert another checkpoint, or to a precision with a larger range (--dtype)"
+                )
+            return tensor
+
+        return Entry(self.shape, self.dtype, read)
 
 
 @dataclass(frozen=True)

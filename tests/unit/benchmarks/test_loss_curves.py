@@ -121,7 +121,7 @@ def test_what_cannot_be_drawn_is_said_in_a_line(
         "text": _text_log(tmp_path / "b.txt"),
         "empty": tmp_path / "empty.txt",
     }
-    assert main([word.format(**places) for word in words] + ["-o", str(tmp_path / "out.png")]) == 1
+    assert main([word.format(**places) for word in words] + ["-o", str(tmp_path / "out.png")]) == 2
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.count("\n") == 1
@@ -215,7 +215,7 @@ def test_a_record_that_is_not_one_is_named(
         log.write_text(f"{_train_line(1, '5.0')}\n{event}\n")
     else:
         log.write_text('{"kind": "train", "iteration": 1, "lm_loss": 6.0}\n' + json.dumps(event) + "\n")
-    assert main([str(log), "--x", "iterations", "-o", str(tmp_path / "a.png")]) == 1
+    assert main([str(log), "--x", "iterations", "-o", str(tmp_path / "a.png")]) == 2
     error = capsys.readouterr().err
     assert "a.log:2: " in error
     assert message in error
@@ -223,7 +223,7 @@ def test_a_record_that_is_not_one_is_named(
 
 
 def test_an_ending_that_no_picture_has_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["missing.jsonl", "-o", str(tmp_path / "a.xyz")]) == 1
+    assert main(["missing.jsonl", "-o", str(tmp_path / "a.xyz")]) == 2
     assert "a.xyz: no picture ends so; use .png, .pdf, .svg" in capsys.readouterr().err
 
 

@@ -59,7 +59,7 @@ def test_what_is_not_a_trace_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
         ([str(tmp_path / "empty")], "no trace_rank_*.json in"),
     ]
     for words, message in cases:
-        assert main([*words, "-o", str(tmp_path / "out.json")]) == 1
+        assert main([*words, "-o", str(tmp_path / "out.json")]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "out.json").exists()
 
@@ -68,7 +68,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
     _write(tmp_path, 0, None, 0.0, world_size=1)
     out = tmp_path / "out.json"
     with largest_file(20):
-        assert main([str(tmp_path), "-o", str(out)]) == 1
+        assert main([str(tmp_path), "-o", str(out)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: -o {out}: cannot be written (File too large)")
     assert [path.name for path in tmp_path.iterdir()] == ["trace_rank_00000.json"]
@@ -77,7 +77,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_two_runs_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other").mkdir()
     first, second = _write(tmp_path, 2, None, 0.0), _write(tmp_path / "other", 2, None, 0.0)
-    assert main([str(first), str(second), "-o", str(tmp_path / "out.json")]) == 1
+    assert main([str(first), str(second), "-o", str(tmp_path / "out.json")]) == 2
     assert "both of rank 2; merge one run at a time" in capsys.readouterr().err
 
 
@@ -103,10 +103,10 @@ def test_files_of_different_runs_are_refused(tmp_path: Path, capsys: pytest.Capt
     for about, iteration, message in cases:
         second = _write(tmp_path, 1, 0.0, 10.0, **about)
         second.write_text(second.read_text().replace('"iteration": 0', f'"iteration": {iteration}'))
-        assert main([str(tmp_path), "-o", str(tmp_path / "out.json")]) == 1
+        assert main([str(tmp_path), "-o", str(tmp_path / "out.json")]) == 2
         assert f"{first} and {second} {message}" in capsys.readouterr().err
     second.write_text(second.read_text().replace('"name": "iteration"', '"name": "other"'))
-    assert main([str(tmp_path), "-o", str(tmp_path / "out.json")]) == 1
+    assert main([str(tmp_path), "-o", str(tmp_path / "out.json")]) == 2
     assert "are of different iterations (0, none)" in capsys.readouterr().err
     assert not (tmp_path / "out.json").exists()
 
@@ -156,7 +156,7 @@ def test_events_that_are_none_are_named(
     path = _write(tmp_path, 0, None, 0.0)
     own = json.loads(path.read_text())["otherData"]
     path.write_text(json.dumps({"traceEvents": events, "otherData": {**own, **about}}))
-    assert main([str(path), "-o", str(tmp_path / "out.json")]) == 1
+    assert main([str(path), "-o", str(tmp_path / "out.json")]) == 2
     error = capsys.readouterr().err
     assert f"{path}: {message}" in error
     assert error.count("\n") == 1

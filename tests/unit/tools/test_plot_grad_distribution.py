@@ -56,7 +56,7 @@ def test_a_record_that_is_not_one_is_named(
     changed: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = _log(tmp_path / "a.jsonl", {}, changed)
-    assert main([str(log), "-o", str(tmp_path / "a.png")]) == 1
+    assert main([str(log), "-o", str(tmp_path / "a.png")]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -64,7 +64,7 @@ def test_a_record_that_is_not_one_is_named(
 
 
 def test_an_ending_that_no_picture_has_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path / "none.jsonl"), "-o", str(tmp_path / "a.zzz")]) == 1
+    assert main([str(tmp_path / "none.jsonl"), "-o", str(tmp_path / "a.zzz")]) == 2
     assert "a.zzz: no picture ends so; use .png, .pdf, .svg" in capsys.readouterr().err
 
 
@@ -116,7 +116,7 @@ def test_places_that_cannot_be_drawn_are_said_in_a_line(
 ) -> None:
     log = _log(tmp_path / "a.jsonl", *(_placed(*counts) if counts else [{}]))
     words = [str(tmp_path / word) if word.startswith("b.") else word for word in words]
-    assert main([str(log), "-o", str(tmp_path / "a.png"), *words]) == 1
+    assert main([str(log), "-o", str(tmp_path / "a.png"), *words]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megatron.base.atomic import holding
 from megatron.checkpoint.convert import command
@@ -45,6 +46,24 @@ def test_a_checkpoint_without_a_tracker_is_found_as_in_training(saved: Path, tmp
     (tmp_path / "ours" / "latest_checkpointed_iteration.txt").unlink()
     convert(tmp_path / "ours", tmp_path / "hf", "hf")
     assert (tmp_path / "hf" / "config.json").exists()
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e6])
+def test_weights_that_are_no_numbers_are_refused(
+    value: float, to: str, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """NaN and infinities of the source, and what overflows in the precision that is asked for."""
+    convert(saved, tmp_path / "hf", "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["transformer.h.0.ln_1.weight"][3] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    words = ["--load", str(tmp_path / "hf"), "--save", str(tmp_path / "out"), "--to", to, "--dtype"]
+    assert "input_layernorm.weight holds infinite or NaN values" in _said(capsys, *words, "fp16")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    if value == 1e6:
+        assert main([*words, "fp32"]) == 0
 
 
 class _Bar:
