@@ -138,18 +138,36 @@ def script(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_run_cli_under_torchrun(script: str) -> None:
-    good = run_cli(2, [script, "end"]).check()
+@pytest.mark.parametrize("torchrun_args", [None, []])
+def test_run_cli_of_ranks(script: str, torchrun_args: list[str] | None) -> None:
+    good = run_cli(2, [script, "end"], torchrun_args=torchrun_args).check()
     assert sorted(good.stdout.split("\n")) == ["", "sum 2 rank 0", "sum 2 rank 1"]
-    bad = run_cli(2, [script, "fail"])
+    bad = run_cli(2, [script, "fail"], torchrun_args=torchrun_args)
     assert bad.returncode != 0
     assert "wrong on purpose" in bad.stderr
 
 
-def test_run_cli_of_one_process_gives_its_exit_code_and_stops_it_in_time() -> None:
-    assert run_cli(1, ["-c", "import sys; print('out'); sys.exit(7)"]) == CliResult(7, "out\n", "")
+@pytest.mark.parametrize("forked", [False, True])
+def test_run_cli_of_one_process_gives_its_exit_code_and_stops_it_in_time(forked: bool, tmp_path: Path) -> None:
+    def program(name: str, code: str) -> list[str]:
+        if not forked:
+            return ["-c", code]
+        (tmp_path / name).write_text(code)
+        return [str(tmp_path / name)]
+
+    ends = program("ends.py", "import sys; print('out'); sys.exit(7)")
+    assert run_cli(1, ends) == CliResult(7, "out\n", "")
+    killed = program("killed.py", "import os; os.kill(os.getpid(), 9)")
+    assert run_cli(1, killed).returncode == -9
+    raises = run_cli(1, program("raises.py", "import sys; sys.exit('said')"))
+    assert (raises.returncode, raises.stderr) == (1, "said\n")
+    environment = program("environment.py", "import os; print(os.environ['MINE'], os.environ.get('OTHER'))")
+    assert run_cli(1, environment, {"MINE": "5"}).stdout == "5 None\n"
+    late = program("late.py", "import threading, time, atexit; atexit.register(print, 'last');"
+                   "threading.Timer(0.2, print, ['thread']).start()")  # fmt: skip
+    assert run_cli(1, late).stdout == "thread\nlast\n"
     with pytest.raises(AssertionError, match=r"did not end in 1 s[\s\S]*so far"):
-        run_cli(1, ["-c", "import time; print('so far'); time.sleep(600)"], timeout=1.0)
+        run_cli(1, program("sleeps.py", "import time; print('so far'); time.sleep(600)"), timeout=1.0)
 
 
 def is_running(pid: int) -> bool:
@@ -165,7 +183,7 @@ def test_run_cli_leaves_no_worker_behind(tmp_path: Path) -> None:
     script = tmp_path / "sleep.py"
     script.write_text(write_pid)
     with pytest.raises(AssertionError, match="did not end"):
-        run_cli(2, [str(script)], timeout=6.0)
+        run_cli(2, [str(script)], timeout=6.0, torchrun_args=[])
     started = [int(pid) for pid in pids.read_text().split()]
     assert len(started) == 2
     deadline = time.monotonic() + 10

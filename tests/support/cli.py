@@ -17,9 +17,12 @@ import torch.distributed as dist
 
 from tests.support.cleanup import die_with_parent, kill_tree
 from tests.support.device import backend_of_tests, rank_variables
+from tests.support.forked import Forked
 from tests.support.spawn import rendezvous_env
 
 REPO = Path(__file__).resolve().parents[2]
+
+Process = Forked | subprocess.Popen[bytes]
 
 
 @dataclass(frozen=True)
@@ -50,38 +53,37 @@ def run_cli(
     argv: Sequence[str],
     env: Mapping[str, str] | None = None,
     timeout: float = 240.0,
-    torchrun_args: Sequence[str] = (),
+    torchrun_args: Sequence[str] | None = None,
 ) -> CliResult:
-    """Runs ``python ARGV`` in the repository's folder; with more than one process through tools/launch.py.
+    """Runs ``python ARGV`` in the repository's folder, as so many ranks or under tools/launch.py.
 
     Args:
-        world_size: processes; 1 runs Python itself.
+        world_size: processes; several are ranks of one world, whose output is returned one rank after the other.
         argv: the script and its arguments.
         env: environment variables added.
         timeout: seconds; then the command and its children are killed.
-        torchrun_args: arguments of the launcher, as ``--max-restarts``; with any, 1 process runs under it too.
+        torchrun_args: arguments of the launcher, as ``--max-restarts``; None runs the ranks without one.
 
     Raises:
         AssertionError: when the time is over; with the output so far.
     """
-    command = [sys.executable, *argv]
-    if world_size > 1 or torchrun_args:
-        launcher = [
-            "tools/launch.py",
-            "--standalone",
-            f"--nproc-per-node={world_size}",
-            *torchrun_args,
-            *([] if backend_of_tests() == "gloo" else ["tests/support/share_gpu.py"]),
-        ]
-        command = [sys.executable, *launcher, *argv]
+    if torchrun_args is None and world_size > 1:
+        with RankProcesses(world_size, argv, env) as ranks:
+            results = ranks.wait(timeout)
+        failed = next((result.returncode for result in results if result.returncode), 0)
+        return CliResult(failed, "".join(r.stdout for r in results), "".join(r.stderr for r in results))
+    words = list(argv)
+    if torchrun_args is not None:
+        launcher = ["tools/launch.py", "--standalone", f"--nproc-per-node={world_size}", *torchrun_args]
+        words = [*launcher, *([] if backend_of_tests() == "gloo" else ["tests/support/share_gpu.py"]), *argv]
     with tempfile.TemporaryDirectory(prefix="cli-") as folder:
-        process = _start(command, Path(folder), "", _environment(env))
+        process = _start(words, Path(folder), "", _environment(env))
         try:
             process.wait(timeout)
         except subprocess.TimeoutExpired:
             _kill(process)
             output = _result(process, Path(folder), "").text()
-            raise AssertionError(f"{' '.join(command)} did not end in {timeout:g} s\n{output}") from None
+            raise AssertionError(f"python {' '.join(words)} did not end in {timeout:g} s\n{output}") from None
         finally:
             _kill(process)
         return _result(process, Path(folder), "")
@@ -99,7 +101,7 @@ class RankProcesses:
         shared = rendezvous_env(world_size, self._store.port) | dict(env or {})
         self.processes = [
             _start(
-                [sys.executable, *argv],
+                argv,
                 Path(self._folder.name),
                 str(rank),
                 _environment(shared | rank_variables(rank) | {"RANK": str(rank), "LOCAL_RANK": str(rank)}),
@@ -163,27 +165,30 @@ def _environment(extra: Mapping[str, str] | None) -> dict[str, str]:
     return inherited | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | dict(extra or {})
 
 
-def _start(command: Sequence[str], folder: Path, name: str, env: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Starts a command in a session of its own, its output going to files (a full pipe would stop it)."""
-    with (folder / f"stdout{name}").open("wb") as stdout, (folder / f"stderr{name}").open("wb") as stderr:
+def _start(argv: Sequence[str], folder: Path, name: str, env: dict[str, str]) -> Process:
+    """Starts a program in a session of its own, its output going to files (a full pipe would stop it)."""
+    stdout, stderr = folder / f"stdout{name}", folder / f"stderr{name}"
+    if argv[0] != "-c":
+        return Forked(argv, REPO, env, stdout, stderr)
+    with stdout.open("wb") as out, stderr.open("wb") as err:
         return subprocess.Popen(
-            command,
+            [sys.executable, *argv],
             cwd=REPO,
             env=env,
-            stdout=stdout,
-            stderr=stderr,
+            stdout=out,
+            stderr=err,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
 
 
-def _result(process: subprocess.Popen[bytes], folder: Path, name: str) -> CliResult:
+def _result(process: Process, folder: Path, name: str) -> CliResult:
     stdout, stderr = ((folder / f"{kind}{name}").read_text(errors="replace") for kind in ("stdout", "stderr"))
     return CliResult(process.returncode or 0, stdout, stderr)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: Process) -> None:
     """Kills a process that still runs, with its descendants."""
     if process.poll() is None:
         kill_tree(process.pid)

@@ -13,7 +13,7 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,7 +91,13 @@ def read_job(script: Path) -> Job:
     return job
 
 
-def run_job(script: Path, folder: Path, env: Mapping[str, str], limits_s: list[float], warning_s: float) -> list[int]:
+def run_job(
+    script: Path,
+    folder: Path,
+    env: Mapping[str, str],
+    limits_s: list[float],
+    late: Callable[[], bool] | None = None,
+) -> list[int]:
     """Runs a script as LSF would, again as long as its exit value asks for that.
 
     Args:
@@ -99,7 +105,7 @@ def run_job(script: Path, folder: Path, env: Mapping[str, str], limits_s: list[f
         folder: of the host file, of `blaunch`, and of the output (-o, %J replaced).
         env: variables of the job.
         limits_s: seconds of each run, in place of -W.
-        warning_s: seconds before the limit at which the signal of -wa is sent, in place of -wt.
+        late: when it turns true, the signal of -wa is sent to the first run, in place of -wt.
 
     Returns:
         The exit values of its runs.
@@ -122,17 +128,18 @@ def run_job(script: Path, folder: Path, env: Mapping[str, str], limits_s: list[f
                 cwd=repo,
                 start_new_session=True,
             )
-            values.append(_wait(process, job, limit, warning_s))
+            values.append(_wait(process, job, limit, late))
+            late = None
             if values[-1] not in job.requeue:
                 break
     return values
 
 
-def _wait(process: subprocess.Popen[bytes], job: Job, limit: float, warning_s: float) -> int:
-    start, warned = time.monotonic(), not job.warning
+def _wait(process: subprocess.Popen[bytes], job: Job, limit: float, late: Callable[[], bool] | None) -> int:
+    start, warned = time.monotonic(), late is None or not job.warning
     while process.poll() is None:
         passed = time.monotonic() - start
-        if not warned and passed >= limit - warning_s:
+        if late is not None and not warned and late():
             process.send_signal(getattr(signal, f"SIG{job.warning}"))
             warned = True
         if passed >= limit:

@@ -75,7 +75,7 @@ def run_ranks(
     Raises:
         RankFailure: when a rank raised, died or did not finish in time.
     """
-    context = _context()
+    context = context_of_tests()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder_name:
         folder = Path(folder_name)
@@ -113,7 +113,7 @@ def rendezvous_env(world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def _context() -> Any:
+def context_of_tests() -> Any:
     """A start method for ranks: ``forkserver``, or what MEGATRON_TEST_START_METHOD says."""
     method = os.environ.get("MEGATRON_TEST_START_METHOD", "forkserver")
     if method not in multiprocessing.get_all_start_methods():

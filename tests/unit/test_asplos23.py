@@ -299,7 +299,10 @@ def test_the_functionality_check_is_one_node(capsys: pytest.CaptureFixture[str])
 def test_runs_of_several_nodes_are_printed_for_each(capsys: pytest.CaptureFixture[str]) -> None:
     printed = _printed(["fig10", "--model", "8.3B", "--scheme", "CB-FE-SC"], capsys)
     assert "# CB-FE-SC, on each of 16 nodes; FIRST_NODE: one of them\n" in printed
-    assert "python tools/launch.py --nnodes 16 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500 pre" in printed
+    assert (
+        "python tools/launch.py --nnodes 16 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint FIRST_NODE:29500"
+        in printed
+    )
     assert "stages=first:3" in printed
     printed = _printed(["fig10", "--model", "8.3B", "--scheme", "CB", "--replicas", "2"], capsys)
     assert "python tools/launch.py --nnodes 8 --nproc-per-node 8 " in printed
