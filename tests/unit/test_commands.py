@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.cli import REPO
 
+pytestmark = pytest.mark.slow
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:

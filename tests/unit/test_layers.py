@@ -63,6 +63,7 @@ def test_the_sources_keep_the_rules() -> None:
     assert check_repository(REPO) == []
 
 
+@pytest.mark.slow
 def test_importing_everything_does_nothing() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error::DeprecationWarning:megatron", "-c", IMPORT_EVERYTHING, *LATE_IMPORTS],

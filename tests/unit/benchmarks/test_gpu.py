@@ -24,6 +24,8 @@ from benchmarks.train_sides import PlainGPT, Shape, _HuggingFace
 from tests.support import bench_section
 from tests.support.cleanup import have_ended
 
+pytestmark = pytest.mark.slow
+
 ENDS = "tests.support.bench_section"
 MADE_BY = {"device": "a GPU", "sources": "abc"}
 

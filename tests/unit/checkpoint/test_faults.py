@@ -27,6 +27,8 @@ from megatron.checkpoint.logical import LogicalShard, shard_of_local
 from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.saver import CheckpointSaver
 
+pytestmark = pytest.mark.slow
+
 SIZE = 4096
 
 

@@ -210,6 +210,7 @@ SCHEDULES = st.one_of(
 VALUES = st.one_of(TEXTS, SCHEDULES, st.sampled_from(["on", "off", "lazy", "epilogue", "8@0/4@0", "4@0/2@5"]))
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(POINTS),
     st.sampled_from(sorted(BUILTIN)),

@@ -141,6 +141,7 @@ def _base() -> dict[str, Any]:
     return read_run(PARSER, BASE).resolve(1).to_dict()
 
 
+@pytest.mark.slow
 def test_every_flag_alone_acts_or_is_noted_or_refused() -> None:
     """What becomes of each is written down; one that is said to act must be read by a run without more."""
     lines = [f"--{flag} {outcome(without(words_of(flag), flag), flag)}" for flag in PARSER.table.all_flags()]

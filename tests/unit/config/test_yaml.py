@@ -188,6 +188,7 @@ def _config(values: dict[str, dict[str, Any]]) -> RunConfig:
     return RunConfig(**{name: sections[name](**content) for name, content in values.items()})
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(run_values())
 def test_config_to_yaml_to_config(values: dict[str, dict[str, Any]]) -> None:

@@ -82,6 +82,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     return Answers(tmp_path_factory.mktemp("oracle"))
 
 
+@pytest.mark.slow
 def test_every_sample_equals_megatron_core(answers: Answers) -> None:
     for (data, case), answer in zip(answers.orders, answers.samples, strict=True):
         for mine, theirs in zip(served(data, case), answer["splits"], strict=True):

@@ -19,6 +19,8 @@ from megatron.kernels import native
 from megatron.kernels.grid import Grid, Layout, Method, Role
 from tests.support import kernels as checks
 
+pytestmark = pytest.mark.slow
+
 REPO = Path(__file__).resolve().parents[3]
 CSRC = REPO / "megatron" / "kernels" / "csrc"
 CXX = os.environ.get("CXX", "g++")

@@ -270,6 +270,7 @@ def test_operands_that_do_not_fit_are_refused(name: str, place: int, value: obje
         getattr(torch.ops.megatron_cc, name)(*operands)
 
 
+@pytest.mark.slow
 def test_every_instruction_set_gives_the_same_bits() -> None:
     """Each in a process of its own; a processor without it uses the next lesser one."""
     script = (
@@ -299,6 +300,7 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
     assert digest("baseline") == digest("avx2") == digest("")
 
 
+@pytest.mark.slow
 def test_without_the_kernels_everything_works() -> None:
     script = (
         "import torch\n"

@@ -13,6 +13,8 @@ from megatron.training.assembly import Engines
 from megatron.training.step import evaluation_step
 from tests.support.tiny import tiny_batches, tiny_engines, tiny_train
 
+pytestmark = pytest.mark.slow
+
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 LLAMA = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True, "num_query_groups": 2}
 WINDOW = {"sliding_window": 5, "parallel_residual": True}

@@ -18,6 +18,8 @@ from megatron.planner.dry_run import Tally
 from tests.support.disk import largest_file
 from tests.unit.planner.support import CLUSTER, small_run
 
+pytestmark = pytest.mark.slow
+
 
 def _files(folder: Path, specs: tuple[str, ...] = ()) -> list[str]:
     config, cluster = folder / "run.yaml", folder / "cluster.yaml"

@@ -20,6 +20,8 @@ from megatron.training.flops import benchmark_tflops
 from megatron.training.report import model_shape
 from tests.unit.planner.support import CLUSTER, predictor_of, small_run
 
+pytestmark = pytest.mark.slow
+
 REPO = Path(__file__).parents[3]
 A100 = REPO / "examples" / "clusters" / "a100-40gb-hdr.yaml"
 RECORDED = sorted((REPO / "tests" / "golden" / "laboratory").glob("*.json"))

@@ -14,6 +14,8 @@ from megatron.planner.predict import Predictor
 from megatron.planner.search import choices, search
 from tests.unit.planner.support import CLUSTER, VOCAB, small_run
 
+pytestmark = pytest.mark.slow
+
 SETS: tuple[tuple[str, ...], ...] = ((), ("pp-forward=fixpoint,bits=4", "dp-grad=powersgd,rank=2"))
 
 

@@ -258,6 +258,7 @@ def test_only_workers_of_torchrun_are_tied_to_it(monkeypatch: pytest.MonkeyPatch
     assert launcher_pid() in (0, 1)
 
 
+@pytest.mark.slow
 def test_an_unread_pipe_keeps_no_rank_alive() -> None:
     """Nobody reads what the rank says, and the pipe is full."""
     script = (
