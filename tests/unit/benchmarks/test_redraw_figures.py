@@ -48,7 +48,7 @@ def test_the_tables_hold_what_is_drawn() -> None:
     assert len(times(text)) == 4
     where = MACHINE.search(text)
     assert where is not None
-    assert where[2].split() == "2 cores of an Intel Xeon with AVX-512, torch 2.13 (CPU), 2 threads".split()
+    assert " ".join(where[2].split()) == "2 cores of an Intel Xeon with AVX-512, torch 2.13 (CPU), 2 threads"
     with pytest.raises(UserError, match="no table after 'a heading'"):
         table_after(text, "a heading")
 
