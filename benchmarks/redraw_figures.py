@@ -27,7 +27,7 @@ Time = tuple[str, float, float]
 
 BENCHMARKS = REPO / "docs" / "benchmarks.md"
 COMPRESSION = REPO / "docs" / "compression.md"
-MACHINE = re.compile(r"`make bench-kernels.*?`, ([\d-]+), (.*?)\. Shapes", re.DOTALL)
+MACHINE = re.compile(r"`make bench-kernels[^`]*`, ([\d-]+), (.*?)\. Shapes", re.DOTALL)
 LINK = re.compile(r"(?P<name>.+) \((?P<rate>[\d.]+) Mb/s here\)")
 
 

@@ -89,7 +89,7 @@ def draw_schedule() -> Any:
         )  # fmt: skip
     names = (("forward", COLORS[5], None), ("backward", "#F3C9A5", None))
     bars = [axes.barh(0, 0, color=color, hatch=hatch, label=name) for name, color, hatch in names]
-    late = "backward of the epilogue: nothing is left to hide its message (when=epilogue)"
+    late = "backward in the epilogue: no forward is left to overlap with its message (when=epilogue)"
     bars.append(axes.barh(0, 0, color=COLORS[1], hatch="///", edgecolor="white", label=late))
     axes.set_yticks(range(STAGES), [f"stage {stage}" for stage in range(STAGES)])
     axes.invert_yaxis()

@@ -11,6 +11,7 @@ from benchmarks.network.report import traffic_of
 from benchmarks.redraw_figures import (
     BENCHMARKS,
     COMPRESSION,
+    MACHINE,
     PICTURES,
     main,
     network_rows,
@@ -45,6 +46,9 @@ def test_the_tables_hold_what_is_drawn() -> None:
         {"pp-forward": 262.1, "pp-backward": 221.2, "dp-grad": 2649.1, "embedding": 1048.6}
     )
     assert len(times(text)) == 4
+    where = MACHINE.search(text)
+    assert where is not None
+    assert " ".join(where[2].split()) == "2 cores of an Intel Xeon with AVX-512, torch 2.13 (CPU), 2 threads"
     with pytest.raises(UserError, match="no table after 'a heading'"):
         table_after(text, "a heading")
 
