@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,44 +10,41 @@ from megatron.base.errors import UserError
 from megatron.base.fields import from_plain, from_text
 from megatron.base.option import FieldOption, field_options
 from megatron.base.words import nearest, spell
-from megatron.config.known import SWITCH, KnownFlag
-from megatron.config.shortcuts import VALUE, Shortcut
+from megatron.config.translate.rules import SWITCH, OldFlag, Rule, Translator
 
-Target = FieldOption | Shortcut | KnownFlag
+Target = FieldOption | OldFlag
 
 
 class FlagTable:
     """All spellings that are understood, and what each of them means.
 
-    sections maps section names to dataclasses made of `option` fields. Two spellings that clash are a
-    programming error and raise ValueError.
+    own: section name -> dataclass made of `option` fields; `sections` are these and the translator's. Two spellings
+    that clash are a programming error and raise ValueError.
     """
 
-    def __init__(
-        self, sections: dict[str, type], shortcuts: Sequence[Shortcut] = (), known: Sequence[KnownFlag] = ()
-    ) -> None:
-        self.sections = sections
-        self.shortcuts = tuple(shortcuts)
-        self.known = tuple(known)
+    def __init__(self, own: dict[str, type], translator: Translator) -> None:
+        self.own = own
+        self.translator = translator
+        self.sections = {**own, **translator.sections()}
         self.fields: dict[str, FieldOption] = {}
         self._by_flag: dict[str, Target] = {}
         self._by_field_name: dict[str, FieldOption] = {}
-        for section, cls in sections.items():
+        for section, cls in self.sections.items():
             for described in field_options(section, cls):
                 _check_declared(cls, described)
                 self.fields[described.path] = described
                 if self._by_field_name.setdefault(spell(described.name), described) is not described:
                     raise ValueError(f"two sections have a field {described.name}")
-                for flag in described.flags:
-                    self._add(flag, described)
-        for shortcut in self.shortcuts:
-            self._add(shortcut.name, shortcut)
-        for known_flag in self.known:
-            self._add(known_flag.name, known_flag)
+        for flag, target in self.spellings():
+            if self._by_flag.setdefault(spell(flag), target) is not target:
+                raise ValueError(f"two meanings for --{flag}")
 
-    def _add(self, flag: str, target: Target) -> None:
-        if self._by_flag.setdefault(spell(flag), target) is not target:
-            raise ValueError(f"two meanings for --{flag}")
+    def spellings(self) -> Iterator[tuple[str, Target]]:
+        """Every flag and alias as it was declared, without dashes, and its meaning."""
+        for described in self.fields.values():
+            yield from ((flag, described) for flag in described.flags)
+        for old in self.translator.flags:
+            yield old.name, old
 
     def by_flag(self, flag: str) -> Target | None:
         """The meaning of a flag, however it is spelt."""
@@ -63,7 +60,7 @@ class FlagTable:
 
     def nearest_flag(self, flag: str) -> str:
         """Words that name the nearest flag to an unknown one; flags that work come first."""
-        working = [name for name, target in self._by_flag.items() if not isinstance(target, KnownFlag)]
+        working = [name for name, target in self._by_flag.items() if not _hidden(target)]
         return nearest(flag, [*working, "config", "help"], "--") or nearest(flag, list(self._by_flag), "--")
 
     def nearest_key(self, key: str) -> str:
@@ -80,14 +77,22 @@ def _check_declared(cls: type, described: FieldOption) -> None:
         raise TypeError(f"{where} is on by default and needs a flag that turns it off")
 
 
+def _hidden(target: Target) -> bool:
+    """Whether --help hides a flag, which then does nothing."""
+    return isinstance(target, OldFlag) and not target.help
+
+
 @dataclass
-class Given:
-    """What one source (the command line, or one YAML file) says."""
+class Source:
+    """What one source (the command line, or one YAML file) says.
+
+    rules: what its old flags mean together with others.
+    """
 
     table: FlagTable
     values: dict[str, Any] = field(default_factory=dict)
     spelled: dict[str, str] = field(default_factory=dict)
-    shortcuts: list[Shortcut] = field(default_factory=list)
+    rules: list[Rule] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     switched_on: set[str] = field(default_factory=set)
 
@@ -96,13 +101,14 @@ class Given:
         self._refuse_opposite(spelling, texts)
         if isinstance(target, FieldOption):
             self._set(target, from_text(target, texts, spelling), spelling)
-        elif isinstance(target, Shortcut):
-            self._shortcut(target, spelling, texts)
-        else:
-            message = target.message(texts)
-            if message and target.refused:
-                raise UserError(message)
-            self._note(message)
+            return
+        meaning = target.meaning(texts)
+        for path, word in meaning.sets.items():
+            described = self.table.fields[path]
+            self._set(described, from_text(described, [word], spelling), spelling)
+        if meaning.rule is not None:
+            self.rules.append(meaning.rule)
+        self._note(meaning.note)
 
     def plain(self, target: FieldOption, value: Any, spelling: str) -> None:
         """Take a value that a YAML file gives under a field's own name. None leaves the default."""
@@ -119,16 +125,6 @@ class Given:
         opposite = name.removeprefix("no-") if name.startswith("no-") else f"no-{name}"
         if opposite in self.switched_on:
             raise UserError(f"--{opposite} and --{name} contradict each other; give only one of them")
-
-    def _shortcut(self, shortcut: Shortcut, spelling: str, texts: Sequence[str]) -> None:
-        if not shortcut.takes_value and list(map(str.lower, texts)) == ["false"]:
-            return
-        for path, text in shortcut.sets.items():
-            target = self.table.fields[path]
-            word = texts[0] if text == VALUE else text
-            self._set(target, from_text(target, [word], spelling), spelling)
-        self.shortcuts.append(shortcut)
-        self._note(shortcut.note.replace("{value}", " ".join(texts)))
 
     def _set(self, target: FieldOption, value: Any, spelling: str) -> None:
         path = target.path
@@ -151,12 +147,12 @@ class Given:
             self.notes.append(line)
 
 
-def collect_yaml(table: FlagTable, content: dict[str, Any], path: str) -> Given:
+def collect_yaml(table: FlagTable, content: dict[str, Any], path: str) -> Source:
     """What a YAML mapping says: section -> names, or names directly; field names and flags alike.
 
     Raises UserError naming the file and the key.
     """
-    given = Given(table)
+    given = Source(table)
     for key, value in content.items():
         if isinstance(value, dict):
             section = next((name for name in table.sections if spell(name) == spell(str(key))), None)
@@ -170,7 +166,7 @@ def collect_yaml(table: FlagTable, content: dict[str, Any], path: str) -> Given:
     return given
 
 
-def _take_key(given: Given, name: str, value: Any, path: str, shown: str, section: str | None) -> None:
+def _take_key(given: Source, name: str, value: Any, path: str, shown: str, section: str | None) -> None:
     described = given.table.by_field_name(name)
     target = described or given.table.by_flag(name)
     if target is None or (isinstance(target, FieldOption) and section not in (None, target.section)):
@@ -179,14 +175,14 @@ def _take_key(given: Given, name: str, value: Any, path: str, shown: str, sectio
     if described is not None or (isinstance(target, FieldOption) and not target.option.off_switch):
         given.plain(target, value, spelling)  # type: ignore[arg-type]
         return
-    if value is None or (value is False and _is_switch(target)):
+    if value is None or (value is False and isinstance(target, OldFlag) and target.arity == SWITCH):
         return
     items = value if isinstance(value, list) else [value]
     if not items:
         raise UserError(f"{spelling}: expected a value, not an empty list")
     if any(isinstance(item, (list, dict)) for item in items):
         raise UserError(f"{spelling}: expected a value or a list of values, not a nested one")
-    if isinstance(target, KnownFlag):
+    if isinstance(target, OldFlag) and _hidden(target):
         spelling = f"--{target.name}"
     given.flag(target, spelling, [_word(item, spelling) for item in items])
 
@@ -198,9 +194,3 @@ def _word(item: Any, where: str) -> str:
     if isinstance(item, int) and item.bit_length() > 200:
         raise UserError(f"{where}: a number of {item.bit_length()} bits is too large")
     return str(item)
-
-
-def _is_switch(target: Target) -> bool:
-    if isinstance(target, KnownFlag):
-        return target.arity == SWITCH
-    return isinstance(target, Shortcut) and not target.takes_value

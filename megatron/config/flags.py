@@ -7,7 +7,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from megatron.base.documents import read_yaml
@@ -15,13 +15,11 @@ from megatron.base.errors import UserError
 from megatron.base.fields import check_fields, check_required
 from megatron.base.option import FieldOption
 from megatron.base.words import spell
-from megatron.config.collect import FlagTable, Given, Target, collect_yaml
-from megatron.config.dialects import DIALECTS, dialect_sections
+from megatron.config.collect import FlagTable, Source, Target, collect_yaml
 from megatron.config.idle import idle_notes
-from megatron.config.known import KNOWN_FLAGS, SWITCH, VALUE, KnownFlag
 from megatron.config.run import RunConfig, run_sections
-from megatron.config.shortcuts import SHORTCUTS, Explicit, Shortcut
-from megatron.config.translation import Dialect
+from megatron.config.translate import TRANSLATOR
+from megatron.config.translate.rules import SWITCH, VALUE, VALUES, Explicit, OldFlag, Translator
 
 _EPILOG = (
     "Hyphens and underscores are alike in flag names, integers may contain underscores, and a switch may be "
@@ -46,12 +44,11 @@ class ParsedSections:
 
 @dataclass(kw_only=True)
 class ParsedRun:
-    """A training run's command line: its unresolved configuration, notes and extra sections."""
+    """A training run's command line: its unresolved configuration and notes."""
 
     config: RunConfig
     notes: list[str]
     explicit: set[str]
-    extras: dict[str, Any] = field(default_factory=dict)
 
     def resolve(self, world_size: int, *, cuda_available: bool = False) -> RunConfig:
         """The resolved configuration; what was decided for the user and what has no effect is added to `notes`."""
@@ -69,9 +66,8 @@ _GENERAL = tuple(map(spell, ("config", "help", "list-compressors")))
 class FlagParser:
     """Parses flags and `--config` files into instances of the given sections."""
 
-    def __init__(self, table: FlagTable, prog: str, description: str, dialects: Sequence[Dialect] = ()) -> None:
+    def __init__(self, table: FlagTable, prog: str, description: str) -> None:
         self.table = table
-        self.dialects = tuple(dialects)
         self._argparse = _build_argparse(table, prog, description)
 
     def parse(self, argv: Sequence[str], *, check: bool = True) -> ParsedSections:
@@ -82,7 +78,7 @@ class FlagParser:
         """
         words = [word for word in argv if word != "\\"]
         namespace = self._argparse.parse_args(self._normalise(words), namespace=argparse.Namespace(events=[]))
-        flags = Given(self.table)
+        flags = Source(self.table)
         if len(words) != len(argv):
             flags.notes.append(_BACKSLASH)
         for target, spelling, texts in namespace.events:
@@ -116,20 +112,17 @@ class FlagParser:
             words.append(f"--{spell(name)}{equals}{value}")
         return words
 
-    def _merge(self, sources: list[Given]) -> ParsedSections:
+    def _merge(self, sources: list[Source]) -> ParsedSections:
         explicit = Explicit()
         notes: list[str] = []
         for level, source in enumerate(sources):
             explicit.add(source.values, level)
             notes += [note for note in source.notes if note not in notes]
-        for shortcut in (shortcut for source in sources for shortcut in source.shortcuts):
-            if shortcut.when is not None:
-                shortcut.when(explicit)
-        for dialect in self.dialects:
-            dialect.translate(explicit, notes.append)
+        rules = [rule for source in sources for rule in source.rules]
+        self.table.translator.translate(explicit, rules, notes.append)
         sections = {
             section: cls(**{path.partition(".")[2]: explicit[path] for path in explicit if _in(path, section)})
-            for section, cls in self.table.sections.items()
+            for section, cls in self.table.own.items()
         }
         return ParsedSections(sections=sections, notes=notes, explicit=set(explicit))
 
@@ -138,48 +131,37 @@ def _in(path: str, section: str) -> bool:
     return path.partition(".")[0] == section
 
 
-def build_parser(
-    sections: dict[str, type],
-    prog: str,
-    description: str,
-    *,
-    shortcuts: Sequence[Shortcut] = (),
-    known: Sequence[KnownFlag] = (),
-) -> FlagParser:
+def build_parser(sections: dict[str, type], prog: str, description: str, *, old: Sequence[OldFlag] = ()) -> FlagParser:
     """A parser for any program: one group of flags a section (name -> dataclass of `option` fields)."""
-    return FlagParser(FlagTable(sections, shortcuts, known), prog, description)
+    return FlagParser(FlagTable(sections, Translator(flags=tuple(old))), prog, description)
 
 
-def build_run_parser(
-    extra_sections: dict[str, type] | None = None,
-    prog: str = "pretrain_gpt.py",
-    description: str = "Pretrain a GPT with tensor, pipeline and data parallelism.",
-) -> FlagParser:
-    """The parser of training runs, with further sections for programs that take its flags and their own."""
-    sections = {**run_sections(), **dialect_sections(), **(extra_sections or {})}
-    return FlagParser(FlagTable(sections, SHORTCUTS, KNOWN_FLAGS), prog, description, DIALECTS)
+def run_table() -> FlagTable:
+    """All flags of training runs."""
+    return FlagTable(run_sections(), TRANSLATOR)
 
 
-def parse_args(
-    argv: Sequence[str], *, extra_sections: dict[str, type] | None = None, prog: str = "pretrain_gpt.py"
-) -> ParsedRun:
+def build_run_parser(prog: str = "pretrain_gpt.py") -> FlagParser:
+    """The parser of training runs."""
+    return FlagParser(run_table(), prog, "Pretrain a GPT with tensor, pipeline and data parallelism.")
+
+
+def parse_args(argv: Sequence[str], *, prog: str = "pretrain_gpt.py") -> ParsedRun:
     """Parse a training run's command line (without the program's name); see `RunConfig.resolve` for the rest.
 
     Raises UserError in one line; prints and exits for --help. Values of the run are not checked yet, so that
     those of a checkpoint can be merged first.
     """
-    return read_run(build_run_parser(extra_sections, prog), argv, extra_sections)
+    return read_run(build_run_parser(prog), argv)
 
 
-def read_run(parser: FlagParser, argv: Sequence[str], extra_sections: dict[str, type] | None = None) -> ParsedRun:
+def read_run(parser: FlagParser, argv: Sequence[str]) -> ParsedRun:
     """`parse_args` with an existing parser."""
     parsed = parser.parse(argv, check=False)
-    extras = {name: parsed.sections[name] for name in extra_sections or {}}
-    for name, values in extras.items():
-        check_required(name, values)
-        check_fields(name, values)
-    config = RunConfig(**{name: parsed.sections[name] for name in run_sections()})
-    return ParsedRun(config=config, notes=parsed.notes, explicit=parsed.explicit, extras=extras)
+    return ParsedRun(config=RunConfig(**parsed.sections), notes=parsed.notes, explicit=parsed.explicit)
+
+
+_NARGS = {SWITCH: "?", VALUE: None, VALUES: "*"}
 
 
 def _build_argparse(table: FlagTable, prog: str, description: str) -> argparse.ArgumentParser:
@@ -214,14 +196,14 @@ def _build_argparse(table: FlagTable, prog: str, description: str) -> argparse.A
         for described in table.fields.values():
             if described.section == section:
                 _add_field(group, described)
-    if table.shortcuts:
+    shown = [old for old in table.translator.flags if old.help]
+    if shown:
         group = parser.add_argument_group("shorthand and old names")
-        for shortcut in table.shortcuts:
-            nargs = None if shortcut.takes_value else "?"
-            _add(group, (shortcut.name,), shortcut, nargs, "VALUE", shortcut.help)
-    for known in table.known:
-        nargs = {SWITCH: "?", VALUE: None}.get(known.arity, "*")
-        _add(parser, (known.name,), known, nargs, "VALUE", argparse.SUPPRESS)
+        for old in shown:
+            _add(group, (old.name,), old, _NARGS[old.arity], "VALUE", old.help)
+    for old in table.translator.flags:
+        if not old.help:
+            _add(parser, (old.name,), old, _NARGS[old.arity], "VALUE", argparse.SUPPRESS)
     return parser
 
 

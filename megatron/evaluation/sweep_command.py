@@ -23,7 +23,7 @@ from megatron.checkpoint.manifest import MANIFEST
 from megatron.config.data import DataConfig
 from megatron.config.flags import ParsedSections
 from megatron.config.run import RunConfig
-from megatron.config.shortcuts import VALUE, Shortcut
+from megatron.config.translate.rules import old_name
 from megatron.evaluation.validation import data_of, mean_loss, open_samples
 from megatron.inference.flags import ModelFlags, check_layout, open_topology, parse_flags
 from megatron.inference.model import load_model, load_weights
@@ -68,7 +68,7 @@ class SweepFlags:
 
 
 OLD_NAMES = tuple(
-    Shortcut(name=name, help=f"Optimus-CC's name of --{path.partition('.')[2]}.", sets={path: VALUE}, takes_value=True)
+    old_name(name, path, whose="Optimus-CC")
     for name, path in (
         ("src-ckpt-path", "model.load"),
         ("val-start-iteration", "sweep.first"),

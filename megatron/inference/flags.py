@@ -11,13 +11,10 @@ import torch
 from megatron.base.errors import UserError
 from megatron.base.option import FieldOption, derived, field_options, option, required
 from megatron.checkpoint.load import saved_config
-from megatron.config.dialects import dialect_sections
-from megatron.config.flags import ParsedSections, build_parser
-from megatron.config.known import KNOWN_FLAGS, SWITCH, VALUE, VALUES, KnownFlag
+from megatron.config.flags import ParsedSections, build_parser, run_table
 from megatron.config.parallel import MOST_MINUTES
-from megatron.config.run import run_sections
-from megatron.config.shortcuts import SHORTCUTS, Shortcut
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.config.translate.rules import SWITCH, VALUE, VALUES, KnownFlag, OldFlag, Shortcut
 from megatron.inference.model import LoadedModel, inference_layout, load_model
 from megatron.inference.sampling import Sampling
 from megatron.topology.launch import LaunchEnvironment, pick_device
@@ -98,23 +95,21 @@ def parse_flags(
     used = {flag for name, cls in own.items() for field in field_options(name, cls) for flag in field.flags}
     used |= {one.name for one in shortcuts}
     training = [
-        KnownFlag(name=flag, arity=_arity(field), refused=False, reason=_NOT_NEEDED)
-        for name, cls in {**run_sections(), **dialect_sections()}.items()
-        for field in field_options(name, cls)
-        for flag in field.flags
+        KnownFlag(
+            name=flag,
+            arity=_arity(target),
+            refused=False,
+            reason=target.reason if isinstance(target, KnownFlag) else _NOT_NEEDED,
+        )
+        for flag, target in run_table().spellings()
     ]
-    training += [
-        KnownFlag(name=one.name, arity=VALUE if one.takes_value else SWITCH, refused=False, reason=_NOT_NEEDED)
-        for one in SHORTCUTS
-    ]
-    training += [KnownFlag(name=one.name, arity=one.arity, refused=False, reason=one.reason) for one in KNOWN_FLAGS]
     training += [
         KnownFlag(name=flag, arity=_arity(field), refused=False, reason="each request or task says that itself")
         for field in field_options("sampling", SamplingFlags)
         for flag in field.flags
     ]
     left = {one.name: one for one in training if one.name not in used}
-    parser = build_parser(own, prog, description, shortcuts=shortcuts, known=list(left.values()))
+    parser = build_parser(own, prog, description, old=[*shortcuts, *left.values()])
     parsed = parser.parse(argv)
     aside = [note for note in parsed.notes if note.endswith(_NOT_NEEDED)]
     if aside:
@@ -124,10 +119,12 @@ def parse_flags(
     return parsed
 
 
-def _arity(field: FieldOption) -> str:
-    if field.is_switch:
+def _arity(target: FieldOption | OldFlag) -> str:
+    if isinstance(target, OldFlag):
+        return target.arity
+    if target.is_switch:
         return SWITCH
-    return VALUES if field.is_list and not field.option.repeatable else VALUE
+    return VALUES if target.is_list and not target.option.repeatable else VALUE
 
 
 def open_model(model: ModelFlags, tokenizer: TokenizerConfig, layout: Layout, env: LaunchEnvironment) -> LoadedModel:

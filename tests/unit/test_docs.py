@@ -12,7 +12,7 @@ import pytest
 
 from megatron.base.option import field_options
 from megatron.config.flags import parse_args
-from megatron.config.known import KNOWN_FLAGS
+from megatron.config.translate.known import KNOWN_FLAGS
 from megatron.evaluation.command import TaskFlags as ZeroShotFlags
 from megatron.evaluation.harness_command import EvaluationFlags
 from megatron.evaluation.sweep_command import SweepFlags

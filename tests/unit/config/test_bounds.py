@@ -22,8 +22,8 @@ from megatron.compression.schedule import RunLength
 from megatron.compression.spec import COMMON, read_spec
 from megatron.config import UserError, build_run_parser, flags, parse_args
 from megatron.config.collect import collect_yaml
-from megatron.config.dialects import dialect_sections
 from megatron.config.run import RunConfig, run_sections
+from megatron.config.translate import TRANSLATOR
 from megatron.optimizer.schedules import LRSchedule
 from megatron.training.batch_size import BatchSizeSchedule
 
@@ -32,7 +32,7 @@ MINIMAL = [
     *("--micro-batch-size=2", "--lr=0.001", "--vocab-size=100"),
 ]
 PARSER = build_run_parser()
-FIELDS = [field for field in PARSER.table.fields.values() if field.section in (*run_sections(), *dialect_sections())]
+FIELDS = [field for field in PARSER.table.fields.values() if field.section in (*run_sections(), *TRANSLATOR.sections())]
 NUMBERS = [field for field in FIELDS if field.element in (int, float)]
 SECONDS = 10.0
 """An example takes milliseconds; a machine that does much else besides, a hundred times that."""

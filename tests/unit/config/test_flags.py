@@ -9,9 +9,9 @@ import pytest
 
 from megatron.base.option import FieldOption
 from megatron.config import UserError, build_run_parser, parse_args
-from megatron.config.known import KNOWN_FLAGS, SWITCH, KnownFlag
 from megatron.config.run import RunConfig
-from megatron.config.shortcuts import Shortcut
+from megatron.config.translate.known import KNOWN_FLAGS
+from megatron.config.translate.rules import SWITCH, KnownFlag, Shortcut
 
 HERE = Path(__file__).parent
 # One parser for the tests over whole tables: parsing does not change it.

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from megatron.config import build_run_parser, parse_args
-from megatron.config.dialects import dialect_sections
-from megatron.config.known import KNOWN_FLAGS
 from megatron.config.reference import flags_markdown
 from megatron.config.run import run_sections
-from megatron.config.shortcuts import SHORTCUTS
+from megatron.config.translate import TRANSLATOR
+from megatron.config.translate.known import KNOWN_FLAGS
+from megatron.config.translate.shortcuts import SHORTCUTS
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -26,7 +26,7 @@ def text(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_help_is_grouped_by_section(text: str) -> None:
     titles = [line[:-1] for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert titles == ["general", *run_sections(), *dialect_sections(), "shorthand and old names"]
+    assert titles == ["general", *run_sections(), *TRANSLATOR.sections(), "shorthand and old names"]
 
 
 def test_help_fits_the_terminal(text: str) -> None:

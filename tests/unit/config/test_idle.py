@@ -13,10 +13,9 @@ from megatron.base.option import FieldOption, field_options
 from megatron.config import UserError, build_run_parser
 from megatron.config.flags import read_run
 from megatron.config.idle import RULES
-from megatron.config.known import SWITCH, KnownFlag
-from megatron.config.legacy import NEEDS, LegacyConfig
 from megatron.config.run import run_sections
-from megatron.config.shortcuts import Shortcut
+from megatron.config.translate.legacy import NEEDS, LegacyConfig
+from megatron.config.translate.rules import SWITCH, KnownFlag, Shortcut
 
 HERE = Path(__file__).parent
 PARSER = build_run_parser()

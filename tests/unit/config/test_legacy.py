@@ -8,7 +8,7 @@ import pytest
 
 from megatron.compression.schedule import RunLength
 from megatron.config import UserError, parse_args
-from megatron.config.legacy import LegacyConfig
+from megatron.config.translate.legacy import LegacyConfig
 
 CASES: dict[str, list[str]] = {
     "--grad_comp": ["dp-grad=powersgd,rank=4,seed=714,error-feedback=off,warmup=0.1"],

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option
 from megatron.base.words import Note
-from megatron.config.shortcuts import Explicit
-from megatron.config.translation import Given, settle
+from megatron.config.translate.rules import Dialect, Explicit, Theirs
 
-SECTION = "aqsgd"
 _TASKS = ("wikitext", "arxiv21")
 
 
@@ -42,12 +40,8 @@ class AqsgdConfig:
     gradient_accumulate_step: int = option(1, "Only 1 is accepted; more repeated the same batch in AQ-SGD.", minimum=1)
 
 
-Theirs = Given[AqsgdConfig]
-
-
-def translate(explicit: Explicit, note: Note) -> None:
+def _translate(given: Theirs, explicit: Explicit, note: Note) -> None:
     """Adds what the flags mean. Raises UserError for what is not available or contradicts another flag."""
-    given: Theirs = Given(SECTION, AqsgdConfig, explicit)
     if given.task_name is not None:
         if given.task_name not in _TASKS:
             raise UserError(f"--task-name {given.task_name}: only language models are trained; use {_TASKS[0]}")
@@ -57,7 +51,7 @@ def translate(explicit: Explicit, note: Note) -> None:
     _sizes(given, explicit, note)
     _model(given, explicit, note)
     if given.do_evaluation is False:
-        settle(explicit, f"{SECTION}.do_evaluation", "validation.eval_iters", 0, "--do-evaluation false")
+        given.settle("do_evaluation", "validation.eval_iters", 0, "--do-evaluation false")
 
 
 def _sizes(given: Theirs, explicit: Explicit, note: Note) -> None:
@@ -66,20 +60,19 @@ def _sizes(given: Theirs, explicit: Explicit, note: Note) -> None:
         if replicas is not None:
             note("--data-group-size: no effect without --pipeline-group-size; replicas are what the processes leave")
         if batch is not None:
-            by = f"{SECTION}.batch_size"
-            settle(explicit, by, "training.micro_batch_size", batch, f"--batch-size {batch}")
+            given.settle("batch_size", "training.micro_batch_size", batch, f"--batch-size {batch}")
             note(f"--batch-size is an old name: taken as --micro-batch-size {batch}")
         return
     where = f"--pipeline-group-size {stages}"
     path = "parallel.pipeline_model_parallel_size"
-    settle(explicit, f"{SECTION}.pipeline_group_size", path, stages, where)
+    given.settle("pipeline_group_size", path, stages, where)
     layers = explicit.get("model.num_layers")
     if layers is not None:
         explicit["model.num_layers"] = layers * stages
         note(f"{where}: --num-layers {layers} counts one stage, as in AQ-SGD; the model has {layers * stages} layers")
     if batch is not None:
         whole = batch * (replicas or 1)
-        settle(explicit, f"{SECTION}.batch_size", "training.global_batch_size", whole, f"--batch-size {batch}")
+        given.settle("batch_size", "training.global_batch_size", whole, f"--batch-size {batch}")
         note(f"{where}: --batch-size {batch} counts one replica's step, as in AQ-SGD; --global-batch-size is {whole}")
     elif replicas is not None:
         note("--data-group-size: no effect without --batch-size; replicas are what the processes leave")
@@ -107,3 +100,6 @@ def _model(given: Theirs, explicit: Explicit, note: Note) -> None:
         return
     explicit |= {"tokenizer.tokenizer_type": "HFTokenizer", "tokenizer.tokenizer_model": tokenizer}
     note(f"--tokenizer-name {tokenizer} means --tokenizer-type HFTokenizer --tokenizer-model {tokenizer}")
+
+
+AQSGD = Dialect(section="aqsgd", config=AqsgdConfig, translate=_translate)

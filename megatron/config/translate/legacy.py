@@ -9,8 +9,7 @@ from typing import Literal
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option
 from megatron.base.words import Note
-from megatron.config.shortcuts import Explicit
-from megatron.config.translation import Given, flag
+from megatron.config.translate.rules import Dialect, Explicit, Theirs, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,17 +160,12 @@ NEEDS = {
 }
 """What a flag has no effect without; every other one is looked at in any case."""
 
-Old = Given[LegacyConfig]
 
-SECTION = "legacy"
-
-
-def translate(explicit: Explicit, note: Note) -> None:
+def _translate(old: Theirs, explicit: Explicit, note: Note) -> None:
     """Adds what the old flags stand for.
 
     Raises UserError for a compressor that the old systems named but that does not exist here.
     """
-    old: Old = Given(SECTION, LegacyConfig, explicit)
     specs = [
         *_optimus_gradients(old, explicit.get("parallel.pipeline_model_parallel_size") or 1),
         *_optimus_pipeline(old),
@@ -192,11 +186,9 @@ def translate(explicit: Explicit, note: Note) -> None:
     _json_files(old, explicit, note)
     if old.dp_mode in ("central_ps", "sharded_ps"):
         note(f"--dp-mode {old.dp_mode}: no effect, gradients are averaged by all-reduce; the result is the same")
-    for name in old.unread():
-        note(f"{flag(name)}: no effect without {NEEDS[name]}")
 
 
-def _json_files(old: Old, explicit: Explicit, note: Note) -> None:
+def _json_files(old: Theirs, explicit: Explicit, note: Note) -> None:
     """The file that ``--save-json-log`` or ``--log-gradients-output-dir`` stands for, which the run appends to."""
     path, why = "", ""
     if explicit.get("logging.log_gradients") and old.log_gradients_output_dir is not None:
@@ -214,7 +206,7 @@ def _json_files(old: Old, explicit: Explicit, note: Note) -> None:
         note(f"{why}: no effect beside --log-json-file {ours}, where all records go")
 
 
-def _low_rank(old: Old, switch: str, feedback: str) -> str:
+def _low_rank(old: Theirs, switch: str, feedback: str) -> str:
     """The options that all of Optimus-CC's compressors share."""
     kind = getattr(old, f"{switch}_type")
     if kind.lower() != "powersgd":
@@ -240,7 +232,7 @@ _EMBEDDING_TOP_K = ("stable-topk", *(f"emb{name}" for name in _STABLE if name.st
 _CLASSIC = ("topk", "topkreducerefcorrectionresisgradwarmup")
 
 
-def _radius(old: Old) -> str:
+def _radius(old: Theirs) -> str:
     """Radius' reducers; their residual needs no flag."""
     if old.grad_comp_type.lower() in _CLASSIC:
         slow = old.density and old.stable_topk_density_warmup_steps
@@ -250,16 +242,16 @@ def _radius(old: Old) -> str:
     return f"dp-grad={_stable(old, reach)}"
 
 
-def _stable(old: Old, reach: int) -> str:
+def _stable(old: Theirs, reach: int) -> str:
     return f"stable-topk,density={old.density!r},interval={old.stable_topk_interval},range={reach}{_dense_until(old)}"
 
 
-def _dense_until(old: Old) -> str:
+def _dense_until(old: Theirs) -> str:
     dense = old.stable_topk_threshold and old.stable_topk_warmup_method == "Dense"
     return f",warmup={old.stable_topk_threshold}" if dense else ""
 
 
-def _optimus_gradients(old: Old, stages: int) -> list[tuple[str, str]]:
+def _optimus_gradients(old: Theirs, stages: int) -> list[tuple[str, str]]:
     if not old.grad_comp:
         return []
     flags = "--grad-comp"
@@ -277,7 +269,7 @@ def _optimus_gradients(old: Old, stages: int) -> list[tuple[str, str]]:
     return [(flags, spec)]
 
 
-def _optimus_pipeline(old: Old) -> list[tuple[str, str]]:
+def _optimus_pipeline(old: Theirs) -> list[tuple[str, str]]:
     specs = []
     if old.inter_grad_comp:
         spec = "pp-backward=lowrank," + _low_rank(old, "inter_grad_comp", "lazy" if old.use_error_feedback else "off")
@@ -287,7 +279,7 @@ def _optimus_pipeline(old: Old) -> list[tuple[str, str]]:
     return specs
 
 
-def _optimus_embedding(old: Old) -> list[tuple[str, str]]:
+def _optimus_embedding(old: Theirs) -> list[tuple[str, str]]:
     if old.emb_grad_comp:
         fused = ",fused=on" if old.emb_comm_opt else ""
         flags = "--emb-comm-opt --emb-grad-comp" if old.emb_comm_opt else "--emb-grad-comp"
@@ -299,7 +291,7 @@ def _optimus_embedding(old: Old) -> list[tuple[str, str]]:
     return [("--emb-comm-opt", "embedding=fused")] if old.emb_comm_opt else []
 
 
-def _optimus_tensor(old: Old, note: Note) -> list[tuple[str, str]]:
+def _optimus_tensor(old: Theirs, note: Note) -> list[tuple[str, str]]:
     specs = []
     for switch, point in (("mp_acti_comp", "tp-forward"), ("mp_grad_comp", "tp-backward")):
         if getattr(old, switch):
@@ -314,7 +306,7 @@ def _optimus_tensor(old: Old, note: Note) -> list[tuple[str, str]]:
 _SCALES = {"01": "channel", "012": "tensor"}
 
 
-def _fixpoint(point: str, way: str, old: Old) -> list[tuple[str, str]]:
+def _fixpoint(point: str, way: str, old: Theirs) -> list[tuple[str, str]]:
     """AQ-SGD's quantizer: one scale for a channel (or tensor), and a grid that clips the positive peak."""
     if getattr(old, f"{way}_compress_method") == "none":
         return []
@@ -338,8 +330,11 @@ def _fixpoint(point: str, way: str, old: Old) -> list[tuple[str, str]]:
     return [(f"--{way}-compress-method", spec)]
 
 
-def _quantized_adam(old: Old) -> list[tuple[str, str]]:
+def _quantized_adam(old: Theirs) -> list[tuple[str, str]]:
     if old.dp_mode != "sharded_ps_compressed":
         return []
     spec = f"dp-grad=quantized-adam,bits={old.dp_bits},warmup={old.warmup_epochs}epochs"
     return [("--dp-mode sharded_ps_compressed", spec)]
+
+
+LEGACY = Dialect(section="legacy", config=LegacyConfig, translate=_translate, needs=NEEDS)

@@ -7,66 +7,22 @@ that asks for nothing. Names are written without dashes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 
-SWITCH, VALUE, VALUES = "switch", "value", "values"
-
-
-@dataclass(frozen=True, kw_only=True)
-class KnownFlag:
-    """A flag that is recognized but sets nothing.
-
-    arity: SWITCH (no value), VALUE (one) or VALUES (any number).
-    refused: whether giving it is an error.
-    neutral: for a refused flag, the value that asks for nothing and is accepted; "" when there is none.
-    reason: why it has no effect, or what to do instead.
-    """
-
-    name: str
-    arity: str
-    refused: bool
-    reason: str
-    neutral: str = ""
-
-    def message(self, texts: Sequence[str]) -> str:
-        """The line for this flag given with these words; empty when the words are the neutral value."""
-        if not self.refused:
-            return f"--{self.name} is known but has no effect here: {self.reason}"
-        if self._asks_for_nothing(texts):
-            return ""
-        return f"{' '.join((f'--{self.name}', *texts))}: {self.reason}"
-
-    def _asks_for_nothing(self, texts: Sequence[str]) -> bool:
-        if self.arity == SWITCH:
-            return list(map(str.lower, texts)) == ["false"]
-        return bool(self.neutral) and all(_same(text, self.neutral) for text in texts)
+from megatron.config.translate.rules import SWITCH, VALUE, VALUES, KnownFlag
 
 
-def _same(text: str, neutral: str) -> bool:
-    try:
-        return float(text) == float(neutral)
-    except ValueError:
-        return text.lower() == neutral.lower()
-
-
-def _harmless(reason: str, *, switches: str = "", values: str = "", lists: str = "") -> list[KnownFlag]:
+def _known(reason: str, *, refused: bool, switches: str = "", values: str = "", lists: str = "") -> list[KnownFlag]:
+    """A name may be followed by =NEUTRAL."""
     return [
-        KnownFlag(name=name, arity=arity, refused=False, reason=reason)
-        for arity, names in ((SWITCH, switches), (VALUE, values), (VALUES, lists))
-        for name in names.split()
+        KnownFlag(name=name, arity=arity, refused=refused, reason=reason, neutral=neutral)
+        for arity, words in ((SWITCH, switches), (VALUE, values), (VALUES, lists))
+        for name, _, neutral in (word.partition("=") for word in words.split())
     ]
 
 
-def _refused(reason: str, *, switches: str = "", values: str = "", lists: str = "") -> list[KnownFlag]:
-    """In `values` and `lists` a name may be followed by =NEUTRAL."""
-    flags = [KnownFlag(name=name, arity=SWITCH, refused=True, reason=reason) for name in switches.split()]
-    for arity, names in ((VALUE, values), (VALUES, lists)):
-        for word in names.split():
-            name, _, neutral = word.partition("=")
-            flags.append(KnownFlag(name=name, arity=arity, refused=True, reason=reason, neutral=neutral))
-    return flags
-
+_harmless = partial(_known, refused=False)
+_refused = partial(_known, refused=True)
 
 _HARMLESS = [
     # Precision and kernels

@@ -12,10 +12,7 @@ from megatron.base.errors import UserError
 from megatron.base.kinds import Kind
 from megatron.base.option import derived
 from megatron.base.words import Note
-from megatron.config.shortcuts import Explicit
-from megatron.config.translation import Given, settle
-
-SECTION = "deepspeed"
+from megatron.config.translate.rules import Dialect, Explicit, Theirs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +31,10 @@ class DeepSpeedConfig:
     load_tag: str | None = derived("the newest", "Same as --ckpt-step N, of a tag global_stepN.", metavar="TAG")
 
 
-def translate(explicit: Explicit, note: Note) -> None:
+def _translate(given: Theirs, explicit: Explicit, note: Note) -> None:
     """Adds what the flags mean. Raises UserError for what is not available or contradicts another flag."""
-    given: Given[DeepSpeedConfig] = Given(SECTION, DeepSpeedConfig, explicit)
     if given.zero_stage is not None:
-        _zero(explicit, f"{SECTION}.zero_stage", given.zero_stage, f"--zero-stage {given.zero_stage:g}", note)
+        _zero(given, "zero_stage", given.zero_stage, f"--zero-stage {given.zero_stage:g}", note)
     if given.load_tag is not None:
         if "checkpoint.load" not in explicit:
             raise UserError("--load-tag needs --load FOLDER; add it or leave --load-tag out")
@@ -46,20 +42,20 @@ def translate(explicit: Explicit, note: Note) -> None:
         if number is None:
             raise UserError(f"--load-tag {given.load_tag}: expected global_stepN; or use --ckpt-step N")
         step = int(number[1])
-        settle(explicit, f"{SECTION}.load_tag", "checkpoint.ckpt_step", step, f"--load-tag {given.load_tag}")
+        given.settle("load_tag", "checkpoint.ckpt_step", step, f"--load-tag {given.load_tag}")
         note(f"--load-tag {given.load_tag} means --ckpt-step {step}")
     if given.deepspeed_config is not None:
-        _File(given.deepspeed_config, explicit, note).take()
+        _File(given, explicit, note).take()
 
 
-def _zero(explicit: Explicit, by: str, stage: Any, where: str, note: Note) -> None:
+def _zero(given: Theirs, by: str, stage: Any, where: str, note: Note) -> None:
     if stage not in (0, 1) or isinstance(stage, bool):
         raise UserError(
             f"{where}: gradients and parameters are not sharded; use stage 1 (--use-distributed-optimizer), or 0"
         )
     if stage == 1:
         note(f"{where} means --use-distributed-optimizer")
-    settle(explicit, by, "parallel.use_distributed_optimizer", stage == 1, where)
+    given.settle(by, "parallel.use_distributed_optimizer", stage == 1, where)
 
 
 _IDLE = """
@@ -87,7 +83,7 @@ _POWER = Kind(element=float, minimum=0, maximum=127)
 
 _PRECISION = ("loss_scale_window", "hysteresis", "min_loss_scale")
 
-_BY = f"{SECTION}.deepspeed_config"
+_BY = "deepspeed_config"
 _AUTO = "auto"
 """What a file says where flags decide."""
 
@@ -96,14 +92,15 @@ class _File:
     """One of DeepSpeed's files, which flags may repeat but not contradict.
 
     Args:
-        path: of the file.
+        given: names the file.
         explicit: values of flags; what the file says is added.
         note: takes a line on what was taken, and on what has no effect.
     """
 
-    def __init__(self, path: str, explicit: Explicit, note: Note) -> None:
-        self.path = f"--deepspeed-config {path}"
-        self.content = read_json(path, self.path)
+    def __init__(self, given: Theirs, explicit: Explicit, note: Note) -> None:
+        self.path = f"--deepspeed-config {given.deepspeed_config}"
+        self.content = read_json(given.deepspeed_config, self.path)
+        self.given = given
         self.explicit = explicit
         self.note = note
         self.taken: list[str] = []
@@ -141,7 +138,7 @@ class _File:
             raise UserError(f"{self.path}: {key}: {_INSTEAD.get(key, 'is not available; take it out of the file')}")
 
     def _set(self, key: str, path: str, value: Any) -> None:
-        settle(self.explicit, _BY, path, value, f"{self.path}: {key} {value}")
+        self.given.settle(_BY, path, value, f"{self.path}: {key} {value}")
         self.taken.append(key)
 
     def _read(self, kind: Kind, key: str, value: Any) -> Any:
@@ -210,7 +207,7 @@ class _File:
         if on and self.explicit.get(other):
             raise UserError(f"{self.path}: {key} and --{other.partition('.')[2]} exclude each other; keep one format")
         if "enabled" in values:
-            settle(self.explicit, _BY, path, on, f"{self.path}: {key}.enabled {str(on).lower()}")
+            self.given.settle(_BY, path, on, f"{self.path}: {key}.enabled {str(on).lower()}")
         (self.taken if on else self.idle).append(key)
         return on
 
@@ -218,7 +215,7 @@ class _File:
         values = dict(value) if isinstance(value, dict) else value
         if isinstance(values, dict):
             stage = values.get("stage", 0)
-            _zero(self.explicit, _BY, stage, f"{self.path}: {key}.stage {stage}", lambda line: None)
+            _zero(self.given, _BY, stage, f"{self.path}: {key}.stage {stage}", lambda line: None)
             values = {name: one for name, one in values.items() if not name.startswith("stage3_")}
         self._mapping(key, values, _IDLE_ZERO.split())
         self.taken.append(f"{key}.stage")
@@ -230,3 +227,6 @@ class _File:
             raise UserError(f"{self.path}: {key}.grad_accum_dtype {kind} is not available; use fp32")
         if kind == "fp32":
             self._set(f"{key}.grad_accum_dtype", "parallel.accumulate_allreduce_grads_in_fp32", True)
+
+
+DEEPSPEED = Dialect(section="deepspeed", config=DeepSpeedConfig, translate=_translate)

@@ -1,0 +1,15 @@
+"""Command lines of other systems, and old ones of ours, in flags of ours.
+
+Each flag by itself is translated before its words are read as values (`OldFlag`), and what flags mean together before
+sections are built (`Rule`, `Dialect`): nothing behind knows of other flags than ours.
+"""
+
+from megatron.config.translate.aqsgd import AQSGD
+from megatron.config.translate.deepspeed import DEEPSPEED
+from megatron.config.translate.known import KNOWN_FLAGS
+from megatron.config.translate.legacy import LEGACY
+from megatron.config.translate.rules import Translator
+from megatron.config.translate.shortcuts import SHORTCUTS
+
+TRANSLATOR = Translator(flags=(*SHORTCUTS, *KNOWN_FLAGS), dialects=(DEEPSPEED, AQSGD, LEGACY))
+"""What the command line of a training run understands."""

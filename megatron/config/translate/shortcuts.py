@@ -1,0 +1,87 @@
+"""Flags that stand for other flags: old names, and switches that set a field to a certain value."""
+
+from __future__ import annotations
+
+from megatron.base.errors import UserError
+from megatron.base.words import Note
+from megatron.config.translate.rules import GIVEN, VALUE, Explicit, Shortcut, old_name
+
+_POSITION = "model.position_embedding_type"
+_SCALING = "model.rotary_scaling"
+
+
+def _without_position_embedding(explicit: Explicit, note: Note) -> None:
+    given = explicit.setdefault(_POSITION, "none")
+    if given == "learned_absolute":
+        raise UserError("--no-position-embedding contradicts --position-embedding-type learned_absolute; give only one")
+
+
+def _needs_query_groups(explicit: Explicit, note: Note) -> None:
+    if explicit.get("model.num_query_groups") is None:
+        raise UserError("--group-query-attention needs the number of groups; add --num-query-groups N")
+
+
+def _needs_one_stage(explicit: Explicit, note: Note) -> None:
+    stages = explicit.get("parallel.pipeline_model_parallel_size") or 1
+    if stages > 1:
+        raise UserError(
+            f"--no-pipeline-parallel contradicts --pipeline-model-parallel-size {stages}; leave one of them out"
+        )
+
+
+SHORTCUTS: tuple[Shortcut, ...] = (
+    Shortcut(
+        name="recompute-activations",
+        help="Same as --recompute-granularity selective.",
+        sets={"recompute.recompute_granularity": "selective"},
+    ),
+    Shortcut(
+        name="checkpoint-activations",
+        help="Same as --recompute-granularity full --recompute-method uniform.",
+        sets={"recompute.recompute_granularity": "full", "recompute.recompute_method": "uniform"},
+    ),
+    Shortcut(
+        name="activations-checkpoint-method",
+        arity=VALUE,
+        help="Same as --recompute-granularity full --recompute-method METHOD.",
+        sets={"recompute.recompute_granularity": "full", "recompute.recompute_method": GIVEN},
+    ),
+    Shortcut(
+        name="use-rotary-position-embeddings",
+        help="Same as --position-embedding-type rope.",
+        sets={_POSITION: "rope"},
+    ),
+    Shortcut(
+        name="use-rope-scaling",
+        help="Same as --rotary-scaling llama3.",
+        sets={_SCALING: "llama3"},
+    ),
+    Shortcut(
+        name="rotary-seq-len-interpolation-factor",
+        arity=VALUE,
+        help="Same as --rotary-scaling linear --rotary-scaling-factor FACTOR.",
+        sets={_SCALING: "linear", "model.rotary_scaling_factor": GIVEN},
+    ),
+    Shortcut(
+        name="no-position-embedding",
+        help="No learned positions: --position-embedding-type none, unless rope is asked for.",
+        rule=_without_position_embedding,
+    ),
+    Shortcut(
+        name="group-query-attention",
+        help="Grouped-query attention; --num-query-groups alone says the same.",
+        rule=_needs_query_groups,
+    ),
+    Shortcut(
+        name="no-pipeline-parallel",
+        help="One pipeline stage; refused with --pipeline-model-parallel-size above 1.",
+        rule=_needs_one_stage,
+        note="--no-pipeline-parallel is known but has no effect here: one stage is no pipeline",
+    ),
+    old_name("model-parallel-size", "parallel.tensor_model_parallel_size"),
+    old_name("warmup", "optimizer.lr_warmup_fraction"),
+    old_name("embedding-dim", "model.hidden_size", whose="AQ-SGD"),
+    old_name("num-heads", "model.num_attention_heads", whose="AQ-SGD"),
+    old_name("warmup-steps", "optimizer.lr_warmup_iters", whose="AQ-SGD"),
+    old_name("pp-mode", "parallel.pipeline_schedule", whose="AQ-SGD"),
+)

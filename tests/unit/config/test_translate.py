@@ -1,0 +1,56 @@
+"""Behind the translator there are flags of ours alone."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from megatron.config import UserError, build_run_parser
+from megatron.config.run import run_sections
+from megatron.config.translate import TRANSLATOR
+from tests.unit.config.original_scripts import AQSGD_LM, COMPLETE
+
+PACKAGE = Path(__file__).parents[3] / "megatron"
+PARSER = build_run_parser()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        COMPLETE["optimus-cc tbl2 2.5B CB-FE-SC"].flags,
+        AQSGD_LM.flags,
+        "--load c --load-tag global_step3 --zero-stage 1",
+    ],
+    ids=["optimus-cc", "aq-sgd", "deepspeed"],
+)
+def test_what_dialects_say_is_gone_once_it_is_translated(flags: str) -> None:
+    assert any(PARSER.table.fields[path].section in TRANSLATOR.sections() for path in _given(flags))
+    parsed = PARSER.parse(flags.split(), check=False)
+    assert list(parsed.sections) == list(run_sections())
+    assert {path.partition(".")[0] for path in parsed.explicit} <= set(run_sections())
+
+
+def _given(flags: str) -> list[str]:
+    names = [word.partition("=")[0] for word in flags.split() if word.startswith("--")]
+    targets = [PARSER.table.by_flag(name) for name in names]
+    return [path for path, field in PARSER.table.fields.items() if field in targets]
+
+
+def test_a_file_that_gives_a_known_flag_and_its_opposite_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("delay_grad_reduce: true\nno_delay_grad_reduce: true\n")
+    with pytest.raises(UserError, match=r"^--delay-grad-reduce and --no-delay-grad-reduce contradict each other"):
+        PARSER.parse(["--config", str(file)], check=False)
+
+
+def test_no_file_but_the_translator_imports_a_dialect() -> None:
+    modules = {dialect.config.__module__ for dialect in TRANSLATOR.dialects}
+    assert len(modules) == 3
+    importers = set()
+    for path in PACKAGE.rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if any(isinstance(node, ast.ImportFrom) and node.module in modules for node in nodes):
+            importers.add(path.relative_to(PACKAGE).as_posix())
+    assert importers == {"config/translate/__init__.py"}
