@@ -19,9 +19,9 @@ def run_shown(words: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path
     """Runs a command that trains, and shows how far it is; its exit status.
 
     Args:
-        words, env, cwd: of the command.
+        words, env, cwd: the command, its environment and its working directory.
         log: takes everything that it says.
-        name: of the run.
+        name: name of the run.
 
     Raises:
         OSError: when the command cannot be started, or the log not be written.

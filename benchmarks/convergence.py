@@ -80,7 +80,7 @@ def run(command: list[str], log: Path, threads: int = 1) -> None:
     """Runs a command of this project, its output in a file.
 
     Raises:
-        SystemExit: with the end of that output, when it fails.
+        SystemExit: when it fails, with the end of its output.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w") as file:

@@ -21,7 +21,7 @@ _SHORT_SECONDS = 2e-3
 
 @dataclass(frozen=True)
 class Time:
-    """Of one call.
+    """The time of one call.
 
     Args:
         seconds: the median.
@@ -32,7 +32,7 @@ class Time:
     how: str
 
 
-class Clock(Protocol):
+class CallTimer(Protocol):
     """Times calls that do the same over different inputs."""
 
     def sets(self, nbytes: int) -> int:
@@ -40,12 +40,12 @@ class Clock(Protocol):
         ...
 
     def time(self, calls: Sequence[Call]) -> Time:
-        """Of one of the calls."""
+        """Measures the time of one call."""
         ...
 
 
 class CpuClock:
-    """By the processor's clock, the first set alone.
+    """Times calls by the processor's clock, with the first set of inputs alone.
 
     Args:
         budget: seconds of each measurement; there are at least three runs but of what exceeds it at once.
@@ -75,14 +75,14 @@ class CpuClock:
 
 
 class CudaClock:
-    """By the device's events, which count neither launches nor what the host does meanwhile.
+    """Times calls by the device's events, which count neither launches nor what the host does meanwhile.
 
     Short calls are captured into one graph that goes through all sets of inputs, so that each call finds its own
     evicted from the L2. What cannot be captured, or is long, is timed call by call, the L2 overwritten in between.
 
     Args:
         budget: seconds of each measurement, at least five samples but of what is long.
-        l2_bytes: of the device; asked for unless given.
+        l2_bytes: size of the device's L2 cache; asked of the device unless given.
         cuda, device: torch's module and its device, or what stands for them.
     """
 
@@ -155,6 +155,6 @@ class CudaClock:
         return graph
 
 
-def clock_of(device: str, budget: float) -> Clock:
+def clock_of(device: str, budget: float) -> CallTimer:
     """The clock of a device."""
     return CudaClock(budget) if device == "cuda" else CpuClock(budget)

@@ -16,7 +16,7 @@ class Row:
     """One operation on one shape, in GB/s and ratios but for the first words and what follows the rival.
 
     Args:
-        seconds: of the operation.
+        seconds: time of the operation.
         traffic: bytes that it must move at least.
         how: its time was taken.
     """
@@ -41,7 +41,7 @@ Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Kind:
+class OpSummary:
     """An operation with a setting, over all shapes."""
 
     op: str
@@ -69,7 +69,7 @@ def line(row: Row) -> str:
     )
 
 
-def kinds_of(rows: Sequence[Row]) -> list[Kind]:
+def kinds_of(rows: Sequence[Row]) -> list[OpSummary]:
     """The ranges over models and shapes."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
@@ -79,7 +79,7 @@ def kinds_of(rows: Sequence[Row]) -> list[Kind]:
         return min(values), max(values)
 
     return [
-        Kind(
+        OpSummary(
             op,
             setting,
             span([r.gbps for r in own]),
@@ -92,7 +92,7 @@ def kinds_of(rows: Sequence[Row]) -> list[Kind]:
     ]
 
 
-def summary(kinds: Sequence[Kind]) -> str:
+def summary(kinds: Sequence[OpSummary]) -> str:
     """One line for each operation and setting."""
     lines = [KINDS]
     for kind in kinds:
@@ -109,7 +109,7 @@ def _text(span: Span, digits: int) -> str:
     return f"{low:.{digits}f}" if low == high else f"{low:.{digits}f} to {high:.{digits}f}"
 
 
-def read_summary(text: str) -> list[Kind]:
+def read_summary(text: str) -> list[OpSummary]:
     """The kinds in a text that holds a table of ``summary``.
 
     Raises:
@@ -126,7 +126,7 @@ def read_summary(text: str) -> list[Kind]:
         op, setting, *numbers, rival = (cell.strip() for cell in words.strip("|").split("|"))
         gbps, of_limit, twin = (_span(number) for number in numbers)
         times, _, name = rival.partition(" x ")
-        kinds.append(Kind(op, setting, gbps, of_limit, twin, _span(times) if name else (0.0, 0.0), name))
+        kinds.append(OpSummary(op, setting, gbps, of_limit, twin, _span(times) if name else (0.0, 0.0), name))
     return kinds
 
 
@@ -146,9 +146,9 @@ FAMILIES = {
 }
 
 
-def draw(kinds: Sequence[Kind], path: Path, title: str) -> None:
+def draw(kinds: Sequence[OpSummary], path: Path, title: str) -> None:
     """Throughput beside the share of the limit, a group of lines for each family of operations."""
-    rows: list[Kind | str] = []
+    rows: list[OpSummary | str] = []
     left = list(kinds)
     for family, holds in FAMILIES.items():
         own = [kind for kind in left if holds(kind)]

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.device_clock import Clock, Time, clock_of
+from benchmarks.device_clock import CallTimer, Time, clock_of
 from benchmarks.kernel_table import ROWS, Row, draw, kinds_of, line, summary
 from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
 from megatron.compression.state import CompressorState
 from megatron.kernels import native, ops, reference
-from megatron.kernels.grid import Grid, Layout, Role
+from megatron.kernels.grid import Grid, Role, ScaleLayout
 
 TP, MICRO_BATCH, SEQUENCE = 8, 8, 1024
 MODELS = {"2.5B": 1920, "8.3B": 3072, "175B": 12288}
@@ -64,13 +64,13 @@ class Runs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One operation on one shape.
 
     Args:
-        op, model, shape, setting: for the table.
+        op, model, shape, setting: what the table shows of it.
         build: allocates a set of inputs.
-        rival_name: of what else it is compared with.
+        rival_name: name of the operation of torch that it is compared with.
     """
 
     op: str
@@ -106,15 +106,17 @@ def kind_of(dtype: torch.dtype) -> str:
     return " bf16" if dtype == torch.bfloat16 else ""
 
 
-def codec_cases(model: str, device: str, quick: bool) -> Iterator[Case]:
+def codec_cases(model: str, device: str, quick: bool) -> Iterator[KernelCase]:
     """Quantizers on activations."""
     hidden = MODELS[model]
     size = (SEQUENCE * MICRO_BATCH // TP, hidden)
     for bits in BITS:
         yield from grid_cases(model, size, bits, device)
         if not quick:
-            yield from _scale_cases(model, size, f"{bits} bits, channel", Grid(bits, Layout.CHANNEL, hidden), device)
-            yield from _scale_cases(model, size, f"{bits} bits, tensor", Grid(bits, Layout.TENSOR), device)
+            yield from _scale_cases(
+                model, size, f"{bits} bits, channel", Grid(bits, ScaleLayout.CHANNEL, hidden), device
+            )
+            yield from _scale_cases(model, size, f"{bits} bits, tensor", Grid(bits, ScaleLayout.TENSOR), device)
 
 
 def _message(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -147,23 +149,23 @@ def _decode(x: Tensor, grid: Grid, role: Role = Role.PLAIN) -> Runs:
 
 def _scale_cases(
     model: str, size: Size, setting: str, grid: Grid, device: str, dtype: torch.dtype = torch.float32
-) -> Iterator[Case]:
+) -> Iterator[KernelCase]:
     shape = f"{size[0]} x {size[1]}"
-    yield Case("quantize", model, shape, setting, lambda: _encode(drawn(size, device, dtype), grid))
-    yield Case("dequantize", model, shape, setting, lambda: _decode(drawn(size, device, dtype), grid))
+    yield KernelCase("quantize", model, shape, setting, lambda: _encode(drawn(size, device, dtype), grid))
+    yield KernelCase("dequantize", model, shape, setting, lambda: _decode(drawn(size, device, dtype), grid))
 
 
 def grid_cases(
     model: str, size: Size, bits: int, device: str, dtype: torch.dtype = torch.float32, *, plain: bool = False
-) -> Iterator[Case]:
+) -> Iterator[KernelCase]:
     """Scales of groups; ``plain`` leaves out what else is done with the numbers."""
     grid, shape, setting = Grid(bits), f"{size[0]} x {size[1]}", f"{bits} bits{kind_of(dtype)}, group"
     yield from _scale_cases(model, size, setting, grid, device, dtype)
     if plain:
         return
 
-    def case(op: str, build: Callable[[Tensor], Runs]) -> Case:
-        return Case(op, model, shape, setting, lambda: build(drawn(size, device, dtype)))
+    def case(op: str, build: Callable[[Tensor], Runs]) -> KernelCase:
+        return KernelCase(op, model, shape, setting, lambda: build(drawn(size, device, dtype)))
 
     yield case("quantize, delta", lambda x: _encode(x, grid, Role.DELTA))
     yield case("quantize, feedback", lambda x: _encode(x, grid, Role.FEEDBACK))
@@ -175,7 +177,7 @@ def grid_cases(
         yield case("quantize, rotated", lambda x: _encode(x, rotated))
 
 
-def message_cases(model: str, device: str, quick: bool) -> Iterator[Case]:
+def message_cases(model: str, device: str, quick: bool) -> Iterator[KernelCase]:
     """Optimus-CC's compressed backpropagation: an activation's gradient as two thin factors, and back (Fig. 14)."""
     size = (SEQUENCE * MICRO_BATCH // TP, MODELS[model])
 
@@ -196,8 +198,8 @@ def message_cases(model: str, device: str, quick: bool) -> Iterator[Case]:
     for rank in MESSAGE_RANKS[1:2] if quick else MESSAGE_RANKS:
         shape, setting = f"{size[0]} x {size[1]}", f"rank {rank}"
         columns = "Gram-Schmidt by columns"
-        yield Case("low-rank compress", model, shape, setting, partial(build, rank, False), columns)
-        yield Case("low-rank decompress", model, shape, setting, partial(build, rank, True))
+        yield KernelCase("low-rank compress", model, shape, setting, partial(build, rank, False), columns)
+        yield KernelCase("low-rank decompress", model, shape, setting, partial(build, rank, True))
 
 
 def factors(x_nm: Tensor, rank: int, basis: Callable[[Tensor], Tensor]) -> Tensor:
@@ -231,7 +233,7 @@ def gram_schmidt(x_nr: Tensor) -> Tensor:
     return q_nr
 
 
-def gradient_cases(model: str, device: str, quick: bool) -> Iterator[Case]:
+def gradient_cases(model: str, device: str, quick: bool) -> Iterator[KernelCase]:
     """Top-k, low rank, norm and entropy on gradients."""
     for name, size in matrices(MODELS[model]).items():
         if quick and name != "qkv":
@@ -244,7 +246,7 @@ def gradient_cases(model: str, device: str, quick: bool) -> Iterator[Case]:
             yield basis_case(model, size[0], rank, device, gram_schmidt, "Gram-Schmidt by columns")
 
 
-def choice_cases(model: str, shape: str, n: int, density: float, device: str) -> Iterator[Case]:
+def choice_cases(model: str, shape: str, n: int, density: float, device: str) -> Iterator[KernelCase]:
     """The largest of n numbers, and what is done at their places."""
     count = int(density * n)
 
@@ -278,12 +280,14 @@ def choice_cases(model: str, shape: str, n: int, density: float, device: str) ->
         )  # fmt: skip
 
     setting = f"{density:.0%}"
-    yield Case("abs_topk", model, shape, setting, topk, "torch.topk")
-    yield Case("gather", model, shape, setting, gather)
-    yield Case("scatter-add", model, shape, setting, scatter)
+    yield KernelCase("abs_topk", model, shape, setting, topk, "torch.topk")
+    yield KernelCase("gather", model, shape, setting, gather)
+    yield KernelCase("scatter-add", model, shape, setting, scatter)
 
 
-def basis_case(model: str, n: int, rank: int, device: str, rival: Callable[[Tensor], object], rival_name: str) -> Case:
+def basis_case(
+    model: str, n: int, rank: int, device: str, rival: Callable[[Tensor], object], rival_name: str
+) -> KernelCase:
     """An orthonormal basis of thin columns."""
 
     def build() -> Runs:
@@ -294,10 +298,10 @@ def basis_case(model: str, n: int, rank: int, device: str, rival: Callable[[Tens
             nbytes(p_knr), 2 * nbytes(p_knr), rival=lambda: rival(p_knr[0]),
         )  # fmt: skip
 
-    return Case("orthonormalize", model, f"{n} x {rank}", f"rank {rank}", build, rival_name)
+    return KernelCase("orthonormalize", model, f"{n} x {rank}", f"rank {rank}", build, rival_name)
 
 
-def residual_case(model: str, shape: str, size: Size, rank: int, device: str) -> Case:
+def residual_case(model: str, shape: str, size: Size, rank: int, device: str) -> KernelCase:
     """What a product of factors leaves of a matrix: torch's batched product that adds, beside a product and a sum."""
 
     def build() -> Runs:
@@ -309,10 +313,12 @@ def residual_case(model: str, shape: str, size: Size, rank: int, device: str) ->
             nbytes(m_knc), moved + nbytes(p_knr, q_krc), moved,
         )  # fmt: skip
 
-    return Case("M - P Q^T", model, shape, f"rank {rank}", build)
+    return KernelCase("M - P Q^T", model, shape, f"rank {rank}", build)
 
 
-def norm_cases(model: str, shape: str, size: Size, device: str, dtype: torch.dtype = torch.float32) -> Iterator[Case]:
+def norm_cases(
+    model: str, shape: str, size: Size, device: str, dtype: torch.dtype = torch.float32
+) -> Iterator[KernelCase]:
     """A norm, and a histogram of a sample."""
     bins, stride = 1000, 4
 
@@ -332,11 +338,11 @@ def norm_cases(model: str, shape: str, size: Size, device: str, dtype: torch.dty
             lambda: reference.sample_histogram(x_nm, stride, counts_b, range_2), nbytes(x_nm) // stride, fetched,
         )  # fmt: skip
 
-    yield Case("finite_norm", model, shape, kind_of(dtype).strip(), norm)
-    yield Case("histogram", model, shape, f"every {stride}th, {bins} bins{kind_of(dtype)}", histogram)
+    yield KernelCase("finite_norm", model, shape, kind_of(dtype).strip(), norm)
+    yield KernelCase("histogram", model, shape, f"every {stride}th, {bins} bins{kind_of(dtype)}", histogram)
 
 
-def measure(case: Case, clock: Clock, device: str) -> Row:
+def measure(case: KernelCase, clock: CallTimer, device: str) -> Row:
     """The case, its twin, its rival, and the passes over as many bytes that are its limit."""
     sets = [case.build()]
     one = sets[0]
@@ -353,7 +359,7 @@ def measure(case: Case, clock: Clock, device: str) -> Row:
     )  # fmt: skip
 
 
-def _passes(copied: int, in_place: int, clock: Clock, device: str) -> float:
+def _passes(copied: int, in_place: int, clock: CallTimer, device: str) -> float:
     """Seconds of copying some bytes (half of them read, half written), and of scaling others where they are."""
     elements = max(copied // 8, 1)
     ends = [[torch.ones(elements, device=device) for _ in range(2)] for _ in range(clock.sets(8 * elements))]

@@ -31,7 +31,7 @@ _Row = tuple[str, int, float, float | None, float]
 
 
 @dataclass
-class Point:
+class LossPoint:
     """A loss, in nats per token, and where it was seen; nan when it was not finite."""
 
     iteration: int
@@ -40,25 +40,26 @@ class Point:
     hours: float = 0.0
 
     def at(self, axis: str) -> float | None:
-        """Its place on an axis."""
+        """The coordinate on an axis."""
         return {"iterations": float(self.iteration), "tokens": self.tokens, "hours": self.hours}[axis]
 
 
 @dataclass
-class Run:
+class LossCurves:
     """The curves of one run, in order.
 
     Args:
-        name: of the run.
+        name: name of the run.
         train: training losses, means since the one before.
         valid: validation losses on the way, each of the next samples.
-        final: those at the end of training, of the validation set's first samples: of others than those on the way.
+        final: losses at the end of training, of the validation set's first samples, not those that are evaluated
+            during training.
     """
 
     name: str
-    train: list[Point] = field(default_factory=list)
-    valid: list[Point] = field(default_factory=list)
-    final: list[Point] = field(default_factory=list)
+    train: list[LossPoint] = field(default_factory=list)
+    valid: list[LossPoint] = field(default_factory=list)
+    final: list[LossPoint] = field(default_factory=list)
 
     @property
     def interval(self) -> float:
@@ -71,21 +72,21 @@ class Run:
         return _spacing(self.valid)
 
 
-def _spacing(points: Sequence[Point]) -> float:
+def _spacing(points: Sequence[LossPoint]) -> float:
     """The usual distance of points; that to the beginning where there is but one, 0 where there is none."""
     places = [point.iteration for point in points]
     steps = [b - a for a, b in itertools.pairwise(places)] or places
     return float(statistics.median(steps)) if steps else 0.0
 
 
-def read_run(word: str, seq_length: int | None) -> Run:
+def read_run(word: str, seq_length: int | None) -> LossCurves:
     """Reads NAME=FILE or FILE.
 
     Raises:
         UserError: when it cannot be read or holds no losses.
     """
     name, path = _named(word)
-    run = Run(name or (path.parent.name if path.stem == "log" and path.parent.name else path.stem))
+    run = LossCurves(name or (path.parent.name if path.stem == "log" and path.parent.name else path.stem))
     try:
         rows = _from_json(path) if _is_json(path) else _from_text(path, seq_length)
     except OSError as error:
@@ -94,11 +95,11 @@ def read_run(word: str, seq_length: int | None) -> Run:
     if not train:
         raise UserError(f"{path}: no training losses; give a file of --log-json-file or --log-txt-file")
     hours, before = 0.0, _beginning(train)
-    starts = Point(before, math.nan, None, 0.0)
+    starts = LossPoint(before, math.nan, None, 0.0)
     for _, iteration, loss, tokens, seconds in train:
         hours += seconds * max(iteration - before, 0) / 3600.0
         before = iteration
-        run.train.append(Point(iteration, loss, tokens, hours))
+        run.train.append(LossPoint(iteration, loss, tokens, hours))
     for kind, iteration, loss, tokens, _ in rows:
         if kind != "train":
             curve = run.valid if kind == "validation" else run.final
@@ -112,7 +113,7 @@ def _beginning(train: Sequence[_Row]) -> int:
     return max(first - (train[1][1] - first), 0) if len(train) > 1 else 0
 
 
-def _seen(train: Sequence[Point], iteration: int, loss: float, tokens: float | None) -> Point:
+def _seen(train: Sequence[LossPoint], iteration: int, loss: float, tokens: float | None) -> LossPoint:
     """An evaluation, whose time (and tokens, where it does not say them) are between two training losses."""
     places = [point.iteration for point in train]
     inside = min(max(iteration, places[0]), places[-1])
@@ -122,7 +123,7 @@ def _seen(train: Sequence[Point], iteration: int, loss: float, tokens: float | N
         places = [0, *(point.iteration for point in known)]
         ys = [0.0, *(point.tokens or 0.0 for point in known)]
         tokens = interpolated(places, ys, min(iteration, places[-1]))
-    return Point(iteration, loss, tokens, hours or 0.0)
+    return LossPoint(iteration, loss, tokens, hours or 0.0)
 
 
 def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float | None:

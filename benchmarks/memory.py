@@ -130,7 +130,7 @@ def launch(case: str, options: argparse.Namespace) -> dict[str, Any]:
     """Runs a case in processes of its own.
 
     Raises:
-        SystemExit: with its output, when it fails.
+        SystemExit: when it fails, with its output.
     """
     sizes = [f"--{name}={getattr(options, name)}" for name in ("layers", "hidden", "seq", "vocab")]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]

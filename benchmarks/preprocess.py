@@ -19,8 +19,8 @@ from pathlib import Path
 
 from megatron.data.indexed import IndexedWriter, best_dtype
 from megatron.data.preprocess.encoding import EncodeOptions
-from megatron.data.preprocess.pipeline import Job, run
-from megatron.data.preprocess.reading import Source
+from megatron.data.preprocess.pipeline import EncodingJob, run
+from megatron.data.preprocess.reading import InputRange
 
 
 def write_corpus(path: Path) -> None:
@@ -80,12 +80,12 @@ def pipeline(corpus: Path, vocab_file: Path, merge_file: Path, prefix: Path) -> 
         keep_newlines=False,
         lang="english",
     )
-    job = Job(options, "mmap", False, 1)
-    return run(job, [Source(str(corpus))], [str(prefix)], lambda totals, messages: None).documents
+    job = EncodingJob(options, "mmap", False, 1)
+    return run(job, [InputRange(str(corpus))], [str(prefix)], lambda totals, messages: None).documents
 
 
 def main() -> None:
-    """Print docs/s and MB/s of both, their ratio, and whether the files are equal."""
+    """Prints docs/s and MB/s of both, their ratio, and whether the files are equal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", help="JSON lines with a `text` key")
     parser.add_argument("--vocab-file")

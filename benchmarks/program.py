@@ -62,7 +62,7 @@ def seconds(command: list[str], iterations: int, threads: int) -> float:
     """Median seconds of an iteration after the warm-up, by the program's log.
 
     Raises:
-        SystemExit: with the program's output, when it fails.
+        SystemExit: when the program fails, with its output.
     """
     command = [sys.executable, *command, str(WARM_UP + iterations)]
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(REPO)}

@@ -56,12 +56,12 @@ def run_config(
     """The resolved configuration of a training with as many samples a step as the shape has.
 
     Args:
-        shape: of the model.
+        shape: shape of the model.
         precision: fp32 or bf16.
-        parallel: of its section.
+        parallel: values of the ``parallel`` section.
         micro: samples of a micro-batch.
         world: ranks.
-        divisor: of the padded vocabulary.
+        divisor: number that the padded vocabulary is divisible by.
     """
     form: dict[str, Any] = {}
     if shape.llama:
@@ -132,8 +132,8 @@ def peak_rate(precision: str, quick: bool, device: str) -> float:
 
     Args:
         precision: fp32 or bf16, in which a processor without instructions for it takes a hundred times as long.
-        quick: of a small one.
-        device: of torch.
+        quick: whether to use a small model.
+        device: torch's name of the device.
     """
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     n = 256 if quick else 8192 if device == "cuda" else 2048
@@ -153,12 +153,12 @@ class SideOf:
 
     Args:
         kind: ours, nanogpt or hugging-face.
-        shape: of the model.
+        shape: shape of the model.
         precision: fp32 or bf16.
         threads: on a CPU.
-        device: of torch.
-        compiled: by torch.compile, a peer's model.
-        divisor: of our padded vocabulary.
+        device: torch's name of the device.
+        compiled: whether torch.compile compiles a peer's model.
+        divisor: number that our padded vocabulary is divisible by.
     """
 
     kind: str
@@ -205,7 +205,7 @@ class SideError(Exception):
     """A side failed; one line.
 
     Args:
-        kind: of the side.
+        kind: kind of the side.
         why: it failed.
     """
 

@@ -26,9 +26,9 @@ class Shape:
     Args:
         layers, hidden, seq, vocab: sizes.
         batch: sequences of each micro-batch.
-        micro_batches: of a step.
+        micro_batches: micro-batches per step.
         llama: RMSNorm, SwiGLU, grouped queries, rotary positions, no biases, an output layer of its own; else GPT-2.
-        ffn, groups: of Llama's form.
+        ffn, groups: feed-forward size and key-value groups of Llama's architecture.
     """
 
     layers: int
@@ -115,7 +115,7 @@ class PlainGPT(nn.Module):
 
 
 class _HuggingFace(nn.Module):
-    """Its model; the result is the loss."""
+    """Computes its model; the result is the loss."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -150,10 +150,10 @@ def peer_training(kind: str, shape: Shape, precision: str, device: str, compiled
 
     Args:
         kind: nanogpt or hugging-face.
-        shape: of the model; nanoGPT's vocabulary is filled up.
+        shape: shape of the model; nanoGPT's vocabulary is filled up.
         precision: fp32, or bf16: autocast over fp32 weights.
-        device: of torch.
-        compiled: by torch.compile.
+        device: torch's name of the device.
+        compiled: whether torch.compile compiles it.
     """
     vocab = PEER_VOCAB if kind == "nanogpt" and shape.vocab == VOCAB else shape.vocab
     with torch.device(device):

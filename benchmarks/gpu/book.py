@@ -19,8 +19,8 @@ class Setting:
         device: cuda, or cpu with toy sizes that show that everything runs.
         out: folder of the results.
         copy_bytes_per_s: read and written by a large copy.
-        peak_flops: of the device's products in bf16.
-        memory_bytes: of the device.
+        peak_flops: peak of the device's matrix products in bf16, FLOP/s.
+        memory_bytes: memory of the device.
     """
 
     device: str
@@ -40,8 +40,8 @@ class Claim:
     """What is wanted of some rows, and what they show.
 
     Args:
-        what: is wanted, in words.
-        least: of the value.
+        what: the claim, in words.
+        least: smallest value at which the claim holds.
         values: measured.
     """
 
@@ -57,7 +57,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Column:
-    """Of a section's table: its title, the cell it shows, and how numbers are written."""
+    """A column of a section's table: its title, the cell it shows, and the format of its numbers."""
 
     title: str
     key: str
@@ -69,7 +69,7 @@ class Column:
         return "" if value is None else format(value, self.form)
 
 
-class Reporter:
+class SectionLog:
     """Where a section notes what it does, one line of JSON each."""
 
     def __init__(self, path: Path) -> None:
@@ -108,10 +108,10 @@ class Section(Protocol):
     """Between two signs of life, before it counts as hung."""
 
     def keys(self, setting: Setting) -> list[str]:
-        """Its rows, the most important ones first."""
+        """The rows, the most important ones first."""
         ...
 
-    def measure(self, setting: Setting, wanted: Sequence[str], report: Reporter) -> None:
+    def measure(self, setting: Setting, wanted: Sequence[str], report: SectionLog) -> None:
         """Measures some of them."""
         ...
 
@@ -129,10 +129,10 @@ class Book:
     """What the file of a section holds.
 
     Args:
-        rows: that are finished, by their keys.
+        rows: finished rows, by their keys.
         failures: why others are not, of this call.
         current: what is being measured.
-        lines: that were read.
+        lines: lines read so far.
     """
 
     rows: dict[str, Cells] = field(default_factory=dict)
@@ -174,7 +174,7 @@ def opened(path: Path, made_by: Mapping[str, str], again: bool) -> Book:
     """The rows that are kept, and a file to go on in; one whose rows are not is put aside.
 
     Args:
-        path: of the file.
+        path: path of the file.
         made_by: what rows must have been measured with.
         again: keep none.
     """
@@ -189,7 +189,7 @@ def opened(path: Path, made_by: Mapping[str, str], again: bool) -> Book:
 
 
 def setting_text(setting: Setting) -> str:
-    """For a section's process."""
+    """The setting as JSON, for a section's process."""
     return json.dumps({**asdict(setting), "out": str(setting.out)})
 
 

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.generate import gpt2, loaded, synchronizer, weights_of
 from benchmarks.generate import measure as measure_model
-from benchmarks.gpu.book import Cells, Claim, Column, Reporter, Setting
+from benchmarks.gpu.book import Cells, Claim, Column, SectionLog, Setting
 
 TITLE = "Generation, bf16, greedy, one prompt"
 NOTE = (
@@ -31,11 +31,11 @@ PATIENCE_SECONDS = 45.0
 
 
 @dataclass(frozen=True)
-class Model:
+class GPTShape:
     """GPT-2's form.
 
     Args:
-        name: of the row.
+        name: name of the row.
         layers, hidden, vocab: sizes.
         turns: measured runs of each side.
     """
@@ -51,12 +51,12 @@ class Model:
         return max(1, self.hidden // 64)
 
 
-SMALL = Model("GPT-2 small (L12 h768)", 12, 768, 50257, 3)
-LARGE = Model("GPT-2 form, 1.3B (L24 h2048)", 24, 2048, 50257, 2)
-TOY = Model("toy", 2, 64, 512, 2)
+SMALL = GPTShape("GPT-2 small (L12 h768)", 12, 768, 50257, 3)
+LARGE = GPTShape("GPT-2 form, 1.3B (L24 h2048)", 24, 2048, 50257, 2)
+TOY = GPTShape("toy", 2, 64, 512, 2)
 
 
-def _models(setting: Setting) -> tuple[Model, ...]:
+def _models(setting: Setting) -> tuple[GPTShape, ...]:
     return (TOY,) if setting.toy else (SMALL, LARGE)
 
 
@@ -65,7 +65,7 @@ def keys(setting: Setting) -> list[str]:
     return [model.name for model in _models(setting)]
 
 
-def measure(setting: Setting, wanted: Sequence[str], report: Reporter) -> None:
+def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None:
     """Both sides on the same weights."""
     if importlib.util.find_spec("transformers") is None:
         raise SystemExit("transformers is not installed")

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.device_clock import clock_of
-from benchmarks.gpu.book import Cells, Claim, Column, Reporter, Setting
+from benchmarks.gpu.book import Cells, Claim, Column, SectionLog, Setting
 from benchmarks.kernels import (
     MODELS,
     RANKS,
-    Case,
+    KernelCase,
     basis_case,
     choice_cases,
     grid_cases,
@@ -76,7 +76,7 @@ def qr(x_nr: Tensor) -> object:
     return torch.linalg.qr(x_nr)
 
 
-def cases(setting: Setting) -> Iterator[Case]:
+def cases(setting: Setting) -> Iterator[KernelCase]:
     """All of them; a toy's are few and small."""
     device = setting.device
     toy = setting.toy
@@ -91,7 +91,7 @@ def cases(setting: Setting) -> Iterator[Case]:
     yield from _rank_cases({"toy": 64} if toy else MODELS, (8,) if toy else RANKS, device)
 
 
-def _rank_cases(models: Mapping[str, int], ranks: Sequence[int], device: str) -> Iterator[Case]:
+def _rank_cases(models: Mapping[str, int], ranks: Sequence[int], device: str) -> Iterator[KernelCase]:
     for model, hidden in models.items():
         sizes = matrices(hidden)
         for rank in ranks:
@@ -101,8 +101,8 @@ def _rank_cases(models: Mapping[str, int], ranks: Sequence[int], device: str) ->
                 yield residual_case(model, f"{name} {size[0]} x {size[1]}", size, rank, device)
 
 
-def key_of(case: Case) -> str:
-    """Of a row."""
+def key_of(case: KernelCase) -> str:
+    """The key of a row."""
     return f"{case.op}, {case.model}, {case.shape}, {case.setting}"
 
 
@@ -111,7 +111,7 @@ def keys(setting: Setting) -> list[str]:
     return [key_of(case) for case in cases(setting)]
 
 
-def measure(setting: Setting, wanted: Sequence[str], report: Reporter) -> None:
+def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None:
     """Each operation, its twin and what else it is compared with."""
     why = native.problem()
     if why is not None or setting.device not in native.devices():

@@ -65,7 +65,7 @@ def sources() -> str:
 
 
 def commit() -> str:
-    """Of git, where the tree is one."""
+    """The commit of git, where the tree is a repository."""
     try:
         head = _printed("git", "rev-parse", "--short=12", "HEAD")
         return head + (" and changes" if _printed("git", "status", "--porcelain", "--untracked-files=no") else "")

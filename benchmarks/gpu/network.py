@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 
-from benchmarks.gpu.book import Cells, Claim, Column, Reporter, Setting
+from benchmarks.gpu.book import Cells, Claim, Column, SectionLog, Setting
 from benchmarks.lab.hosts import LabError, check_permission
 from benchmarks.lab.removal import clean
-from benchmarks.network.cases import FP32, Bench, Case
+from benchmarks.network.cases import FP32, Bench, NetworkCase
 from benchmarks.network.cuda_cases import CUDA_BENCHES
 from benchmarks.network.run import Measurement
 from benchmarks.network.run import measure as measure_layout
@@ -49,7 +49,7 @@ PASSES = (
 )
 """Layouts and links, in the order of what is wanted of them and of how long they take."""
 
-_TOY_CASES = (FP32, Case("bf16 traffic", ("dp-grad=cast",)), Case("torch DDP", peer="ddp"))
+_TOY_CASES = (FP32, NetworkCase("bf16 traffic", ("dp-grad=cast",)), NetworkCase("torch DDP", peer="ddp"))
 _TOY_LINK = Setup("50 Mb/s", 0.0, "a toy's", 50e6)
 TOY = {"dp2": Bench(2, 1, 1, 1, (2, 64, 32), 2, (_TOY_LINK,), _TOY_CASES, "gradients")}
 TOY_PASSES = (("dp2", (UNSHAPED, "50 Mb/s")),)
@@ -63,7 +63,7 @@ def _layouts(setting: Setting) -> Iterator[tuple[str, Bench, tuple[str, ...]]]:
 
 
 def key_of(layout: str, link: str, case: str) -> str:
-    """Of a row."""
+    """The key of a row."""
     return f"{layout}, {link}, {case}"
 
 
@@ -77,7 +77,7 @@ def keys(setting: Setting) -> list[str]:
     ]
 
 
-def measure(setting: Setting, wanted: Sequence[str], report: Reporter) -> None:
+def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None:
     """One pass after another; each makes its hosts and removes them."""
     try:
         check_permission()

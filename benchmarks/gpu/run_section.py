@@ -28,12 +28,12 @@ def run_section(name: str, setting: Setting, keys: Sequence[str], book: Book, li
     """Measures the rows that are missing; what becomes of each is in the book.
 
     Args:
-        name: of the section.
-        setting: for it.
-        keys: of all its rows.
+        name: name of the section.
+        setting: its setting.
+        keys: keys of all its rows.
         book: opened; its file is what the section writes to.
         limit: seconds; then the section is ended.
-        bar: of progress.
+        bar: progress bar.
     """
     path, patience = path_of(setting.out, name), section_of(name).PATIENCE_SECONDS
     if setting.toy:  # nobody waits for figures, and a busy processor takes minutes to begin
@@ -42,7 +42,7 @@ def run_section(name: str, setting: Setting, keys: Sequence[str], book: Book, li
     bar.update(sum(key in book.rows for key in keys))
     while left := [key for key in keys if key not in book.rows and key not in book.failures]:
         before = len(left)
-        run = _Run(name, setting, left)
+        run = _SectionProcess(name, setting, left)
         why = run.watch(book, path, deadline, patience, bar)
         if why is None:
             reason = "its section ended without it"
@@ -60,12 +60,12 @@ def run_section(name: str, setting: Setting, keys: Sequence[str], book: Book, li
     return book
 
 
-class _Run:
+class _SectionProcess:
     """A process of a section.
 
     Args:
-        name: of the section.
-        setting: for it.
+        name: name of the section.
+        setting: its setting.
         left: the rows that it is to measure.
     """
 

@@ -7,7 +7,7 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 
-from benchmarks.gpu.book import Cells, Claim, Column, Reporter, Setting
+from benchmarks.gpu.book import Cells, Claim, Column, SectionLog, Setting
 from benchmarks.train import Side, SideError, SideOf
 from benchmarks.train_sides import Shape
 
@@ -61,7 +61,7 @@ def _shapes(setting: Setting) -> dict[Shape, tuple[str, ...]]:
 
 
 def key_of(shape: Shape, beside: str) -> str:
-    """Of a row."""
+    """The key of a row."""
     return f"{shape.name}, {beside}"
 
 
@@ -70,7 +70,7 @@ def keys(setting: Setting) -> list[str]:
     return [key_of(shape, beside) for shape, peers in _shapes(setting).items() for beside in (OURS, *peers)]
 
 
-def measure(setting: Setting, wanted: Sequence[str], report: Reporter) -> None:
+def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None:
     """One shape after another."""
     for shape, peers in _shapes(setting).items():
         left = [beside for beside in (OURS, *peers) if key_of(shape, beside) in wanted]
@@ -84,7 +84,7 @@ def measure(setting: Setting, wanted: Sequence[str], report: Reporter) -> None:
 class _Match:
     """Rows of one shape: our side stays, peers come and go."""
 
-    def __init__(self, setting: Setting, shape: Shape, left: Sequence[str], report: Reporter) -> None:
+    def __init__(self, setting: Setting, shape: Shape, left: Sequence[str], report: SectionLog) -> None:
         self.setting, self.shape, self.report, self.left = setting, shape, report, list(left)
         self.sides: dict[str, Side] = {}
         self.ready: set[str] = set()

@@ -53,7 +53,7 @@ def parse_rates(words: Sequence[str], hosts: int) -> list[int | None]:
     """The rate of every host: RATE for all, HOST=RATE for one; later words win.
 
     Raises:
-        LabError: for a word that is neither, or a host that there is not.
+        LabError: when a word is neither, or names no host.
     """
     rates: list[int | None] = [None] * hosts
     for word in words:
@@ -121,7 +121,7 @@ def parse_options() -> argparse.Namespace:
     """The command line.
 
     Raises:
-        LabError: for values that no laboratory can have.
+        LabError: when no laboratory can have the values.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=4, help="number of hosts (4)")

@@ -30,7 +30,7 @@ class CpuLimit:
     """The group: ``make`` it, let processes join; ``clean`` removes it.
 
     Args:
-        name: of the group, unique on this machine.
+        name: name of the group, unique on this machine.
         cpus: processors, such as 0.5.
     """
 
@@ -48,7 +48,7 @@ class CpuLimit:
         """Makes the group.
 
         Raises:
-            CpuLimitError: where that cannot be done.
+            CpuLimitError: when that cannot be done.
         """
         quota = max(int(self.cpus * PERIOD_US), 1000)
         try:

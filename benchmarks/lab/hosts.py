@@ -73,10 +73,10 @@ class Lab:
         rates: bits per second of every host's link, each way; None leaves it unshaped.
         cpus: processors that each host has for itself, such as 0.5; None lets all share what there is. With a limit a
             host computes as fast while others wait for the network as while they compute.
-        device: of the ranks: cpu (gloo), or cuda: all of them on this machine's GPUs, NCCL over the hosts' links.
+        device: device of the ranks: cpu (gloo), or cuda: this machine's GPUs, NCCL over the hosts' links.
 
     Raises:
-        LabError: where namespaces (or limits) are not permitted or iproute2 is missing.
+        LabError: when namespaces (or limits) are not permitted or iproute2 is missing.
     """
 
     def __init__(self, rates: Sequence[int | None], cpus: float | None = None, device: str = "cpu") -> None:
@@ -220,7 +220,7 @@ class Lab:
         What is gone already is left out. A second Ctrl-C does not stop this half-way.
 
         Raises:
-            LabError: with what could not be removed.
+            LabError: when something could not be removed; the message names it.
         """
         with undisturbed():
             _end(list(self._running))

@@ -16,8 +16,8 @@ def draw_losses(losses: Mapping[str, Sequence[Mapping[int, float]]], path: Path)
     """The mean over the seeds of each kind's training loss, and the range of the seeds.
 
     Args:
-        losses: by kind, for each seed the loss by iteration.
-        path: of the picture.
+        losses: losses by kind; for each seed the loss by iteration.
+        path: path of the picture.
     """
     figure = new_figure(8, 4.4)
     axes = figure.add_subplot()

@@ -34,7 +34,7 @@ Sums = dict[str, Tensor]
 
 
 @dataclass
-class Method:
+class ResidualMethod:
     """One kind of residual at every boundary, and the error of the gradients that it leads to."""
 
     kind: str
@@ -45,7 +45,7 @@ class Method:
     ratios: list[float] = field(default_factory=list)
 
     @classmethod
-    def of(cls, kind: str, rank: int, boundaries: int) -> Method:
+    def of(cls, kind: str, rank: int, boundaries: int) -> ResidualMethod:
         def codec() -> Codec:
             inner = LowRankCodec(LowRankConfig(rank=rank))
             return inner if kind == "none" else ErrorFeedbackCodec(inner, cast(MessageResidual, kind))
@@ -105,9 +105,9 @@ class FrozenPipeline:
     Args:
         stage: the model, all of it.
         stages: number of pipeline stages.
-        rank: of the codecs.
-        micro_batches: of an iteration.
-        seed: of dropout; None for none.
+        rank: rank of the codecs' factors.
+        micro_batches: micro-batches per iteration.
+        seed: seed of dropout; None for no dropout.
         late_only: compress the messages of the epilogue alone.
     """
 
@@ -121,7 +121,7 @@ class FrozenPipeline:
         self.params = [
             {f"{name}.{n}": p for name, layer in part for n, p in layer.named_parameters()} for part in self.parts
         ]
-        self.methods = [Method.of(kind, rank, stages - 1) for kind in KINDS]
+        self.methods = [ResidualMethod.of(kind, rank, stages - 1) for kind in KINDS]
         everything = frozenset(range(micro_batches))
         self.compressed = [
             frozenset(op.micro_batch for op in epilogue(one_f_one_b(stages, s, micro_batches)))

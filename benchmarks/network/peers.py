@@ -68,9 +68,9 @@ def peer_step(
 
     Args:
         kind: ddp, ddp-fp16, ddp-bf16 or ddp-powersgd.
-        rank: of powerSGD_hook.
-        plan: of the benchmark.
-        config: of the model.
+        rank: rank of powerSGD_hook.
+        plan: plan of the benchmark.
+        config: configuration of the model.
         topology, batches: this rank's; data-parallel only.
     """
     cuda = topology.device.type == "cuda"

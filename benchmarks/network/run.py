@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from benchmarks.lab.hosts import Lab, LabError, Traffic
-from benchmarks.network.cases import BENCHES, FP32, Bench, Case, plan_of
+from benchmarks.network.cases import BENCHES, FP32, Bench, NetworkCase, plan_of
 from benchmarks.network.cuda_cases import CUDA_BENCHES
 from benchmarks.network.report import figure, rate_of, table
 from benchmarks.network.setups import Setup
@@ -58,13 +58,13 @@ class Measurement:
     Args:
         layout, setup, rate: where; the rate in bits per second, None unshaped.
         case: what.
-        seconds: of an iteration, on the slowest rank; the median.
-        tokens_per_s: of the whole run.
+        seconds: time of an iteration on the slowest rank, the median.
+        tokens_per_s: tokens per second of the whole run.
         compute_s, coded_s, waited_s: means over the ranks, of an iteration.
         host_mb: sent by a host in an iteration, by its interface's counter; the host that sent most.
-        loss: of the last step.
-        predicted_s: of an iteration, by the planner; None for what it does not know.
-        waited: by point, where it is known.
+        loss: loss of the last step.
+        predicted_s: the planner's time of an iteration; None for a case that it does not know.
+        waited: time of waiting by point, where it is known.
     """
 
     layout: str
@@ -162,7 +162,7 @@ def linked(cluster: Cluster, rate: float | None) -> Cluster:
     return replace(cluster, across=replace(cluster.across, gbit_per_s=carried))
 
 
-def predicted(bench: Bench, case: Case, cluster: Cluster | None) -> float | None:
+def predicted(bench: Bench, case: NetworkCase, cluster: Cluster | None) -> float | None:
     """Seconds of an iteration, by the planner."""
     if case.peer or cluster is None:
         return None
@@ -197,9 +197,9 @@ def measure(
     """Every case on every link of a layout, each when it is measured.
 
     Args:
-        name, bench: of the layout.
+        name, bench: name of the layout, and the benchmark.
         setups: its links.
-        steps: of each measurement.
+        steps: steps per measurement.
         out: folder of what the planner is told of the hosts.
         unshaped: on links without a rate as well.
         wanted: leaves out some.
@@ -253,7 +253,7 @@ def summarize(
     bench: Bench,
     setup: str,
     rate: float | None,
-    case: Case,
+    case: NetworkCase,
     answer: Sequence[dict[str, float]],
     sent: Sequence[Traffic],
     expected: float | None,

@@ -33,7 +33,7 @@ class Setup:
 
 
 def _layer_flops(tokens: int, hidden: int, sequence: int, factor: int) -> float:
-    """Of one layer: 24 T h^2 + 4 T s h forward, times 3 with the backward pass, or 4 with recomputation as well."""
+    """The FLOPs of one layer: 24 T h^2 + 4 T s h forward, times 3 with the backward pass, or 4 with recomputation."""
     return factor * (24.0 * tokens * hidden**2 + 4.0 * tokens * sequence * hidden)
 
 

@@ -19,7 +19,7 @@ def read_settings(path: str | Path, where: str, kind: str) -> str:
     """The text of a file.
 
     Args:
-        path: of it.
+        path: path of the document.
         where: starts the message of an error, and names the file.
         kind: what it should be: "YAML" or "JSON".
 
@@ -41,7 +41,7 @@ def read_settings(path: str | Path, where: str, kind: str) -> str:
 
 
 def read_json(path: str | Path, where: str) -> dict[str, Any]:
-    """The mapping that the file holds. Raises UserError starting with `where`, which names the file."""
+    """The mapping that the file holds. Raises UserError starting with ``where``, which names the file."""
     text = read_settings(path, where, "JSON")
     try:
         content = json.loads(text, object_pairs_hook=_without_doubles)
@@ -89,7 +89,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
-    """The mapping that the text holds, empty for an empty text. Raises UserError starting with `where`."""
+    """The mapping that the text holds, empty for an empty text. Raises UserError starting with ``where``."""
     try:
         content = yaml.load(text, Loader=_PlainLoader)
     except yaml.YAMLError as error:

@@ -17,9 +17,9 @@ _SINGLE = (2.0**-126, 2.0**126)
 
 
 def from_text(field: FieldOption, texts: Sequence[str], where: str) -> Any:
-    """The value of `field` from the words given for it. A switch given without a word is on.
+    """The value of ``field`` from the words given for it. A switch given without a word is on.
 
-    `where` starts the message of the UserError that a bad word raises, such as "--num-layers".
+    ``where`` starts the message of the UserError that a bad word raises, such as "--num-layers".
     The value returned is the field's own: a switch that turns a default off gives False.
     """
     if field.is_switch:
@@ -33,7 +33,7 @@ def from_text(field: FieldOption, texts: Sequence[str], where: str) -> Any:
 
 
 def from_plain(field: FieldOption, value: Any, where: str) -> Any:
-    """The value of `field` from what a YAML file or a dictionary holds under the field's own name."""
+    """The value of ``field`` from what a YAML file or a dictionary holds under the field's own name."""
     if value is None:
         return list(field.default) if isinstance(field.default, list) else field.default
     if field.is_list:
@@ -51,10 +51,10 @@ def _check_count(field: FieldOption, values: Sequence[Any], where: str) -> None:
 
 
 def check_fields(section: str, values: Any) -> None:
-    """Check type, choices and bounds of every field of the dataclass instance `values`, each on its own.
+    """Checks type, choices and bounds of every field of the dataclass instance ``values``, each on its own.
 
     Raises UserError naming the flag of the first field that does not hold. Missing required fields are found
-    by `check_required`.
+    by ``check_required``.
     """
     for field in field_options(section, type(values)):
         value, where = getattr(values, field.name), f"--{field.flag}"
@@ -70,7 +70,7 @@ def check_fields(section: str, values: Any) -> None:
 
 
 def check_required(section: str, values: Any) -> None:
-    """Raise UserError naming the flags of all required fields that were not given."""
+    """Raises UserError naming the flags of all required fields that were not given."""
     missing = [
         f"--{field.flag}"
         for field in field_options(section, type(values))
@@ -82,9 +82,9 @@ def check_required(section: str, values: Any) -> None:
 
 
 def section_from_plain(section: str, cls: type, values: dict[str, Any], where: str) -> Any:
-    """Build the dataclass `cls` from plain values under its field names, all of which must be known.
+    """Builds the dataclass ``cls`` from plain values under its field names, all of which must be known.
 
-    Raises UserError starting with `where` for an unknown name or a value of the wrong type.
+    Raises UserError starting with ``where`` for an unknown name or a value of the wrong type.
     """
     fields = {field.name: field for field in field_options(section, cls)}
     unknown = sorted(set(values) - set(fields))
@@ -100,7 +100,7 @@ def section_to_plain(values: Any) -> dict[str, Any]:
 
 
 def options_from_words(cls: type[T], words: Mapping[str, str], owner: str) -> T:
-    """Build the dataclass `cls` from one word for each option that is given, under the option's flag.
+    """Builds the dataclass ``cls`` from one word for each option that is given, under the option's flag.
 
     The options must be known. Raises UserError, naming the owner and the option, for a word that is not of its type or
     out of its bounds.

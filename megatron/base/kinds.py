@@ -20,7 +20,7 @@ _PYTHON_TYPES: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float),
 class Kind:
     """A type, with its choices or its bounds.
 
-    Every method raises UserError for what does not fit. Its message begins with `where`, which names the place of the
+    Every method raises UserError for what does not fit. Its message begins with ``where``, which names the place of the
     value: "--num-layers", "run.yaml: model.num_layers", "n_layer".
 
     element: int, float, bool or str.
@@ -47,7 +47,7 @@ class Kind:
         return " and ".join(f"{words} {_bound(bound)}" for words, bound in parts if bound is not None)
 
     def from_text(self, text: str, where: str) -> Any:
-        """The value that a word of a command line or a spec stands for. Bounds are left to `check_bounds`."""
+        """The value that a word of a command line or a spec stands for. Bounds are left to ``check_bounds``."""
         if self.element is bool:
             return _boolean(text, where)
         if self.element in (int, float):
@@ -93,7 +93,7 @@ class Kind:
         return _choice(self.choices, value, where) if self.choices else number
 
     def check_bounds(self, value: Any, where: str) -> None:
-        """Return for a number within the bounds; texts and switches have none."""
+        """Returns for a number within the bounds; texts and switches have none."""
         inside = (
             (self.minimum is None or value >= self.minimum)
             and (self.maximum is None or value <= self.maximum)

@@ -19,7 +19,7 @@ def read_whole(text: str) -> int:
     """A whole number.
 
     Raises:
-        ValueError: with what is wrong, to be put behind the text: "is not an integer" or "is too large".
+        ValueError: when it is none; the message follows the text: "is not an integer" or "is too large".
     """
     text = text.strip()
     if not _WHOLE.fullmatch(text):
@@ -30,7 +30,7 @@ def read_whole(text: str) -> int:
 
 
 def checked_whole(number: int) -> int:
-    """The number itself, when the machine can hold it. Raises ValueError as `read_whole`."""
+    """The number itself, when the machine can hold it. Raises ValueError as ``read_whole``."""
     if not -LARGEST <= number <= LARGEST:
         raise ValueError("is too large an integer")
     return number
@@ -40,7 +40,7 @@ def read_number(text: str) -> float:
     """A finite number.
 
     Raises:
-        ValueError: with what is wrong, to be put behind the text, such as "is not a number".
+        ValueError: when it is none; the message follows the text: "is not a number".
     """
     text = text.strip()
     if text.lower().lstrip("+-") in ("nan", "inf", "infinity"):
@@ -59,7 +59,7 @@ def read_number(text: str) -> float:
 
 
 def checked_number(number: float) -> float:
-    """The number as a float, when it is finite. Raises ValueError as `read_number`."""
+    """The number as a float, when it is finite. Raises ValueError as ``read_number``."""
     try:
         number = float(number)
     except OverflowError:

@@ -35,7 +35,7 @@ def read_regular(path: str | Path, limit: int | None = None) -> bytes:
     """A file's bytes, or the first of them.
 
     Raises:
-        OSError: as ``open_regular``.
+        OSError: when ``open_regular`` raises it.
     """
     with open_regular(path) as stream:
         if limit is None:

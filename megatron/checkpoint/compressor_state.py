@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.load import load_tensors, saved_shapes
-from megatron.checkpoint.logical import LogicalShard, Piece, shard_of_local
+from megatron.checkpoint.logical import LogicalShard, TensorBox, shard_of_local
 from megatron.comm.channel import Direction, PipelineChannel
 from megatron.comm.reducer import Unit
 from megatron.compression.api import RoundCompressor
@@ -90,7 +90,7 @@ class _Place:
         """A part as the box that this rank holds (or reads: that of another ``row``) of a logical tensor."""
         row = self.holder[0] if row is None else row
         if kind.endswith(_OF_SAMPLES):
-            return LogicalShard(tuple(part.shape), part.dtype, [Piece((0,) * part.dim(), part.detach())])
+            return LogicalShard(tuple(part.shape), part.dtype, [TensorBox((0,) * part.dim(), part.detach())])
         if kind in self.index_sets and self.slot is not None:
             spec = self.slot.spec
             return shard_of_local(part.unsqueeze(0), (0, *spec.offsets()), (1, *spec.logical_shape))
@@ -99,7 +99,7 @@ class _Place:
             offsets, shape = (row, *spec.offsets()), (self.holders[0], *spec.logical_shape)
             return shard_of_local(part.unsqueeze(0), offsets, shape)
         offsets = (row, self.holder[1], *([0] * part.dim()))
-        return LogicalShard((*self.holders, *part.shape), part.dtype, [Piece(offsets, part.detach()[None, None])])
+        return LogicalShard((*self.holders, *part.shape), part.dtype, [TensorBox(offsets, part.detach()[None, None])])
 
 
 class CompressorCheckpoint:
@@ -107,7 +107,7 @@ class CompressorCheckpoint:
 
     Args:
         sync: the compressors of gradients.
-        channel: those of pipeline messages.
+        channel: the channel of pipeline messages.
         layout, coordinates: the mesh and this rank's place in it.
         layers_per_virtual_stage: which names the boundaries.
     """
@@ -222,7 +222,7 @@ class _Wanted:
     Args:
         place: where it goes.
         kind: its name in the state.
-        shape, dtype: in the checkpoint, holders included.
+        shape, dtype: those in the checkpoint, holders included.
     """
 
     place: _Place

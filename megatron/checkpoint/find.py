@@ -87,7 +87,7 @@ def fallback(root: Path, broken: Iteration | None, flag: str | None = None) -> s
     Args:
         root: the folder of all checkpoints.
         broken: the one that cannot be loaded.
-        flag: that named it, if one did: the tracker has no say then and may well name a good one.
+        flag: flag that named it, if one did; then the tracker is not asked, and may name a good one.
     """
     if flag is not None or _asked_for(root, broken):
         return _others(root, broken, flag)

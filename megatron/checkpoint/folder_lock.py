@@ -40,7 +40,7 @@ class Owner:
         process: its number there.
         born: when that process started, by the machine's clock; numbers are used again.
         started: the time of day, for people.
-        token: of this one lock.
+        token: random name of this one lock.
     """
 
     host: str

@@ -44,7 +44,7 @@ def open_checkpoint(root: Path, iteration: Iteration, flag: str | None = None) -
     Args:
         root: the folder of all checkpoints.
         iteration: which one.
-        flag: that named it; None for the tracker's.
+        flag: flag that named it; None for the tracker's.
 
     Raises:
         UserError: when it is missing or damaged; the message names one that is complete.
@@ -99,7 +99,7 @@ def load_common(root: str | Path, iteration: Iteration, flag: str | None = None)
     Args:
         root: the folder of all checkpoints.
         iteration: which one.
-        flag: that named it; None for the tracker's.
+        flag: flag that named it; None for the tracker's.
 
     Raises:
         UserError: when the checkpoint is missing or damaged.
@@ -113,7 +113,7 @@ def load_config_yaml(root: str | Path, iteration: Iteration, flag: str | None = 
     Args:
         root: the folder of all checkpoints.
         iteration: which one.
-        flag: that named it; None for the tracker's.
+        flag: flag that named it; None for the tracker's.
 
     Raises:
         UserError: when the checkpoint is missing or damaged.
@@ -134,8 +134,8 @@ def saved_config(
 
     Args:
         root: the folder that ``--save`` wrote to.
-        iteration: of the checkpoint; None for the newest.
-        flag: of the command line, that names an iteration.
+        iteration: iteration of the checkpoint; None for the newest.
+        flag: flag of the command line that names an iteration.
 
     Raises:
         UserError: when there is none, or it is damaged.

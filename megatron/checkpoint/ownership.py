@@ -58,7 +58,7 @@ def check_replaces_nothing(config: CheckpointConfig) -> None:
     """Checks that what a run saves replaces nothing but its own earlier checkpoints.
 
     Raises:
-        UserError: naming the flag that goes on from them, and the one that replaces them.
+        UserError: when it would; the message names the flag that continues from them and the one that replaces them.
     """
     assert config.save is not None
     found = _held(Path(config.save))

@@ -20,7 +20,7 @@ def encode_plain(value: Any) -> bytes:
     """JSON for None, bool, int, float, str, bytes, tensors, and lists, tuples and dicts of those.
 
     Raises:
-        TypeError: for anything else; the message says where it is.
+        TypeError: when the value is anything else; the message says where it is.
     """
     return (json.dumps(_to_json(value, "state"), indent=1) + "\n").encode()
 

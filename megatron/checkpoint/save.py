@@ -19,7 +19,7 @@ from torch.distributed import checkpoint as dcp
 
 from megatron.base.errors import UserError
 from megatron.checkpoint import files
-from megatron.checkpoint.logical import LogicalShard, Piece
+from megatron.checkpoint.logical import LogicalShard, TensorBox
 from megatron.checkpoint.plain import encode_plain
 from megatron.checkpoint.planner import ShardSavePlanner
 from megatron.checkpoint.storage import ShardWriter, describe
@@ -185,8 +185,8 @@ def _staged(value: LogicalShard | bytes) -> LogicalShard | bytes:
     """A copy that training cannot change."""
     if isinstance(value, bytes):
         return value
-    pieces = [Piece(piece.offsets, piece.tensor.detach().to("cpu", copy=True)) for piece in value.pieces]
-    return LogicalShard(value.global_shape, value.dtype, pieces)
+    boxes = [TensorBox(box.offsets, box.tensor.detach().to("cpu", copy=True)) for box in value.boxes]
+    return LogicalShard(value.global_shape, value.dtype, boxes)
 
 
 def _prepare(job: _Job) -> str | None:

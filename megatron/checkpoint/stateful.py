@@ -34,7 +34,7 @@ class Scope(enum.Enum):
 
 
 @dataclass(frozen=True)
-class _Part:
+class _StatefulPart:
     save: Callable[[], Any]
     load: Callable[[Any], None] | None
     scope: Scope
@@ -44,7 +44,7 @@ class StatefulParts:
     """The parts of one run, by the names under which checkpoints hold them."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, _StatefulPart] = {}
 
     def register(self, name: str, part: Stateful, scope: Scope) -> None:
         """Adds an object.
@@ -60,7 +60,7 @@ class StatefulParts:
         """Adds a value.
 
         Args:
-            name: of the value.
+            name: name of the value.
             save: gives it, made of plain types, equal on all ranks.
             load: takes it; None with ``Scope.DESCRIPTION``.
             scope: what it belongs to.
@@ -72,7 +72,7 @@ class StatefulParts:
             raise ValueError(f"a part named {name!r} is registered already; choose another name")
         if (load is None) != (scope is Scope.DESCRIPTION):
             raise ValueError(f"the part {name!r} would be saved and never restored, or the other way around")
-        self._parts[name] = _Part(save, load, scope)
+        self._parts[name] = _StatefulPart(save, load, scope)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that is registered."""

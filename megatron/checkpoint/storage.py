@@ -78,7 +78,7 @@ class ShardWriter(StorageWriter):
 
     Args:
         folder: an existing folder for this checkpoint alone.
-        iteration: for the table of contents.
+        iteration: iteration in the table of contents.
         world_size: ranks that write.
         documents: small files that the coordinator writes, by name.
     """

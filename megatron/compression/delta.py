@@ -1,4 +1,4 @@
-"""Messages as changes since the last visit of the same sample (AQ-SGD, Wang et al. 2022, algorithm 1).
+"""Messages of changes since the last visit of the same sample (AQ-SGD, Wang et al. 2022, algorithm 1).
 
 Both ends remember what the receiver got for each sample. A first visit sends the activation itself, as it is, in half
 precision or in fixed point; every later one only the quantized difference, whose error the next difference contains.
@@ -60,7 +60,7 @@ class DeltaLowBitsConfig(DeltaConfig):
 
 
 class DeltaCodec(Codec):
-    """Holds one row for each remembered sample and end; see ``SampleCache``."""
+    """Keeps one row for each remembered sample at each end; see ``SampleCache``."""
 
     config: DeltaConfig
 
@@ -177,7 +177,7 @@ class DeltaCodec(Codec):
         return wire
 
     def _decode_first(self, wire: Tensor, row: torch.Size, dtype: torch.dtype) -> Tensor:
-        """What the receiver gets at a first visit; the sender computes it from the same bytes."""
+        """The row that the receiver decodes at a first visit; the sender computes it from the same bytes."""
         wide = self._first_dtype(dtype)
         if wide is None:
             return self.first.decode(wire, row)
@@ -192,7 +192,7 @@ class DeltaCodec(Codec):
             cache.store(sample, got.to(_DTYPES[self.config.cache_dtype], copy=True))
 
     def _recall(self, cache: SampleCache, sample: int, row: torch.Size) -> Tensor:
-        """What is remembered of a sample, in fp32 and free to be changed."""
+        """The remembered row of a sample, in fp32 and free to be changed."""
         stored = cache.row(sample)
         return self.memory.decode(stored, row) if self.config.cache_bits else stored.to(torch.float32, copy=True)
 
@@ -211,7 +211,7 @@ def _sample(key: Hashable) -> int:
 
 
 def register(registry: Registry) -> None:
-    """Adds ``delta`` and ``delta-lowbits``."""
+    """Registers ``delta`` and ``delta-lowbits``."""
     for name, config in (("delta", DeltaConfig), ("delta-lowbits", DeltaLowBitsConfig)):
         registry.register(
             name,

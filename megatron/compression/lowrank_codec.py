@@ -36,7 +36,7 @@ class LowRankCodec(Codec):
     config: LowRankConfig
 
     def _rank(self, shape: torch.Size) -> int | None:
-        """Columns of the factors; None where the matrix itself is no larger than they are."""
+        """The rank of the factors; None where the matrix itself is no larger than they are."""
         n, m = matrix_shape(shape)
         rank = min(n, m, self.config.rank)
         return rank if rank * (n + m) < n * m else None
@@ -79,7 +79,7 @@ class LowRankCodec(Codec):
         return self._factors(payload, x.shape) or payload.wire
 
     def _factors(self, payload: Payload, shape: torch.Size) -> Factors | None:
-        """Those in a message; None where the matrix itself was sent."""
+        """The factors in a message; None where the matrix itself was sent."""
         rank, (n, m) = self._rank(shape), matrix_shape(shape)
         if rank is None:
             return None
@@ -91,7 +91,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def register(registry: Registry) -> None:
-    """Adds ``lowrank``."""
+    """Registers ``lowrank``."""
     registry.register(
         "lowrank",
         Registration(

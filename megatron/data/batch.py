@@ -50,7 +50,7 @@ class Batch:
     segment_ids_bs: torch.Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The batch with its token tensors on `device`; the ids stay on the host, where they are read."""
+        """The batch with its token tensors on ``device``; the ids stay on the host, where they are read."""
         moved = {
             name: tensor.to(device, non_blocking=non_blocking)
             for name in ("tokens_bs", "labels_bs", "loss_mask_bs", "position_ids_bs", "segment_ids_bs")
@@ -65,7 +65,7 @@ def collate(
     draw_ids_b: NDArray[np.int64],
     options: CollateOptions,
 ) -> Batch:
-    """Make a batch of samples of seq_length + 1 tokens.
+    """Makes a batch of samples of seq_length + 1 tokens.
 
     Args:
         samples_bt: integers [b, s + 1].

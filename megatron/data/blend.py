@@ -1,7 +1,7 @@
 """Which dataset, and which of its samples, serves draw number k of a weighted blend.
 
-`MegatronBlend` is megatron-core's greedy choice: the dataset that lags most behind its share, drawn into two
-arrays. `LazyBlend` keeps shares at least as well without any array.
+``MegatronBlend`` is megatron-core's greedy choice: the dataset that lags most behind its share, drawn into two
+arrays. ``LazyBlend`` keeps shares at least as well without any array.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def greedy_blend(shares: list[float], num_samples: int, stretch_count: int = _ST
 
 
 def _greedy_stretch(shares: list[float], counts: list[int], choice: NDArray[np.int16], start: int) -> None:
-    """Fill `choice` for the draws from `start` on; `counts` are the draws before it and are updated."""
+    """Fills ``choice`` for the draws from ``start`` on; ``counts`` are the draws before it and are updated."""
     datasets = range(len(shares))
     for draw in range(start, start + len(choice)):
         place = float(max(draw, 1))

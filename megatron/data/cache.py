@@ -28,7 +28,7 @@ _SCAN_BYTES = 64 << 20
 def cached_arrays(
     cache_path: str | Path | None, kind: str, identity: dict[str, Any], build: Callable[[], Arrays]
 ) -> Arrays:
-    """`build()`'s arrays, from the folder when it holds them for the same `identity`, with the checksums of then.
+    """``build()``'s arrays, from the folder when it holds them for the same ``identity``, with the checksums of then.
 
     Args:
         cache_path: folder; None builds without keeping.
@@ -68,7 +68,7 @@ def check_room(nbytes: int, name: str, samples: int) -> None:
     """Checks that the arrays of an order of samples can be held, by the least that they take.
 
     Raises:
-        UserError: with the bytes, when they cannot.
+        UserError: when they cannot; the message says how many bytes they take.
     """
     there_is = memory_of_this_machine()
     if nbytes > there_is:

@@ -20,7 +20,7 @@ class FixedOrder:
     never drawn.
 
     Args:
-        documents, seq_length, seed: as for `LazyOrder`.
+        documents, seq_length, seed: as for ``LazyOrder``.
         num_samples: how many may be drawn; None is one epoch.
     """
 
@@ -43,7 +43,7 @@ class FixedOrder:
         return self._num_samples if self._rows else 0
 
     def sample_id(self, index: int) -> int:
-        """See `SampleOrder`. Raises IndexError outside the order."""
+        """See ``SampleOrder``. Raises IndexError outside the order."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         epoch, inside = divmod(index, self.epoch_samples)
@@ -51,5 +51,5 @@ class FixedOrder:
         return Permutation(self._rows, mix(self._seed, epoch, lane, 2))(row) * self.lanes + lane
 
     def spans(self, sample_id: int) -> Iterator[Span]:
-        """See `SampleOrder`."""
+        """See ``SampleOrder``."""
         return self._epoch.spans(sample_id)

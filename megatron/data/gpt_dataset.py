@@ -24,16 +24,16 @@ class SampleSource(Protocol):
 
     @property
     def seed(self) -> int:
-        """Of the loader's own shuffle."""
+        """The seed of the loader's own shuffle."""
 
     def __len__(self) -> int:
         """Draws."""
 
     def sample_id(self, index: int) -> int:
-        """Identity of the sample drawn as number `index`; reads no tokens."""
+        """Identity of the sample drawn as number ``index``; reads no tokens."""
 
     def read(self, index: int, out_t: NDArray[np.int64]) -> None:
-        """Write the seq_length + 1 tokens of draw `index` into `out_t`."""
+        """Writes the seq_length + 1 tokens of draw ``index`` into ``out_t``."""
 
     @property
     def seq_length(self) -> int:
@@ -48,7 +48,7 @@ class GPTDataset:
         order: which tokens make which sample.
         seq_length: tokens of a sample, without the extra one.
         collate_options: how samples become a batch.
-        seed: of the cyclic loader's shuffle.
+        seed: seed of the cyclic loader's shuffle.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class GPTDataset:
         return len(self.order)
 
     def sample_id(self, index: int) -> int:
-        """Number before the shuffle of draw `index`."""
+        """Number before the shuffle of draw ``index``."""
         return self.order.sample_id(index)
 
     @property
@@ -78,13 +78,13 @@ class GPTDataset:
         return self.order.epoch_samples
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """int64 [seq_length + 1]: the tokens of draw `index`. Raises IndexError outside the dataset."""
+        """int64 [seq_length + 1]: the tokens of draw ``index``. Raises IndexError outside the dataset."""
         out_t = np.empty(self.seq_length + 1, dtype=np.int64)
         self.read(index, out_t)
         return out_t
 
     def read(self, index: int, out_t: NDArray[np.int64]) -> None:
-        """See `SampleSource`."""
+        """See ``SampleSource``."""
         filled = 0
         for document, offset, length in self.order.spans(self.order.sample_id(index)):
             out_t[filled : filled + length] = self.indexed.get(document, offset, length)
@@ -99,7 +99,7 @@ class BlendedDataset:
         blend: which dataset serves which draw.
 
     Raises:
-        UserError: the blend draws more from a dataset than it has.
+        UserError: when the blend draws more from a dataset than it has.
     """
 
     def __init__(self, datasets: Sequence[GPTDataset], blend: Blend, draws: Sequence[int]) -> None:
@@ -129,11 +129,11 @@ class BlendedDataset:
         return self.datasets[dataset].sample_id(number) * len(self.datasets) + dataset
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """int64 [seq_length + 1]: the tokens of draw `index`. Raises IndexError outside the dataset."""
+        """int64 [seq_length + 1]: the tokens of draw ``index``. Raises IndexError outside the dataset."""
         dataset, number = self.blend[index]
         return self.datasets[dataset][number]
 
     def read(self, index: int, out_t: NDArray[Any]) -> None:
-        """See `SampleSource`."""
+        """See ``SampleSource``."""
         dataset, number = self.blend[index]
         self.datasets[dataset].read(number, out_t)

@@ -3,10 +3,10 @@
 Both see the documents of one split as an endless stream of tokens: an epoch holds every document once, in a
 shuffled order, and epochs follow each other. Sample k covers the seq_length + 1 tokens from position
 k * seq_length of that stream on, so neighbors share one token. A run draws the samples in a shuffled order;
-k, the number before that shuffle, is the sample's identity (`sample_id`).
+k, the number before that shuffle, is the sample's identity (``sample_id``).
 
-`MegatronOrder` builds Megatron's arrays: equal to megatron-core's, sample by sample, and as large.
-`LazyOrder` computes what it is asked for. It starts at once whatever the number of samples.
+``MegatronOrder`` builds Megatron's arrays: equal to megatron-core's, sample by sample, and as large.
+``LazyOrder`` computes what it is asked for. It starts at once whatever the number of samples.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SampleOrder(Protocol):
         """Samples that can be drawn."""
 
     def sample_id(self, index: int) -> int:
-        """Number before the shuffle of the sample drawn as number `index`."""
+        """Number before the shuffle of the sample drawn as number ``index``."""
 
     def spans(self, sample_id: int) -> Iterator[Span]:
         """The pieces of a sample, in order, seq_length + 1 tokens in all."""
@@ -56,7 +56,7 @@ class Documents:
     Args:
         lengths: int32 [n], tokens of each.
         first: number of the first one in its file.
-        name: for messages.
+        name: name in messages.
     """
 
     lengths: NDArray[np.int32]
@@ -85,13 +85,13 @@ class LazyOrder:
     Samples: those that end in epoch e are shuffled among themselves, by a bijection that is computed, not
     stored. So every document is read e times before any is read e + 1 times, however long the run. Megatron's
     rule for the last epoch (shuffle it separately when less than 80 % of it is used) serves the same end:
-    here it holds for every epoch, without a threshold. The order does not depend on `num_samples`: a longer
+    here it holds for every epoch, without a threshold. The order does not depend on ``num_samples``: a longer
     run begins with the samples of a shorter one.
 
     Args:
         documents: what to draw from.
         seq_length: tokens of a sample, without the extra one.
-        seed: of both shuffles.
+        seed: seed of both shuffles.
         num_samples: how many may be drawn; None is one epoch.
     """
 
@@ -109,14 +109,14 @@ class LazyOrder:
 
     @property
     def epoch_samples(self) -> int:
-        """See `SampleOrder`."""
+        """See ``SampleOrder``."""
         return self._epoch_start(1)
 
     def __len__(self) -> int:
         return self._num_samples
 
     def sample_id(self, index: int) -> int:
-        """See `SampleOrder`. Raises IndexError outside the order."""
+        """See ``SampleOrder``. Raises IndexError outside the order."""
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples}")
         epoch = (index + 1) * self._seq_length // self._epoch_tokens
@@ -131,7 +131,7 @@ class LazyOrder:
         return start + shuffle(index - start)
 
     def spans(self, sample_id: int) -> Iterator[Span]:
-        """See `SampleOrder`."""
+        """See ``SampleOrder``."""
         position, wanted = sample_id * self._seq_length, self._seq_length + 1
         while wanted:
             epoch, inside = divmod(position, self._epoch_tokens)
@@ -150,7 +150,7 @@ class LazyOrder:
                 place += 1
 
     def _epoch_start(self, epoch: int) -> int:
-        """Samples that end, with their extra token, before epoch `epoch`."""
+        """Samples that end, with their extra token, before epoch ``epoch``."""
         return max(0, (epoch * self._epoch_tokens - 1) // self._seq_length)
 
     def _epoch(self, epoch: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
@@ -182,7 +182,7 @@ class MegatronOrder:
     checked against megatron-core 0.16.1.
 
     Args:
-        documents, seq_length, seed: as for `LazyOrder`; the seed is used as it is.
+        documents, seq_length, seed: as for ``LazyOrder``; the seed is used as it is.
         num_samples: the least that can be drawn; None is one epoch. All samples of the last epoch can be
             drawn.
         cache_path: folder that keeps the arrays.
@@ -220,20 +220,20 @@ class MegatronOrder:
 
     @property
     def epoch_samples(self) -> int:
-        """See `SampleOrder`."""
+        """See ``SampleOrder``."""
         return (self._documents.tokens_per_epoch() - 1) // self._seq_length
 
     def __len__(self) -> int:
         return len(self.shuffle_index)
 
     def sample_id(self, index: int) -> int:
-        """See `SampleOrder`. Raises IndexError outside the order."""
+        """See ``SampleOrder``. Raises IndexError outside the order."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return int(self.shuffle_index[index])
 
     def spans(self, sample_id: int) -> Iterator[Span]:
-        """See `SampleOrder`."""
+        """See ``SampleOrder``."""
         place, offset = (int(value) for value in self.sample_index[sample_id])
         wanted = self._seq_length + 1
         while wanted:

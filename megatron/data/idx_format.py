@@ -1,9 +1,9 @@
-"""The two index formats beside a `.bin` of raw tokens. Little endian, no padding.
+"""The two index formats beside a ``.bin`` of raw tokens. Little endian, no padding.
 
-mmap (magic `MMIDIDX`): 9 bytes magic, u64 version 1, u8 dtype code, u64 N sequences, u64 D document entries,
+mmap (magic ``MMIDIDX``): 9 bytes magic, u64 version 1, u8 dtype code, u64 N sequences, u64 D document entries,
 N x int32 lengths in tokens, N x int64 offsets in bytes, D x int64 document starts.
 
-legacy lazy/cached (magic `TNTIDX`): 8 bytes magic, u64 version 1, u64 dtype code, u64 element size, u64 N
+legacy lazy/cached (magic ``TNTIDX``): 8 bytes magic, u64 version 1, u64 dtype code, u64 element size, u64 N
 items, u64 S sizes, u64 D document entries, then int64 dim_offsets[N+1], data_offsets[N+1] in elements,
 sizes[S], document starts[D]. Token files hold one size for each item, so S = N.
 
@@ -49,11 +49,11 @@ _CHECK_ROWS = 1 << 20
 
 @dataclass(frozen=True)
 class IndexTable:
-    """A checked index: where each sequence lies in the `.bin`.
+    """A checked index: where each sequence lies in the ``.bin``.
 
     Args:
         legacy: True for the lazy/cached format.
-        dtype: of the tokens.
+        dtype: dtype of the tokens.
         lengths: int32 [N], tokens.
         offsets: int64 [N], bytes.
         doc_idx: int64 [D], sequence numbers.
@@ -106,11 +106,11 @@ def encode_legacy_index(
 
 
 def read_index(path: Path) -> IndexTable:
-    """Map and check an index of either format.
+    """Maps and checks an index of either format.
 
     Raises:
-        UserError: names the file and the first thing that does not fit: magic, version, dtype, size, lengths,
-            offsets or document starts.
+        UserError: when the magic number, version, dtype, size, lengths, offsets or document starts are wrong; the
+            message names the file and the first of these.
     """
     try:
         size = path.stat().st_size

@@ -17,7 +17,7 @@ def stopped_in_order(*, even_ignored: bool = False) -> Iterator[None]:
     """The signals that end a program unwind like Ctrl-C, so that what was begun is removed.
 
     Args:
-        even_ignored: those too that the shell had ignored (nohup; Ctrl-C in the background of a script).
+        even_ignored: also take signals that the shell had ignored (nohup; Ctrl-C in a script's background).
     """
 
     def stop(*_: object) -> None:
@@ -35,7 +35,7 @@ def undisturbed() -> AbstractContextManager[None]:
 
 @contextmanager
 def _handled(handler: Callable[..., Any] | signal.Handlers, numbers: Iterable[int]) -> Iterator[None]:
-    """Has signals handled so, in the main thread, where they arrive; any other thread may not say how."""
+    """Handles signals so, in the main thread, where they arrive; other threads may not set handlers."""
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, handler) for number in numbers}

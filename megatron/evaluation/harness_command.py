@@ -68,7 +68,7 @@ def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:
         flags: the tasks.
 
     Raises:
-        UserError: for tasks that it does not know, or whose data cannot be had.
+        UserError: when the harness does not know a task, or its data cannot be had.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -99,10 +99,10 @@ def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:
 
 
 def _loaded(load: Callable[[list[str]], Any], tasks: list[str]) -> Any:
-    """What the harness loads for tasks: what is wrong with their data is not what is wrong with the model.
+    """Loads tasks for the harness, and tells problems of their data from problems of the model.
 
     Raises:
-        UserError: naming the task.
+        UserError: when the data of a task cannot be had; the message names the task.
     """
     try:
         return load(tasks)
@@ -117,7 +117,7 @@ def report(found: dict[str, Any] | UserError, flags: EvaluationFlags) -> None:
     """Prints the harness's table, and writes the figures.
 
     Raises:
-        UserError: what came in place of the figures, or for a file that cannot be written.
+        UserError: when ``found`` is one, or a file cannot be written.
     """
     from lm_eval.utils import make_table
 

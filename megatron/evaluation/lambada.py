@@ -16,7 +16,7 @@ def read_texts(path: str) -> list[str]:
     """The texts of a file of JSON lines with a field text.
 
     Raises:
-        UserError: naming the line that is none.
+        UserError: when a line is no such record; the message names it.
     """
     texts = []
     for number, line in enumerate(read_utf8(path, "--valid-data").split("\n"), 1):
@@ -42,9 +42,9 @@ def window_of(text: str, tokenizer: Tokenizer, length: int, strict: bool) -> Win
     """What is asked about a text.
 
     Args:
-        text: whose end is to be found.
+        text: text whose last word is to be found.
         tokenizer: the model's.
-        length: that the model reads; of longer texts the end.
+        length: tokens that the model reads; the end of longer texts.
         strict: the whole last word; otherwise its last token alone.
     """
     if strict:
@@ -63,12 +63,12 @@ def evaluate(model: LoadedModel, texts: Sequence[str], path: str, strict: bool, 
     Args:
         model: on every rank.
         texts: read by ``read_texts``.
-        path: of the texts, for messages.
-        strict: see ``window_of``.
+        path: path of the texts, for messages.
+        strict: the argument of ``window_of``.
         batch: texts in a forward pass.
 
     Raises:
-        UserError: for a text that is too short.
+        UserError: when a text is too short.
     """
     length = model.config.model.seq_length
     windows = [window_of(text, model.tokenizer, length, strict) for text in texts]

@@ -32,10 +32,10 @@ def total(model: LoadedModel, windows: Sequence[Window], batch: int, measure: Ca
 
     Args:
         model: on every rank.
-        windows: of any lengths; each replica takes its share.
+        windows: windows of any lengths; each replica takes its share.
         batch: windows in a forward pass.
         measure: ``loss_sum`` or ``hits``.
-        name: for the progress bar.
+        name: title of the progress bar.
     """
     topology = model.topology
     # Windows of like lengths together need little padding; every replica gets as much to do.
@@ -53,7 +53,7 @@ def total(model: LoadedModel, windows: Sequence[Window], batch: int, measure: Ca
                 found += measure(model, x_sbh, tokens[:, 1:].contiguous(), _mask(taken, longest, model.device))
             bar.update(len(taken))
     result = torch.tensor([found if _counts(model) else 0.0], dtype=torch.float64)
-    return float(model.sum_all(result))
+    return float(model.all_reduce(result))
 
 
 def _counts(model: LoadedModel) -> bool:

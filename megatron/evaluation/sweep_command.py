@@ -132,7 +132,7 @@ class Losses:
     """What a sweep has found, and the file that holds it.
 
     Args:
-        path: of the file.
+        path: path of the file.
         settings: what losses depend on besides the weights.
         root: folder of the checkpoints.
     """
@@ -231,7 +231,7 @@ def sweep_all(flags: SweepFlags, model_flags: ModelFlags, parsed: ParsedSections
     loaded, lines = iterations[0], []
     for iteration in tqdm(iterations, unit="checkpoint", disable=topology.rank != 0):
         known = together(group, partial(losses.of, iteration) if topology.rank == 0 else lambda: None)
-        loss = model.tell_all_json(known, 0)
+        loss = model.broadcast_json(known, 0)
         if loss is None:
             if iteration != loaded:
                 load_weights(model.stage, root, iteration, topology)

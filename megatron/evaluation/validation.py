@@ -23,7 +23,7 @@ def data_of(config: RunConfig, given: DataConfig, explicit: Collection[str]) -> 
     """The data of a run, with what the flags replace.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         given: the flags' values.
         explicit: dotted names of the flags that were given.
     """
@@ -38,10 +38,10 @@ def open_samples(config: RunConfig, data: DataConfig, samples: int, model: Loade
     """The first validation samples of a run.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         data: where its samples come from.
         samples: how many are drawn.
-        model: whose tokens they are.
+        model: model whose tokens they are.
 
     Raises:
         UserError: when they cannot be read, or there are none.
@@ -66,7 +66,7 @@ def mean_loss(model: LoadedModel, dataset: Dataset, samples: int, batch: int) ->
 
     Args:
         model: on every rank; each replica takes its share.
-        dataset: of the samples.
+        dataset: dataset of the samples.
         samples: how many; a multiple of the number of replicas.
         batch: samples in a forward pass, at most.
     """
@@ -91,5 +91,5 @@ def mean_loss(model: LoadedModel, dataset: Dataset, samples: int, batch: int) ->
         if topology.tp.rank == 0:
             mask_bs = taken.loss_mask_bs.double()
             sums += torch.stack([(losses_bs.double() * mask_bs).sum(), mask_bs.sum()]).cpu()
-    model.sum_all(sums)
+    model.all_reduce(sums)
     return float(sums[0] / sums[1])

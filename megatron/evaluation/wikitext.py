@@ -29,8 +29,8 @@ def windows_of(tokens: Sequence[int], length: int, stride: int) -> list[Window]:
     """Windows that predict every token but the first once, each from as many before it as fit.
 
     Args:
-        tokens: of the text.
-        length: that the model reads.
+        tokens: tokens of the text.
+        length: tokens that the model reads.
         stride: tokens that each window after the first predicts.
     """
     windows = [Window(tokens[: length + 1], min(length, len(tokens) - 1))]
@@ -50,13 +50,13 @@ def evaluate(model: LoadedModel, read: tuple[str, int], path: str, stride: int |
 
     Args:
         model: on every rank.
-        read: by ``read_text``.
-        path: of the text, for messages.
-        stride: see ``windows_of``; None: as long as the window, so that every token is read once.
+        read: tokens and counts, as ``read_text`` gives them.
+        path: path of the text, for messages.
+        stride: the argument of ``windows_of``; None: as long as the window, so that every token is read once.
         batch: windows in a forward pass.
 
     Raises:
-        UserError: for a text or stride that does not suit the model.
+        UserError: when the text or the stride does not suit the model.
     """
     text, words = read
     tokens = model.tokenizer.tokenize(text)

@@ -20,7 +20,7 @@ class Decoder:
 
     Args:
         model: a loaded model; every rank of it makes the same calls.
-        positions: that the rows will reach, at most; the cache gets no larger than the window.
+        positions: most positions that the rows will reach; the cache gets no larger than the window.
         cached: keep keys and values; without, every call reads the rows whole.
     """
 

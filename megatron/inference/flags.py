@@ -45,7 +45,7 @@ class ModelFlags:
 
     @property
     def backend(self) -> Literal["nccl", "gloo"]:
-        """Of this machine."""
+        """The backend of this machine."""
         return self.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
 
 
@@ -69,7 +69,7 @@ class SamplingFlags:
         """The same, checked as a whole.
 
         Raises:
-            UserError: for flags that exclude each other.
+            UserError: when flags exclude each other.
         """
         return Sampling(self.temperature, self.top_k, self.top_p, self.greedy)
 
@@ -89,7 +89,7 @@ def parse_flags(
     Flags of training, which scripts made for other Megatrons give to every program, are accepted and noted.
 
     Raises:
-        UserError: in one line, for anything that is not understood.
+        UserError: when an argument is not understood; the message is one line.
     """
     own = {**COMMON, **sections}
     used = {flag for name, cls in own.items() for field in field_options(name, cls) for flag in field.flags}

@@ -24,7 +24,7 @@ class Token:
     """A token in its place.
 
     Args:
-        id: of it.
+        id: token id.
         logprob: logarithm of the probability that the model gave it, at temperature 1 and among all its entries.
         top: the likeliest tokens there and their logarithms, as many as were asked for.
     """
@@ -42,7 +42,7 @@ class Generated:
         tokens: ids of the prompt and of what follows it, without the end of document.
         prompt_length: how many of them are the prompt.
         finished: the model ended the document.
-        details: of the tokens behind the prompt; on the model's sampling rank alone.
+        details: details of the tokens behind the prompt; on the model's sampling rank alone.
     """
 
     tokens: list[int]
@@ -75,9 +75,9 @@ def generate(
     Args:
         model: a loaded model.
         prompts: token ids; an empty prompt starts from the end-of-document token, as every document does.
-        max_new_tokens: for each prompt.
+        max_new_tokens: most new tokens for each prompt.
         sampling: how tokens are chosen.
-        seeds: of each row's draws; default: others at every call.
+        seeds: seed of each row's draws; default: others at every call.
         top: alternatives that are reported with each token.
         cached: keep keys and values of earlier positions; without, everything is computed anew for each token.
         on_token: told about each token, on the model's sampling rank alone.
@@ -108,7 +108,7 @@ def generate(
                     if token.id != eod:
                         results[i].details.append(token)
                         said[1, column] = on_token is not None and on_token(i, token)
-        model.tell_all(said, model.sampling_rank)
+        model.broadcast(said, model.sampling_rank)
         active = _grow(results, active, said, eod)
     for empty, result in zip(started_empty, results, strict=True):
         if empty:
@@ -155,7 +155,7 @@ def score(model: LoadedModel, rows: Sequence[Sequence[int]], top: int = 1) -> li
         For each row, its tokens after the first; empty lists but on the model's sampling rank.
 
     Raises:
-        UserError: for a row that is longer.
+        UserError: when a row is longer.
     """
     if any(len(row) > model.window + 1 for row in rows):
         raise UserError(f"a text has {max(map(len, rows))} tokens, the model can look at {model.window}; shorten it")

@@ -37,7 +37,7 @@ moved. The same seed gives the same texts at any batch size and on any layout, t
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskFlags:
+class GenerationTaskFlags:
     """What is generated; without any of these, prompts are asked for."""
 
     prompt: str | None = derived("none", "Continue this text and print the result.", metavar="TEXT")
@@ -111,7 +111,7 @@ class Session:
     def continuation(self, sample: Generated) -> str:
         return continuation(self.model.tokenizer, sample.tokens, sample.prompt_length)
 
-    def write(self, task: TaskFlags, parts: Sequence[str]) -> None:
+    def write(self, task: GenerationTaskFlags, parts: Sequence[str]) -> None:
         """Writes the file, on one rank; prints what it would hold when it cannot be written after all.
 
         Raises:
@@ -130,14 +130,14 @@ class Session:
 
         together(self.model.topology.control.pg, speak if self.model.is_sampling_rank else lambda: None)
 
-    def unconditional(self, task: TaskFlags) -> None:
+    def unconditional(self, task: GenerationTaskFlags) -> None:
         samples = self.in_batches([""] * task.num_samples)
         rows = [
             {"text": self.text(sample), "length": len(sample.tokens), "finished": sample.finished} for sample in samples
         ]
         self.write(task, [f"{json.dumps(row)}\n" for row in rows])
 
-    def from_file(self, task: TaskFlags, texts: Sequence[str]) -> None:
+    def from_file(self, task: GenerationTaskFlags, texts: Sequence[str]) -> None:
         parts = [
             f"\nContext:{text}\n\nMegatron-LM:{self.continuation(sample)}\n"
             for text, sample in zip(texts, self.in_batches(texts), strict=True)
@@ -158,7 +158,7 @@ class Session:
                 if text is not None and not is_text(text):
                     print(f"that is no UTF-8 text{asking}", end="", flush=True)
                     text = None
-            text = self.model.tell_all_json(text, src=0)
+            text = self.model.broadcast_json(text, src=0)
         return text
 
     def interactive(self, patience_s: float) -> None:
@@ -173,7 +173,7 @@ class Session:
             self.continue_all([text], live=True)
 
 
-def check(task: TaskFlags, choice: SamplingFlags) -> list[str]:
+def check(task: GenerationTaskFlags, choice: SamplingFlags) -> list[str]:
     """Checks the flags as a whole; the lines of the input file.
 
     Raises:
@@ -220,10 +220,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command: 0 when it is done, 2 with a one-line reason when not."""
 
     def body(ranks: Ranks) -> None:
-        sections = {"task": TaskFlags, "sampling": SamplingFlags}
+        sections = {"task": GenerationTaskFlags, "sampling": SamplingFlags}
         parsed = parse_flags(sys.argv[1:] if argv is None else argv, sections, "generate_samples_gpt.py", DESCRIPTION)
         model: ModelFlags = parsed.sections["model"]
-        task: TaskFlags = parsed.sections["task"]
+        task: GenerationTaskFlags = parsed.sections["task"]
         choice: SamplingFlags = parsed.sections["sampling"]
         texts = check(task, choice)
         layout = check_layout(model, ranks.env, replicas=False)

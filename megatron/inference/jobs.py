@@ -20,14 +20,14 @@ _IDLE_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
-class Job:
+class InferenceJob:
     """Texts to be continued, or to be scored.
 
     Args:
         prompts: token ids.
-        max_new_tokens: for each; 0 only scores the prompts.
+        max_new_tokens: most new tokens for each; 0 only scores the prompts.
         sampling: how tokens are chosen.
-        seeds: of each prompt's draws.
+        seeds: seeds of each prompt's draws.
         top: alternatives to report with each token; None: no probabilities are asked for.
         score: report the prompts' probabilities, too.
         stop: strings that end a text.
@@ -42,20 +42,20 @@ class Job:
     stop: list[str] = field(default_factory=list)
 
     def plain(self) -> dict[str, Any]:
-        """As JSON's types, for the other ranks."""
+        """The job in JSON's types, for the other ranks."""
         return dataclasses.asdict(self)
 
     @staticmethod
-    def from_plain(values: Mapping[str, Any]) -> Job:
+    def from_plain(values: Mapping[str, Any]) -> InferenceJob:
         """The inverse of ``plain``."""
-        return Job(**{**values, "sampling": Sampling(**values["sampling"])})
+        return InferenceJob(**{**values, "sampling": Sampling(**values["sampling"])})
 
 
 Done = tuple[list[list[Token]], list[Generated]]
 """The prompts' tokens after the first, where they were to be scored, and the continuations."""
 
 
-def _compute(model: LoadedModel, job: Job, on_token: OnToken | None = None) -> Done:
+def _compute(model: LoadedModel, job: InferenceJob, on_token: OnToken | None = None) -> Done:
     scored: list[list[Token]] = [[] for _ in job.prompts]
     top = job.top or 0
     if job.score:
@@ -89,21 +89,21 @@ class Leader:
             if self._speaking.acquire(blocking=False):
                 try:
                     if not self._over.is_set():
-                        self.model.tell_all_json(_IDLE, self.model.sampling_rank)
+                        self.model.broadcast_json(_IDLE, self.model.sampling_rank)
                 except CommunicationError:
                     return  # the next job will say so
                 finally:
                     self._speaking.release()
 
-    def do(self, job: Job, on_token: OnToken | None = None) -> Done:
+    def do(self, job: InferenceJob, on_token: OnToken | None = None) -> Done:
         """Does a job.
 
         Raises:
-            UserError: for a text that is longer than the model can look at; on the other ranks as well.
+            UserError: when a text is longer than the model's window; on the other ranks as well.
             CommunicationError: when another rank is gone.
         """
         with self._speaking:
-            self.model.tell_all_json(job.plain(), self.model.sampling_rank)
+            self.model.broadcast_json(job.plain(), self.model.sampling_rank)
             return _compute(self.model, job, on_token)
 
     def __enter__(self) -> Leader:
@@ -113,14 +113,14 @@ class Leader:
         self._over.set()
         if kind is None:
             with self._speaking:
-                self.model.tell_all_json(_STOP, self.model.sampling_rank)
+                self.model.broadcast_json(_STOP, self.model.sampling_rank)
 
 
 def follow(model: LoadedModel) -> None:
     """Takes part in the leader's jobs until it lets this rank go."""
     while True:
-        said: Any = model.tell_all_json(None, model.sampling_rank)
+        said: Any = model.broadcast_json(None, model.sampling_rank)
         if said == _STOP:
             return
         if said != _IDLE:
-            _compute(model, Job.from_plain(said))
+            _compute(model, InferenceJob.from_plain(said))

@@ -46,8 +46,8 @@ class LoadedModel:
     Args:
         stage: the part: the whole model, or a tensor- and pipeline-parallel rank's.
         tokenizer: the run's, or the one given instead.
-        config: of the run that saved it.
-        iteration: of the checkpoint.
+        config: configuration of the run that saved it.
+        iteration: iteration of the checkpoint.
         topology: the ranks that hold the other parts.
         ledger: bytes between them.
         channel: activations to the next stage; None where there is none.
@@ -108,28 +108,28 @@ class LoadedModel:
         shape = (rows, model.num_query_groups // self.topology.layout.tp, positions, model.kv_channels)
         return KVCache(self.stage.part.layers, shape, self.stage.dtype, self.device, model.sliding_window)
 
-    def tell_all(self, x: Tensor, src: int) -> Tensor:
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
         """Overwrites a CPU tensor on every rank by rank ``src``'s."""
         pending = self.topology.control.broadcast(x, src)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
         self.ledger.wait(Point.CONTROL, pending)
         return x
 
-    def sum_all(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         """Sums a CPU tensor over all ranks, in place."""
         pending = self.topology.control.all_reduce(x)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
         self.ledger.wait(Point.CONTROL, pending)
         return x
 
-    def tell_all_json(self, value: Any, src: int) -> Any:
+    def broadcast_json(self, value: Any, src: int) -> Any:
         """A JSON value of rank ``src`` on every rank; what the others give does not count."""
         if self.topology.layout.world_size == 1:
             return value
         text = json.dumps(value).encode() if self.topology.rank == src else b""
-        length = int(self.tell_all(torch.tensor([len(text)]), src))
+        length = int(self.broadcast(torch.tensor([len(text)]), src))
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.zeros(length, dtype=torch.uint8)
-        return json.loads(bytes(self.tell_all(data, src).numpy()))
+        return json.loads(bytes(self.broadcast(data, src).numpy()))
 
 
 def inference_layout(config: RunConfig, tp: int, pp: int, world_size: int, backend: Literal["nccl", "gloo"]) -> Layout:
@@ -161,7 +161,7 @@ def load_model(
 
     Args:
         root: the folder that ``--save`` wrote to.
-        iteration: of the checkpoint; None for the newest.
+        iteration: iteration of the checkpoint; None for the newest.
         tokenizer: fields that are set here replace the run's.
         device: where the model lives, when there is no topology; default: CUDA when there is one, else the CPU.
         topology: the ranks that the model is split over; default: this process alone.

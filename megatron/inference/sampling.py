@@ -23,7 +23,7 @@ class Sampling:
         top_p_bound: top_p does not fall below this.
 
     Raises:
-        UserError: for values that make no sense.
+        UserError: when a value makes no sense.
     """
 
     temperature: float = 1.0

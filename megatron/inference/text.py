@@ -20,7 +20,7 @@ class TextStream:
     together, are the text of all tokens, cut before the first stop string.
 
     Args:
-        tokenizer: of the tokens.
+        tokenizer: tokenizer of the tokens.
         stop: strings that end the text.
         context: tokens that the text follows.
     """

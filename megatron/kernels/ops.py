@@ -1,4 +1,4 @@
-"""The kernels as the rest of the package calls them: compiled where they are built, else their pure-torch twins.
+"""The kernels with checked arguments, as the rest of the package calls them.
 
 What they compute is defined in ``reference``. Both give the same bits where it does not say otherwise.
 """
@@ -52,7 +52,7 @@ def _numbers(grid: Grid) -> tuple[int, int, int, bool, int, int]:
 
 
 def _none(like: Tensor) -> Tensor:
-    """Stands for a tensor that an operator does not read."""
+    """A placeholder for a tensor that an operator does not take."""
     return like.new_empty(0)
 
 
@@ -161,8 +161,8 @@ def add_product_(total_nm: Tensor, a_tn: Tensor, b_tm: Tensor, fresh: bool = Fal
     """``total += a^T b`` in one pass over the total, which may be wider than the factors.
 
     Args:
-        total_nm: of the factors' type, or fp32 beside bf16 or fp16 factors. On CUDA the product itself adds in it,
-            and is never rounded to the factors' type; ``reference.add_product_`` rounds it.
+        total_nm: the total, of the factors' dtype, or fp32 beside bf16 or fp16 factors. On CUDA the product
+            is accumulated in it, and is never rounded to the factors' type; ``reference.add_product_`` rounds it.
         a_tn, b_tm: the factors, of one type.
         fresh: the total holds nothing yet, not even zeros.
     """

@@ -19,12 +19,12 @@ class Choice:
         chunks: virtual stages on each pipeline rank.
         schedule: 1f1b, eager-1f1b or gpipe.
         micro_batch: sequences of a micro-batch.
-        micro_batches: of each replica and step.
+        micro_batches: micro-batches per replica and step.
         sequence_parallel: activations between tensor-parallel regions are split along the sequence.
         recompute: what backward computes again.
         sharded: the optimizer's state is split over the replicas.
         overlap: gradients are summed while backward goes on.
-        specs: of ``--compress``.
+        specs: specs of ``--compress``.
     """
 
     tp: int

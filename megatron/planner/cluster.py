@@ -18,10 +18,10 @@ class Device:
     """One GPU, or one process on CPUs.
 
     Args:
-        name: for people.
-        peak_tflops: of matrix products, in the precision that is trained in.
+        name: name of the device, for people.
+        peak_tflops: peak of matrix products, in the precision of the training.
         efficiency: share of the peak that large products reach.
-        memory_gib: that a run may fill.
+        memory_gib: memory that a run may fill.
         memory_gbyte_per_s: read and written by operations that are no products.
         op_us: least time of one operation (a kernel's launch), microseconds.
     """
@@ -39,17 +39,17 @@ class Device:
         return self.peak_tflops * 1e12 * self.efficiency
 
     def seconds(self, flops: float, moved: float) -> float:
-        """Of one operation: what bounds it, products or memory."""
+        """The time of one operation: the longer of its products' and its memory traffic's."""
         return max(flops / self.flops, moved / (self.memory_gbyte_per_s * 1e9), self.op_us * 1e-6)
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpec:
     """What carries messages.
 
     Args:
-        gbit_per_s: in each direction, payload; inside a node of one device, across nodes of a whole node.
-        latency_us: of a small message, microseconds.
+        gbit_per_s: payload in each direction; inside a node of one device, across nodes of a whole node.
+        latency_us: latency of a small message, microseconds.
     """
 
     gbit_per_s: float = 100.0
@@ -61,9 +61,9 @@ class Cluster:
     """Equal devices in equal nodes.
 
     Args:
-        name: for people.
+        name: name of the cluster, for people.
         gpus: devices.
-        gpus_per_node: of a node; ranks fill a node before the next.
+        gpus_per_node: GPUs per node; ranks fill a node before the next.
         device: one of them.
         inside, across: the links in a node and between nodes.
         corrections: measured seconds over what ``Device.seconds`` adds up to, by part of the step (see ``PARTS``) and
@@ -74,8 +74,8 @@ class Cluster:
     gpus: int = 8
     gpus_per_node: int = 8
     device: Device = field(default_factory=Device)
-    inside: Link = field(default_factory=lambda: Link(2000.0, 3.0))
-    across: Link = field(default_factory=lambda: Link(200.0, 8.0))
+    inside: LinkSpec = field(default_factory=lambda: LinkSpec(2000.0, 3.0))
+    across: LinkSpec = field(default_factory=lambda: LinkSpec(200.0, 8.0))
     corrections: Mapping[str, float] = field(default_factory=dict)
 
     def correction(self, part: str) -> float:
@@ -107,8 +107,8 @@ class Wire:
     """What one group of ranks gets of the links.
 
     Args:
-        bytes_per_s: of a ring through the group, or of a message.
-        latency_s: of a step of the ring.
+        bytes_per_s: bandwidth of a ring through the group, or of a message.
+        latency_s: latency of a step of the ring.
         per_node: members of the group in one node.
     """
 
@@ -125,7 +125,7 @@ class Wire:
 
         Args:
             kind: all-reduce, reduce-scatter, all-gather, all-to-all or broadcast.
-            nbytes: of the whole tensor: what is summed, what is gathered together, what one rank exchanges.
+            nbytes: bytes of the whole tensor: what is reduced, what is gathered together, what one rank exchanges.
             size: ranks of the group.
         """
         if size == 1 or nbytes == 0:
@@ -151,7 +151,7 @@ def wire_between(cluster: Cluster, size: int, stride: int) -> Wire:
     Args:
         cluster: the links.
         size: ranks of the group.
-        stride: from one member to the next.
+        stride: distance in ranks from one member to the next.
     """
     node = cluster.gpus_per_node
     # Groups follow each other in blocks of ranks; unless blocks fill nodes evenly, some group straddles two.
@@ -202,10 +202,10 @@ def read_cluster(path: str | Path) -> Cluster:
     """A cluster from a YAML file.
 
     Raises:
-        UserError: naming the file and what is wrong in it.
+        UserError: when the file is invalid; the message names it and what is wrong.
     """
     values = read_yaml(path)
-    nested = {"device": Device, "inside": Link, "across": Link}
+    nested = {"device": Device, "inside": LinkSpec, "across": LinkSpec}
     built = {
         name: _section(nested[name], content, f"{path}: {name}") if name in nested else content
         for name, content in values.items()

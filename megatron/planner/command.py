@@ -139,11 +139,11 @@ def spec_sets(options: argparse.Namespace, config: RunConfig) -> list[tuple[str,
     """The sets of compressors that are searched.
 
     Args:
-        options: of the command line.
+        options: parsed command line.
         config: as it was given.
 
     Raises:
-        UserError: for one that cannot be read, or that training would refuse.
+        UserError: when a set cannot be read, or training would refuse it.
     """
     if options.specs is None:
         return list(dict.fromkeys([*SPEC_SETS, tuple(config.compression.compress)]))
@@ -196,11 +196,11 @@ def show(
     """Prints predictions, of the run as it is if it can be, and of the fastest; what was printed, the fastest last.
 
     Args:
-        predictor: of the model.
+        predictor: predictor of the model.
         as_it_is: whether the run's own layout suits the cluster.
-        sets: of compressors, to be searched.
+        sets: sets of compressors to search.
         config: as it was given.
-        options: of the command line.
+        options: parsed command line.
     """
     memory = predictor.cluster.device.memory_gib
     shown: list[Prediction] = []
@@ -232,7 +232,7 @@ def run(options: argparse.Namespace) -> None:
     """The whole command.
 
     Raises:
-        UserError: for anything that is wrong with what it was given.
+        UserError: when the command line or the configuration is invalid.
     """
     path = Path(options.cluster)
     for flag, name in (("--json", options.json), ("--write", options.write)):

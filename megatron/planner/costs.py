@@ -18,7 +18,7 @@ from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import CODING, Cluster, Wire, across_wire, hop_wire, wire_between
 from megatron.planner.dry_run import DryStand
-from megatron.planner.pieces import Message, Piece, Pieces, Reduction, message
+from megatron.planner.pieces import MessageCost, PieceCost, Pieces, ReductionCost, message
 
 _T = TypeVar("_T")
 
@@ -79,9 +79,9 @@ class CostBook:
         self._stand = DryStand(cluster.device)
         self._specs: dict[str, Spec] = {}
         self._sets: dict[tuple[str, ...], dict[Point, Spec]] = {}
-        self._pieces: dict[object, Piece] = {}
-        self._reductions: dict[object, Reduction] = {}
-        self._messages: dict[object, Message] = {}
+        self._pieces: dict[object, PieceCost] = {}
+        self._reductions: dict[object, ReductionCost] = {}
+        self._messages: dict[object, MessageCost] = {}
 
     def specs(self, choice: Choice) -> dict[Point, Spec]:
         """The compressors of a choice."""
@@ -109,7 +109,7 @@ class CostBook:
         plan.begin(STEADY)
         return Pieces(config, self.vocab_size, self._stand, plan, STEADY)
 
-    def piece(self, choice: Choice, name: str) -> Piece:
+    def piece(self, choice: Choice, name: str) -> PieceCost:
         """A piece's forward and backward."""
         texts = self._text(choice, *TP_POINTS)
         recompute = choice.recompute if name == "layer" else None
@@ -119,7 +119,7 @@ class CostBook:
             self._pieces[key] = planned(texts, lambda: self._dry(choice, specs).piece(name))
         return self._pieces[key]
 
-    def reduction(self, choice: Choice, name: str, stage: int) -> Reduction:
+    def reduction(self, choice: Choice, name: str, stage: int) -> ReductionCost:
         """The sum of a piece's gradients over the replicas, on a stage."""
         specs = self.specs(choice)
         spec = specs.get(Point.DP_GRAD)
@@ -139,7 +139,7 @@ class CostBook:
             )
         return self._reductions[key]
 
-    def embedding_sum(self, choice: Choice, shape: tuple[int, ...], elements: int) -> Reduction:
+    def embedding_reduction(self, choice: Choice, shape: tuple[int, ...], elements: int) -> ReductionCost:
         """The sum of the tied embedding over its holders."""
         texts = self._text(choice, Point.EMBED_GRAD)
         holders = 2 * choice.dp if self.fused(choice) else 2
@@ -148,11 +148,11 @@ class CostBook:
         if key not in self._reductions:
             specs = {p: spec for p, spec in self.specs(choice).items() if not p.sums or p is Point.EMBED_GRAD}
             self._reductions[key] = planned(
-                texts, lambda: self._dry(choice, specs).embedding_sum(shape, elements, replicas)
+                texts, lambda: self._dry(choice, specs).embedding_reduction(shape, elements, replicas)
             )
         return self._reductions[key]
 
-    def message(self, choice: Choice, point: Point, compressed: bool) -> Message:
+    def message(self, choice: Choice, point: Point, compressed: bool) -> MessageCost:
         """A pipeline message."""
         texts = self._text(choice, point) if compressed else ()
         parts = choice.tp if choice.sequence_parallel else 1
@@ -170,7 +170,7 @@ class CostBook:
             )
         return self._messages[key]
 
-    def gathered(self, choice: Choice, elements: int) -> Message:
+    def gathered(self, choice: Choice, elements: int) -> MessageCost:
         """A replica's updated parameters, as it sends them to the others."""
         texts = self._text(choice, Point.PARAM_GATHER)
         key = (Point.PARAM_GATHER, elements, texts)

@@ -33,12 +33,12 @@ _FREE = frozenset(
 
 
 @dataclass(frozen=True)
-class Talk:
+class Collective:
     """One collective that a group was asked for.
 
     Args:
         kind: all-reduce, reduce-scatter, all-gather, all-to-all or broadcast.
-        nbytes: of the whole tensor.
+        nbytes: bytes of the whole tensor.
     """
 
     kind: str
@@ -50,11 +50,11 @@ class Tally:
     """What a part of a step costs one rank.
 
     Args:
-        seconds: of operations that are no coding, at the device's rates.
-        coding_s: of encoding and decoding.
-        waited_s: for collectives, where they are real.
-        flops: of all its products.
-        talks: collectives, in their order.
+        seconds: time of operations other than encoding and decoding, at the device's rates.
+        coding_s: time of encoding and decoding.
+        waited_s: time of waiting for collectives, where they are real.
+        flops: FLOPs of all its products.
+        collectives: collectives, in their order.
         sent: bytes that one rank sends, by point.
     """
 
@@ -62,12 +62,12 @@ class Tally:
     coding_s: float = 0.0
     waited_s: float = 0.0
     flops: float = 0.0
-    talks: list[Talk] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
     sent: dict[Point, int] = field(default_factory=dict)
 
     @staticmethod
     def median(tallies: Sequence[Tally]) -> Tally:
-        """Of the same work done several times; the first time, which warms up, does not count if there are others.
+        """The median of repeated tallies; the first, which warms up, does not count if there are others.
 
         A mean would be that of the one time at which the machine was busy with something else.
         """
@@ -91,7 +91,7 @@ class Recorder(TorchDispatchMode):
     """Adds up the operations that run inside it; encoding and decoding apart.
 
     Args:
-        device: whose rates count.
+        device: device whose rates count.
     """
 
     def __init__(self, device: Device) -> None:
@@ -149,7 +149,7 @@ class DryGroup(Group):
 
     Args:
         size: ranks.
-        recorder: where the talks are noted.
+        recorder: where the collectives are noted.
     """
 
     def __init__(self, size: int, recorder: Recorder) -> None:
@@ -159,7 +159,7 @@ class DryGroup(Group):
     def start(self, what: str, sent: int, call: Callable[[], Work | None]) -> Pending:
         rounds = 2 if what == "all-reduce" else 1
         whole = sent if what == "broadcast" else sent * self.size / (rounds * (self.size - 1))
-        self.recorder.tally.talks.append(Talk(what, whole))
+        self.recorder.tally.collectives.append(Collective(what, whole))
         return Pending(None, sent, what)
 
 
@@ -176,7 +176,7 @@ class DryStand:
     """Where pieces run dry: the meta device, stand-ins for groups, and operations timed at a device's rates.
 
     Args:
-        device: whose rates count.
+        device: device whose rates count.
     """
 
     torch_device = META

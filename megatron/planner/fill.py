@@ -112,7 +112,7 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
                 sent = piece.forward.sent.get(point, 0) + piece.backward.sent.get(point, 0)
                 total += count * choice.micro_batches * sent
             if point is Point.TP_BWD:
-                total += sent_bytes([stages.partial_sum(choice, rank)], choice.tp)
+                total += sent_bytes([stages.partial_reduction(choice, rank)], choice.tp)
         found[point.value] = total / choice.pp
     for point in (Point.PP_FWD, Point.PP_BWD):
         found[point.value] = _messages(stages, choice, point) / choice.pp
@@ -120,8 +120,8 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
     tied = book.piece(choice, "embedding").tied_shape
     if tied and choice.pp > 1:
         fused = book.fused(choice)
-        part = book.embedding_sum(choice, tied, stages.tied_elements(choice))
-        each = sum(sent_bytes(talks, 2 * choice.dp if fused else 2) for talks in part.rounds)
+        part = book.embedding_reduction(choice, tied, stages.tied_elements(choice))
+        each = sum(sent_bytes(collectives, 2 * choice.dp if fused else 2) for collectives in part.rounds)
         found[Point.EMBED_GRAD.value] = 2 * each / choice.pp
     if choice.sharded:
         shares = (book.gathered(choice, -(-stages.elements(choice, rank) // choice.dp)) for rank in range(choice.pp))
@@ -144,7 +144,7 @@ def _messages(stages: Stages, choice: Choice, point: Point) -> float:
 
 
 def leaving(choice: Choice, wires: Wires, sent: Mapping[str, float]) -> dict[str, float]:
-    """Of the bytes sent, those that leave the node: of a ring, what its last member in a node sends."""
+    """The share of the bytes sent that leaves the node: of a ring, what its last member in a node sends."""
     groups = {
         Point.TP_FWD: (wires.tp, choice.tp),
         Point.TP_BWD: (wires.tp, choice.tp),

@@ -23,7 +23,7 @@ from megatron.compression.spec import Spec
 from megatron.config.run import RunConfig
 from megatron.kernels.ops import finite_norm
 from megatron.planner.choice import Choice, choice_of
-from megatron.planner.cluster import CODING, PARTS, Cluster, Device, Link
+from megatron.planner.cluster import CODING, PARTS, Cluster, Device, LinkSpec
 from megatron.planner.costs import STEADY, TP_POINTS, planned, wires_of
 from megatron.planner.dry_run import DryStand, Tally
 from megatron.planner.pieces import PIECES, Pieces, Stand, message
@@ -46,11 +46,11 @@ _UPDATE_ELEMENTS = 1 << 24
 """Parameters of the optimizer's step that is timed, at most."""
 
 
-class Clock:
+class ComputeMeter:
     """A meter of real time: what is not spent coding or waiting is computing.
 
     Args:
-        device: that computes.
+        device: device that computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,7 +58,7 @@ class Clock:
         self.synchronize = self.ledger.clock.settle
         self._start = 0.0
 
-    def __enter__(self) -> Clock:
+    def __enter__(self) -> ComputeMeter:
         self._restart()
         return self
 
@@ -86,7 +86,7 @@ class LiveStand:
     Args:
         device: torch's.
         tp: the tensor-parallel ranks; None for this process alone.
-        repeats: of each piece; the first does not count.
+        repeats: repetitions of each piece; the first does not count.
     """
 
     attention = staticmethod(F.scaled_dot_product_attention)
@@ -96,9 +96,9 @@ class LiveStand:
         self.repeats = repeats
         self.tp = tp
 
-    def recorder(self) -> Clock:
+    def recorder(self) -> ComputeMeter:
         """Takes the time."""
-        return Clock(self.torch_device)
+        return ComputeMeter(self.torch_device)
 
     def group(self, size: int, recorder: Any) -> Group:
         """The tensor-parallel ranks, or this one alone."""
@@ -127,7 +127,7 @@ def measure_device(dtype: torch.dtype, stand: LiveStand) -> Device:
     """The rates of this process's device.
 
     Args:
-        dtype: that is trained in.
+        dtype: dtype of the training.
         stand: on it.
     """
     device, synchronize = stand.torch_device, stand.recorder().synchronize
@@ -181,7 +181,7 @@ class Corrections:
         return Pieces(self.choice.configure(self.config), self.vocab_size, where, plan, STEADY)
 
     def of_parts(self) -> dict[str, float]:
-        """By the names of ``PARTS``."""
+        """Factors of the parts of ``PARTS``, by name."""
         found: dict[str, float] = {}
         for name in PIECES:
             dry, real = self.book.piece(self.choice, name), self._pieces({}, self.stand).piece(name)
@@ -197,7 +197,7 @@ class Corrections:
         return found
 
     def of_coding(self, text: str) -> float:
-        """Of a compressor's encoding and decoding."""
+        """The factor of a compressor's encoding and decoding."""
         ((point, spec),) = self.book.specs(dataclasses.replace(self.choice, specs=(text,))).items()
         dry = planned((text,), lambda: self._coding_s(point, spec, DryStand(self.device)))
         real = self._coding_s(point, spec, self.stand)
@@ -212,7 +212,7 @@ class Corrections:
             return pieces.reduction("layer", replicas=1).coding_s
         if point is Point.EMBED_GRAD:
             shape = self.book.piece(self.choice, "embedding").tied_shape
-            return pieces.embedding_sum(shape, math.prod(shape), replicas=1).coding_s if shape else 0.0
+            return pieces.embedding_reduction(shape, math.prod(shape), replicas=1).coding_s if shape else 0.0
         model, keys = self.config.model, self.choice.micro_batch
         shape = (model.seq_length, keys, model.hidden_size)
         dtype = model.residual_dtype(self.config.precision.params_dtype)
@@ -240,7 +240,7 @@ def measure_links(topology: Topology, ranks_per_node: int) -> dict[str, float]:
 
     Args:
         topology: all ranks.
-        ranks_per_node: that share a node.
+        ranks_per_node: ranks that share a node.
 
     Returns:
         inside_us, inside_gbit, across_us and across_gbit, those that there are; not numbers on a rank without a peer.
@@ -290,7 +290,7 @@ def measure_all(
         vocab_size: entries of the vocabulary.
         specs: compressors to be timed; they need not fit into one run.
         topology: all ranks; None for this process alone.
-        ranks_per_node: that share a node.
+        ranks_per_node: ranks that share a node.
     """
     if topology is None:
         torch_device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -314,7 +314,7 @@ def measure_all(
 
 
 def _means(values: dict[str, float], topology: Topology | None) -> dict[str, float]:
-    """Of the ranks that know them."""
+    """Means over the ranks that know a value."""
     if topology is None:
         return values
     rows = torch.tensor(gather_rows(topology.control, Ledger(), list(values.values())), dtype=torch.float64)
@@ -329,8 +329,8 @@ def described(found: Mapping[str, float], base: Cluster) -> Cluster:
         base: what else is known: names, sizes, links and corrections that were not measured.
     """
 
-    def link(side: str, known: Link) -> Link:
-        return Link(found[f"{side}_gbit"], found[f"{side}_us"]) if f"{side}_gbit" in found else known
+    def link(side: str, known: LinkSpec) -> LinkSpec:
+        return LinkSpec(found[f"{side}_gbit"], found[f"{side}_us"]) if f"{side}_gbit" in found else known
 
     corrections = {name: value for name, value in found.items() if name in PARTS or name.startswith(CODING)}
     corrections = {**base.corrections, **corrections}

@@ -85,7 +85,7 @@ def breakdown(one: Prediction, config: RunConfig | None = None) -> str:
 
     Args:
         one: the prediction.
-        config: that the flags are added to, as it was given; None where the choice is its own.
+        config: configuration that the flags are added to, as it was given; None where the choice is its own.
     """
     parts = _shares(one.parts, one.seconds, lambda seconds: f"{seconds:.3f} s")
     memory = _shares(one.memory, one.memory_bytes, lambda nbytes: f"{nbytes / 2**30:.2f} GiB")

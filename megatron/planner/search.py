@@ -38,8 +38,8 @@ class Found:
     Args:
         best: the fastest choice of each of the fastest layouts, fastest first.
         considered: choices that there are.
-        predicted: of these, the ones whose lower bound did not rule them out.
-        too_large: of the ones looked at, those that do not fit into memory.
+        predicted: number of these that their lower bound did not rule out.
+        too_large: number of these that do not fit into memory.
     """
 
     best: Sequence[Prediction]
@@ -121,10 +121,10 @@ def search(
     """The fastest layouts that fit, each at its fastest, by branch and bound: none is left out that could be one.
 
     Args:
-        predictor: of the model on the cluster.
+        predictor: predictor of the model on the cluster.
         spec_sets: compressors that may serve together.
         top: how many layouts are wanted.
-        memory_gib: that a rank may fill; default: the device's.
+        memory_gib: memory that a rank may fill; default: the device's.
 
     Raises:
         UserError: when nothing fits.

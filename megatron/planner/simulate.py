@@ -19,9 +19,9 @@ class Hop:
     """One message between two virtual stages.
 
     Args:
-        encode_s, decode_s: at its ends; they keep the ranks busy.
-        transfer_s: for which it fills the link.
-        latency_s: after that, until it is there.
+        encode_s, decode_s: encoding and decoding at its ends; they keep the ranks busy.
+        transfer_s: time for which it fills the link.
+        latency_s: time from then until it has arrived.
     """
 
     encode_s: float = 0.0
@@ -40,7 +40,7 @@ class StageTimes:
 
     Args:
         end: when its last operation is done.
-        busy: of that, computing.
+        busy: computing time within that.
         coding: encoding and decoding messages.
     """
 
@@ -50,7 +50,7 @@ class StageTimes:
 
     @property
     def waiting(self) -> float:
-        """For messages that were not there yet."""
+        """The time of waiting for messages."""
         return self.end - self.busy - self.coding
 
 
@@ -59,8 +59,8 @@ class Pipeline:
     """A pipeline's shape and the times of its chunks.
 
     Args:
-        kind: of schedule: 1f1b, eager-1f1b or gpipe.
-        forward_s, backward_s: of one micro-batch, by virtual stage.
+        kind: schedule: 1f1b, eager-1f1b or gpipe.
+        forward_s, backward_s: time of one micro-batch, by virtual stage.
         stages: pipeline ranks; virtual stage v is on rank v % stages.
         hops: its messages.
     """
@@ -99,7 +99,7 @@ class Pipeline:
         return self._lengthened(micro_batches)
 
     def _lengthened(self, micro_batches: int) -> list[StageTimes]:
-        """Of a long step, only the beginning is played, and the rest is added.
+        """Plays only the beginning of a long step, and extrapolates the rest.
 
         Once 1F1B is in its stride, every further group of micro-batches takes equally long. Where links are what it
         waits for, it finds its stride late, and this may be a tenth off.
@@ -165,8 +165,8 @@ class _Flow:
     Args:
         sender, receiver: its ends.
         queue: messages that have not left, and what they take.
-        left: of the first one's size.
-        rate: of a free link's, at which it moves.
+        left: what is left of the size of the first message.
+        rate: rate at which it moves, as a share of a free link's.
         since: when ``left`` was so much.
         version: counts the changes of the rate.
     """

@@ -71,7 +71,7 @@ def required_path(value: str | None, flag: str, tokenizer: str, *, folder: bool 
     """The path of a flag, checked.
 
     Raises:
-        UserError: not given, or no such file (folder).
+        UserError: when it is not given, or there is no such file (folder).
     """
     if not value:
         raise UserError(f"--tokenizer-type {tokenizer} needs --{flag}")

@@ -59,7 +59,7 @@ def build_tokenizer(flags: TokenizerFlags) -> Tokenizer:
     """The tokenizer that the flags name.
 
     Raises:
-        UserError: an unknown type, a missing flag or file, or a file of another kind.
+        UserError: when the type is unknown, a flag or file is missing, or a file is of another kind.
     """
     name = flags.tokenizer_type
     if not name:

@@ -13,8 +13,8 @@ from megatron.base.errors import UserError
 END_OF_TEXT = "<|endoftext|>"
 
 # GPT-2 cuts a text into words before merging bytes: contractions, letters, digits and other signs, each with
-# one space before it, and white space. These are its rules for ASCII, where the classes of Python's `re` and
-# of the `tokenizers` library cannot differ by their Unicode versions.
+# one space before it, and white space. These are its rules for ASCII, where the classes of Python's ``re`` and
+# of the ``tokenizers`` library cannot differ by their Unicode versions.
 _SPACE = r" \t\n\r\x0b\x0c"
 _WORD = re.compile(
     rf"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+| ?[0-9]+| ?[^{_SPACE}A-Za-z0-9]+"
@@ -53,7 +53,7 @@ class _WordIds(dict[str, tuple[int, ...]]):
 
 
 class GPT2BPETokenizer:
-    """GPT-2's vocabulary files, through the `tokenizers` library.
+    """GPT-2's vocabulary files, through the ``tokenizers`` library.
 
     The ids are those of Hugging Face's GPT2TokenizerFast, but for one deliberate difference, which is
     Megatron's: "<|endoftext|>" inside a text is text, so a document cannot end itself.
@@ -66,7 +66,7 @@ class GPT2BPETokenizer:
         merge_file: merges.txt.
 
     Raises:
-        UserError: files that the library cannot read, or a vocabulary without "<|endoftext|>".
+        UserError: when the library cannot read the files, or the vocabulary has no "<|endoftext|>".
     """
 
     name = "GPT2BPETokenizer"
@@ -123,7 +123,7 @@ class GPT2BPETokenizer:
 
 
 def _last_cut(text: str, place: int, low: int) -> int:
-    """The last place in [low, place] where the text may be cut; `low` when there is none."""
+    """The last place in [low, place] where the text may be cut; ``low`` when there is none."""
     while place > low:
         if text[place] in _SPACES and "!" <= text[place - 1] <= "~":
             return place

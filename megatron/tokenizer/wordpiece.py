@@ -11,10 +11,10 @@ _LONGEST_WORD = 200
 
 
 class BertWordPieceTokenizer:
-    """BERT's vocab.txt, through the `tokenizers` library.
+    """BERT's vocab.txt, through the ``tokenizers`` library.
 
     [BOS] and [EOS] take two more ids at the end of the vocabulary where it does not have them, as in
-    Megatron; then come `extra_ids` more. [EOS] is the end of a document. Special names inside a text are
+    Megatron; then come ``extra_ids`` more. [EOS] is the end of a document. Special names inside a text are
     text.
 
     Args:
@@ -23,7 +23,7 @@ class BertWordPieceTokenizer:
         extra_ids: sentinel ids at the end.
 
     Raises:
-        UserError: a file that cannot be read, or lacks a token that BERT needs.
+        UserError: when the file cannot be read, or lacks a token that BERT needs.
     """
 
     def __init__(self, vocab_file: Path, lower_case: bool, extra_ids: int = 0) -> None:

@@ -2,10 +2,10 @@
 
     python tools/launch.py --nproc-per-node 4 pretrain_gpt.py ...
 
-All flags are torchrun's (`--help` lists them): --nnodes, --node-rank, --master-addr, --max-restarts ... The exit status
-is that of the rank that failed first: 1 for an error, 2 for bad input, 3 when a rank or machine is gone, 4 when every
-step was skipped, 128 plus the signal's number for a rank that was killed. LOGLEVEL=WARNING or INFO also shows
-torchrun's own messages.
+All flags are torchrun's (``--help`` lists them): --nnodes, --node-rank, --master-addr, --max-restarts ... The exit
+status is that of the rank that failed first: 1 for an error, 2 for bad input, 3 when a rank or machine is gone, 4
+when every step was skipped, 128 plus the signal's number for a rank that was killed. LOGLEVEL=WARNING or INFO also
+shows torchrun's own messages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NO_FILE = "<N/A>"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; its exit status."""
+    """Runs the command; returns its exit status."""
     arguments = run.parse_args(sys.argv[1:] if argv is None else argv)
     wrong = _wrong(arguments)
     if wrong is not None:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _wrong(arguments: argparse.Namespace) -> str | None:
-    """What is wrong with flags that torch would fail over without a reason, or wait for ever; None when nothing is."""
+    """A problem of flags that torch would fail on without a reason, or hang on; None when there is none."""
     processes = f"--nproc-per-node {arguments.nproc_per_node}"
     try:
         if run.determine_local_world_size(arguments.nproc_per_node) < 1:
@@ -125,7 +125,7 @@ def _explain(error: ChildFailedError) -> str | None:
 
 
 def _left(failure: ProcessFailure) -> dict[str, Any]:
-    """What a rank left in its error file."""
+    """Content of a rank's error file."""
     message: object = failure.message if failure.error_file != NO_FILE else None
     return message if isinstance(message, dict) else {}
 

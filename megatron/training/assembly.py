@@ -127,7 +127,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         config: the resolved configuration.
         topology: this rank's place.
         vocab_size: entries of the tokenizer.
-        length: of the run, for warm-ups that are a part of it.
+        length: length of the run, for warm-ups that are a part of it.
     """
     layout, device, dtype = topology.layout, topology.device, config.precision.params_dtype
     clock = clock_of(topology.device)
@@ -204,7 +204,7 @@ def _compiles(config: RunConfig, device: torch.device) -> bool:
     """Whether the layers are compiled.
 
     Raises:
-        UserError: where that was asked for, and what compiles for the device is not there.
+        UserError: when compiling was asked for, and the device's compiler is missing.
     """
     choice, cuda = config.training.compile, device.type == "cuda"
     able = (

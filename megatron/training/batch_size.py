@@ -21,8 +21,8 @@ class BatchSizeSchedule:
 
     Args: global_batch_size: samples of one optimizer step; the final one when there is a ramp-up. None: one
         micro-batch per data-parallel rank. micro_batch_size: samples of one forward pass of one data-parallel
-        rank. dp_size: number of data-parallel ranks. rampup: `(start, increment, samples)`: from `start`, up
-        by `increment` at a time, evenly over `samples` samples.
+        rank. dp_size: number of data-parallel ranks. rampup: ``(start, increment, samples)``: from ``start``, up
+        by ``increment`` at a time, evenly over ``samples`` samples.
 
     Raises UserError naming the flag when a batch size on the way does not divide by micro-batch size times
     dp_size.
@@ -74,7 +74,7 @@ class BatchSizeSchedule:
             )
 
     def at(self, consumed_samples: int) -> int:
-        """Global batch size of the step that begins when `consumed_samples` samples have been consumed."""
+        """Global batch size of the step that begins when ``consumed_samples`` samples have been consumed."""
         if consumed_samples >= self.ramp_samples or self.increments == 0:
             return self.global_batch_size
         # In integers: dividing by a rounded samples-per-increment would be a step late at some boundaries.
@@ -85,7 +85,7 @@ class BatchSizeSchedule:
         return self.at(consumed_samples) // self.samples_per_micro_batch
 
     def ahead(self, consumed_samples: int, iterations: int) -> Ahead:
-        """What so many steps take that begin when `consumed_samples` samples have been consumed."""
+        """What so many steps take that begin when ``consumed_samples`` samples have been consumed."""
         begin = consumed_samples
         while iterations and self.increments and consumed_samples < self.ramp_samples:
             size = self.at(consumed_samples)
@@ -99,8 +99,8 @@ class BatchSizeSchedule:
         return Ahead(samples, samples // self.samples_per_micro_batch)
 
     def iterations_for(self, train_samples: int, consumed: int = 0) -> int:
-        """Number of whole steps until `train_samples` samples are consumed, of which so many are; a last partial batch
-        is not run."""
+        """Number of whole steps from ``consumed`` samples until ``train_samples`` samples; a last partial batch is not
+        run."""
         iterations = 0
         ramp = self.ramp_samples if self.increments else 0
         while consumed < ramp:

@@ -16,7 +16,7 @@ class LastingStream(io.TextIOBase):
     Args:
         stream: a file that the process has open.
         warn: where a warning goes when it fails.
-        name: of the stream, for the warning.
+        name: name of the stream, for the warning.
     """
 
     def __init__(self, stream: TextIO, warn: TextIO, name: str) -> None:

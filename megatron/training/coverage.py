@@ -115,7 +115,7 @@ def _pipeline(engines: Engines, point: Point) -> Shares:
 
 
 def _sent(engines: Engines, point: Point) -> Iterator[bool]:
-    """For each message that this rank sends in a step, whether the spec's ``when`` lets it be compressed."""
+    """Whether the spec's ``when`` lets each message that this rank sends in a step be compressed."""
     layout, stage = engines.topology.layout, engines.plan.stage
     training, kind = engines.config.training, engines.config.parallel.pipeline_schedule
     micro_batches = training.global_batch_size // (training.micro_batch_size * layout.dp)

@@ -26,7 +26,7 @@ def make_deterministic(cuda: bool) -> None:
         cuda: the run is on GPUs.
 
     Raises:
-        UserError: for a variable that is set to something else.
+        UserError: when a variable is set to something else.
     """
     if cuda:
         _set(_CUBLAS, os.environ.get(_CUBLAS, "").split(), _CUBLAS_CHOICES, ":4096:8")

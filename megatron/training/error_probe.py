@@ -37,7 +37,7 @@ class ErrorProbe(Observer):
             self._errors[sent.position.boundary, sent.position.micro_batch] = sent.error().detach().clone()
 
     def findings(self, iteration: int) -> Iterator[Finding]:
-        """Of each boundary and micro-batch whose next one was seen, too: the cosine between the error of its gradient
+        """Cosines, for each boundary and micro-batch whose next one was seen, too, between the error of its gradient
         and the change of the activation to the next one's, and the means of both."""
         rows = []
         for (boundary, micro_batch), error in sorted(self._errors.items(), key=lambda item: item[0]):

@@ -17,7 +17,7 @@ def evaluate(engines: Engines, batches: MicroBatches, rounds: int, micro_batches
         engines: this rank's.
         batches: its micro-batches.
         rounds: global batches.
-        micro_batches: of this rank, in each of them.
+        micro_batches: this rank's micro-batches in each of them.
     """
     totals = torch.zeros(2, dtype=torch.float64)
     for _ in range(rounds):

@@ -35,7 +35,7 @@ class ModelSize:
     """Numbers of parameters.
 
     Args:
-        total: of the whole model, without padding, each once.
+        total: parameters of the whole model, without padding, each once.
         largest: on the rank that holds most, with its padding and its copy of what others hold too.
     """
 
@@ -72,7 +72,7 @@ class Forecast:
 
     Args:
         config: resolved.
-        batch_sizes: of the run.
+        batch_sizes: batch sizes of the run.
         layout: its mesh.
         train_iters: iterations of the whole run.
         splits: whether there are a validation and a test set.

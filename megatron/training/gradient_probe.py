@@ -50,8 +50,8 @@ class GradientProbe(Observer):
         yield Finding("gradients", {"density": self.density, "parameters": parameters})
 
     def look(self) -> dict[str, Figures]:
-        """By parameter: ``energy``, the squared norm's share of the largest, ``kept``, the share that was there at
-        the last look (none at the first), and ``places``, how many of them are in each part."""
+        """Figures by parameter: ``energy``, the squared norm's share of the largest, ``kept``, the share that was there
+        at the last look (none at the first), and ``places``, how many of them are in each part."""
         found: dict[str, Figures] = {}
         for buffer in self.buffers:
             for bucket in buffer.buckets:

@@ -23,10 +23,10 @@ def identity_of(sections: Mapping[str, Any]) -> Identity:
     """What this rank is about to run.
 
     Args:
-        sections: of the command's flags, by name; resolved, where they can be.
+        sections: sections of the command's flags, by name; resolved, where they can be.
 
     Raises:
-        UserError: for a blend of datasets that cannot be read.
+        UserError: when a blend of datasets cannot be read.
     """
     return {**_code(), **dict(_flags(sections))}
 

@@ -51,7 +51,7 @@ class Verdict:
         """Returns when there is no problem.
 
         Raises:
-            UserError: for bad input.
+            UserError: when the input is invalid.
             CommunicationError: when a rank failed otherwise.
         """
         if self.problem:
@@ -163,7 +163,7 @@ def first_difference(identities: Mapping[int, Identity]) -> str | None:
     """The first thing that ranks differ in, with the values and the ranks; None when nothing differs.
 
     Args:
-        identities: by rank.
+        identities: the ranks' identities, by rank.
     """
     names = dict.fromkeys(name for identity in identities.values() for name in identity)
     for name in names:

@@ -40,7 +40,7 @@ class PointTraffic:
         return self.raw_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
     def as_dict(self) -> dict[str, float]:
-        """Its figures by name, without those that there are not."""
+        """The figures by name, without those that are None."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -105,8 +105,8 @@ class StepMetrics:
 class MetricsWindow:
     """The steps between two log lines, as one ``StepMetrics``.
 
-    The clock runs from the last `close` (or the construction) and stands still inside `paused`, which evaluation and
-    checkpoints use.
+    The clock runs from the last ``close`` (or the construction) and stands still inside ``paused``, which evaluation
+    and checkpoints use.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -162,7 +162,7 @@ class Evaluation:
 
     Args:
         iteration, consumed_samples: where training stands.
-        losses: by name, nats per token.
+        losses: losses by name, nats per token.
         samples: size of the draw, for an evaluation after training; None for those in between.
         split: "validation" or "test".
     """
@@ -180,9 +180,9 @@ def perplexity(loss: float) -> float:
 
 
 def format_train_line(metrics: StepMetrics) -> str:
-    """The training line: a leading space, and each field closed by ` |`.
+    """The training line: a leading space, and each field closed by `` |``.
 
-    It is read by other people's scripts (`TFLOPs:`, `elapsed time per iteration (s):`, `iteration i/ n`), so its
+    It is read by other people's scripts (``TFLOPs:``, ``elapsed time per iteration (s):``, ``iteration i/ n``), so its
     fields, their order and their formats are fixed, what is new comes last, and no other line may look like it.
 
     A loss that is not above zero (no iteration of the window counted, or it is a nan) and a norm that is None

@@ -70,8 +70,8 @@ def peak_tflops(name: str, dtype: torch.dtype, tf32: bool = False) -> float | No
     """The rate of a device at the precision that is trained in; None where it is not known.
 
     Args:
-        name: of the device.
-        dtype: of the parameters.
+        name: name of the device.
+        dtype: dtype of the parameters.
         tf32: products of fp32 matrices may round their factors.
     """
     peaks = peaks_of(name)

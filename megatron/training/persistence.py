@@ -40,7 +40,7 @@ class SavedRun:
     Args:
         iteration: which one.
         common: its values.
-        counters: those of them that say what else there is.
+        counters: the counters that say what else there is.
         progress: how far the run has come; nowhere with ``--finetune``.
     """
 
@@ -91,7 +91,7 @@ class RunCheckpoints:
         config: the resolved configuration.
         engines, schedule, progress: what is saved and restored, in place.
         log: takes lines for the user, on rank 0.
-        lock: of the folder of ``--save``, on rank 0.
+        lock: lock of the folder of ``--save``, on rank 0.
     """
 
     def __init__(

@@ -29,10 +29,10 @@ def plot_loss_curve(
     loss: str = "lm_loss",
     title: str = "Loss",
 ) -> Path:
-    """Draw training and validation loss over iterations, with consumed tokens on a second axis for a single
+    """Draws training and validation loss over iterations, with consumed tokens on a second axis for a single
     run.
 
-    Args: jsonl_paths: one file per run, as `--log-json-file` writes them. out_png: the picture; it appears
+    Args: jsonl_paths: one file per run, as ``--log-json-file`` writes them. out_png: the picture; it appears
         whole or not at all. reference_lines: label -> loss in nats per token, drawn as dashed horizontals
         (such as the unigram entropy). loss: key of the loss in the events.
 
@@ -42,7 +42,7 @@ def plot_loss_curve(
     picture_format(Path(out_png))
     figure = new_figure(8, 4.8)
     axes = figure.add_subplot()
-    runs = [_Run(Path(path), loss) for path in jsonl_paths]
+    runs = [_LossCurves(Path(path), loss) for path in jsonl_paths]
     for i, (run, label) in enumerate(zip(runs, _labels(runs), strict=True)):
         color = COLORS[i % len(COLORS)]
         # Several runs are told apart by color; a single one can afford a second color for what is held out.
@@ -124,7 +124,7 @@ def save_figure(figure: Any, path: Path) -> Path:
     return path
 
 
-class _Run:
+class _LossCurves:
     """The curves of one JSON-lines file."""
 
     def __init__(self, path: Path, loss: str) -> None:
@@ -170,7 +170,7 @@ def _points(events: Sequence[Record], kind: str, loss: str) -> list[tuple[int, f
     return [(e.iteration(), e.number(loss)) for e in events if e.get("kind") == kind and loss in e]
 
 
-def _labels(runs: Sequence[_Run]) -> list[str]:
+def _labels(runs: Sequence[_LossCurves]) -> list[str]:
     """A prefix that tells runs apart: file names, or folder names where those repeat; none for one run."""
     if len(runs) == 1:
         return [""]

@@ -72,7 +72,7 @@ def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
     """The checked configuration for this world.
 
     Raises:
-        UserError: for settings that cannot work; no process group exists yet.
+        UserError: when settings cannot work; no process group exists yet.
     """
     wanted = parsed.config.checkpoint
     if wanted.use_checkpoint_args:
@@ -89,7 +89,7 @@ def _fitted(tokenizer: TokenizerConfig, entries: int, parsed: ParsedRun) -> Toke
     """The tokenizer for a checkpoint's model, which may have more entries than it.
 
     Raises:
-        UserError: for a --vocab-size of another model.
+        UserError: when --vocab-size is that of another model.
     """
     result = fitted(tokenizer, entries)
     if "tokenizer.vocab_size" in parsed.explicit and result != tokenizer:
@@ -110,7 +110,7 @@ def run(
         notes: on the flags.
         env: this process's place.
         started: ``time.monotonic()`` at the start of the program.
-        lock: of the folder that rank 0 saves to.
+        lock: lock of the folder that rank 0 saves to.
 
     Raises:
         UserError: on every rank, for data, files or checkpoints that cannot be used.

@@ -49,8 +49,8 @@ class Ranks:
 
     Attributes:
         env: this process's place, as the launcher says.
-        watch: over the other ranks; None until they have met.
-        meeting: of all ranks; None until this one has joined it.
+        watch: the watch over the other ranks; None until they have met.
+        meeting: what all ranks have agreed in; None until this one has joined it.
     """
 
     def __init__(self) -> None:
@@ -70,10 +70,10 @@ class Ranks:
         """Joins the other ranks, if any, in a process group; rank 0 prints the notes on the flags.
 
         Args:
-            backend, timeout_minutes: of the process group.
-            sections: of the command's flags, by name, which must be the same on all ranks.
+            backend, timeout_minutes: backend and time-out of the process group.
+            sections: sections of the command's flags, by name, which must be the same on all ranks.
             notes: on the flags.
-            peer_timeout_seconds: how long a rank may give no sign of life before the others end.
+            peer_timeout_seconds: longest time without a heartbeat of a rank before the others end.
 
         Raises:
             UserError: on every rank, when flags, code or files differ, or another rank refuses its own.

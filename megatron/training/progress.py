@@ -13,11 +13,11 @@ ProgressMode = Literal["auto", "on", "off"]
 class ProgressBar:
     """Iterations done, loss, tokens/s and time left, on the last line of a terminal.
 
-    Args: total: iterations of the run. done: iterations already done, when the run resumes. mode: `auto`
-        shows the bar only when `stream` is a terminal (and tqdm imports), `on` always, `off` never. stream:
-        where the bar is drawn. output: where `write` puts whole lines. name: what the bar is called.
+    Args: total: iterations of the run. done: iterations already done, when the run resumes. mode: ``auto``
+        shows the bar only when ``stream`` is a terminal (and tqdm imports), ``on`` always, ``off`` never. stream:
+        where the bar is drawn. output: where ``write`` puts whole lines. name: what the bar is called.
 
-    Raises UserError when the mode is `on` and tqdm is missing.
+    Raises UserError when the mode is ``on`` and tqdm is missing.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ProgressBar:
         self._bar.update(steps)
 
     def write(self, text: str) -> None:
-        """Print whole lines to the output, above the bar when there is one."""
+        """Prints whole lines to the output, above the bar when there is one."""
         if self._bar is None:
             print(text, file=self._output, flush=True)
         else:

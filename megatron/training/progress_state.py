@@ -35,7 +35,7 @@ class Progress:
         """The inverse.
 
         Raises:
-            UserError: for anything but whole numbers; nothing has changed then.
+            UserError: when a value is not a whole number; nothing has changed then.
         """
         counts = {field.name: Values(state).integer(field.name, least=0, most=_MOST) for field in fields(self)}
         for name, count in counts.items():
@@ -63,7 +63,7 @@ class SavedCounters:
             counters: the run's position will be asked for.
 
         Raises:
-            UserError: naming the file and the value that is missing or of another kind.
+            UserError: when a value is missing or of another kind; the message names the file and the value.
         """
         try:
             values = Values(common)

@@ -15,7 +15,7 @@ class Record(Values):
     """An event that was read, which checks what it is asked for.
 
     Args:
-        values: of the event.
+        values: values of the event.
         place: file and line, for messages.
     """
 
@@ -53,11 +53,11 @@ def _is_lost(value: Any) -> bool:
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """The events of a JSON-lines file that count: what a `resume` event made void is left out.
+    """The events of a JSON-lines file that count: what a ``resume`` event made void is left out.
 
     A line that is not a JSON object (the run was killed while writing it) is skipped.
 
-    Raises UserError when the iterations around a `resume` event are none.
+    Raises UserError when the iterations around a ``resume`` event are none.
     """
     records: list[Record] = []
     for record in _json_objects(path):
@@ -69,7 +69,7 @@ def read_records(path: str | Path) -> list[Record]:
 
 
 def finite_figures(figures: Iterable[float]) -> list[float]:
-    """Those of some records' figures that are finite; a nan where there is none."""
+    """The finite ones of some records' figures; one nan where there is none."""
     return [figure for figure in figures if math.isfinite(figure)] or [math.nan]
 
 

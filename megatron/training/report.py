@@ -62,11 +62,11 @@ class Reporter:
 
     Args:
         config: the resolved configuration.
-        engines: whose traffic is reported.
+        engines: engines whose traffic is reported.
         progress: the run's counters.
         train_iters: iterations of the whole run.
         timers: reported with each log line.
-        batch_sizes: of the run.
+        batch_sizes: batch sizes of the run.
         splits: whether there are a validation and a test set.
     """
 

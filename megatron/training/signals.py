@@ -1,7 +1,7 @@
 """When to stop early: signals, an iteration interval, a wall-clock limit.
 
 Everything here is one rank's view. Ranks see signals and clocks at different moments, so the trainer takes
-the maximum of `ExitReason` over all ranks and acts on that.
+the maximum of ``ExitReason`` over all ranks and acts on that.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class ExitPolicy:
     """Decides after each iteration whether the run should save and end.
 
     Args:
-        exit_interval: `--exit-interval`: end at iterations that divide by it.
-        exit_duration_in_mins: `--exit-duration-in-mins`: end after this many minutes since `started`.
-        kill_switch_file: `--kill-switch-file`, for the log.
-        started: reading of `clock` at the start of the program; now by default.
+        exit_interval: ``--exit-interval``: end at iterations that divide by it.
+        exit_duration_in_mins: ``--exit-duration-in-mins``: end after this many minutes since ``started``.
+        kill_switch_file: ``--kill-switch-file``, for the log.
+        started: reading of ``clock`` at the start of the program; now by default.
         clock: seconds of a monotonic clock.
     """
 
@@ -81,7 +81,7 @@ class ExitPolicy:
         self._started = clock() if started is None else started
 
     def decide(self, iteration: int, *, received: signal.Signals | None = None) -> ExitReason:
-        """This rank's verdict after `iteration` iterations."""
+        """This rank's verdict after ``iteration`` iterations."""
         if received is not None:
             return ExitReason.SIGNAL
         minutes = (self._clock() - self._started) / 60.0

@@ -31,7 +31,7 @@ class Sink:
         """Whole lines of text, for people."""
 
     def event(self, kind: str, iteration: int, values: Mapping[str, Any]) -> None:
-        """A record of any kind (`config`, `gradients`, ...)."""
+        """A record of any kind (``config``, ``gradients``, ...)."""
 
     def step(self, metrics: StepMetrics) -> None:
         """A step was taken."""
@@ -97,7 +97,7 @@ class LineSink(Sink):
 
 
 class ConsoleSink(LineSink):
-    """Lines to the standard output, or through `write` (a progress bar's, so that the bar stays whole)."""
+    """Lines to the standard output, or through ``write`` (a progress bar's, so that the bar stays whole)."""
 
     name = "the standard output"
 
@@ -128,7 +128,7 @@ class ProgressBarSink(Sink):
 
 
 class TextFileSink(LineSink):
-    """Lines appended to a file (`--log_txt_file`)."""
+    """Lines appended to a file (``--log_txt_file``)."""
 
     def __init__(self, path: str | Path) -> None:
         self.name = str(path)
@@ -142,10 +142,10 @@ class TextFileSink(LineSink):
 
 
 class JsonLinesSink(Sink):
-    """One JSON object a line, appended to a file (`--log-json-file`).
+    """One JSON object a line, appended to a file (``--log-json-file``).
 
-    A run that goes on in an existing file first writes a `resume` event with the iteration it starts from:
-    events of later iterations before it belong to work that was lost. `read_records` leaves them out. A number
+    A run that goes on in an existing file first writes a ``resume`` event with the iteration it starts from:
+    events of later iterations before it belong to work that was lost. ``read_records`` leaves them out. A number
     that is not finite is written as null, so that every line is strict JSON.
     """
 
@@ -194,18 +194,18 @@ class JsonLinesSink(Sink):
 
 
 class TensorBoardSink(Sink):
-    """Curves for TensorBoard (`--tensorboard-dir`), with Megatron's tags.
+    """Curves for TensorBoard (``--tensorboard-dir``), with Megatron's tags.
 
-    Curves over samples and tokens (`lm loss vs samples`) are runs of their own in subfolders `samples` and
-    `tokens`. A resumed run has to discard the points of lost work, and TensorBoard discards by the step of a
+    Curves over samples and tokens (``lm loss vs samples``) are runs of their own in subfolders ``samples`` and
+    ``tokens``. A resumed run has to discard the points of lost work, and TensorBoard discards by the step of a
     whole run: with steps of several kinds in one run it would discard nearly all of the curves over samples.
 
     Args:
-        folder: of the events.
+        folder: folder of the event files.
         config: what goes there, and how often.
         dp_size: data-parallel replicas, for the figures per replica.
         world_size: processes of the run.
-        resume: position on each axis (`iterations`, `samples`, `tokens`) that the run goes on from.
+        resume: position on each axis (``iterations``, ``samples``, ``tokens``) that the run goes on from.
     """
 
     def __init__(
@@ -305,7 +305,7 @@ class TensorBoardSink(Sink):
         self._curves(evaluation.iteration, values, samples=evaluation.consumed_samples)
 
     def _curves(self, iteration: int, values: Mapping[str, float], **positions: int) -> None:
-        """Points over iterations, and the same ones, marked `vs AXIS`, over other axes."""
+        """Points over iterations, and the same ones, marked ``vs AXIS``, over other axes."""
         for axis, step in {"iterations": iteration, **positions}.items():
             writer, suffix = self._writer(axis), f" vs {axis}" if axis in positions else ""
             for tag, value in values.items():
@@ -333,8 +333,8 @@ def open_sinks(
     Args:
         config: the files and folders.
         dp_size, world_size: data-parallel replicas and processes of the run.
-        resume: position on each axis (`iterations`, `samples`, `tokens`) of the checkpoint that was loaded.
-        console: writes lines instead of the standard output, such as `ProgressBar.write`.
+        resume: position on each axis (``iterations``, ``samples``, ``tokens``) of the checkpoint that was loaded.
+        console: writes lines instead of the standard output, such as ``ProgressBar.write``.
 
     Raises UserError naming the flag when a file cannot be opened or a package is missing.
     """
@@ -350,7 +350,7 @@ def open_sinks(
 
 
 def _slowest(metrics: StepMetrics) -> dict[str, float]:
-    """Of each timer, the milliseconds of the rank that took longest."""
+    """Milliseconds of each timer on the rank that took longest."""
     return {name: max(times) for name, times in metrics.timers_ms.items()}
 
 
@@ -360,7 +360,7 @@ def _keys(losses: Mapping[str, float]) -> dict[str, float]:
 
 
 def _known(values: Mapping[str, float | None]) -> dict[str, float]:
-    """Those that there are."""
+    """The values that are not None."""
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -376,7 +376,7 @@ def _finite(value: Any) -> Any:
 
 
 def _open_append(path: str | Path, flag: str) -> IO[str]:
-    """Open for appending, line-buffered, making the folder; a torn last line is closed first."""
+    """Opens for appending, line-buffered, making the folder; a torn last line is closed first."""
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ class ChunkProgram:
     Args:
         stage: the chunk.
         batches: the step's micro-batches on this rank.
-        seed: of the dropout masks; None turns dropout off.
+        seed: seed of the dropout masks; None turns dropout off.
         engines: this rank's.
 
     On the chunk that holds the loss, ``loss_sum`` and ``tokens`` add up over the micro-batches: nats, and tokens that
@@ -63,7 +63,7 @@ class ChunkProgram:
         replicas = self.engines.replicas
         run: nn.Module = self.stage
         if replicas is not None and torch.is_grad_enabled():
-            replicas.sum_in_backward(micro_batch == len(self.batches) - 1)
+            replicas.all_reduce_in_backward(micro_batch == len(self.batches) - 1)
             run = replicas.wrapped
         out_sbh: Tensor = run(x, self._context(batch))
         if not self.stage.part.last:
@@ -119,7 +119,7 @@ def train_step(
         engines: this rank's.
         batches: its micro-batches.
         iteration: 0-based.
-        lr, weight_decay: of this step.
+        lr, weight_decay: learning rate and weight decay of this step.
         vote: a number to be summed over the ranks, on the way.
         timers: where the parts of the step are timed.
 

@@ -74,7 +74,7 @@ def hf_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype, end: int 
 
     Args:
         model, vocab_size: what is described.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         end: the token that ends a document, where it is known.
     """
     kind = architecture_of(model)

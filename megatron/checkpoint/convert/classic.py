@@ -133,7 +133,7 @@ def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
     """A checkpoint of any tensor- and pipeline-parallel size.
 
     Args:
-        folder: of the ranks.
+        folder: folder of the ranks' files.
         vocab_size: entries of the vocabulary without padding; None where the file or its tokenizer says.
 
     Raises:
@@ -175,7 +175,7 @@ def _check_parts(name: str, parts: Sequence[Stored], spec: ParamSpec, model: Mod
     """Compares the ranks' parts of a tensor with what the arguments ask for.
 
     Raises:
-        UserError: naming the file of the first that differs.
+        UserError: when a part differs; the message names its file.
     """
     shape = list(spec.logical_shape)
     if name in PADDED:

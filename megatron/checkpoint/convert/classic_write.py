@@ -40,7 +40,7 @@ class _RankFile:
     """One rank's file while it is filled.
 
     Args:
-        path: of it.
+        path: path of the file.
         places: offset of each tensor's bytes, by logical name.
         sizes: how many they are.
         records: the archive's name of each of them.
@@ -138,7 +138,7 @@ def _check_has_a_form(model: ModelConfig) -> None:
     """Refuses a model that the layout's arguments cannot describe, so that no reader takes it for another one.
 
     Raises:
-        UserError: naming what they cannot say.
+        UserError: when the arguments cannot describe it; the message says what of it.
     """
     plain = {field.name: field.default for field in dataclasses.fields(model)}
     llama3 = ("original_length", "low_turns", "high_turns")

@@ -91,7 +91,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line; flags of training runs, which the forks' tools want, are left aside.
 
     Raises:
-        UserError: for a flag that no tool has, or a format that nothing says.
+        UserError: when a flag is unknown to all of the tools, or the format cannot be told.
     """
     made = parser()
     options, rest = made.parse_known_args(arguments)
@@ -149,7 +149,7 @@ def _tokenizer(options: argparse.Namespace, weights: Weights, folders: Sequence[
     Paths inside other checkpoints do not count: they are whatever their writer wanted them to be.
 
     Raises:
-        UserError: for flags that name none, or one of another model.
+        UserError: when flags name no tokenizer, or that of another model.
     """
     names = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}

@@ -115,7 +115,7 @@ class _StoredFiles:
         """Refuses weights of layers that nobody asked for: the configuration is of a smaller or another model.
 
         Raises:
-            UserError: naming the first.
+            UserError: when there are any; the message names the first.
         """
         for name in sorted(set(self.places) - set(used)):
             if _IN_A_LAYER.search(name) and not _NO_WEIGHTS.search(name):
@@ -210,10 +210,10 @@ def write_hf(weights: Weights, folder: Path, done: Callable[[int], None], shard_
     """Writes a folder that ``transformers`` loads.
 
     Args:
-        weights: of a model that one of their architectures computes.
+        weights: weights of a model that one of their architectures computes.
         folder: an existing, empty folder.
         done: called with the bytes of each tensor that was written.
-        shard_bytes: of the largest file, where a single tensor is not larger.
+        shard_bytes: size of the largest file, unless a single tensor is larger.
 
     Raises:
         UserError: when there is no such architecture.

@@ -69,7 +69,7 @@ class Weights:
         vocab_size: entries of the vocabulary, without padding.
         entries: its tensors, by logical name, whole and without padding.
         tokenizer: what its tokenizer was built from.
-        iteration: of the run that it is from.
+        iteration: iteration of the run that saved it.
     """
 
     model: ModelConfig
@@ -104,7 +104,7 @@ def check_complete(weights: Weights, where: str) -> None:
     """Compares names and shapes with what the configuration asks for, and types with those of weights.
 
     Raises:
-        UserError: naming the first that is missing, too many, of another shape, or of no weight's type.
+        UserError: when one is missing, superfluous, of another shape, or of no weight's type; the message names it.
     """
     expected = parameters_of(weights.model, weights.vocab_size)
     for name, spec in expected.items():

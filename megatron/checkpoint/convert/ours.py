@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.checkpoint.convert.model import Entry, Weights
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.load import saved_config
-from megatron.checkpoint.logical import LogicalShard, Piece
+from megatron.checkpoint.logical import LogicalShard, TensorBox
 from megatron.checkpoint.model_state import MODEL
 from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.stored import StoredTensors
@@ -49,8 +49,8 @@ class LazyShard(LogicalShard):
     """A whole tensor that is read when it is written."""
 
     def __init__(self, entry: Entry, done: Callable[[int], None]) -> None:
-        piece = Piece((0,) * len(entry.shape), torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
-        super().__init__(entry.shape, entry.dtype, [piece])
+        box = TensorBox((0,) * len(entry.shape), torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
+        super().__init__(entry.shape, entry.dtype, [box])
         self.entry = entry
         self.done = done
 

@@ -25,7 +25,7 @@ class SafetensorsFile:
     """A file whose tensors come in the order in which they were announced.
 
     Args:
-        path: of the file.
+        path: path of the file.
         tensors: names, shapes and types, in order.
         metadata: text for the header.
     """

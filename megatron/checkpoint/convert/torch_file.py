@@ -25,7 +25,7 @@ class TorchFile:
     The tensors of a file of before torch 1.6, which is no archive, are in memory.
 
     Args:
-        path: of the file.
+        path: path of the file.
         allowed: what it may name beyond tensors and plain containers, as ``torch.serialization.safe_globals`` takes it.
 
     Raises:
@@ -88,7 +88,7 @@ class Stored:
 
     Args:
         file: which.
-        name: of the tensor, for messages.
+        name: name of the tensor, for messages.
         like: the tensor itself, whose memory is the file's.
     """
 
@@ -110,7 +110,7 @@ def _checked_records(path: Path) -> frozenset[tuple[int, int]] | None:
     """Sizes and checksums of an archive's storages; None where it was written without checksums.
 
     Raises:
-        UserError: for an archive of another byte order.
+        UserError: when the archive is of another byte order.
         zipfile.BadZipFile: when what is beside the storages is damaged.
     """
     with zipfile.ZipFile(path) as archive:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatron.base.errors import UserError
 from megatron.data.idx_format import best_dtype
-from megatron.data.preprocess.reading import Block, Source
+from megatron.data.preprocess.reading import Block, InputRange
 from megatron.tokenizer.build import build_tokenizer
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -57,7 +57,7 @@ class KeyTokens:
 class Encoded:
     """A block as ids."""
 
-    source: Source
+    source: InputRange
     size: int
     documents: int
     by_key: list[KeyTokens]
@@ -68,12 +68,12 @@ def parse_line(line: bytes, keys: Sequence[str], *, first: bool = False) -> list
     """The texts of the keys in a line; None for a blank one.
 
     Args:
-        line: of JSON.
-        keys: whose strings are wanted.
-        first: of its file, where a byte order mark may stand.
+        line: a line of JSON.
+        keys: keys whose strings are wanted.
+        first: whether it is its file's first line, where a byte order mark may stand.
 
     Raises:
-        ValueError: says what is wrong with the line.
+        ValueError: when the line is bad; the message says what is wrong with it.
     """
     if first:
         line = line.removeprefix(_BYTE_ORDER_MARK)
@@ -182,13 +182,13 @@ def _refuse_lone_surrogates(texts: list[str]) -> None:
 
 
 def load_punkt(lang: str) -> tuple[Any, bool]:
-    """nltk's Punkt sentence tokenizer, and whether its model of `lang` is there.
+    """nltk's Punkt sentence tokenizer, and whether its model of ``lang`` is there.
 
     Without a downloaded model, Punkt without training splits at every sentence end that no number or
     abbreviation with a dot inside follows; it does not know a language's abbreviations.
 
     Raises:
-        UserError: nltk is not installed.
+        UserError: when nltk is not installed.
     """
     try:
         from nltk.tokenize import punkt
@@ -203,7 +203,7 @@ def load_punkt(lang: str) -> tuple[Any, bool]:
 def sentence_splitter(lang: str, keep_newlines: bool) -> Callable[[str], list[str]]:
     """A function from a text to its sentences.
 
-    With `keep_newlines` the white space between two sentences stays at the end of the first, so that the
+    With ``keep_newlines`` the white space between two sentences stays at the end of the first, so that the
     sentences put together are the text; otherwise it is dropped.
     """
     tokenizer, _ = load_punkt(lang)

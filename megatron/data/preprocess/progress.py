@@ -12,7 +12,7 @@ from megatron.data.preprocess.pipeline import Totals
 _SHOWN_BAD_LINES = 20
 
 
-class Progress:
+class EncodingProgress:
     """Documents, docs/s and MB/s: a bar on a terminal, else a line for every interval."""
 
     def __init__(self, interval: int) -> None:
@@ -27,7 +27,7 @@ class Progress:
             self._bar = tqdm(unit="docs", unit_scale=True, dynamic_ncols=True)
 
     def __call__(self, totals: Totals, bad: list[str]) -> None:
-        """Show the totals so far and the lines that were skipped since the last call."""
+        """Shows the totals so far and the lines that were skipped since the last call."""
         for message in bad:
             self._shown += 1
             if self._shown <= _SHOWN_BAD_LINES:
@@ -48,7 +48,7 @@ class Progress:
         return totals.documents / seconds, totals.size / seconds / 1e6
 
     def close(self) -> None:
-        """End the bar."""
+        """Ends the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -10,9 +10,9 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from megatron.inference.generate import Token
-from megatron.inference.jobs import Job
+from megatron.inference.jobs import InferenceJob
 from megatron.inference.server.requests import Completion
-from megatron.inference.server.worker import Piece, Result
+from megatron.inference.server.worker import Result, StreamedToken
 from megatron.tokenizer.api import Tokenizer
 
 RETRY_SECONDS = 5
@@ -40,7 +40,7 @@ def error_response(
     return JSONResponse(error_body(message, status, code), status, {**error_headers(status), **(headers or {})})
 
 
-def megatron_answer(job: Job, results: Sequence[Result], tokenizer: Tokenizer) -> dict[str, Any]:
+def megatron_answer(job: InferenceJob, results: Sequence[Result], tokenizer: Tokenizer) -> dict[str, Any]:
     """Texts with their prompts, their tokens as texts, and the logarithms of the probabilities after the first."""
     text, segments, logprobs = [], [], []
     for prompt, result in zip(job.prompts, results, strict=True):
@@ -135,7 +135,7 @@ class CompletionAnswer:
             for row, prompt in enumerate(self.job.prompts):
                 yield self._frame([self._choice(row, self.tokenizer.detokenize(prompt), [], None)])
 
-    def piece(self, piece: Piece) -> dict[str, Any]:
+    def piece(self, piece: StreamedToken) -> dict[str, Any]:
         """An event for a token."""
         offset = self._offsets[piece.row]
         self._offsets[piece.row] += len(self.tokenizer.detokenize([piece.token.id]))

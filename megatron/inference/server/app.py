@@ -19,11 +19,11 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from megatron.base.errors import UserError
-from megatron.inference.jobs import Job
+from megatron.inference.jobs import InferenceJob
 from megatron.inference.server.answers import CompletionAnswer, error_body, error_response, megatron_answer
 from megatron.inference.server.hosts import AllowedHosts, HostCheck
-from megatron.inference.server.requests import Limits, RequestError, completion_job, megatron_job
-from megatron.inference.server.worker import Event, Failed, Piece, Result, Ticket, Worker
+from megatron.inference.server.requests import RequestError, RequestLimits, completion_job, megatron_job
+from megatron.inference.server.worker import Event, Failed, Result, StreamedToken, Ticket, Worker
 
 _ALIVE_SECONDS = 10.0
 """A stream that waits says so this often."""
@@ -44,7 +44,7 @@ _SECURITY = {
 class Running:
     """A submitted job, seen from a request."""
 
-    def __init__(self, worker: Worker, job: Job) -> None:
+    def __init__(self, worker: Worker, job: InferenceJob) -> None:
         loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
@@ -92,9 +92,9 @@ class Server:
 
     Args:
         worker: does the jobs.
-        limits: of one request.
-        body_bytes: of a request's body, at most.
-        name: of the model.
+        limits: limits of one request.
+        body_bytes: most bytes of a request's body.
+        name: name of the model.
         hosts: names that the server goes by.
         body_s: how long a client may take to send it.
     """
@@ -102,7 +102,7 @@ class Server:
     def __init__(
         self,
         worker: Worker,
-        limits: Limits,
+        limits: RequestLimits,
         body_bytes: int,
         name: str,
         hosts: AllowedHosts,
@@ -232,7 +232,7 @@ async def _events(running: Running, answer: CompletionAnswer) -> AsyncIterator[s
             elif isinstance(event, Failed):
                 yield _event(error_body(event.message, event.status))
                 return
-            elif isinstance(event, Piece):
+            elif isinstance(event, StreamedToken):
                 yield _event(answer.piece(event))
             else:
                 for end in answer.end(event):

@@ -67,7 +67,7 @@ class AllowedHosts:
         given: further names; ``*`` is every one.
 
     Raises:
-        UserError: for a given one that is no name.
+        UserError: when a given one is not a name.
     """
 
     def __init__(self, bound: str, given: Sequence[str] = ()) -> None:

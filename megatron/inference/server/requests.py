@@ -10,7 +10,7 @@ from megatron.base.errors import UserError
 from megatron.base.numerals import LARGEST
 from megatron.base.values import Values
 from megatron.base.words import nearest
-from megatron.inference.jobs import Job
+from megatron.inference.jobs import InferenceJob
 from megatron.inference.sampling import Sampling
 from megatron.tokenizer.api import Tokenizer
 
@@ -23,8 +23,8 @@ class RequestError(UserError):
     """A request that is not understood or too large; the message says what to change.
 
     Args:
-        message: for the client.
-        status: of HTTP.
+        message: the message to the client.
+        status: HTTP status.
     """
 
     def __init__(self, message: str, status: int = 400) -> None:
@@ -33,12 +33,12 @@ class RequestError(UserError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What one request may cost.
 
     Args:
         window: positions of the model.
-        tokens: of all prompts of a request and their continuations, at most.
+        tokens: most tokens of all prompts of a request and their continuations.
     """
 
     window: int
@@ -49,11 +49,11 @@ class Fields(Values):
     """The fields of a request: JSON, read as any document is.
 
     Args:
-        values: the request.
+        what: what the request is called in messages.
         what: it is, for the message.
 
     Raises:
-        UserError: by every method, for a value of another kind.
+        UserError: when a value is of another kind; by every method.
     """
 
     def __init__(self, values: object, what: str = "the request") -> None:
@@ -113,12 +113,12 @@ def _longest(prompts: Sequence[Sequence[int]]) -> int:
     return max((len(prompt) or 1 for prompt in prompts), default=1)
 
 
-def _room(usual: int, prompts: Sequence[Sequence[int]], limits: Limits) -> int:
+def _room(usual: int, prompts: Sequence[Sequence[int]], limits: RequestLimits) -> int:
     """New tokens for requests that do not say how many."""
     return max(1, min(usual, limits.window - _longest(prompts)))
 
 
-def _check_size(prompts: Sequence[Sequence[int]], new: int, limits: Limits) -> None:
+def _check_size(prompts: Sequence[Sequence[int]], new: int, limits: RequestLimits) -> None:
     if not prompts:
         raise RequestError("there is no prompt")
     if len(prompts) > MAX_PROMPTS:
@@ -156,11 +156,11 @@ MEGATRON_FIELDS = [
 ]
 
 
-def megatron_job(body: object, tokenizer: Tokenizer, limits: Limits) -> Job:
+def megatron_job(body: object, tokenizer: Tokenizer, limits: RequestLimits) -> InferenceJob:
     """A job of ``PUT /api``.
 
     Raises:
-        UserError: with what is wrong.
+        UserError: when the request is invalid.
     """
     fields = Fields(body)
     fields.known(MEGATRON_FIELDS)
@@ -182,7 +182,7 @@ def megatron_job(body: object, tokenizer: Tokenizer, limits: Limits) -> Job:
     sampling = _sampling(fields, top_p=_top_p(fields, 0.0), greedy=greedy, temperature=temperature)
     _check_size(prompts, new, limits)
     seeds = _seeds(fields, "random_seed", len(prompts))
-    return Job(prompts, new, sampling, seeds, 0 if logprobs else None, logprobs, stop)
+    return InferenceJob(prompts, new, sampling, seeds, 0 if logprobs else None, logprobs, stop)
 
 
 OPENAI_FIELDS = [
@@ -220,18 +220,18 @@ class Completion:
         usage: end a stream with the number of tokens.
     """
 
-    job: Job
+    job: InferenceJob
     n: int
     stream: bool
     echo: bool
     usage: bool
 
 
-def completion_job(body: object, tokenizer: Tokenizer, limits: Limits) -> Completion:
+def completion_job(body: object, tokenizer: Tokenizer, limits: RequestLimits) -> Completion:
     """A job of ``POST /v1/completions``.
 
     Raises:
-        UserError: with what is wrong.
+        UserError: when the request is invalid.
     """
     fields = Fields(body)
     fields.known(OPENAI_FIELDS)
@@ -258,7 +258,9 @@ def completion_job(body: object, tokenizer: Tokenizer, limits: Limits) -> Comple
     stream = fields.flag("stream", False)
     if stream and echo and top is not None:
         raise RequestError("stream with echo and logprobs is not offered; leave one of them out")
-    job = Job(prompts, new, sampling, _seeds(fields, "seed", len(prompts)), top, echo and top is not None, stop)
+    job = InferenceJob(
+        prompts, new, sampling, _seeds(fields, "seed", len(prompts)), top, echo and top is not None, stop
+    )
     options = Fields(fields["stream_options"] if fields.has("stream_options") else {}, "stream_options")
     return Completion(job, n, stream, echo, options.flag("include_usage", False))
 

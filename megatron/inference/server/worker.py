@@ -9,14 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from megatron.inference.generate import Token
-from megatron.inference.jobs import Job, Leader
+from megatron.inference.jobs import InferenceJob, Leader
 from megatron.inference.model import LoadedModel
 from megatron.inference.server.requests import RequestError
 from megatron.inference.text import TextStream
 
 
 @dataclass(frozen=True)
-class Piece:
+class StreamedToken:
     """A new token of a prompt's continuation, and the text that is certain since."""
 
     row: int
@@ -31,7 +31,7 @@ class Result:
     Args:
         text: the continuation, cut before a stop string.
         rest: the end of it that no piece held.
-        tokens: of the continuation.
+        tokens: tokens of the continuation.
         reason: "stop" where the model ended the document or a stop string came, else "length".
         prompt: the prompt's tokens after the first, where their probabilities were asked for.
     """
@@ -48,15 +48,15 @@ class Failed:
     """The job came to nothing.
 
     Args:
-        message: for the client.
-        status: of HTTP.
+        message: the message to the client.
+        status: HTTP status.
     """
 
     message: str
     status: int = 500
 
 
-Event = Piece | list[Result] | Failed
+Event = StreamedToken | list[Result] | Failed
 
 _ENDS = "the server ends; ask again when it is back"
 
@@ -70,7 +70,7 @@ class Ticket:
         emit: takes the job's events, in the worker's thread: pieces, then the results, or a failure.
     """
 
-    job: Job
+    job: InferenceJob
     emit: Callable[[Event], None]
     canceled: threading.Event = field(default_factory=threading.Event)
 
@@ -185,7 +185,7 @@ class Worker:
         def on_token(row: int, token: Token) -> bool:
             text = streams[row].add(token.id)
             texts[row] += text
-            ticket.emit(Piece(row, token, text))
+            ticket.emit(StreamedToken(row, token, text))
             return streams[row].stopped or ticket.canceled.is_set() or self._stop.is_set()
 
         self._at_hand = ticket
