@@ -41,7 +41,11 @@ def read_settings(path: str | Path, where: str, kind: str) -> str:
 
 
 def read_json(path: str | Path, where: str) -> dict[str, Any]:
-    """The mapping that the file holds. Raises UserError starting with ``where``, which names the file."""
+    """The mapping that the file holds.
+
+    Raises:
+        UserError: when it cannot be read or holds none; the message starts with ``where``, which names the file.
+    """
     text = read_settings(path, where, "JSON")
     try:
         content = json.loads(text, object_pairs_hook=_without_doubles)
@@ -84,12 +88,20 @@ class _BlockDumper(yaml.SafeDumper):
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping that the file holds, empty for an empty file. Raises UserError naming the file."""
+    """The mapping that the file holds, empty for an empty file.
+
+    Raises:
+        UserError: when it cannot be read or holds none; the message names the file.
+    """
     return parse_yaml(read_settings(path, str(path), "YAML"), str(path))
 
 
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
-    """The mapping that the text holds, empty for an empty text. Raises UserError starting with ``where``."""
+    """The mapping that the text holds, empty for an empty text.
+
+    Raises:
+        UserError: when it holds none; the message starts with ``where``.
+    """
     try:
         content = yaml.load(text, Loader=_PlainLoader)
     except yaml.YAMLError as error:

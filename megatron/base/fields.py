@@ -53,8 +53,10 @@ def _check_count(field: FieldOption, values: Sequence[Any], where: str) -> None:
 def check_fields(section: str, values: Any) -> None:
     """Checks type, choices and bounds of every field of the dataclass instance ``values``, each on its own.
 
-    Raises UserError naming the flag of the first field that does not hold. Missing required fields are found
-    by ``check_required``.
+    Missing required fields are found by ``check_required``.
+
+    Raises:
+        UserError: when a field does not hold; the message names the flag of the first.
     """
     for field in field_options(section, type(values)):
         value, where = getattr(values, field.name), f"--{field.flag}"
@@ -70,7 +72,11 @@ def check_fields(section: str, values: Any) -> None:
 
 
 def check_required(section: str, values: Any) -> None:
-    """Raises UserError naming the flags of all required fields that were not given."""
+    """Checks that all required fields were given.
+
+    Raises:
+        UserError: when some were not; the message names their flags.
+    """
     missing = [
         f"--{field.flag}"
         for field in field_options(section, type(values))
@@ -84,7 +90,8 @@ def check_required(section: str, values: Any) -> None:
 def section_from_plain(section: str, cls: type, values: dict[str, Any], where: str) -> Any:
     """Builds the dataclass ``cls`` from plain values under its field names, all of which must be known.
 
-    Raises UserError starting with ``where`` for an unknown name or a value of the wrong type.
+    Raises:
+        UserError: when a name is unknown or a value of the wrong type; the message starts with ``where``.
     """
     fields = {field.name: field for field in field_options(section, cls)}
     unknown = sorted(set(values) - set(fields))
@@ -102,8 +109,10 @@ def section_to_plain(values: Any) -> dict[str, Any]:
 def options_from_words(cls: type[T], words: Mapping[str, str], owner: str) -> T:
     """Builds the dataclass ``cls`` from one word for each option that is given, under the option's flag.
 
-    The options must be known. Raises UserError, naming the owner and the option, for a word that is not of its type or
-    out of its bounds.
+    The options must be known.
+
+    Raises:
+        UserError: when a word is not of its type or out of its bounds; the message names the owner and the option.
     """
     fields = {field.flag: field for field in field_options(owner, cls)}
     built = {}

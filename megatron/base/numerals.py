@@ -30,7 +30,11 @@ def read_whole(text: str) -> int:
 
 
 def checked_whole(number: int) -> int:
-    """The number itself, when the machine can hold it. Raises ValueError as ``read_whole``."""
+    """The number itself.
+
+    Raises:
+        ValueError: when the machine cannot hold it; the message is like that of ``read_whole``.
+    """
     if not -LARGEST <= number <= LARGEST:
         raise ValueError("is too large an integer")
     return number
@@ -59,7 +63,11 @@ def read_number(text: str) -> float:
 
 
 def checked_number(number: float) -> float:
-    """The number as a float, when it is finite. Raises ValueError as ``read_number``."""
+    """The number as a float.
+
+    Raises:
+        ValueError: when it is not finite; the message is like that of ``read_number``.
+    """
     try:
         number = float(number)
     except OverflowError:

@@ -38,7 +38,11 @@ class Registration:
     identity: bool = False
 
     def check(self, point: Point, name: str) -> None:
-        """Raises UserError when the compressor cannot serve a point, with the reason and the ones that can."""
+        """Checks that the compressor can serve a point.
+
+        Raises:
+            UserError: when it cannot, with the reason and the compressors that can.
+        """
         advice = f"; {self.advice}" if self.advice else ""
         if self.points is not None and point not in self.points:
             allowed = ", ".join(sorted(p.value for p in self.points))

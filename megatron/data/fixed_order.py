@@ -43,7 +43,11 @@ class FixedOrder:
         return self._num_samples if self._rows else 0
 
     def sample_id(self, index: int) -> int:
-        """See ``SampleOrder``. Raises IndexError outside the order."""
+        """See ``SampleOrder``.
+
+        Raises:
+            IndexError: when the index is outside the order.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         epoch, inside = divmod(index, self.epoch_samples)

@@ -78,7 +78,11 @@ class GPTDataset:
         return self.order.epoch_samples
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """int64 [seq_length + 1]: the tokens of draw ``index``. Raises IndexError outside the dataset."""
+        """Tokens of draw ``index``, int64 [seq_length + 1].
+
+        Raises:
+            IndexError: when the index is outside the dataset.
+        """
         out_t = np.empty(self.seq_length + 1, dtype=np.int64)
         self.read(index, out_t)
         return out_t
@@ -129,7 +133,11 @@ class BlendedDataset:
         return self.datasets[dataset].sample_id(number) * len(self.datasets) + dataset
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """int64 [seq_length + 1]: the tokens of draw ``index``. Raises IndexError outside the dataset."""
+        """Tokens of draw ``index``, int64 [seq_length + 1].
+
+        Raises:
+            IndexError: when the index is outside the dataset.
+        """
         dataset, number = self.blend[index]
         return self.datasets[dataset][number]
 

@@ -116,7 +116,11 @@ class LazyOrder:
         return self._num_samples
 
     def sample_id(self, index: int) -> int:
-        """See ``SampleOrder``. Raises IndexError outside the order."""
+        """See ``SampleOrder``.
+
+        Raises:
+            IndexError: when the index is outside the order.
+        """
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples}")
         epoch = (index + 1) * self._seq_length // self._epoch_tokens
@@ -227,7 +231,11 @@ class MegatronOrder:
         return len(self.shuffle_index)
 
     def sample_id(self, index: int) -> int:
-        """See ``SampleOrder``. Raises IndexError outside the order."""
+        """See ``SampleOrder``.
+
+        Raises:
+            IndexError: when the index is outside the order.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return int(self.shuffle_index[index])

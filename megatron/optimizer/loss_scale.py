@@ -48,7 +48,8 @@ class DynamicLossScale:
     scale. The budget is refilled when a window completes and the scale grows, so lone overflows inside a
     window are forgiven once and a series of them is answered at once.
 
-    Raises UserError for values that cannot work.
+    Raises:
+        UserError: when a value cannot work.
     """
 
     growth_factor = 2.0
@@ -92,7 +93,8 @@ class DynamicLossScale:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a checkpoint. After a constant scale the counting starts afresh.
 
-        Raises UserError when the scale is not a positive number.
+        Raises:
+            UserError: when the scale is not a positive number.
         """
         try:
             scale = float(state["scale"])

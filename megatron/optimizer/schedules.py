@@ -98,13 +98,16 @@ def schedule_values(
 ) -> ScheduleValues:
     """Translates a resolved configuration to samples.
 
-    Args: options: the optimizer's section. global_batch_size: samples of one step; the final one of a
-        ramp-up. seq_length: tokens of a sample. train_iters, train_samples, train_tokens: length of the run,
-        the default of the decay's. A run that has ``train_samples`` or only ``train_tokens`` is counted in
-        samples, and the lengths in iterations are not looked at; and the other way round. A length in tokens
-        goes before both.
+    Args:
+        options: the optimizer's section.
+        global_batch_size: samples of one step; the final one of a ramp-up.
+        seq_length: tokens of a sample.
+        train_iters, train_samples, train_tokens: length of the run, the default of the decay's. A run that has
+            ``train_samples`` or only ``train_tokens`` is counted in samples, and the lengths in iterations are ignored;
+            and the other way round. A length in tokens goes before both.
 
-    Raises UserError when no length is given, or when the lengths do not fit each other.
+    Raises:
+        UserError: when no length is given, or when the lengths do not fit each other.
     """
     if train_samples is None and train_iters is None and train_tokens is not None:
         train_samples = train_tokens // seq_length
@@ -217,10 +220,10 @@ class LRSchedule:
         return {"consumed_samples": self.consumed_samples, **values}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the position, and settles values that differ by ``on_mismatch``.
+        """Restores the position, and settles values that differ by ``on_mismatch``.
 
-        Raises UserError naming the flag when they differ and no flag settles it, or when the state is
-        incomplete.
+        Raises:
+            UserError: when values differ and no flag settles it (the message names it), or the state is incomplete.
         """
         try:
             position = int(state["consumed_samples"])

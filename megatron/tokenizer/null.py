@@ -22,7 +22,11 @@ class NullTokenizer:
         self.vocab_size = vocab_size + 1
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of a text. Raises UserError for anything that is no id."""
+        """The ids of a text.
+
+        Raises:
+            UserError: when a word is not an id.
+        """
         try:
             ids = [int(word) for word in text.split()]
         except ValueError:

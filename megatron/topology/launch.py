@@ -94,7 +94,11 @@ def _number(*names: str) -> int | None:
 
 
 def _check_port() -> None:
-    """Raises UserError when MASTER_PORT is set to what is no port."""
+    """Checks MASTER_PORT.
+
+    Raises:
+        UserError: when it is set to something that is not a port.
+    """
     port = _number("MASTER_PORT")
     if port is not None and not 0 <= port < 1 << 16:
         raise UserError(f"the environment variable MASTER_PORT is {port}; ports are 0 to 65535")

@@ -19,7 +19,7 @@ _COLUMNS = ("boundaries", "micro_batches", "Cosine Sim", "Error AVG", "Acti Delt
 
 
 class ErrorProbe(Observer):
-    """Collects a step's activations and errors as they pass, and pairs them; holds them for the step.
+    """An observer that pairs a step's activations with the errors of their gradients; holds them for the step.
 
     Shapes are (sequence, batch, hidden) of this rank for both, whatever the parallelism.
     """

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes that decide how many operations a decoder-only transformer takes."""
+    """Sizes of a decoder-only transformer that decide its FLOPs."""
 
     num_layers: int
     hidden_size: int
@@ -70,7 +70,7 @@ def model_flops_per_sample(shape: ModelShape, *, causal: bool = True) -> int:
 def model_tflops(
     shape: ModelShape, *, global_batch_size: int, seconds: float, world_size: int, causal: bool = True
 ) -> float:
-    """Honest TFLOP/s per device: what the model needs, over the seconds of one iteration."""
+    """Honest TFLOP/s per device: the model's FLOPs over the time of one iteration."""
     return model_flops_per_sample(shape, causal=causal) * global_batch_size / (seconds * world_size * 1e12)
 
 

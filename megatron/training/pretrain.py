@@ -1,4 +1,4 @@
-"""From a command line to a finished run, with one clear error on every rank when something is wrong."""
+"""Runs a training command from its command line to the end, with one clear error on every rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from megatron.training.trainer import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``pretrain_gpt.py`` on this rank; the exit status."""
+    """Runs ``pretrain_gpt.py`` on this rank; returns the exit status."""
     started = time.monotonic()
     make_output_last()
 
@@ -107,8 +107,8 @@ def run(
 
     Args:
         config: the resolved configuration.
-        notes: on the flags.
-        env: this process's place.
+        notes: notes on the flags.
+        env: environment of this process.
         started: ``time.monotonic()`` at the start of the program.
         lock: lock of the folder that rank 0 saves to.
 
@@ -182,7 +182,7 @@ def run(
 
 
 def _iterations(config: RunConfig, batch_sizes: BatchSizeSchedule, begun: Progress) -> int:
-    """Iterations of the whole run: those asked for, or those done and as many as the samples that are left make."""
+    """Iterations of the whole run: those asked for, or those done and as many as the remaining samples make."""
     if config.training.train_iters is not None:
         return config.training.train_iters
     assert config.training.train_samples is not None
@@ -190,7 +190,7 @@ def _iterations(config: RunConfig, batch_sizes: BatchSizeSchedule, begun: Progre
 
 
 def _vocabulary(config: RunConfig) -> tuple[int, int, int]:
-    """The model's entries, the tokenizer's, and the end of a document; without a tokenizer no token is that end."""
+    """Entries of the model and of the tokenizer, and the id of the end of a document; -1 without a tokenizer."""
     tokenizer, data = config.tokenizer, config.data
     if tokenizer.tokenizer_type is not None:
         built = build_tokenizer(tokenizer)
@@ -211,9 +211,9 @@ def _open_data(
 
     Args:
         config: the resolved configuration.
-        env: this process's place.
+        env: environment of this process.
         train_iters: iterations of the whole run.
-        begun: how far it has come, maybe with batches of another size.
+        begun: position of the run, maybe reached with batches of another size.
     """
     entries, vocab_size, eod = _vocabulary(config)
     size, validation = config.training.global_batch_size, config.validation
@@ -236,7 +236,7 @@ def _open_data(
 
 
 def _rank_0_log(topology: Topology) -> Callable[[str], None]:
-    """Lines of the checkpoint code, which speaks on rank 0."""
+    """Prints lines of the checkpoint code, on rank 0."""
 
     def log(text: str) -> None:
         if topology.rank == 0:

@@ -48,7 +48,7 @@ TIMER_NAMES = (
 
 
 class Timer:
-    """A stopwatch that adds up. Also a context manager. Not re-entrant."""
+    """A stopwatch that accumulates. Also a context manager. Not re-entrant."""
 
     def __init__(self, name: str, clock: Clock) -> None:
         self.name = name
@@ -96,7 +96,7 @@ class Timer:
 
 
 class _NoTimer(Timer):
-    """Stands in for a timer above the level asked for. It costs nothing and shows nothing."""
+    """A timer above the level asked for. It costs nothing and shows nothing."""
 
     def __init__(self) -> None:
         super().__init__("off", HostClock())

@@ -175,7 +175,11 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
 
 
 def preprocess(args: argparse.Namespace) -> Totals:
-    """Runs with parsed flags. Raises UserError."""
+    """Runs with parsed flags.
+
+    Raises:
+        UserError: when the input is invalid, or a file cannot be read or written.
+    """
     files = expand_inputs(args.input)
     names = EncodeOptions.__dataclass_fields__
     options = EncodeOptions(**{**{name: getattr(args, name) for name in names}, "json_keys": tuple(args.json_keys)})
