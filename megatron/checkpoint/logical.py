@@ -1,4 +1,4 @@
-"""What a rank holds of a global tensor: boxes of it, as views of live memory.
+"""A rank's part of a global tensor: boxes of it, as views of live memory.
 
 ``LogicalShard`` implements the duck-typed interface through which torch.distributed.checkpoint saves and
 loads objects that are not tensors (``__create_write_items__``, ``__create_chunk_list__``,
@@ -41,7 +41,7 @@ class LogicalShard:
 
     Args:
         global_shape: the whole tensor's shape, without padding.
-        dtype: its type in memory.
+        dtype: dtype in memory.
         boxes: this rank's boxes; empty ones are dropped.
 
     Raises:
@@ -101,7 +101,7 @@ class LogicalShard:
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The boxes, in their order."""
+        """The boxes as chunks, in their order."""
         return [ChunkStorageMetadata(offsets=torch.Size(held.offsets), sizes=held.tensor.shape) for held in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

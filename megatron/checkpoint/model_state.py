@@ -1,4 +1,4 @@
-"""A rank's parameters and optimizer state as logical tensors, which no layout shows in."""
+"""A rank's parameters and optimizer state as logical tensors, which do not depend on the layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder that a run saves to: writable, nobody else's, and without checkpoints of another run."""
+"""The folder that a run saves to: writable, locked, and without checkpoints of another run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def owned_save_folder(config: CheckpointConfig, say: Callable[[str], None]) -> I
     """Creates and locks the folder of ``--save`` for a run that is about to write to it.
 
     Args:
-        config: where to load from and to save to.
-        say: takes lines for the user.
+        config: flags of loading and saving.
+        say: prints lines for the user.
 
     Raises:
         UserError: when it cannot be written to, another run holds it, or it has checkpoints that this run does not go
@@ -77,7 +77,7 @@ def check_replaces_nothing(config: CheckpointConfig) -> None:
 
 
 def _held(root: Path) -> str | None:
-    """The newest checkpoint in a folder, complete or not, in words; None when there is none."""
+    """Names the newest checkpoint in a folder, complete or not; None when there is none."""
     saved = saved_iterations(root)
     if saved:
         return f"iteration {saved[0]}"

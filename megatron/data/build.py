@@ -1,4 +1,4 @@
-"""From the data flags to the three datasets of a run."""
+"""Builds the three datasets of a run from the data flags."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def build_datasets(
     vocab_size: int | None,
     check_tokens: bool = True,
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
-    """Open, check and split the files that the flags name.
+    """Opens, checks and splits the files that the flags name.
 
     Args:
         data: the data section.
-        seq_length: tokens of a sample.
+        seq_length: tokens per sample.
         seed: seed of all shuffles.
         train_valid_test_num_samples: samples to draw from each; None is one epoch.
         eod_token: id of the end-of-document token.
-        vocab_size: token ids must be below it; None skips the check.
-        check_tokens: False skips the check of token ids as well. One rank of each machine is enough to do it.
+        vocab_size: upper bound of token ids; None skips the check.
+        check_tokens: whether to check token ids. One rank of each machine is enough to do it.
 
     Returns:
         (train, valid, test); None where no path is given, or where --split leaves a part no document.
@@ -95,7 +95,7 @@ def split_bounds(shares: Sequence[float]) -> list[tuple[float, float] | None]:
 
 @dataclass
 class _SplitSources:
-    """The documents of one split: of each path, with the weights that the user gave."""
+    """The documents of one split: one entry for each path, with the weights that the user gave."""
 
     number: int
     weights: Sequence[float] | None

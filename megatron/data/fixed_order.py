@@ -1,4 +1,4 @@
-"""Samples that return: the same blocks of tokens in every epoch, for codecs that remember samples."""
+"""Recurring samples: the same blocks of tokens in every epoch, for codecs that remember samples."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class FixedOrder:
     never drawn.
 
     Args:
-        documents, seq_length, seed: as for ``LazyOrder``.
-        num_samples: how many may be drawn; None is one epoch.
+        documents, seq_length, seed: the arguments of ``LazyOrder``.
+        num_samples: most samples that may be drawn; None is one epoch.
     """
 
     def __init__(self, documents: Documents, seq_length: int, seed: int, num_samples: int | None) -> None:
@@ -36,7 +36,7 @@ class FixedOrder:
 
     @property
     def epoch_samples(self) -> int:
-        """Samples of an epoch."""
+        """Number of samples in an epoch."""
         return self._rows * self.lanes
 
     def __len__(self) -> int:

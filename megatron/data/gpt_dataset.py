@@ -16,18 +16,18 @@ from megatron.data.indexed import IndexedDataset
 
 
 class SampleSource(Protocol):
-    """What a loader reads from: numbered draws, each of which is a sample."""
+    """A source of samples for a loader: draws by number."""
 
     @property
     def collate_options(self) -> CollateOptions:
-        """How its samples become a batch."""
+        """Options of collating its samples into a batch."""
 
     @property
     def seed(self) -> int:
         """The seed of the loader's own shuffle."""
 
     def __len__(self) -> int:
-        """Draws."""
+        """Number of draws."""
 
     def sample_id(self, index: int) -> int:
         """Identity of the sample drawn as number ``index``; reads no tokens."""
@@ -45,9 +45,9 @@ class GPTDataset:
 
     Args:
         indexed: the tokens.
-        order: which tokens make which sample.
+        order: the order of samples.
         seq_length: tokens of a sample, without the extra one.
-        collate_options: how samples become a batch.
+        collate_options: options of collating samples into a batch.
         seed: seed of the cyclic loader's shuffle.
     """
 
@@ -96,11 +96,11 @@ class GPTDataset:
 
 
 class BlendedDataset:
-    """Samples of several datasets in given shares.
+    """Samples of several datasets, by a blend.
 
     Args:
-        datasets: one for each weight of the blend, all of the same length and collation.
-        blend: which dataset serves which draw.
+        datasets: one dataset for each weight of the blend, all of the same length and collation.
+        blend: the blend.
 
     Raises:
         UserError: when the blend draws more from a dataset than it has.
@@ -124,11 +124,11 @@ class BlendedDataset:
 
     @property
     def epoch_samples(self) -> int:
-        """Samples of all datasets together; a blend's weights decide how often each of them is read."""
+        """Samples of all datasets together; the blend's weights decide how often each dataset is read."""
         return sum(dataset.epoch_samples for dataset in self.datasets)
 
     def sample_id(self, index: int) -> int:
-        """The dataset's own id times the number of datasets, plus its number: unique in the blend."""
+        """The dataset's own id times the number of datasets, plus the dataset's number: unique in the blend."""
         dataset, number = self.blend[index]
         return self.datasets[dataset].sample_id(number) * len(self.datasets) + dataset
 

@@ -1,4 +1,4 @@
-"""Which tokens make sample number i: two orders with the same meaning.
+"""Orders of samples: which tokens make sample number i.
 
 Both see the documents of one split as an endless stream of tokens: an epoch holds every document once, in a
 shuffled order, and epochs follow each other. Sample k covers the seq_length + 1 tokens from position
@@ -33,14 +33,14 @@ Span = tuple[int, int, int]
 
 
 class SampleOrder(Protocol):
-    """What a dataset needs of an order."""
+    """An order of samples, as a dataset uses it."""
 
     @property
     def epoch_samples(self) -> int:
         """Samples after which all tokens have been read once."""
 
     def __len__(self) -> int:
-        """Samples that can be drawn."""
+        """Number of samples that can be drawn."""
 
     def sample_id(self, index: int) -> int:
         """Number before the shuffle of the sample drawn as number ``index``."""
@@ -54,8 +54,8 @@ class Documents:
     """The sequences [first, first + len(lengths)) of a file that one split may draw from.
 
     Args:
-        lengths: int32 [n], tokens of each.
-        first: number of the first one in its file.
+        lengths: int32 [n], tokens of each sequence.
+        first: number of the first sequence in its file.
         name: name in messages.
     """
 
@@ -89,10 +89,10 @@ class LazyOrder:
     run begins with the samples of a shorter one.
 
     Args:
-        documents: what to draw from.
+        documents: documents to draw from.
         seq_length: tokens of a sample, without the extra one.
         seed: seed of both shuffles.
-        num_samples: how many may be drawn; None is one epoch.
+        num_samples: most samples that may be drawn; None is one epoch.
     """
 
     def __init__(self, documents: Documents, seq_length: int, seed: int, num_samples: int | None) -> None:
@@ -154,11 +154,11 @@ class LazyOrder:
                 place += 1
 
     def _epoch_start(self, epoch: int) -> int:
-        """Samples that end, with their extra token, before epoch ``epoch``."""
+        """Number of samples that end, with their extra token, before epoch ``epoch``."""
         return max(0, (epoch * self._epoch_tokens - 1) // self._seq_length)
 
     def _epoch(self, epoch: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """(document at each place of the epoch, tokens up to the end of that place)."""
+        """The document at each place of the epoch, and the tokens up to the end of that place."""
         with self._lock:
             found = self._epochs.get(epoch)
             if found is not None:
@@ -186,11 +186,11 @@ class MegatronOrder:
     checked against megatron-core 0.16.1.
 
     Args:
-        documents, seq_length, seed: as for ``LazyOrder``; the seed is used as it is.
+        documents, seq_length, seed: the arguments of ``LazyOrder``; the seed is used as it is.
         num_samples: the least that can be drawn; None is one epoch. All samples of the last epoch can be
             drawn.
         cache_path: folder that keeps the arrays.
-        cache_identity: what names the documents' file and its state, for the cache.
+        cache_identity: name and state of the documents' file, for the cache.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class MegatronOrder:
 
 
 def build_megatron_arrays(documents: Documents, seq_length: int, seed: int, num_samples: int | None) -> Arrays:
-    """Megatron's index arrays.
+    """Builds Megatron's index arrays.
 
     Returns:
         document_index: int32 [epochs * documents], sequence numbers in the file.
@@ -287,7 +287,7 @@ def build_megatron_arrays(documents: Documents, seq_length: int, seed: int, num_
 
 
 def _sample_index(documents: Documents, document_index: NDArray[np.int32], seq_length: int, total: int) -> NDArray[Any]:
-    """Where the samples 0..total start: a binary search of their positions in the running sum of lengths."""
+    """Starts of the samples 0..total, by a binary search of their positions in the running sum of lengths."""
     ends = np.cumsum(documents.lengths[document_index - documents.first], dtype=np.int64)
     largest = max(len(document_index), int(documents.lengths.max()))
     dtype = np.int32 if largest <= np.iinfo(np.int32).max else np.int64

@@ -1,4 +1,4 @@
-"""Token sequences in a ``.bin`` file with an ``.idx`` beside it: writer and reader.
+"""Reader and writer of token sequences in a ``.bin`` file with an ``.idx`` beside it.
 
 The mmap format is Megatron's, byte for byte; the legacy lazy/cached format is read and written as well.
 See ``idx_format`` for both layouts.
@@ -40,7 +40,7 @@ _SCAN_BYTES = 64 << 20
 
 
 def dataset_files(prefix: str | Path) -> tuple[Path, Path]:
-    """(``.bin``, ``.idx``) of a prefix; a path that already ends in one of them is accepted."""
+    """The ``.bin`` and ``.idx`` of a prefix; a path that already ends in one of them is accepted."""
     text = os.fspath(prefix)
     if text.endswith((".bin", ".idx")):
         text = text[:-4]
@@ -82,17 +82,17 @@ class IndexedDataset:
 
     @property
     def lengths(self) -> NDArray[np.int32]:
-        """int32 [N]: tokens of each sequence."""
+        """Tokens of each sequence, int32 [N]."""
         return self.table.lengths
 
     @property
     def doc_idx(self) -> NDArray[np.int64]:
-        """int64 [D]: sequence number at which each document starts, then N."""
+        """Sequence number at which each document starts, then N; int64 [D]."""
         return self.table.doc_idx
 
     @property
     def num_documents(self) -> int:
-        """Documents, empty ones included."""
+        """Number of documents, empty ones included."""
         return len(self.doc_idx) - 1
 
     def __len__(self) -> int:
@@ -103,7 +103,7 @@ class IndexedDataset:
         return self.get(index)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """``length`` tokens of sequence ``index`` from token ``offset`` on (to its end when None).
+        """Reads ``length`` tokens of sequence ``index`` from token ``offset`` on (to its end when None).
 
         Raises:
             IndexError: when the position is outside the dataset or the sequence.
@@ -127,7 +127,7 @@ class IndexedDataset:
         return np.frombuffer(data, dtype=self.dtype)
 
     def close(self) -> None:
-        """Gives the file back. Reading afterwards is an error."""
+        """Closes the file. Reading afterwards is an error."""
         if self._file is not None:
             os.close(self._file)
         self._file = None
@@ -138,7 +138,7 @@ class IndexedDataset:
             self.close()
 
     def check_token_range(self, vocab_size: int, cache_path: str | Path | None = None) -> None:
-        """Finds token ids outside [0, vocab_size) before training does.
+        """Checks that all token ids are in [0, vocab_size).
 
         Reads the whole ``.bin`` once. With a ``cache_path``, a clean verdict is stored there under the file's
         name, size, modification time and the vocabulary, and later calls are immediate.
@@ -286,7 +286,7 @@ class IndexedWriter:
         self.num_documents += len(table.doc_idx) - 1
 
     def finalize(self) -> None:
-        """Sync, and give both files their names: first the ``.bin``, then the ``.idx`` that makes it readable."""
+        """Syncs both files and gives them their names: first the ``.bin``, then the ``.idx`` that makes it readable."""
         lengths = np.concatenate([np.zeros(0, dtype=np.int64), *self._lengths])
         if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
             raise UserError(f"{self.bin_path}: a sequence of {int(lengths.max())} tokens is too long: split the text")
@@ -305,7 +305,7 @@ class IndexedWriter:
         self._stream = None
 
     def abort(self) -> None:
-        """Drops what was written."""
+        """Removes the temporary files."""
         if self._stream is not None:
             self._partial.unlink(missing_ok=True)
             self._stream.close()

@@ -25,7 +25,7 @@ _AHEAD = 2
 
 
 class MicroBatches(Iterator[Batch]):
-    """Iterates over the micro-batches of a rank; made by ``build_loader``.
+    """An iterator over the micro-batches of a rank; made by ``build_loader``.
 
     Threads prepare the next ones. An error in a thread is raised by ``next`` in its turn. Call ``close``, or use
     it as a context manager, to let the threads go; the end of the stream does so as well.
@@ -135,13 +135,13 @@ def build_loader(
     needs_tokens: bool = True,
     dataloader_type: str | None = "single",
 ) -> MicroBatches:
-    """The micro-batches of data-parallel rank ``dp_rank``, from draw ``consumed_samples`` on.
+    """Builds the loader of data-parallel rank ``dp_rank``, from draw ``consumed_samples`` on.
 
     Args:
         dataset: a dataset, as ``build_datasets`` gives it.
         consumed_samples: draws that the run has used, over all ranks.
         micro_batch_size: samples of a micro-batch.
-        dp_rank, dp_size: place in, and number of, the data-parallel ranks.
+        dp_rank, dp_size: data-parallel rank and size.
         num_workers: threads that prepare micro-batches; 0 makes each one when it is asked for.
         needs_tokens: False leaves the token tensors out, for a pipeline stage that only needs the ids.
         dataloader_type: "single" (or None) takes the dataset's draws in order and ends when less than one

@@ -7,7 +7,7 @@ _ROUNDS = 6
 
 
 def mix(*values: int) -> int:
-    """64 well-stirred bits from integers: SplitMix64's finaliser, chained (Steele et al., OOPSLA 2014)."""
+    """A 64-bit hash of integers: SplitMix64's finalizer, chained (Steele et al., OOPSLA 2014)."""
     state = 0x9E3779B97F4A7C15
     for value in values:
         state = (state + (value & _MASK64)) & _MASK64
@@ -31,7 +31,7 @@ class Permutation:
         self._keys = [mix(key, n, round_number) for round_number in range(_ROUNDS)]
 
     def __call__(self, index: int) -> int:
-        """Where ``index`` goes.
+        """The image of ``index``.
 
         Raises:
             IndexError: when it is outside [0, n).

@@ -8,7 +8,7 @@ from megatron.base.errors import UserError
 
 
 def read_utf8(path: str, flag: str) -> str:
-    """A text file's contents.
+    """Reads a text file.
 
     Args:
         path: path of the file.

@@ -42,7 +42,7 @@ def is_hf(folder: Path) -> bool:
 
 
 def read_hf(folder: Path) -> Weights:
-    """A model of one of the architectures that are ours, too.
+    """Reads a model of one of the architectures that are ours, too.
 
     Raises:
         UserError: when it is another model, or a file is missing or damaged.
@@ -104,7 +104,7 @@ class _StoredFiles:
             raise UserError(f"{folder} holds neither {SINGLE} nor {INDEX} nor {PICKLED}")
 
     def name_of(self, name: str) -> str:
-        """How the files spell a name."""
+        """The name of a tensor in the files."""
         for usual, other in _OTHER_NAMES:
             found = other + name.removeprefix(usual)
             if name not in self.places and name.startswith(usual) and found in self.places:
@@ -137,7 +137,7 @@ class _StoredFiles:
                 )
 
     def entry(self, name: str, shape: tuple[int, ...]) -> Entry:
-        """A tensor that must be there in a shape."""
+        """The entry of a tensor that must exist, in a given shape."""
         stored = self.name_of(name)
         if stored not in self.places:
             raise UserError(f"{self.folder}: there is no tensor {name}; the files are incomplete, or of another model")
@@ -162,7 +162,7 @@ class _StoredFiles:
 
 
 def _places(folder: Path) -> dict[str, Path]:
-    """Each tensor's file, as the index says."""
+    """The file of each tensor, by the index."""
     index, found = Values(_read_json(folder / INDEX)), {}
     try:
         for name, file in index.table("weight_map").items():

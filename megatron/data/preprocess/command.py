@@ -51,7 +51,7 @@ class PreprocessParser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Builds the parser of the command line."""
     parser = PreprocessParser(
         prog="preprocess_data.py",
         description=_ABOUT,
@@ -175,7 +175,7 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
 
 
 def preprocess(args: argparse.Namespace) -> Totals:
-    """Runs with parsed flags.
+    """Preprocesses as parsed flags say.
 
     Raises:
         UserError: when the input is invalid, or a file cannot be read or written.
@@ -215,7 +215,7 @@ def preprocess(args: argparse.Namespace) -> Totals:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command: 0 when the files are written, 1 with a one-line reason when not."""
+    """Runs the command; returns 0 when the files are written, 1 with a one-line reason when not."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         with stopped_in_order():

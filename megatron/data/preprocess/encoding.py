@@ -21,7 +21,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class EncodeOptions:
-    """What turns a line into ids; the fields are those of the flags."""
+    """Options of encoding; the fields are those of the flags."""
 
     json_keys: tuple[str, ...]
     tokenizer_type: str
@@ -38,7 +38,7 @@ class EncodeOptions:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that is no document: its number, from 0, in its source, and why."""
+    """A line that is not a document: its number, from 0, in its source, and the reason."""
 
     index: int
     why: str
@@ -55,7 +55,7 @@ class KeyTokens:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A block as ids."""
+    """An encoded block."""
 
     source: InputRange
     size: int
@@ -65,7 +65,7 @@ class Encoded:
 
 
 def parse_line(line: bytes, keys: Sequence[str], *, first: bool = False) -> list[str] | None:
-    """The texts of the keys in a line; None for a blank one.
+    """Parses a line; returns the texts of the keys, or None for a blank line.
 
     Args:
         line: a line of JSON.
@@ -105,7 +105,7 @@ def parse_line(line: bytes, keys: Sequence[str], *, first: bool = False) -> list
 
 
 class Encoder:
-    """Turns blocks of lines into ids. Built once in every worker."""
+    """An encoder of blocks of lines. Built once in every worker."""
 
     def __init__(self, options: EncodeOptions) -> None:
         self.options = options
@@ -114,7 +114,7 @@ class Encoder:
         self._split = sentence_splitter(options.lang, options.keep_newlines) if options.split_sentences else None
 
     def __call__(self, block: Block) -> Encoded:
-        """The ids of a block; lines that are no document are listed as bad, blank ones left out."""
+        """Encodes a block; lines that are not documents are listed as bad, blank ones are left out."""
         bad: list[BadLine] = []
         documents: list[tuple[int, list[str]]] = []
         for index, line in enumerate(block.lines, start=block.first):
@@ -182,7 +182,7 @@ def _refuse_lone_surrogates(texts: list[str]) -> None:
 
 
 def load_punkt(lang: str) -> tuple[Any, bool]:
-    """nltk's Punkt sentence tokenizer, and whether its model of ``lang`` is there.
+    """Loads nltk's Punkt sentence tokenizer; also returns whether its model of ``lang`` was found.
 
     Without a downloaded model, Punkt without training splits at every sentence end that no number or
     abbreviation with a dot inside follows; it does not know a language's abbreviations.
@@ -201,7 +201,7 @@ def load_punkt(lang: str) -> tuple[Any, bool]:
 
 
 def sentence_splitter(lang: str, keep_newlines: bool) -> Callable[[str], list[str]]:
-    """A function from a text to its sentences.
+    """A function that splits a text into sentences.
 
     With ``keep_newlines`` the white space between two sentences stays at the end of the first, so that the
     sentences put together are the text; otherwise it is dropped.

@@ -1,4 +1,4 @@
-"""Blocks of lines through one or many workers into indexed files, in the order of the input."""
+"""The encoding pipeline: blocks of lines through one or many workers into indexed files, in the order of the input."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _AHEAD = 3
 
 @dataclass(frozen=True)
 class EncodingJob:
-    """One run: what to encode, where to, and what to do about bad lines."""
+    """A run of encoding: options, output format, and what to do about bad lines."""
 
     options: EncodeOptions
     dataset_impl: str
@@ -36,7 +36,7 @@ class EncodingJob:
 
 @dataclass
 class Totals:
-    """What a run has done so far."""
+    """Totals of a run so far."""
 
     documents: int = 0
     size: int = 0
@@ -121,7 +121,7 @@ def run_partitions(job: EncodingJob, parts: list[list[InputRange]], prefixes: li
 
 
 def _encoded(job: EncodingJob, encoder: Encoder, blocks: Iterator[Block]) -> Iterator[Encoded]:
-    """The blocks' ids in order, from this process or from ``job.workers`` others."""
+    """Encodes blocks in order, in this process or in ``job.workers`` others."""
     if job.workers == 1:
         yield from map(encoder, blocks)
         return
@@ -181,7 +181,7 @@ def _run_partition(number: int, job: EncodingJob, sources: list[InputRange], pre
 
 
 def _watch(futures: list[Future[Totals]], messages: Any, stop: Any, report: Report) -> Totals:
-    """Pass the partitions' reports on until each has ended; raise what the first that failed raised."""
+    """Passes the partitions' reports on until each has ended; raises the error of the first that failed."""
     latest = [Totals() for _ in futures]
     failed: Future[Totals] | None = None
     try:
@@ -218,7 +218,7 @@ def _sum(parts: list[Totals]) -> Totals:
 
 
 def _end_with_parent() -> None:
-    """Leave no orphan behind when the main process is killed."""
+    """Ends this process when the main process is killed."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
     if parent is None:

@@ -1,4 +1,4 @@
-"""How far a tool that reads documents is: a bar on a terminal, else lines."""
+"""Progress of a tool that reads documents: a bar on a terminal, else lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHOWN_BAD_LINES = 20
 
 
 class EncodingProgress:
-    """Documents, docs/s and MB/s: a bar on a terminal, else a line for every interval."""
+    """A report of documents, docs/s and MB/s: a bar on a terminal, else a line for every interval."""
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
@@ -43,7 +43,7 @@ class EncodingProgress:
             self._say(f"Processed {totals.documents} documents ({docs_per_s:.1f} docs/s, {mb_per_s:.2f} MB/s).")
 
     def rates(self, totals: Totals) -> tuple[float, float]:
-        """Documents and megabytes of input each second."""
+        """Documents and megabytes of input per second."""
         seconds = max(time.monotonic() - self._start, 1e-9)
         return totals.documents / seconds, totals.size / seconds / 1e6
 

@@ -1,4 +1,4 @@
-"""Lines of the input files, in blocks that know where they come from."""
+"""Reads the lines of input files, in blocks that know their source."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class InputRange:
         return "<stdin>" if self.name == STDIN else self.name
 
     def line_number(self, index: int) -> int:
-        """The number in the file, from 1, of the line that is number ``index``, from 0, of this part."""
+        """Line number in the file, from 1, of this part's line ``index``, from 0."""
         before = 0
         if self.start:
             with open(self.name, "rb") as stream:
@@ -58,7 +58,7 @@ class Block:
 
 
 def expand_inputs(values: list[str]) -> list[str]:
-    """The files that paths and glob patterns name: patterns sorted, the given order kept.
+    """Expands paths and glob patterns to files: patterns sorted, the given order kept.
 
     Raises:
         UserError: when a path does not exist, a pattern matches nothing, or stdin is given twice.
@@ -79,7 +79,7 @@ def expand_inputs(values: list[str]) -> list[str]:
 
 
 def divide(files: list[str], parts: int) -> list[list[InputRange]]:
-    """Cuts the input into at most ``parts`` pieces of similar size that follow each other.
+    """Divides the input into at most ``parts`` consecutive pieces of similar size.
 
     Plain files are cut at line starts; compressed files and standard input stay whole. Reading the pieces one
     after the other gives the lines of the files in order.
@@ -107,7 +107,7 @@ def divide(files: list[str], parts: int) -> list[list[InputRange]]:
 
 
 def read_blocks(sources: list[InputRange]) -> Iterator[Block]:
-    """The lines of all sources in blocks of about a megabyte.
+    """Reads the lines of all sources in blocks of about a megabyte.
 
     Raises:
         UserError: when a file cannot be read or decompressed; the message names the line that was reached.

@@ -35,7 +35,7 @@ Watch = Callable[[Totals, list[str]], None]
 
 
 def texts(files: Sequence[str], keys: Sequence[str], watch: Watch = lambda *_: None) -> Iterator[str]:
-    """The texts of JSON-lines files.
+    """Reads the texts of JSON-lines files.
 
     Args:
         files: the files, as ``expand_inputs`` gives them.
@@ -77,7 +77,7 @@ def train(
     """Trains on text and writes the two files; the same text gives the same bytes.
 
     Args:
-        files: JSON lines, or patterns of their names.
+        files: files of JSON lines, or patterns of their names.
         folder: folder of the two files; made where there is none.
         vocab_size: entries, ``<|endoftext|>`` included.
         keys: keys whose strings are the text.
@@ -136,7 +136,7 @@ def _then(given: Iterator[str], done: Callable[[], None]) -> Iterator[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Builds the parser of the command line."""
     made = PreprocessParser(
         prog="train_vocab.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -166,7 +166,7 @@ def run(options: argparse.Namespace) -> str:
     """Trains as the command line says.
 
     Returns:
-        What was made, in a line.
+        A line that says what was made.
 
     Raises:
         UserError: when the input is invalid.
@@ -207,7 +207,7 @@ def run(options: argparse.Namespace) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command: 0 when the files are written, 2 with a one-line reason when not."""
+    """Runs the command; returns 0 when the files are written, 1 with a one-line reason when not."""
     try:
         with stopped_in_order():
             print(run(parser().parse_args(arguments)))
