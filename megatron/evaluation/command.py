@@ -51,10 +51,10 @@ class ZeroShotFlags:
 
 
 def checked(flags: ZeroShotFlags) -> Callable[[LoadedModel], str]:
-    """Checks what can be before the processes meet, and reads the data.
+    """Checks the flags before the processes meet, and reads the data.
 
     Returns:
-        What gives the result line of the task, or raises UserError for data that does not suit the model.
+        A function that evaluates the task and returns its result line, or raises UserError for unsuitable data.
 
     Raises:
         UserError: when the task is not offered, or its data is missing.
@@ -73,7 +73,7 @@ def checked(flags: ZeroShotFlags) -> Callable[[LoadedModel], str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0 when it is done, 2 with a one-line reason when not."""
+    """Runs the command; returns 0 when it is done, 2 with a one-line reason when not."""
 
     def body(ranks: Ranks) -> None:
         parsed = parse_flags(sys.argv[1:] if argv is None else argv, {"task": ZeroShotFlags}, "main.py", DESCRIPTION)

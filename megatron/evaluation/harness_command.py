@@ -64,8 +64,8 @@ def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:
     """Runs the harness.
 
     Args:
-        model: one of its models, or the name of one with its arguments.
-        flags: the tasks.
+        model: a model of the harness, or the name of one with its arguments.
+        flags: flags that name the tasks.
 
     Raises:
         UserError: when the harness does not know a task, or its data cannot be had.
@@ -130,10 +130,10 @@ def report(found: dict[str, Any] | UserError, flags: EvaluationFlags) -> None:
 
 
 def via_hf(load: str, iteration: int | None, flags: EvaluationFlags) -> dict[str, Any]:
-    """Exports the checkpoint and evaluates the export.
+    """Exports the checkpoint to a Hugging Face folder and evaluates that.
 
     Raises:
-        UserError: when it has no Hugging Face architecture, and as ``run`` does.
+        UserError: when it has no Hugging Face architecture, or ``run`` raises it.
     """
     with tempfile.TemporaryDirectory(prefix="evaluate-lm-") as folder:
         step = ["--iteration", str(iteration)] if iteration is not None else []
@@ -143,7 +143,7 @@ def via_hf(load: str, iteration: int | None, flags: EvaluationFlags) -> dict[str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0 when it is done, 2 with a one-line reason when not."""
+    """Runs the command; returns 0 when it is done, 2 with a one-line reason when not."""
 
     def body(ranks: Ranks) -> None:
         given = sys.argv[1:] if argv is None else argv

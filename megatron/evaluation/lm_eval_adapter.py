@@ -15,11 +15,11 @@ from megatron.inference.text import TextStream
 
 GREEDY = Sampling(greedy=True)
 MAX_NEW_TOKENS = 256
-"""Of tasks that do not say, as everywhere in the harness."""
+"""The maximum for tasks that do not name one, as everywhere in the harness."""
 
 
 class CheckpointLM(TemplateLM):
-    """Answers the harness's requests with a checkpoint, on the rank that leads the others.
+    """A model of the harness that is a checkpoint, on the rank that leads the others.
 
     Args:
         leader: leader of the model's ranks.

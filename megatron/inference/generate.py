@@ -21,12 +21,12 @@ _LOGITS_AT_ONCE = 1 << 25
 
 @dataclass(frozen=True)
 class Token:
-    """A token in its place.
+    """A generated or scored token.
 
     Args:
         id: token id.
-        logprob: logarithm of the probability that the model gave it, at temperature 1 and among all its entries.
-        top: the likeliest tokens there and their logarithms, as many as were asked for.
+        logprob: logarithm of the model's probability of it, at temperature 1 and among all its entries.
+        top: the likeliest tokens at its position and their logarithms, as many as were asked for.
     """
 
     id: int
@@ -36,12 +36,12 @@ class Token:
 
 @dataclass
 class Generated:
-    """One continuation.
+    """A prompt with its continuation.
 
     Args:
-        tokens: ids of the prompt and of what follows it, without the end of document.
-        prompt_length: how many of them are the prompt.
-        finished: the model ended the document.
+        tokens: ids of the prompt and of the continuation, without the end of document.
+        prompt_length: number of tokens of the prompt.
+        finished: whether the model ended the document.
         details: details of the tokens behind the prompt; on the model's sampling rank alone.
     """
 
@@ -52,7 +52,7 @@ class Generated:
 
 
 OnToken = Callable[[int, Token], bool]
-"""Is told the row and each token that is added to it (not the end of document); true ends the row."""
+"""A callback for each token that is added to a row (not the end of document); true ends the row."""
 
 
 @torch.no_grad()
@@ -76,11 +76,11 @@ def generate(
         model: a loaded model.
         prompts: token ids; an empty prompt starts from the end-of-document token, as every document does.
         max_new_tokens: most new tokens for each prompt.
-        sampling: how tokens are chosen.
+        sampling: options of choosing tokens.
         seeds: seed of each row's draws; default: others at every call.
-        top: alternatives that are reported with each token.
-        cached: keep keys and values of earlier positions; without, everything is computed anew for each token.
-        on_token: told about each token, on the model's sampling rank alone.
+        top: number of alternatives that are reported with each token.
+        cached: whether to keep keys and values; without, everything is computed anew for each token.
+        on_token: called with each token, on the model's sampling rank alone.
     """
     # A model may have more entries than its tokenizer has texts for; those are never chosen.
     eod, known = model.tokenizer.eod, model.tokenizer.vocab_size
@@ -118,7 +118,7 @@ def generate(
 
 
 def _grow(results: Sequence[Generated], active: Sequence[int], said: Tensor, eod: int) -> list[int]:
-    """Appends the chosen tokens; the rows that go on."""
+    """Appends the chosen tokens; returns the rows that continue."""
     going_on = []
     for i, token, enough in zip(active, *said.tolist(), strict=True):
         if token == eod:
@@ -131,7 +131,7 @@ def _grow(results: Sequence[Generated], active: Sequence[int], said: Tensor, eod
 
 
 def _details(logits_nv: Tensor, tokens_n: Tensor, top: int, known: int) -> list[Token]:
-    """The tokens with their probabilities among all entries of the model; the likeliest are the tokenizer's."""
+    """The tokens with their probabilities among all entries of the model; the likeliest ones are the tokenizer's."""
     logprobs_nv = logits_nv.float().log_softmax(dim=-1)
     own = logprobs_nv.gather(1, tokens_n.to(logprobs_nv.device).unsqueeze(1)).squeeze(1).tolist()
     likeliest: list[tuple[tuple[int, float], ...]] = [()] * len(own)
@@ -144,12 +144,12 @@ def _details(logits_nv: Tensor, tokens_n: Tensor, top: int, known: int) -> list[
 
 @torch.no_grad()
 def score(model: LoadedModel, rows: Sequence[Sequence[int]], top: int = 1) -> list[list[Token]]:
-    """What a model thinks of texts. Every rank of the model calls this.
+    """Computes the probabilities of texts. Every rank of the model calls this.
 
     Args:
         model: a loaded model.
         rows: token ids, at most the model's window plus one of each.
-        top: alternatives that are reported with each token.
+        top: number of alternatives that are reported with each token.
 
     Returns:
         For each row, its tokens after the first; empty lists but on the model's sampling rank.

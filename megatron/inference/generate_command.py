@@ -49,7 +49,7 @@ class GenerationTaskFlags:
 
     @property
     def output(self) -> tuple[str, str] | None:
-        """The flag and the name of the file that is written; None when what is generated is printed."""
+        """The flag and the name of the output file; None when the output is printed."""
         if self.genfile is not None:
             return "--genfile", self.genfile
         if self.sample_output_file is not None:
@@ -58,11 +58,11 @@ class GenerationTaskFlags:
 
 
 class Session:
-    """A loaded model with the flags' way of choosing tokens.
+    """A loaded model with the flags' sampling options.
 
     Args:
-        model: on every rank.
-        choice: how tokens are chosen.
+        model: the model, on every rank.
+        choice: sampling options.
         batch: texts generated at once.
     """
 
@@ -73,7 +73,7 @@ class Session:
         self.begun = 0
 
     def continue_all(self, texts: Sequence[str], live: bool = False) -> list[Generated]:
-        """Continuations of a batch of texts; ``live`` prints the first as it comes."""
+        """Continues a batch of texts; ``live`` prints the first as it comes."""
         prompts = [self.model.tokenizer.tokenize(text) if text else [] for text in texts]
         seeds = [self.choice.seed + self.begun + i for i in range(len(texts))]
         self.begun += len(texts)
@@ -97,7 +97,7 @@ class Session:
         return results
 
     def in_batches(self, texts: Sequence[str]) -> list[Generated]:
-        """Continuations of many texts, with a progress bar."""
+        """Continues many texts, with a progress bar."""
         samples: list[Generated] = []
         with tqdm(total=len(texts), unit="text", disable=not self.model.is_sampling_rank) as bar:
             for first in range(0, len(texts), self.batch):
@@ -112,7 +112,7 @@ class Session:
         return continuation(self.model.tokenizer, sample.tokens, sample.prompt_length)
 
     def write(self, task: GenerationTaskFlags, parts: Sequence[str]) -> None:
-        """Writes the file, on one rank; prints what it would hold when it cannot be written after all.
+        """Writes the file, on one rank; prints its content when it cannot be written after all.
 
         Raises:
             UserError: on every rank, when it cannot.
@@ -145,7 +145,7 @@ class Session:
         self.write(task, parts)
 
     def _asked(self, patience_s: float) -> str:
-        """A line that rank 0 reads; the others hear now and then that it still waits."""
+        """Reads a line on rank 0; the others are told now and then that it still waits."""
         asking = "\nContext prompt (an empty line ends): "
         if self.model.topology.rank == 0:
             print(asking, end="", flush=True)
@@ -174,7 +174,7 @@ class Session:
 
 
 def check(task: GenerationTaskFlags, choice: SamplingFlags) -> list[str]:
-    """Checks the flags as a whole; the lines of the input file.
+    """Checks the flags together; returns the lines of the input file.
 
     Raises:
         UserError: when they make no sense, or the file cannot be read.
@@ -205,7 +205,7 @@ def _same(one: str, other: str) -> bool:
 
 
 def read_prompts(path: str) -> list[str]:
-    """The lines of a file that are not empty.
+    """Reads the lines of a file that are not empty.
 
     Raises:
         UserError: when there are none, or it cannot be read.
@@ -217,7 +217,7 @@ def read_prompts(path: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0 when it is done, 2 with a one-line reason when not."""
+    """Runs the command; returns 0 when it is done, 2 with a one-line reason when not."""
 
     def body(ranks: Ranks) -> None:
         sections = {"task": GenerationTaskFlags, "sampling": SamplingFlags}

@@ -1,4 +1,4 @@
-"""Work for a model that is split over ranks: one rank leads, the others follow."""
+"""Jobs for a model that is split over ranks: one rank leads, the others follow."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from megatron.topology.errors import CommunicationError
 _IDLE, _STOP = "idle", "stop"
 
 _IDLE_SECONDS = 20.0
-"""How often the other ranks hear from the leader when there is nothing to do."""
+"""Interval at which the other ranks hear from the leader when there is nothing to do."""
 
 
 @dataclass(frozen=True)
 class InferenceJob:
-    """Texts to be continued, or to be scored.
+    """A job: prompts to be continued or scored.
 
     Args:
         prompts: token ids.
         max_new_tokens: most new tokens for each; 0 only scores the prompts.
-        sampling: how tokens are chosen.
+        sampling: options of choosing tokens.
         seeds: seeds of each prompt's draws.
-        top: alternatives to report with each token; None: no probabilities are asked for.
-        score: report the prompts' probabilities, too.
+        top: number of alternatives to report with each token; None: no probabilities are asked for.
+        score: whether to report the prompts' probabilities, too.
         stop: strings that end a text.
     """
 
@@ -47,7 +47,7 @@ class InferenceJob:
 
     @staticmethod
     def from_plain(values: Mapping[str, Any]) -> InferenceJob:
-        """The inverse of ``plain``."""
+        """Restores a job from ``plain``."""
         return InferenceJob(**{**values, "sampling": Sampling(**values["sampling"])})
 
 
@@ -65,14 +65,14 @@ def _compute(model: LoadedModel, job: InferenceJob, on_token: OnToken | None = N
 
 
 class Leader:
-    """Does jobs on all ranks of a model; lives on its sampling rank.
+    """Runs jobs on all ranks of a model; lives on its sampling rank.
 
     While there is nothing to do, a thread tells the others so, lest they take this rank for dead. As a context manager
     it lets them go at the end.
 
     Args:
-        model: on its sampling rank.
-        patience_s: how long another rank waits to hear from this one.
+        model: the model, on its sampling rank.
+        patience_s: longest time for which another rank waits for this one.
     """
 
     def __init__(self, model: LoadedModel, patience_s: float) -> None:
@@ -96,7 +96,7 @@ class Leader:
                     self._speaking.release()
 
     def do(self, job: InferenceJob, on_token: OnToken | None = None) -> Done:
-        """Does a job.
+        """Runs a job.
 
         Raises:
             UserError: when a text is longer than the model's window; on the other ranks as well.
@@ -117,7 +117,7 @@ class Leader:
 
 
 def follow(model: LoadedModel) -> None:
-    """Takes part in the leader's jobs until it lets this rank go."""
+    """Takes part in the leader's jobs until the leader ends."""
     while True:
         said: Any = model.broadcast_json(None, model.sampling_rank)
         if said == _STOP:

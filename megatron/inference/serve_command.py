@@ -80,7 +80,7 @@ def hosts_of(flags: ServerFlags) -> AllowedHosts:
 
 
 def listen(flags: ServerFlags) -> socket.socket:
-    """A socket that listens.
+    """Opens a listening socket.
 
     Raises:
         UserError: when it cannot.
@@ -96,7 +96,7 @@ def listen(flags: ServerFlags) -> socket.socket:
 
 
 def serve(model: LoadedModel, flags: ServerFlags, patience_s: float, listening: socket.socket) -> None:
-    """Answers requests until SIGINT or SIGTERM ends it.
+    """Answers requests until SIGINT or SIGTERM.
 
     Raises:
         CommunicationError: when another rank is gone.
@@ -129,7 +129,7 @@ def serve(model: LoadedModel, flags: ServerFlags, patience_s: float, listening: 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0 when a signal ended it, 2 with a one-line reason for bad input."""
+    """Runs the command; returns 0 when a signal ended it, 2 with a one-line reason for bad input."""
 
     def body(ranks: Ranks) -> None:
         given = sys.argv[1:] if argv is None else argv

@@ -1,4 +1,4 @@
-"""Connections: how many there may be, how long one may be silent, and how they end with the server."""
+"""Limits of connections: their number, their silence, and how they end with the server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OWN_FILES = 128
 
 
 class Connection(H11Protocol):
-    """A connection that is closed where it keeps others out without asking anything.
+    """A connection that is closed when it keeps others out without asking anything.
 
     uvicorn limits neither the time before a first request nor that of half a request: here whoever has sent no whole
     request in time is closed, and where there are as many connections as there may be, the one that has been silent
@@ -94,11 +94,11 @@ class Connection(H11Protocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is not HTTP."""
+        """Answers a request that is not HTTP."""
         self._turn_away(400, f"the request is no HTTP: {msg}")
 
     def shutdown(self) -> None:
-        """Lets those that wait for an answer have it."""
+        """Closes, but lets those that wait for an answer have it."""
         if self._turned_away or self.silent:
             self.transport.close()
         else:
@@ -127,14 +127,14 @@ class Connection(H11Protocol):
             self._drop()
 
     def _drop(self) -> None:
-        """Closes it; what its client has not read would keep it open."""
+        """Closes the connection; unread answers would keep it open."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
             self.transport.close()
 
     def _turn_away(self, status: int, message: str) -> None:
-        """Says why there is no answer, and closes the connection.
+        """Sends the reason why there is no answer, and closes the connection.
 
         Closing while there is something unread makes the other side forget what it was told, so that what comes is
         read and thrown away until it has closed, for some seconds.
@@ -164,11 +164,11 @@ class Connection(H11Protocol):
 
 
 class HTTPServer(uvicorn.Server):
-    """Ends without leaving anybody unanswered.
+    """A server that leaves nobody unanswered when it ends.
 
     Args:
-        config: what ``configuration`` made.
-        worker: does the jobs; it is told to end when the server does.
+        config: configuration, as ``configuration`` makes it.
+        worker: worker that runs the jobs; it is told to end when the server does.
         listens: called when it does.
     """
 
@@ -188,7 +188,7 @@ class HTTPServer(uvicorn.Server):
 
 
 def room_for(most: int) -> int:
-    """How many of the wanted connections can be served: fewer where this process may not have as many files open."""
+    """Number of the wanted connections that can be served: fewer where this process may not have as many files open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * most + _OWN_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

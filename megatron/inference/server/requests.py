@@ -1,4 +1,4 @@
-"""What clients ask for, checked: the requests of Megatron's API and of OpenAI's completions as one kind of job."""
+"""Parses and checks requests of Megatron's API and of OpenAI's completions, as one kind of job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_STOP, MAX_STOP_LENGTH = 8, 100
 
 
 class RequestError(UserError):
-    """A request that is not understood or too large; the message says what to change.
+    """Raised when a request is invalid or too large; the message says what to change.
 
     Args:
         message: the message to the client.
@@ -34,10 +34,10 @@ class RequestError(UserError):
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What one request may cost.
+    """Limits of one request.
 
     Args:
-        window: positions of the model.
+        window: number of positions of the model.
         tokens: most tokens of all prompts of a request and their continuations.
     """
 
@@ -49,8 +49,8 @@ class Fields(Values):
     """The fields of a request: JSON, read as any document is.
 
     Args:
-        what: what the request is called in messages.
-        what: it is, for the message.
+        values: the request.
+        what: name of the request in messages.
 
     Raises:
         UserError: when a value is of another kind; by every method.
@@ -72,12 +72,12 @@ class Fields(Values):
         return listed
 
     def refuse(self, name: str, *neutral: object) -> None:
-        """Refuses what is not offered, unless the value asks for nothing."""
+        """Refuses a field that is not offered, unless its value asks for nothing."""
         if self.has(name) and self[name] not in neutral:
             raise RequestError(f"{name} is not offered here; leave it out")
 
     def known(self, names: Sequence[str]) -> None:
-        """Refuses fields that nobody reads: a misspelt one would silently do nothing."""
+        """Refuses unknown fields: a misspelt one would silently do nothing."""
         unknown = sorted(set(self) - set(names))
         if unknown:
             hint = nearest(unknown[0], names)
@@ -109,12 +109,12 @@ def _sampling(fields: Fields, *, top_p: float, greedy: bool, temperature: float)
 
 
 def _longest(prompts: Sequence[Sequence[int]]) -> int:
-    """Positions of the longest prompt; an empty one starts from one token, too."""
+    """Number of positions of the longest prompt; an empty one starts from one token, too."""
     return max((len(prompt) or 1 for prompt in prompts), default=1)
 
 
 def _room(usual: int, prompts: Sequence[Sequence[int]], limits: RequestLimits) -> int:
-    """New tokens for requests that do not say how many."""
+    """Number of new tokens for requests that do not give one."""
     return max(1, min(usual, limits.window - _longest(prompts)))
 
 
@@ -157,7 +157,7 @@ MEGATRON_FIELDS = [
 
 
 def megatron_job(body: object, tokenizer: Tokenizer, limits: RequestLimits) -> InferenceJob:
-    """A job of ``PUT /api``.
+    """Parses a request of ``PUT /api``.
 
     Raises:
         UserError: when the request is invalid.
@@ -210,14 +210,14 @@ OPENAI_FIELDS = [
 
 @dataclass(frozen=True)
 class Completion:
-    """A job of ``POST /v1/completions`` and how it is answered.
+    """A request of ``POST /v1/completions``, and how it is answered.
 
     Args:
-        job: what is computed.
-        n: continuations of each prompt; they follow each other in the job.
-        stream: send tokens as they come.
-        echo: begin with the prompt.
-        usage: end a stream with the number of tokens.
+        job: job that computes it.
+        n: number of continuations of each prompt; they are adjacent in the job.
+        stream: whether to send tokens as they come.
+        echo: whether to begin with the prompt.
+        usage: whether to end a stream with the number of tokens.
     """
 
     job: InferenceJob
@@ -228,7 +228,7 @@ class Completion:
 
 
 def completion_job(body: object, tokenizer: Tokenizer, limits: RequestLimits) -> Completion:
-    """A job of ``POST /v1/completions``.
+    """Parses a request of ``POST /v1/completions``.
 
     Raises:
         UserError: when the request is invalid.
