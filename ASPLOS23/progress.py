@@ -12,7 +12,7 @@ from megatron.training.progress import ProgressBar
 
 _LINE = re.compile(r"^ iteration\s+(\d+)/\s*(\d+) \|.* lm loss: (\S+) \|")
 _LINES = 10
-"""Of a whole run, where there is no terminal."""
+"""Lines of a whole run, where there is no terminal."""
 
 
 def run_shown(words: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path, name: str) -> int:

@@ -72,7 +72,7 @@ def draw_outcomes(outcomes: Sequence[Outcome], path: Path) -> None:
 
 
 Means = Mapping[str, Mapping[int, float]]
-"""By case and iteration, the mean validation loss over the seeds."""
+"""Mean validation losses over the seeds, by case and iteration."""
 
 
 def family_of(case: str) -> str:

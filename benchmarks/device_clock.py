@@ -12,7 +12,7 @@ import torch
 
 Call = Callable[[], Any]
 MOST_SETS = 64
-"""Of inputs that one measurement goes through."""
+"""Most sets of inputs of one measurement."""
 _ROOM = 4
 """The sets of inputs are together so many times as large as the L2."""
 _SHORT_SECONDS = 2e-3

@@ -100,10 +100,10 @@ class Section(Protocol):
 
     TITLE: str
     NOTE: str
-    """What the table's columns mean."""
+    """Explanation of the table's columns."""
     COLUMNS: Sequence[Column]
     LIMIT_SECONDS: float
-    """Of the whole section."""
+    """Time limit of the whole section."""
     PATIENCE_SECONDS: float
     """Between two signs of life, before it counts as hung."""
 

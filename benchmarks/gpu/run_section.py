@@ -21,7 +21,7 @@ POLL_SECONDS = 0.1
 _TOYS = 10
 """Times as long may toys take."""
 GRACE_SECONDS = 15.0
-"""That a section has to remove what it made when it is asked to end."""
+"""Time in which a section may clean up when it is asked to end."""
 
 
 def run_section(name: str, setting: Setting, keys: Sequence[str], book: Book, limit: float, bar: Any) -> Book:

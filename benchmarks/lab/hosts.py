@@ -28,7 +28,7 @@ QUEUE = 1 << 20
 """Least bytes that wait at a link before any are dropped: what a switch holds for a port. 50 ms of a link where that is
 more. With less, a message's burst loses its own end, and waits for TCP to notice."""
 GRACE_SECONDS = 15.0
-"""How long the other hosts may take to notice that one has gone."""
+"""Time in which the other hosts may notice that one has gone."""
 NCCL = {"NCCL_SOCKET_IFNAME": "=eth0", "NCCL_IB_DISABLE": "1"}
 NCCL_BUFFER = str(1 << 20)
 """Bytes of NCCL's buffer for each connection, in eight parts: a part of the usual 4 MiB takes 42 ms at 100 Mb/s, and
@@ -36,7 +36,7 @@ several ranks with many groups share one GPU's memory."""
 _OWN_HOST = 'export NCCL_HOSTID="$0-$RANK" && exec "$@"'
 """For each rank: NCCL refuses two ranks of one host on one GPU, and would connect them by other ways than the link."""
 END_SECONDS = 5.0
-"""How long hosts may take to end when they are asked to, before they are killed."""
+"""Time in which hosts may end when they are asked to, before they are killed."""
 
 
 class LabError(Exception):

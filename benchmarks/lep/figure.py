@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron.training.plots import COLORS, MARKERS, new_figure, save_figure
 
 NAMES = {"dense": "not compressed", "none": "no error feedback"}
-"""How a kind is called in the picture, where not by its own name."""
+"""Names of kinds in the picture, where they differ from their own."""
 
 
 def draw_losses(losses: Mapping[str, Sequence[Mapping[int, float]]], path: Path) -> Path:

@@ -27,7 +27,7 @@ from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLin
 from megatron.parallel.tensor.random import DropoutKeys
 
 KINDS = ("none", "lazy", "lazy-reset", "lazy-mean")
-"""What is done with the error of a message: ``error-feedback`` of ``pp-backward``."""
+"""Kinds of residuals: values of ``error-feedback`` of ``pp-backward``."""
 
 Sums = dict[str, Tensor]
 """Gradients, or their errors, by the name of the parameter."""
@@ -129,7 +129,7 @@ class FrozenPipeline:
             else everything
             for s in range(stages)
         ]
-        """By sending stage, the micro-batches whose message back is compressed."""
+        """Micro-batches whose backward message is compressed, by sending stage."""
         self.kappas = Kappas()
         self.kappas.watch(stage)
         self.exact: Sums = {}

@@ -46,7 +46,7 @@ from megatron.planner.predict import Predictor
 WARM_STEPS = 3
 """On fast links: first visits of samples, first choices of coordinates, exact steps before a peer's hook."""
 PAYLOAD = 1448 / 1514
-"""Of an Ethernet frame that is full of TCP."""
+"""TCP's share of a full Ethernet frame."""
 START_SECONDS = 300.0
 STEP_SECONDS = 900.0
 

@@ -36,11 +36,11 @@ def fsync_directory(folder: Path) -> None:
 
 @contextmanager
 def holding(path: Path, *, where_there_are_locks: bool = False) -> Iterator[None]:
-    """Holds the lock of a file or folder, which goes with the process whatever ends it.
+    """Holds the lock of a file or folder, which the system releases when the process ends.
 
     Args:
         path: path of the file.
-        where_there_are_locks: go on without one on a file system that has none.
+        where_there_are_locks: continue without a lock on a file system that has none.
 
     Raises:
         BlockingIOError: when another process holds it.
@@ -62,7 +62,7 @@ def holding(path: Path, *, where_there_are_locks: bool = False) -> Iterator[None
 
 
 def beside(path: Path, ending: str) -> Path:
-    """A hidden name of this process's in the file's folder, short enough whatever the file's own."""
+    """The path of a hidden temporary file of this process in the file's folder, of valid length."""
     name = path.name
     if len(os.fsencode(name)) > 200:  # of 255
         name = hashlib.blake2b(os.fsencode(name), digest_size=16).hexdigest()
@@ -70,7 +70,7 @@ def beside(path: Path, ending: str) -> Path:
 
 
 def remove_leftovers(path: Path, ending: str, remove: Callable[[Path], object]) -> None:
-    """Removes what processes that were killed had begun ``beside`` a file, and nothing that another one holds."""
+    """Removes temporary files ``beside`` a file that killed processes have left, unless another process holds them."""
     begin = beside(path, ending).name.removesuffix(f"{os.getpid()}.{ending}")
     for left in path.parent.iterdir() if path.parent.is_dir() else ():
         number = left.name.removeprefix(begin).removesuffix(f".{ending}")
@@ -80,14 +80,14 @@ def remove_leftovers(path: Path, ending: str, remove: Callable[[Path], object]) 
 
 
 def check_writable(path: str | Path, flag: str = "") -> Path:
-    """Checks that ``atomic_write`` will be able to write a file, before what it is to hold is worked out.
+    """Checks that ``atomic_write`` will be able to write a file, before its content is computed.
 
     Args:
         path: path of the file.
         flag: flag that names the file, for the message.
 
     Returns:
-        The file's own place, links followed.
+        The file's own path, links followed.
 
     Raises:
         UserError: when it cannot be; the message names the flag and the file.
@@ -138,7 +138,7 @@ def write_whole(path: str | Path, data: bytes, flag: str = "") -> None:
 
     Args:
         path: path of the file; links are followed.
-        data: what it holds.
+        data: content of the file.
         flag: flag that names the file, for the message.
 
     Raises:

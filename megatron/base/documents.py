@@ -16,12 +16,12 @@ _LARGEST = 1 << 20
 
 
 def read_settings(path: str | Path, where: str, kind: str) -> str:
-    """The text of a file.
+    """Reads the text of a file.
 
     Args:
         path: path of the document.
         where: starts the message of an error, and names the file.
-        kind: what it should be: "YAML" or "JSON".
+        kind: kind of the document: "YAML" or "JSON".
 
     Raises:
         UserError: when it cannot be read, is large, or is no text.
@@ -41,7 +41,7 @@ def read_settings(path: str | Path, where: str, kind: str) -> str:
 
 
 def read_json(path: str | Path, where: str) -> dict[str, Any]:
-    """The mapping that the file holds.
+    """Reads a JSON file that holds a mapping.
 
     Raises:
         UserError: when it cannot be read or holds none; the message starts with ``where``, which names the file.
@@ -68,7 +68,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """The safe loader, refusing a key that is given twice in one mapping."""
+    """The safe loader, with an error for a key that is given twice in one mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -88,7 +88,7 @@ class _BlockDumper(yaml.SafeDumper):
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping that the file holds, empty for an empty file.
+    """Reads a YAML file that holds a mapping; empty for an empty file.
 
     Raises:
         UserError: when it cannot be read or holds none; the message names the file.
@@ -97,7 +97,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
-    """The mapping that the text holds, empty for an empty text.
+    """Parses a YAML text that holds a mapping; empty for an empty text.
 
     Raises:
         UserError: when it holds none; the message starts with ``where``.
@@ -120,7 +120,7 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
 
 
 def dump_yaml(content: dict[str, Any]) -> str:
-    """YAML text of plain values, one block a section, keys in the given order."""
+    """The YAML text of plain values, one block a section, keys in the given order."""
     blocks = [
         yaml.dump({name: section}, Dumper=_BlockDumper, sort_keys=False, allow_unicode=True, width=2**31)
         for name, section in content.items()

@@ -1,4 +1,4 @@
-"""Declared fields read and checked: one value at a time, a whole dataclass from plain values or from words."""
+"""Reads and checks declared fields: one value at a time, or a whole dataclass from plain values or words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SINGLE = (2.0**-126, 2.0**126)
 
 
 def from_text(field: FieldOption, texts: Sequence[str], where: str) -> Any:
-    """The value of ``field`` from the words given for it. A switch given without a word is on.
+    """Parses the value of ``field`` from words. A switch without a word is on.
 
     ``where`` starts the message of the UserError that a bad word raises, such as "--num-layers".
     The value returned is the field's own: a switch that turns a default off gives False.
@@ -33,7 +33,7 @@ def from_text(field: FieldOption, texts: Sequence[str], where: str) -> Any:
 
 
 def from_plain(field: FieldOption, value: Any, where: str) -> Any:
-    """The value of ``field`` from what a YAML file or a dictionary holds under the field's own name."""
+    """Reads the value of ``field`` from a YAML file or a dictionary."""
     if value is None:
         return list(field.default) if isinstance(field.default, list) else field.default
     if field.is_list:
@@ -102,7 +102,7 @@ def section_from_plain(section: str, cls: type, values: dict[str, Any], where: s
 
 
 def section_to_plain(values: Any) -> dict[str, Any]:
-    """The fields of a section as plain types: what YAML can hold."""
+    """The fields of a section as plain types, which YAML can hold."""
     return dataclasses.asdict(values)
 
 

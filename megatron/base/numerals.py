@@ -1,4 +1,4 @@
-"""Numbers as users write them: plain ASCII, of a size that the machine's own numbers have."""
+"""Parses numbers as users write them: plain ASCII, of a size that the machine's own numbers have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUMBER = re.compile(rf"[+-]?({_DIGITS}\.?(?:{_DIGITS})?|\.{_DIGITS})([eE][+-]?[
 
 
 def read_whole(text: str) -> int:
-    """A whole number.
+    """Parses a whole number.
 
     Raises:
         ValueError: when it is none; the message follows the text: "is not an integer" or "is too large".
@@ -30,7 +30,7 @@ def read_whole(text: str) -> int:
 
 
 def checked_whole(number: int) -> int:
-    """The number itself.
+    """Returns the number, if the machine can hold it.
 
     Raises:
         ValueError: when the machine cannot hold it; the message is like that of ``read_whole``.
@@ -41,7 +41,7 @@ def checked_whole(number: int) -> int:
 
 
 def read_number(text: str) -> float:
-    """A finite number.
+    """Parses a finite number.
 
     Raises:
         ValueError: when it is none; the message follows the text: "is not a number".
@@ -63,7 +63,7 @@ def read_number(text: str) -> float:
 
 
 def checked_number(number: float) -> float:
-    """The number as a float.
+    """Returns the number as a float, if it is finite.
 
     Raises:
         ValueError: when it is not finite; the message is like that of ``read_number``.

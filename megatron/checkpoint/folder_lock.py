@@ -27,7 +27,7 @@ BEAT_SECONDS = 3.0
 SILENT_SECONDS = 15.0
 """An owner on another machine whose time stamp stands still for this long is taken for dead."""
 PATIENCE_SECONDS = 2.0
-"""How long a process that is ending may still hold the lock."""
+"""Time for which a process that is ending may still hold the lock."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from megatron.checkpoint.save import Log, SaveHandle, save_checkpoint, silent
 from megatron.topology.agree import any_rank
 
 WRITE_TIMEOUT = timedelta(hours=1)
-"""How long ranks wait for one that is still writing."""
+"""Time for which ranks wait for one that is still writing."""
 
 
 class CheckpointSaver:

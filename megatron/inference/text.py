@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron.tokenizer.api import Tokenizer
 
 _BROKEN = "\ufffd"
-"""What a tokenizer shows for a part of a character."""
+"""The character that a tokenizer shows for a part of a character."""
 
 _CONTEXT = 8
 """Tokens that may decide how the next one is written: some tokenizers drop the space that a text begins with."""

@@ -1,4 +1,4 @@
-"""What a choice fills: memory, and links."""
+"""Memory and traffic of a choice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IN_FLIGHT_GROUPS = 6
 
 @cache
 def _operations(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> list[PipelineOp]:
-    """A rank's schedule; of a long 1F1B step, one that is long enough to hold as many activations and end alike."""
+    """A rank's schedule; of a long 1F1B step, a shorter one that holds as many activations and ends alike."""
     if kind != "gpipe":
         rest = micro_batches % pp if chunks == 1 else 0
         micro_batches = min(micro_batches, _IN_FLIGHT_GROUPS * pp + rest)
@@ -29,7 +29,7 @@ def _operations(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) 
 
 @cache
 def most_held(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> int:
-    """Activations of chunks that a rank holds at once, at most."""
+    """The most activations of chunks that a rank holds at once."""
     held = most = 0
     for op in _operations(kind, pp, rank, chunks, micro_batches):
         held += 1 if op.forward else -1
@@ -39,7 +39,7 @@ def most_held(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) ->
 
 @cache
 def _late(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> Counter[int]:
-    """Backward messages of each of a rank's chunks that leave in its epilogue."""
+    """Number of backward messages of each of a rank's chunks that leave in its epilogue."""
     return Counter(op.chunk for op in epilogue(_operations(kind, pp, rank, chunks, micro_batches)))
 
 
@@ -72,7 +72,7 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
 
 
 def _working_bytes(stages: Stages, choice: Choice, contents: Mapping[str, int]) -> float:
-    """What is needed at once, such as one group of layers while it is computed again."""
+    """Bytes that are needed at once, such as one group of layers while it is recomputed."""
     book = stages.book
     found = max(book.piece(choice, name).working_bytes for name, n in contents.items() if n)
     if choice.recompute.recompute_granularity == "full":
@@ -83,7 +83,7 @@ def _working_bytes(stages: Stages, choice: Choice, contents: Mapping[str, int]) 
 
 
 def _channel_bytes(stages: Stages, choice: Choice, rank: int) -> float:
-    """What the codecs of a rank's boundaries remember."""
+    """Bytes of the states of a rank's pipeline codecs."""
     if choice.pp == 1:
         return 0.0
     kept = 0.0
@@ -130,7 +130,7 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
 
 
 def _messages(stages: Stages, choice: Choice, point: Point) -> float:
-    """Bytes of all ranks' pipeline messages of a direction."""
+    """Bytes of all ranks' pipeline messages in one direction."""
     total = 0.0
     for boundary in range(choice.pp * choice.chunks - 1 if choice.pp > 1 else 0):
         chunk, rank = divmod(boundary if point is Point.PP_FWD else boundary + 1, choice.pp)

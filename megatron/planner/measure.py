@@ -1,7 +1,7 @@
-"""Measures the machine it runs on: rates, links, and how far the code's real times are from those that rates give.
+"""Measures the machine that it runs on: rates, links, and the ratios of real times to computed ones.
 
-Under torchrun all ranks measure at the same time, as they would train, and the means are taken; alone, a process knows
-nothing of links.
+Under torchrun all ranks measure at the same time, as they would train, and the means are taken; alone, a process cannot
+measure links.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from megatron.topology.topology import Topology
 from megatron.training.traffic import gather_rows
 
 RATES = ("peak_tflops", "memory_gbyte_per_s", "op_us")
-"""What is measured of a device."""
+"""Measured rates of a device."""
 
 _SECONDS = 0.5
-"""That a rate is measured for."""
+"""Duration of measuring a rate."""
 
 _MESSAGE_SECONDS, _MESSAGE_BYTES = 0.3, 1 << 26
 """Messages that measure a link's rate take or hold at least so much."""
@@ -47,7 +47,7 @@ _UPDATE_ELEMENTS = 1 << 24
 
 
 class ComputeMeter:
-    """A meter of real time: what is not spent coding or waiting is computing.
+    """A meter of real time: time that is neither coding nor waiting is computing.
 
     Args:
         device: device that computes.
@@ -71,7 +71,7 @@ class ComputeMeter:
         self._start = time.perf_counter()
 
     def take(self) -> Tally:
-        """Seconds since the last call."""
+        """Returns the seconds since the last call."""
         self.synchronize()
         spent = time.perf_counter() - self._start
         accounts = self.ledger.accounts.values()
@@ -81,11 +81,11 @@ class ComputeMeter:
 
 
 class LiveStand:
-    """Where pieces run for real.
+    """A stand for real runs.
 
     Args:
-        device: torch's.
-        tp: the tensor-parallel ranks; None for this process alone.
+        device: torch's device.
+        tp: group of the tensor-parallel ranks; None for this process alone.
         repeats: repetitions of each piece; the first does not count.
     """
 
@@ -97,22 +97,22 @@ class LiveStand:
         self.tp = tp
 
     def recorder(self) -> ComputeMeter:
-        """Takes the time."""
+        """A new meter."""
         return ComputeMeter(self.torch_device)
 
     def group(self, size: int, recorder: Any) -> Group:
-        """The tensor-parallel ranks, or this one alone."""
+        """The group of the tensor-parallel ranks, or of this one alone."""
         if size > 1 and self.tp is not None:
             return self.tp
         return Group(None, (0,), 0, "this process", "none")
 
     def fill(self, x: Tensor) -> Tensor:
-        """Small random numbers: others may be so small that processors slow down."""
+        """Fills a tensor with small random numbers, but none so small that processors slow down."""
         return x.normal_(0.0, 0.02)
 
 
 def rate_of(run: Callable[[], object], synchronize: Callable[[], None]) -> float:
-    """Runs a second."""
+    """Number of runs per second."""
     run()
     synchronize()
     count, start = 0, time.perf_counter()
@@ -124,11 +124,11 @@ def rate_of(run: Callable[[], object], synchronize: Callable[[], None]) -> float
 
 
 def measure_device(dtype: torch.dtype, stand: LiveStand) -> Device:
-    """The rates of this process's device.
+    """Measures the rates of this process's device.
 
     Args:
         dtype: dtype of the training.
-        stand: on it.
+        stand: stand of the device.
     """
     device, synchronize = stand.torch_device, stand.recorder().synchronize
     cuda = device.type == "cuda"
@@ -156,14 +156,14 @@ def measure_device(dtype: torch.dtype, stand: LiveStand) -> Device:
 
 
 class Corrections:
-    """Real over computed seconds, of the parts of a step and of compressors.
+    """Ratios of real to computed times, for the parts of a step and for compressors.
 
     Args:
-        config: resolved.
+        config: resolved configuration.
         vocab_size: entries of the vocabulary.
-        choice: the layout; its compressors do not count.
+        choice: the layout; its compressors are ignored.
         cluster: the measured rates of the devices and links that the stand is on.
-        stand: where the real times are taken.
+        stand: stand on which real times are measured.
     """
 
     def __init__(self, config: RunConfig, vocab_size: int, choice: Choice, cluster: Cluster, stand: LiveStand) -> None:
@@ -236,10 +236,10 @@ def _update_seconds(elements: int, stand: LiveStand) -> float:
 
 
 def measure_links(topology: Topology, ranks_per_node: int) -> dict[str, float]:
-    """Latency and rate of the links, as all nodes see them at once.
+    """Measures latency and bandwidth of the links.
 
     Args:
-        topology: all ranks.
+        topology: the mesh of all ranks.
         ranks_per_node: ranks that share a node.
 
     Returns:
@@ -264,7 +264,7 @@ def measure_links(topology: Topology, ranks_per_node: int) -> dict[str, float]:
 
 
 def _ping_pong(topology: Topology, stride: int, nbytes: int, count: int) -> float:
-    """Seconds of a message between this rank and its peer: even blocks of ``stride`` ranks begin, odd ones answer."""
+    """The time of a message between two ranks."""
     world, rank = topology.world, topology.rank
     begins = rank // stride % 2 == 0
     peer = rank + stride if begins else rank - stride
@@ -283,13 +283,13 @@ def _ping_pong(topology: Topology, stride: int, nbytes: int, count: int) -> floa
 def measure_all(
     config: RunConfig, vocab_size: int, specs: Sequence[str], topology: Topology | None, ranks_per_node: int
 ) -> dict[str, float]:
-    """Everything that a cluster's description holds, as plain numbers: the means over all ranks.
+    """Measures everything in a cluster's description that can be measured.
 
     Args:
-        config: resolved for these ranks.
+        config: configuration, resolved for these ranks.
         vocab_size: entries of the vocabulary.
         specs: compressors to be timed; they need not fit into one run.
-        topology: all ranks; None for this process alone.
+        topology: the mesh of all ranks; None for this process alone.
         ranks_per_node: ranks that share a node.
     """
     if topology is None:
@@ -322,10 +322,10 @@ def _means(values: dict[str, float], topology: Topology | None) -> dict[str, flo
 
 
 def described(found: Mapping[str, float], base: Cluster) -> Cluster:
-    """A cluster with what ``measure_all`` found in it.
+    """The cluster with the measured values in it.
 
     Args:
-        found: its numbers.
+        found: the measured values.
         base: what else is known: names, sizes, links and corrections that were not measured.
     """
 
@@ -344,7 +344,7 @@ def described(found: Mapping[str, float], base: Cluster) -> Cluster:
 
 
 def _with_rates(device: Device, found: Mapping[str, float]) -> Device:
-    """A device with measured rates; what products reach counts as their peak."""
+    """The device with measured rates; the rate that products reach counts as their peak."""
     return dataclasses.replace(
         device,
         peak_tflops=found["peak_tflops"],

@@ -1,4 +1,4 @@
-"""What each piece of the model costs one rank: forward, backward, memory, and the sum of its gradients."""
+"""Costs of the pieces of the model on one rank: forward, backward, memory, and the reduction of gradients."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ PIECES = ("embedding", "layer", "head")
 
 
 class Meter(Protocol):
-    """Finds out what the code inside it costs."""
+    """A meter of the costs of the code inside it."""
 
     ledger: Ledger
 
     def take(self) -> Tally:
-        """The costs since the last call."""
+        """Returns the costs since the last call."""
 
     def __enter__(self) -> Any: ...
 
@@ -46,23 +46,23 @@ class Meter(Protocol):
 
 
 class Stand(Protocol):
-    """Where pieces run: dry, or on a real device."""
+    """The stand on which pieces run: dry, or on a real device."""
 
     torch_device: torch.device
     repeats: int
 
     def recorder(self) -> Any:
-        """A ``Meter``."""
+        """A new ``Meter``."""
 
     def group(self, size: int, recorder: Any) -> Group:
-        """Ranks that sum with this one."""
+        """A group of ranks that reduce with this one."""
 
     @property
     def attention(self) -> Callable[..., Tensor]:
-        """What computes attention; of ``ForwardContext``."""
+        """The attention function, for ``ForwardContext``."""
 
     def fill(self, x: Tensor) -> Tensor:
-        """Gives a tensor contents, in place, where it can have any."""
+        """Fills a tensor in place, if it can have contents."""
 
 
 _PARTS = {
@@ -74,12 +74,12 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class ReductionCost:
-    """The sum of a piece's gradients over two replicas.
+    """The cost of reducing a piece's gradients over two replicas.
 
     Args:
         rounds: collectives of each round; the bytes do not depend on the number of replicas.
         coding_s: time of encoding and decoding.
-        state_bytes: what the compressors keep.
+        state_bytes: bytes of the compressors' state.
     """
 
     rounds: tuple[tuple[Collective, ...], ...] = ()
@@ -89,14 +89,14 @@ class ReductionCost:
 
 @dataclass(frozen=True)
 class PieceCost:
-    """A piece of the model on one tensor-parallel rank.
+    """The costs of a piece of the model on one tensor-parallel rank.
 
     Args:
         forward, backward: costs of one micro-batch.
-        saved_bytes: kept from the forward to the backward of a micro-batch.
-        working_bytes: needed at once while it is computed, whatever the number of micro-batches; without those of
+        saved_bytes: bytes kept from the forward to the backward of a micro-batch.
+        working_bytes: bytes needed at once while it is computed, whatever the number of micro-batches; without those of
             recomputing.
-        parameters: elements.
+        parameters: number of parameters.
         partial: elements of these whose gradients are all-reduced over tensor-parallel ranks once a step
             (sequence parallelism).
         tied_shape: shape of the tied embedding's part, where the piece holds one.
@@ -113,7 +113,7 @@ class PieceCost:
 
 @dataclass
 class _Built:
-    """A piece, and what meters it."""
+    """A piece with its meter."""
 
     stage: GPTStage
     buffer: FlatBuffer
@@ -123,12 +123,12 @@ class _Built:
 
 
 class Pieces:
-    """Runs pieces of one configuration dry, each once.
+    """The pieces of one configuration, each of which is run once.
 
     Args:
-        config: resolved; its layout and micro-batch size count, its model stays as it is.
+        config: resolved configuration; its layout and micro-batch size count, its model stays as it is.
         vocab_size: entries of the vocabulary.
-        stand: where they run.
+        stand: stand on which they run.
         plan: the compressors, as one stage of the pipeline sees them.
         iteration: iteration that is run: one after all warm-ups.
     """
@@ -168,7 +168,7 @@ class Pieces:
         return _Built(stage, buffer, meter, self.stand, config)
 
     def piece(self, name: str) -> PieceCost:
-        """Forward and backward of a piece."""
+        """Runs forward and backward of a piece."""
         built = self._build(name, self.config.recompute)
         saved, forward, backward = _passes(built)
         working = 0.0
@@ -188,12 +188,12 @@ class Pieces:
         )
 
     def reduction(self, name: str, *, sharded: bool = False, fused: bool = False, replicas: int = 2) -> ReductionCost:
-        """The sum of a piece's gradients over replicas, in a step between choices and after warm-ups.
+        """Runs the reduction of a piece's gradients over replicas, in a step between choices and after warm-ups.
 
         Args:
             name: name of the piece.
             sharded: each replica needs its own share only.
-            fused: the tied embedding is summed elsewhere.
+            fused: the tied embedding is reduced elsewhere.
             replicas: replicas in the reduction.
         """
         built = self._build(name, RecomputeConfig())
@@ -227,7 +227,7 @@ class Pieces:
         )
 
     def embedding_reduction(self, shape: tuple[int, ...], elements: int, replicas: int = 2) -> ReductionCost:
-        """The sum of the tied embedding's gradient over its holders.
+        """Runs the all-reduce of the tied embedding's gradient over its holders.
 
         Args:
             shape: shape of the embedding's part on a rank.
@@ -257,10 +257,10 @@ class Pieces:
 
 @dataclass(frozen=True)
 class MessageCost:
-    """One message through a codec.
+    """The cost of one message through a codec.
 
     Args:
-        nbytes: on the wire.
+        nbytes: bytes on the wire.
         encode_s, decode_s: time of encoding and decoding at its ends.
         kept_bytes: bytes that its sender and its receiver together keep, whatever the samples.
         sample_bytes: bytes that each end keeps for each sample that it remembers.
@@ -274,13 +274,13 @@ class MessageCost:
 
 
 def message(codec: Codec, shape: torch.Size, dtype: torch.dtype, stand: Stand, keys: int = 1) -> MessageCost:
-    """A message of a tensor, as it is when its content was sent before.
+    """Runs a message of a tensor through a codec, as it is when its content was sent before.
 
     Args:
         codec: codec of the message.
         shape, dtype: those of the tensor.
-        stand: where it is coded.
-        keys: samples in it.
+        stand: stand on which it is encoded and decoded.
+        keys: number of samples in it.
     """
     meter, device = stand.recorder(), stand.torch_device
     sender, receiver = CompressorState(), CompressorState()
@@ -308,12 +308,12 @@ def message(codec: Codec, shape: torch.Size, dtype: torch.dtype, stand: Stand, k
 
 
 def state_bytes(state: CompressorState) -> float:
-    """Bytes of the tensors that a compressor keeps, without its memory of samples."""
+    """Bytes of the tensors that a compressor keeps, without its sample caches."""
     return float(sum(num_bytes(tensor) for tensor in state.tensors.values()))
 
 
 def _passes(built: _Built) -> tuple[float, Tally, Tally]:
-    """Bytes saved, forward and backward of one micro-batch."""
+    """Runs a piece; returns the bytes saved, and the costs of forward and backward of one micro-batch."""
     config, stage, meter, device = built.config, built.stage, built.meter, built.stand.torch_device
     batch, length = config.training.micro_batch_size, config.model.seq_length
     parts = stage.comm.size if stage.comm.sequence_parallel else 1

@@ -22,7 +22,7 @@ from megatron.training.report import model_shape
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step.
+    """The prediction of a step.
 
     Args:
         choice: the choice that is predicted.
@@ -30,9 +30,9 @@ class Prediction:
         parts: its breakdown on the pipeline rank that is ready last; the values add up to ``seconds``.
         memory: bytes on the fullest rank, by what fills them.
         sent: bytes that a device sends in an iteration, by point: mean over the pipeline's ranks.
-        across: the same, of what leaves its node.
+        across: bytes of these that leave the node.
         tokens_per_s: tokens per second of the whole cluster.
-        mfu: what the model needs, of the devices' peak.
+        mfu: the model's FLOP/s over the devices' peak.
     """
 
     choice: Choice
@@ -54,7 +54,7 @@ class Predictor(Stages):
     """Predicts choices for one model on one cluster.
 
     Args:
-        config: resolved.
+        config: resolved configuration.
         cluster: the devices and links.
         vocab_size: entries of the vocabulary.
     """
@@ -66,7 +66,7 @@ class Predictor(Stages):
         self._times: dict[Choice, Sequence[StageTimes]] = {}
 
     def lower_bound(self, choice: Choice) -> float:
-        """Seconds that the choice cannot undercut, cheaper to find than its prediction."""
+        """A lower bound of a choice's seconds, cheaper to compute than its prediction."""
         # The optimizer and the sum of gradients come on top, whatever they are, and no order of operations is better.
         alone = dataclasses.replace(_forth_and_back(choice), schedule="1f1b", micro_batches=1)
         key = alone, choice.micro_batches
@@ -77,7 +77,7 @@ class Predictor(Stages):
         return self._bounds[key]
 
     def times(self, choice: Choice, pipeline: Pipeline) -> Sequence[StageTimes]:
-        """The choice's pipeline played through, once for all that only sum gradients in another way."""
+        """Times of the choice's simulated pipeline, computed once for all choices that differ in reductions alone."""
         alone = _forth_and_back(choice)
         if alone not in self._times:
             self._times[alone] = pipeline.run(choice.micro_batches)
@@ -88,7 +88,7 @@ class Predictor(Stages):
         return sum(memory(self, choice).values())
 
     def predict(self, choice: Choice) -> Prediction:
-        """A step of a choice.
+        """Predicts a step of a choice.
 
         Raises:
             UserError: when a compressor cannot be planned.
@@ -130,7 +130,7 @@ class Predictor(Stages):
     def _synchronized(
         self, choice: Choice, wires: Wires, pipeline: Pipeline, times: Sequence[StageTimes], stages: Sequence[StageCost]
     ) -> tuple[list[float], float]:
-        """When the gradients of each rank are final, and the seconds of coding the tied embedding's."""
+        """Times at which the gradients of each rank are reduced, and the seconds of coding the tied embedding's."""
         specs = self.book.specs(choice)
         asks = any(point in specs and specs[point].rounds().finalizes for point in (Point.DP_GRAD, Point.EMBED_GRAD))
         everyone = max(time.end for time in times) + self._world_s(wires, choice)
@@ -158,7 +158,7 @@ class Predictor(Stages):
         return ready, coding
 
     def _first_round(self, choice: Choice, pipeline: Pipeline, rank: int, time: StageTimes, stage: StageCost) -> float:
-        """When the round that starts in backward has arrived, with buckets that fill one after the other."""
+        """Time at which the round that starts in backward has completed, with buckets that fill one after the other."""
         limit = bucket_elements(self.config.parallel.ddp_bucket_size, choice.overlap, choice.dp)
         buckets = 1 if limit is None or not choice.overlap else max(1, -(-stage.elements // limit))
         backward = sum(pipeline.backward_s[rank :: pipeline.stages])
@@ -169,18 +169,18 @@ class Predictor(Stages):
         return end
 
     def _world_s(self, wires: Wires, choice: Choice) -> float:
-        """One small sum over all ranks."""
+        """The time of one small all-reduce over all ranks."""
         return wires.world.collective("all-reduce", 64.0, choice.world_size)
 
     def _update_s(self, choice: Choice, stage: StageCost) -> float:
-        """Clearing gradients, their norm, and the update of parameters and moments: all bound by memory."""
+        """The time of clearing gradients, their norm, and the update of parameters and moments: bound by memory."""
         owned = stage.elements / (choice.dp if choice.sharded else 1)
         grad, param = self.grad_bytes, self.param_bytes
         moved = stage.elements * grad + owned * (2 * grad + 24 + (param if param < 4 else 0))
         return moved / (self.cluster.device.memory_gbyte_per_s * 1e9) * self.cluster.correction("optimizer")
 
     def _gather_s(self, choice: Choice, wires: Wires, stage: StageCost) -> float:
-        """Gathering the parameters that the replicas updated."""
+        """The time of all-gathering the parameters that the replicas updated."""
         if not choice.sharded:
             return 0.0
         share = self.book.gathered(choice, -(-stage.elements // choice.dp))

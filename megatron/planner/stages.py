@@ -1,4 +1,4 @@
-"""What lies on the pipeline ranks of a choice, and how long each part of their work takes."""
+"""The pieces on the pipeline ranks of a choice, and the times of their work."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megatron.planner.simulate import Hop, Pipeline
 
 @dataclass(frozen=True)
 class StageCost:
-    """One pipeline rank's pieces.
+    """The costs of one pipeline rank besides its passes.
 
     Args:
         pieces: names and numbers of the pieces on it.
-        elements: parameters.
-        rounds: seconds of each round of its gradients' sum.
+        elements: number of parameters.
+        rounds: seconds of each round of its gradients' reduction.
         sent: bytes that a device sends for that.
         coding_s: seconds of coding for that.
         kept: bytes of the compressors' state.
@@ -39,11 +39,11 @@ class StageCost:
 
 
 class Stages:
-    """Puts the pieces of choices together.
+    """The stages of choices, put together from pieces.
 
     Args:
-        config: resolved.
-        cluster: the devices and links.
+        config: resolved configuration.
+        cluster: the cluster.
         vocab_size: entries of the vocabulary.
     """
 
@@ -140,7 +140,7 @@ class Stages:
         return found - (math.prod(tied) if tied and choice.pp == 1 else 0)
 
     def partial_reduction(self, choice: Choice, rank: int) -> Collective:
-        """What tensor-parallel ranks sum once a step, of parameters that each uses for its part of the sequence."""
+        """The all-reduce over tensor-parallel ranks, once a step, of gradients that are partial along the sequence."""
         contents = self.contents(choice, rank).items()
         elements = sum(n * self.book.piece(choice, name).partial for name, n in contents)
         return Collective("all-reduce", float(elements * self.grad_bytes))
@@ -151,7 +151,7 @@ class Stages:
         return -(-elements // choice.dp) if choice.sharded and not self.book.fused(choice) else elements
 
     def stage(self, choice: Choice, rank: int, wires: Wires) -> StageCost:
-        """The parameters of a pipeline rank, and the sum of their gradients."""
+        """The costs of a pipeline rank's parameters and of the reduction of their gradients."""
         counts = self.contents(choice, rank)
         rounds: list[float] = []
         sent = coding = kept = 0.0
@@ -176,7 +176,7 @@ def collective_seconds(collectives: Sequence[Collective], wire: Wire, size: int)
 
 
 def sent_bytes(collectives: Sequence[Collective], size: int) -> float:
-    """What each rank sends for collectives."""
+    """Bytes that each rank sends for collectives."""
     if size == 1:
         return 0.0
     share = (size - 1) / size

@@ -1,4 +1,4 @@
-"""Byte-level BPE as GPT-2 does it."""
+"""GPT-2's byte-level BPE."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CACHE_WORDS = 1 << 20
 
 
 class _WordIds(dict[str, tuple[int, ...]]):
-    """Ids of the words seen so far; an unknown word is asked for and kept."""
+    """A cache of the ids of words; an unknown word is tokenized and kept."""
 
     def __init__(self, encoder: Any) -> None:
         super().__init__()
@@ -62,8 +62,8 @@ class GPT2BPETokenizer:
     stretches of a text that are not ASCII. Texts with many of those go to the library as they are.
 
     Args:
-        vocab_file: vocab.json.
-        merge_file: merges.txt.
+        vocab_file: path of vocab.json.
+        merge_file: path of merges.txt.
 
     Raises:
         UserError: when the library cannot read the files, or the vocabulary has no "<|endoftext|>".
@@ -123,7 +123,7 @@ class GPT2BPETokenizer:
 
 
 def _last_cut(text: str, place: int, low: int) -> int:
-    """The last place in [low, place] where the text may be cut; ``low`` when there is none."""
+    """The last position in [low, place] where the text may be split; ``low`` when there is none."""
     while place > low:
         if text[place] in _SPACES and "!" <= text[place - 1] <= "~":
             return place

@@ -19,7 +19,7 @@ class HFTokenizer:
     Nothing is downloaded and no code from the folder is run. The end of a document is the folder's eos_token.
 
     Args:
-        folder: as ``save_pretrained`` writes it.
+        folder: a folder, as ``save_pretrained`` writes it.
 
     Raises:
         UserError: when the folder has no tokenizer, or its end token is unknown.
@@ -88,7 +88,7 @@ def _load_slow(folder: Path) -> Any:
 
 
 def _special_names(folder: Path) -> dict[str, str]:
-    """eos_token, bos_token ... of the folder; a token may be a string or an object with a ``content``."""
+    """Special tokens of the folder (eos_token, bos_token ...); each may be a string or an object with ``content``."""
     names: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         try:

@@ -11,7 +11,7 @@ class NullTokenizer:
     """Ids written as decimal numbers with spaces between them. The end of a document is one more id.
 
     Args:
-        vocab_size: ids in the text are below it; the vocabulary has one more, the end of a document.
+        vocab_size: upper bound of ids in the text; the vocabulary has one more, the end of a document.
     """
 
     name = "NullTokenizer"

@@ -19,8 +19,8 @@ class SentencePieceTokenizer:
     ``extra_ids`` more.
 
     Args:
-        model_file: the .model file.
-        extra_ids: sentinel ids at the end.
+        model_file: path of the .model file.
+        extra_ids: number of sentinel ids at the end.
 
     Raises:
         UserError: when the file is no SentencePiece model.

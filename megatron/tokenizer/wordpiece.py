@@ -18,9 +18,9 @@ class BertWordPieceTokenizer:
     text.
 
     Args:
-        vocab_file: one token in each line.
-        lower_case: lower the text and drop its accents first.
-        extra_ids: sentinel ids at the end.
+        vocab_file: path of a file with one token in each line.
+        lower_case: whether to lower the text and drop its accents first.
+        extra_ids: number of sentinel ids at the end.
 
     Raises:
         UserError: when the file cannot be read, or lacks a token that BERT needs.

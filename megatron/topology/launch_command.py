@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 NO_FILE = "<N/A>"
-"""What torch gives as the error file of a process that left none."""
+"""torch's name for the missing error file of a process."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -32,7 +32,7 @@ from megatron.model.stages import padded_vocab_size
 from megatron.parallel.tensor.shards import ParamSpec
 
 _LOCAL_CRC, _CENTRAL_CRC = 14, 16
-"""Where the checksum stands in a zip archive's local and central headers."""
+"""Offsets of the checksum in a zip archive's local and central headers."""
 
 
 @dataclass

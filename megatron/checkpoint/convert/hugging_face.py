@@ -30,7 +30,7 @@ _NO_WEIGHTS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\
 """Masks and tables, which older files hold beside the weights of a layer."""
 HEAD = "lm_head.weight"
 _OTHER_NAMES = (("transformer.", ""), ("embed_out.", "lm_head."))
-"""How some files spell the beginnings of names: GPT-2's own leave the first word out."""
+"""Other beginnings of names in some files: GPT-2's own leave the first word out."""
 
 
 def is_hf(folder: Path) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-"""What weights are stored as, in every format, and how these files call it."""
+"""Names of the dtypes of weights in these files; other formats store the same dtypes."""
 _BLOCK_BYTES = 1 << 26
 
 

@@ -29,10 +29,10 @@ _ALIVE_SECONDS = 10.0
 """A stream that waits says so this often."""
 
 _LISTENING_SECONDS = 0.5
-"""How often it is asked whether anybody waits for an answer."""
+"""Interval of checking whether anybody waits for an answer."""
 
 _BODY_SECONDS = 30.0
-"""How long a client may take to send a request's body."""
+"""Longest time that a client may take to send a request's body."""
 
 _SECURITY = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "

@@ -21,7 +21,7 @@ BACKLOG = 2048
 """Connections that the machine may hold before the server takes them."""
 
 _CUT_SECONDS = 3.0
-"""How long the job at hand may take to be cut short before its client is told so instead."""
+"""Time in which the current job may be cut short before its client is told so instead."""
 
 _OWN_FILES = 128
 """Open files beside the connections: libraries, the checkpoint, the sockets between ranks."""
@@ -40,17 +40,17 @@ class Connection(H11Protocol):
     """Connections that are served; as many again may be reading that there is no room."""
 
     HEAD_SECONDS = 20.0
-    """From the beginning, or the answer before, to the end of a request's head; longer than uvicorn keeps alive."""
+    """Time from the beginning, or the last answer, to the end of a request's head; longer than uvicorn keeps alive."""
 
     SPEAK_SECONDS = 2.0
-    """How long a connection may be silent before it can be made to give way: of many clients that connect at once, most
-    send their requests a moment later."""
+    """Time for which a connection may be silent before it may be dropped for another: of many clients that connect at once,
+    most send their requests a moment later."""
 
     WRITE_SECONDS = 60.0
-    """In which a client must have read some of its answer where much of it waits."""
+    """Time in which a client must have read some of its answer where much of it waits."""
 
     READ_SECONDS = 3.0
-    """How long a client that was turned away has to read why."""
+    """Time in which a client that was turned away may read why."""
 
     _stuck: asyncio.TimerHandle | None = None
     _turned_away = False
