@@ -1,4 +1,4 @@
-"""A training run as a child of this process, with a bar of its iterations, or lines where there is no terminal."""
+"""Runs a training as a child process, with a bar of its iterations, or lines where there is no terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run_shown(words: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path
 
     Args:
         words, env, cwd: the command, its environment and its working directory.
-        log: takes everything that it says.
+        log: file of all its output.
         name: name of the run.
 
     Raises:

@@ -24,7 +24,7 @@ class Time:
     """The time of one call.
 
     Args:
-        seconds: the median.
+        seconds: median time.
         how: clock, graph (replayed) or events (around each call).
     """
 
@@ -33,10 +33,10 @@ class Time:
 
 
 class CallTimer(Protocol):
-    """Times calls that do the same over different inputs."""
+    """A timer of calls that do the same over different inputs."""
 
     def sets(self, nbytes: int) -> int:
-        """How many sets of inputs a measurement needs, one of which is so large."""
+        """The number of sets of inputs, each of that size, that a measurement needs."""
         ...
 
     def time(self, calls: Sequence[Call]) -> Time:
@@ -55,11 +55,11 @@ class CpuClock:
         self.budget = budget
 
     def sets(self, nbytes: int) -> int:
-        """One: as code on a CPU finds its inputs."""
+        """One set: code on a CPU finds its inputs in the caches as they are."""
         return 1
 
     def time(self, calls: Sequence[Call]) -> Time:
-        """Over at least three runs and as many as the budget allows, 30 at most."""
+        """Takes the median of at least three runs, of as many as the budget allows, and of 30 at most."""
 
         def once() -> float:
             start = time.perf_counter()
@@ -83,7 +83,7 @@ class CudaClock:
     Args:
         budget: seconds of each measurement, at least five samples but of what is long.
         l2_bytes: size of the device's L2 cache; asked of the device unless given.
-        cuda, device: torch's module and its device, or what stands for them.
+        cuda, device: torch's module and its device, or stand-ins for them.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class CudaClock:
         self._flush: torch.Tensor | None = None
 
     def sets(self, nbytes: int) -> int:
-        """So many that they are together several times as large as the L2."""
+        """As many sets as together are several times as large as the L2."""
         return max(1, min(MOST_SETS, -(-_ROOM * self.l2_bytes // max(nbytes, 1))))
 
     def time(self, calls: Sequence[Call]) -> Time:
@@ -112,7 +112,7 @@ class CudaClock:
         return 3 if seconds > self.budget else max(5, min(100, int(self.budget / max(seconds, 1e-6))))
 
     def _events(self, calls: Sequence[Call], count: int) -> list[float]:
-        """Seconds of single calls; the host runs ahead while the L2 is overwritten."""
+        """Times single calls, in seconds; the host runs ahead while the L2 is overwritten."""
         pairs = []
         for number in range(count):
             self._evict()
@@ -125,7 +125,7 @@ class CudaClock:
         return [start.elapsed_time(end) / 1e3 for start, end in pairs]
 
     def _replays(self, graph: Any, count: int) -> list[float]:
-        """Seconds of a graph, one replay behind another."""
+        """Times replays of a graph, in seconds, one behind another."""
         graph.replay()
         return self._events([graph.replay], count)
 
@@ -135,7 +135,7 @@ class CudaClock:
         self._flush.zero_()
 
     def _captured(self, calls: Sequence[Call]) -> Any:
-        """A graph of all calls; None where one of them waits for the device, or does what no graph can."""
+        """Captures all calls in a graph; None where one waits for the device, or does what no graph can."""
         self.cuda.synchronize()
         stream = self.cuda.current_stream()
         try:
@@ -156,5 +156,5 @@ class CudaClock:
 
 
 def clock_of(device: str, budget: float) -> CallTimer:
-    """The clock of a device."""
+    """The timer of a device."""
     return CudaClock(budget) if device == "cuda" else CpuClock(budget)

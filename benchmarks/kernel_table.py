@@ -1,4 +1,4 @@
-"""What the kernels' benchmark measured: tables, and the picture that is drawn from them."""
+"""Results of the kernels' benchmark: tables, and the picture that is drawn from them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Row:
 
     Args:
         seconds: time of the operation.
-        traffic: bytes that it must move at least.
-        how: its time was taken.
+        traffic: least bytes that it must move.
+        how: how its time was measured.
     """
 
     op: str
@@ -42,7 +42,7 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class OpSummary:
-    """An operation with a setting, over all shapes."""
+    """The results of an operation with a setting, over all shapes."""
 
     op: str
     setting: str
@@ -61,7 +61,7 @@ KINDS = "| operation | setting | GB/s of input | of limit | x twin | x others |\
 
 
 def line(row: Row) -> str:
-    """Of the table of all rows."""
+    """A line of the table of all rows."""
     rival = f"{row.times_rival:.1f} x {row.rival}" if row.rival else ""
     return (
         f"| {row.op} | {row.model} | {row.shape} | {row.setting} | {row.gbps:.1f} | {row.copy_gbps:.1f} "
@@ -70,7 +70,7 @@ def line(row: Row) -> str:
 
 
 def kinds_of(rows: Sequence[Row]) -> list[OpSummary]:
-    """The ranges over models and shapes."""
+    """Summarizes rows as ranges over models and shapes."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         found.setdefault((row.op, row.setting), []).append(row)
@@ -93,7 +93,7 @@ def kinds_of(rows: Sequence[Row]) -> list[OpSummary]:
 
 
 def summary(kinds: Sequence[OpSummary]) -> str:
-    """One line for each operation and setting."""
+    """A table with one line for each operation and setting."""
     lines = [KINDS]
     for kind in kinds:
         rival = f"{_text(kind.times_rival, 1)} x {kind.rival}" if kind.rival else ""
@@ -110,10 +110,10 @@ def _text(span: Span, digits: int) -> str:
 
 
 def read_summary(text: str) -> list[OpSummary]:
-    """The kinds in a text that holds a table of ``summary``.
+    """Reads the summaries in a text that holds a table of ``summary``.
 
     Raises:
-        UserError: when it holds none.
+        UserError: when it holds no such table.
     """
     lines = text.splitlines()
     head = KINDS.splitlines()[0]
@@ -147,7 +147,7 @@ FAMILIES = {
 
 
 def draw(kinds: Sequence[OpSummary], path: Path, title: str) -> None:
-    """Throughput beside the share of the limit, a group of lines for each family of operations."""
+    """Draws throughput beside the share of the limit, a group of lines for each family of operations."""
     rows: list[OpSummary | str] = []
     left = list(kinds)
     for family, holds in FAMILIES.items():

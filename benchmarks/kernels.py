@@ -47,12 +47,12 @@ class Runs:
     """An operation on inputs of its own.
 
     Args:
-        run: the operation, compiled.
-        twin: the same in pure torch.
-        input_bytes: what GB/s counts.
-        traffic: the least that must be read and written.
-        in_place: how much of it is read and written again at the same place.
-        rival: what else it is compared with.
+        run: the compiled operation.
+        twin: the same operation in pure torch.
+        input_bytes: bytes that GB/s counts.
+        traffic: least bytes that must be read and written.
+        in_place: bytes of it that are read and written again at the same place.
+        rival: another operation that it is compared with.
     """
 
     run: Callable[[], Any]
@@ -82,7 +82,7 @@ class KernelCase:
 
 
 def matrices(hidden: int) -> dict[str, Size]:
-    """The gradients of a layer's weights on one tensor-parallel rank."""
+    """Gradients of a layer's weights on one tensor-parallel rank."""
     return {
         "qkv": (3 * hidden // TP, hidden),
         "dense": (hidden, hidden // TP),
@@ -96,18 +96,18 @@ def nbytes(*tensors: Tensor) -> int:
 
 
 def drawn(shape: Sequence[int], device: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal numbers, from a generator of their own: a graph that fails to be captured takes the device's with it."""
+    """Normal numbers, drawn by their own generator: a graph whose capture fails takes the device's with it."""
     generator = torch.Generator(device).manual_seed(7)
     return torch.randn(*shape, device=device, generator=generator).to(dtype)
 
 
 def kind_of(dtype: torch.dtype) -> str:
-    """What a setting says of a type."""
+    """A dtype in the words of a setting."""
     return " bf16" if dtype == torch.bfloat16 else ""
 
 
 def codec_cases(model: str, device: str, quick: bool) -> Iterator[KernelCase]:
-    """Quantizers on activations."""
+    """Cases of quantizers on activations."""
     hidden = MODELS[model]
     size = (SEQUENCE * MICRO_BATCH // TP, hidden)
     for bits in BITS:
@@ -158,7 +158,7 @@ def _scale_cases(
 def grid_cases(
     model: str, size: Size, bits: int, device: str, dtype: torch.dtype = torch.float32, *, plain: bool = False
 ) -> Iterator[KernelCase]:
-    """Scales of groups; ``plain`` leaves out what else is done with the numbers."""
+    """Cases of group scales; ``plain`` leaves out other uses of the numbers."""
     grid, shape, setting = Grid(bits), f"{size[0]} x {size[1]}", f"{bits} bits{kind_of(dtype)}, group"
     yield from _scale_cases(model, size, setting, grid, device, dtype)
     if plain:
@@ -178,7 +178,7 @@ def grid_cases(
 
 
 def message_cases(model: str, device: str, quick: bool) -> Iterator[KernelCase]:
-    """Optimus-CC's compressed backpropagation: an activation's gradient as two thin factors, and back (Fig. 14)."""
+    """Cases of Optimus-CC's compressed backpropagation: an activation's gradient as two thin factors, and back."""
     size = (SEQUENCE * MICRO_BATCH // TP, MODELS[model])
 
     def build(rank: int, back: bool) -> Runs:
@@ -203,14 +203,14 @@ def message_cases(model: str, device: str, quick: bool) -> Iterator[KernelCase]:
 
 
 def factors(x_nm: Tensor, rank: int, basis: Callable[[Tensor], Tensor]) -> Tensor:
-    """A message of plain torch; two bases and two products, as the compiled one."""
+    """A low-rank message in plain torch: two bases and two products, as the compiled one."""
     q_mr = basis(x_nm[:rank].T.contiguous())
     p_nr = basis(x_nm @ q_mr)
     return torch.cat([p_nr.flatten(), (x_nm.T @ p_nr).flatten()])
 
 
 def product(wire: Tensor, shape: torch.Size, rank: int) -> Tensor:
-    """The matrix of a message's factors, in plain torch."""
+    """The matrix of a low-rank message, in plain torch."""
     n, m = shape
     return wire[: n * rank].view(n, rank) @ wire[n * rank :].view(m, rank).T
 
@@ -222,7 +222,7 @@ def _twin_basis(x_nr: Tensor) -> Tensor:
 
 
 def gram_schmidt(x_nr: Tensor) -> Tensor:
-    """Column by column, as PowerSGD's published codes have it."""
+    """Gram-Schmidt column by column, as in PowerSGD's published codes."""
     q_nr = x_nr.clone()
     for i in range(q_nr.shape[1]):
         column = q_nr[:, i : i + 1]
@@ -234,7 +234,7 @@ def gram_schmidt(x_nr: Tensor) -> Tensor:
 
 
 def gradient_cases(model: str, device: str, quick: bool) -> Iterator[KernelCase]:
-    """Top-k, low rank, norm and entropy on gradients."""
+    """Cases of Top-K, low rank, norm and entropy on gradients."""
     for name, size in matrices(MODELS[model]).items():
         if quick and name != "qkv":
             continue
@@ -247,7 +247,7 @@ def gradient_cases(model: str, device: str, quick: bool) -> Iterator[KernelCase]
 
 
 def choice_cases(model: str, shape: str, n: int, density: float, device: str) -> Iterator[KernelCase]:
-    """The largest of n numbers, and what is done at their places."""
+    """Cases of choosing the largest of n numbers, and of gathers and scatters at their indices."""
     count = int(density * n)
 
     def chosen() -> tuple[Tensor, Tensor, Tensor]:
@@ -288,7 +288,7 @@ def choice_cases(model: str, shape: str, n: int, density: float, device: str) ->
 def basis_case(
     model: str, n: int, rank: int, device: str, rival: Callable[[Tensor], object], rival_name: str
 ) -> KernelCase:
-    """An orthonormal basis of thin columns."""
+    """The case of an orthonormal basis of thin columns."""
 
     def build() -> Runs:
         p_knr = drawn((1, n, rank), device)
@@ -302,7 +302,7 @@ def basis_case(
 
 
 def residual_case(model: str, shape: str, size: Size, rank: int, device: str) -> KernelCase:
-    """What a product of factors leaves of a matrix: torch's batched product that adds, beside a product and a sum."""
+    """The case of subtracting a product of factors: torch's fused batched product, beside a product and a sum."""
 
     def build() -> Runs:
         m_knc, p_knr = drawn((1, *size), device), drawn((1, size[0], rank), device)
@@ -319,7 +319,7 @@ def residual_case(model: str, shape: str, size: Size, rank: int, device: str) ->
 def norm_cases(
     model: str, shape: str, size: Size, device: str, dtype: torch.dtype = torch.float32
 ) -> Iterator[KernelCase]:
-    """A norm, and a histogram of a sample."""
+    """Cases of a norm, and of a histogram of a sample."""
     bins, stride = 1000, 4
 
     def norm() -> Runs:
@@ -343,7 +343,7 @@ def norm_cases(
 
 
 def measure(case: KernelCase, clock: CallTimer, device: str) -> Row:
-    """The case, its twin, its rival, and the passes over as many bytes that are its limit."""
+    """Measures a case, its twin, its rival, and the passes over as many bytes that are its limit."""
     sets = [case.build()]
     one = sets[0]
     sets += [case.build() for _ in range(clock.sets(one.traffic) - 1)]
@@ -360,7 +360,7 @@ def measure(case: KernelCase, clock: CallTimer, device: str) -> Row:
 
 
 def _passes(copied: int, in_place: int, clock: CallTimer, device: str) -> float:
-    """Seconds of copying some bytes (half of them read, half written), and of scaling others where they are."""
+    """Times copying some bytes (half of them read, half written), and scaling others in place, in seconds."""
     elements = max(copied // 8, 1)
     ends = [[torch.ones(elements, device=device) for _ in range(2)] for _ in range(clock.sets(8 * elements))]
     seconds = clock.time([partial(target.copy_, source) for source, target in ends]).seconds * copied / (8 * elements)

@@ -36,12 +36,12 @@ AXES = ("iterations", "tokens", "hours")
 
 
 def span_of(runs: Sequence[LossCurves], smooth: int) -> float:
-    """Iterations in a mean: the same for all runs, so that no curve lags behind another."""
+    """Number of iterations in a mean: the same for all runs, so that no curve lags behind another."""
     return smooth * max(run.interval for run in runs)
 
 
 def smoothed(points: Sequence[LossPoint], span: float) -> list[float]:
-    """Means over the iterations ``span`` that end at each point, of what is finite; nan where the point is not."""
+    """Means of the finite losses over the ``span`` iterations before each point; nan where the point is not finite."""
     means: list[float] = []
     sums, counts = [0.0], [0]
     start = 0
@@ -56,12 +56,12 @@ def smoothed(points: Sequence[LossPoint], span: float) -> list[float]:
 
 
 def reached(points: Sequence[LossPoint], loss: float) -> LossPoint | None:
-    """The first validation at or below a loss."""
+    """The first point whose validation loss is at or below a loss."""
     return next((point for point in points if point.loss <= loss), None)
 
 
 def table(runs: Sequence[LossCurves], baseline: LossCurves | None, smooth: int) -> str:
-    """Last losses, and when each run had the baseline's last validation loss."""
+    """A table of last losses, and of when each run had the baseline's last validation loss."""
     unit, length = time_unit(max(run.train[-1].hours for run in runs))
     ends = any(run.final for run in runs)
     heads = ["run", "iterations", "training loss", "validation loss", *(["at the end"] if ends else []), unit]
@@ -87,7 +87,7 @@ def table(runs: Sequence[LossCurves], baseline: LossCurves | None, smooth: int) 
 
 
 def _compared(runs: Sequence[LossCurves], baseline: LossCurves | None) -> dict[str, list[LossPoint]]:
-    """The validation losses that are compared with the baseline's: those on the way, where it has any."""
+    """Validation losses that are compared with the baseline's: those during training, where it has any."""
     on_the_way = baseline is not None and bool(baseline.valid)
     return {run.name: run.valid if on_the_way else run.final for run in runs}
 
@@ -115,11 +115,11 @@ def notes(runs: Sequence[LossCurves], baseline: LossCurves | None) -> list[str]:
 
 
 Curve = tuple[list[float], list[float]]
-"""Places and losses."""
+"""Coordinates and losses."""
 
 
 def differences(own: Curve, theirs: Curve) -> list[tuple[float, float]]:
-    """A curve over another, at the first one's places that the other covers."""
+    """Differences between two curves, at the first one's points that the other covers."""
     pairs = []
     for x, y in zip(*own, strict=True):
         base = interpolated(*theirs, x)
@@ -132,7 +132,7 @@ def curves(run: LossCurves, axis: str, span: float) -> dict[str, Curve]:
     """Training losses, validation losses, and those at the end, over an axis (time in hours).
 
     Raises:
-        UserError: when the axis needs what a log does not say.
+        UserError: when a log lacks what the axis needs.
     """
     found = {}
     for kind, points in (("train", run.train), ("valid", run.valid), ("final", run.final)):
@@ -145,10 +145,10 @@ def curves(run: LossCurves, axis: str, span: float) -> dict[str, Curve]:
 
 
 def draw(runs: Sequence[LossCurves], baseline: LossCurves | None, axes: Sequence[str], smooth: int, out: Path) -> None:
-    """A column for each axis; losses above, differences to the baseline below.
+    """Draws a column for each axis: losses above, differences to the baseline below.
 
     Raises:
-        UserError: when an axis needs what a log does not say.
+        UserError: when a log lacks what an axis needs.
     """
     rows = 1 if baseline is None else 2
     unit, length = time_unit(max(run.train[-1].hours for run in runs))
@@ -197,7 +197,7 @@ def _plot(panel: Any, found: dict[str, list[tuple[float, float]]], style: dict[s
 
 
 def _finish(figure: Any, panels: Any, runs: Sequence[LossCurves], baseline: LossCurves | None, span: float) -> None:
-    """Labels, grids and one key for all panels: what the colors are, and what lines and markers are."""
+    """Adds labels, grids and one key for all panels, which explains colors, lines and markers."""
     from matplotlib.lines import Line2D
 
     for row, label in zip(

@@ -1,4 +1,4 @@
-"""The losses in the logs of runs, and where they were seen."""
+"""Reads losses from the logs of runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _Row = tuple[str, int, float, float | None, float]
 
 @dataclass
 class LossPoint:
-    """A loss, in nats per token, and where it was seen; nan when it was not finite."""
+    """A loss, in nats per token, and its position; nan when it was not finite."""
 
     iteration: int
     loss: float
@@ -46,12 +46,12 @@ class LossPoint:
 
 @dataclass
 class LossCurves:
-    """The curves of one run, in order.
+    """The loss curves of one run, in order.
 
     Args:
         name: name of the run.
-        train: training losses, means since the one before.
-        valid: validation losses on the way, each of the next samples.
+        train: training losses, means since the previous one.
+        valid: validation losses during training, each of the next samples.
         final: losses at the end of training, of the validation set's first samples, not those that are evaluated
             during training.
     """
@@ -63,17 +63,17 @@ class LossCurves:
 
     @property
     def interval(self) -> float:
-        """Iterations from one training loss to the next."""
+        """Number of iterations between training losses."""
         return _spacing(self.train)
 
     @property
     def eval_interval(self) -> float:
-        """Iterations from one evaluation to the next."""
+        """Number of iterations between evaluations."""
         return _spacing(self.valid)
 
 
 def _spacing(points: Sequence[LossPoint]) -> float:
-    """The usual distance of points; that to the beginning where there is but one, 0 where there is none."""
+    """The usual distance of points; the only one's distance from the beginning; 0 where there are none."""
     places = [point.iteration for point in points]
     steps = [b - a for a, b in itertools.pairwise(places)] or places
     return float(statistics.median(steps)) if steps else 0.0
@@ -114,7 +114,7 @@ def _beginning(train: Sequence[_Row]) -> int:
 
 
 def _seen(train: Sequence[LossPoint], iteration: int, loss: float, tokens: float | None) -> LossPoint:
-    """An evaluation, whose time (and tokens, where it does not say them) are between two training losses."""
+    """A point of an evaluation, whose time (and tokens, if not given) is interpolated between training losses."""
     places = [point.iteration for point in train]
     inside = min(max(iteration, places[0]), places[-1])
     hours = interpolated(places, [point.hours for point in train], inside)
@@ -127,7 +127,7 @@ def _seen(train: Sequence[LossPoint], iteration: int, loss: float, tokens: float
 
 
 def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float | None:
-    """The curve's value at x; None outside it, nan beside a gap."""
+    """Interpolates a curve at x; None outside it, nan beside a gap."""
     if not xs or not xs[0] <= x <= xs[-1]:
         return None
     i = bisect.bisect_left(xs, x)
@@ -137,7 +137,7 @@ def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float | 
 
 
 def _named(word: str) -> tuple[str, Path]:
-    """The name (empty where none is given) and the file. A file may hold a = in its own name."""
+    """Splits a word into a name (empty where none is given) and a file, which may have a = in its own name."""
     name, equals, path = word.partition("=")
     if not equals or Path(word).is_file():
         return "", Path(word)
@@ -147,13 +147,13 @@ def _named(word: str) -> tuple[str, Path]:
 
 
 def _is_json(path: Path) -> bool:
-    """Whether the first line that is not blank is an object's."""
+    """Whether the first line that is not blank is a JSON object."""
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         return next((line for line in file if line.strip()), "").lstrip().startswith("{")
 
 
 def _from_json(path: Path) -> list[_Row]:
-    """An event without a loss sums up iterations that were all skipped."""
+    """Reads a JSON-lines log. An event without a loss stands for iterations that were all skipped."""
     rows: list[_Row] = []
     for event in read_records(path):
         if event.get("kind") in ("train", "validation") and "lm_loss" in event:
@@ -166,7 +166,7 @@ def _from_json(path: Path) -> list[_Row]:
 
 
 def _from_text(path: Path, seq_length: int | None) -> list[_Row]:
-    """A log that was continued from an earlier iteration replaces what came after that."""
+    """Reads a text log. A log that was continued from an earlier iteration replaces what came after that."""
     rows: list[_Row] = []
     before: int | None = None
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -195,7 +195,7 @@ def _from_text(path: Path, seq_length: int | None) -> list[_Row]:
 
 
 def _text_loss(fields: str, iterations: int, place: str) -> float | None:
-    """The loss of a training line's window of so many iterations; None when there is none, or the line is torn.
+    """The mean loss of a training line's window of so many iterations; None when there is none, or the line is torn.
 
     A line leaves out a mean that is nan, and so it does where every iteration was skipped.
     """

@@ -1,4 +1,4 @@
-"""What training is measured beside: a GPT-2 of torch's modules in nanoGPT's form, Hugging Face's GPT-2 and Llama."""
+"""Peers of the training benchmark: nanoGPT's GPT-2 in torch's modules, Hugging Face's GPT-2 and Llama."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, and the sequences of a step.
+    """The sizes of a model, and the sequences of a step.
 
     Args:
-        layers, hidden, seq, vocab: sizes.
-        batch: sequences of each micro-batch.
+        layers, hidden, seq, vocab: sizes of the model.
+        batch: sequences per micro-batch.
         micro_batches: micro-batches per step.
         llama: RMSNorm, SwiGLU, grouped queries, rotary positions, no biases, an output layer of its own; else GPT-2.
         ffn, groups: feed-forward size and key-value groups of Llama's architecture.
@@ -53,11 +53,11 @@ class Shape:
 
     @property
     def samples(self) -> int:
-        """Sequences of a step."""
+        """Number of sequences per step."""
         return self.batch * self.micro_batches
 
     def flops(self) -> float:
-        """Operations of one step that the model needs."""
+        """FLOPs of one step that the model needs."""
         shape = ModelShape(
             self.layers,
             self.hidden,
@@ -94,7 +94,7 @@ class _Layer(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """GPT-2's form in torch's modules; its result is the loss."""
+    """A GPT-2 of torch's modules; its result is the loss."""
 
     def __init__(self, shape: Shape, vocab: int) -> None:
         super().__init__()

@@ -32,12 +32,12 @@ PATIENCE_SECONDS = 45.0
 
 @dataclass(frozen=True)
 class GPTShape:
-    """GPT-2's form.
+    """A model of GPT-2's architecture.
 
     Args:
         name: name of the row.
-        layers, hidden, vocab: sizes.
-        turns: measured runs of each side.
+        layers, hidden, vocab: sizes of the model.
+        turns: number of measured runs of each side.
     """
 
     name: str
@@ -66,7 +66,7 @@ def keys(setting: Setting) -> list[str]:
 
 
 def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None:
-    """Both sides on the same weights."""
+    """Measures both sides on the same weights."""
     if importlib.util.find_spec("transformers") is None:
         raise SystemExit("transformers is not installed")
     device, sync = torch.device(setting.device), synchronizer(setting.device)
@@ -90,11 +90,11 @@ def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None
 
 
 def tidy() -> None:
-    """A section that was killed leaves nothing."""
+    """Does nothing: a killed section leaves nothing."""
 
 
 def claims(rows: Mapping[str, Cells]) -> list[Claim]:
-    """Times Hugging Face's at the small size, share of the bound at the large one."""
+    """Claims: a multiple of Hugging Face's rate at the small size, a share of the bound at the large one."""
     made = []
     if SMALL.name in rows:
         made.append(Claim("generate, GPT-2 small: tokens/s over Hugging Face", 5.0, (rows[SMALL.name]["ratio"],)))

@@ -52,7 +52,7 @@ COLUMNS = (
 LIMIT_SECONDS = 55.0
 PATIENCE_SECONDS = 25.0
 BUDGET = {"cuda": 0.02, "cpu": 0.0}
-"""Seconds of each of a case's measurements."""
+"""Seconds of each measurement of a case."""
 
 ACTIVATIONS = {"8.3B": (1024, 3072), "": (1024, 32768)}
 PLAIN_BITS, BITS = range(1, 9), (2, 4, 8)
@@ -72,12 +72,12 @@ WANTED = {
 
 
 def qr(x_nr: Tensor) -> object:
-    """torch's bases."""
+    """Orthonormal bases by torch's QR decomposition."""
     return torch.linalg.qr(x_nr)
 
 
 def cases(setting: Setting) -> Iterator[KernelCase]:
-    """All of them; a toy's are few and small."""
+    """The cases of a device; a toy's are fewer."""
     device = setting.device
     toy = setting.toy
     for model, size in ({"toy": (8, 128)} if toy else ACTIVATIONS).items():
@@ -107,12 +107,12 @@ def key_of(case: KernelCase) -> str:
 
 
 def keys(setting: Setting) -> list[str]:
-    """All operations that a device has."""
+    """Keys of all operations of a device."""
     return [key_of(case) for case in cases(setting)]
 
 
 def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None:
-    """Each operation, its twin and what else it is compared with."""
+    """Measures each operation, its twin, and its rival."""
     why = native.problem()
     if why is not None or setting.device not in native.devices():
         raise SystemExit(f"the kernels are not compiled for {setting.device}: {why or 'build them where nvcc is'}")
@@ -134,11 +134,11 @@ def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None
 
 
 def tidy() -> None:
-    """A section that was killed leaves nothing."""
+    """Does nothing: a killed section leaves nothing."""
 
 
 def claims(rows: Mapping[str, Cells]) -> list[Claim]:
-    """Shares of a copy's rate, and times others'."""
+    """Claims: shares of a copy's rate, and multiples of others' rates."""
 
     def of(what: str, key: str, op: str, least: float) -> Iterator[Claim]:
         values = tuple(cells[key] for cells in rows.values() if cells["op"] == op)

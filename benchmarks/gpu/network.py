@@ -56,7 +56,7 @@ TOY_PASSES = (("dp2", (UNSHAPED, "50 Mb/s")),)
 
 
 def _layouts(setting: Setting) -> Iterator[tuple[str, Bench, tuple[str, ...]]]:
-    """Each with the links of a pass."""
+    """Layouts with the links of each pass."""
     for name, links in TOY_PASSES if setting.toy else PASSES:
         bench = (TOY if setting.toy else CUDA_BENCHES)[name]
         yield name, replace(bench, setups=tuple(setup for setup in bench.setups if setup.name in links)), links
@@ -68,7 +68,7 @@ def key_of(layout: str, link: str, case: str) -> str:
 
 
 def keys(setting: Setting) -> list[str]:
-    """Every case on every link, in the order of their passes."""
+    """Keys of every case on every link, in the order of their passes."""
     return [
         key_of(name, link, case.name)
         for name, bench, links in _layouts(setting)
@@ -78,7 +78,7 @@ def keys(setting: Setting) -> list[str]:
 
 
 def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None:
-    """One pass after another; each makes its hosts and removes them."""
+    """Measures one pass after another; each makes its hosts and removes them."""
     try:
         check_permission()
     except LabError as error:
@@ -124,7 +124,7 @@ def _cells(row: Measurement) -> Cells:
 
 
 def tidy() -> None:
-    """Removes the hosts of a section that was killed, and ends their ranks."""
+    """Removes the hosts of a killed section, and ends their ranks."""
     if shutil.which("ip") is not None:
         clean()
 
@@ -144,7 +144,7 @@ _RATIOS = (
 
 
 def claims(rows: Mapping[str, Cells]) -> list[Claim]:
-    """Seconds of one case over another's."""
+    """Claims: seconds of one case over another's."""
     made = []
     for layout, link, slow, fast, least in _RATIOS:
         pair = [rows.get(key_of(layout, link, case)) for case in (slow, fast)]

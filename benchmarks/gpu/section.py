@@ -1,4 +1,4 @@
-"""The process of one section: measures the rows that it is told of, and notes each as it is finished."""
+"""The process of one section: measures the rows that it is asked for, and records each when it is finished."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def section_of(name: str) -> Section:
 
 
 def path_of(out: Path, name: str) -> Path:
-    """The file that a section's rows are in."""
+    """Path of a section's file of rows."""
     return out / f"{name}.jsonl"
 
 

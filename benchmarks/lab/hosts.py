@@ -40,7 +40,7 @@ END_SECONDS = 5.0
 
 
 class LabError(Exception):
-    """What the laboratory needs and does not have; one line."""
+    """Raised when the laboratory lacks something; one line."""
 
 
 def call(*words: str) -> str:
@@ -57,7 +57,7 @@ def call(*words: str) -> str:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a host's interface counted, in bytes."""
+    """The counters of a host's interface, in bytes."""
 
     sent: int
     received: int
@@ -70,7 +70,7 @@ class Lab:
     """Hosts on a bridge; a context manager that makes and removes them.
 
     Args:
-        rates: bits per second of every host's link, each way; None leaves it unshaped.
+        rates: bits per second of every host's link, in each direction; None leaves it unshaped.
         cpus: processors that each host has for itself, such as 0.5; None lets all share what there is. With a limit a
             host computes as fast while others wait for the network as while they compute.
         device: device of the ranks: cpu (gloo), or cuda: this machine's GPUs, NCCL over the hosts' links.
@@ -133,7 +133,7 @@ class Lab:
         call("ip", "-n", host, "route", "replace", f"{SUBNET}.0/24", "dev", "eth0", "congctl", "cubic")
 
     def shape(self, index: int, rate: int | None) -> None:
-        """Gives a host's link another rate, also while something runs on it."""
+        """Changes the rate of a host's link, also while something runs on it."""
         self.rates[index] = rate
         ends = (("-n", self.host(index)), "eth0"), ((), self.link(index))
         for where, device in ends:
@@ -148,7 +148,7 @@ class Lab:
             call("tc", *where, "qdisc", "replace", "dev", device, "root", "tbf", *words)
 
     def traffic(self) -> list[Traffic]:
-        """The counters of every host's interface since it was made."""
+        """Counters of every host's interface since it was made."""
         found = []
         for index in range(len(self.rates)):
             stats = json.loads(call("ip", "-n", self.host(index), "-j", "-s", "link", "show", "eth0"))[0]["stats64"]
@@ -215,9 +215,9 @@ class Lab:
             time.sleep(0.1)
 
     def remove(self) -> None:
-        """Ends what runs on the hosts, in other threads too, and removes them and the bridge.
+        """Ends the processes on the hosts, and removes the hosts and the bridge.
 
-        What is gone already is left out. A second Ctrl-C does not stop this half-way.
+        What is gone already is skipped. A second Ctrl-C does not stop this half-way.
 
         Raises:
             LabError: when something could not be removed; the message names it.
@@ -230,7 +230,7 @@ class Lab:
 
 
 def check_permission() -> None:
-    """Raises a LabError that says what to do where hosts cannot be made."""
+    """Raises a LabError that says what to do, if hosts cannot be made."""
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise LabError(f"`{tool}` is missing: install iproute2 (apt-get install iproute2)")

@@ -13,7 +13,7 @@ NAMES = {"dense": "not compressed", "none": "no error feedback"}
 
 
 def draw_losses(losses: Mapping[str, Sequence[Mapping[int, float]]], path: Path) -> Path:
-    """The mean over the seeds of each kind's training loss, and the range of the seeds.
+    """Draws the mean over the seeds of each kind's training loss, and the range of the seeds.
 
     Args:
         losses: losses by kind; for each seed the loss by iteration.

@@ -1,4 +1,4 @@
-"""What compressed backpropagation does to the gradients of a model whose weights stand still.
+"""Measures errors of compressed backpropagation in the gradients of a model with frozen weights.
 
 One process plays all pipeline stages of 1F1B: the forward pass and the exact backward pass once, and the backward pass
 behind every compressed message once for each kind of residual, so that all see the same activations, dropout included.
@@ -35,7 +35,7 @@ Sums = dict[str, Tensor]
 
 @dataclass
 class ResidualMethod:
-    """One kind of residual at every boundary, and the error of the gradients that it leads to."""
+    """A kind of residual at every boundary, and the error of the gradients that it leads to."""
 
     kind: str
     codecs: list[Codec]
@@ -53,20 +53,20 @@ class ResidualMethod:
         return cls(kind, [codec() for _ in range(boundaries)], [CompressorState() for _ in range(boundaries)])
 
     def begin(self) -> None:
-        """An iteration begins."""
+        """Begins an iteration."""
         self.error = {}
         for codec, state in zip(self.codecs, self.states, strict=True):
             codec.begin_step(state)
 
     def end(self) -> None:
-        """An iteration ends."""
+        """Ends an iteration."""
         for state in self.states:
             state.commit()
         for name, error in self.error.items():
             self.total[name] = self.total[name] + error if name in self.total else error.clone()
 
     def send(self, boundary: int, grad_sbh: Tensor, key: int) -> Tensor:
-        """A gradient as it arrives on the other side of a boundary."""
+        """Sends a gradient over a boundary; returns what arrives."""
         codec, state = self.codecs[boundary], self.states[boundary]
         residual = state.get(RESIDUAL)
         if residual is not None:
@@ -100,15 +100,15 @@ class Kappas:
 
 
 class FrozenPipeline:
-    """A whole model cut into stages whose messages back go through low-rank codecs.
+    """A whole model cut into stages whose backward messages go through low-rank codecs.
 
     Args:
-        stage: the model, all of it.
+        stage: the whole model.
         stages: number of pipeline stages.
         rank: rank of the codecs' factors.
         micro_batches: micro-batches per iteration.
         seed: seed of dropout; None for no dropout.
-        late_only: compress the messages of the epilogue alone.
+        late_only: whether to compress the messages of the epilogue alone.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class FrozenPipeline:
         self.exact_total: Sums = {}
 
     def iteration(self, batches: Sequence[Batch]) -> dict[str, dict[str, float]]:
-        """Runs the micro-batches of one iteration; each kind's relative error of the gradient, by group."""
+        """Runs the micro-batches of one iteration; returns each kind's relative error of the gradient, by group."""
         self.exact = {}
         for method in self.methods:
             method.begin()
@@ -149,11 +149,11 @@ class FrozenPipeline:
         return {method.kind: relative(method.error, self.exact) for method in self.methods}
 
     def means(self) -> dict[str, dict[str, float]]:
-        """The relative errors of the mean gradient over all iterations so far."""
+        """Relative errors of the mean gradient over all iterations so far."""
         return {method.kind: relative(method.total, self.exact_total) for method in self.methods}
 
     def _forward(self, batch: Batch) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        """Inputs and outputs of the stages (the first has no input), and the loss."""
+        """Runs the forward pass; returns inputs and outputs of the stages (the first has no input), and the loss."""
         assert batch.tokens_bs is not None
         assert batch.labels_bs is not None
         assert batch.loss_mask_bs is not None
@@ -192,7 +192,7 @@ class FrozenPipeline:
             exact = below
 
     def _backward(self, s: int, output: Tensor, x_sbh: Tensor, grad: Tensor | None, into: Sums) -> Tensor:
-        """Gradient of a stage's input; those of its parameters are added to ``into``."""
+        """Computes the gradient of a stage's input; adds those of its parameters to ``into``."""
         params = self.params[s]
         found = torch.autograd.grad(output, [x_sbh, *params.values()], grad, retain_graph=True)
         add(into, dict(zip(params, found[1:], strict=True)))
@@ -200,7 +200,7 @@ class FrozenPipeline:
 
 
 def add(sums: Sums, more: Sums) -> None:
-    """Adds to sums, in place."""
+    """Adds to accumulated gradients, in place."""
     for name, grad in more.items():
         sums[name] = sums[name] + grad if name in sums else grad
 
@@ -211,7 +211,7 @@ def groups(names: Sequence[str], sums: Sums) -> Iterator[tuple[str, list[str]]]:
 
 
 def relative(error: Sums, exact: Sums) -> dict[str, float]:
-    """|error| / |exact| over the parameters that a compressed message reached, matrices and the others apart."""
+    """|error| / |exact| over the parameters behind a compressed message, matrices and others apart."""
     found = {}
     for group, names in groups(list(error), error):
         wrong = sum(float(error[name].double().square().sum()) for name in names)

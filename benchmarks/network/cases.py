@@ -1,4 +1,4 @@
-"""What the network benchmark measures: layouts on hosts, and the traffic on each."""
+"""Cases of the network benchmark: layouts on hosts, and the traffic on each."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from benchmarks.network.setups import Setup, aqsgd_data, aqsgd_pipeline, optimus
 
 @dataclass(frozen=True)
 class NetworkCase:
-    """What is measured.
+    """A case: a model's traffic, compressed or not.
 
     Args:
-        name: as the tables show it.
+        name: name in the tables.
         specs: specs of ``--compress``.
         schedule: pipeline schedule.
-        peer: a peer of ``peers.py`` instead; with a rank.
+        peer: a peer of ``peers.py`` in place of the trainer; with a rank.
         overlap: gradients are reduced while backward goes on.
     """
 
@@ -79,20 +79,20 @@ VOCAB = 2048
 
 @dataclass(frozen=True)
 class Bench:
-    """A layout on hosts.
+    """A layout on hosts, with its cases.
 
     Args:
-        hosts, ranks_per_host: where the ranks are.
-        tp, pp: the layout; data parallelism is the rest.
+        hosts, ranks_per_host: number of hosts, and of ranks on each.
+        tp, pp: tensor- and pipeline-parallel sizes; data parallelism is the rest.
         model: layers, hidden size, sequence length.
         micro_batches: micro-batches per replica and step.
-        setups: links to imitate.
-        cases: what is measured on each.
+        setups: published set-ups whose links are imitated.
+        cases: cases that are measured on each link.
         paced_by: "message": the set-up's ratio is a micro-batch's; "gradients": an iteration's.
-        tied: the output projection is the embedding, whose gradient the first and the last stage must then add up.
+        tied: the output projection is the embedding, whose gradient the first and the last stage must all-reduce.
         device: cpu: fp32 over gloo, each host with a share of the processors; cuda: bf16 over NCCL, on one GPU.
-        micro_batch: sequences.
-        vocab: entries.
+        micro_batch: sequences per micro-batch.
+        vocab: entries of the vocabulary.
     """
 
     hosts: int
@@ -111,7 +111,7 @@ class Bench:
 
     @property
     def dp(self) -> int:
-        """Replicas."""
+        """Number of replicas."""
         return self.hosts * self.ranks_per_host // (self.tp * self.pp)
 
 
@@ -126,7 +126,7 @@ BENCHES = {
 
 
 def plan_of(bench: Bench) -> dict[str, Any]:
-    """What every rank is told at the start."""
+    """The plan that every rank reads at the start."""
     layers, hidden, sequence = bench.model
     return {
         "vocab": bench.vocab,

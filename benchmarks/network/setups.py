@@ -20,9 +20,9 @@ class Setup:
     """A link of a published system.
 
     Args:
-        name: as the tables show it.
-        ratio: communication over computation, uncompressed.
-        arithmetic: how it was found.
+        name: name in the tables.
+        ratio: communication time over computing time, uncompressed.
+        arithmetic: derivation of the ratio.
         rate: bits per second of the link itself, whatever the ratio.
     """
 

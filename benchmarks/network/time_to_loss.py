@@ -59,7 +59,7 @@ def flags(out: Path, case: NetworkCase, iterations: int, log: Path) -> list[str]
 
 
 def train(lab: Lab, out: Path, case: NetworkCase, iterations: int, log: Path) -> None:
-    """One run on the hosts, from the beginning.
+    """Runs one training on the hosts, from the beginning.
 
     Raises:
         LabError: when it fails.
@@ -72,12 +72,12 @@ def train(lab: Lab, out: Path, case: NetworkCase, iterations: int, log: Path) ->
 
 
 def seconds_per_iteration(log: Path) -> float:
-    """The median of a log."""
+    """The median time of an iteration, from a log."""
     return statistics.median(e["seconds_per_iteration"] for e in read_records(log) if e.get("kind") == "train")
 
 
 def compare(out: Path, cases: Sequence[NetworkCase], link: str, iterations: int) -> None:
-    """Runs the cases and draws them.
+    """Runs the cases and draws their curves.
 
     Raises:
         LabError: when hosts cannot be made, or a run fails.

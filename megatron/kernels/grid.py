@@ -1,4 +1,4 @@
-"""Parameters of quantization: grids, scales and roles."""
+"""Parameters of the quantizing kernels: grids, scales and roles."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ScaleMethod(enum.IntEnum):
 
 
 class Role(enum.IntEnum):
-    """The role of a quantizer's second tensor."""
+    """The role of a quantizer's second tensor, or of a dequantizer's output."""
 
     PLAIN = 0
     """None; the numbers are written."""

@@ -1,4 +1,4 @@
-"""Loads the compiled kernels, and decides whether they are used."""
+"""Loads the compiled kernels, decides whether they are used, and tells torch.compile their shapes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def operators() -> Any:
 
 
 def serves(*tensors: Tensor | None) -> bool:
-    """Whether the compiled kernels take these tensors."""
+    """Whether the compiled kernels take these tensors: on a device that has kernels, none of them fp64."""
     given = [t for t in tensors if t is not None]
     on_device = all(problem_on(t.device.type) is None for t in given)
     return on_device and all(t.dtype != torch.float64 for t in given if t.is_floating_point())

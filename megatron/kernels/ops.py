@@ -1,4 +1,4 @@
-"""The kernels with checked arguments, as the rest of the package calls them.
+"""The kernels for the rest of the package: compiled where they are built, else their pure-torch twins.
 
 What they compute is defined in ``reference``. Both give the same bits where it does not say otherwise.
 """

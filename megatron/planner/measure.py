@@ -264,7 +264,7 @@ def measure_links(topology: Topology, ranks_per_node: int) -> dict[str, float]:
 
 
 def _ping_pong(topology: Topology, stride: int, nbytes: int, count: int) -> float:
-    """The time of a message between two ranks."""
+    """The time of a message between this rank and its peer: even blocks of ``stride`` ranks begin, odd ones answer."""
     world, rank = topology.world, topology.rank
     begins = rank // stride % 2 == 0
     peer = rank + stride if begins else rank - stride

@@ -43,8 +43,8 @@ class Connection(H11Protocol):
     """Time from the beginning, or the last answer, to the end of a request's head; longer than uvicorn keeps alive."""
 
     SPEAK_SECONDS = 2.0
-    """Time for which a connection may be silent before it may be dropped for another: of many clients that connect at once,
-    most send their requests a moment later."""
+    """Time for which a connection may be silent before it may be dropped for another: of many clients that connect at
+    once, most send their requests a moment later."""
 
     WRITE_SECONDS = 60.0
     """Time in which a client must have read some of its answer where much of it waits."""
