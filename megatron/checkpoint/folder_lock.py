@@ -93,14 +93,14 @@ class FolderLock:
 
     Args:
         root: the folder, which exists.
-        say: prints a line before waiting to find out whether another machine's run still lives.
+        log: prints a line before waiting to find out whether another machine's run still lives.
 
     Raises:
         UserError: when another run holds it.
         OSError: when the lock's file cannot be written.
     """
 
-    def __init__(self, root: str | Path, say: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, root: str | Path, log: Callable[[str], None] = lambda line: None) -> None:
         self.root = Path(root)
         self.path = self.root / LOCK
         self.owner = Owner.this()
@@ -110,7 +110,7 @@ class FolderLock:
         try:
             self._take()
             before = self._read()
-            if before is not None and self._lives(before, say):
+            if before is not None and self._lives(before, log):
                 raise self._in_use(before)
             self._write(json.dumps(asdict(self.owner)))
         except BaseException:
@@ -147,11 +147,11 @@ class FolderLock:
             stream.flush()
             os.fsync(stream.fileno())
 
-    def _lives(self, owner: Owner, say: Callable[[str], None]) -> bool:
+    def _lives(self, owner: Owner, log: Callable[[str], None]) -> bool:
         """Whether the owner on record is alive, although its lock does not keep this process out."""
         if owner.place == self.owner.place:
             return _lives_here(owner)
-        say(f"{self.root} was in use by {owner}: waiting up to {SILENT_SECONDS:g} s for a sign of life")
+        log(f"{self.root} was in use by {owner}: waiting up to {SILENT_SECONDS:g} s for a sign of life")
         before, deadline = self._stamp(), time.monotonic() + SILENT_SECONDS
         while time.monotonic() < deadline:
             time.sleep(min(1.0, SILENT_SECONDS / 10))

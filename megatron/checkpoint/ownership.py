@@ -15,12 +15,12 @@ from megatron.config.checkpoint import CheckpointConfig
 
 
 @contextmanager
-def owned_save_folder(config: CheckpointConfig, say: Callable[[str], None]) -> Iterator[FolderLock | None]:
+def owned_save_folder(config: CheckpointConfig, log: Callable[[str], None]) -> Iterator[FolderLock | None]:
     """Creates and locks the folder of ``--save`` for a run that is about to write to it.
 
     Args:
         config: flags of loading and saving.
-        say: prints lines for the user.
+        log: prints lines for the user.
 
     Raises:
         UserError: when it cannot be written to, another run holds it, or it has checkpoints that this run does not go
@@ -30,7 +30,7 @@ def owned_save_folder(config: CheckpointConfig, say: Callable[[str], None]) -> I
         yield None
         return
     new = not os.path.lexists(config.save)
-    lock = _lock(config.save, say)
+    lock = _lock(config.save, log)
     try:
         check_replaces_nothing(config)
         yield lock
@@ -42,12 +42,12 @@ def owned_save_folder(config: CheckpointConfig, say: Callable[[str], None]) -> I
                 os.rmdir(config.save)
 
 
-def _lock(save: str, say: Callable[[str], None]) -> FolderLock:
+def _lock(save: str, log: Callable[[str], None]) -> FolderLock:
     try:
         Path(save).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=save):
             pass
-        return FolderLock(save, say)
+        return FolderLock(save, log)
     except OSError as error:
         raise UserError(
             f"--save {save}: cannot write there ({error.strerror}); name a folder that can be written to"

@@ -95,7 +95,7 @@ class CompressionPlan:
         spec = self.specs.get(point)
         if spec is None:
             return False
-        if point.sums:
+        if point.is_reduction:
             return any(spec.rounds(options).should_compress(shape) for options in spec.variants())
         return any(spec.codec(options).should_compress(torch.Size(shape), dtype) for options in spec.variants())
 

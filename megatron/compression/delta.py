@@ -33,18 +33,18 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class DeltaConfig(FixpointConfig):
     """Changes of a sample's activations since its last visit; for runs of several epochs."""
 
-    bits: int = opt(4, "of each number of a difference", minimum=1, maximum=8, scheduled=True)
+    bits: int = opt(4, "bits of each number of a difference", minimum=1, maximum=8, scheduled=True)
     first_bits: int = opt(
         16,
-        "of each number at a first visit: 1 to 8, 16 (the run's half precision, bf16 in wider runs), or 32 (as it is)",
+        "bits of each number at a first visit: 1 to 8, 16 (the run's half precision, else bf16), or 32 (as is)",
         minimum=1,
         maximum=32,
     )
     cache: int = opt(20000, "samples that each end of a boundary remembers", minimum=1)
     memory: int = opt(0, "samples of these in memory, the others in a file; 0 for all", minimum=0)
-    folder: str = opt("", "of that file; the system's folder of temporary files unless given")
-    cache_dtype: Literal["bf16", "fp16", "fp32"] = opt("bf16", "of what is remembered")
-    cache_bits: int = opt(0, "of each number that is remembered; 0 keeps cache-dtype", minimum=0, maximum=8)
+    folder: str = opt("", "folder of that file; the system's temporary folder unless given")
+    cache_dtype: Literal["bf16", "fp16", "fp32"] = opt("bf16", "dtype of remembered activations")
+    cache_bits: int = opt(0, "bits of each remembered number; 0 keeps cache-dtype", minimum=0, maximum=8)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,7 +56,7 @@ class DeltaConfig(FixpointConfig):
 class DeltaLowBitsConfig(DeltaConfig):
     """The same with a quantized memory."""
 
-    cache_bits: int = opt(4, "of each number that is remembered; 0 keeps cache-dtype", minimum=0, maximum=8)
+    cache_bits: int = opt(4, "bits of each remembered number; 0 keeps cache-dtype", minimum=0, maximum=8)
 
 
 class DeltaCodec(Codec):

@@ -157,7 +157,7 @@ class RankByEntropy:
             raise TypeError(f"means is a {type(means).__name__} instead of a list")
         kept, total, count = [float(mean) for mean in means], float(state["sum"]), int(state["count"])
         if not all(map(math.isfinite, [*kept, total])) or count < 0:
-            raise ValueError("means, sum and count of EDGC's window are no figures of a run")
+            raise ValueError("means, sum and count of EDGC's window are not those of a run")
         self.rank = min(max(int(state["rank"]), low), high)
         self.means, self.sum, self.count = kept, total, count
 

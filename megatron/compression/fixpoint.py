@@ -32,15 +32,15 @@ _LAYOUTS = {"group": ScaleLayout.GROUP, "channel": ScaleLayout.CHANNEL, "tensor"
 class FixpointConfig:
     """1 to 8 bits a number, with a scale for each group, channel or tensor."""
 
-    bits: int = opt(8, "of each number", minimum=1, maximum=8, scheduled=True)
+    bits: int = opt(8, "bits of each number", minimum=1, maximum=8, scheduled=True)
     scale: Literal["group", "channel", "tensor"] = opt("group", "what shares a scale")
     group: int = opt(64, "numbers in a group, along the last dimension; a multiple of 8", minimum=8, maximum=1 << 20)
     rotation: int = opt(0, "block of a Hadamard rotation that spreads outliers, 8 to 1024; 0 for none", minimum=0)
     scale_method: Literal["max", "l2"] = opt("max", "largest magnitude, or twice the root mean square")
-    scale_dtype: Literal["fp32", "bf16"] = opt("fp32", "of the scales on the wire")
+    scale_dtype: Literal["fp32", "bf16"] = opt("fp32", "dtype of the scales on the wire")
     grid: Literal["symmetric", "asymmetric"] = opt("symmetric", "asymmetric clips the positive peak, as AQ-SGD does")
     rounding: Literal["nearest", "stochastic"] = opt("nearest", "stochastic is unbiased, and seeded")
-    seed: int = opt(714, "of stochastic rounding", minimum=0, maximum=SEED)
+    seed: int = opt(714, "seed of stochastic rounding", minimum=0, maximum=SEED)
 
     def __post_init__(self) -> None:
         if self.group % 8:

@@ -24,7 +24,7 @@ class LowRankConfig:
 
     rank: int = opt(16, "columns of the factors", minimum=1, scheduled=True)
     warm_start: bool = opt(True, "begin each message at the last one's factor")
-    seed: int = opt(714, "of the first factor", minimum=0, maximum=SEED)
+    seed: int = opt(714, "seed of the first factor", minimum=0, maximum=SEED)
 
 
 class LowRankCodec(Codec):
@@ -98,6 +98,6 @@ def register(registry: Registry) -> None:
             LowRankConfig,
             codec=LowRankCodec,
             points=frozenset({Point.PP_FWD, Point.PP_BWD}),
-            advice="for sums use powersgd",
+            advice="for all-reduces use powersgd",
         ),
     )

@@ -26,7 +26,7 @@ class Point(enum.Enum):
     """Scalars: norms, losses, finite checks. Never compressed."""
 
     @property
-    def sums(self) -> bool:
+    def is_reduction(self) -> bool:
         """Whether the point's collective is a reduction; else it is a message or an all-gather."""
         return self in (Point.DP_GRAD, Point.EMBED_GRAD, Point.TP_FWD, Point.TP_BWD)
 

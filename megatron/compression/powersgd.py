@@ -20,14 +20,14 @@ from megatron.kernels.ops import orthonormalize
 
 @dataclass(frozen=True)
 class PowerSGDConfig:
-    """Low-rank sums of gradients."""
+    """Low-rank all-reduces of gradients."""
 
     rank: int = opt(4, "columns of the factors", minimum=1, scheduled=True)
     warm_start: bool = opt(True, "begin each step at the last step's factor")
     min_ratio: float = opt(
         1.0, "shapes whose factors are not smaller than the matrix by more than this are sent as they are", minimum=0
     )
-    seed: int = opt(714, "of the first factors", minimum=0, maximum=SEED)
+    seed: int = opt(714, "seed of the first factors", minimum=0, maximum=SEED)
 
 
 class PowerSGD(RoundCompressor):

@@ -25,7 +25,7 @@ from megatron.compression.state import CompressorState
 
 @dataclass(frozen=True)
 class QuantizedAdamConfig(FixpointConfig):
-    """Sums of momenta with two-sided error feedback, under Adam with frozen second moments."""
+    """All-reduces of momenta with two-sided error feedback, under Adam with frozen second moments."""
 
     beta: float = opt(0.9, "decay of the momentum, that of --adam-beta1", minimum=0, maximum=0.999)
 

@@ -47,10 +47,10 @@ class Registration:
         if self.points is not None and point not in self.points:
             allowed = ", ".join(sorted(p.value for p in self.points))
             raise UserError(f"{name} cannot serve {point.value}, only {allowed}{advice}")
-        if point.sums and self.rounds is None:
-            raise UserError(f"{point.value} sums over ranks, but {name} only carries messages between two{advice}")
-        if not point.sums and self.codec is None:
-            raise UserError(f"{point.value} carries messages, but {name} only computes sums over ranks{advice}")
+        if point.is_reduction and self.rounds is None:
+            raise UserError(f"{point.value} is an all-reduce, but {name} only compresses messages{advice}")
+        if not point.is_reduction and self.codec is None:
+            raise UserError(f"{point.value} carries messages, but {name} only compresses all-reduces{advice}")
         tuned = self.rounds is not None and self.rounds.controller is not RoundCompressor.controller
         if tuned and point not in (Point.DP_GRAD, Point.EMBED_GRAD):
             raise UserError(f"{point.value}: {name} is tuned by reduced gradients, which are at dp-grad and embedding")

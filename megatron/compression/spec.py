@@ -32,10 +32,9 @@ COMMON = {
     "when": "all or epilogue: which gradients go back compressed (pp-backward)",
     "stages": "all, first:N or last:N: which pipeline stages compress what they send",
     "warmup": "iterations, a fraction of the run (0.1), or epochs (1epochs), that go uncompressed",
-    "error-feedback": "off; local or aggregate for sums; lazy, lazy-reset within each iteration, or lazy-mean "
-    "over the tokens, for messages ('on' "
-    "is the compressor's usual one)",
-    "fused": "on or off: one sum over the replicas of both stages (embedding)",
+    "error-feedback": "off; local or aggregate for all-reduces; lazy, lazy-reset within each iteration, or lazy-mean "
+    "over the tokens, for messages ('on' is the compressor's default)",
+    "fused": "on or off: one all-reduce over the replicas of both stages (embedding)",
     "eval": "on or off: compress in evaluation (pp-forward, tp-forward)",
 }
 """Options that every compressor has."""
@@ -99,7 +98,7 @@ class Spec:
 
     def compressor(self, options: Any = None) -> Compressor:
         """A new compressor of these options (default: the first ones), without its error feedback."""
-        made = self.registration.rounds if self.point.sums else self.registration.codec
+        made = self.registration.rounds if self.point.is_reduction else self.registration.codec
         assert made is not None
         return made(self.options if options is None else options)
 
@@ -247,7 +246,7 @@ def _fused(point: Point, given: str) -> bool:
     if given not in ("on", "off"):
         raise UserError(f"fused={given}: write on or off")
     if given == "on" and point is not Point.EMBED_GRAD:
-        raise UserError(f"fused=on: only the embedding's sums can be fused, not {point.value}; leave it out")
+        raise UserError(f"fused=on: only the embedding's all-reduces can be fused, not {point.value}; leave it out")
     return given == "on"
 
 
@@ -256,8 +255,8 @@ def _feedback(point: Point, registration: Registration, name: str, given: str | 
     if given is None:
         return usual
     if given == "on":
-        given = usual if usual != "off" else "local" if point.sums else "lazy"
-    kinds = _FEEDBACKS[point.sums]
+        given = usual if usual != "off" else "local" if point.is_reduction else "lazy"
+    kinds = _FEEDBACKS[point.is_reduction]
     if given not in kinds:
         raise UserError(f"error-feedback={given}: the choices at {point.value} are on, {', '.join(kinds)}")
     if given != "off" and not point.keeps_state:

@@ -66,7 +66,8 @@ class StableTopKConfig:
     interval: int = opt(100, "steps from one choice, made on a dense step, to the next", minimum=1)
     range: int = opt(0, "neighbors on either side of a chosen coordinate that are sent as well", minimum=0)
     flush: Literal["dump", "mean", "rotate"] = opt(
-        "dump", "of the residual: all at once on the dense step, its mean over the steps, or a slice at every step"
+        "dump",
+        "when the residual is sent: all at once on the dense step, its mean over the steps, or a slice at every step",
     )
 
 
@@ -181,6 +182,6 @@ def register(registry: Registry) -> None:
             rounds=StableTopK,
             points=points,
             feedback=feedback,
-            advice="only sums of gradients share one choice of coordinates",
+            advice="only all-reduces of gradients share one choice of coordinates",
         ),
     )

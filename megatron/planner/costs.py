@@ -146,7 +146,7 @@ class CostBook:
         replicas = _replicas(self.specs(choice).get(Point.EMBED_GRAD), holders)
         key = ("tied", shape, elements, texts, replicas)
         if key not in self._reductions:
-            specs = {p: spec for p, spec in self.specs(choice).items() if not p.sums or p is Point.EMBED_GRAD}
+            specs = {p: spec for p, spec in self.specs(choice).items() if not p.is_reduction or p is Point.EMBED_GRAD}
             self._reductions[key] = planned(
                 texts, lambda: self._dry(choice, specs).embedding_reduction(shape, elements, replicas)
             )

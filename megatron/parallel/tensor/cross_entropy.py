@@ -83,8 +83,8 @@ class _HeadLoss(torch.autograd.Function):
         cross_entropy(logits, labels_t, ctx.valid_rows, lse_t, weights_t=scale_t)
         grad_x, grad_weight = logits @ weight, logits.t() @ x_th
         grad_x = grad_x.view(ctx.shape)
-        summing = comm.start_reduce(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)
-        return summing.wait(), grad_weight, None, None, None, None, None
+        pending = comm.start_reduce(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)
+        return pending.wait(), grad_weight, None, None, None, None, None
 
 
 def _scale_(grads: tuple[Tensor, ...], factor: Tensor) -> None:

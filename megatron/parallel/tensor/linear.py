@@ -30,11 +30,11 @@ class _ColumnLinear(torch.autograd.Function):
         gathering = comm.start_gather(x_sbh, Point.TP_BWD) if comm.sequence_parallel else None
         grad_x = grad_sbo @ weight
         full = x_sbh if gathering is None else gathering.wait()
-        summing = comm.start_reduce(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)
+        pending = comm.start_reduce(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)
         grad_rows = grad_sbo.reshape(-1, grad_sbo.shape[-1])
         grad_weight = grad_rows.t() @ full.reshape(-1, full.shape[-1])
         grad_bias = grad_rows.sum(dim=0) if ctx.has_bias else None
-        return summing.wait(), grad_weight, grad_bias, None
+        return pending.wait(), grad_weight, grad_bias, None
 
 
 class ColumnParallelLinear(ShardedModule):
