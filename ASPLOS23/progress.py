@@ -16,7 +16,7 @@ _LINES = 10
 
 
 def run_shown(words: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path, name: str) -> int:
-    """Runs a command that trains, and shows how far it is; its exit status.
+    """Runs a command that trains, and shows its progress; returns its exit status.
 
     Args:
         words, env, cwd: the command, its environment and its working directory.

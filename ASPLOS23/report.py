@@ -89,7 +89,7 @@ def _point(event: Record, field: str) -> float:
 
 
 def _cell(value: float, form: str) -> str:
-    """Empty for what the log does not say."""
+    """The text of a cell; empty for values that the log lacks."""
     return "" if math.isnan(value) else f"{value:{form}}"
 
 

@@ -50,8 +50,8 @@ class Experiment:
         name, title: name and title of the experiment.
         iterations, local_iterations: iterations of each run; the second on this machine.
         schemes: names in ``cases/schemes.yaml``.
-        report: how the logs are read.
-        flags: further ones.
+        report: kind of the report.
+        flags: further flags.
         layouts: layouts of models that this experiment splits in another way.
     """
 
@@ -71,8 +71,8 @@ class ModelCase:
 
     Args:
         name: name of the model.
-        replicas: data-parallel ones.
-        ranks_per_node: processes.
+        replicas: number of data-parallel replicas.
+        ranks_per_node: number of processes per node.
         config: sections of a run's configuration.
     """
 
@@ -83,17 +83,17 @@ class ModelCase:
 
     @property
     def stages(self) -> int:
-        """Pipeline stages."""
+        """Number of pipeline stages."""
         return int(self.config["parallel"].get("pipeline_model_parallel_size", 1))
 
     @property
     def ranks(self) -> int:
-        """Processes."""
+        """Number of processes."""
         return self.replicas * self.stages * int(self.config["parallel"].get("tensor_model_parallel_size", 1))
 
     @property
     def nodes(self) -> int:
-        """Nodes that the processes need."""
+        """Number of nodes that the processes need."""
         return -(-self.ranks // self.ranks_per_node)
 
     def flags(self) -> list[str]:
@@ -158,12 +158,12 @@ def specs_of(scheme: Sequence[str], model: ModelCase) -> tuple[str, ...]:
 
 
 def toy_prefix(out: Path, model: ModelCase) -> Path:
-    """Where the data of the model toy is; that of another vocabulary lies elsewhere."""
+    """Path of the data of the model toy; each vocabulary has its own."""
     return out / "data" / f"toy{model.config['tokenizer']['vocab_size']}_document"
 
 
 def make_toy_data(prefix: Path, vocab_size: int) -> None:
-    """Documents in which each token nearly says the next one; made once."""
+    """Makes documents in which each token nearly determines the next one, once."""
     if not prefix.with_suffix(".idx").exists():
         prefix.parent.mkdir(parents=True, exist_ok=True)
         random = np.random.default_rng(0)
@@ -178,11 +178,11 @@ class ExperimentRun:
     """One scheme of an experiment on a model.
 
     Args:
-        experiment, model, scheme: what is run.
+        experiment, model, scheme: the experiment, the model, and the name of the scheme.
         specs: specs of ``--compress``.
         out: folder of its log and checkpoints.
         extra: further flags.
-        local: on this machine.
+        local: whether it runs on this machine.
     """
 
     experiment: Experiment
@@ -194,7 +194,7 @@ class ExperimentRun:
     local: bool
 
     def flags(self) -> list[str]:
-        """Everything for pretrain_gpt.py."""
+        """All flags for pretrain_gpt.py."""
         experiment = self.experiment
         short = self.local and experiment.local_iterations is not None
         iterations = experiment.local_iterations if short else experiment.iterations
@@ -207,7 +207,7 @@ class ExperimentRun:
         return [*words, *self.extra]
 
     def command(self) -> list[str]:
-        """On this machine, or on each node where the model takes several."""
+        """The command on this machine, or on each node where the model takes several."""
         nodes, each = self.model.nodes, min(self.model.ranks, self.model.ranks_per_node)
         if self.local or nodes == 1:
             words = ["--nproc-per-node", str(self.model.ranks)]
@@ -220,12 +220,12 @@ class ExperimentRun:
         return f"{self.experiment.name}-{self.model.name}-{self.scheme}"
 
     def slurm(self) -> list[str]:
-        """A submission of ``examples/slurm/pretrain_gpt.sbatch``."""
+        """The submission of ``examples/slurm/pretrain_gpt.sbatch``."""
         own = [f"--job-name={self._job}", f"--nodes={self.model.nodes}", f"--gpus-per-node={self.model.ranks_per_node}"]
         return ["sbatch", *own, "examples/slurm/pretrain_gpt.sbatch", *self.flags()]
 
     def lsf(self) -> list[str]:
-        """A submission of ``examples/lsf/pretrain_gpt.lsf``, whose flags are in the environment."""
+        """The submission of ``examples/lsf/pretrain_gpt.lsf``, whose flags are in the environment."""
         return ["bsub", "-J", self._job, "-n", str(self.model.nodes), "-gpu", f"num={self.model.ranks_per_node}"]
 
     def environment(self) -> dict[str, str]:
@@ -274,7 +274,7 @@ def missing_flags(model: ModelCase, given: Mapping[str, str | None], extra: Sequ
     """Flags of the data that a run of the model needs and nobody gives.
 
     Args:
-        model: which is trained.
+        model: model that is trained.
         given: values of the flags of the data.
         extra: further flags, which may name other data or another tokenizer.
     """
@@ -287,7 +287,7 @@ def missing_flags(model: ModelCase, given: Mapping[str, str | None], extra: Sequ
 def runs_of(
     options: argparse.Namespace, experiment: Experiment, model: ModelCase, extra: Sequence[str]
 ) -> list[ExperimentRun]:
-    """One for each scheme asked for.
+    """The runs of an experiment, one for each scheme asked for.
 
     Raises:
         UserError: when the experiment has no such scheme, or no data is given.
@@ -318,7 +318,7 @@ def runs_of(
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Builds the parser of the command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("experiment", help=f"{', '.join([*names_in('experiments'), 'fig14'])}")
     made.add_argument("--model", help=f"{', '.join(names_in('models'))}; toy with --local unless given")
@@ -341,7 +341,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measure_kernels(options: argparse.Namespace, extra: Sequence[str]) -> int:
-    """Prints or runs the benchmark that is fig14; its exit status.
+    """Prints or runs the benchmark that is fig14; returns its exit status.
 
     Raises:
         UserError: when a flag of training runs is given.

@@ -90,7 +90,7 @@ class Compressor:
         """The reason why the compressor cannot work in this run, and what to do instead; empty when it can.
 
         Args:
-            point: where it is asked to serve.
+            point: the point that it is asked to serve.
             flags: the run's flags by name (``adam_beta1``), resolved.
         """
         return ""
@@ -102,7 +102,7 @@ class Compressor:
 
 @dataclass(frozen=True)
 class Reduced:
-    """One step's gradients after their reduction, as a ``Controller`` is shown them.
+    """One step's gradients after their reduction, for a ``Controller``.
 
     Args:
         iteration: 0-based.
@@ -162,10 +162,10 @@ class SumTraits:
             tensor is anything, flat buckets included.
         observes: ``observe`` wants the optimizer's update.
         freezes_variance: the optimizer must leave Adam's second moments as they are while the compressor is on.
-        clips_first: each replica's gradient is clipped before the sum, not the sum after, as it carries too much noise.
+        clips_first: each replica's gradient is clipped before the all-reduce, whose result carries too much noise.
         gathers: each rank receives what every other one sends, so that bytes and decoding grow with the group.
         index_sets: names of state tensors that are indices into the flattened input.
-        steady: names of counters that do not decide which operations run: those that only enter random seeds, say.
+        steady: names of counters that do not decide which operations run: such as those that only enter random seeds.
     """
 
     batched: bool = False
@@ -198,13 +198,13 @@ class RoundCompressor(Compressor, ABC):
     def launches(self, state: CompressorState) -> Hashable:
         """A key of the kernels that the next reduction launches, beside options and shapes.
 
-        Where this value was met before, every kernel that the sum needs has been launched before. None says that
-        nothing is known: that costs overlap on CUDA, while a value that says too little can hang it.
+        If this key has been met before, every kernel that the reduction needs has been launched before. None stands
+        for an unknown key, which costs overlap on CUDA, while a key that leaves something out can hang it.
         """
         return state.layout(self.traits.steady)
 
     def observe(self, update: Tensor, state: CompressorState) -> None:
-        """Takes the update of a step whose sums set the counter ``awaiting``, if ``SumTraits.observes``.
+        """Takes the update of a step whose reduction set the counter ``awaiting``, if ``SumTraits.observes``.
 
         Args:
             update: the optimizer's direction, weight decay included, whatever the learning rate; shaped like the input

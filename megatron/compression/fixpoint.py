@@ -1,4 +1,4 @@
-"""Fixed-point numbers with shared scales: activations, their gradients, and sums in two quantized steps.
+"""Fixed-point numbers with shared scales: activations, their gradients, and two-step all-reduces.
 
 AQ-SGD's stateless quantizer (Wang et al. 2022, "DirectQ"), with scales of short groups and a grid that reaches both
 peaks. Scales are fp32 or bf16 without an epsilon, so tiny gradients keep their size and zero stays zero.

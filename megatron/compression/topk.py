@@ -74,8 +74,8 @@ class StableTopKConfig:
 class StableTopK(RoundCompressor):
     """Values at a choice of coordinates that all ranks share.
 
-    Without a choice, and every ``interval`` steps, the sum is dense, and the optimizer's update of that step makes the
-    next choice (``observe``). With error feedback the residual of the other coordinates enters that dense sum: whole,
+    Without a choice, and every ``interval`` steps, the all-reduce is dense, and the update of that step makes the
+    next choice (``observe``). With error feedback the residual of the other coordinates enters that one: whole,
     as published (``dump``); divided by the number of steps that it holds (``mean``, which forgets the rest); or it is
     sent along a slice at a time between dense steps (``rotate``).
     """

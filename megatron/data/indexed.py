@@ -294,7 +294,7 @@ class IndexedWriter:
         stream.flush()
         os.fsync(stream.fileno())
         encode = encode_legacy_index if self.legacy else encode_mmap_index
-        # An index left by an earlier run must never stand beside the new tokens.
+        # An index left by an earlier run must never be beside the new tokens.
         self.idx_path.unlink(missing_ok=True)
         os.replace(self._partial, self.bin_path)
         fsync_directory(self.bin_path.parent)

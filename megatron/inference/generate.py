@@ -96,20 +96,20 @@ def generate(
         if not active:
             break
         hidden_1bh = decoder.newest(active, [rows[i] for i in active])
-        # Who does not speak takes part in the logits, and is told what was chosen.
-        said = torch.zeros((2, len(active)), dtype=torch.int64)
+        # The other ranks take part in the logits, and receive the chosen tokens.
+        chosen = torch.zeros((2, len(active)), dtype=torch.int64)
         if hidden_1bh is not None:
             logits_bv = model.stage.logits(hidden_1bh)[0]
             if model.is_sampling_rank:
                 numbers = torch.stack([torch.rand((), generator=draws[i], dtype=torch.float64) for i in active])
-                said[0] = sampling.after(count).choose(logits_bv[:, :known], numbers)
-                tokens = _details(logits_bv, said[0], top, known)
+                chosen[0] = sampling.after(count).choose(logits_bv[:, :known], numbers)
+                tokens = _details(logits_bv, chosen[0], top, known)
                 for column, (i, token) in enumerate(zip(active, tokens, strict=True)):
                     if token.id != eod:
                         results[i].details.append(token)
-                        said[1, column] = on_token is not None and on_token(i, token)
-        model.broadcast(said, model.sampling_rank)
-        active = _grow(results, active, said, eod)
+                        chosen[1, column] = on_token is not None and on_token(i, token)
+        model.broadcast(chosen, model.sampling_rank)
+        active = _grow(results, active, chosen, eod)
     for empty, result in zip(started_empty, results, strict=True):
         if empty:
             del result.tokens[0]
@@ -117,10 +117,10 @@ def generate(
     return results
 
 
-def _grow(results: Sequence[Generated], active: Sequence[int], said: Tensor, eod: int) -> list[int]:
+def _grow(results: Sequence[Generated], active: Sequence[int], chosen: Tensor, eod: int) -> list[int]:
     """Appends the chosen tokens; returns the rows that continue."""
     going_on = []
-    for i, token, enough in zip(active, *said.tolist(), strict=True):
+    for i, token, enough in zip(active, *chosen.tolist(), strict=True):
         if token == eod:
             results[i].finished = True
             continue

@@ -120,7 +120,7 @@ class Session:
         assert task.output is not None
         flag, name = task.output
 
-        def speak() -> None:
+        def write_file() -> None:
             try:
                 with atomic_write(Path(name)) as stream:
                     stream.write("".join(parts).encode())
@@ -128,7 +128,7 @@ class Session:
                 print("".join(parts), end="", flush=True)
                 raise UserError(f"{flag} {name}: {error.strerror}; the texts are printed instead") from error
 
-        together(self.model.topology.control.pg, speak if self.model.is_sampling_rank else lambda: None)
+        together(self.model.topology.control.pg, write_file if self.model.is_sampling_rank else lambda: None)
 
     def unconditional(self, task: GenerationTaskFlags) -> None:
         samples = self.in_batches([""] * task.num_samples)

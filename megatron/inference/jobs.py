@@ -67,8 +67,8 @@ def _compute(model: LoadedModel, job: InferenceJob, on_token: OnToken | None = N
 class Leader:
     """Runs jobs on all ranks of a model; lives on its sampling rank.
 
-    While there is nothing to do, a thread tells the others so, lest they take this rank for dead. As a context manager
-    it lets them go at the end.
+    While there is nothing to do, a thread sends the others heartbeats, so that they do not take this rank for dead. As
+    a context manager it ends the others at the end.
 
     Args:
         model: the model, on its sampling rank.
@@ -77,7 +77,7 @@ class Leader:
 
     def __init__(self, model: LoadedModel, patience_s: float) -> None:
         self.model = model
-        self._speaking = threading.Lock()
+        self._sending = threading.Lock()
         self._over = threading.Event()
         self._interval = min(_IDLE_SECONDS, patience_s / 3)
         if model.topology.layout.world_size > 1:
@@ -85,15 +85,15 @@ class Leader:
 
     def _idle(self) -> None:
         while not self._over.wait(self._interval):
-            # Whoever speaks meanwhile is heard, too.
-            if self._speaking.acquire(blocking=False):
+            # A job that is being sent is a heartbeat, too.
+            if self._sending.acquire(blocking=False):
                 try:
                     if not self._over.is_set():
                         self.model.broadcast_json(_IDLE, self.model.sampling_rank)
                 except CommunicationError:
-                    return  # the next job will say so
+                    return  # the next job raises it
                 finally:
-                    self._speaking.release()
+                    self._sending.release()
 
     def do(self, job: InferenceJob, on_token: OnToken | None = None) -> Done:
         """Runs a job.
@@ -102,7 +102,7 @@ class Leader:
             UserError: when a text is longer than the model's window; on the other ranks as well.
             CommunicationError: when another rank is gone.
         """
-        with self._speaking:
+        with self._sending:
             self.model.broadcast_json(job.plain(), self.model.sampling_rank)
             return _compute(self.model, job, on_token)
 
@@ -112,15 +112,15 @@ class Leader:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._over.set()
         if kind is None:
-            with self._speaking:
+            with self._sending:
                 self.model.broadcast_json(_STOP, self.model.sampling_rank)
 
 
 def follow(model: LoadedModel) -> None:
     """Takes part in the leader's jobs until the leader ends."""
     while True:
-        said: Any = model.broadcast_json(None, model.sampling_rank)
-        if said == _STOP:
+        received: Any = model.broadcast_json(None, model.sampling_rank)
+        if received == _STOP:
             return
-        if said != _IDLE:
-            _compute(model, InferenceJob.from_plain(said))
+        if received != _IDLE:
+            _compute(model, InferenceJob.from_plain(received))

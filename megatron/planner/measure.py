@@ -254,7 +254,7 @@ def measure_links(topology: Topology, ranks_per_node: int) -> dict[str, float]:
         while seconds < _MESSAGE_SECONDS and nbytes < _MESSAGE_BYTES:
             nbytes *= 2
             seconds = _ping_pong(topology, stride, nbytes, 2)
-            # The slowest pair says for all when a message is long enough.
+            # The slowest pair decides for all whether a message is long enough.
             seconds = max(row[0] for row in gather_rows(topology.control, Ledger(), [seconds]) if row[0] == row[0])
         own = _ping_pong(topology, stride, nbytes, 3)
         together = stride if name == "across" else 1

@@ -101,7 +101,7 @@ class Watch:
             assert store is not None
             self._mesh = Mesh(self.rank, self.world_size, master, socket.gethostname(), local)
             for problem in self._mesh.connect(store):
-                self._say(f"note: rank {self.rank}: {problem}; if it dies, other ranks must notice it")
+                self._print(f"note: rank {self.rank}: {problem}; if it dies, other ranks must notice it")
         self._thread.start()
 
     def stop(self) -> None:
@@ -158,9 +158,9 @@ class Watch:
                 due = now + BEAT_SECONDS
                 self._on_beat()
             if now >= self._exit_at:
-                said = f"rank {self.rank}: {self._verdict}"
-                leave_reason(said)
-                self._say(said)
+                text = f"rank {self.rank}: {self._verdict}"
+                leave_reason(text)
+                self._print(text)
                 self._leave(self.exit_status)
                 return
             if self._mesh is None:
@@ -217,7 +217,7 @@ class Watch:
         seconds = max(self._beat - self._heard[peer.rank] for peer in silent) * BEAT_SECONDS
         return f"{who} stopped answering: no sign of life for {seconds:.0f} s (hung, or the machine or network is gone)"
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         def write() -> None:
             with suppress(OSError, ValueError):  # whoever read it has gone
                 sys.stderr.write(f"{text}\n")

@@ -167,8 +167,8 @@ def meet(env: LaunchEnvironment, timeout_minutes: float) -> dist.Store:
     except (RuntimeError, ValueError) as error:
         raise _cannot_join(env, error) from error
     except TimeoutError as error:
-        said = f"what listens there has not answered as a rendezvous does {error}"
-        raise _cannot_join(env, TimeoutError(f"{said}: another service, or a rank 0 that hangs?")) from error
+        found = f"what listens there has not answered as a rendezvous does {error}"
+        raise _cannot_join(env, TimeoutError(f"{found}: another service, or a rank 0 that hangs?")) from error
     # torchrun's store outlives the workers. After a restart the new ones would find what the old ones left there,
     # and wait for processes that are gone.
     return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

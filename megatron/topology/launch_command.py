@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = run.parse_args(sys.argv[1:] if argv is None else argv)
     wrong = _wrong(arguments)
     if wrong is not None:
-        _say(wrong)
+        _print_error(wrong)
         return 2
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)  # of this process alone
@@ -46,17 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ChildFailedError as error:
         line = _explain(error)
         if line is not None:
-            _say(line)
+            _print_error(line)
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
-        _say(f"ended by {error.sigval.name}")
+        _print_error(f"ended by {error.sigval.name}")
         return 128 + error.sigval
     except KeyboardInterrupt:
-        _say("interrupted")
+        _print_error("interrupted")
         return 128 + signal.SIGINT
     except Exception as error:  # a rendezvous that fails, flags that contradict each other
-        _say(f"the ranks cannot be started: {_first_line(error)}")
+        _print_error(f"the ranks cannot be started: {_first_line(error)}")
         return 1
     return 0
 
@@ -105,17 +105,17 @@ def stopped_and_asked_to_end(parent: int) -> list[int]:
 
 
 def _explain(error: ChildFailedError) -> str | None:
-    """Why the first rank failed; None when the last line on the screen says so already."""
+    """The reason why the first rank failed; None when the last line on the screen is that reason."""
     rank, failure = error.get_first_failure()
-    said = str(_left(failure).get("message", ""))
-    reason = said.removeprefix("error: ")
-    # What all ranks end with, one of them says as its last word, maybe naming the rank that it is about. Other news
-    # comes among that of other ranks.
+    message = str(_left(failure).get("message", ""))
+    reason = message.removeprefix("error: ")
+    # One rank prints the reason that all ranks end with as its last line, maybe with the name of the rank that it is
+    # about. Other lines are printed among those of other ranks.
     left = [_left(each) for each in error.failures.values()]
-    spoken = any(one.get("extraInfo", {}).get("printed") and reason in str(one.get("message", "")) for one in left)
-    if said.startswith("error: ") and spoken:
+    printed = any(one.get("extraInfo", {}).get("printed") and reason in str(one.get("message", "")) for one in left)
+    if message.startswith("error: ") and printed:
         return None
-    if said:
+    if message:
         return reason
     who = f"rank {rank} (process {failure.pid})"
     if failure.exitcode < 0:
@@ -134,5 +134,5 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     print(f"error: {text}", file=sys.stderr, flush=True)

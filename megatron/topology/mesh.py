@@ -66,7 +66,7 @@ class Peer:
             except BlockingIOError:
                 pass  # nobody reads there: a later line will try again
             except OSError:
-                self._going = b""  # it has ended; reading says so, after what came last
+                self._going = b""  # it has ended; reading finds that out, after the last lines
 
     def read(self) -> None:
         """Reads without waiting."""

@@ -88,8 +88,8 @@ class Meeting:
                 f"{_MET}/{ticket}", json.dumps([self.env.rank, {"WORLD_SIZE": str(self.env.world_size), **identity}])
             )
             if self.env.rank == 0:
-                self._pronounce(self._compare())
-            # Rank 0 gives up at the same time, and says so.
+                self._publish(self._compare())
+            # Rank 0 gives up at the same time, with a message.
             verdict = self._verdict(self.timeout + timedelta(seconds=LEAVE_SECONDS))
         except RuntimeError as error:
             raise CommunicationError(f"rank 0 or the store that it keeps is gone: {first_line(error)}") from error
@@ -105,11 +105,11 @@ class Meeting:
         """
         told = False
         with suppress(RuntimeError):
-            # Bad input is what rank 0 says for all; a failure of its own is its alone.
+            # Rank 0 reports bad input for all ranks, but a failure of its own under its name.
             named = problem if self.env.rank == 0 and bad_input else f"rank {self.env.rank}: {problem}"
             own = Verdict((named.splitlines() or [""])[0], bad_input)
             if self.env.rank == 0:
-                self._pronounce(own)
+                self._publish(own)
             else:
                 self._box.compare_set(_REFUSED, "", own.encode())
             self._verdict(timedelta(seconds=LEAVE_SECONDS))
@@ -141,7 +141,7 @@ class Meeting:
             return Verdict(f"{ranks_text(missing)} did not come within {limit}", bad_input=False)
         return Verdict(first_difference(came) or "")
 
-    def _pronounce(self, verdict: Verdict) -> None:
+    def _publish(self, verdict: Verdict) -> None:
         self._box.compare_set(_VERDICT, "", verdict.encode())
 
     def _verdict(self, timeout: timedelta) -> Verdict:

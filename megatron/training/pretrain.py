@@ -119,14 +119,14 @@ def run(
     layout = layout_of(config, env.world_size)
     topology = build_topology(layout, device) if env.world_size > 1 else single_process(device)
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         if topology.is_last_rank:
             print(text, flush=True)
 
     kernel_note = check_kernels(topology)
     for note in (*notes, *([kernel_note] if kernel_note else [])):
-        say(f"note: {note}")
-    say(config.describe())
+        log(f"note: {note}")
+    log(config.describe())
     batch_sizes = BatchSizeSchedule(
         config.training.global_batch_size,
         micro_batch_size=config.training.micro_batch_size,
@@ -141,10 +141,10 @@ def run(
     length = run_length(train_iters, datasets[0], batch_sizes)
     engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length))
     for note in compression_notes(config, datasets[0], layout.dp, length, train_iters):
-        say(f"note: {note}")
+        log(f"note: {note}")
     for line in coverage_notes(engines):
-        say(line)
-    say(_summary(topology, vocab_size, engines.padded_vocab_size, [len(d) if d else 0 for d in datasets]))
+        log(line)
+    log(_summary(topology, vocab_size, engines.padded_vocab_size, [len(d) if d else 0 for d in datasets]))
     schedule = LRSchedule.from_options(
         config.optimizer,
         global_batch_size=config.training.global_batch_size,
@@ -161,7 +161,7 @@ def run(
     if saved is not None:
         checkpoints.load(saved)
     elif config.checkpoint.load:
-        say(f"no checkpoint in {config.checkpoint.load} yet: starting from random weights")
+        log(f"no checkpoint in {config.checkpoint.load} yet: starting from random weights")
     together(topology.control.pg, reporter.open)
     try:
         Trainer(

@@ -216,9 +216,9 @@ def out_of_memory(error: BaseException) -> str:
     )
 
 
-def _of_gpu(said: str) -> str | None:
+def _of_gpu(message: str) -> str | None:
     """The GPU, the memory needed and the memory there is, from torch's message; None for other messages."""
-    found = _GPU_IS_FULL.search(said)
+    found = _GPU_IS_FULL.search(message)
     if found is None:
         return None
     needed, index, total, free = found.groups()

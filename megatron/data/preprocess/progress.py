@@ -31,16 +31,16 @@ class EncodingProgress:
         for message in bad:
             self._shown += 1
             if self._shown <= _SHOWN_BAD_LINES:
-                self._say(f"skipped {message}")
+                self._print(f"skipped {message}")
             elif self._shown == _SHOWN_BAD_LINES + 1:
-                self._say("more bad lines are counted, not shown")
+                self._print("more bad lines are counted, not shown")
         docs_per_s, mb_per_s = self.rates(totals)
         if self._bar is not None:
             self._bar.update(totals.documents - self._bar.n)
             self._bar.set_postfix_str(f"{mb_per_s:.2f} MB/s")
         elif totals.documents >= self._next:
             self._next = (totals.documents // self._interval + 1) * self._interval
-            self._say(f"Processed {totals.documents} documents ({docs_per_s:.1f} docs/s, {mb_per_s:.2f} MB/s).")
+            self._print(f"Processed {totals.documents} documents ({docs_per_s:.1f} docs/s, {mb_per_s:.2f} MB/s).")
 
     def rates(self, totals: Totals) -> tuple[float, float]:
         """Documents and megabytes of input per second."""
@@ -53,7 +53,7 @@ class EncodingProgress:
             self._bar.close()
             self._bar = None
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self._bar is not None:
             self._bar.write(text, file=sys.stderr)
         else:

@@ -61,7 +61,7 @@ class Connection(H11Protocol):
         others = [one for one in cast("set[Connection]", self.connections) if one is not self]
         served = [one for one in others if not (one._turned_away or one.transport.is_closing())]
         if len(others) >= 2 * self.MOST:
-            # Each has been told, or waits for an answer: the one that was told first has had most time to read it.
+            # All have been answered or wait for an answer: the first one answered has had most time to read.
             told = [one for one in others if one._turned_away and not one.transport.is_closing()]
             (min(told, key=lambda one: one._since) if told else self).transport.abort()
         if len(served) >= self.MOST:

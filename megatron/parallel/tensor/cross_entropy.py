@@ -4,7 +4,7 @@ Works through the tokens in groups whose logits are worth one large matrix produ
 logits into their losses and their own gradients (``kernels.ops.cross_entropy``), so neither the logits of all tokens
 nor fp32 copies of them make the round trip through memory that separate operations would. On one rank the gradients
 are computed along with the loss and no logits are kept. On several ranks each keeps its own logits until the
-log-sum-exp over the whole vocabulary is known; one small gather exchanges it.
+log-sum-exp over the whole vocabulary is known; one small all-gather exchanges it.
 
 All products are over the padded rows, whose number suits matrix kernels (rows of logits that begin at multiples of 16
 bytes). The padding's columns do not count: they have no part in the loss, and their gradients are zero.
