@@ -55,16 +55,16 @@ class LogicalShard:
 
     def __post_init__(self) -> None:
         self.global_shape = tuple(self.global_shape)
-        self.boxes = [held for held in self.boxes if held.tensor.numel()]
-        for held in self.boxes:
-            shape = tuple(held.tensor.shape)
-            if held.tensor.dtype != self.dtype:
-                raise ValueError(f"a piece is {held.tensor.dtype}, its tensor {self.dtype}")
-            if not len(shape) == len(held.offsets) == len(self.global_shape) or any(
-                o < 0 or o + s > g for o, s, g in zip(held.offsets, shape, self.global_shape, strict=True)
+        self.boxes = [box for box in self.boxes if box.tensor.numel()]
+        for box in self.boxes:
+            shape = tuple(box.tensor.shape)
+            if box.tensor.dtype != self.dtype:
+                raise ValueError(f"a piece is {box.tensor.dtype}, its tensor {self.dtype}")
+            if not len(shape) == len(box.offsets) == len(self.global_shape) or any(
+                o < 0 or o + s > g for o, s, g in zip(box.offsets, shape, self.global_shape, strict=True)
             ):
                 raise ValueError(
-                    f"a piece of shape {shape} at {held.offsets} does not lie in a tensor of shape {self.global_shape}"
+                    f"a piece of shape {shape} at {box.offsets} does not lie in a tensor of shape {self.global_shape}"
                 )
 
     def view(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -73,13 +73,13 @@ class LogicalShard:
         Raises:
             KeyError: when none of this rank's boxes contains it.
         """
-        for held in self.boxes:
-            starts = [o - p for o, p in zip(offsets, held.offsets, strict=True)]
+        for box in self.boxes:
+            starts = [o - p for o, p in zip(offsets, box.offsets, strict=True)]
             if all(
                 start >= 0 and start + size <= held
-                for start, size, held in zip(starts, sizes, held.tensor.shape, strict=True)
+                for start, size, held in zip(starts, sizes, box.tensor.shape, strict=True)
             ):
-                view = held.tensor.detach()
+                view = box.tensor.detach()
                 for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
                     view = view.narrow(dim, start, size)
                 return view
@@ -102,16 +102,16 @@ class LogicalShard:
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """The boxes as chunks, in their order."""
-        return [ChunkStorageMetadata(offsets=torch.Size(held.offsets), sizes=held.tensor.shape) for held in self.boxes]
+        return [ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=box.tensor.shape) for box in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """The box that a read item means: by its number, else by its offsets."""
         assert index.offset is not None
         offsets = tuple(index.offset)
         numbered = self.boxes[index.index : index.index + 1] if index.index is not None else []
-        for held in [*numbered, *self.boxes]:
-            if tuple(held.offsets) == offsets:
-                return held.tensor.detach()
+        for box in [*numbered, *self.boxes]:
+            if tuple(box.offsets) == offsets:
+                return box.tensor.detach()
         raise KeyError(f"{index.fqn}: this rank holds no piece at {offsets}")
 
 
