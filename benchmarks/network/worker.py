@@ -73,7 +73,7 @@ def our_step(plan: dict[str, Any], config: RunConfig, topology: Topology, batche
         topology.control.barrier()
         start = time.perf_counter()
         outcome = train_step(engines, batches, iteration, 1e-3, 0.01, timers=timers)
-        engines.ledger.clock.settle()
+        engines.ledger.clock.synchronize()
         figures = {"seconds": time.perf_counter() - start, "loss": outcome.loss}
         inside = sum(timers(name, 2).elapsed() for name in ("forward-compute", "backward-compute"))
         accounts = engines.ledger.take()

@@ -190,13 +190,13 @@ class PipelineChannel:
             for _, pending in way.posted.values():
                 if not pending.waited:
                     self.ledger.wait(way.point, pending)
-        self.settle()
+        self.synchronize()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits on the host until no receive that was waited for is left on the device."""
         for way in (self.forward, self.backward):
             if way.newest is not None:
-                way.newest.settle()
+                way.newest.synchronize()
 
     def recv(self, message: Message) -> Tensor:
         """Waits for a message whose receive was posted, and decodes it."""

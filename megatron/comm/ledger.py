@@ -105,7 +105,7 @@ class Ledger:
         with self._timed(partial(self._books.wait, point)), self.span("wait", point=point.value):
             pending.wait()
         for observer in self.observers:
-            observer.landed(_FLIGHTS.get(pending.kind, pending.kind), point, pending)
+            observer.on_complete(_FLIGHTS.get(pending.kind, pending.kind), point, pending)
 
     def encoding(self, point: Point) -> AbstractContextManager[None]:
         """Times the work on a tensor before it is sent."""
@@ -171,7 +171,7 @@ class Ledger:
         self._books = _Books()
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def uncounted(self) -> Iterator[None]:
         """Leaves what is sent and timed inside uncounted."""
         kept, self._books = self._books, _Books()
         try:

@@ -73,7 +73,7 @@ class Observer:
         """A timed block runs inside."""
         return nullcontext()
 
-    def landed(self, name: str, point: Point, pending: Pending) -> None:
+    def on_complete(self, name: str, point: Point, pending: Pending) -> None:
         """A communication has completed."""
 
     def on_send(self, sent: SentMessage) -> None:

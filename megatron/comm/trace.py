@@ -124,7 +124,7 @@ class Trace(Observer):
             return
         iteration, self._iteration = self._iteration, None
         self._spans.append(_TraceSpan("iteration", self._begun, self._clock.mark(), {}))
-        self._clock.settle()
+        self._clock.synchronize()
         try:
             self._collect(iteration)
             if iteration + 1 == self.last:
@@ -144,7 +144,7 @@ class Trace(Observer):
         finally:
             self._spans.append(_TraceSpan(name, start, self._clock.mark(), args))
 
-    def landed(self, name: str, point: Point, pending: Pending) -> None:
+    def on_complete(self, name: str, point: Point, pending: Pending) -> None:
         """Records the end of a communication."""
         if self.on:
             flight = _Flight(name, point.value, pending.started, self._clock.mark(), pending.sent_bytes)

@@ -55,7 +55,7 @@ class ComputeMeter:
 
     def __init__(self, device: torch.device) -> None:
         self.ledger = Ledger(clock=clock_of(device))
-        self.synchronize = self.ledger.clock.settle
+        self.synchronize = self.ledger.clock.synchronize
         self._start = 0.0
 
     def __enter__(self) -> ComputeMeter:

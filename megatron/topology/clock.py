@@ -46,14 +46,14 @@ class Clock(Protocol):
     def read(self) -> None:
         """Tells the intervals that are known by now, without waiting."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits for the device, and tells all intervals."""
 
     def anchor(self) -> None:
         """Waits for the device, and aligns its time with the host's."""
 
     def place(self, mark: Mark) -> float:
-        """Time of a mark on the host's clock (``time.perf_counter``), after ``anchor`` and ``settle``."""
+        """Time of a mark on the host's clock (``time.perf_counter``), after ``anchor`` and ``synchronize``."""
 
 
 class HostClock:
@@ -75,7 +75,7 @@ class HostClock:
     def read(self) -> None:
         pass
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         pass
 
     def anchor(self) -> None:
@@ -121,7 +121,7 @@ class DeviceClock:
             start, stop, tell = self._unread.popleft()
             tell(start.elapsed_time(stop) / 1e3)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self._synchronize()
         self.read()
 

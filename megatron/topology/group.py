@@ -97,7 +97,7 @@ class Pending:
         what: the operation and its group, for error messages.
         finish: local work that completes the operation, run by ``wait``.
         started: ``time.perf_counter()`` at its start.
-        marks: ``settle`` will be called, and the operation runs on a CUDA device.
+        marks: ``synchronize`` will be called, and the operation runs on a CUDA device.
     """
 
     work: Work | None
@@ -135,7 +135,7 @@ class Pending:
         """Whether ``wait`` has been called, or there was nothing to wait for."""
         return self.work is None
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Returns when an operation that was waited for is no longer on the device.
 
         Raises:

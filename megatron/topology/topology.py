@@ -185,4 +185,4 @@ def _open(link: Group, device: torch.device, ring: bool) -> None:
             elif link.rank == dst:
                 pending = link.recv(x, src)
                 pending.wait()
-                pending.settle()
+                pending.synchronize()

@@ -143,7 +143,7 @@ class Reporter:
             what: happens: "evaluate", "save" or "check".
         """
         began = time.perf_counter()
-        with self.window.paused(), self.engines.ledger.aside():
+        with self.window.paused(), self.engines.ledger.uncounted():
             try:
                 yield
             finally:

@@ -260,5 +260,5 @@ class _StepMessages:
         """Ends the step: its sends have completed, and none is pending."""
         if self.channel is not None:
             self.channel.flush()
-            self.channel.settle()
+            self.channel.synchronize()
         self._completed.add(self._kind)
