@@ -1,4 +1,4 @@
-"""When a compressor is on: pure functions, so that every rank that takes part decides alike."""
+"""Activation of compressors over a run: pure functions, so that every rank that takes part decides alike."""
 
 from __future__ import annotations
 

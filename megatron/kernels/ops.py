@@ -67,7 +67,7 @@ def abs_topk(x_kn: Tensor, count: int) -> Tensor:
 
 
 def dilate(mask_kn: Tensor, radius: int) -> Tensor:
-    """True where a True lies within ``radius`` places in the same row."""
+    """Dilates a mask: True where a True lies within ``radius`` places in the same row."""
     out_kn = torch.empty_like(mask_kn)
     if native.serves(mask_kn):
         native.operators().dilate(mask_kn, radius, out_kn)

@@ -196,7 +196,7 @@ def abs_topk(x_kn: Tensor, indices_kc: Tensor) -> None:
 
 
 def dilate(mask_kn: Tensor, radius: int, out_kn: Tensor) -> None:
-    """True where a True lies within ``radius`` places in the same row."""
+    """Dilates a mask: True where a True lies within ``radius`` places in the same row."""
     ones = torch.nn.functional.pad(mask_kn.to(torch.int64).cumsum(dim=1), (1, 0))
     n = mask_kn.shape[1]
     places = torch.arange(n, device=mask_kn.device)

@@ -23,7 +23,7 @@ OnMismatch = Literal["refuse", "command-line", "checkpoint"]
 
 @dataclass(frozen=True)
 class ScheduleValues:
-    """Everything that defines the two schedules. Lengths are in samples (fractions of one are allowed)."""
+    """The parameters of the two schedules. Lengths are in samples (fractions of one are allowed)."""
 
     max_lr: float
     min_lr: float

@@ -117,7 +117,7 @@ class Mesh:
         self._selector.register(self._woken, selectors.EVENT_READ)
 
     def connect(self, store: dist.Store) -> list[str]:
-        """Says in the store where this rank listens, and connects to its neighbors of lower rank; the others call.
+        """Publishes this rank's address in the store, and connects to its neighbors of lower rank; the others call.
 
         Returns:
             A line for each neighbor that cannot be reached.

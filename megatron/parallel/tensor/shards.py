@@ -29,7 +29,7 @@ class ParamSpec:
     tied: bool = False
 
     def offsets(self) -> tuple[int, ...]:
-        """Where the local tensor begins in the logical one."""
+        """Offsets of the local tensor in the logical one."""
         return tuple(self.start if d == self.dim else 0 for d in range(len(self.logical_shape)))
 
 
