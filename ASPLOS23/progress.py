@@ -1,4 +1,4 @@
-"""A training run as a child of this process, with a bar of its iterations, or lines where there is no terminal."""
+"""Runs a training as a child process, with a bar of its iterations, or lines where there is no terminal."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megatron.training.progress import ProgressBar
 
 _LINE = re.compile(r"^ iteration\s+(\d+)/\s*(\d+) \|.* lm loss: (\S+) \|")
 _LINES = 10
-"""Of a whole run, where there is no terminal."""
+"""Lines of a whole run, where there is no terminal."""
 
 
 def run_shown(words: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path, name: str) -> int:
-    """Runs a command that trains, and shows how far it is; its exit status.
+    """Runs a command that trains, and shows its progress; returns its exit status.
 
     Args:
-        words, env, cwd: of the command.
-        log: takes everything that it says.
-        name: of the run.
+        words, env, cwd: the command, its environment and its working directory.
+        log: file of all its output.
+        name: name of the run.
 
     Raises:
         OSError: when the command cannot be started, or the log not be written.

@@ -29,7 +29,7 @@ def write_report(kind: str, title: str, runs: Mapping[str, Path], folder: Path) 
 
     Args:
         kind: losses, breakdown, perplexity, orthogonality or memory.
-        title: of the experiment.
+        title: title of the experiment.
         runs: folder of each scheme.
         folder: where the report goes.
 
@@ -89,7 +89,7 @@ def _point(event: Record, field: str) -> float:
 
 
 def _cell(value: float, form: str) -> str:
-    """Empty for what the log does not say."""
+    """The text of a cell; empty for values that the log lacks."""
     return "" if math.isnan(value) else f"{value:{form}}"
 
 
@@ -98,7 +98,7 @@ def _over(value: float, other: float) -> float:
 
 
 def _loss(event: Record) -> str:
-    """Of an event: empty where there is none, nan where it was not finite."""
+    """The loss of an event: empty where there is none, nan where it was not finite."""
     return f"{event.number('lm_loss'):.4f}" if "lm_loss" in event else ""
 
 

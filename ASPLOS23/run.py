@@ -47,12 +47,12 @@ class Experiment:
     """A case file of ``cases/experiments``.
 
     Args:
-        name, title: of the experiment.
-        iterations, local_iterations: of each run; the second on this machine.
+        name, title: name and title of the experiment.
+        iterations, local_iterations: iterations of each run; the second on this machine.
         schemes: names in ``cases/schemes.yaml``.
-        report: how the logs are read.
-        flags: further ones.
-        layouts: of models that this experiment splits in another way.
+        report: kind of the report.
+        flags: further flags.
+        layouts: layouts of models that this experiment splits in another way.
     """
 
     name: str
@@ -66,13 +66,13 @@ class Experiment:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelCase:
     """A case file of ``cases/models``.
 
     Args:
-        name: of the model.
-        replicas: data-parallel ones.
-        ranks_per_node: processes.
+        name: name of the model.
+        replicas: number of data-parallel replicas.
+        ranks_per_node: number of processes per node.
         config: sections of a run's configuration.
     """
 
@@ -83,21 +83,21 @@ class Model:
 
     @property
     def stages(self) -> int:
-        """Of the pipeline."""
+        """Number of pipeline stages."""
         return int(self.config["parallel"].get("pipeline_model_parallel_size", 1))
 
     @property
     def ranks(self) -> int:
-        """Processes."""
+        """Number of processes."""
         return self.replicas * self.stages * int(self.config["parallel"].get("tensor_model_parallel_size", 1))
 
     @property
     def nodes(self) -> int:
-        """That the processes take."""
+        """Number of nodes that the processes need."""
         return -(-self.ranks // self.ranks_per_node)
 
     def flags(self) -> list[str]:
-        """Its settings as flags."""
+        """The settings as flags."""
         words: list[str] = []
         for section in self.config.values():
             for name, value in section.items():
@@ -124,11 +124,11 @@ def read_experiment(name: str) -> Experiment:
     return Experiment(name, **content, **lists)
 
 
-def read_model(name: str, layout: Mapping[str, int] | None = None) -> Model:
+def read_model(name: str, layout: Mapping[str, int] | None = None) -> ModelCase:
     """Reads a case file.
 
     Args:
-        name: of the model.
+        name: name of the model.
         layout: replicas and parallel sizes in place of its own.
 
     Raises:
@@ -145,10 +145,10 @@ def read_model(name: str, layout: Mapping[str, int] | None = None) -> Model:
     sizes = dict(layout or {})
     replicas = sizes.pop("replicas", content.pop("replicas"))
     content["config"]["parallel"].update(sizes)
-    return Model(name, replicas, **content)
+    return ModelCase(name, replicas, **content)
 
 
-def specs_of(scheme: Sequence[str], model: Model) -> tuple[str, ...]:
+def specs_of(scheme: Sequence[str], model: ModelCase) -> tuple[str, ...]:
     """Specs for a model's pipeline: the first three stages of two are all of them."""
 
     def within(match: re.Match[str]) -> str:
@@ -157,13 +157,13 @@ def specs_of(scheme: Sequence[str], model: Model) -> tuple[str, ...]:
     return tuple(re.sub(r"stages=first:(\d+)", within, spec) for spec in scheme)
 
 
-def toy_prefix(out: Path, model: Model) -> Path:
-    """Where the data of the model toy is; that of another vocabulary lies elsewhere."""
+def toy_prefix(out: Path, model: ModelCase) -> Path:
+    """Path of the data of the model toy; each vocabulary has its own."""
     return out / "data" / f"toy{model.config['tokenizer']['vocab_size']}_document"
 
 
 def make_toy_data(prefix: Path, vocab_size: int) -> None:
-    """Documents in which each token nearly says the next one; made once."""
+    """Makes documents in which each token nearly determines the next one, once."""
     if not prefix.with_suffix(".idx").exists():
         prefix.parent.mkdir(parents=True, exist_ok=True)
         random = np.random.default_rng(0)
@@ -174,19 +174,19 @@ def make_toy_data(prefix: Path, vocab_size: int) -> None:
 
 
 @dataclass(frozen=True)
-class Run:
+class ExperimentRun:
     """One scheme of an experiment on a model.
 
     Args:
-        experiment, model, scheme: what is run.
-        specs: of ``--compress``.
+        experiment, model, scheme: the experiment, the model, and the name of the scheme.
+        specs: specs of ``--compress``.
         out: folder of its log and checkpoints.
         extra: further flags.
-        local: on this machine.
+        local: whether it runs on this machine.
     """
 
     experiment: Experiment
-    model: Model
+    model: ModelCase
     scheme: str
     specs: tuple[str, ...]
     out: Path
@@ -194,7 +194,7 @@ class Run:
     local: bool
 
     def flags(self) -> list[str]:
-        """Everything for pretrain_gpt.py."""
+        """All flags for pretrain_gpt.py."""
         experiment = self.experiment
         short = self.local and experiment.local_iterations is not None
         iterations = experiment.local_iterations if short else experiment.iterations
@@ -207,7 +207,7 @@ class Run:
         return [*words, *self.extra]
 
     def command(self) -> list[str]:
-        """On this machine, or on each node where the model takes several."""
+        """The command on this machine, or on each node where the model takes several."""
         nodes, each = self.model.nodes, min(self.model.ranks, self.model.ranks_per_node)
         if self.local or nodes == 1:
             words = ["--nproc-per-node", str(self.model.ranks)]
@@ -220,21 +220,21 @@ class Run:
         return f"{self.experiment.name}-{self.model.name}-{self.scheme}"
 
     def slurm(self) -> list[str]:
-        """A submission of ``examples/slurm/pretrain_gpt.sbatch``."""
+        """The submission of ``examples/slurm/pretrain_gpt.sbatch``."""
         own = [f"--job-name={self._job}", f"--nodes={self.model.nodes}", f"--gpus-per-node={self.model.ranks_per_node}"]
         return ["sbatch", *own, "examples/slurm/pretrain_gpt.sbatch", *self.flags()]
 
     def lsf(self) -> list[str]:
-        """A submission of ``examples/lsf/pretrain_gpt.lsf``, whose flags are in the environment."""
+        """The submission of ``examples/lsf/pretrain_gpt.lsf``, whose flags are in the environment."""
         return ["bsub", "-J", self._job, "-n", str(self.model.nodes), "-gpu", f"num={self.model.ranks_per_node}"]
 
     def environment(self) -> dict[str, str]:
-        """Of the jobs' scripts."""
+        """The environment of the job scripts."""
         ranks = str(min(self.model.ranks, self.model.ranks_per_node))
         return {"RUN_DIR": str(self.out), "RANKS_PER_NODE": ranks, "FLAGS": shlex.join(self.flags())}
 
 
-def start(run: Run, how: str) -> None:
+def start(run: ExperimentRun, how: str) -> None:
     """Prints, runs or submits one run.
 
     Raises:
@@ -270,11 +270,11 @@ def start(run: Run, how: str) -> None:
         raise UserError(f"{run.scheme}: {Path(words[0]).name} ended with exit status {status}{shown}")
 
 
-def missing_flags(model: Model, given: Mapping[str, str | None], extra: Sequence[str]) -> list[str]:
+def missing_flags(model: ModelCase, given: Mapping[str, str | None], extra: Sequence[str]) -> list[str]:
     """Flags of the data that a run of the model needs and nobody gives.
 
     Args:
-        model: which is trained.
+        model: model that is trained.
         given: values of the flags of the data.
         extra: further flags, which may name other data or another tokenizer.
     """
@@ -284,11 +284,13 @@ def missing_flags(model: Model, given: Mapping[str, str | None], extra: Sequence
     return [flag for flag in needed if not given[flag] and flag not in named]
 
 
-def runs_of(options: argparse.Namespace, experiment: Experiment, model: Model, extra: Sequence[str]) -> list[Run]:
-    """One for each scheme asked for.
+def runs_of(
+    options: argparse.Namespace, experiment: Experiment, model: ModelCase, extra: Sequence[str]
+) -> list[ExperimentRun]:
+    """The runs of an experiment, one for each scheme asked for.
 
     Raises:
-        UserError: for a scheme that the experiment does not have, or data that is not given.
+        UserError: when the experiment has no such scheme, or no data is given.
     """
     schemes = read_yaml(CASES / "schemes.yaml")
     chosen = options.scheme.split(",") if options.scheme else list(experiment.schemes)
@@ -307,7 +309,7 @@ def runs_of(options: argparse.Namespace, experiment: Experiment, model: Model, e
         print(f"# {', '.join(stand_ins.values())}: {', '.join(missing)} put yours in\n", flush=True)
     data = [word for flag, value in {**given, **stand_ins}.items() if value for word in (flag, value)]
     return [
-        Run(
+        ExperimentRun(
             experiment, model, name, specs_of(schemes[name], model), out / experiment.name / model.name / name,
             (*data, *extra), options.how == "local",
         )
@@ -316,7 +318,7 @@ def runs_of(options: argparse.Namespace, experiment: Experiment, model: Model, e
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Builds the parser of the command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("experiment", help=f"{', '.join([*names_in('experiments'), 'fig14'])}")
     made.add_argument("--model", help=f"{', '.join(names_in('models'))}; toy with --local unless given")
@@ -339,10 +341,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measure_kernels(options: argparse.Namespace, extra: Sequence[str]) -> int:
-    """Prints or runs the benchmark that is fig14; its exit status.
+    """Prints or runs the benchmark that is fig14; returns its exit status.
 
     Raises:
-        UserError: for a flag of training runs.
+        UserError: when a flag of training runs is given.
         OSError: when its folder cannot be made.
     """
     names = ("report", "model", "replicas", "scheme", "data_path", "vocab_file", "merge_file")
@@ -363,7 +365,7 @@ def run_experiment(options: argparse.Namespace, extra: Sequence[str]) -> None:
     """Prints, runs, submits or reports the runs of an experiment.
 
     Raises:
-        UserError: for what cannot be, or fails.
+        UserError: when the request is invalid, or a run fails.
         OSError: when the folder cannot be written.
     """
     experiment = read_experiment(options.experiment)

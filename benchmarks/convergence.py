@@ -80,7 +80,7 @@ def run(command: list[str], log: Path, threads: int = 1) -> None:
     """Runs a command of this project, its output in a file.
 
     Raises:
-        SystemExit: with the end of that output, when it fails.
+        SystemExit: when it fails, with the end of its output.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w") as file:
@@ -127,7 +127,7 @@ def log_of(out: Path, case: str, seed: int, iterations: int) -> Path:
 
 
 def train(out: Path, case: str, seed: int, iterations: int) -> None:
-    """One run, unless its log is complete."""
+    """Trains one case with one seed, unless its log is complete."""
     log = log_of(out, case, seed, iterations)
     if log.exists() and any(event.get("kind") == "test" for event in read_records(log)):
         return
@@ -149,7 +149,7 @@ def final_loss(events: Sequence[Mapping[str, Any]]) -> float:
 
 
 def bytes_per_iteration(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Mean of all iterations, by point."""
+    """Mean bytes over all iterations, by point."""
     trained = [event["comm"] for event in events if event.get("kind") == "train"]
     points = sorted({point for comm in trained for point in comm} - {"control"})
     return {p: statistics.fmean(comm.get(p, {}).get("wire_bytes", 0.0) for comm in trained) for p in points}
@@ -159,7 +159,7 @@ POINTS = ("pp-forward", "pp-backward", "dp-grad", "embedding")
 
 
 def outcomes(out: Path, cases: list[str], seeds: list[int], iterations: int) -> list[Outcome]:
-    """What the finished runs came to."""
+    """Outcomes of the finished runs."""
     found = []
     dense: dict[int, float] = {}
     for case in cases:
@@ -192,7 +192,7 @@ def table(found: Sequence[Outcome]) -> str:
 
 
 def curves(out: Path, cases: list[str], seeds: list[int], iterations: int) -> dict[str, dict[int, float]]:
-    """Validation losses on the way, means over the seeds that have them."""
+    """Validation losses during training, means over the seeds that have them."""
     means: dict[str, dict[int, float]] = {}
     for case in cases:
         points: dict[int, list[float]] = {}

@@ -13,14 +13,14 @@ from megatron.training.plots import COLORS, curve_style, label_iterations, new_f
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a case came to.
+    """The outcome of a case.
 
     Args:
-        case: its name.
+        case: name of the case.
         loss, spread: final validation losses, mean and standard deviation over the seeds.
         worse: percent above the dense runs of the same seeds; None where those are missing.
-        sent: kB an iteration, by point.
-        seeds: runs.
+        sent: kB per iteration, by point.
+        seeds: number of runs.
     """
 
     case: str
@@ -32,7 +32,7 @@ class Outcome:
 
 
 def draw_outcomes(outcomes: Sequence[Outcome], path: Path) -> None:
-    """A line for each case: how far it is above dense, and what it sends."""
+    """Draws a line for each case: its loss above dense, and the bytes that it sends."""
     figure = new_figure(9.5, 0.27 * len(outcomes) + 1.2)
     loss, traffic = figure.subplots(1, 2, sharey=True, width_ratios=(1.15, 1.0))
     # Percents from a hundredth to ten: a logarithmic axis, on which what is not above dense is at the edge.
@@ -72,7 +72,7 @@ def draw_outcomes(outcomes: Sequence[Outcome], path: Path) -> None:
 
 
 Means = Mapping[str, Mapping[int, float]]
-"""By case and iteration, the mean validation loss over the seeds."""
+"""Mean validation losses over the seeds, by case and iteration."""
 
 
 def family_of(case: str) -> str:
@@ -83,7 +83,7 @@ def family_of(case: str) -> str:
 
 
 def draw_curves(means: Means, path: Path) -> None:
-    """Loss above the dense runs over iterations, a panel for each family of cases.
+    """Draws the loss above the dense runs over iterations, a panel for each family of cases.
 
     Where there is no dense run, the losses themselves.
     """
@@ -116,7 +116,7 @@ def draw_curves(means: Means, path: Path) -> None:
 def _curve(
     panel: Any, means: Mapping[int, float], dense: Mapping[int, float], style: dict[str, Any], name: str
 ) -> None:
-    """At the iterations that both have."""
+    """Draws a curve at the iterations that both runs have."""
     places = sorted(means.keys() & dense.keys() if dense else means.keys())
     losses = [means[place] - dense.get(place, 0.0) for place in places]
     panel.plot(places, losses, **style, markersize=4, linewidth=1.2, label=name)

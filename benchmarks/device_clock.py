@@ -12,7 +12,7 @@ import torch
 
 Call = Callable[[], Any]
 MOST_SETS = 64
-"""Of inputs that one measurement goes through."""
+"""Most sets of inputs of one measurement."""
 _ROOM = 4
 """The sets of inputs are together so many times as large as the L2."""
 _SHORT_SECONDS = 2e-3
@@ -21,10 +21,10 @@ _SHORT_SECONDS = 2e-3
 
 @dataclass(frozen=True)
 class Time:
-    """Of one call.
+    """The time of one call.
 
     Args:
-        seconds: the median.
+        seconds: median time.
         how: clock, graph (replayed) or events (around each call).
     """
 
@@ -32,20 +32,20 @@ class Time:
     how: str
 
 
-class Clock(Protocol):
-    """Times calls that do the same over different inputs."""
+class CallTimer(Protocol):
+    """A timer of calls that do the same over different inputs."""
 
     def sets(self, nbytes: int) -> int:
-        """How many sets of inputs a measurement needs, one of which is so large."""
+        """The number of sets of inputs, each of that size, that a measurement needs."""
         ...
 
     def time(self, calls: Sequence[Call]) -> Time:
-        """Of one of the calls."""
+        """Measures the time of one call."""
         ...
 
 
 class CpuClock:
-    """By the processor's clock, the first set alone.
+    """Times calls by the processor's clock, with the first set of inputs alone.
 
     Args:
         budget: seconds of each measurement; there are at least three runs but of what exceeds it at once.
@@ -55,11 +55,11 @@ class CpuClock:
         self.budget = budget
 
     def sets(self, nbytes: int) -> int:
-        """One: as code on a CPU finds its inputs."""
+        """One set: code on a CPU finds its inputs in the caches as they are."""
         return 1
 
     def time(self, calls: Sequence[Call]) -> Time:
-        """Over at least three runs and as many as the budget allows, 30 at most."""
+        """Takes the median of at least three runs, of as many as the budget allows, and of 30 at most."""
 
         def once() -> float:
             start = time.perf_counter()
@@ -75,15 +75,15 @@ class CpuClock:
 
 
 class CudaClock:
-    """By the device's events, which count neither launches nor what the host does meanwhile.
+    """Times calls by the device's events, which count neither launches nor what the host does meanwhile.
 
     Short calls are captured into one graph that goes through all sets of inputs, so that each call finds its own
     evicted from the L2. What cannot be captured, or is long, is timed call by call, the L2 overwritten in between.
 
     Args:
         budget: seconds of each measurement, at least five samples but of what is long.
-        l2_bytes: of the device; asked for unless given.
-        cuda, device: torch's module and its device, or what stands for them.
+        l2_bytes: size of the device's L2 cache; asked of the device unless given.
+        cuda, device: torch's module and its device, or stand-ins for them.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class CudaClock:
         self._flush: torch.Tensor | None = None
 
     def sets(self, nbytes: int) -> int:
-        """So many that they are together several times as large as the L2."""
+        """As many sets as together are several times as large as the L2."""
         return max(1, min(MOST_SETS, -(-_ROOM * self.l2_bytes // max(nbytes, 1))))
 
     def time(self, calls: Sequence[Call]) -> Time:
@@ -112,7 +112,7 @@ class CudaClock:
         return 3 if seconds > self.budget else max(5, min(100, int(self.budget / max(seconds, 1e-6))))
 
     def _events(self, calls: Sequence[Call], count: int) -> list[float]:
-        """Seconds of single calls; the host runs ahead while the L2 is overwritten."""
+        """Times single calls, in seconds; the host runs ahead while the L2 is overwritten."""
         pairs = []
         for number in range(count):
             self._evict()
@@ -125,7 +125,7 @@ class CudaClock:
         return [start.elapsed_time(end) / 1e3 for start, end in pairs]
 
     def _replays(self, graph: Any, count: int) -> list[float]:
-        """Seconds of a graph, one replay behind another."""
+        """Times replays of a graph, in seconds, one behind another."""
         graph.replay()
         return self._events([graph.replay], count)
 
@@ -135,7 +135,7 @@ class CudaClock:
         self._flush.zero_()
 
     def _captured(self, calls: Sequence[Call]) -> Any:
-        """A graph of all calls; None where one of them waits for the device, or does what no graph can."""
+        """Captures all calls in a graph; None where one waits for the device, or does what no graph can."""
         self.cuda.synchronize()
         stream = self.cuda.current_stream()
         try:
@@ -155,6 +155,6 @@ class CudaClock:
         return graph
 
 
-def clock_of(device: str, budget: float) -> Clock:
-    """The clock of a device."""
+def clock_of(device: str, budget: float) -> CallTimer:
+    """The timer of a device."""
     return CudaClock(budget) if device == "cuda" else CpuClock(budget)

@@ -77,17 +77,17 @@ def loaded(theirs: Any, dtype: torch.dtype, device: torch.device) -> LoadedModel
 
 
 def weights_of(model: LoadedModel) -> list[torch.Tensor]:
-    """What must be read for each token."""
+    """The weights that must be read for each token."""
     return [p for name, p in model.stage.named_parameters() if p.dim() > 1 and "position" not in name]
 
 
 def synchronizer(device: str) -> Callable[[], None]:
-    """Waits for a device."""
+    """A function that waits for a device."""
     return torch.cuda.synchronize if device == "cuda" else lambda: None
 
 
 def limit(model: LoadedModel, rows: int, synchronize: Callable[[], None]) -> float:
-    """Tokens per second that memory and products allow."""
+    """Tokens per second at the limits of memory and products."""
     weights = weights_of(model)
     elements, size = sum(p.numel() for p in weights), weights[0].element_size()
     source = torch.empty(max(1 << 26, elements // 4), dtype=weights[0].dtype, device=model.device).normal_()
@@ -101,7 +101,7 @@ def limit(model: LoadedModel, rows: int, synchronize: Callable[[], None]) -> flo
 def measure(
     ours: LoadedModel, theirs: Any, prompts: Sequence[Sequence[int]], new: int, turns: int, sync: Callable[[], None]
 ) -> tuple[float, float, float, float]:
-    """Tokens per second of ours and theirs, the ratio of pairs, and the share of tokens that are equal."""
+    """Measures tokens per second of ours and theirs, the ratio of pairs, and the share of equal tokens."""
     ids = torch.tensor(prompts, device=ours.device)
     found: tuple[list[list[int]], list[list[int]]] = ([], [])
 

@@ -1,4 +1,4 @@
-"""What the kernels' benchmark measured: tables, and the picture that is drawn from them."""
+"""Results of the kernels' benchmark: tables, and the picture that is drawn from them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Row:
     """One operation on one shape, in GB/s and ratios but for the first words and what follows the rival.
 
     Args:
-        seconds: of the operation.
-        traffic: bytes that it must move at least.
-        how: its time was taken.
+        seconds: time of the operation.
+        traffic: least bytes that it must move.
+        how: how its time was measured.
     """
 
     op: str
@@ -41,8 +41,8 @@ Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Kind:
-    """An operation with a setting, over all shapes."""
+class OpSummary:
+    """The results of an operation with a setting, over all shapes."""
 
     op: str
     setting: str
@@ -61,7 +61,7 @@ KINDS = "| operation | setting | GB/s of input | of limit | x twin | x others |\
 
 
 def line(row: Row) -> str:
-    """Of the table of all rows."""
+    """A line of the table of all rows."""
     rival = f"{row.times_rival:.1f} x {row.rival}" if row.rival else ""
     return (
         f"| {row.op} | {row.model} | {row.shape} | {row.setting} | {row.gbps:.1f} | {row.copy_gbps:.1f} "
@@ -69,8 +69,8 @@ def line(row: Row) -> str:
     )
 
 
-def kinds_of(rows: Sequence[Row]) -> list[Kind]:
-    """The ranges over models and shapes."""
+def kinds_of(rows: Sequence[Row]) -> list[OpSummary]:
+    """Summarizes rows as ranges over models and shapes."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         found.setdefault((row.op, row.setting), []).append(row)
@@ -79,7 +79,7 @@ def kinds_of(rows: Sequence[Row]) -> list[Kind]:
         return min(values), max(values)
 
     return [
-        Kind(
+        OpSummary(
             op,
             setting,
             span([r.gbps for r in own]),
@@ -92,8 +92,8 @@ def kinds_of(rows: Sequence[Row]) -> list[Kind]:
     ]
 
 
-def summary(kinds: Sequence[Kind]) -> str:
-    """One line for each operation and setting."""
+def summary(kinds: Sequence[OpSummary]) -> str:
+    """A table with one line for each operation and setting."""
     lines = [KINDS]
     for kind in kinds:
         rival = f"{_text(kind.times_rival, 1)} x {kind.rival}" if kind.rival else ""
@@ -109,11 +109,11 @@ def _text(span: Span, digits: int) -> str:
     return f"{low:.{digits}f}" if low == high else f"{low:.{digits}f} to {high:.{digits}f}"
 
 
-def read_summary(text: str) -> list[Kind]:
-    """The kinds in a text that holds a table of ``summary``.
+def read_summary(text: str) -> list[OpSummary]:
+    """Reads the summaries in a text that holds a table of ``summary``.
 
     Raises:
-        UserError: when it holds none.
+        UserError: when it holds no such table.
     """
     lines = text.splitlines()
     head = KINDS.splitlines()[0]
@@ -126,7 +126,7 @@ def read_summary(text: str) -> list[Kind]:
         op, setting, *numbers, rival = (cell.strip() for cell in words.strip("|").split("|"))
         gbps, of_limit, twin = (_span(number) for number in numbers)
         times, _, name = rival.partition(" x ")
-        kinds.append(Kind(op, setting, gbps, of_limit, twin, _span(times) if name else (0.0, 0.0), name))
+        kinds.append(OpSummary(op, setting, gbps, of_limit, twin, _span(times) if name else (0.0, 0.0), name))
     return kinds
 
 
@@ -146,9 +146,9 @@ FAMILIES = {
 }
 
 
-def draw(kinds: Sequence[Kind], path: Path, title: str) -> None:
-    """Throughput beside the share of the limit, a group of lines for each family of operations."""
-    rows: list[Kind | str] = []
+def draw(kinds: Sequence[OpSummary], path: Path, title: str) -> None:
+    """Draws throughput beside the share of the limit, a group of lines for each family of operations."""
+    rows: list[OpSummary | str] = []
     left = list(kinds)
     for family, holds in FAMILIES.items():
         own = [kind for kind in left if holds(kind)]

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.device_clock import Clock, Time, clock_of
+from benchmarks.device_clock import CallTimer, Time, clock_of
 from benchmarks.kernel_table import ROWS, Row, draw, kinds_of, line, summary
 from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
 from megatron.compression.state import CompressorState
 from megatron.kernels import native, ops, reference
-from megatron.kernels.grid import Grid, Layout, Role
+from megatron.kernels.grid import Grid, Role, ScaleLayout
 
 TP, MICRO_BATCH, SEQUENCE = 8, 8, 1024
 MODELS = {"2.5B": 1920, "8.3B": 3072, "175B": 12288}
@@ -47,12 +47,12 @@ class Runs:
     """An operation on inputs of its own.
 
     Args:
-        run: the operation, compiled.
-        twin: the same in pure torch.
-        input_bytes: what GB/s counts.
-        traffic: the least that must be read and written.
-        in_place: how much of it is read and written again at the same place.
-        rival: what else it is compared with.
+        run: the compiled operation.
+        twin: the same operation in pure torch.
+        input_bytes: bytes that GB/s counts.
+        traffic: least bytes that must be read and written.
+        in_place: bytes of it that are read and written again at the same place.
+        rival: another operation that it is compared with.
     """
 
     run: Callable[[], Any]
@@ -64,13 +64,13 @@ class Runs:
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One operation on one shape.
 
     Args:
-        op, model, shape, setting: for the table.
+        op, model, shape, setting: what the table shows of it.
         build: allocates a set of inputs.
-        rival_name: of what else it is compared with.
+        rival_name: name of the operation of torch that it is compared with.
     """
 
     op: str
@@ -82,7 +82,7 @@ class Case:
 
 
 def matrices(hidden: int) -> dict[str, Size]:
-    """The gradients of a layer's weights on one tensor-parallel rank."""
+    """Gradients of a layer's weights on one tensor-parallel rank."""
     return {
         "qkv": (3 * hidden // TP, hidden),
         "dense": (hidden, hidden // TP),
@@ -96,25 +96,27 @@ def nbytes(*tensors: Tensor) -> int:
 
 
 def drawn(shape: Sequence[int], device: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal numbers, from a generator of their own: a graph that fails to be captured takes the device's with it."""
+    """Normal numbers, drawn by their own generator: a graph whose capture fails takes the device's with it."""
     generator = torch.Generator(device).manual_seed(7)
     return torch.randn(*shape, device=device, generator=generator).to(dtype)
 
 
 def kind_of(dtype: torch.dtype) -> str:
-    """What a setting says of a type."""
+    """A dtype in the words of a setting."""
     return " bf16" if dtype == torch.bfloat16 else ""
 
 
-def codec_cases(model: str, device: str, quick: bool) -> Iterator[Case]:
-    """Quantizers on activations."""
+def codec_cases(model: str, device: str, quick: bool) -> Iterator[KernelCase]:
+    """Cases of quantizers on activations."""
     hidden = MODELS[model]
     size = (SEQUENCE * MICRO_BATCH // TP, hidden)
     for bits in BITS:
         yield from grid_cases(model, size, bits, device)
         if not quick:
-            yield from _scale_cases(model, size, f"{bits} bits, channel", Grid(bits, Layout.CHANNEL, hidden), device)
-            yield from _scale_cases(model, size, f"{bits} bits, tensor", Grid(bits, Layout.TENSOR), device)
+            yield from _scale_cases(
+                model, size, f"{bits} bits, channel", Grid(bits, ScaleLayout.CHANNEL, hidden), device
+            )
+            yield from _scale_cases(model, size, f"{bits} bits, tensor", Grid(bits, ScaleLayout.TENSOR), device)
 
 
 def _message(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -147,23 +149,23 @@ def _decode(x: Tensor, grid: Grid, role: Role = Role.PLAIN) -> Runs:
 
 def _scale_cases(
     model: str, size: Size, setting: str, grid: Grid, device: str, dtype: torch.dtype = torch.float32
-) -> Iterator[Case]:
+) -> Iterator[KernelCase]:
     shape = f"{size[0]} x {size[1]}"
-    yield Case("quantize", model, shape, setting, lambda: _encode(drawn(size, device, dtype), grid))
-    yield Case("dequantize", model, shape, setting, lambda: _decode(drawn(size, device, dtype), grid))
+    yield KernelCase("quantize", model, shape, setting, lambda: _encode(drawn(size, device, dtype), grid))
+    yield KernelCase("dequantize", model, shape, setting, lambda: _decode(drawn(size, device, dtype), grid))
 
 
 def grid_cases(
     model: str, size: Size, bits: int, device: str, dtype: torch.dtype = torch.float32, *, plain: bool = False
-) -> Iterator[Case]:
-    """Scales of groups; ``plain`` leaves out what else is done with the numbers."""
+) -> Iterator[KernelCase]:
+    """Cases of group scales; ``plain`` leaves out other uses of the numbers."""
     grid, shape, setting = Grid(bits), f"{size[0]} x {size[1]}", f"{bits} bits{kind_of(dtype)}, group"
     yield from _scale_cases(model, size, setting, grid, device, dtype)
     if plain:
         return
 
-    def case(op: str, build: Callable[[Tensor], Runs]) -> Case:
-        return Case(op, model, shape, setting, lambda: build(drawn(size, device, dtype)))
+    def case(op: str, build: Callable[[Tensor], Runs]) -> KernelCase:
+        return KernelCase(op, model, shape, setting, lambda: build(drawn(size, device, dtype)))
 
     yield case("quantize, delta", lambda x: _encode(x, grid, Role.DELTA))
     yield case("quantize, feedback", lambda x: _encode(x, grid, Role.FEEDBACK))
@@ -175,8 +177,8 @@ def grid_cases(
         yield case("quantize, rotated", lambda x: _encode(x, rotated))
 
 
-def message_cases(model: str, device: str, quick: bool) -> Iterator[Case]:
-    """Optimus-CC's compressed backpropagation: an activation's gradient as two thin factors, and back (Fig. 14)."""
+def message_cases(model: str, device: str, quick: bool) -> Iterator[KernelCase]:
+    """Cases of Optimus-CC's compressed backpropagation: an activation's gradient as two thin factors, and back."""
     size = (SEQUENCE * MICRO_BATCH // TP, MODELS[model])
 
     def build(rank: int, back: bool) -> Runs:
@@ -196,19 +198,19 @@ def message_cases(model: str, device: str, quick: bool) -> Iterator[Case]:
     for rank in MESSAGE_RANKS[1:2] if quick else MESSAGE_RANKS:
         shape, setting = f"{size[0]} x {size[1]}", f"rank {rank}"
         columns = "Gram-Schmidt by columns"
-        yield Case("low-rank compress", model, shape, setting, partial(build, rank, False), columns)
-        yield Case("low-rank decompress", model, shape, setting, partial(build, rank, True))
+        yield KernelCase("low-rank compress", model, shape, setting, partial(build, rank, False), columns)
+        yield KernelCase("low-rank decompress", model, shape, setting, partial(build, rank, True))
 
 
 def factors(x_nm: Tensor, rank: int, basis: Callable[[Tensor], Tensor]) -> Tensor:
-    """A message of plain torch; two bases and two products, as the compiled one."""
+    """A low-rank message in plain torch: two bases and two products, as the compiled one."""
     q_mr = basis(x_nm[:rank].T.contiguous())
     p_nr = basis(x_nm @ q_mr)
     return torch.cat([p_nr.flatten(), (x_nm.T @ p_nr).flatten()])
 
 
 def product(wire: Tensor, shape: torch.Size, rank: int) -> Tensor:
-    """The matrix of a message's factors, in plain torch."""
+    """The matrix of a low-rank message, in plain torch."""
     n, m = shape
     return wire[: n * rank].view(n, rank) @ wire[n * rank :].view(m, rank).T
 
@@ -220,7 +222,7 @@ def _twin_basis(x_nr: Tensor) -> Tensor:
 
 
 def gram_schmidt(x_nr: Tensor) -> Tensor:
-    """Column by column, as PowerSGD's published codes have it."""
+    """Gram-Schmidt column by column, as in PowerSGD's published codes."""
     q_nr = x_nr.clone()
     for i in range(q_nr.shape[1]):
         column = q_nr[:, i : i + 1]
@@ -231,8 +233,8 @@ def gram_schmidt(x_nr: Tensor) -> Tensor:
     return q_nr
 
 
-def gradient_cases(model: str, device: str, quick: bool) -> Iterator[Case]:
-    """Top-k, low rank, norm and entropy on gradients."""
+def gradient_cases(model: str, device: str, quick: bool) -> Iterator[KernelCase]:
+    """Cases of Top-K, low rank, norm and entropy on gradients."""
     for name, size in matrices(MODELS[model]).items():
         if quick and name != "qkv":
             continue
@@ -244,8 +246,8 @@ def gradient_cases(model: str, device: str, quick: bool) -> Iterator[Case]:
             yield basis_case(model, size[0], rank, device, gram_schmidt, "Gram-Schmidt by columns")
 
 
-def choice_cases(model: str, shape: str, n: int, density: float, device: str) -> Iterator[Case]:
-    """The largest of n numbers, and what is done at their places."""
+def choice_cases(model: str, shape: str, n: int, density: float, device: str) -> Iterator[KernelCase]:
+    """Cases of choosing the largest of n numbers, and of gathers and scatters at their indices."""
     count = int(density * n)
 
     def chosen() -> tuple[Tensor, Tensor, Tensor]:
@@ -278,13 +280,15 @@ def choice_cases(model: str, shape: str, n: int, density: float, device: str) ->
         )  # fmt: skip
 
     setting = f"{density:.0%}"
-    yield Case("abs_topk", model, shape, setting, topk, "torch.topk")
-    yield Case("gather", model, shape, setting, gather)
-    yield Case("scatter-add", model, shape, setting, scatter)
+    yield KernelCase("abs_topk", model, shape, setting, topk, "torch.topk")
+    yield KernelCase("gather", model, shape, setting, gather)
+    yield KernelCase("scatter-add", model, shape, setting, scatter)
 
 
-def basis_case(model: str, n: int, rank: int, device: str, rival: Callable[[Tensor], object], rival_name: str) -> Case:
-    """An orthonormal basis of thin columns."""
+def basis_case(
+    model: str, n: int, rank: int, device: str, rival: Callable[[Tensor], object], rival_name: str
+) -> KernelCase:
+    """The case of an orthonormal basis of thin columns."""
 
     def build() -> Runs:
         p_knr = drawn((1, n, rank), device)
@@ -294,11 +298,11 @@ def basis_case(model: str, n: int, rank: int, device: str, rival: Callable[[Tens
             nbytes(p_knr), 2 * nbytes(p_knr), rival=lambda: rival(p_knr[0]),
         )  # fmt: skip
 
-    return Case("orthonormalize", model, f"{n} x {rank}", f"rank {rank}", build, rival_name)
+    return KernelCase("orthonormalize", model, f"{n} x {rank}", f"rank {rank}", build, rival_name)
 
 
-def residual_case(model: str, shape: str, size: Size, rank: int, device: str) -> Case:
-    """What a product of factors leaves of a matrix: torch's batched product that adds, beside a product and a sum."""
+def residual_case(model: str, shape: str, size: Size, rank: int, device: str) -> KernelCase:
+    """The case of subtracting a product of factors: torch's fused batched product, beside a product and a sum."""
 
     def build() -> Runs:
         m_knc, p_knr = drawn((1, *size), device), drawn((1, size[0], rank), device)
@@ -309,11 +313,13 @@ def residual_case(model: str, shape: str, size: Size, rank: int, device: str) ->
             nbytes(m_knc), moved + nbytes(p_knr, q_krc), moved,
         )  # fmt: skip
 
-    return Case("M - P Q^T", model, shape, f"rank {rank}", build)
+    return KernelCase("M - P Q^T", model, shape, f"rank {rank}", build)
 
 
-def norm_cases(model: str, shape: str, size: Size, device: str, dtype: torch.dtype = torch.float32) -> Iterator[Case]:
-    """A norm, and a histogram of a sample."""
+def norm_cases(
+    model: str, shape: str, size: Size, device: str, dtype: torch.dtype = torch.float32
+) -> Iterator[KernelCase]:
+    """Cases of a norm, and of a histogram of a sample."""
     bins, stride = 1000, 4
 
     def norm() -> Runs:
@@ -332,12 +338,12 @@ def norm_cases(model: str, shape: str, size: Size, device: str, dtype: torch.dty
             lambda: reference.sample_histogram(x_nm, stride, counts_b, range_2), nbytes(x_nm) // stride, fetched,
         )  # fmt: skip
 
-    yield Case("finite_norm", model, shape, kind_of(dtype).strip(), norm)
-    yield Case("histogram", model, shape, f"every {stride}th, {bins} bins{kind_of(dtype)}", histogram)
+    yield KernelCase("finite_norm", model, shape, kind_of(dtype).strip(), norm)
+    yield KernelCase("histogram", model, shape, f"every {stride}th, {bins} bins{kind_of(dtype)}", histogram)
 
 
-def measure(case: Case, clock: Clock, device: str) -> Row:
-    """The case, its twin, its rival, and the passes over as many bytes that are its limit."""
+def measure(case: KernelCase, clock: CallTimer, device: str) -> Row:
+    """Measures a case, its twin, its rival, and the passes over as many bytes that are its limit."""
     sets = [case.build()]
     one = sets[0]
     sets += [case.build() for _ in range(clock.sets(one.traffic) - 1)]
@@ -353,8 +359,8 @@ def measure(case: Case, clock: Clock, device: str) -> Row:
     )  # fmt: skip
 
 
-def _passes(copied: int, in_place: int, clock: Clock, device: str) -> float:
-    """Seconds of copying some bytes (half of them read, half written), and of scaling others where they are."""
+def _passes(copied: int, in_place: int, clock: CallTimer, device: str) -> float:
+    """Times copying some bytes (half of them read, half written), and scaling others in place, in seconds."""
     elements = max(copied // 8, 1)
     ends = [[torch.ones(elements, device=device) for _ in range(2)] for _ in range(clock.sets(8 * elements))]
     seconds = clock.time([partial(target.copy_, source) for source, target in ends]).seconds * copied / (8 * elements)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.loss_logs import Point, Run, interpolated, read_run
+from benchmarks.loss_logs import LossCurves, LossPoint, interpolated, read_run
 from megatron.base.errors import UserError
 from megatron.training.plots import (
     curve_style,
@@ -35,13 +35,13 @@ from megatron.training.plots import (
 AXES = ("iterations", "tokens", "hours")
 
 
-def span_of(runs: Sequence[Run], smooth: int) -> float:
-    """Iterations in a mean: the same for all runs, so that no curve lags behind another."""
+def span_of(runs: Sequence[LossCurves], smooth: int) -> float:
+    """Number of iterations in a mean: the same for all runs, so that no curve lags behind another."""
     return smooth * max(run.interval for run in runs)
 
 
-def smoothed(points: Sequence[Point], span: float) -> list[float]:
-    """Means over the iterations ``span`` that end at each point, of what is finite; nan where the point is not."""
+def smoothed(points: Sequence[LossPoint], span: float) -> list[float]:
+    """Means of the finite losses over the ``span`` iterations before each point; nan where the point is not finite."""
     means: list[float] = []
     sums, counts = [0.0], [0]
     start = 0
@@ -55,13 +55,13 @@ def smoothed(points: Sequence[Point], span: float) -> list[float]:
     return means
 
 
-def reached(points: Sequence[Point], loss: float) -> Point | None:
-    """The first validation at or below a loss."""
+def reached(points: Sequence[LossPoint], loss: float) -> LossPoint | None:
+    """The first point whose validation loss is at or below a loss."""
     return next((point for point in points if point.loss <= loss), None)
 
 
-def table(runs: Sequence[Run], baseline: Run | None, smooth: int) -> str:
-    """Last losses, and when each run had the baseline's last validation loss."""
+def table(runs: Sequence[LossCurves], baseline: LossCurves | None, smooth: int) -> str:
+    """A table of last losses, and of when each run had the baseline's last validation loss."""
     unit, length = time_unit(max(run.train[-1].hours for run in runs))
     ends = any(run.final for run in runs)
     heads = ["run", "iterations", "training loss", "validation loss", *(["at the end"] if ends else []), unit]
@@ -86,17 +86,17 @@ def table(runs: Sequence[Run], baseline: Run | None, smooth: int) -> str:
     return "\n".join(lines)
 
 
-def _compared(runs: Sequence[Run], baseline: Run | None) -> dict[str, list[Point]]:
-    """The validation losses that are compared with the baseline's: those on the way, where it has any."""
+def _compared(runs: Sequence[LossCurves], baseline: LossCurves | None) -> dict[str, list[LossPoint]]:
+    """Validation losses that are compared with the baseline's: those during training, where it has any."""
     on_the_way = baseline is not None and bool(baseline.valid)
     return {run.name: run.valid if on_the_way else run.final for run in runs}
 
 
-def _last(points: Sequence[Point]) -> str:
+def _last(points: Sequence[LossPoint]) -> str:
     return f"{points[-1].loss:.4f}" if points else ""
 
 
-def notes(runs: Sequence[Run], baseline: Run | None) -> list[str]:
+def notes(runs: Sequence[LossCurves], baseline: LossCurves | None) -> list[str]:
     """Lines about losses that are not finite, and about differences that are also of samples."""
     lines = []
     for run in runs:
@@ -115,11 +115,11 @@ def notes(runs: Sequence[Run], baseline: Run | None) -> list[str]:
 
 
 Curve = tuple[list[float], list[float]]
-"""Places and losses."""
+"""Coordinates and losses."""
 
 
 def differences(own: Curve, theirs: Curve) -> list[tuple[float, float]]:
-    """A curve over another, at the first one's places that the other covers."""
+    """Differences between two curves, at the first one's points that the other covers."""
     pairs = []
     for x, y in zip(*own, strict=True):
         base = interpolated(*theirs, x)
@@ -128,11 +128,11 @@ def differences(own: Curve, theirs: Curve) -> list[tuple[float, float]]:
     return pairs
 
 
-def curves(run: Run, axis: str, span: float) -> dict[str, Curve]:
+def curves(run: LossCurves, axis: str, span: float) -> dict[str, Curve]:
     """Training losses, validation losses, and those at the end, over an axis (time in hours).
 
     Raises:
-        UserError: when the axis needs what a log does not say.
+        UserError: when a log lacks what the axis needs.
     """
     found = {}
     for kind, points in (("train", run.train), ("valid", run.valid), ("final", run.final)):
@@ -144,11 +144,11 @@ def curves(run: Run, axis: str, span: float) -> dict[str, Curve]:
     return found
 
 
-def draw(runs: Sequence[Run], baseline: Run | None, axes: Sequence[str], smooth: int, out: Path) -> None:
-    """A column for each axis; losses above, differences to the baseline below.
+def draw(runs: Sequence[LossCurves], baseline: LossCurves | None, axes: Sequence[str], smooth: int, out: Path) -> None:
+    """Draws a column for each axis: losses above, differences to the baseline below.
 
     Raises:
-        UserError: when an axis needs what a log does not say.
+        UserError: when a log lacks what an axis needs.
     """
     rows = 1 if baseline is None else 2
     unit, length = time_unit(max(run.train[-1].hours for run in runs))
@@ -180,7 +180,7 @@ def draw(runs: Sequence[Run], baseline: Run | None, axes: Sequence[str], smooth:
 
 
 def _style(number: int, count: int) -> dict[str, Any]:
-    """Of a run. Each is thinner than the one before, which so shows on both sides where they are equal."""
+    """The style of a run's curve. Each is thinner than the one before, so that equal curves stay visible."""
     return {**curve_style(number), "linewidth": 1.2 + 2.2 * (count - 1 - number) / max(count - 1, 3)}
 
 
@@ -196,8 +196,8 @@ def _plot(panel: Any, found: dict[str, list[tuple[float, float]]], style: dict[s
             panel.plot(xs, ys, **hollow, markerfacecolor="white" if kind == "valid" else style["color"])
 
 
-def _finish(figure: Any, panels: Any, runs: Sequence[Run], baseline: Run | None, span: float) -> None:
-    """Labels, grids and one key for all panels: what the colors are, and what lines and markers are."""
+def _finish(figure: Any, panels: Any, runs: Sequence[LossCurves], baseline: LossCurves | None, span: float) -> None:
+    """Adds labels, grids and one key for all panels, which explains colors, lines and markers."""
     from matplotlib.lines import Line2D
 
     for row, label in zip(

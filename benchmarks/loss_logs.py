@@ -1,4 +1,4 @@
-"""The losses in the logs of runs, and where they were seen."""
+"""Reads losses from the logs of runs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _Row = tuple[str, int, float, float | None, float]
 
 
 @dataclass
-class Point:
-    """A loss, in nats per token, and where it was seen; nan when it was not finite."""
+class LossPoint:
+    """A loss, in nats per token, and its position; nan when it was not finite."""
 
     iteration: int
     loss: float
@@ -40,52 +40,53 @@ class Point:
     hours: float = 0.0
 
     def at(self, axis: str) -> float | None:
-        """Its place on an axis."""
+        """The coordinate on an axis."""
         return {"iterations": float(self.iteration), "tokens": self.tokens, "hours": self.hours}[axis]
 
 
 @dataclass
-class Run:
-    """The curves of one run, in order.
+class LossCurves:
+    """The loss curves of one run, in order.
 
     Args:
-        name: of the run.
-        train: training losses, means since the one before.
-        valid: validation losses on the way, each of the next samples.
-        final: those at the end of training, of the validation set's first samples: of others than those on the way.
+        name: name of the run.
+        train: training losses, means since the previous one.
+        valid: validation losses during training, each of the next samples.
+        final: losses at the end of training, of the validation set's first samples, not those that are evaluated
+            during training.
     """
 
     name: str
-    train: list[Point] = field(default_factory=list)
-    valid: list[Point] = field(default_factory=list)
-    final: list[Point] = field(default_factory=list)
+    train: list[LossPoint] = field(default_factory=list)
+    valid: list[LossPoint] = field(default_factory=list)
+    final: list[LossPoint] = field(default_factory=list)
 
     @property
     def interval(self) -> float:
-        """Iterations from one training loss to the next."""
+        """Number of iterations between training losses."""
         return _spacing(self.train)
 
     @property
     def eval_interval(self) -> float:
-        """Iterations from one evaluation to the next."""
+        """Number of iterations between evaluations."""
         return _spacing(self.valid)
 
 
-def _spacing(points: Sequence[Point]) -> float:
-    """The usual distance of points; that to the beginning where there is but one, 0 where there is none."""
+def _spacing(points: Sequence[LossPoint]) -> float:
+    """The usual distance of points; the only one's distance from the beginning; 0 where there are none."""
     places = [point.iteration for point in points]
     steps = [b - a for a, b in itertools.pairwise(places)] or places
     return float(statistics.median(steps)) if steps else 0.0
 
 
-def read_run(word: str, seq_length: int | None) -> Run:
+def read_run(word: str, seq_length: int | None) -> LossCurves:
     """Reads NAME=FILE or FILE.
 
     Raises:
         UserError: when it cannot be read or holds no losses.
     """
     name, path = _named(word)
-    run = Run(name or (path.parent.name if path.stem == "log" and path.parent.name else path.stem))
+    run = LossCurves(name or (path.parent.name if path.stem == "log" and path.parent.name else path.stem))
     try:
         rows = _from_json(path) if _is_json(path) else _from_text(path, seq_length)
     except OSError as error:
@@ -94,11 +95,11 @@ def read_run(word: str, seq_length: int | None) -> Run:
     if not train:
         raise UserError(f"{path}: no training losses; give a file of --log-json-file or --log-txt-file")
     hours, before = 0.0, _beginning(train)
-    starts = Point(before, math.nan, None, 0.0)
+    starts = LossPoint(before, math.nan, None, 0.0)
     for _, iteration, loss, tokens, seconds in train:
         hours += seconds * max(iteration - before, 0) / 3600.0
         before = iteration
-        run.train.append(Point(iteration, loss, tokens, hours))
+        run.train.append(LossPoint(iteration, loss, tokens, hours))
     for kind, iteration, loss, tokens, _ in rows:
         if kind != "train":
             curve = run.valid if kind == "validation" else run.final
@@ -112,8 +113,8 @@ def _beginning(train: Sequence[_Row]) -> int:
     return max(first - (train[1][1] - first), 0) if len(train) > 1 else 0
 
 
-def _seen(train: Sequence[Point], iteration: int, loss: float, tokens: float | None) -> Point:
-    """An evaluation, whose time (and tokens, where it does not say them) are between two training losses."""
+def _seen(train: Sequence[LossPoint], iteration: int, loss: float, tokens: float | None) -> LossPoint:
+    """A point of an evaluation, whose time (and tokens, if not given) is interpolated between training losses."""
     places = [point.iteration for point in train]
     inside = min(max(iteration, places[0]), places[-1])
     hours = interpolated(places, [point.hours for point in train], inside)
@@ -122,11 +123,11 @@ def _seen(train: Sequence[Point], iteration: int, loss: float, tokens: float | N
         places = [0, *(point.iteration for point in known)]
         ys = [0.0, *(point.tokens or 0.0 for point in known)]
         tokens = interpolated(places, ys, min(iteration, places[-1]))
-    return Point(iteration, loss, tokens, hours or 0.0)
+    return LossPoint(iteration, loss, tokens, hours or 0.0)
 
 
 def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float | None:
-    """The curve's value at x; None outside it, nan beside a gap."""
+    """Interpolates a curve at x; None outside it, nan beside a gap."""
     if not xs or not xs[0] <= x <= xs[-1]:
         return None
     i = bisect.bisect_left(xs, x)
@@ -136,7 +137,7 @@ def interpolated(xs: Sequence[float], ys: Sequence[float], x: float) -> float | 
 
 
 def _named(word: str) -> tuple[str, Path]:
-    """The name (empty where none is given) and the file. A file may hold a = in its own name."""
+    """Splits a word into a name (empty where none is given) and a file, which may have a = in its own name."""
     name, equals, path = word.partition("=")
     if not equals or Path(word).is_file():
         return "", Path(word)
@@ -146,13 +147,13 @@ def _named(word: str) -> tuple[str, Path]:
 
 
 def _is_json(path: Path) -> bool:
-    """Whether the first line that is not blank is an object's."""
+    """Whether the first line that is not blank is a JSON object."""
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         return next((line for line in file if line.strip()), "").lstrip().startswith("{")
 
 
 def _from_json(path: Path) -> list[_Row]:
-    """An event without a loss sums up iterations that were all skipped."""
+    """Reads a JSON-lines log. An event without a loss stands for iterations that were all skipped."""
     rows: list[_Row] = []
     for event in read_records(path):
         if event.get("kind") in ("train", "validation") and "lm_loss" in event:
@@ -165,7 +166,7 @@ def _from_json(path: Path) -> list[_Row]:
 
 
 def _from_text(path: Path, seq_length: int | None) -> list[_Row]:
-    """A log that was continued from an earlier iteration replaces what came after that."""
+    """Reads a text log. A log that was continued from an earlier iteration replaces what came after that."""
     rows: list[_Row] = []
     before: int | None = None
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -194,7 +195,7 @@ def _from_text(path: Path, seq_length: int | None) -> list[_Row]:
 
 
 def _text_loss(fields: str, iterations: int, place: str) -> float | None:
-    """The loss of a training line's window of so many iterations; None when there is none, or the line is torn.
+    """The mean loss of a training line's window of so many iterations; None when there is none, or the line is torn.
 
     A line leaves out a mean that is nan, and so it does where every iteration was skipped.
     """

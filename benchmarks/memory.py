@@ -48,7 +48,7 @@ PROCESSES = 4
 
 
 def config_of(specs: list[str], options: argparse.Namespace) -> RunConfig:
-    """2 stages x 2 replicas, four micro-batches each."""
+    """The configuration of a case: 2 stages x 2 replicas, four micro-batches each."""
     return RunConfig.from_dict(
         {
             "model": {
@@ -70,12 +70,12 @@ def config_of(specs: list[str], options: argparse.Namespace) -> RunConfig:
 
 
 def held_bytes(state: CompressorState) -> int:
-    """Everything that a state keeps between steps."""
+    """Bytes of everything that a state keeps between steps."""
     return sum(t.numel() * t.element_size() for t in state.tensors.values())
 
 
 def formula_bytes(engines: Engines) -> int:
-    """One residual, and factors or indices, of everything that this rank compresses."""
+    """Bytes by the formula: one residual, and factors or indices, of everything that this rank compresses."""
     total = 0
     for reducer in engines.sync.reducers:
         options = reducer.compressor.config
@@ -97,7 +97,7 @@ def formula_bytes(engines: Engines) -> int:
 
 
 def run_case(options: argparse.Namespace) -> None:
-    """One rank of one case; rank 0 prints a line of JSON."""
+    """Runs one rank of one case; rank 0 prints a line of JSON."""
     env = LaunchEnvironment.read()
     config = config_of(CASES[options.case], options)
     backend = config.parallel.distributed_backend
@@ -130,7 +130,7 @@ def launch(case: str, options: argparse.Namespace) -> dict[str, Any]:
     """Runs a case in processes of its own.
 
     Raises:
-        SystemExit: with its output, when it fails.
+        SystemExit: when it fails, with its output.
     """
     sizes = [f"--{name}={getattr(options, name)}" for name in ("layers", "hidden", "seq", "vocab")]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]

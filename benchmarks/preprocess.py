@@ -19,12 +19,12 @@ from pathlib import Path
 
 from megatron.data.indexed import IndexedWriter, best_dtype
 from megatron.data.preprocess.encoding import EncodeOptions
-from megatron.data.preprocess.pipeline import Job, run
-from megatron.data.preprocess.reading import Source
+from megatron.data.preprocess.pipeline import EncodingJob, run
+from megatron.data.preprocess.reading import InputRange
 
 
 def write_corpus(path: Path) -> None:
-    """The standard library's sources as JSON lines, in documents of 2,000 characters."""
+    """Writes the standard library's sources as JSON lines, in documents of 2,000 characters."""
     with open(path, "w", encoding="utf-8") as stream:
         for file in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
             if "site-packages" in file.parts or "test" in file.parts or "idlelib" in file.parts:
@@ -35,7 +35,7 @@ def write_corpus(path: Path) -> None:
 
 
 def train_vocabulary(corpus: Path, folder: Path) -> tuple[Path, Path]:
-    """A byte-level BPE of 8,192 entries in GPT-2's files."""
+    """Trains a byte-level BPE of 8,192 entries, in GPT-2's files."""
     from tokenizers import ByteLevelBPETokenizer
 
     texts = (json.loads(line)["text"] for line in open(corpus, encoding="utf-8"))  # noqa: SIM115
@@ -46,7 +46,7 @@ def train_vocabulary(corpus: Path, folder: Path) -> tuple[Path, Path]:
 
 
 def plain_loop(corpus: Path, vocab_file: Path, merge_file: Path, prefix: Path) -> int:
-    """The yardstick: one document at a time. Returns the number of documents."""
+    """Encodes one document at a time, which is the baseline. Returns the number of documents."""
     from tokenizers import ByteLevelBPETokenizer
 
     tokenizer = ByteLevelBPETokenizer(str(vocab_file), str(merge_file))
@@ -66,7 +66,7 @@ def plain_loop(corpus: Path, vocab_file: Path, merge_file: Path, prefix: Path) -
 
 
 def pipeline(corpus: Path, vocab_file: Path, merge_file: Path, prefix: Path) -> int:
-    """The tool with one worker. Returns the number of documents."""
+    """Runs the tool with one worker. Returns the number of documents."""
     options = EncodeOptions(
         json_keys=("text",),
         tokenizer_type="GPT2BPETokenizer",
@@ -80,12 +80,12 @@ def pipeline(corpus: Path, vocab_file: Path, merge_file: Path, prefix: Path) -> 
         keep_newlines=False,
         lang="english",
     )
-    job = Job(options, "mmap", False, 1)
-    return run(job, [Source(str(corpus))], [str(prefix)], lambda totals, messages: None).documents
+    job = EncodingJob(options, "mmap", False, 1)
+    return run(job, [InputRange(str(corpus))], [str(prefix)], lambda totals, messages: None).documents
 
 
 def main() -> None:
-    """Print docs/s and MB/s of both, their ratio, and whether the files are equal."""
+    """Prints docs/s and MB/s of both, their ratio, and whether the files are equal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--input", help="JSON lines with a `text` key")
     parser.add_argument("--vocab-file")

@@ -32,7 +32,7 @@ _ELAPSED = re.compile(r"elapsed time per iteration \(s\):\s*([\d.]+)")
 
 
 def write_text(prefix: Path, vocab: int, tokens: int) -> None:
-    """Random tokens as a .bin/.idx pair, and as a plain array for the script."""
+    """Writes random tokens as a .bin/.idx pair, and as a plain array for the script."""
     drawn = np.random.default_rng(0).integers(0, vocab, tokens)
     with IndexedWriter(prefix) as writer:
         writer.add_document(drawn)
@@ -41,7 +41,7 @@ def write_text(prefix: Path, vocab: int, tokens: int) -> None:
 
 
 def our_command(prefix: Path, shape: Shape) -> list[str]:
-    """The program on these tokens, without its last word, the number of iterations."""
+    """The command of the program on these tokens, without its last word, the number of iterations."""
     words = (
         f"pretrain_gpt.py --num-layers {shape.layers} --hidden-size {shape.hidden} --num-attention-heads {shape.heads} "
         f"--seq-length {shape.seq} --max-position-embeddings {shape.seq} --micro-batch-size {shape.batch} "
@@ -53,7 +53,7 @@ def our_command(prefix: Path, shape: Shape) -> list[str]:
 
 
 def their_command(prefix: Path, shape: Shape) -> list[str]:
-    """The script, likewise."""
+    """The command of the script, likewise."""
     sizes = [str(number) for number in (shape.layers, shape.hidden, shape.seq, shape.batch, shape.vocab)]
     return ["-m", "benchmarks.program", str(prefix.with_suffix(".npy")), *sizes]
 
@@ -62,7 +62,7 @@ def seconds(command: list[str], iterations: int, threads: int) -> float:
     """Median seconds of an iteration after the warm-up, by the program's log.
 
     Raises:
-        SystemExit: with the program's output, when it fails.
+        SystemExit: when the program fails, with its output.
     """
     command = [sys.executable, *command, str(WARM_UP + iterations)]
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(REPO)}
@@ -74,7 +74,7 @@ def seconds(command: list[str], iterations: int, threads: int) -> float:
 
 
 def compare_programs(shape: Shape, threads: int, iterations: int, runs: int) -> dict[str, Any]:
-    """The whole program against the script in fp32, some runs of each in turns."""
+    """Measures the whole program against the script in fp32, some runs of each in turns."""
     with tempfile.TemporaryDirectory() as folder:
         prefix, tokens = Path(folder) / "text", shape.samples * shape.seq
         write_text(prefix, shape.vocab - 1, (iterations + 2 * WARM_UP) * tokens + 2)
@@ -96,7 +96,7 @@ def _batches(path: Path, shape: Shape) -> Iterator[Tensor]:
 
 
 def main() -> None:
-    """The script: path of the tokens, five sizes, iterations."""
+    """Runs the script: path of the tokens, five sizes, iterations."""
     layers, hidden, seq, batch, vocab, iterations = (int(word) for word in sys.argv[2:])
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     shape = Shape(layers, hidden, seq, batch, vocab)

@@ -32,10 +32,10 @@ LINK = re.compile(r"(?P<name>.+) \((?P<rate>[\d.]+) Mb/s here\)")
 
 
 def table_after(text: str, mark: str) -> list[dict[str, str]]:
-    """The first table behind a mark, its rows by column.
+    """The first table after a mark in a text, its rows by column.
 
     Raises:
-        UserError: when there is no mark, or no table.
+        UserError: when there is no mark, or no table after it.
     """
     _, found, rest = text.partition(mark)
     lines = rest.splitlines()
@@ -52,7 +52,7 @@ def table_after(text: str, mark: str) -> list[dict[str, str]]:
 
 
 def network_rows(text: str) -> list[dict[str, Any]]:
-    """Measurements of the four layouts, as the benchmark would hand them to its picture."""
+    """Measurements of the four layouts, in the form that the benchmark's picture takes."""
     found = []
     for layout in ("pp4", "pp8", "dp4", "dp8"):
         bench = BENCHES[layout]
@@ -66,7 +66,7 @@ def network_rows(text: str) -> list[dict[str, Any]]:
 
 
 def outcomes(text: str) -> list[Outcome]:
-    """The convergence table."""
+    """The outcomes in the convergence table."""
     found = []
     for row in table_after(text, "## What it costs in loss"):
         sent = {name.removesuffix(" kB"): float(cell) for name, cell in row.items() if name.endswith(" kB")}
@@ -84,7 +84,7 @@ def times(text: str) -> list[Time]:
 
 
 def draw_times(runs: Sequence[Time], out: Path) -> None:
-    """A bar for each run, as long as it took, with the loss that it came to."""
+    """Draws a bar for each run, as long as it took, with its final loss."""
     figure = new_figure(7.5, 0.42 * len(runs) + 0.9)
     axis = figure.add_subplot()
     bars = axis.barh([case for case, *_ in runs], [minutes for _, minutes, _ in runs], height=0.6, color=COLORS[0])

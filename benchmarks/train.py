@@ -53,15 +53,15 @@ QUICK = [Shape(2, 128, 32, 2, vocab=128)]
 def run_config(
     shape: Shape, precision: str, parallel: dict[str, Any], micro: int, world: int, divisor: int = 1
 ) -> RunConfig:
-    """The resolved configuration of a training with as many samples a step as the shape has.
+    """The resolved configuration of a training with as many samples per step as the shape has.
 
     Args:
-        shape: of the model.
+        shape: shape of the model.
         precision: fp32 or bf16.
-        parallel: of its section.
-        micro: samples of a micro-batch.
-        world: ranks.
-        divisor: of the padded vocabulary.
+        parallel: values of the ``parallel`` section.
+        micro: samples per micro-batch.
+        world: number of ranks.
+        divisor: number that the padded vocabulary is divisible by.
     """
     form: dict[str, Any] = {}
     if shape.llama:
@@ -98,7 +98,7 @@ def run_config(
 
 
 def our_step(config: RunConfig, topology: Topology, vocab: int) -> Step:
-    """One step of the trainer, the whole global batch over the ranks of the topology."""
+    """A step of the trainer, the whole global batch over the ranks of the topology."""
     engines = build_engines(config, topology, vocab)
     micro, seq = config.training.micro_batch_size, config.model.seq_length
     tokens = torch.randint(0, vocab, (micro, seq + 1))
@@ -128,12 +128,12 @@ def synchronize(device: str) -> None:
 
 
 def peak_rate(precision: str, quick: bool, device: str) -> float:
-    """Best measured rate of a square matrix product, FLOP/s.
+    """Measures the best rate of a square matrix product, FLOP/s.
 
     Args:
         precision: fp32 or bf16, in which a processor without instructions for it takes a hundred times as long.
-        quick: of a small one.
-        device: of torch.
+        quick: whether to use a small model.
+        device: torch's name of the device.
     """
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     n = 256 if quick else 8192 if device == "cuda" else 2048
@@ -149,16 +149,16 @@ def peak_rate(precision: str, quick: bool, device: str) -> float:
 
 @dataclass(frozen=True)
 class SideOf:
-    """What a side is to run.
+    """A side of a comparison: what it runs.
 
     Args:
         kind: ours, nanogpt or hugging-face.
-        shape: of the model.
+        shape: shape of the model.
         precision: fp32 or bf16.
-        threads: on a CPU.
-        device: of torch.
-        compiled: by torch.compile, a peer's model.
-        divisor: of our padded vocabulary.
+        threads: number of threads on a CPU.
+        device: torch's name of the device.
+        compiled: whether torch.compile compiles a peer's model.
+        divisor: number that our padded vocabulary is divisible by.
     """
 
     kind: str
@@ -170,7 +170,7 @@ class SideOf:
     divisor: int = 1
 
     def build(self) -> Step:
-        """The step, on this process."""
+        """Builds the step, on this process."""
         torch.set_num_threads(self.threads)
         torch.manual_seed(0)
         if self.kind == "ours":
@@ -178,15 +178,15 @@ class SideOf:
         return peer_step(self.kind, self.shape, self.precision, self.device, self.compiled)
 
     def peak_bytes(self) -> int:
-        """Most memory that this process has held."""
+        """Peak memory of this process."""
         if self.device == "cuda":
             return int(torch.cuda.max_memory_allocated())
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def worker(pipe: Connection, side: SideOf) -> None:
-    """Takes as many steps as it is told, until it is told None; answers with seconds of one, or to 0 with its peak
-    memory. What fails is answered in words."""
+    """Takes as many steps as it is asked for, until it reads None; answers with seconds of one, or to 0 with its peak
+    memory. Errors are answered as text."""
     try:
         step = side.build()
         while (count := pipe.recv()) is not None:
@@ -202,11 +202,11 @@ def worker(pipe: Connection, side: SideOf) -> None:
 
 
 class SideError(Exception):
-    """A side failed; one line.
+    """Raised when a side has failed; one line.
 
     Args:
-        kind: of the side.
-        why: it failed.
+        kind: kind of the side.
+        why: the reason.
     """
 
     def __init__(self, kind: str, why: str) -> None:
@@ -215,7 +215,7 @@ class SideError(Exception):
 
 
 class Side:
-    """A worker process. All that asks it raises a SideError when it has failed or is gone."""
+    """The worker process of a side. Every request to it raises a SideError when it has failed or is gone."""
 
     def __init__(self, side: SideOf) -> None:
         context = mp.get_context("spawn")
@@ -226,12 +226,12 @@ class Side:
         child.close()  # so that a worker that dies is noticed
 
     def begin(self, count: int = 1) -> None:
-        """Tells it to take steps."""
+        """Asks it to take steps."""
         with suppress(BrokenPipeError, ConnectionResetError):  # its answer says more
             self.pipe.send(count)
 
     def end(self) -> float:
-        """Waits for what it was told; its answer."""
+        """Waits for its answer."""
         try:
             answer = self.pipe.recv()
         except (EOFError, ConnectionResetError):
@@ -242,12 +242,12 @@ class Side:
         return float(answer)
 
     def step(self, count: int = 1) -> float:
-        """Seconds of one of some steps."""
+        """Takes some steps; returns the seconds of one."""
         self.begin(count)
         return self.end()
 
     def peak_bytes(self) -> int:
-        """The most memory that it has held."""
+        """Its peak memory."""
         return int(self.step(0))
 
     def close(self) -> int:
@@ -258,13 +258,13 @@ class Side:
         return memory
 
     def kill(self) -> None:
-        """Ends it at once, whatever it does."""
+        """Kills it."""
         self.process.kill()
         self.process.join()
 
 
 def compare(shape: Shape, precision: str, threads: int, steps: int, peak: float, device: str) -> dict[str, Any]:
-    """This project against Hugging Face in fp32, in turns."""
+    """Measures this project against Hugging Face in fp32, in turns."""
     ours = Side(SideOf("ours", shape, precision, threads, device))
     theirs = Side(SideOf("hugging-face", shape, "fp32", threads, device))
     pairs = [(ours.step(), theirs.step()) for _ in range(steps + 2)][2:]
@@ -284,7 +284,7 @@ def compare(shape: Shape, precision: str, threads: int, steps: int, peak: float,
 
 
 def parallel_rank(rank: int, port: int, shape: Shape, parallel: dict[str, Any], steps: int, pipe: Connection) -> None:
-    """One of two ranks, with one thread each."""
+    """Runs one of two ranks, with one thread each."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
     init_process_group(LaunchEnvironment(rank, 2, rank), "gloo", 5)
@@ -311,14 +311,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def free_port() -> int:
-    """A port of this machine at which nobody listens."""
+    """A free port of this machine."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def overhead(shape: Shape, steps: int) -> list[dict[str, Any]]:
-    """Two processes of one thread against one of two threads, same global batch."""
+    """Measures two processes of one thread against one of two threads, with the same global batch."""
     single = Side(SideOf("ours", shape, "fp32", 2))
     alone = statistics.median([single.step() for _ in range(steps + 2)][2:])
     single.close()
@@ -346,7 +346,7 @@ def overhead(shape: Shape, steps: int) -> list[dict[str, Any]]:
 def table(
     rows: list[dict[str, Any]], programs: list[dict[str, Any]], layouts: list[dict[str, Any]], peaks: dict[str, float]
 ) -> str:
-    """Markdown."""
+    """The results as Markdown."""
     lines = [
         f"Measured peak of a matrix product: {', '.join(f'{k} {v / 1e9:,.0f} GFLOP/s' for k, v in peaks.items())}.",
         "",

@@ -1,4 +1,4 @@
-"""What training is measured beside: a GPT-2 of torch's modules in nanoGPT's form, Hugging Face's GPT-2 and Llama."""
+"""Peers of the training benchmark: nanoGPT's GPT-2 in torch's modules, Hugging Face's GPT-2 and Llama."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, and the sequences of a step.
+    """The sizes of a model, and the sequences of a step.
 
     Args:
-        layers, hidden, seq, vocab: sizes.
-        batch: sequences of each micro-batch.
-        micro_batches: of a step.
+        layers, hidden, seq, vocab: sizes of the model.
+        batch: sequences per micro-batch.
+        micro_batches: micro-batches per step.
         llama: RMSNorm, SwiGLU, grouped queries, rotary positions, no biases, an output layer of its own; else GPT-2.
-        ffn, groups: of Llama's form.
+        ffn, groups: feed-forward size and key-value groups of Llama's architecture.
     """
 
     layers: int
@@ -53,11 +53,11 @@ class Shape:
 
     @property
     def samples(self) -> int:
-        """Sequences of a step."""
+        """Number of sequences per step."""
         return self.batch * self.micro_batches
 
     def flops(self) -> float:
-        """Operations of one step that the model needs."""
+        """FLOPs of one step that the model needs."""
         shape = ModelShape(
             self.layers,
             self.hidden,
@@ -94,7 +94,7 @@ class _Layer(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """GPT-2's form in torch's modules; its result is the loss."""
+    """A GPT-2 of torch's modules; its result is the loss."""
 
     def __init__(self, shape: Shape, vocab: int) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class PlainGPT(nn.Module):
 
 
 class _HuggingFace(nn.Module):
-    """Its model; the result is the loss."""
+    """Computes its model; the result is the loss."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -150,10 +150,10 @@ def peer_training(kind: str, shape: Shape, precision: str, device: str, compiled
 
     Args:
         kind: nanogpt or hugging-face.
-        shape: of the model; nanoGPT's vocabulary is filled up.
+        shape: shape of the model; nanoGPT's vocabulary is filled up.
         precision: fp32, or bf16: autocast over fp32 weights.
-        device: of torch.
-        compiled: by torch.compile.
+        device: torch's name of the device.
+        compiled: whether torch.compile compiles it.
     """
     vocab = PEER_VOCAB if kind == "nanogpt" and shape.vocab == VOCAB else shape.vocab
     with torch.device(device):

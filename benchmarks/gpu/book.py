@@ -1,4 +1,4 @@
-"""What a section of the GPU benchmark has measured: rows in a file that survives whatever ends the section."""
+"""The rows of a section of the GPU benchmark, in a file that survives whatever ends the section."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Cells = dict[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """What every section is told.
+    """The setting of every section.
 
     Args:
-        device: cuda, or cpu with toy sizes that show that everything runs.
+        device: cuda, or cpu with toy sizes, which only show that everything runs.
         out: folder of the results.
-        copy_bytes_per_s: read and written by a large copy.
-        peak_flops: of the device's products in bf16.
-        memory_bytes: of the device.
+        copy_bytes_per_s: bandwidth of a large copy, reads and writes together.
+        peak_flops: peak of the device's matrix products in bf16, FLOP/s.
+        memory_bytes: memory of the device.
     """
 
     device: str
@@ -31,18 +31,18 @@ class Setting:
 
     @property
     def toy(self) -> bool:
-        """Sizes that a CPU computes in seconds."""
+        """Whether sizes are such that a CPU computes them in seconds."""
         return self.device == "cpu"
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What is wanted of some rows, and what they show.
+    """A claim about some rows, and their values.
 
     Args:
-        what: is wanted, in words.
-        least: of the value.
-        values: measured.
+        what: the claim, in words.
+        least: smallest value at which the claim holds.
+        values: measured values.
     """
 
     what: str
@@ -51,26 +51,26 @@ class Claim:
 
     @property
     def met(self) -> int:
-        """How many of them are as wanted."""
+        """Number of the values that meet the claim."""
         return sum(value >= self.least for value in self.values)
 
 
 @dataclass(frozen=True)
 class Column:
-    """Of a section's table: its title, the cell it shows, and how numbers are written."""
+    """A column of a section's table: its title, the cell it shows, and the format of its numbers."""
 
     title: str
     key: str
     form: str = ""
 
     def text(self, cells: Mapping[str, Any]) -> str:
-        """A cell as the table shows it; nothing where there is none."""
+        """The text of a cell in the table; empty where there is none."""
         value = cells.get(self.key)
         return "" if value is None else format(value, self.form)
 
 
-class Reporter:
-    """Where a section notes what it does, one line of JSON each."""
+class SectionLog:
+    """The log of a section, one line of JSON for each event."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -79,15 +79,15 @@ class Reporter:
                 file.write("\n")
 
     def begin(self, key: str) -> None:
-        """What is measured from now on."""
+        """Records which row is being measured."""
         self._write({"begin": key})
 
     def row(self, key: str, **cells: Any) -> None:
-        """A row is finished."""
+        """Records a finished row."""
         self._write({"row": key, "cells": cells})
 
     def failed(self, key: str, why: str) -> None:
-        """A row cannot be had; goes on with others."""
+        """Records a row that cannot be measured; the section continues with others."""
         self._write({"failed": key, "why": why})
 
     def _write(self, line: Mapping[str, Any]) -> None:
@@ -96,43 +96,43 @@ class Reporter:
 
 
 class Section(Protocol):
-    """What a module of a section holds."""
+    """The interface of a section's module."""
 
     TITLE: str
     NOTE: str
-    """What the table's columns mean."""
+    """Explanation of the table's columns."""
     COLUMNS: Sequence[Column]
     LIMIT_SECONDS: float
-    """Of the whole section."""
+    """Time limit of the whole section."""
     PATIENCE_SECONDS: float
-    """Between two signs of life, before it counts as hung."""
+    """Longest silence of a section before it counts as hung."""
 
     def keys(self, setting: Setting) -> list[str]:
-        """Its rows, the most important ones first."""
+        """The rows, the most important ones first."""
         ...
 
-    def measure(self, setting: Setting, wanted: Sequence[str], report: Reporter) -> None:
-        """Measures some of them."""
+    def measure(self, setting: Setting, wanted: Sequence[str], report: SectionLog) -> None:
+        """Measures some of the rows."""
         ...
 
     def tidy(self) -> None:
-        """Removes what a killed process of it leaves behind."""
+        """Removes what a killed process of the section leaves behind."""
         ...
 
     def claims(self, rows: Mapping[str, Cells]) -> list[Claim]:
-        """What is wanted of the rows that there are."""
+        """Claims about the rows."""
         ...
 
 
 @dataclass
 class Book:
-    """What the file of a section holds.
+    """The content of a section's file.
 
     Args:
-        rows: that are finished, by their keys.
-        failures: why others are not, of this call.
-        current: what is being measured.
-        lines: that were read.
+        rows: finished rows, by their keys.
+        failures: reasons why other rows are missing, of this call.
+        current: key of the row that is being measured.
+        lines: lines read so far.
     """
 
     rows: dict[str, Cells] = field(default_factory=dict)
@@ -141,7 +141,7 @@ class Book:
     lines: int = 0
 
     def read(self, path: Path) -> Book:
-        """Takes in what was written since the last call. A line that a kill cut short is none."""
+        """Reads what was written since the last call, without a last line that a kill cut short."""
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         for text in lines[self.lines :]:
             self.lines += 1
@@ -174,9 +174,9 @@ def opened(path: Path, made_by: Mapping[str, str], again: bool) -> Book:
     """The rows that are kept, and a file to go on in; one whose rows are not is put aside.
 
     Args:
-        path: of the file.
+        path: path of the file.
         made_by: what rows must have been measured with.
-        again: keep none.
+        again: whether to keep no rows.
     """
     book = Book() if again else kept(path, made_by)
     if path.exists() and not book.rows:
@@ -189,11 +189,11 @@ def opened(path: Path, made_by: Mapping[str, str], again: bool) -> Book:
 
 
 def setting_text(setting: Setting) -> str:
-    """For a section's process."""
+    """The setting as JSON, for a section's process."""
     return json.dumps({**asdict(setting), "out": str(setting.out)})
 
 
 def setting_of(text: str) -> Setting:
-    """What ``setting_text`` wrote."""
+    """The setting of a text of ``setting_text``."""
     values = json.loads(text)
     return Setting(**{**values, "out": Path(values["out"])})

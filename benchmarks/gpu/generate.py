@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.generate import gpt2, loaded, synchronizer, weights_of
 from benchmarks.generate import measure as measure_model
-from benchmarks.gpu.book import Cells, Claim, Column, Reporter, Setting
+from benchmarks.gpu.book import Cells, Claim, Column, SectionLog, Setting
 
 TITLE = "Generation, bf16, greedy, one prompt"
 NOTE = (
@@ -31,13 +31,13 @@ PATIENCE_SECONDS = 45.0
 
 
 @dataclass(frozen=True)
-class Model:
-    """GPT-2's form.
+class GPTShape:
+    """A model of GPT-2's architecture.
 
     Args:
-        name: of the row.
-        layers, hidden, vocab: sizes.
-        turns: measured runs of each side.
+        name: name of the row.
+        layers, hidden, vocab: sizes of the model.
+        turns: number of measured runs of each side.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Model:
         return max(1, self.hidden // 64)
 
 
-SMALL = Model("GPT-2 small (L12 h768)", 12, 768, 50257, 3)
-LARGE = Model("GPT-2 form, 1.3B (L24 h2048)", 24, 2048, 50257, 2)
-TOY = Model("toy", 2, 64, 512, 2)
+SMALL = GPTShape("GPT-2 small (L12 h768)", 12, 768, 50257, 3)
+LARGE = GPTShape("GPT-2 form, 1.3B (L24 h2048)", 24, 2048, 50257, 2)
+TOY = GPTShape("toy", 2, 64, 512, 2)
 
 
-def _models(setting: Setting) -> tuple[Model, ...]:
+def _models(setting: Setting) -> tuple[GPTShape, ...]:
     return (TOY,) if setting.toy else (SMALL, LARGE)
 
 
@@ -65,8 +65,8 @@ def keys(setting: Setting) -> list[str]:
     return [model.name for model in _models(setting)]
 
 
-def measure(setting: Setting, wanted: Sequence[str], report: Reporter) -> None:
-    """Both sides on the same weights."""
+def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None:
+    """Measures both sides on the same weights."""
     if importlib.util.find_spec("transformers") is None:
         raise SystemExit("transformers is not installed")
     device, sync = torch.device(setting.device), synchronizer(setting.device)
@@ -90,11 +90,11 @@ def measure(setting: Setting, wanted: Sequence[str], report: Reporter) -> None:
 
 
 def tidy() -> None:
-    """A section that was killed leaves nothing."""
+    """Does nothing: a killed section leaves nothing."""
 
 
 def claims(rows: Mapping[str, Cells]) -> list[Claim]:
-    """Times Hugging Face's at the small size, share of the bound at the large one."""
+    """Claims: a multiple of Hugging Face's rate at the small size, a share of the bound at the large one."""
     made = []
     if SMALL.name in rows:
         made.append(Claim("generate, GPT-2 small: tokens/s over Hugging Face", 5.0, (rows[SMALL.name]["ratio"],)))

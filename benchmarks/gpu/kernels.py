@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.device_clock import clock_of
-from benchmarks.gpu.book import Cells, Claim, Column, Reporter, Setting
+from benchmarks.gpu.book import Cells, Claim, Column, SectionLog, Setting
 from benchmarks.kernels import (
     MODELS,
     RANKS,
-    Case,
+    KernelCase,
     basis_case,
     choice_cases,
     grid_cases,
@@ -52,7 +52,7 @@ COLUMNS = (
 LIMIT_SECONDS = 55.0
 PATIENCE_SECONDS = 25.0
 BUDGET = {"cuda": 0.02, "cpu": 0.0}
-"""Seconds of each of a case's measurements."""
+"""Seconds of each measurement of a case."""
 
 ACTIVATIONS = {"8.3B": (1024, 3072), "": (1024, 32768)}
 PLAIN_BITS, BITS = range(1, 9), (2, 4, 8)
@@ -72,12 +72,12 @@ WANTED = {
 
 
 def qr(x_nr: Tensor) -> object:
-    """torch's bases."""
+    """Orthonormal bases by torch's QR decomposition."""
     return torch.linalg.qr(x_nr)
 
 
-def cases(setting: Setting) -> Iterator[Case]:
-    """All of them; a toy's are few and small."""
+def cases(setting: Setting) -> Iterator[KernelCase]:
+    """The cases of a device; a toy's are fewer."""
     device = setting.device
     toy = setting.toy
     for model, size in ({"toy": (8, 128)} if toy else ACTIVATIONS).items():
@@ -91,7 +91,7 @@ def cases(setting: Setting) -> Iterator[Case]:
     yield from _rank_cases({"toy": 64} if toy else MODELS, (8,) if toy else RANKS, device)
 
 
-def _rank_cases(models: Mapping[str, int], ranks: Sequence[int], device: str) -> Iterator[Case]:
+def _rank_cases(models: Mapping[str, int], ranks: Sequence[int], device: str) -> Iterator[KernelCase]:
     for model, hidden in models.items():
         sizes = matrices(hidden)
         for rank in ranks:
@@ -101,18 +101,18 @@ def _rank_cases(models: Mapping[str, int], ranks: Sequence[int], device: str) ->
                 yield residual_case(model, f"{name} {size[0]} x {size[1]}", size, rank, device)
 
 
-def key_of(case: Case) -> str:
-    """Of a row."""
+def key_of(case: KernelCase) -> str:
+    """The key of a row."""
     return f"{case.op}, {case.model}, {case.shape}, {case.setting}"
 
 
 def keys(setting: Setting) -> list[str]:
-    """All operations that a device has."""
+    """Keys of all operations of a device."""
     return [key_of(case) for case in cases(setting)]
 
 
-def measure(setting: Setting, wanted: Sequence[str], report: Reporter) -> None:
-    """Each operation, its twin and what else it is compared with."""
+def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None:
+    """Measures each operation, its twin, and its rival."""
     why = native.problem()
     if why is not None or setting.device not in native.devices():
         raise SystemExit(f"the kernels are not compiled for {setting.device}: {why or 'build them where nvcc is'}")
@@ -134,11 +134,11 @@ def measure(setting: Setting, wanted: Sequence[str], report: Reporter) -> None:
 
 
 def tidy() -> None:
-    """A section that was killed leaves nothing."""
+    """Does nothing: a killed section leaves nothing."""
 
 
 def claims(rows: Mapping[str, Cells]) -> list[Claim]:
-    """Shares of a copy's rate, and times others'."""
+    """Claims: shares of a copy's rate, and multiples of others' rates."""
 
     def of(what: str, key: str, op: str, least: float) -> Iterator[Claim]:
         values = tuple(cells[key] for cells in rows.values() if cells["op"] == op)

@@ -1,4 +1,4 @@
-"""What the benchmark runs on: names and versions, and the two rates that all limits come from."""
+"""The machine of the benchmark: names and versions, and the two rates that all limits come from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COPY_BYTES, PRODUCT = {"cuda": 1 << 31, "cpu": 1 << 22}, {"cuda": 8192, "cpu": 1
 
 
 def probe(device: str) -> dict[str, object]:
-    """Asks the device, in a process that does not keep it."""
+    """Queries the device, in a process that does not keep it."""
     words = [sys.executable, "-m", "benchmarks.gpu.machine", device]
     done = subprocess.run(words, capture_output=True, text=True, timeout=180, cwd=REPO)
     if done.returncode:
@@ -31,7 +31,7 @@ def probe(device: str) -> dict[str, object]:
 
 
 def measured(device: str) -> dict[str, object]:
-    """Names, and rates of a large copy and of a large product in bf16."""
+    """Names of the device, and measured rates of a large copy and of a large product in bf16."""
     clock = clock_of(device, 0.3)
     source = torch.ones(COPY_BYTES[device] // 4, device=device)
     target = torch.empty_like(source)
@@ -55,7 +55,7 @@ def measured(device: str) -> dict[str, object]:
 
 
 def sources() -> str:
-    """Changes with the code that is measured, and that measures."""
+    """A digest of the sources that are measured, and that measure."""
     digest = hashlib.sha256()
     for folder in ("megatron", "benchmarks"):
         for path in sorted((REPO / folder).rglob("*")):
@@ -65,7 +65,7 @@ def sources() -> str:
 
 
 def commit() -> str:
-    """Of git, where the tree is one."""
+    """The commit of git, where the tree is a repository."""
     try:
         head = _printed("git", "rev-parse", "--short=12", "HEAD")
         return head + (" and changes" if _printed("git", "status", "--porcelain", "--untracked-files=no") else "")
@@ -74,7 +74,7 @@ def commit() -> str:
 
 
 def driver() -> str:
-    """The GPU's driver."""
+    """Version of the GPU's driver."""
     if shutil.which("nvidia-smi") is None:
         return "none"
     try:

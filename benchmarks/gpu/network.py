@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 
-from benchmarks.gpu.book import Cells, Claim, Column, Reporter, Setting
+from benchmarks.gpu.book import Cells, Claim, Column, SectionLog, Setting
 from benchmarks.lab.hosts import LabError, check_permission
 from benchmarks.lab.removal import clean
-from benchmarks.network.cases import FP32, Bench, Case
+from benchmarks.network.cases import FP32, Bench, NetworkCase
 from benchmarks.network.cuda_cases import CUDA_BENCHES
 from benchmarks.network.run import Measurement
 from benchmarks.network.run import measure as measure_layout
@@ -49,26 +49,26 @@ PASSES = (
 )
 """Layouts and links, in the order of what is wanted of them and of how long they take."""
 
-_TOY_CASES = (FP32, Case("bf16 traffic", ("dp-grad=cast",)), Case("torch DDP", peer="ddp"))
+_TOY_CASES = (FP32, NetworkCase("bf16 traffic", ("dp-grad=cast",)), NetworkCase("torch DDP", peer="ddp"))
 _TOY_LINK = Setup("50 Mb/s", 0.0, "a toy's", 50e6)
 TOY = {"dp2": Bench(2, 1, 1, 1, (2, 64, 32), 2, (_TOY_LINK,), _TOY_CASES, "gradients")}
 TOY_PASSES = (("dp2", (UNSHAPED, "50 Mb/s")),)
 
 
 def _layouts(setting: Setting) -> Iterator[tuple[str, Bench, tuple[str, ...]]]:
-    """Each with the links of a pass."""
+    """Layouts with the links of each pass."""
     for name, links in TOY_PASSES if setting.toy else PASSES:
         bench = (TOY if setting.toy else CUDA_BENCHES)[name]
         yield name, replace(bench, setups=tuple(setup for setup in bench.setups if setup.name in links)), links
 
 
 def key_of(layout: str, link: str, case: str) -> str:
-    """Of a row."""
+    """The key of a row."""
     return f"{layout}, {link}, {case}"
 
 
 def keys(setting: Setting) -> list[str]:
-    """Every case on every link, in the order of their passes."""
+    """Keys of every case on every link, in the order of their passes."""
     return [
         key_of(name, link, case.name)
         for name, bench, links in _layouts(setting)
@@ -77,8 +77,8 @@ def keys(setting: Setting) -> list[str]:
     ]
 
 
-def measure(setting: Setting, wanted: Sequence[str], report: Reporter) -> None:
-    """One pass after another; each makes its hosts and removes them."""
+def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None:
+    """Measures one pass after another; each makes its hosts and removes them."""
     try:
         check_permission()
     except LabError as error:
@@ -124,7 +124,7 @@ def _cells(row: Measurement) -> Cells:
 
 
 def tidy() -> None:
-    """Removes the hosts of a section that was killed, and ends their ranks."""
+    """Removes the hosts of a killed section, and ends their ranks."""
     if shutil.which("ip") is not None:
         clean()
 
@@ -144,7 +144,7 @@ _RATIOS = (
 
 
 def claims(rows: Mapping[str, Cells]) -> list[Claim]:
-    """Seconds of one case over another's."""
+    """Claims: seconds of one case over another's."""
     made = []
     for layout, link, slow, fast, least in _RATIOS:
         pair = [rows.get(key_of(layout, link, case)) for case in (slow, fast)]

@@ -1,4 +1,4 @@
-"""The benchmark's report: a table for each section, and what was wanted beside what was measured."""
+"""The benchmark's report: a table for each section, and the claims beside the measured values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Header = Mapping[str, Any]
 
 
 def heading(header: Header) -> str:
-    """Hardware, versions, date."""
+    """The heading: hardware, versions, date."""
     gib = float(header["memory_bytes"]) / 2**30
     memory = f", {gib:.0f} GiB" if gib else ""
     return "\n".join(
@@ -29,7 +29,7 @@ def heading(header: Header) -> str:
 
 
 def table(section: Section, book: Book, order: Sequence[str]) -> str:
-    """The rows that there are, and why others are not."""
+    """A table of the finished rows, and the reasons why others are missing."""
     rows = [book.rows[key] for key in order if key in book.rows]
     shown = [column for column in section.COLUMNS if any(cells.get(column.key) is not None for cells in rows)]
     lines = [f"## {section.TITLE}", "", section.NOTE, ""]
@@ -50,7 +50,7 @@ def table(section: Section, book: Book, order: Sequence[str]) -> str:
 
 
 def wanted(claims: Sequence[Claim]) -> str:
-    """Every figure that is wanted, and how many rows have it."""
+    """A table of all claims, and how many rows meet them."""
     lines = ["## Wanted", "", "| what | wanted | measured | rows that have it |", "|---|---|---|---|"]
     for claim in claims:
         low, high = min(claim.values), max(claim.values)
@@ -60,7 +60,7 @@ def wanted(claims: Sequence[Claim]) -> str:
 
 
 def merged(claims: Sequence[Claim]) -> list[Claim]:
-    """Claims of the same words as one."""
+    """Merges claims of the same words."""
     found: dict[str, Claim] = {}
     for claim in claims:
         known = found.get(claim.what)

@@ -29,7 +29,7 @@ from megatron.data.interrupt import stopped_in_order
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(NAMES), help=f"comma-separated sections, of {', '.join(NAMES)}")
     parser.add_argument(
@@ -61,7 +61,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def header_of(device: str) -> dict[str, object]:
-    """The machine's, and the code's."""
+    """The header of the report: the machine's, and the code's."""
     return {
         **machine.probe(device),
         "driver": machine.driver(),
@@ -73,7 +73,7 @@ def header_of(device: str) -> dict[str, object]:
 
 
 def write(out: Path, header: dict[str, object], books: dict[str, Book], setting: Setting) -> str:
-    """The report and the results; returns what is wanted and was measured."""
+    """Writes the report and the results; returns the claims that were measured."""
     parts, claims, results = [report.heading(header)], [], {}
     for name, book in books.items():
         section = section_of(name)
@@ -91,7 +91,7 @@ def write(out: Path, header: dict[str, object], books: dict[str, Book], setting:
 
 
 def measure(options: argparse.Namespace) -> tuple[str, dict[str, Book]]:
-    """Runs the sections one after another; the report is written anew after each."""
+    """Runs the sections one after another; writes the report anew after each."""
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     header = header_of(options.device)

@@ -1,4 +1,4 @@
-"""Runs a section in a process of its own, and outlives whatever becomes of it."""
+"""Runs a section in a process of its own, and survives its failures."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ POLL_SECONDS = 0.1
 _TOYS = 10
 """Times as long may toys take."""
 GRACE_SECONDS = 15.0
-"""That a section has to remove what it made when it is asked to end."""
+"""Time in which a section may clean up when it is asked to end."""
 
 
 def run_section(name: str, setting: Setting, keys: Sequence[str], book: Book, limit: float, bar: Any) -> Book:
-    """Measures the rows that are missing; what becomes of each is in the book.
+    """Measures the missing rows; their outcomes are in the book.
 
     Args:
-        name: of the section.
-        setting: for it.
-        keys: of all its rows.
-        book: opened; its file is what the section writes to.
-        limit: seconds; then the section is ended.
-        bar: of progress.
+        name: name of the section.
+        setting: its setting.
+        keys: keys of all its rows.
+        book: the section's book, opened; its file is what the section writes to.
+        limit: seconds after which the section is ended.
+        bar: progress bar.
     """
     path, patience = path_of(setting.out, name), section_of(name).PATIENCE_SECONDS
     if setting.toy:  # nobody waits for figures, and a busy processor takes minutes to begin
@@ -42,7 +42,7 @@ def run_section(name: str, setting: Setting, keys: Sequence[str], book: Book, li
     bar.update(sum(key in book.rows for key in keys))
     while left := [key for key in keys if key not in book.rows and key not in book.failures]:
         before = len(left)
-        run = _Run(name, setting, left)
+        run = _SectionProcess(name, setting, left)
         why = run.watch(book, path, deadline, patience, bar)
         if why is None:
             reason = "its section ended without it"
@@ -60,13 +60,13 @@ def run_section(name: str, setting: Setting, keys: Sequence[str], book: Book, li
     return book
 
 
-class _Run:
-    """A process of a section.
+class _SectionProcess:
+    """The process of a section.
 
     Args:
-        name: of the section.
-        setting: for it.
-        left: the rows that it is to measure.
+        name: name of the section.
+        setting: its setting.
+        left: keys of the rows to measure.
     """
 
     def __init__(self, name: str, setting: Setting, left: Sequence[str]) -> None:
@@ -88,7 +88,7 @@ class _Run:
             pipe.write(f"{setting_text(setting)}\n{json.dumps(list(left))}\n".encode())
 
     def watch(self, book: Book, path: Path, deadline: float, patience: float, bar: Any) -> str | None:
-        """Waits for it and reads what it writes; why it did not end well, or None."""
+        """Waits for the process and reads what it writes; returns why it failed, or None."""
         book.current = None
         alive, known = time.monotonic(), (book.lines, len(book.rows))
         try:
@@ -110,7 +110,7 @@ class _Run:
         return None if status == 0 else self._reason(status)
 
     def _reason(self, status: int) -> str:
-        """The last line that it printed, or the signal that ended it."""
+        """The last line that the process printed, or the signal that ended it."""
         if status < 0:
             perhaps = ", perhaps for lack of memory" if status == -signal.SIGKILL else ""
             return f"it was ended by {signal.Signals(-status).name}{perhaps}; see {self.log.name}"
@@ -119,7 +119,7 @@ class _Run:
         return lines[-1].strip()[:300].rstrip(".") if lines else f"it ended with status {status}"
 
     def end(self) -> None:
-        """Asks it and all its processes to end, then kills them, and removes what they leave."""
+        """Asks the process and its children to end, then kills them, and removes what they leave."""
         if self.process.poll() == 0:
             return
         for number, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, 5.0)):

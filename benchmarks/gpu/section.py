@@ -1,4 +1,4 @@
-"""The process of one section: measures the rows that it is told of, and notes each as it is finished."""
+"""The process of one section: measures the rows that it is asked for, and records each when it is finished."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import cast
 
-from benchmarks.gpu.book import Reporter, Section, setting_of
+from benchmarks.gpu.book import Section, SectionLog, setting_of
 from megatron.data.interrupt import stopped_in_order
 
 NAMES = ("train", "kernels", "generate", "network")
@@ -21,7 +21,7 @@ def section_of(name: str) -> Section:
 
 
 def path_of(out: Path, name: str) -> Path:
-    """The file that a section's rows are in."""
+    """Path of a section's file of rows."""
     return out / f"{name}.jsonl"
 
 
@@ -30,7 +30,7 @@ def main() -> int:
     setting, wanted = setting_of(sys.stdin.readline()), json.loads(sys.stdin.readline())
     try:
         with stopped_in_order():
-            section_of(name).measure(setting, wanted, Reporter(path_of(setting.out, name)))
+            section_of(name).measure(setting, wanted, SectionLog(path_of(setting.out, name)))
     except KeyboardInterrupt:
         return 130
     return 0

@@ -7,7 +7,7 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 
-from benchmarks.gpu.book import Cells, Claim, Column, Reporter, Setting
+from benchmarks.gpu.book import Cells, Claim, Column, SectionLog, Setting
 from benchmarks.train import Side, SideError, SideOf
 from benchmarks.train_sides import Shape
 
@@ -61,17 +61,17 @@ def _shapes(setting: Setting) -> dict[Shape, tuple[str, ...]]:
 
 
 def key_of(shape: Shape, beside: str) -> str:
-    """Of a row."""
+    """The key of a row."""
     return f"{shape.name}, {beside}"
 
 
 def keys(setting: Setting) -> list[str]:
-    """Each shape alone, then beside its peers."""
+    """Keys of each shape alone, then beside its peers."""
     return [key_of(shape, beside) for shape, peers in _shapes(setting).items() for beside in (OURS, *peers)]
 
 
-def measure(setting: Setting, wanted: Sequence[str], report: Reporter) -> None:
-    """One shape after another."""
+def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None:
+    """Measures one shape after another."""
     for shape, peers in _shapes(setting).items():
         left = [beside for beside in (OURS, *peers) if key_of(shape, beside) in wanted]
         if "hugging-face" in left and importlib.util.find_spec("transformers") is None:
@@ -82,15 +82,15 @@ def measure(setting: Setting, wanted: Sequence[str], report: Reporter) -> None:
 
 
 class _Match:
-    """Rows of one shape: our side stays, peers come and go."""
+    """Measures the rows of one shape: our side stays, peers come and go."""
 
-    def __init__(self, setting: Setting, shape: Shape, left: Sequence[str], report: Reporter) -> None:
+    def __init__(self, setting: Setting, shape: Shape, left: Sequence[str], report: SectionLog) -> None:
         self.setting, self.shape, self.report, self.left = setting, shape, report, list(left)
         self.sides: dict[str, Side] = {}
         self.ready: set[str] = set()
 
     def _start(self, kind: str) -> Side:
-        """A side that builds, compiles and takes its first step."""
+        """Starts a side, which builds, compiles and takes its first step."""
         if kind not in self.sides:
             cuda = self.setting.device == "cuda"
             # The compiler of a CPU would take most of a toy's time.
@@ -101,7 +101,7 @@ class _Match:
         return self.sides[kind]
 
     def _ready(self, kind: str) -> Side:
-        """A side whose first step is over."""
+        """Waits for a side whose first step is over."""
         side = self._start(kind)
         if kind not in self.ready:
             side.end()
@@ -109,7 +109,7 @@ class _Match:
         return side
 
     def play(self) -> None:
-        """Measures all, and ends all sides."""
+        """Measures all rows, and ends all sides."""
         peers = [kind for kind in self.left if kind != OURS]
         at_once = len(peers) if self.setting.memory_bytes > MOST_BYTES_OF_ONE_PEER else 1
         try:
@@ -130,7 +130,7 @@ class _Match:
                 side.kill()
 
     def _beside(self, ours: Side, kind: str) -> None:
-        """A peer's turns with ours, and its row."""
+        """Measures a peer in turns with ours, and records its row."""
         key = key_of(self.shape, kind)
         self.report.begin(key)
         try:
@@ -178,11 +178,11 @@ class _Match:
 
 
 def tidy() -> None:
-    """A section that was killed leaves nothing."""
+    """Does nothing: a killed section leaves nothing."""
 
 
 def claims(rows: Mapping[str, Cells]) -> list[Claim]:
-    """Ratios, shares of the peak, memory."""
+    """Claims: ratios, shares of the peak, memory."""
     made = []
     for cells in rows.values():
         if "ratio" in cells:

@@ -35,10 +35,10 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
 def parse_rate(text: str) -> int | None:
-    """Bits per second of ``100mbit`` and the like; None for ``none``.
+    """Parses bits per second, as in ``100mbit``; None for ``none``.
 
     Raises:
-        LabError: when it is no rate.
+        LabError: when it is not a rate.
     """
     if text.lower() == "none":
         return None
@@ -50,10 +50,10 @@ def parse_rate(text: str) -> int | None:
 
 
 def parse_rates(words: Sequence[str], hosts: int) -> list[int | None]:
-    """The rate of every host: RATE for all, HOST=RATE for one; later words win.
+    """Parses the rate of every host: RATE for all, HOST=RATE for one; later words win.
 
     Raises:
-        LabError: for a word that is neither, or a host that there is not.
+        LabError: when a word is neither, or names no host.
     """
     rates: list[int | None] = [None] * hosts
     for word in words:
@@ -78,7 +78,7 @@ def describe(rate: int | None) -> str:
 
 
 def report(rates: Sequence[int | None], traffic: Sequence[Traffic], seconds: float) -> str:
-    """What the interfaces counted, as a table."""
+    """A table of the interfaces' counters."""
     lines = [f"{'host':>4}  {'link':>10}  {'sent MB':>10}  {'received MB':>11}  {'mean Mbit/s sent':>16}"]
     for index, (rate, own) in enumerate(zip(rates, traffic, strict=True)):
         mean = own.sent * 8 / max(seconds, 1e-9) / 1e6
@@ -89,10 +89,10 @@ def report(rates: Sequence[int | None], traffic: Sequence[Traffic], seconds: flo
 
 
 def checked_command(words: Sequence[str]) -> list[str]:
-    """What the hosts run, without the ``--`` before it.
+    """Checks the command of the hosts, and removes the ``--`` before it.
 
     Raises:
-        LabError: when it is neither a Python script that there is nor -m and a module that there is.
+        LabError: when it is neither an existing Python script nor -m and an existing module.
     """
     command = list(words[1:] if words[0] == "--" else words)
     what = command[0] if command else ""
@@ -118,10 +118,10 @@ def _is_module(name: str) -> bool:
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line.
+    """Parses the command line.
 
     Raises:
-        LabError: for values that no laboratory can have.
+        LabError: when no laboratory can have the values.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=4, help="number of hosts (4)")

@@ -16,22 +16,22 @@ _REMOVAL_SECONDS = 5.0
 
 
 class CpuLimitError(Exception):
-    """Why there is no such group here; one line."""
+    """Raised when there can be no such group; one line."""
 
 
 def _parent() -> tuple[Path, bool]:
-    """Where groups are made, and whether that is version 2 of control groups."""
+    """The parent folder of groups, and whether control groups are of version 2."""
     if (ROOT / "cgroup.controllers").exists():
         return ROOT, True
     return ROOT / "cpu", False
 
 
 class CpuLimit:
-    """The group: ``make`` it, let processes join; ``clean`` removes it.
+    """A control group: ``make`` it, let processes join; ``clean`` removes it.
 
     Args:
-        name: of the group, unique on this machine.
-        cpus: processors, such as 0.5.
+        name: name of the group, unique on this machine.
+        cpus: number of processors, such as 0.5.
     """
 
     def __init__(self, name: str, cpus: float) -> None:
@@ -41,14 +41,14 @@ class CpuLimit:
 
     @property
     def members(self) -> Path:
-        """A process joins by writing its number here; its children are members from the start."""
+        """Path of the members' file: a process joins by writing its number there, and so do its children."""
         return self.folder / "cgroup.procs"
 
     def make(self) -> None:
         """Makes the group.
 
         Raises:
-            CpuLimitError: where that cannot be done.
+            CpuLimitError: when that cannot be done.
         """
         quota = max(int(self.cpus * PERIOD_US), 1000)
         try:
@@ -69,7 +69,7 @@ class CpuLimit:
 
 
 def kill(members: Callable[[], Iterable[int]]) -> list[int]:
-    """Kills processes until there are none, those that they start meanwhile included. Returns what does not end."""
+    """Kills processes and those that they start meanwhile. Returns the ones that do not end."""
     deadline = time.monotonic() + _REMOVAL_SECONDS
     while left := list(members()):
         if time.monotonic() > deadline:
@@ -82,12 +82,12 @@ def kill(members: Callable[[], Iterable[int]]) -> list[int]:
 
 
 def groups(prefix: str) -> list[str]:
-    """Names of the groups that begin so."""
+    """Names of the groups with a prefix."""
     return sorted(folder.name for folder in _parent()[0].glob(f"{prefix}*") if folder.is_dir())
 
 
 def clean(prefix: str) -> list[str]:
-    """Removes the groups whose names begin so, and their members. Returns a line for each that stays."""
+    """Removes the groups with a prefix, and their members. Returns a line for each that remains."""
     lines = (_remove(_parent()[0] / name) for name in groups(prefix))
     return [line for line in lines if line is not None]
 

@@ -28,7 +28,7 @@ QUEUE = 1 << 20
 """Least bytes that wait at a link before any are dropped: what a switch holds for a port. 50 ms of a link where that is
 more. With less, a message's burst loses its own end, and waits for TCP to notice."""
 GRACE_SECONDS = 15.0
-"""How long the other hosts may take to notice that one has gone."""
+"""Time in which the other hosts may notice that one has gone."""
 NCCL = {"NCCL_SOCKET_IFNAME": "=eth0", "NCCL_IB_DISABLE": "1"}
 NCCL_BUFFER = str(1 << 20)
 """Bytes of NCCL's buffer for each connection, in eight parts: a part of the usual 4 MiB takes 42 ms at 100 Mb/s, and
@@ -36,11 +36,11 @@ several ranks with many groups share one GPU's memory."""
 _OWN_HOST = 'export NCCL_HOSTID="$0-$RANK" && exec "$@"'
 """For each rank: NCCL refuses two ranks of one host on one GPU, and would connect them by other ways than the link."""
 END_SECONDS = 5.0
-"""How long hosts may take to end when they are asked to, before they are killed."""
+"""Time in which hosts may end when they are asked to, before they are killed."""
 
 
 class LabError(Exception):
-    """What the laboratory needs and does not have; one line."""
+    """Raised when the laboratory lacks something; one line."""
 
 
 def call(*words: str) -> str:
@@ -57,7 +57,7 @@ def call(*words: str) -> str:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a host's interface counted, in bytes."""
+    """The counters of a host's interface, in bytes."""
 
     sent: int
     received: int
@@ -70,13 +70,13 @@ class Lab:
     """Hosts on a bridge; a context manager that makes and removes them.
 
     Args:
-        rates: bits per second of every host's link, each way; None leaves it unshaped.
+        rates: bits per second of every host's link, in each direction; None leaves it unshaped.
         cpus: processors that each host has for itself, such as 0.5; None lets all share what there is. With a limit a
             host computes as fast while others wait for the network as while they compute.
-        device: of the ranks: cpu (gloo), or cuda: all of them on this machine's GPUs, NCCL over the hosts' links.
+        device: device of the ranks: cpu (gloo), or cuda: this machine's GPUs, NCCL over the hosts' links.
 
     Raises:
-        LabError: where namespaces (or limits) are not permitted or iproute2 is missing.
+        LabError: when namespaces (or limits) are not permitted or iproute2 is missing.
     """
 
     def __init__(self, rates: Sequence[int | None], cpus: float | None = None, device: str = "cpu") -> None:
@@ -133,7 +133,7 @@ class Lab:
         call("ip", "-n", host, "route", "replace", f"{SUBNET}.0/24", "dev", "eth0", "congctl", "cubic")
 
     def shape(self, index: int, rate: int | None) -> None:
-        """Gives a host's link another rate, also while something runs on it."""
+        """Changes the rate of a host's link, also while something runs on it."""
         self.rates[index] = rate
         ends = (("-n", self.host(index)), "eth0"), ((), self.link(index))
         for where, device in ends:
@@ -148,7 +148,7 @@ class Lab:
             call("tc", *where, "qdisc", "replace", "dev", device, "root", "tbf", *words)
 
     def traffic(self) -> list[Traffic]:
-        """The counters of every host's interface since it was made."""
+        """Counters of every host's interface since it was made."""
         found = []
         for index in range(len(self.rates)):
             stats = json.loads(call("ip", "-n", self.host(index), "-j", "-s", "link", "show", "eth0"))[0]["stats64"]
@@ -215,12 +215,12 @@ class Lab:
             time.sleep(0.1)
 
     def remove(self) -> None:
-        """Ends what runs on the hosts, in other threads too, and removes them and the bridge.
+        """Ends the processes on the hosts, and removes the hosts and the bridge.
 
-        What is gone already is left out. A second Ctrl-C does not stop this half-way.
+        What is gone already is skipped. A second Ctrl-C does not stop this half-way.
 
         Raises:
-            LabError: with what could not be removed.
+            LabError: when something could not be removed; the message names it.
         """
         with undisturbed():
             _end(list(self._running))
@@ -230,7 +230,7 @@ class Lab:
 
 
 def check_permission() -> None:
-    """Raises a LabError that says what to do where hosts cannot be made."""
+    """Raises a LabError that says what to do, if hosts cannot be made."""
     for tool in ("ip", "tc"):
         if shutil.which(tool) is None:
             raise LabError(f"`{tool}` is missing: install iproute2 (apt-get install iproute2)")

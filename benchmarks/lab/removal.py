@@ -14,7 +14,7 @@ _NAME = re.compile(r"\bnl(\d+)[bhv]\d*\b")
 
 
 def _printed(*words: str) -> str:
-    """What a command of iproute2 printed; nothing when it failed, such as for what is gone already."""
+    """The output of a command of iproute2; empty when it failed, such as for what is gone already."""
     return subprocess.run(words, capture_output=True, text=True).stdout
 
 
@@ -31,7 +31,7 @@ def _processes(host: str) -> list[int]:
 
 
 def kill(hosts: Sequence[str]) -> list[str]:
-    """Kills all that runs on some hosts; torchrun's workers have left its session and outlive it.
+    """Kills all processes on some hosts; torchrun's workers have left its session and outlive it.
 
     Returns:
         A line for each host that keeps processes.
@@ -41,10 +41,10 @@ def kill(hosts: Sequence[str]) -> list[str]:
 
 
 def remove(key: str) -> list[str]:
-    """Ends what runs on a laboratory's hosts, and removes all of it. What is gone already is left out.
+    """Ends the processes on a laboratory's hosts, and removes all of it. What is gone already is skipped.
 
     Returns:
-        A line for each thing that stays.
+        A line for each thing that remains.
     """
     left = kill(_hosts(key))
     for host in _hosts(key):
@@ -56,7 +56,7 @@ def remove(key: str) -> list[str]:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process is gone, or only waits for a parent to read its status, as it may in a container for ever."""
+    """Whether a process is gone, or is a zombie, as it may be in a container for ever."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
@@ -64,10 +64,10 @@ def has_ended(pid: int) -> bool:
 
 
 def clean() -> tuple[list[str], list[str]]:
-    """Removes the laboratories of processes that are gone.
+    """Removes the laboratories of dead processes.
 
     Returns:
-        Their keys, and a line for each thing that stays.
+        Their keys, and a line for each thing that remains.
     """
     names = [_printed("ip", "netns", "list"), _printed("ip", "-o", "link", "show"), *cpu_limit.groups("nl")]
     pids = {int(match[1]) for text in names for match in _NAME.finditer(text)}

@@ -9,15 +9,15 @@ from pathlib import Path
 from megatron.training.plots import COLORS, MARKERS, new_figure, save_figure
 
 NAMES = {"dense": "not compressed", "none": "no error feedback"}
-"""How a kind is called in the picture, where not by its own name."""
+"""Names of kinds in the picture, where they differ from their own."""
 
 
 def draw_losses(losses: Mapping[str, Sequence[Mapping[int, float]]], path: Path) -> Path:
-    """The mean over the seeds of each kind's training loss, and the range of the seeds.
+    """Draws the mean over the seeds of each kind's training loss, and the range of the seeds.
 
     Args:
-        losses: by kind, for each seed the loss by iteration.
-        path: of the picture.
+        losses: losses by kind; for each seed the loss by iteration.
+        path: path of the picture.
     """
     figure = new_figure(8, 4.4)
     axes = figure.add_subplot()

@@ -1,4 +1,4 @@
-"""What compressed backpropagation does to the gradients of a model whose weights stand still.
+"""Measures errors of compressed backpropagation in the gradients of a model with frozen weights.
 
 One process plays all pipeline stages of 1F1B: the forward pass and the exact backward pass once, and the backward pass
 behind every compressed message once for each kind of residual, so that all see the same activations, dropout included.
@@ -27,15 +27,15 @@ from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLin
 from megatron.parallel.tensor.random import DropoutKeys
 
 KINDS = ("none", "lazy", "lazy-reset", "lazy-mean")
-"""What is done with the error of a message: ``error-feedback`` of ``pp-backward``."""
+"""Kinds of residuals: values of ``error-feedback`` of ``pp-backward``."""
 
 Sums = dict[str, Tensor]
 """Gradients, or their errors, by the name of the parameter."""
 
 
 @dataclass
-class Method:
-    """One kind of residual at every boundary, and the error of the gradients that it leads to."""
+class ResidualMethod:
+    """A kind of residual at every boundary, and the error of the gradients that it leads to."""
 
     kind: str
     codecs: list[Codec]
@@ -45,7 +45,7 @@ class Method:
     ratios: list[float] = field(default_factory=list)
 
     @classmethod
-    def of(cls, kind: str, rank: int, boundaries: int) -> Method:
+    def of(cls, kind: str, rank: int, boundaries: int) -> ResidualMethod:
         def codec() -> Codec:
             inner = LowRankCodec(LowRankConfig(rank=rank))
             return inner if kind == "none" else ErrorFeedbackCodec(inner, cast(MessageResidual, kind))
@@ -53,20 +53,20 @@ class Method:
         return cls(kind, [codec() for _ in range(boundaries)], [CompressorState() for _ in range(boundaries)])
 
     def begin(self) -> None:
-        """An iteration begins."""
+        """Begins an iteration."""
         self.error = {}
         for codec, state in zip(self.codecs, self.states, strict=True):
             codec.begin_step(state)
 
     def end(self) -> None:
-        """An iteration ends."""
+        """Ends an iteration."""
         for state in self.states:
             state.commit()
         for name, error in self.error.items():
             self.total[name] = self.total[name] + error if name in self.total else error.clone()
 
     def send(self, boundary: int, grad_sbh: Tensor, key: int) -> Tensor:
-        """A gradient as it arrives on the other side of a boundary."""
+        """Sends a gradient over a boundary; returns what arrives."""
         codec, state = self.codecs[boundary], self.states[boundary]
         residual = state.get(RESIDUAL)
         if residual is not None:
@@ -100,15 +100,15 @@ class Kappas:
 
 
 class FrozenPipeline:
-    """A whole model cut into stages whose messages back go through low-rank codecs.
+    """A whole model cut into stages whose backward messages go through low-rank codecs.
 
     Args:
-        stage: the model, all of it.
+        stage: the whole model.
         stages: number of pipeline stages.
-        rank: of the codecs.
-        micro_batches: of an iteration.
-        seed: of dropout; None for none.
-        late_only: compress the messages of the epilogue alone.
+        rank: rank of the codecs' factors.
+        micro_batches: micro-batches per iteration.
+        seed: seed of dropout; None for no dropout.
+        late_only: whether to compress the messages of the epilogue alone.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class FrozenPipeline:
         self.params = [
             {f"{name}.{n}": p for name, layer in part for n, p in layer.named_parameters()} for part in self.parts
         ]
-        self.methods = [Method.of(kind, rank, stages - 1) for kind in KINDS]
+        self.methods = [ResidualMethod.of(kind, rank, stages - 1) for kind in KINDS]
         everything = frozenset(range(micro_batches))
         self.compressed = [
             frozenset(op.micro_batch for op in epilogue(one_f_one_b(stages, s, micro_batches)))
@@ -129,14 +129,14 @@ class FrozenPipeline:
             else everything
             for s in range(stages)
         ]
-        """By sending stage, the micro-batches whose message back is compressed."""
+        """Micro-batches whose backward message is compressed, by sending stage."""
         self.kappas = Kappas()
         self.kappas.watch(stage)
         self.exact: Sums = {}
         self.exact_total: Sums = {}
 
     def iteration(self, batches: Sequence[Batch]) -> dict[str, dict[str, float]]:
-        """Runs the micro-batches of one iteration; each kind's relative error of the gradient, by group."""
+        """Runs the micro-batches of one iteration; returns each kind's relative error of the gradient, by group."""
         self.exact = {}
         for method in self.methods:
             method.begin()
@@ -149,11 +149,11 @@ class FrozenPipeline:
         return {method.kind: relative(method.error, self.exact) for method in self.methods}
 
     def means(self) -> dict[str, dict[str, float]]:
-        """The relative errors of the mean gradient over all iterations so far."""
+        """Relative errors of the mean gradient over all iterations so far."""
         return {method.kind: relative(method.total, self.exact_total) for method in self.methods}
 
     def _forward(self, batch: Batch) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        """Inputs and outputs of the stages (the first has no input), and the loss."""
+        """Runs the forward pass; returns inputs and outputs of the stages (the first has no input), and the loss."""
         assert batch.tokens_bs is not None
         assert batch.labels_bs is not None
         assert batch.loss_mask_bs is not None
@@ -192,7 +192,7 @@ class FrozenPipeline:
             exact = below
 
     def _backward(self, s: int, output: Tensor, x_sbh: Tensor, grad: Tensor | None, into: Sums) -> Tensor:
-        """Gradient of a stage's input; those of its parameters are added to ``into``."""
+        """Computes the gradient of a stage's input; adds those of its parameters to ``into``."""
         params = self.params[s]
         found = torch.autograd.grad(output, [x_sbh, *params.values()], grad, retain_graph=True)
         add(into, dict(zip(params, found[1:], strict=True)))
@@ -200,7 +200,7 @@ class FrozenPipeline:
 
 
 def add(sums: Sums, more: Sums) -> None:
-    """Adds to sums, in place."""
+    """Adds to accumulated gradients, in place."""
     for name, grad in more.items():
         sums[name] = sums[name] + grad if name in sums else grad
 
@@ -211,7 +211,7 @@ def groups(names: Sequence[str], sums: Sums) -> Iterator[tuple[str, list[str]]]:
 
 
 def relative(error: Sums, exact: Sums) -> dict[str, float]:
-    """|error| / |exact| over the parameters that a compressed message reached, matrices and the others apart."""
+    """|error| / |exact| over the parameters behind a compressed message, matrices and others apart."""
     found = {}
     for group, names in groups(list(error), error):
         wrong = sum(float(error[name].double().square().sum()) for name in names)

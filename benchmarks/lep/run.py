@@ -37,7 +37,7 @@ PARTS = ("dense", "frozen", "train", "table")
 
 
 def model_flags(width: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The model and its training: GPT-2's form, learned positions, dropout 0.1, one sample a micro-batch."""
+    """Flags of the model and its training: GPT-2, learned positions, dropout 0.1, one sample per micro-batch."""
     return {
         "num-layers": options.layers,
         "hidden-size": width,
@@ -75,7 +75,7 @@ def _ended(log: Path) -> bool:
 
 
 def dense(out: Path, width: int, options: argparse.Namespace) -> None:
-    """Trains a model without compression, on one process; goes on where an earlier call was stopped."""
+    """Trains a model without compression, on one process; resumes an earlier call."""
     folder, log = out / f"dense-{width}", out / f"dense-{width}.jsonl"
     if _ended(log):
         return
@@ -132,7 +132,7 @@ def trained_log(out: Path, width: int, kind: str, seed: int) -> Path:
 
 
 def train(out: Path, width: int, kind: str, seed: int, options: argparse.Namespace) -> None:
-    """One run on 4 pipeline stages, unless its log is complete. ``kind`` is one of KINDS, or dense."""
+    """Runs one training on 4 pipeline stages, unless its log is complete. ``kind`` is one of KINDS, or dense."""
     log = trained_log(out, width, kind, seed)
     if _ended(log):
         return
@@ -151,7 +151,7 @@ def train(out: Path, width: int, kind: str, seed: int, options: argparse.Namespa
 
 
 def frozen_table(out: Path) -> str:
-    """The errors of frozen weights as Markdown."""
+    """The errors with frozen weights as Markdown."""
     heads = ["width", "when", "residual", "matrices", "vectors", "mean: matrices", "mean: vectors", "residual/gradient"]
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for path in sorted(out.glob("frozen-*.json"), key=lambda path: (json.loads(path.read_text())["width"], path.name)):

@@ -1,4 +1,4 @@
-"""What the network benchmark measures: layouts on hosts, and the traffic on each."""
+"""Cases of the network benchmark: layouts on hosts, and the traffic on each."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from benchmarks.network.setups import Setup, aqsgd_data, aqsgd_pipeline, optimus
 
 
 @dataclass(frozen=True)
-class Case:
-    """What is measured.
+class NetworkCase:
+    """A case: a model's traffic, compressed or not.
 
     Args:
-        name: as the tables show it.
-        specs: of ``--compress``.
-        schedule: of the pipeline.
-        peer: a peer of ``peers.py`` instead; with a rank.
+        name: name in the tables.
+        specs: specs of ``--compress``.
+        schedule: pipeline schedule.
+        peer: a peer of ``peers.py`` in place of the trainer; with a rank.
         overlap: gradients are reduced while backward goes on.
     """
 
@@ -28,38 +28,38 @@ class Case:
     overlap: bool = True
 
 
-FP32 = Case("fp32 traffic")
-CAST = Case("bf16 traffic", ("pp-forward=cast", "pp-backward=cast", "dp-grad=cast"))
+FP32 = NetworkCase("fp32 traffic")
+CAST = NetworkCase("bf16 traffic", ("pp-forward=cast", "pp-backward=cast", "dp-grad=cast"))
 _AQSGD_4 = ("pp-forward=delta,bits=4", "pp-backward=fixpoint,bits=8")
 _AQSGD_2 = ("pp-forward=delta,bits=2", "pp-backward=fixpoint,bits=4")
 PIPELINE = (
     FP32,
     CAST,
-    Case("fixpoint 4/8 bits", ("pp-forward=fixpoint,bits=4", "pp-backward=fixpoint,bits=8")),
-    Case("delta 4, fixpoint 8 (AQ-SGD)", _AQSGD_4),
-    Case("delta 2, fixpoint 4 (AQ-SGD)", _AQSGD_2),
-    Case("CB: lowrank 16, epilogue", ("pp-backward=lowrank,rank=16,when=epilogue,error-feedback=lazy",)),
-    Case("fp32 traffic, eager 1F1B", schedule="eager-1f1b"),
-    Case("bf16 traffic, eager 1F1B", CAST.specs, "eager-1f1b"),
-    Case("delta 4, fixpoint 8, eager 1F1B", _AQSGD_4, "eager-1f1b"),
-    Case("delta 2, fixpoint 4, eager 1F1B", _AQSGD_2, "eager-1f1b"),
+    NetworkCase("fixpoint 4/8 bits", ("pp-forward=fixpoint,bits=4", "pp-backward=fixpoint,bits=8")),
+    NetworkCase("delta 4, fixpoint 8 (AQ-SGD)", _AQSGD_4),
+    NetworkCase("delta 2, fixpoint 4 (AQ-SGD)", _AQSGD_2),
+    NetworkCase("CB: lowrank 16, epilogue", ("pp-backward=lowrank,rank=16,when=epilogue,error-feedback=lazy",)),
+    NetworkCase("fp32 traffic, eager 1F1B", schedule="eager-1f1b"),
+    NetworkCase("bf16 traffic, eager 1F1B", CAST.specs, "eager-1f1b"),
+    NetworkCase("delta 4, fixpoint 8, eager 1F1B", _AQSGD_4, "eager-1f1b"),
+    NetworkCase("delta 2, fixpoint 4, eager 1F1B", _AQSGD_2, "eager-1f1b"),
 )
 DATA = (
     FP32,
     CAST,
-    Case("powersgd, rank 4", ("dp-grad=powersgd,rank=4",)),
-    Case("powersgd, rank 32", ("dp-grad=powersgd,rank=32",)),
-    Case("stable Top-K 10% (Radius)", ("dp-grad=stable-topk,density=0.1,interval=1000",)),
-    Case("fixpoint 4 bits", ("dp-grad=fixpoint,bits=4,error-feedback=on",)),
-    Case("torch DDP", peer="ddp"),
-    Case("torch DDP, fp16 hook", peer="ddp-fp16"),
-    Case("torch DDP, powerSGD_hook, rank 4", peer="ddp-powersgd", rank=4),
-    Case("torch DDP, powerSGD_hook, rank 32", peer="ddp-powersgd", rank=32),
+    NetworkCase("powersgd, rank 4", ("dp-grad=powersgd,rank=4",)),
+    NetworkCase("powersgd, rank 32", ("dp-grad=powersgd,rank=32",)),
+    NetworkCase("stable Top-K 10% (Radius)", ("dp-grad=stable-topk,density=0.1,interval=1000",)),
+    NetworkCase("fixpoint 4 bits", ("dp-grad=fixpoint,bits=4,error-feedback=on",)),
+    NetworkCase("torch DDP", peer="ddp"),
+    NetworkCase("torch DDP, fp16 hook", peer="ddp-fp16"),
+    NetworkCase("torch DDP, powerSGD_hook, rank 4", peer="ddp-powersgd", rank=4),
+    NetworkCase("torch DDP, powerSGD_hook, rank 32", peer="ddp-powersgd", rank=32),
 )
 MIXED = (
     FP32,
     CAST,
-    Case(
+    NetworkCase(
         "CB + FE + SC (Optimus-CC)",
         (
             "pp-backward=lowrank,rank=16,when=epilogue,error-feedback=lazy",
@@ -67,7 +67,7 @@ MIXED = (
             "dp-grad=powersgd,rank=32,stages=first:1",
         ),
     ),
-    Case(
+    NetworkCase(
         "delta 4, fixpoint 8, powersgd 32, FE",
         ("pp-forward=delta,bits=4", "pp-backward=fixpoint,bits=8", "dp-grad=powersgd,rank=32", "embedding=fused"),
     ),
@@ -79,20 +79,20 @@ VOCAB = 2048
 
 @dataclass(frozen=True)
 class Bench:
-    """A layout on hosts.
+    """A layout on hosts, with its cases.
 
     Args:
-        hosts, ranks_per_host: where the ranks are.
-        tp, pp: the layout; data parallelism is the rest.
+        hosts, ranks_per_host: number of hosts, and of ranks on each.
+        tp, pp: tensor- and pipeline-parallel sizes; data parallelism is the rest.
         model: layers, hidden size, sequence length.
-        micro_batches: of each replica and step.
-        setups: links to imitate.
-        cases: what is measured on each.
+        micro_batches: micro-batches per replica and step.
+        setups: published set-ups whose links are imitated.
+        cases: cases that are measured on each link.
         paced_by: "message": the set-up's ratio is a micro-batch's; "gradients": an iteration's.
-        tied: the output projection is the embedding, whose gradient the first and the last stage must then add up.
+        tied: the output projection is the embedding, whose gradient the first and the last stage must all-reduce.
         device: cpu: fp32 over gloo, each host with a share of the processors; cuda: bf16 over NCCL, on one GPU.
-        micro_batch: sequences.
-        vocab: entries.
+        micro_batch: sequences per micro-batch.
+        vocab: entries of the vocabulary.
     """
 
     hosts: int
@@ -102,7 +102,7 @@ class Bench:
     model: tuple[int, int, int]
     micro_batches: int
     setups: tuple[Setup, ...]
-    cases: tuple[Case, ...]
+    cases: tuple[NetworkCase, ...]
     paced_by: str = "message"
     tied: bool = False
     device: str = "cpu"
@@ -111,7 +111,7 @@ class Bench:
 
     @property
     def dp(self) -> int:
-        """Replicas."""
+        """Number of replicas."""
         return self.hosts * self.ranks_per_host // (self.tp * self.pp)
 
 
@@ -126,7 +126,7 @@ BENCHES = {
 
 
 def plan_of(bench: Bench) -> dict[str, Any]:
-    """What every rank is told at the start."""
+    """The plan that every rank reads at the start."""
     layers, hidden, sequence = bench.model
     return {
         "vocab": bench.vocab,

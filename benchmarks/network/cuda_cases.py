@@ -5,41 +5,41 @@ Parameters and messages between stages are in bf16, gradients add up in fp32; "f
 
 from __future__ import annotations
 
-from benchmarks.network.cases import FP32, Bench, Case
+from benchmarks.network.cases import FP32, Bench, NetworkCase
 from benchmarks.network.setups import as_named
 
 GPT2_VOCAB = 50257
 _POWERSGD = "dp-grad=powersgd,rank={}"
-BF16 = Case("bf16 traffic")
+BF16 = NetworkCase("bf16 traffic")
 _FIXPOINT = ("pp-forward=fixpoint,bits=4", "pp-backward=fixpoint,bits=8")
 _DELTA = ("pp-forward=delta,bits=4", "pp-backward=fixpoint,bits=8")
 PIPELINE = (
     BF16,
-    Case("fixpoint 4/8 bits", _FIXPOINT),
-    Case("fixpoint 4/8 bits, eager 1F1B", _FIXPOINT, "eager-1f1b"),
-    Case("bf16 traffic, eager 1F1B", schedule="eager-1f1b"),
-    Case("delta 4, fixpoint 8 (AQ-SGD)", _DELTA),
-    Case("delta 4, fixpoint 8, eager 1F1B", _DELTA, "eager-1f1b"),
+    NetworkCase("fixpoint 4/8 bits", _FIXPOINT),
+    NetworkCase("fixpoint 4/8 bits, eager 1F1B", _FIXPOINT, "eager-1f1b"),
+    NetworkCase("bf16 traffic, eager 1F1B", schedule="eager-1f1b"),
+    NetworkCase("delta 4, fixpoint 8 (AQ-SGD)", _DELTA),
+    NetworkCase("delta 4, fixpoint 8, eager 1F1B", _DELTA, "eager-1f1b"),
 )
 DATA = (
-    Case("powersgd, rank 4", (_POWERSGD.format(4),)),
-    Case("powersgd, rank 4, no overlap", (_POWERSGD.format(4),), overlap=False),
-    Case("torch DDP, powerSGD_hook, rank 4", peer="ddp-powersgd", rank=4),
-    Case("powersgd, rank 32", (_POWERSGD.format(32),)),
-    Case("torch DDP, powerSGD_hook, rank 32", peer="ddp-powersgd", rank=32),
-    Case("bf16 traffic", ("dp-grad=cast",)),
-    Case("torch DDP, bf16 hook", peer="ddp-bf16"),
+    NetworkCase("powersgd, rank 4", (_POWERSGD.format(4),)),
+    NetworkCase("powersgd, rank 4, no overlap", (_POWERSGD.format(4),), overlap=False),
+    NetworkCase("torch DDP, powerSGD_hook, rank 4", peer="ddp-powersgd", rank=4),
+    NetworkCase("powersgd, rank 32", (_POWERSGD.format(32),)),
+    NetworkCase("torch DDP, powerSGD_hook, rank 32", peer="ddp-powersgd", rank=32),
+    NetworkCase("bf16 traffic", ("dp-grad=cast",)),
+    NetworkCase("torch DDP, bf16 hook", peer="ddp-bf16"),
     FP32,
-    Case("torch DDP", peer="ddp"),
-    Case("fixpoint 4 bits", ("dp-grad=fixpoint,bits=4,error-feedback=on",)),
-    Case("stable Top-K 10% (Radius)", ("dp-grad=stable-topk,density=0.1,interval=1000",)),
-    Case("bf16 traffic, no overlap", ("dp-grad=cast",), overlap=False),
-    Case("fp32 traffic, no overlap", overlap=False),
+    NetworkCase("torch DDP", peer="ddp"),
+    NetworkCase("fixpoint 4 bits", ("dp-grad=fixpoint,bits=4,error-feedback=on",)),
+    NetworkCase("stable Top-K 10% (Radius)", ("dp-grad=stable-topk,density=0.1,interval=1000",)),
+    NetworkCase("bf16 traffic, no overlap", ("dp-grad=cast",), overlap=False),
+    NetworkCase("fp32 traffic, no overlap", overlap=False),
 )
 MIXED = (
     FP32,
-    Case("bf16 traffic", ("dp-grad=cast",)),
-    Case(
+    NetworkCase("bf16 traffic", ("dp-grad=cast",)),
+    NetworkCase(
         "CB + FE + SC (Optimus-CC)",
         (
             "pp-backward=lowrank,rank=16,when=epilogue,error-feedback=lazy",
@@ -47,7 +47,7 @@ MIXED = (
             "dp-grad=powersgd,rank=32,stages=first:1",
         ),
     ),
-    Case("delta 4, fixpoint 8, powersgd 32, FE", (*_DELTA, _POWERSGD.format(32), "embedding=fused")),
+    NetworkCase("delta 4, fixpoint 8, powersgd 32, FE", (*_DELTA, _POWERSGD.format(32), "embedding=fused")),
 )
 _LINKS = tuple(as_named())
 CUDA_BENCHES = {

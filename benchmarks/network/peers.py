@@ -1,4 +1,4 @@
-"""What others do for data parallelism: torch's DistributedDataParallel with its communication hooks."""
+"""Peers for data parallelism: torch's DistributedDataParallel with its communication hooks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WARMUP_STEPS = 2
 
 
 class _Ours(nn.Module):
-    """Our model; its result is the loss."""
+    """Our model as a module whose result is the loss."""
 
     def __init__(self, plan: dict[str, Any], config: RunConfig, topology: Topology) -> None:
         super().__init__()
@@ -64,14 +64,14 @@ class _Plain(nn.Module):
 def peer_step(
     kind: str, rank: int, plan: dict[str, Any], config: RunConfig, topology: Topology, batches: list[Batch]
 ) -> Callable[[int], dict[str, float]]:
-    """Builds a replica; the function takes a step and says how long it took.
+    """Builds a replica; returns a function that takes a step and returns how long it took.
 
     Args:
         kind: ddp, ddp-fp16, ddp-bf16 or ddp-powersgd.
-        rank: of powerSGD_hook.
-        plan: of the benchmark.
-        config: of the model.
-        topology, batches: this rank's; data-parallel only.
+        rank: rank of powerSGD_hook.
+        plan: plan of the benchmark.
+        config: configuration of the model.
+        topology, batches: topology and micro-batches of this rank; data-parallel only.
     """
     cuda = topology.device.type == "cuda"
     model = _Plain(plan, config).to(topology.device) if cuda else _Ours(plan, config, topology)

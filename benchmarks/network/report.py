@@ -28,7 +28,7 @@ def rate_of(rate: float | None) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """One table for each layout and link: time, its parts, bytes, and speed-ups."""
+    """Tables of each layout and link: time, its parts, bytes, and speed-ups."""
     parts = []
     links = dict.fromkeys((row["layout"], row["setup"]) for row in rows)
     for layout, setup in sorted(links, key=lambda link: list(links).index(link)):
@@ -69,7 +69,7 @@ _PEERS = {"torch DDP": "fp32 traffic", "torch DDP, fp16 hook": "bf16 traffic"}
 
 
 def traffic_of(case: str) -> tuple[str, bool]:
-    """What a case sends, and whether it is the other way to send that: eager 1F1B, or torch's own."""
+    """The traffic of a case, and whether it is another way to send that: eager 1F1B, or torch's own."""
     if case.startswith("torch"):
         return _PEERS.get(case, case.replace("torch DDP, powerSGD_hook", "powersgd")), True
     name = case.removesuffix(_EAGER).removesuffix(" (AQ-SGD)")
@@ -77,7 +77,7 @@ def traffic_of(case: str) -> tuple[str, bool]:
 
 
 def figure(rows: Sequence[Row], path: Path) -> None:
-    """Tokens/s against the link's rate, a panel for each layout; equal traffic has equal colors."""
+    """Draws tokens/s against the link's rate, a panel for each layout; equal traffic has equal colors."""
     rows = [row for row in rows if row["rate"] is not None]
     layouts = list(dict.fromkeys(row["layout"] for row in rows))
     columns = min(len(layouts), 2)
@@ -96,7 +96,7 @@ def figure(rows: Sequence[Row], path: Path) -> None:
 
 
 def _panel(axis: Any, rows: Sequence[Row], kinds: Sequence[str]) -> None:
-    """The links of one layout, with the key of its cases, whose traffic has the color of its place in ``kinds``."""
+    """Draws the links of one layout; a case has the color of its traffic's place in ``kinds``."""
     from matplotlib.lines import Line2D
 
     cases = list(dict.fromkeys(row["case"] for row in rows))

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from benchmarks.lab.hosts import Lab, LabError, Traffic
-from benchmarks.network.cases import BENCHES, FP32, Bench, Case, plan_of
+from benchmarks.network.cases import BENCHES, FP32, Bench, NetworkCase, plan_of
 from benchmarks.network.cuda_cases import CUDA_BENCHES
 from benchmarks.network.report import figure, rate_of, table
 from benchmarks.network.setups import Setup
@@ -46,25 +46,25 @@ from megatron.planner.predict import Predictor
 WARM_STEPS = 3
 """On fast links: first visits of samples, first choices of coordinates, exact steps before a peer's hook."""
 PAYLOAD = 1448 / 1514
-"""Of an Ethernet frame that is full of TCP."""
+"""TCP's share of a full Ethernet frame."""
 START_SECONDS = 300.0
 STEP_SECONDS = 900.0
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A case on a link.
+    """The measurement of a case on a link.
 
     Args:
-        layout, setup, rate: where; the rate in bits per second, None unshaped.
-        case: what.
-        seconds: of an iteration, on the slowest rank; the median.
-        tokens_per_s: of the whole run.
-        compute_s, coded_s, waited_s: means over the ranks, of an iteration.
-        host_mb: sent by a host in an iteration, by its interface's counter; the host that sent most.
-        loss: of the last step.
-        predicted_s: of an iteration, by the planner; None for what it does not know.
-        waited: by point, where it is known.
+        layout, setup, rate: the link; its rate in bits per second, None unshaped.
+        case: name of the case.
+        seconds: time of an iteration on the slowest rank, the median.
+        tokens_per_s: tokens per second of the whole run.
+        compute_s, coded_s, waited_s: seconds of an iteration, means over the ranks.
+        host_mb: MB that a host sends in an iteration, by its interface's counter; the host that sent most.
+        loss: loss of the last step.
+        predicted_s: the planner's time of an iteration; None for a case that it does not know.
+        waited: time of waiting by point, where it is known.
     """
 
     layout: str
@@ -83,7 +83,7 @@ class Measurement:
 
 
 class Workers:
-    """The ranks on the hosts, which take commands from a folder."""
+    """The ranks on the hosts, which read commands from a folder."""
 
     def __init__(self, lab: Lab, bench: Bench, folder: Path) -> None:
         self.lab, self.folder = lab, folder
@@ -118,7 +118,7 @@ class Workers:
         return found
 
     def stop(self) -> None:
-        """Lets the ranks end."""
+        """Ends the ranks."""
         if self._status is None:
             (self.folder / f"command{self._number}.json").write_text('{"do": "stop"}')
             self._thread.join(60)
@@ -126,7 +126,7 @@ class Workers:
 
 @contextmanager
 def workers(bench: Bench) -> Iterator[tuple[Lab, Workers]]:
-    """Hosts with equal shares of the processors, and ranks on them."""
+    """Starts hosts with equal shares of the processors, and ranks on them."""
     # A GPU's ranks need their processors to launch what it computes.
     share = (os.cpu_count() or 1) / bench.hosts if bench.device == "cpu" else None
     lab = Lab([None] * bench.hosts, share, bench.device)
@@ -137,7 +137,7 @@ def workers(bench: Bench) -> Iterator[tuple[Lab, Workers]]:
 
 
 def link_rate(bench: Bench, setup: Setup, computed: dict[str, float]) -> float:
-    """Bits per second at which uncompressed traffic takes ``ratio`` times as long as computing.
+    """The rate in bits per second at which uncompressed traffic takes ``ratio`` times as long as computing.
 
     Args:
         computed: figures of an uncompressed step on unshaped links.
@@ -155,15 +155,15 @@ def link_rate(bench: Bench, setup: Setup, computed: dict[str, float]) -> float:
 
 
 def linked(cluster: Cluster, rate: float | None) -> Cluster:
-    """The hosts with shaped links, whose rate counts the frames around what they carry."""
+    """The cluster of hosts with shaped links, whose rate counts the frames around the payload."""
     if rate is None:
         return cluster
     carried = min(cluster.across.gbit_per_s, rate / 1e9 * PAYLOAD)
     return replace(cluster, across=replace(cluster.across, gbit_per_s=carried))
 
 
-def predicted(bench: Bench, case: Case, cluster: Cluster | None) -> float | None:
-    """Seconds of an iteration, by the planner."""
+def predicted(bench: Bench, case: NetworkCase, cluster: Cluster | None) -> float | None:
+    """Seconds of an iteration, as the planner predicts them."""
     if case.peer or cluster is None:
         return None
     config = config_of(plan_of(bench), list(case.specs), cluster.gpus, case.schedule)
@@ -171,7 +171,7 @@ def predicted(bench: Bench, case: Case, cluster: Cluster | None) -> float | None
 
 
 def described_hosts(name: str, bench: Bench, ranks: Workers, out: Path) -> Cluster:
-    """What the planner is told of the hosts; also written to the folder ``out``."""
+    """The hosts as the planner's cluster; also written to the folder ``out``."""
     specs = sorted({spec for case in bench.cases for spec in case.specs})
     (rates,) = ranks.ask(STEP_SECONDS, do="measure", specs=specs, ranks_per_host=bench.ranks_per_host)
     cluster = described(rates, Cluster(name, bench.hosts * bench.ranks_per_host, bench.ranks_per_host))
@@ -194,16 +194,16 @@ def measure(
     wanted: Wanted = lambda setup, case: True,
     long_seconds: float = math.inf,
 ) -> Generator[Measurement, None, None]:
-    """Every case on every link of a layout, each when it is measured.
+    """Measures every case on every link of a layout; yields each when it is measured.
 
     Args:
-        name, bench: of the layout.
-        setups: its links.
-        steps: of each measurement.
-        out: folder of what the planner is told of the hosts.
-        unshaped: on links without a rate as well.
-        wanted: leaves out some.
-        long_seconds: a step that takes longer is not repeated.
+        name, bench: name of the layout, and the benchmark.
+        setups: set-ups of its links.
+        steps: steps per measurement.
+        out: folder of the planner's cluster.
+        unshaped: whether to measure on unshaped links as well.
+        wanted: a filter of the cases.
+        long_seconds: time of a step above which it is not repeated.
     """
     with workers(bench) as (lab, ranks):
         reference = ranks.ask(START_SECONDS, do="build", case=asdict(FP32), steps=3)
@@ -253,12 +253,12 @@ def summarize(
     bench: Bench,
     setup: str,
     rate: float | None,
-    case: Case,
+    case: NetworkCase,
     answer: Sequence[dict[str, float]],
     sent: Sequence[Traffic],
     expected: float | None,
 ) -> Measurement:
-    """Medians over the steps."""
+    """Summarizes steps by their medians."""
     median = {key: statistics.median(step[key] for step in answer) for key in answer[0]}
     tokens = bench.micro_batch * bench.micro_batches * bench.dp * bench.model[2]
     return Measurement(
@@ -279,7 +279,7 @@ def summarize(
 
 
 def chosen(bench: Bench, words: str | None) -> Bench:
-    """A layout with the cases alone whose names hold one of some words."""
+    """A layout with only the cases whose names contain one of some words."""
     if words is None:
         return bench
     wanted = [word.strip().lower() for word in words.split(",") if word.strip()]
@@ -289,7 +289,7 @@ def chosen(bench: Bench, words: str | None) -> Bench:
 
 
 def write(found: Sequence[Measurement], out: Path) -> None:
-    """Everything that was measured, as tables and a plot."""
+    """Writes all measurements, as tables and a plot."""
     rows = [asdict(row) for row in found]
     (out / "rows.json").write_text(json.dumps(rows, indent=1))
     (out / "table.md").write_text(table(rows) + "\n")
@@ -297,7 +297,7 @@ def write(found: Sequence[Measurement], out: Path) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line; what it asks for is in ``benches``."""
+    """Parses the command line; the chosen layouts are in ``benches``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--layouts",

@@ -20,9 +20,9 @@ class Setup:
     """A link of a published system.
 
     Args:
-        name: as the tables show it.
-        ratio: communication over computation, uncompressed.
-        arithmetic: how it was found.
+        name: name in the tables.
+        ratio: communication time over computing time, uncompressed.
+        arithmetic: derivation of the ratio.
         rate: bits per second of the link itself, whatever the ratio.
     """
 
@@ -33,7 +33,7 @@ class Setup:
 
 
 def _layer_flops(tokens: int, hidden: int, sequence: int, factor: int) -> float:
-    """Of one layer: 24 T h^2 + 4 T s h forward, times 3 with the backward pass, or 4 with recomputation as well."""
+    """The FLOPs of one layer: 24 T h^2 + 4 T s h forward, times 3 with the backward pass, or 4 with recomputation."""
     return factor * (24.0 * tokens * hidden**2 + 4.0 * tokens * sequence * hidden)
 
 

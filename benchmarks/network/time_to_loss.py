@@ -21,7 +21,7 @@ from benchmarks import REPO
 from benchmarks.convergence import MODEL, prepare, slug, tokenizer_flags
 from benchmarks.lab.hosts import Lab, LabError
 from benchmarks.loss_curves import main as plot_loss_curves
-from benchmarks.network.cases import PIPELINE, Case
+from benchmarks.network.cases import PIPELINE, NetworkCase
 from benchmarks.network.report import rate_of
 from benchmarks.network.setups import aqsgd_pipeline
 from megatron.data.interrupt import stopped_in_order
@@ -34,7 +34,7 @@ WARM = 10
 USUAL = ("fp32 traffic", "bf16 traffic", "delta 4, fixpoint 8 (AQ-SGD)", "delta 4, fixpoint 8, eager 1F1B")
 
 
-def flags(out: Path, case: Case, iterations: int, log: Path) -> list[str]:
+def flags(out: Path, case: NetworkCase, iterations: int, log: Path) -> list[str]:
     """The command line of one run."""
     values = {
         **MODEL,
@@ -58,8 +58,8 @@ def flags(out: Path, case: Case, iterations: int, log: Path) -> list[str]:
     return [str(REPO / "pretrain_gpt.py"), *words, *tokenizer_flags(out)]
 
 
-def train(lab: Lab, out: Path, case: Case, iterations: int, log: Path) -> None:
-    """One run on the hosts, from the beginning.
+def train(lab: Lab, out: Path, case: NetworkCase, iterations: int, log: Path) -> None:
+    """Runs one training on the hosts, from the beginning.
 
     Raises:
         LabError: when it fails.
@@ -72,12 +72,12 @@ def train(lab: Lab, out: Path, case: Case, iterations: int, log: Path) -> None:
 
 
 def seconds_per_iteration(log: Path) -> float:
-    """The median of a log."""
+    """The median time of an iteration, from a log."""
     return statistics.median(e["seconds_per_iteration"] for e in read_records(log) if e.get("kind") == "train")
 
 
-def compare(out: Path, cases: Sequence[Case], link: str, iterations: int) -> None:
-    """Runs the cases and draws them.
+def compare(out: Path, cases: Sequence[NetworkCase], link: str, iterations: int) -> None:
+    """Runs the cases and draws their curves.
 
     Raises:
         LabError: when hosts cannot be made, or a run fails.

@@ -1,4 +1,4 @@
-"""One rank of the network benchmark: builds what it is told, steps, and writes down what it measured.
+"""One rank of the network benchmark: builds a case, steps, and writes its measurements.
 
 The process outside the hosts leaves commands in a folder that both see, ``command0.json`` and so on: ``build`` a case,
 take ``steps``, ``measure`` rates for the planner, or ``stop``. The first rank answers each in ``result0.json``. Links
@@ -64,7 +64,7 @@ def batches_of(plan: dict[str, Any], config: RunConfig, topology: Topology) -> l
 
 
 def our_step(plan: dict[str, Any], config: RunConfig, topology: Topology, batches: list[Batch]) -> Step:
-    """Builds the engines; the function takes a step and says where its time went on this rank."""
+    """Builds the engines; returns a function that takes a step and returns where its time went on this rank."""
     engines = build_engines(config, topology, plan["vocab"])
 
     def step(iteration: int) -> dict[str, float]:
@@ -73,7 +73,7 @@ def our_step(plan: dict[str, Any], config: RunConfig, topology: Topology, batche
         topology.control.barrier()
         start = time.perf_counter()
         outcome = train_step(engines, batches, iteration, 1e-3, 0.01, timers=timers)
-        engines.ledger.clock.settle()
+        engines.ledger.clock.synchronize()
         figures = {"seconds": time.perf_counter() - start, "loss": outcome.loss}
         inside = sum(timers(name, 2).elapsed() for name in ("forward-compute", "backward-compute"))
         accounts = engines.ledger.take()
@@ -91,7 +91,7 @@ def our_step(plan: dict[str, Any], config: RunConfig, topology: Topology, batche
 
 
 def wait_for(path: Path) -> dict[str, Any]:
-    """A command, once it is there; the process ends when there is nobody left who could give one."""
+    """Waits for a command; the process ends when nobody is left who could give one."""
     while not path.exists():
         if not path.parent.is_dir():
             sys.exit("the process that gives commands is gone")

@@ -16,7 +16,7 @@ from megatron.base.errors import UserError
 
 
 def fsync_directory(folder: Path) -> None:
-    """Make renames inside `folder` survive a power cut, where the file system lets a folder be synced.
+    """Makes renames inside ``folder`` survive a power cut, where the file system lets a folder be synced.
 
     Raises:
         OSError: when the disk fails at it.
@@ -36,11 +36,11 @@ def fsync_directory(folder: Path) -> None:
 
 @contextmanager
 def holding(path: Path, *, where_there_are_locks: bool = False) -> Iterator[None]:
-    """Holds the lock of a file or folder, which goes with the process whatever ends it.
+    """Holds the lock of a file or folder, which the system releases when the process ends.
 
     Args:
-        path: of it.
-        where_there_are_locks: go on without one on a file system that has none.
+        path: path of the file.
+        where_there_are_locks: continue without a lock on a file system that has none.
 
     Raises:
         BlockingIOError: when another process holds it.
@@ -62,7 +62,7 @@ def holding(path: Path, *, where_there_are_locks: bool = False) -> Iterator[None
 
 
 def beside(path: Path, ending: str) -> Path:
-    """A hidden name of this process's in the file's folder, short enough whatever the file's own."""
+    """The path of a hidden temporary file of this process in the file's folder, of valid length."""
     name = path.name
     if len(os.fsencode(name)) > 200:  # of 255
         name = hashlib.blake2b(os.fsencode(name), digest_size=16).hexdigest()
@@ -70,7 +70,7 @@ def beside(path: Path, ending: str) -> Path:
 
 
 def remove_leftovers(path: Path, ending: str, remove: Callable[[Path], object]) -> None:
-    """Removes what processes that were killed had begun ``beside`` a file, and nothing that another one holds."""
+    """Removes temporary files ``beside`` a file that killed processes have left, unless another process holds them."""
     begin = beside(path, ending).name.removesuffix(f"{os.getpid()}.{ending}")
     for left in path.parent.iterdir() if path.parent.is_dir() else ():
         number = left.name.removeprefix(begin).removesuffix(f".{ending}")
@@ -80,17 +80,17 @@ def remove_leftovers(path: Path, ending: str, remove: Callable[[Path], object]) 
 
 
 def check_writable(path: str | Path, flag: str = "") -> Path:
-    """Checks that `atomic_write` will be able to write a file, before what it is to hold is worked out.
+    """Checks that ``atomic_write`` will be able to write a file, before its content is computed.
 
     Args:
-        path: of the file.
-        flag: that names it, for the message.
+        path: path of the file.
+        flag: flag that names the file, for the message.
 
     Returns:
-        The file's own place, links followed.
+        The file's own path, links followed.
 
     Raises:
-        UserError: naming the flag and the file, when it will not.
+        UserError: when it cannot be; the message names the flag and the file.
     """
     target = Path(os.path.realpath(path))
     named = f"{flag} {path or target}".strip()
@@ -113,7 +113,7 @@ def check_writable(path: str | Path, flag: str = "") -> Path:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file beside `path` (links followed); it takes that name when the block ends without an error.
+    """Opens a temporary file beside ``path`` (links followed); it takes that name when the block ends without an error.
 
     The temporary name holds the process id, so ranks that write the same file at once do not disturb each
     other: the last rename wins, and every version is complete.
@@ -134,15 +134,15 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: str | Path, data: bytes, flag: str = "") -> None:
-    """Writes a file that is either complete or not there, where `check_writable` looked.
+    """Writes a file that is either complete or not there, where ``check_writable`` looked.
 
     Args:
-        path: of the file; links are followed.
-        data: what it holds.
-        flag: that names it, for the message.
+        path: path of the file; links are followed.
+        data: content of the file.
+        flag: flag that names the file, for the message.
 
     Raises:
-        UserError: naming the flag and the file, when it cannot be written.
+        UserError: when it cannot be written; the message names the flag and the file.
     """
     try:
         with atomic_write(Path(path)) as stream:

@@ -16,12 +16,12 @@ _LARGEST = 1 << 20
 
 
 def read_settings(path: str | Path, where: str, kind: str) -> str:
-    """The text of a file.
+    """Reads the text of a file.
 
     Args:
-        path: of it.
+        path: path of the document.
         where: starts the message of an error, and names the file.
-        kind: what it should be: "YAML" or "JSON".
+        kind: kind of the document: "YAML" or "JSON".
 
     Raises:
         UserError: when it cannot be read, is large, or is no text.
@@ -41,7 +41,11 @@ def read_settings(path: str | Path, where: str, kind: str) -> str:
 
 
 def read_json(path: str | Path, where: str) -> dict[str, Any]:
-    """The mapping that the file holds. Raises UserError starting with `where`, which names the file."""
+    """Reads a JSON file that holds a mapping.
+
+    Raises:
+        UserError: when it cannot be read or holds none; the message starts with ``where``, which names the file.
+    """
     text = read_settings(path, where, "JSON")
     try:
         content = json.loads(text, object_pairs_hook=_without_doubles)
@@ -64,7 +68,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """The safe loader, refusing a key that is given twice in one mapping."""
+    """The safe loader, with an error for a key that is given twice in one mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -84,12 +88,20 @@ class _BlockDumper(yaml.SafeDumper):
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping that the file holds, empty for an empty file. Raises UserError naming the file."""
+    """Reads a YAML file that holds a mapping; empty for an empty file.
+
+    Raises:
+        UserError: when it cannot be read or holds none; the message names the file.
+    """
     return parse_yaml(read_settings(path, str(path), "YAML"), str(path))
 
 
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
-    """The mapping that the text holds, empty for an empty text. Raises UserError starting with `where`."""
+    """Parses a YAML text that holds a mapping; empty for an empty text.
+
+    Raises:
+        UserError: when it holds none; the message starts with ``where``.
+    """
     try:
         content = yaml.load(text, Loader=_PlainLoader)
     except yaml.YAMLError as error:
@@ -108,7 +120,7 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
 
 
 def dump_yaml(content: dict[str, Any]) -> str:
-    """YAML text of plain values, one block a section, keys in the given order."""
+    """The YAML text of plain values, one block a section, keys in the given order."""
     blocks = [
         yaml.dump({name: section}, Dumper=_BlockDumper, sort_keys=False, allow_unicode=True, width=2**31)
         for name, section in content.items()

@@ -1,4 +1,4 @@
-"""The one error type that a user is meant to read."""
+"""The error type whose message is meant for users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Declared fields read and checked: one value at a time, a whole dataclass from plain values or from words."""
+"""Reads and checks declared fields: one value at a time, or a whole dataclass from plain values or words."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _SINGLE = (2.0**-126, 2.0**126)
 
 
 def from_text(field: FieldOption, texts: Sequence[str], where: str) -> Any:
-    """The value of `field` from the words given for it. A switch given without a word is on.
+    """Parses the value of ``field`` from words. A switch without a word is on.
 
-    `where` starts the message of the UserError that a bad word raises, such as "--num-layers".
+    ``where`` starts the message of the UserError that a bad word raises, such as "--num-layers".
     The value returned is the field's own: a switch that turns a default off gives False.
     """
     if field.is_switch:
@@ -33,7 +33,7 @@ def from_text(field: FieldOption, texts: Sequence[str], where: str) -> Any:
 
 
 def from_plain(field: FieldOption, value: Any, where: str) -> Any:
-    """The value of `field` from what a YAML file or a dictionary holds under the field's own name."""
+    """Reads the value of ``field`` from a YAML file or a dictionary."""
     if value is None:
         return list(field.default) if isinstance(field.default, list) else field.default
     if field.is_list:
@@ -51,10 +51,12 @@ def _check_count(field: FieldOption, values: Sequence[Any], where: str) -> None:
 
 
 def check_fields(section: str, values: Any) -> None:
-    """Check type, choices and bounds of every field of the dataclass instance `values`, each on its own.
+    """Checks type, choices and bounds of every field of the dataclass instance ``values``, each on its own.
 
-    Raises UserError naming the flag of the first field that does not hold. Missing required fields are found
-    by `check_required`.
+    Missing required fields are found by ``check_required``.
+
+    Raises:
+        UserError: when a field does not hold; the message names the flag of the first.
     """
     for field in field_options(section, type(values)):
         value, where = getattr(values, field.name), f"--{field.flag}"
@@ -70,7 +72,11 @@ def check_fields(section: str, values: Any) -> None:
 
 
 def check_required(section: str, values: Any) -> None:
-    """Raise UserError naming the flags of all required fields that were not given."""
+    """Checks that all required fields were given.
+
+    Raises:
+        UserError: when some were not; the message names their flags.
+    """
     missing = [
         f"--{field.flag}"
         for field in field_options(section, type(values))
@@ -82,9 +88,10 @@ def check_required(section: str, values: Any) -> None:
 
 
 def section_from_plain(section: str, cls: type, values: dict[str, Any], where: str) -> Any:
-    """Build the dataclass `cls` from plain values under its field names, all of which must be known.
+    """Builds the dataclass ``cls`` from plain values under its field names, all of which must be known.
 
-    Raises UserError starting with `where` for an unknown name or a value of the wrong type.
+    Raises:
+        UserError: when a name is unknown or a value of the wrong type; the message starts with ``where``.
     """
     fields = {field.name: field for field in field_options(section, cls)}
     unknown = sorted(set(values) - set(fields))
@@ -95,15 +102,17 @@ def section_from_plain(section: str, cls: type, values: dict[str, Any], where: s
 
 
 def section_to_plain(values: Any) -> dict[str, Any]:
-    """The fields of a section as plain types: what YAML can hold."""
+    """The fields of a section as plain types, which YAML can hold."""
     return dataclasses.asdict(values)
 
 
 def options_from_words(cls: type[T], words: Mapping[str, str], owner: str) -> T:
-    """Build the dataclass `cls` from one word for each option that is given, under the option's flag.
+    """Builds the dataclass ``cls`` from one word for each option that is given, under the option's flag.
 
-    The options must be known. Raises UserError, naming the owner and the option, for a word that is not of its type or
-    out of its bounds.
+    The options must be known.
+
+    Raises:
+        UserError: when a word is not of its type or out of its bounds; the message names the owner and the option.
     """
     fields = {field.flag: field for field in field_options(owner, cls)}
     built = {}

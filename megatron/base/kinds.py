@@ -1,4 +1,4 @@
-"""What one value may be, and the only reader of it: from a word, from YAML that people write, from JSON."""
+"""Kinds of values, and the only reader of them: from words, from YAML that people write, from JSON."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _PYTHON_TYPES: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float),
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A type, with its choices or its bounds.
+    """The kind of a value: its type, and its choices or bounds.
 
-    Every method raises UserError for what does not fit. Its message begins with `where`, which names the place of the
+    Every method raises UserError for what does not fit. Its message begins with ``where``, which names the place of the
     value: "--num-layers", "run.yaml: model.num_layers", "n_layer".
 
     element: int, float, bool or str.
@@ -37,7 +37,7 @@ class Kind:
 
     @property
     def name(self) -> str:
-        """What the value is, with its article: "an integer", "one of cpu, cuda"."""
+        """The kind in words, with its article: "an integer", "one of cpu, cuda"."""
         return f"one of {', '.join(self.choices)}" if self.choices else _NAMES[self.element]
 
     @property
@@ -47,7 +47,7 @@ class Kind:
         return " and ".join(f"{words} {_bound(bound)}" for words, bound in parts if bound is not None)
 
     def from_text(self, text: str, where: str) -> Any:
-        """The value that a word of a command line or a spec stands for. Bounds are left to `check_bounds`."""
+        """Parses a word of a command line or a spec. Bounds are left to ``check_bounds``."""
         if self.element is bool:
             return _boolean(text, where)
         if self.element in (int, float):
@@ -64,7 +64,7 @@ class Kind:
         return _printable(text, where)
 
     def from_plain(self, value: Any, where: str) -> Any:
-        """The value that YAML holds, where people write texts, numbers and switches as they like."""
+        """Reads a value of YAML, where people write texts, numbers and switches as they like."""
         if isinstance(value, (list, dict)):
             raise self._unfit(value, where)
         if isinstance(value, bool):
@@ -84,7 +84,7 @@ class Kind:
         return self.from_text(str(value), where)
 
     def from_json(self, value: Any, where: str) -> Any:
-        """The value that a program wrote, which must be of this very type and within its bounds."""
+        """Reads a value that a program wrote, which must be of this very type and within its bounds."""
         right = isinstance(value, _PYTHON_TYPES[self.element]) and (self.element is bool or not isinstance(value, bool))
         if not right:
             raise self._unfit(value, where)
@@ -93,7 +93,7 @@ class Kind:
         return _choice(self.choices, value, where) if self.choices else number
 
     def check_bounds(self, value: Any, where: str) -> None:
-        """Return for a number within the bounds; texts and switches have none."""
+        """Checks that a number is within the bounds; texts and switches have none."""
         inside = (
             (self.minimum is None or value >= self.minimum)
             and (self.maximum is None or value <= self.maximum)
@@ -104,7 +104,7 @@ class Kind:
             raise UserError(f"{where} is {_given(value)}; it must be {self.bounds}")
 
     def _number(self, value: float, where: str) -> float:
-        """A number of a document, as an int or a float that the machine can hold."""
+        """Reads a number of a document as an int or a float that the machine can hold."""
         try:
             if self.element is float:
                 return checked_number(value)
@@ -135,7 +135,7 @@ def _boolean(text: str, where: str) -> bool:
 
 
 def _printable(text: str, where: str) -> str:
-    """A text that a log and a file's name can hold."""
+    """Checks that a log and a file's name can hold a text."""
     try:
         text.encode()
     except UnicodeEncodeError:

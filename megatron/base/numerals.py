@@ -1,4 +1,4 @@
-"""Numbers as users write them: plain ASCII, of a size that the machine's own numbers have."""
+"""Parses numbers as users write them: plain ASCII, of a size that the machine's own numbers have."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NUMBER = re.compile(rf"[+-]?({_DIGITS}\.?(?:{_DIGITS})?|\.{_DIGITS})([eE][+-]?[
 
 
 def read_whole(text: str) -> int:
-    """A whole number.
+    """Parses a whole number.
 
     Raises:
-        ValueError: with what is wrong, to be put behind the text: "is not an integer" or "is too large".
+        ValueError: when it is none; the message follows the text: "is not an integer" or "is too large".
     """
     text = text.strip()
     if not _WHOLE.fullmatch(text):
@@ -30,17 +30,21 @@ def read_whole(text: str) -> int:
 
 
 def checked_whole(number: int) -> int:
-    """The number itself, when the machine can hold it. Raises ValueError as `read_whole`."""
+    """Returns the number, if the machine can hold it.
+
+    Raises:
+        ValueError: when the machine cannot hold it; the message is like that of ``read_whole``.
+    """
     if not -LARGEST <= number <= LARGEST:
         raise ValueError("is too large an integer")
     return number
 
 
 def read_number(text: str) -> float:
-    """A finite number.
+    """Parses a finite number.
 
     Raises:
-        ValueError: with what is wrong, to be put behind the text, such as "is not a number".
+        ValueError: when it is none; the message follows the text: "is not a number".
     """
     text = text.strip()
     if text.lower().lstrip("+-") in ("nan", "inf", "infinity"):
@@ -59,7 +63,11 @@ def read_number(text: str) -> float:
 
 
 def checked_number(number: float) -> float:
-    """The number as a float, when it is finite. Raises ValueError as `read_number`."""
+    """Returns the number as a float, if it is finite.
+
+    Raises:
+        ValueError: when it is not finite; the message is like that of ``read_number``.
+    """
     try:
         number = float(number)
     except OverflowError:

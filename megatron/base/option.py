@@ -1,7 +1,7 @@
-"""How a dataclass field describes itself: its flag, its unit, its bounds and its help text.
+"""Options: how a dataclass field declares its flag, its unit, its bounds and its help text.
 
-A section of the configuration is a frozen dataclass whose fields are made by `option`, `required` or
-`derived`. Everything else (the argument parser, the YAML reader, `--help`, `docs/flags.md`, the range
+A section of the configuration is a frozen dataclass whose fields are made by ``option``, ``required`` or
+``derived``. Everything else (the argument parser, the YAML reader, ``--help``, ``docs/flags.md``, the range
 checks) is generated from what they record. The annotation of a field is the type it has in a *resolved*
 configuration: a required or derived field is None until then.
 """
@@ -22,10 +22,10 @@ _METADATA_KEY = "option"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
-    """What a field says about itself. Names are written without the leading dashes.
+    """The declaration of a field. Names are written without the leading dashes.
 
     flag: the canonical flag; None takes the field's name with hyphens. For a switch that is on by default it is the
-        flag that turns it off (`off_switch` is True then).
+        flag that turns it off (``off_switch`` is True then).
     aliases: other spellings with the same meaning.
     count: the exact number of values of a list, None for any number.
     repeatable: the flag may be given several times, one value each.
@@ -67,7 +67,7 @@ _UNDECLARED = Option(help="")
 
 
 def option(default: Any, help: str, **details: Any) -> Any:
-    """A field with a default. `details` are the attributes of Option."""
+    """A field with a default. ``details`` are the attributes of Option."""
     metadata = {_METADATA_KEY: Option(help=help, **details)}
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
@@ -88,7 +88,7 @@ def derived(when_unset: str, help: str, **details: Any) -> Any:
 class FieldOption:
     """One field of one section, with its option and its resolved type.
 
-    element is the type of the value, or of one element when `is_list`. choices are the allowed values of a
+    element is the type of the value, or of one element when ``is_list``. choices are the allowed values of a
     field annotated with a Literal; they are compared without regard to case, hyphens and underscores.
     """
 
@@ -102,7 +102,7 @@ class FieldOption:
 
     @cached_property
     def kind(self) -> Kind:
-        """What the value, or one element when `is_list`, may be."""
+        """The kind of the value, or of one element when ``is_list``."""
         option = self.option
         return Kind(
             element=self.element,
@@ -115,7 +115,7 @@ class FieldOption:
 
     @property
     def path(self) -> str:
-        """The dotted name `section.field`, which is how fields are named everywhere inside this package."""
+        """The dotted name ``section.field``, which is how fields are named everywhere inside this package."""
         return f"{self.section}.{self.name}"
 
     @property
@@ -125,7 +125,7 @@ class FieldOption:
 
     @property
     def is_switch(self) -> bool:
-        """True for a boolean: its flag needs no value."""
+        """Whether it is a boolean, whose flag needs no value."""
         return self.element is bool and not self.is_list
 
     @property
@@ -135,12 +135,12 @@ class FieldOption:
 
 
 def is_unset(value: object) -> bool:
-    """True for a required or derived field that nothing was given for."""
+    """Whether it is a required or derived field that was not given."""
     return value is None
 
 
 def field_options(section: str, cls: type) -> Iterator[FieldOption]:
-    """The described fields of the dataclass `cls`, in order."""
+    """The declared fields of the dataclass ``cls``, in order."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         described = field.metadata.get(_METADATA_KEY, _UNDECLARED)
@@ -156,7 +156,7 @@ def field_options(section: str, cls: type) -> Iterator[FieldOption]:
 
 
 def _element_type(hint: Any) -> tuple[type, bool]:
-    """(type of one element, is it a list) of an annotation such as `int | None`, `list[str]` or a Literal."""
+    """The type of one element, and whether it is a list, from an annotation such as ``int | None`` or ``list[str]``."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         (hint,) = (member for member in typing.get_args(hint) if member is not type(None))
     if typing.get_origin(hint) is list:

@@ -32,10 +32,10 @@ def open_regular(path: str | Path) -> FileIO:
 
 
 def read_regular(path: str | Path, limit: int | None = None) -> bytes:
-    """A file's bytes, or the first of them.
+    """Reads a file's bytes, or the first of them.
 
     Raises:
-        OSError: as ``open_regular``.
+        OSError: when ``open_regular`` raises it.
     """
     with open_regular(path) as stream:
         if limit is None:
@@ -47,7 +47,7 @@ def read_regular(path: str | Path, limit: int | None = None) -> bytes:
 
 
 def contents(path: str | Path) -> str:
-    """What a file or a folder of files holds, in a few words that differ when the contents do.
+    """A short text of the content of a file or a folder of files, to compare it between machines.
 
     Of a file of more than 1 MiB its size and 16 evenly spaced parts are looked at, not all bytes: many ranks ask.
     """

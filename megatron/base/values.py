@@ -1,4 +1,4 @@
-"""Values of documents that programs wrote, taken only when they are of the kind that is asked for."""
+"""Values of documents that programs wrote, checked for their type when they are used."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Values(Mapping[str, Any]):
     Every method that reads a kind raises UserError when the value is missing without a default, or something else.
 
     Args:
-        content: what a document holds.
-        place: of it, which messages begin with; nothing where the reader's caller says it.
-        remedy: what to do about a bad value, which messages end with.
+        content: content of a document.
+        place: name of the document in messages; empty where the reader's caller adds it.
+        remedy: end of messages, which says what to do about a bad value.
     """
 
     def __init__(self, content: Mapping[str, Any], place: str = "", remedy: str = "") -> None:
@@ -55,7 +55,7 @@ class Values(Mapping[str, Any]):
         return float(self._one(name, default, Kind(element=float, minimum=least, maximum=most)))
 
     def flag(self, name: str, default: bool | None = None) -> bool:
-        """True or false."""
+        """A boolean."""
         return bool(self._one(name, default, Kind(element=bool)))
 
     def text(self, name: str, default: str | None = None) -> str:
@@ -67,16 +67,16 @@ class Values(Mapping[str, Any]):
         return [self._fit(Kind(element=str), one, name) for one in self.listed(name)]
 
     def listed(self, name: str) -> list[Any]:
-        """A list, whatever it holds."""
+        """A list of anything."""
         return list(self._of_type(name, None, list, "a list"))
 
     def table(self, name: str, default: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-        """Names and values below a name."""
+        """The mapping below a name."""
         found: Mapping[str, Any] = self._of_type(name, default, Mapping, "names and values")
         return found
 
     def wrong(self, what: str) -> UserError:
-        """The error that says what is wrong, between the place and the remedy."""
+        """The error of a bad value, between the place and the remedy."""
         return UserError(f"{self.place}: {what}{self._remedy}" if self.place else f"{what}{self._remedy}")
 
     def _one(self, name: str, default: Any, kind: Kind) -> Any:

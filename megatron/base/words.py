@@ -15,7 +15,7 @@ def spell(name: str) -> str:
 
 
 def nearest(name: str, known: Sequence[str], prefix: str = "") -> str:
-    """The words "; the nearest is ..." for a misspelt `name`, or nothing when no known name is near."""
+    """The words "; the nearest is ..." for a misspelt ``name``, or nothing when no known name is near."""
     import difflib
 
     spelled = {spell(candidate): candidate for candidate in known}

@@ -12,7 +12,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 def flat_range_to_boxes(
     shape: Sequence[int], start: int, stop: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Cuts a range of a row-major flattened tensor into boxes, each of which is contiguous in the flat order.
+    """Splits a range of a row-major flattened tensor into boxes, each of which is contiguous in the flat order.
 
     There are at most ``2 * len(shape) - 1`` of them: the end of a first row, whole rows, the beginning of a
     last row, and the same again inside the two incomplete rows.
@@ -38,7 +38,7 @@ def flat_range_to_boxes(
 def _cut(
     shape: tuple[int, ...], start: int, stop: int, prefix: tuple[int, ...]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Cuts a non-empty range of the sub-tensor at ``prefix``; flat positions count from that sub-tensor."""
+    """Splits a non-empty range of the sub-tensor at ``prefix``; flat positions count from that sub-tensor."""
     if not shape:
         return [(prefix, (1,) * len(prefix), start)]
     row = math.prod(shape[1:])
@@ -62,14 +62,14 @@ def _cut(
 
 
 def clip(box: Box, extent: Sequence[int]) -> Box | None:
-    """The part of a box inside ``[0, extent)``; None when nothing is left."""
+    """Clips a box to ``[0, extent)``; None when nothing is left."""
     offsets, sizes = box
     kept = tuple(min(o + s, e) - o for o, s, e in zip(offsets, sizes, extent, strict=True))
     return None if any(size <= 0 for size in kept) else (offsets, kept)
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The box that two boxes share; None when they share nothing."""
+    """The intersection of two boxes; None when it is empty."""
     low = tuple(map(max, a[0], b[0]))
     high = tuple(min(ao + s, bo + t) for ao, s, bo, t in zip(*a, *b, strict=True))
     sizes = tuple(h - o for h, o in zip(high, low, strict=True))

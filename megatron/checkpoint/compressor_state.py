@@ -1,4 +1,4 @@
-"""What compressors remember, as logical tensors: saved with the model, and re-sliced or summed on another layout.
+"""State of compressors as logical tensors: saved with the model, and re-sliced or summed on another layout.
 
 Every tensor has leading dimensions that count its holders. A residual belongs to each holder's own contribution to
 a sum: with another number of replicas the sum of the residuals is kept, shared out equally. Anything else (factors
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.load import load_tensors, saved_shapes
-from megatron.checkpoint.logical import LogicalShard, Piece, shard_of_local
+from megatron.checkpoint.logical import LogicalShard, TensorBox, shard_of_local
 from megatron.comm.channel import Direction, PipelineChannel
 from megatron.comm.reducer import Unit
 from megatron.compression.api import RoundCompressor
@@ -39,18 +39,18 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class _Place:
-    """One part of a compressor's state with a name of its own.
+    """A named part of a compressor's state.
 
     Args:
-        name: what it is about, independent of the layout: a parameter, or a boundary between layers.
-        state: where it lives.
+        name: layout-independent name of its subject: a parameter, or a boundary between layers.
+        state: the state that holds it.
         holders: sizes of the leading dimensions: holders whose residuals add up, and tensor-parallel ranks.
         holder: this rank's indices in them.
         index: place in the stack of a unit's tensors; None where a tensor is not a stack.
         span: range of a whole bucket's flat tensors; None where there is none.
         whole: length of the stack, or of the bucket.
         slot: the parameter; None for messages.
-        leads: it also stands for the unit's counters.
+        leads: whether it also stands for the unit's counters.
         index_sets: names of tensors that are indices into the unit; replicas share them.
     """
 
@@ -66,7 +66,7 @@ class _Place:
     index_sets: tuple[str, ...] = ()
 
     def label(self, kind: str) -> str:
-        """Name of a tensor in checkpoints; a memory of samples is named by its holder, since each has its own size."""
+        """Name of a tensor in checkpoints; a sample cache is named by its holder, since each has its own size."""
         holder = ""
         if kind.endswith(_OF_SAMPLES):
             holder = "".join(f".{at}of{size}" for at, size in zip(self.holder, self.holders, strict=True))
@@ -90,7 +90,7 @@ class _Place:
         """A part as the box that this rank holds (or reads: that of another ``row``) of a logical tensor."""
         row = self.holder[0] if row is None else row
         if kind.endswith(_OF_SAMPLES):
-            return LogicalShard(tuple(part.shape), part.dtype, [Piece((0,) * part.dim(), part.detach())])
+            return LogicalShard(tuple(part.shape), part.dtype, [TensorBox((0,) * part.dim(), part.detach())])
         if kind in self.index_sets and self.slot is not None:
             spec = self.slot.spec
             return shard_of_local(part.unsqueeze(0), (0, *spec.offsets()), (1, *spec.logical_shape))
@@ -99,7 +99,7 @@ class _Place:
             offsets, shape = (row, *spec.offsets()), (self.holders[0], *spec.logical_shape)
             return shard_of_local(part.unsqueeze(0), offsets, shape)
         offsets = (row, self.holder[1], *([0] * part.dim()))
-        return LogicalShard((*self.holders, *part.shape), part.dtype, [Piece(offsets, part.detach()[None, None])])
+        return LogicalShard((*self.holders, *part.shape), part.dtype, [TensorBox(offsets, part.detach()[None, None])])
 
 
 class CompressorCheckpoint:
@@ -107,9 +107,9 @@ class CompressorCheckpoint:
 
     Args:
         sync: the compressors of gradients.
-        channel: those of pipeline messages.
+        channel: the channel of pipeline messages.
         layout, coordinates: the mesh and this rank's place in it.
-        layers_per_virtual_stage: which names the boundaries.
+        layers_per_virtual_stage: number of layers, which names the boundaries.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class CompressorCheckpoint:
         self.layers = layers_per_virtual_stage
 
     def tensors(self) -> dict[str, LogicalShard]:
-        """Everything that was committed, by name."""
+        """All committed tensors, by name."""
         found: dict[str, LogicalShard] = {}
         for place in self._places():
             for kind, tensor in place.state.portable().items():
@@ -217,12 +217,12 @@ class CompressorCheckpoint:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A tensor of a checkpoint that this rank can take over, whole or in part.
+    """A tensor of a checkpoint that this rank can restore, whole or in part.
 
     Args:
-        place: where it goes.
+        place: its place in this rank's state.
         kind: its name in the state.
-        shape, dtype: in the checkpoint, holders included.
+        shape, dtype: those in the checkpoint, holders included.
     """
 
     place: _Place
@@ -236,7 +236,7 @@ class _Wanted:
 
     @property
     def fits(self) -> bool:
-        """Whether this layout has a place for it: any for a parameter's residual, else the same shards."""
+        """Whether this layout can hold it: any layout for a parameter's residual, else one with the same shards."""
         if not all(self.shape) or (len(self.shape) < 2 and not self.kind.endswith(_OF_SAMPLES)):
             return False  # nothing that a run writes
         if self.kind.startswith(_COUNTER) and math.prod(self.shape[2:]) != 1:
@@ -261,7 +261,7 @@ class _Wanted:
         return range(self.shape[0]) if self.kind == RESIDUAL else (0,)
 
     def room(self) -> Tensor:
-        """Memory for this rank's part."""
+        """Allocates memory for this rank's part."""
         if self._like_param and self.place.slot is not None:
             param = self.place.slot.param
             return torch.zeros(param.shape, dtype=self.dtype, device=param.device)
@@ -275,7 +275,7 @@ class _Wanted:
         return old.shard(self.kind, part, row)
 
     def put(self, part: Tensor) -> None:
-        """Writes the part where it belongs, making room for the rest of its stack or bucket."""
+        """Writes the part to its place, allocating the rest of its stack or bucket."""
         place, state = self.place, self.place.state
         if self.kind.startswith(_COUNTER):
             state.counters[self.kind.removeprefix(_COUNTER)] = int(part)
@@ -297,7 +297,7 @@ class _Wanted:
 
 
 def _wanted(saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]], place: _Place) -> Iterator[_Wanted]:
-    """What a checkpoint has for a place and this layout can take over."""
+    """Tensors of a checkpoint for a place, which this layout can restore."""
     for name, (shape, dtype) in saved.items():
         item = _Wanted(place, name.rpartition("|")[2], shape, dtype)
         if name == item.name and item.fits and (place.leads or not item.kind.startswith(_COUNTER)):
@@ -309,7 +309,7 @@ def _largest(group: dist.ProcessGroup | None, value: int) -> int:
 
 
 def _warn(saved: set[str], used: set[str], group: dist.ProcessGroup | None, log: Log) -> None:
-    """Names what the checkpoint has and no rank of this run took over."""
+    """Warns about tensors of the checkpoint that no rank of this run restored."""
     everyones: set[str] = set()
     for text in gather_texts(group, json.dumps(sorted(used))):
         everyones.update(json.loads(text))

@@ -25,7 +25,7 @@ Iteration = int | Literal["release"]
 
 
 def folder_name(iteration: Iteration) -> str:
-    """``iter_0000100`` or ``release``."""
+    """Name of an iteration's folder: ``iter_0000100`` or ``release``."""
     return iteration if isinstance(iteration, str) else f"iter_{iteration:07d}"
 
 
@@ -39,21 +39,21 @@ def tracked_text(root: Path) -> str:
 
 
 def iteration_of(text: str) -> Iteration | None:
-    """What a tracker's text names, if anything."""
+    """The iteration that a tracker's text names, if any."""
     if text == "release":
         return "release"
     return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
 def checkpoint_folder(root: Path, iteration: Iteration) -> Path:
-    """Where a checkpoint is, or would be."""
+    """Folder of a checkpoint."""
     final = root / folder_name(iteration)
     replaced = root / (REPLACED + final.name)
     return replaced if not final.exists() and replaced.exists() else final
 
 
 def temporary_folder(root: Path, iteration: Iteration) -> Path:
-    """Where a checkpoint is written before it is complete."""
+    """Folder of a checkpoint that is being written."""
     return root / (TEMPORARY + folder_name(iteration))
 
 
@@ -75,7 +75,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Clears what an interrupted save left; a checkpoint that had stepped aside takes its place again.
+    """Removes what an interrupted save left; a checkpoint that was being replaced is restored.
 
     What cannot be removed stays: only the next save's own places must be free, and it finds out whether they are.
     """

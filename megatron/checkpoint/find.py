@@ -1,4 +1,4 @@
-"""Finds checkpoints: the one to go on from, and those that could be loaded instead of one that cannot."""
+"""Finds checkpoints: the one to resume from, and alternatives to one that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SHOWN_ITERATIONS = 4
 
 
 def read_tracker(root: str | Path, log: Log = silent) -> Iteration | None:
-    """The checkpoint that a run goes on from: the one that the tracker names, or without one the newest complete.
+    """The checkpoint that a run resumes from: the one that the tracker names, or without one the newest complete.
 
     Args:
         root: the folder of all checkpoints.
-        log: told when there is no tracker.
+        log: called when there is no tracker.
 
     Returns:
         An iteration, "release", or None when nothing has been saved.
@@ -51,7 +51,7 @@ def read_tracker(root: str | Path, log: Log = silent) -> Iteration | None:
 
 
 def _newest_complete(tracker: Path, log: Log) -> Iteration | None:
-    """What to load where the tracker is missing (or is a link to nothing); None where nothing was ever saved."""
+    """The newest complete checkpoint, where the tracker is missing (or a dead link); None where nothing was saved."""
     root = tracker.parent
     saved: list[Iteration] = [*saved_iterations(root)]
     if checkpoint_folder(root, "release").is_dir():
@@ -69,7 +69,7 @@ def _newest_complete(tracker: Path, log: Log) -> Iteration | None:
 
 
 def complete_iterations(root: str | Path) -> list[int]:
-    """Iterations whose table of contents is intact and whose files have their sizes, newest first."""
+    """Iterations whose manifest is intact and whose files have their sizes, newest first."""
     return [iteration for iteration in saved_iterations(Path(root)) if _looks_complete(Path(root), iteration)]
 
 
@@ -82,12 +82,12 @@ def _looks_complete(root: Path, iteration: Iteration) -> bool:
 
 
 def fallback(root: Path, broken: Iteration | None, flag: str | None = None) -> str:
-    """Which checkpoint could be loaded instead, as the end of a message; older ones come first.
+    """Names a checkpoint that could be loaded instead, as the end of a message; older ones come first.
 
     Args:
         root: the folder of all checkpoints.
-        broken: the one that cannot be loaded.
-        flag: that named it, if one did: the tracker has no say then and may well name a good one.
+        broken: iteration of the one that cannot be loaded.
+        flag: flag that named it, if one did; then the tracker is not asked, and may name a good one.
     """
     if flag is not None or _asked_for(root, broken):
         return _others(root, broken, flag)
@@ -101,7 +101,7 @@ def fallback(root: Path, broken: Iteration | None, flag: str | None = None) -> s
 
 
 def _asked_for(root: Path, broken: Iteration | None) -> bool:
-    """Whether somebody named a checkpoint that is not the tracker's."""
+    """Whether a checkpoint was named that is not the tracker's."""
     try:
         tracked = iteration_of(tracked_text(root))
     except OSError:
@@ -110,7 +110,7 @@ def _asked_for(root: Path, broken: Iteration | None) -> bool:
 
 
 def _others(root: Path, broken: Iteration | None, flag: str | None) -> str:
-    """The complete checkpoints, newest first, for somebody who named another."""
+    """Names the complete checkpoints, newest first, to a user who named another."""
     complete = [iteration for iteration in complete_iterations(root) if iteration != broken]
     if not complete:
         return f"; {root} has no other complete checkpoint"

@@ -1,4 +1,4 @@
-"""One run at a time writes to a folder of checkpoints.
+"""A lock by which only one run at a time writes to a folder of checkpoints.
 
 A lock of the file system tells processes of one machine apart, and of several where the file system shares locks (NFS
 does unless it is mounted without). It goes with its process, whatever ends that. Where locks are not shared, the
@@ -27,20 +27,20 @@ BEAT_SECONDS = 3.0
 SILENT_SECONDS = 15.0
 """An owner on another machine whose time stamp stands still for this long is taken for dead."""
 PATIENCE_SECONDS = 2.0
-"""How long a process that is ending may still hold the lock."""
+"""Time for which a process that is ending may still hold the lock."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a folder.
+    """The owner of a folder.
 
     Args:
-        host: its machine, for people.
-        place: the same for two processes that can see each other (one start of one machine, one container).
-        process: its number there.
+        host: name of its machine, for people.
+        place: a name of one boot of one machine or container, whose processes can see each other.
+        process: its process id there.
         born: when that process started, by the machine's clock; numbers are used again.
-        started: the time of day, for people.
-        token: of this one lock.
+        started: its start as time of day, for people.
+        token: random name of this one lock.
     """
 
     host: str
@@ -52,7 +52,7 @@ class Owner:
 
     @staticmethod
     def this() -> Owner:
-        """This process, now."""
+        """This process as an owner."""
         number = os.getpid()
         started = time.strftime("%Y-%m-%d %H:%M:%S")
         return Owner(socket.gethostname(), _place(), number, _born(number), started, uuid.uuid4().hex)
@@ -62,14 +62,14 @@ class Owner:
 
 
 def _place() -> str:
-    """This boot of the machine and the namespace of its process numbers; the host's name where there is no Linux."""
+    """Name of this boot of the machine and of its process namespace; the host's name where there is no Linux."""
     with suppress(OSError):
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()
 
 
 def _born(process: int) -> str:
-    """When a process started; empty when it is gone or cannot be seen."""
+    """Start time of a process; empty when it is gone or cannot be seen."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -78,7 +78,7 @@ def _born(process: int) -> str:
 
 
 def _lives_here(owner: Owner) -> bool:
-    """Whether an owner whose process this one can see still runs."""
+    """Whether an owner whose process is visible here still runs."""
     if Path("/proc/self/stat").exists():
         return bool(owner.born) and _born(owner.process) == owner.born
     try:
@@ -89,18 +89,18 @@ def _lives_here(owner: Owner) -> bool:
 
 
 class FolderLock:
-    """A folder held by this process, from construction to ``release``.
+    """The lock of a folder, held from construction to ``release``.
 
     Args:
         root: the folder, which exists.
-        say: told when it has to be found out whether another machine's run still lives.
+        log: prints a line before waiting to find out whether another machine's run still lives.
 
     Raises:
         UserError: when another run holds it.
         OSError: when the lock's file cannot be written.
     """
 
-    def __init__(self, root: str | Path, say: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, root: str | Path, log: Callable[[str], None] = lambda line: None) -> None:
         self.root = Path(root)
         self.path = self.root / LOCK
         self.owner = Owner.this()
@@ -110,7 +110,7 @@ class FolderLock:
         try:
             self._take()
             before = self._read()
-            if before is not None and self._lives(before, say):
+            if before is not None and self._lives(before, log):
                 raise self._in_use(before)
             self._write(json.dumps(asdict(self.owner)))
         except BaseException:
@@ -134,7 +134,7 @@ class FolderLock:
         return UserError(f"--save {self.root} is in use by another run{who}; stop that one, or name another folder")
 
     def _read(self) -> Owner | None:
-        """The owner on record; None when there is none, or the record cannot be read."""
+        """Reads the owner on record; None when there is none, or the record cannot be read."""
         try:
             return Owner(**json.loads(read_regular(self.path, 10_000)))
         except (OSError, ValueError, TypeError, RecursionError):
@@ -147,11 +147,11 @@ class FolderLock:
             stream.flush()
             os.fsync(stream.fileno())
 
-    def _lives(self, owner: Owner, say: Callable[[str], None]) -> bool:
+    def _lives(self, owner: Owner, log: Callable[[str], None]) -> bool:
         """Whether the owner on record is alive, although its lock does not keep this process out."""
         if owner.place == self.owner.place:
             return _lives_here(owner)
-        say(f"{self.root} was in use by {owner}: waiting up to {SILENT_SECONDS:g} s for a sign of life")
+        log(f"{self.root} was in use by {owner}: waiting up to {SILENT_SECONDS:g} s for a sign of life")
         before, deadline = self._stamp(), time.monotonic() + SILENT_SECONDS
         while time.monotonic() < deadline:
             time.sleep(min(1.0, SILENT_SECONDS / 10))
@@ -160,7 +160,7 @@ class FolderLock:
         return False
 
     def _stamp(self) -> int:
-        """The file's time; opening it makes a network file system ask its server."""
+        """The file's modification time; opening it makes a network file system ask its server."""
         with self.path.open("rb") as stream:
             return os.fstat(stream.fileno()).st_mtime_ns
 
@@ -171,7 +171,7 @@ class FolderLock:
                     os.utime(self.path)
 
     def lost(self) -> str | None:
-        """Why this process may not write to the folder any more; None when it may."""
+        """The reason why this process may no longer write to the folder; None when it may."""
         owner = self._read()
         if owner == self.owner or (owner is None and not self._given_back()):
             return None
@@ -179,13 +179,13 @@ class FolderLock:
         return f"--save {self.root} was taken over by another run{who} while this one stood still"
 
     def _given_back(self) -> bool:
-        """Whether the record was emptied, as by one that took over and is done."""
+        """Whether the record was emptied, as by another owner that has finished."""
         with suppress(OSError):
             return not read_regular(self.path, 1)
         return False
 
     def release(self) -> None:
-        """Gives the folder up."""
+        """Releases the folder."""
         self._released.set()
         with suppress(OSError):
             if self._read() == self.owner:

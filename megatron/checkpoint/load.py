@@ -39,12 +39,12 @@ SHOWN_DIFFERENCES = 4
 
 
 def open_checkpoint(root: Path, iteration: Iteration, flag: str | None = None) -> tuple[Path, Manifest]:
-    """A checkpoint's folder and table of contents.
+    """Opens a checkpoint: its folder and its manifest.
 
     Args:
         root: the folder of all checkpoints.
-        iteration: which one.
-        flag: that named it; None for the tracker's.
+        iteration: iteration of the checkpoint.
+        flag: flag that named it; None for the tracker's.
 
     Raises:
         UserError: when it is missing or damaged; the message names one that is complete.
@@ -79,7 +79,7 @@ def _read_checked(
 def _read_plain(
     root: Path, iteration: Iteration, pick: Callable[[Manifest], StoredItem], flag: str | None = None
 ) -> dict[str, Any]:
-    """A document of names and values, checked."""
+    """Reads a document of names and values, and checks it."""
     data = _read_checked(root, iteration, pick, flag)
     try:
         value = decode_plain(data)
@@ -94,12 +94,12 @@ def _read_plain(
 
 
 def load_common(root: str | Path, iteration: Iteration, flag: str | None = None) -> dict[str, Any]:
-    """The ``common`` values of a checkpoint.
+    """Reads the ``common`` values of a checkpoint.
 
     Args:
         root: the folder of all checkpoints.
-        iteration: which one.
-        flag: that named it; None for the tracker's.
+        iteration: iteration of the checkpoint.
+        flag: flag that named it; None for the tracker's.
 
     Raises:
         UserError: when the checkpoint is missing or damaged.
@@ -108,12 +108,12 @@ def load_common(root: str | Path, iteration: Iteration, flag: str | None = None)
 
 
 def load_config_yaml(root: str | Path, iteration: Iteration, flag: str | None = None) -> str:
-    """The configuration saved in a checkpoint.
+    """Reads the configuration saved in a checkpoint.
 
     Args:
         root: the folder of all checkpoints.
-        iteration: which one.
-        flag: that named it; None for the tracker's.
+        iteration: iteration of the checkpoint.
+        flag: flag that named it; None for the tracker's.
 
     Raises:
         UserError: when the checkpoint is missing or damaged.
@@ -130,12 +130,12 @@ def load_config_yaml(root: str | Path, iteration: Iteration, flag: str | None = 
 def saved_config(
     root: str | Path, iteration: Iteration | None = None, flag: str = "--ckpt-step"
 ) -> tuple[RunConfig, Iteration]:
-    """The configuration of the run that saved a checkpoint, and which checkpoint that is.
+    """Reads the configuration of the run that saved a checkpoint, and finds its iteration.
 
     Args:
         root: the folder that ``--save`` wrote to.
-        iteration: of the checkpoint; None for the newest.
-        flag: of the command line, that names an iteration.
+        iteration: iteration of the checkpoint; None for the newest.
+        flag: flag of the command line that names an iteration.
 
     Raises:
         UserError: when there is none, or it is damaged.
@@ -150,7 +150,7 @@ def saved_config(
 
 
 def load_per_rank(root: str | Path, iteration: Iteration, rank: int) -> dict[str, Any] | None:
-    """What ``rank`` saved for itself; None when no such rank took part or it saved nothing.
+    """Reads what ``rank`` saved for itself; None when no such rank took part or it saved nothing.
 
     Raises:
         UserError: when the checkpoint is missing or damaged.
@@ -197,17 +197,17 @@ def load_tensors(
 
     Args:
         root: the folder of all checkpoints.
-        iteration: which one.
+        iteration: iteration of the checkpoint.
         tensors: this rank's memory, by global name.
-        group: gloo ranks; None: this process alone.
+        group: a gloo group; None: this process alone.
         strict: every name must be in the checkpoint, and every name there must be wanted by some rank.
             Otherwise only what both have is loaded.
-        allow_unexpected: which names of the checkpoint may be left out all the same: all, or those for which
+        allow_unexpected: names of the checkpoint that may be left out all the same: all, or those for which
             the function is true.
-        log: takes progress lines, on rank 0.
+        log: prints progress lines, on rank 0.
 
     Returns:
-        Names wanted by some rank that the checkpoint does not have (empty when ``strict``).
+        Names that some rank asked for and the checkpoint does not have (empty when ``strict``).
 
     Raises:
         UserError: on every rank, before any memory has changed, when a file is missing, truncated or
@@ -234,7 +234,7 @@ def load_tensors(
 
 
 def _open_together(root: Path, iteration: Iteration, group: dist.ProcessGroup | None) -> tuple[Path, Manifest]:
-    """Reads the table of contents, the same on all ranks, and checks the sizes of all files, each on one of them."""
+    """Reads the manifest, the same on all ranks, and checks the sizes of all files, each on one of them."""
     problem, opened = None, None
     try:
         opened = open_checkpoint(root, iteration)
@@ -265,7 +265,7 @@ def _raise_damage(root: Path, iteration: Iteration, group: dist.ProcessGroup | N
 def _wanted_by_all(
     tensors: Mapping[str, LogicalShard], group: dist.ProcessGroup | None
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of every tensor that some rank wants."""
+    """Shape and dtype of every tensor that some rank asks for."""
     own = {
         name: [list(shard.global_shape), str(shard.dtype).removeprefix("torch.")]
         for name, shard in tensors.items()
@@ -284,7 +284,7 @@ def _check_model(
     wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     allow_unexpected: bool | Callable[[str], bool],
 ) -> None:
-    """Compares names, shapes and kinds of types; the same on every rank."""
+    """Compares names, shapes and kinds of dtypes; the same on every rank."""
     differences = []
     for name, (shape, dtype) in sorted(wanted.items()):
         saved = manifest.tensors.get(name)
@@ -310,7 +310,7 @@ def _check_model(
 
 
 def _share(items: Sequence[StoredItem], rank: int, size: int) -> list[StoredItem]:
-    """This rank's part of the items: consecutive ones, about the same number of bytes for each rank."""
+    """This rank's share of the items: consecutive ones, of about the same number of bytes for each rank."""
     total = max(1, sum(item.length for item in items))
     own, before = [], 0
     for item in items:
@@ -332,7 +332,7 @@ def _conversions(manifest: Manifest, wanted: Mapping[str, tuple[tuple[int, ...],
 
 
 def _read_into(folder: Path, manifest: Manifest, state: dict[str, Any]) -> str | None:
-    """Reads what this rank wants, on its own; says what went wrong."""
+    """Reads this rank's tensors; returns what went wrong."""
     reader = ShardReader(folder, manifest)
     ignore_single_process_warning()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What a rank holds of a global tensor: boxes of it, as views of live memory.
+"""A rank's part of a global tensor: boxes of it, as views of live memory.
 
 ``LogicalShard`` implements the duck-typed interface through which torch.distributed.checkpoint saves and
 loads objects that are not tensors (``__create_write_items__``, ``__create_chunk_list__``,
@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from megatron.checkpoint.boxes import clip, flat_range_to_boxes
 
-__all__ = ["LogicalShard", "Piece", "flat_range_to_boxes", "shard_of_flat_range", "shard_of_local"]
+__all__ = ["LogicalShard", "TensorBox", "flat_range_to_boxes", "shard_of_flat_range", "shard_of_local"]
 
 
 @dataclass(eq=False)
-class Piece:
+class TensorBox:
     """A box of a global tensor.
 
     Args:
@@ -41,52 +41,52 @@ class LogicalShard:
 
     Args:
         global_shape: the whole tensor's shape, without padding.
-        dtype: its type in memory.
-        pieces: this rank's boxes; empty ones are dropped.
+        dtype: dtype in memory.
+        boxes: this rank's boxes; empty ones are dropped.
 
     Raises:
-        ValueError: when a piece has another type or number of dimensions, or does not lie in the global
+        ValueError: when a box has another type or number of dimensions, or does not lie in the global
             tensor.
     """
 
     global_shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: list[Piece]
+    boxes: list[TensorBox]
 
     def __post_init__(self) -> None:
         self.global_shape = tuple(self.global_shape)
-        self.pieces = [piece for piece in self.pieces if piece.tensor.numel()]
-        for piece in self.pieces:
-            shape = tuple(piece.tensor.shape)
-            if piece.tensor.dtype != self.dtype:
-                raise ValueError(f"a piece is {piece.tensor.dtype}, its tensor {self.dtype}")
-            if not len(shape) == len(piece.offsets) == len(self.global_shape) or any(
-                o < 0 or o + s > g for o, s, g in zip(piece.offsets, shape, self.global_shape, strict=True)
+        self.boxes = [box for box in self.boxes if box.tensor.numel()]
+        for box in self.boxes:
+            shape = tuple(box.tensor.shape)
+            if box.tensor.dtype != self.dtype:
+                raise ValueError(f"a piece is {box.tensor.dtype}, its tensor {self.dtype}")
+            if not len(shape) == len(box.offsets) == len(self.global_shape) or any(
+                o < 0 or o + s > g for o, s, g in zip(box.offsets, shape, self.global_shape, strict=True)
             ):
                 raise ValueError(
-                    f"a piece of shape {shape} at {piece.offsets} does not lie in a tensor of shape {self.global_shape}"
+                    f"a piece of shape {shape} at {box.offsets} does not lie in a tensor of shape {self.global_shape}"
                 )
 
     def view(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """The memory of a box that lies inside one of the pieces, as a view.
+        """The memory of a box that lies inside one of this rank's, as a view.
 
         Raises:
-            KeyError: when no piece contains the box.
+            KeyError: when none of this rank's boxes contains it.
         """
-        for piece in self.pieces:
-            starts = [o - p for o, p in zip(offsets, piece.offsets, strict=True)]
+        for box in self.boxes:
+            starts = [o - p for o, p in zip(offsets, box.offsets, strict=True)]
             if all(
                 start >= 0 and start + size <= held
-                for start, size, held in zip(starts, sizes, piece.tensor.shape, strict=True)
+                for start, size, held in zip(starts, sizes, box.tensor.shape, strict=True)
             ):
-                view = piece.tensor.detach()
+                view = box.tensor.detach()
                 for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
                     view = view.narrow(dim, start, size)
                 return view
         raise KeyError(f"no piece holds the box of sizes {tuple(sizes)} at {tuple(offsets)}")
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        """One item per piece."""
+        """One item for each box."""
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
@@ -101,19 +101,17 @@ class LogicalShard:
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The pieces' boxes, in their order."""
-        return [
-            ChunkStorageMetadata(offsets=torch.Size(piece.offsets), sizes=piece.tensor.shape) for piece in self.pieces
-        ]
+        """The boxes as chunks, in their order."""
+        return [ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=box.tensor.shape) for box in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The piece that a read item means: by its number, else by its offsets."""
+        """The box that a read item means: by its number, else by its offsets."""
         assert index.offset is not None
         offsets = tuple(index.offset)
-        numbered = self.pieces[index.index : index.index + 1] if index.index is not None else []
-        for piece in [*numbered, *self.pieces]:
-            if tuple(piece.offsets) == offsets:
-                return piece.tensor.detach()
+        numbered = self.boxes[index.index : index.index + 1] if index.index is not None else []
+        for box in [*numbered, *self.boxes]:
+            if tuple(box.offsets) == offsets:
+                return box.tensor.detach()
         raise KeyError(f"{index.fqn}: this rank holds no piece at {offsets}")
 
 
@@ -127,8 +125,8 @@ def shard_of_local(local: Tensor, local_offsets: Sequence[int], global_shape: Se
     """
     extent = [g - o for g, o in zip(global_shape, local_offsets, strict=True)]
     clipped = clip(((0,) * local.dim(), tuple(local.shape)), extent)
-    pieces = [] if clipped is None else [Piece(tuple(local_offsets), _corner(local.detach(), clipped[1]))]
-    return LogicalShard(tuple(global_shape), local.dtype, pieces)
+    boxes = [] if clipped is None else [TensorBox(tuple(local_offsets), _corner(local.detach(), clipped[1]))]
+    return LogicalShard(tuple(global_shape), local.dtype, boxes)
 
 
 def shard_of_flat_range(
@@ -139,7 +137,7 @@ def shard_of_flat_range(
     start: int,
     stop: int,
     valid: Sequence[int] | None = None,
-) -> list[Piece]:
+) -> list[TensorBox]:
     """Describes a slice of a rank's flattened block, as the distributed optimizer holds it.
 
     A block that goes to several places of the global tensor (fused gate and up projections) takes one call
@@ -155,7 +153,7 @@ def shard_of_flat_range(
         valid: the block's extent without padding; None: what lies inside ``global_shape``.
 
     Returns:
-        Pieces whose tensors are views of ``flat_tensor``; padding belongs to none.
+        Boxes whose tensors are views of ``flat_tensor``; padding belongs to none.
 
     Raises:
         ValueError: when the slice does not lie in the block or ``flat_tensor`` has another size.
@@ -165,15 +163,15 @@ def shard_of_flat_range(
     if valid is None:
         valid = [g - o for g, o in zip(global_shape, local_offsets, strict=True)]
     memory = flat_tensor.detach()
-    pieces = []
+    boxes = []
     for offsets, sizes, flat_start in flat_range_to_boxes(local_shape, start, stop):
         clipped = clip((offsets, sizes), valid)
         if clipped is None:
             continue
         box = memory[flat_start - start : flat_start - start + math.prod(sizes)].view(sizes)
         place = tuple(o + p for o, p in zip(local_offsets, offsets, strict=True))
-        pieces.append(Piece(place, _corner(box, clipped[1])))
-    return pieces
+        boxes.append(TensorBox(place, _corner(box, clipped[1])))
+    return boxes
 
 
 def _corner(x: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""``metadata.json``: what a checkpoint holds, where each piece lies, and how to tell that it is unharmed.
+"""``metadata.json``: the content of a checkpoint, the place of each box, and checksums.
 
 The file is JSON that protects itself: a checksum, then the content in one canonical spelling, so that any
 changed byte is noticed. It becomes torch.distributed.checkpoint's ``Metadata`` without unpickling anything.
@@ -47,16 +47,16 @@ class StoredItem:
 
 @dataclass
 class Manifest:
-    """A checkpoint's table of contents.
+    """The manifest of a checkpoint.
 
     Args:
-        iteration: the training iteration; "release" for a checkpoint outside a run.
-        world_size: ranks that wrote it.
+        iteration: training iteration; "release" for a checkpoint outside a run.
+        world_size: number of ranks that wrote it.
         files: every other file's size in bytes.
         documents: the small files that are read whole (common.json, config.yaml), as items.
         tensors: a global tensor's shape, type and stored boxes, by name.
         blobs: opaque bytes, by name.
-        items: where the stored boxes lie, by name and offsets.
+        items: places of the stored boxes, by name and offsets.
     """
 
     iteration: int | str
@@ -68,7 +68,7 @@ class Manifest:
     items: dict[tuple[str, tuple[int, ...]], StoredItem]
 
     def metadata(self) -> Metadata:
-        """The same as torch.distributed.checkpoint's object."""
+        """The manifest as torch.distributed.checkpoint's object."""
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = dict(self.tensors)
         entries.update(dict.fromkeys(self.blobs, BytesStorageMetadata()))
         storage = {MetadataIndex(name, offsets): item for (name, offsets), item in self.items.items()}
@@ -81,7 +81,7 @@ class Manifest:
         return sorted(found, key=lambda item: (item.file, item.offset))
 
     def render(self) -> bytes:
-        """The file's content."""
+        """The content of the file."""
         tensors = {
             name: {
                 "dtype": str(tensor.properties.dtype).removeprefix("torch."),
@@ -182,7 +182,7 @@ def _from_content(content: dict[str, Any]) -> Manifest:
 
 
 def _count(value: object, what: str, least: int = 0) -> int:
-    """A whole number from a file, which may hold anything."""
+    """Checks a whole number from a file, which may hold anything."""
     if type(value) is not int or not least <= value < _BEYOND:
         raise ValueError(f"{what} is {str(value)[:40]}")
     return value
@@ -193,7 +193,7 @@ def _counts(values: Any, what: str) -> tuple[int, ...]:
 
 
 def _stored_type(name: str) -> torch.dtype:
-    """A type whose tensors are plain bytes."""
+    """The dtype of a name, if its tensors are plain bytes."""
     dtype = dtype_from_name(name)
     torch.empty(1, dtype=dtype).view(torch.uint8)
     return dtype

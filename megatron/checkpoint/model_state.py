@@ -1,4 +1,4 @@
-"""A rank's parameters and optimizer state as logical tensors, which no layout shows in."""
+"""A rank's parameters and optimizer state as logical tensors, which do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megatron.checkpoint.logical import LogicalShard, shard_of_flat_range, shard_of_local
 from megatron.optimizer.inner import state_names
 from megatron.optimizer.optimizer import Optimizer
-from megatron.optimizer.pieces import Piece
+from megatron.optimizer.shards import ParamShard
 from megatron.parallel.tensor.shards import collect_specs
 
 MODEL = "model."
@@ -32,21 +32,21 @@ def model_tensors(stages: Sequence[nn.Module]) -> dict[str, LogicalShard]:
 def optimizer_tensors(optimizer: Optimizer) -> dict[str, LogicalShard]:
     """This rank's slices of the optimizer's state, by logical name."""
     tensors = {}
-    for piece in optimizer.pieces:
+    for shard in optimizer.shards:
         for kind in state_names(optimizer.config):
-            state = optimizer.inner.state[piece.main][kind]
-            tensors[f"{OPTIMIZER}{kind}.{piece.slot.logical_name}"] = _shard(piece, state)
+            state = optimizer.inner.state[shard.main][kind]
+            tensors[f"{OPTIMIZER}{kind}.{shard.slot.logical_name}"] = _shard(shard, state)
     return tensors | (main_tensors(optimizer) if optimizer.separate_main else {})
 
 
 def main_tensors(optimizer: Optimizer) -> dict[str, LogicalShard]:
     """This rank's slices of the values that the optimizer updates."""
-    return {MAIN + piece.slot.logical_name: _shard(piece, piece.main) for piece in optimizer.pieces}
+    return {MAIN + shard.slot.logical_name: _shard(shard, shard.main) for shard in optimizer.shards}
 
 
-def _shard(piece: Piece, flat: Tensor) -> LogicalShard:
-    spec = piece.slot.spec
-    pieces = shard_of_flat_range(
-        tuple(piece.slot.param.shape), spec.offsets(), spec.logical_shape, flat, piece.start, piece.stop
+def _shard(shard: ParamShard, flat: Tensor) -> LogicalShard:
+    spec = shard.slot.spec
+    boxes = shard_of_flat_range(
+        tuple(shard.slot.param.shape), spec.offsets(), spec.logical_shape, flat, shard.start, shard.stop
     )
-    return LogicalShard(spec.logical_shape, flat.dtype, pieces)
+    return LogicalShard(spec.logical_shape, flat.dtype, boxes)

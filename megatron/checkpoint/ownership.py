@@ -1,4 +1,4 @@
-"""The folder that a run saves to: writable, nobody else's, and without checkpoints of another run."""
+"""The folder that a run saves to: writable, locked, and without checkpoints of another run."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron.config.checkpoint import CheckpointConfig
 
 
 @contextmanager
-def owned_save_folder(config: CheckpointConfig, say: Callable[[str], None]) -> Iterator[FolderLock | None]:
+def owned_save_folder(config: CheckpointConfig, log: Callable[[str], None]) -> Iterator[FolderLock | None]:
     """Creates and locks the folder of ``--save`` for a run that is about to write to it.
 
     Args:
-        config: where to load from and to save to.
-        say: takes lines for the user.
+        config: flags of loading and saving.
+        log: prints lines for the user.
 
     Raises:
         UserError: when it cannot be written to, another run holds it, or it has checkpoints that this run does not go
@@ -30,7 +30,7 @@ def owned_save_folder(config: CheckpointConfig, say: Callable[[str], None]) -> I
         yield None
         return
     new = not os.path.lexists(config.save)
-    lock = _lock(config.save, say)
+    lock = _lock(config.save, log)
     try:
         check_replaces_nothing(config)
         yield lock
@@ -42,12 +42,12 @@ def owned_save_folder(config: CheckpointConfig, say: Callable[[str], None]) -> I
                 os.rmdir(config.save)
 
 
-def _lock(save: str, say: Callable[[str], None]) -> FolderLock:
+def _lock(save: str, log: Callable[[str], None]) -> FolderLock:
     try:
         Path(save).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=save):
             pass
-        return FolderLock(save, say)
+        return FolderLock(save, log)
     except OSError as error:
         raise UserError(
             f"--save {save}: cannot write there ({error.strerror}); name a folder that can be written to"
@@ -58,7 +58,7 @@ def check_replaces_nothing(config: CheckpointConfig) -> None:
     """Checks that what a run saves replaces nothing but its own earlier checkpoints.
 
     Raises:
-        UserError: naming the flag that goes on from them, and the one that replaces them.
+        UserError: when it would; the message names the flag that continues from them and the one that replaces them.
     """
     assert config.save is not None
     found = _held(Path(config.save))
@@ -77,7 +77,7 @@ def check_replaces_nothing(config: CheckpointConfig) -> None:
 
 
 def _held(root: Path) -> str | None:
-    """The newest checkpoint in a folder, complete or not, in words; None when there is none."""
+    """Names the newest checkpoint in a folder, complete or not; None when there is none."""
     saved = saved_iterations(root)
     if saved:
         return f"iteration {saved[0]}"

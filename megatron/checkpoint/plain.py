@@ -17,16 +17,16 @@ TUPLE, BYTES, TENSOR, DICT = "$tuple", "$bytes", "$tensor", "$dict"
 
 
 def encode_plain(value: Any) -> bytes:
-    """JSON for None, bool, int, float, str, bytes, tensors, and lists, tuples and dicts of those.
+    """Encodes None, bool, int, float, str, bytes, tensors, and lists, tuples and dicts of those as JSON.
 
     Raises:
-        TypeError: for anything else; the message says where it is.
+        TypeError: when the value is anything else; the message says where it is.
     """
     return (json.dumps(_to_json(value, "state"), indent=1) + "\n").encode()
 
 
 def decode_plain(data: bytes) -> Any:
-    """The value that ``encode_plain`` wrote.
+    """Decodes what ``encode_plain`` wrote.
 
     Raises:
         ValueError: when the text is not what ``encode_plain`` writes.

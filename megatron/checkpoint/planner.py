@@ -1,4 +1,4 @@
-"""Who writes which box, and where a box that was read goes: planners for ``LogicalShard``.
+"""Planners for ``LogicalShard``: which rank writes which box, and where a box is read into.
 
 They derive from torch.distributed.checkpoint's default planners and replace what assumes tensors. Problems
 are kept in ``problem`` rather than raised, because a rank that raises between two collectives leaves the
@@ -59,7 +59,7 @@ class ShardSavePlanner(DefaultSavePlanner):
         return self.global_plan, self.metadata
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """The memory of an item."""
+        """Resolves an item to its memory."""
         value = self.state_dict[write_item.index.fqn]
         if isinstance(value, LogicalShard):
             assert write_item.tensor_data is not None
@@ -83,16 +83,16 @@ class ShardLoadPlanner(DefaultLoadPlanner):
         self.is_coordinator = is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """The piece that an item is read into."""
+        """The box that an item is read into."""
         shard: LogicalShard = self.state_dict[index.fqn]
         return shard.__get_tensor_shard__(index)
 
 
 def divide_plans(plans: list[SavePlan]) -> list[SavePlan]:
-    """Gives each box to one rank.
+    """Assigns each box to one rank.
 
     Args:
-        plans: what each rank holds, by rank.
+        plans: boxes of each rank, by rank.
 
     Raises:
         ValueError: when ranks disagree on a tensor's shape or type, or together do not hold all of it.
@@ -138,7 +138,7 @@ def _tasks_of(name: str, by_box: dict[Box, list[tuple[int, WriteItem]]]) -> list
 
 
 def _assign(tasks: list[_Task], items: list[list[WriteItem]]) -> None:
-    """Adds each task's item to the list of the owner that has least to write so far.
+    """Adds each task's item to the list of the owner that has the least bytes to write so far.
 
     Boxes that only one rank holds come first, then the others from large to small.
     """

@@ -19,7 +19,7 @@ from torch.distributed import checkpoint as dcp
 
 from megatron.base.errors import UserError
 from megatron.checkpoint import files
-from megatron.checkpoint.logical import LogicalShard, Piece
+from megatron.checkpoint.logical import LogicalShard, TensorBox
 from megatron.checkpoint.plain import encode_plain
 from megatron.checkpoint.planner import ShardSavePlanner
 from megatron.checkpoint.storage import ShardWriter, describe
@@ -34,17 +34,17 @@ def silent(line: str) -> None:
 
 
 def per_rank_name(rank: int) -> str:
-    """The name under which a rank's own state is stored."""
+    """Name under which a rank's own state is stored."""
     return f"per_rank/{rank:05d}"
 
 
 def ignore_single_process_warning() -> None:
-    """torch warns when it saves or loads without a process group; here that is deliberate."""
+    """Ignores a warning of torch about saving or loading without a process group; here that is deliberate."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 
 class SaveHandle:
-    """A save under way in a background thread."""
+    """A pending save in a background thread."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._error: BaseException | None = None
@@ -61,11 +61,11 @@ class SaveHandle:
             self._error = error
 
     def done(self) -> bool:
-        """True when ``wait`` would not block."""
+        """Whether ``wait`` would not block."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Returns when the checkpoint is complete.
+        """Waits until the checkpoint is complete.
 
         Raises:
             UserError: when it could not be saved.
@@ -77,8 +77,8 @@ class SaveHandle:
 
 
 @dataclass
-class _Job:
-    """One save, with everything it needs."""
+class _SaveRequest:
+    """The arguments of one save."""
 
     root: Path
     iteration: int
@@ -105,7 +105,7 @@ class _Job:
             self._prune()
 
     def _all_or_nothing(self, problem: str | None) -> None:
-        """Raises on every rank, after clearing up, when one has a problem."""
+        """Raises on every rank when one has a problem, after removing what was written."""
         agreed = first_problem(self.group, problem)
         if agreed is not None:
             files.discard(self.root, self.iteration)
@@ -144,20 +144,20 @@ def save_checkpoint(
 
     Args:
         root: the folder of all checkpoints of a run, on a file system that all ranks share.
-        iteration: the training iteration.
-        tensors: what this rank holds, by global name. Together the ranks hold every element of each tensor;
+        iteration: training iteration.
+        tensors: tensors of this rank, by global name. Together the ranks hold every element of each tensor;
             what several hold is written once.
-        common: plain types and small tensors, the same on every rank; rank 0's are kept.
-        per_rank: plain types and small tensors of this rank alone; None: nothing.
+        common: values of plain types and small tensors, the same on every rank; rank 0's are kept.
+        per_rank: values of plain types and small tensors of this rank alone; None: nothing.
         config_yaml: the resolved configuration, kept beside the tensors.
         group: gloo ranks; None: this process alone. With ``async_`` nothing else may use it until the save
             is done.
         async_: copy the tensors, return, and write in the background.
         keep_last: remove all but so many checkpoints afterwards; None: keep all.
-        log: takes progress lines, on rank 0.
+        log: prints progress lines, on rank 0.
 
     Returns:
-        None, or with ``async_`` the save under way.
+        None, or with ``async_`` the pending save.
 
     Raises:
         UserError: on every rank when one could not write; nothing of this checkpoint remains then.
@@ -174,7 +174,7 @@ def save_checkpoint(
         problem = str(error)  # raised with the others, who are about to communicate
     if async_:
         state = {name: _staged(value) for name, value in state.items()}
-    job = _Job(Path(root), iteration, state, documents, problem, group, keep_last, log)
+    job = _SaveRequest(Path(root), iteration, state, documents, problem, group, keep_last, log)
     if async_:
         return SaveHandle(job.run)
     job.run()
@@ -182,15 +182,15 @@ def save_checkpoint(
 
 
 def _staged(value: LogicalShard | bytes) -> LogicalShard | bytes:
-    """A copy that training cannot change."""
+    """Copies a value, so that training cannot change it."""
     if isinstance(value, bytes):
         return value
-    pieces = [Piece(piece.offsets, piece.tensor.detach().to("cpu", copy=True)) for piece in value.pieces]
-    return LogicalShard(value.global_shape, value.dtype, pieces)
+    boxes = [TensorBox(box.offsets, box.tensor.detach().to("cpu", copy=True)) for box in value.boxes]
+    return LogicalShard(value.global_shape, value.dtype, boxes)
 
 
-def _prepare(job: _Job) -> str | None:
-    """Makes an empty temporary folder; says what went wrong."""
+def _prepare(job: _SaveRequest) -> str | None:
+    """Makes an empty temporary folder; returns what went wrong."""
     try:
         job.root.mkdir(parents=True, exist_ok=True)
         files.remove_leftovers(job.root)
@@ -200,8 +200,8 @@ def _prepare(job: _Job) -> str | None:
     return None
 
 
-def _write(job: _Job) -> str | None:
-    """Writes everything into the temporary folder; says what went wrong on this rank."""
+def _write(job: _SaveRequest) -> str | None:
+    """Writes everything into the temporary folder; returns what went wrong on this rank."""
     planner = ShardSavePlanner()
     writer = ShardWriter(job.folder, job.iteration, size_of(job.group), job.documents)
     alone = job.group is None
@@ -215,8 +215,8 @@ def _write(job: _Job) -> str | None:
     return problem and f"{problem} (rank {rank_of(job.group)})"
 
 
-def _publish(job: _Job) -> str | None:
-    """Gives the complete folder its name; says what went wrong."""
+def _publish(job: _SaveRequest) -> str | None:
+    """Publishes the complete folder; returns what went wrong."""
     try:
         files.publish(job.root, job.iteration)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The saves of a run: where they go, one at a time, in the background when asked."""
+"""The saves of a run: one at a time, in the background when asked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.checkpoint.save import Log, SaveHandle, save_checkpoint, silent
 from megatron.topology.agree import any_rank
 
 WRITE_TIMEOUT = timedelta(hours=1)
-"""How long ranks wait for one that is still writing."""
+"""Time for which ranks wait for one that is still writing."""
 
 
 class CheckpointSaver:
@@ -25,10 +25,10 @@ class CheckpointSaver:
 
     Args:
         root: the folder of all checkpoints.
-        group: gloo ranks; None: this process alone.
-        async_: write in the background.
+        group: a gloo group; None: this process alone.
+        async_: whether to write in the background.
         keep_last: checkpoints to keep; None: all.
-        log: takes progress lines, on rank 0.
+        log: prints progress lines, on rank 0.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class CheckpointSaver:
         per_rank: Mapping[str, Any] | None,
         config_yaml: str,
     ) -> None:
-        """Saves, or begins to once the save before is done. See ``save_checkpoint``."""
+        """Saves, or starts to once the previous save is done. See ``save_checkpoint``."""
         self.wait()
         self._pending = save_checkpoint(
             self.root,
@@ -85,10 +85,10 @@ class CheckpointSaver:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when no save is under way.
+        """Waits until no save is pending.
 
         Raises:
-            UserError: when the one under way could not be completed.
+            UserError: when the pending one could not be completed.
             CommunicationError: when a peer is gone.
         """
         pending, self._pending = self._pending, None

@@ -1,4 +1,4 @@
-"""The registry of what must survive a restart beside tensors; saving and loading read the same one."""
+"""The registry of state that must survive a restart besides tensors; saving and loading read the same one."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ class Stateful(Protocol):
     """An object with a state of plain values."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Plain values, equal on all ranks."""
+        """The state as plain values, equal on all ranks."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse."""
+        """Restores the state."""
 
 
 class Scope(enum.Enum):
-    """What a part belongs to, as a run may ask for some of a checkpoint only."""
+    """The kind of a part: a run may restore some kinds of a checkpoint only."""
 
     OPTIMIZER = enum.auto()
     """Left out with the optimizer's state."""
     SCHEDULE = enum.auto()
     """The learning rate's schedule."""
     POSITION = enum.auto()
-    """How far the run has come."""
+    """The position of the run."""
     DESCRIPTION = enum.auto()
-    """Says what the checkpoint's tensors are; read before they are, and never restored."""
+    """A description of the checkpoint's tensors, which is read before them and never restored."""
 
 
 @dataclass(frozen=True)
-class _Part:
+class _StatefulPart:
     save: Callable[[], Any]
     load: Callable[[Any], None] | None
     scope: Scope
 
 
 class StatefulParts:
-    """The parts of one run, by the names under which checkpoints hold them."""
+    """The parts of one run, by their names in checkpoints."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, _Part] = {}
+        self._parts: dict[str, _StatefulPart] = {}
 
     def register(self, name: str, part: Stateful, scope: Scope) -> None:
-        """Adds an object.
+        """Registers an object.
 
         Raises:
             ValueError: when the name is taken.
@@ -57,13 +57,13 @@ class StatefulParts:
     def register_value(
         self, name: str, save: Callable[[], Any], load: Callable[[Any], None] | None, scope: Scope
     ) -> None:
-        """Adds a value.
+        """Registers a value.
 
         Args:
-            name: of the value.
-            save: gives it, made of plain types, equal on all ranks.
-            load: takes it; None with ``Scope.DESCRIPTION``.
-            scope: what it belongs to.
+            name: name of the value.
+            save: returns it, made of plain types, equal on all ranks.
+            load: restores it; None with ``Scope.DESCRIPTION``.
+            scope: kind of the value.
 
         Raises:
             ValueError: when the name is taken, or something could be saved that nothing restores.
@@ -72,10 +72,10 @@ class StatefulParts:
             raise ValueError(f"a part named {name!r} is registered already; choose another name")
         if (load is None) != (scope is Scope.DESCRIPTION):
             raise ValueError(f"the part {name!r} would be saved and never restored, or the other way around")
-        self._parts[name] = _Part(save, load, scope)
+        self._parts[name] = _StatefulPart(save, load, scope)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that is registered."""
+        """The states of everything that is registered."""
         return {name: part.save() for name, part in self._parts.items()}
 
     def check(self, saved: Mapping[str, Any]) -> None:
@@ -95,7 +95,7 @@ class StatefulParts:
         """Restores the parts of some scopes.
 
         Raises:
-            KeyError: when one is not there.
+            KeyError: when one is missing.
         """
         for name, part in self._parts.items():
             if part.load is not None and part.scope in scopes:
@@ -103,7 +103,7 @@ class StatefulParts:
 
 
 def under_todays_names(common: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a checkpoint that an earlier version may have saved, as this version saves them."""
+    """Renames values of a checkpoint that an earlier version has saved to this version's names."""
     values = {"variance_frozen_at": 0, "controllers": {}, **common}
     if "rank_controller" in values:
         values["controllers"] = {"dp-grad": {"compressor": "edgc", "state": values.pop("rank_controller")}}

@@ -60,7 +60,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def describe(error: Exception, path: Path) -> str:
-    """One line for a failure with a file."""
+    """Describes a failure with a file, in one line."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{path}: {error.strerror}: free some, or choose another --save"
     reason = error.strerror if isinstance(error, OSError) else None
@@ -78,8 +78,8 @@ class ShardWriter(StorageWriter):
 
     Args:
         folder: an existing folder for this checkpoint alone.
-        iteration: for the table of contents.
-        world_size: ranks that write.
+        iteration: iteration in the table of contents.
+        world_size: number of ranks that write.
         documents: small files that the coordinator writes, by name.
     """
 
@@ -97,7 +97,7 @@ class ShardWriter(StorageWriter):
         """Does nothing."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan itself."""
+        """Returns the plan."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -169,7 +169,7 @@ class ShardWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Local paths only."""
+        """Whether the id is a local path."""
         return "://" not in str(checkpoint_id)
 
 
@@ -178,7 +178,7 @@ class ShardReader(StorageReader):
 
     Args:
         folder: the checkpoint.
-        manifest: its table of contents.
+        manifest: its manifest.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -195,18 +195,18 @@ class ShardReader(StorageReader):
         """Does nothing: a reader serves one checkpoint."""
 
     def read_metadata(self) -> Metadata:
-        """The table of contents in torch's terms."""
+        """The manifest as torch's metadata."""
         return self.manifest.metadata()
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         """Does nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan itself."""
+        """Returns the plan."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans themselves."""
+        """Returns the plans."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -250,7 +250,7 @@ class ShardReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Local paths only."""
+        """Whether the id is a local path."""
         return "://" not in str(checkpoint_id)
 
 
@@ -263,7 +263,7 @@ def _read_exactly(stream: io.FileIO, target: memoryview) -> None:
 
 
 def check_file_sizes(folder: Path, files: Mapping[str, int]) -> str | None:
-    """The first of the files that is missing or has another size, in words; None when all are right."""
+    """Names the first of the files that is missing or has another size; None when all are right."""
     for name, size in files.items():
         path = folder / name
         try:
@@ -279,7 +279,7 @@ def check_file_sizes(folder: Path, files: Mapping[str, int]) -> str | None:
 
 
 def check_items(folder: Path, items: Iterable[StoredItem]) -> str | None:
-    """The first item whose bytes do not have their checksum, in words; None when all are right."""
+    """Names the first item whose bytes do not have their checksum; None when all are right."""
     by_file: dict[str, list[StoredItem]] = {}
     for item in items:
         by_file.setdefault(item.file, []).append(item)
@@ -309,7 +309,7 @@ def _checksum(stream: io.FileIO, item: StoredItem, buffer: memoryview) -> int:
 
 
 def read_into(folder: Path, item: StoredItem, memory: memoryview) -> bool:
-    """Reads an item into memory of its length; whether it could be read and has its checksum."""
+    """Reads an item into memory of its length; returns whether it could be read and has its checksum."""
     try:
         with open_regular(folder / item.file) as stream:
             stream.seek(item.offset)
@@ -320,6 +320,6 @@ def read_into(folder: Path, item: StoredItem, memory: memoryview) -> bool:
 
 
 def read_item(folder: Path, item: StoredItem) -> bytes | None:
-    """The bytes of an item; None when they do not have their checksum or cannot be read."""
+    """Reads the bytes of an item; None when they do not have their checksum or cannot be read."""
     data = bytearray(item.length)
     return bytes(data) if read_into(folder, item, memoryview(data)) else None

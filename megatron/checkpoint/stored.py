@@ -15,11 +15,11 @@ from megatron.checkpoint.storage import bytes_of, read_into
 
 
 class StoredTensors:
-    """The tensors of a checkpoint, each read when it is asked for, with its checksum.
+    """The tensors of a checkpoint, each read on demand, with its checksum.
 
     Args:
         root: the folder of all checkpoints.
-        iteration: which one.
+        iteration: iteration of the checkpoint.
 
     Raises:
         UserError: when the checkpoint is missing or its table of contents damaged.
@@ -29,11 +29,11 @@ class StoredTensors:
         self.folder, self.manifest = open_checkpoint(Path(root), iteration)
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor, in memory of its own; beside it no more than one stored part is held.
+        """Reads a whole tensor, into memory of its own; no more than one stored part is held beside it.
 
         Raises:
             UserError: when its bytes are missing or damaged.
-            KeyError: when there is none of this name.
+            KeyError: when there is no tensor of this name.
         """
         stored = self.manifest.tensors[name]
         whole = torch.empty(tuple(stored.size), dtype=stored.properties.dtype)

@@ -1,4 +1,4 @@
-"""What lets torch.distributed.checkpoint's own readers read our shards: a header before each tensor, and ``.metadata``.
+"""Headers and ``.metadata`` by which torch.distributed.checkpoint's own readers can read our shards.
 
 Those readers ask ``torch.load`` for each stored part. Its older stream is a few pickled words and then the tensor's
 bytes as they are, so a part costs a header of some hundred bytes and no copy. Both are written for others: what reads
@@ -42,7 +42,7 @@ _STORAGES: dict[torch.dtype, type] = {
 
 
 class _Bytes:
-    """Stands for the memory of the tensor that follows."""
+    """A stand-in for the memory of the tensor that follows."""
 
 
 class _Following:
@@ -57,7 +57,7 @@ class _Following:
 
 
 class _Pickler(pickle.Pickler):
-    """Names the memory as ``torch.save`` does."""
+    """A pickler that names the memory as ``torch.save`` does."""
 
     def __init__(self, stream: io.BytesIO, storage: type, numel: int) -> None:
         super().__init__(stream, protocol=_PICKLE)
@@ -68,7 +68,7 @@ class _Pickler(pickle.Pickler):
 
 
 def header(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
-    """What precedes a tensor's bytes; the same for the same type and shape, and empty where there is none."""
+    """The header of a tensor's bytes; the same for the same dtype and shape, and empty where there is none."""
     storage = _STORAGES.get(dtype)
     if storage is None:
         return b""
@@ -83,7 +83,7 @@ def header(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
 
 
 def torch_metadata(manifest: Manifest) -> bytes:
-    """``.metadata`` of a checkpoint: its tensors, each part with its header."""
+    """The ``.metadata`` of a checkpoint: its tensors, each part with its header."""
     entries: dict[str, TensorStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for name, tensor in manifest.tensors.items():

@@ -13,11 +13,11 @@ EMBEDDING = MODEL + "embedding.word_embeddings.weight"
 
 
 def saved_entries(root: str | Path, iteration: Iteration) -> int:
-    """Entries of the vocabulary of a checkpoint's model, without padding.
+    """The entries of the vocabulary of a checkpoint's model, without padding.
 
     Args:
         root: the folder of all checkpoints.
-        iteration: which one.
+        iteration: iteration of the checkpoint.
 
     Raises:
         UserError: when it is damaged, or holds no embedding.

@@ -1,1 +1,1 @@
-"""The communication points: what the engines call and the compressors serve."""
+"""The communication points between the engines and the compressors."""

@@ -1,9 +1,9 @@
 """Messages between pipeline stages: activations forward, their gradients backward, through a codec.
 
-Receives can be posted ahead of their use and sends are left to complete in the background, so both overlap with
-compute. On CUDA a posted receive occupies the device until its message comes, so when it may be posted is a rule of its
-own (``megatron/parallel/pipeline/kinds.py``). A message is addressed by its boundary (the number of the earlier of the
-two virtual stages).
+Receives can be posted ahead of their use and sends complete in the background, so both overlap with compute. On CUDA
+a posted receive occupies the device until its message arrives; when it may be posted is therefore a rule of its own
+(``megatron/parallel/pipeline/kinds.py``). A message is addressed by its boundary: the number of the earlier of the
+two virtual stages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _IDENTITY = IdentityCodec()
 
 @dataclass
 class Direction:
-    """One way along the pipeline: who is sent to and who is received from, and the ends of its boundaries."""
+    """One direction of pipeline traffic: the ranks sent to and received from, and the states at this rank's ends."""
 
     point: Point
     group: Group
@@ -44,7 +44,7 @@ class Direction:
 
 @dataclass(frozen=True)
 class Message:
-    """What goes over a boundary: which way, from what position, and what its content is called (see ``Codec``)."""
+    """The address of a pipeline message: its direction, its position, and the key of its content (see ``Codec``)."""
 
     way: Direction
     position: Position
@@ -52,14 +52,14 @@ class Message:
 
 
 class PipelineChannel:
-    """Both directions of this rank's pipeline traffic.
+    """The pipeline messages of this rank, in both directions.
 
     Args:
         forward_link, backward_link: the pipeline's ranks, one group per direction.
         plan: the compressors of ``PP_FWD`` and ``PP_BWD``.
         ledger: where the bytes are counted.
-        shape: of one micro-batch's activation on this rank, (sequence, batch, hidden).
-        dtype, device: of activations and their gradients.
+        shape: shape of one micro-batch's activation on this rank, (sequence, batch, hidden).
+        dtype, device: those of activations and their gradients.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class PipelineChannel:
         self.backward = direction(Point.PP_BWD, backward_link, previous, following)
 
     def begin(self, scale: float) -> None:
-        """A step begins, whose gradients carry the loss scale ``scale``; residuals that last a step start afresh."""
+        """Begins a step, whose gradients carry the loss scale ``scale``; residuals that last one step are reset."""
         self._scale = scale
         for way in (self.forward, self.backward):
             codec = self.plan.codec(way.point)
@@ -96,7 +96,7 @@ class PipelineChannel:
                 codec.begin_step(state)
 
     def states(self) -> Iterator[CompressorState]:
-        """What the codecs remember at this rank's ends of the boundaries."""
+        """States of the codecs at this rank's ends of the boundaries."""
         for way in (self.forward, self.backward):
             yield from (*way.sent.values(), *way.received.values())
 
@@ -107,23 +107,23 @@ class PipelineChannel:
                 yield way.point, f"boundary {boundary}", state
 
     def _codec(self, way: Direction, position: Position) -> Codec:
-        """The codec of one message, which both of its ends derive alike."""
+        """The codec of one message; sender and receiver derive the same one."""
         sender = position.boundary + (way.point is Point.PP_BWD)
         covered = self.plan.covers(way.point, sender % self.plan.stages)
         on = covered and self.plan.activation(way.point).on(position.iteration, position.epilogue)
         codec = self.plan.codec(way.point) if on else _IDENTITY
-        # Decided here, as codecs are given wider numbers than those that would be sent without them.
+        # Decided here, before the codec's input is widened.
         return codec if codec.should_compress(self.shape, self.dtype) else _IDENTITY
 
     def _unscaled(self, way: Direction, codec: Codec) -> tuple[torch.dtype, float]:
-        """What a codec is given: fp32 (or fp64) numbers unless it takes any, and gradients without the loss scale."""
+        """The codec's input: in fp32 (or fp64) unless it takes any dtype, and gradients without the loss scale."""
         if codec.traits.exact or (way.point is Point.PP_FWD and not codec.traits.widened):
             return self.dtype, 1.0
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         return wide, self._scale if way.point is Point.PP_BWD else 1.0
 
     def kind(self, sent: Sequence[Message], received: Sequence[Message]) -> list[Hashable]:
-        """What decides which kernels the messages of a step launch here: a part for each end of a boundary.
+        """Key of the kernels that a step's messages launch here: one part for each end of a boundary.
 
         Args:
             sent, received: the step's messages, each end's in order.
@@ -165,13 +165,13 @@ class PipelineChannel:
             self.ledger.wait(way.point, way.sending.popleft()[1])
 
     def expect(self, message: Message) -> None:
-        """Something will soon be sent."""
+        """Announces a message that will soon be sent."""
         way, position = message.way, message.position
         state = way.sent.setdefault(position.boundary, CompressorState())
         self._codec(way, position).expect(self.shape, state, message.key)
 
     def post(self, messages: Sequence[Message]) -> None:
-        """Starts receiving some messages, in this order. Nothing is launched between the first receive and the last."""
+        """Posts receives of messages, in this order. Nothing is launched between the first receive and the last."""
         payloads = []
         for message in messages:
             way, position = message.way, message.position
@@ -185,18 +185,18 @@ class PipelineChannel:
             way.posted[position.boundary, position.micro_batch] = (payload, way.newest)
 
     def arrive(self) -> None:
-        """Waits on the host until all messages whose receives were posted are here."""
+        """Waits on the host until all posted receives have completed."""
         for way in (self.forward, self.backward):
             for _, pending in way.posted.values():
                 if not pending.waited:
                     self.ledger.wait(way.point, pending)
-        self.settle()
+        self.synchronize()
 
-    def settle(self) -> None:
-        """Waits on the host for the receives whose messages were waited for: none of them is left on the device."""
+    def synchronize(self) -> None:
+        """Waits on the host until no receive that was waited for is left on the device."""
         for way in (self.forward, self.backward):
             if way.newest is not None:
-                way.newest.settle()
+                way.newest.synchronize()
 
     def recv(self, message: Message) -> Tensor:
         """Waits for a message whose receive was posted, and decodes it."""
@@ -214,7 +214,7 @@ class PipelineChannel:
         return x
 
     def flush(self, keep: int = 0) -> None:
-        """Waits until all but ``keep`` messages of each direction have left."""
+        """Waits until at most ``keep`` sends of each direction are pending."""
         for way in (self.forward, self.backward):
             while len(way.sending) > keep:
                 self.ledger.wait(way.point, way.sending.popleft()[1])

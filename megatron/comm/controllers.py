@@ -1,4 +1,4 @@
-"""Runs the controllers of compressors: they measure reduced gradients and decide about options as the run goes on."""
+"""Runs the controllers of compressors, which measure reduced gradients and tune options during the run."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ReducedPoint:
-    """What a controller of a point may look at.
+    """The gradients that a controller of a point may look at.
 
     Args:
         flats: this rank's final gradients, flat.
-        shapes: of this rank's parameters of two or more dimensions.
+        shapes: shapes of this rank's parameters of two or more dimensions.
     """
 
     flats: Sequence[Tensor]
@@ -35,10 +35,10 @@ class Controllers:
     """The controllers of one rank, by the point whose compressor they tune. All ranks have the same.
 
     Args:
-        plan: whose options are tuned.
-        points: whose gradients are reduced in this run.
-        world: every rank; its tensors are on the CPU.
-        ledger: where the bytes are counted, and the time.
+        plan: the plan whose options are tuned.
+        points: points whose gradients are reduced in this run.
+        world: the group of all ranks, with tensors on the CPU.
+        ledger: where bytes and time are counted.
     """
 
     def __init__(self, plan: CompressionPlan, points: Sequence[Point], world: Group, ledger: Ledger) -> None:
@@ -58,13 +58,13 @@ class Controllers:
     def after_reduction(
         self, iteration: int, scale: float, all_finite: bool, look: Callable[[Point], ReducedPoint]
     ) -> None:
-        """Lets them measure a step. Every rank calls it.
+        """Lets the controllers measure a step. Every rank calls it.
 
         Args:
             iteration: 0-based.
             scale: the loss scale in the gradients.
-            all_finite: the gradients are finite; nothing is shown of others.
-            look: what there is of a point.
+            all_finite: the gradients are finite; controllers are shown no others.
+            look: returns the gradients of a point.
         """
         for point, controller in self.by_point.items():
             seen = look(point)
@@ -74,7 +74,7 @@ class Controllers:
         self._tune()
 
     def _run(self, controller: Controller, reduced: Reduced) -> None:
-        """Serves what a controller asks for."""
+        """Runs the collectives that a controller requests."""
         generator = controller.after_reduction(reduced)
         try:
             request = next(generator)
@@ -94,10 +94,10 @@ class Controllers:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], log: Log) -> None:
-        """The inverse. A controller that is not in the checkpoint starts anew, which is said, as is what is left out.
+        """Restores the controllers. One that the checkpoint lacks starts anew; that, and what is left out, is logged.
 
         Raises:
-            TypeError, ValueError, LookupError, ArithmeticError: for what no run saves.
+            TypeError, ValueError, LookupError, ArithmeticError: when no run saves such a state.
         """
         left = {(name, entry["compressor"]): entry["state"] for name, entry in saved.items()}
         for point, controller in self.by_point.items():

@@ -1,4 +1,4 @@
-"""Keeps the tied embedding equal on the first and the last stage by summing its gradients."""
+"""Keeps the tied embedding equal on the first and the last stage by all-reducing its gradient."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.reducer import Place, Unit
-from megatron.comm.rounds import Job, RoundsInFlight
+from megatron.comm.rounds import PackedReduction, TensorReduction
 from megatron.compression.identity import IdentityRounds
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
@@ -17,17 +17,17 @@ from megatron.topology.group import Group, num_bytes
 
 
 class EmbeddingSync:
-    """Sums the tied embedding's gradient over its holders.
+    """All-reduces the tied embedding's gradient over its holders.
 
-    Usually these are the two stages, after the data-parallel reduction. The embedding has a bucket of its own on
+    The holders are usually the two stages, after the data-parallel reduction. The embedding has a bucket of its own on
     both, so with the sharded optimizer both hold the same share of it and only that share is exchanged. Fused
-    (Optimus-CC, Song et al. 2023, section 5.3) they are the replicas of both stages, in place of that reduction.
-
+    (Optimus-CC, Song et al. 2023, section 5.3) they are the replicas of both stages, and this all-reduce replaces the
+    data-parallel one.
     Args:
-        group: the holders that sum, of this tensor-parallel rank.
+        group: the holders that all-reduce, of this tensor-parallel rank.
         plan: the compressor of ``EMBED_GRAD``.
-        ledger: where the bytes are counted. Compared with is what the two sums would send that a fused one replaces.
-        replicas: that a fused sum spans; 1 where the data-parallel reduction comes before.
+        ledger: where the bytes are counted. A fused all-reduce is compared with the two that it replaces.
+        replicas: replicas in a fused all-reduce; 1 where the data-parallel reduction comes before.
     """
 
     def __init__(self, group: Group, plan: CompressionPlan, ledger: Ledger, replicas: int = 1) -> None:
@@ -39,7 +39,7 @@ class EmbeddingSync:
         self._on = False
 
     def begin(self, iteration: int) -> None:
-        """A step begins (0-based)."""
+        """Begins a step (0-based)."""
         self._on = self.plan.compressed(Point.EMBED_GRAD) and self.plan.activation(Point.EMBED_GRAD).on(iteration)
 
     @property
@@ -55,7 +55,7 @@ class EmbeddingSync:
         return Unit((Place("embedding", 0, shape),), self.state)
 
     def all_reduce(self, grad: Tensor, shape: tuple[int, ...], scale: float) -> None:
-        """Sums ``grad`` (flat, contiguous; a parameter of ``shape`` and padding) over the group, in place.
+        """All-reduces ``grad`` (flat, contiguous; a parameter of ``shape`` and padding) over the group, in place.
 
         ``scale`` is the loss scale in the gradient, without which it is compressed, in fp32 (or fp64).
         """
@@ -63,20 +63,20 @@ class EmbeddingSync:
         whole = count <= grad.numel()
         compressor = self.plan.rounds(Point.EMBED_GRAD)
         if not self._on or not whole or not compressor.should_compress(shape):
-            self._sum(Job(IdentityRounds(), grad, CompressorState()), num_bytes(grad))
+            self._all_reduce(TensorReduction(IdentityRounds(), grad, CompressorState()), num_bytes(grad))
             return
         unit = self._unit(shape)
         with self.ledger.encoding(Point.EMBED_GRAD):
             x = unit.take(grad, scale)
-        self._sum(Job(compressor, x, self.state), count * grad.element_size())
+        self._all_reduce(TensorReduction(compressor, x, self.state), count * grad.element_size())
         with self.ledger.decoding(Point.EMBED_GRAD):
             unit.give(grad, x, scale)
 
-    def _sum(self, job: Job, exact_bytes: int) -> None:
+    def _all_reduce(self, reduction: TensorReduction, exact_bytes: int) -> None:
         raw = self._raw_bytes(exact_bytes)
-        RoundsInFlight([job], self.group, self.ledger, Point.EMBED_GRAD, raw_bytes=raw).finish()
+        PackedReduction([reduction], self.group, self.ledger, Point.EMBED_GRAD, raw_bytes=raw).finish()
 
     def _raw_bytes(self, gradient: int) -> int:
-        """What this rank would send of an exact gradient of so many bytes, over its replicas and then the stages."""
+        """Bytes that this rank would send for an exact gradient, over its replicas and then the stages."""
         ranks = (self.replicas, self.group.size // self.replicas)
         return sum(2 * (size - 1) * gradient // size for size in ranks)

@@ -14,8 +14,8 @@ from megatron.compression.state import CompressorState
 from megatron.topology.group import Group, Pending, num_bytes
 
 
-class GatherInFlight:
-    """An all-gather along dimension 0 under way."""
+class PendingGather:
+    """A pending all-gather along dimension 0."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class GatherInFlight:
         out: Tensor | None = None,
         raw_bytes: int | None = None,
     ) -> None:
-        """Starts it.
+        """Starts the all-gather.
 
         ``out``, shaped (n * x.shape[0], ...), receives the result where it is given. ``raw_bytes`` is the size of what
         ``x`` stands for where that is not its own.
@@ -53,7 +53,7 @@ class GatherInFlight:
             ledger.sent(point, self.pending.sent_bytes, (group.size - 1) * raw)
 
     def wait(self) -> Tensor:
-        """Finishes it and returns the gathered tensor."""
+        """Waits, and returns the gathered tensor."""
         self.ledger.wait(self.point, self.pending)
         with self.ledger.decoding(self.point):
             result = self.codec.decode_gathered(

@@ -17,7 +17,7 @@ _LONGEST_NAME = 200
 
 
 class DeviceKernels:
-    """Records them by torch's profiler, without what the host does."""
+    """Records kernels by torch's profiler, without the host's activity."""
 
     def __init__(self) -> None:
         self._profile: profile | None = None

@@ -24,7 +24,7 @@ class Account:
         messages: collectives and messages started.
         raw_bytes: bytes this rank would have sent uncompressed.
         wire_bytes: bytes this rank sent, headers included.
-        waited_s: seconds that the rank (its stream, on CUDA) was blocked on the point: communication that nothing hid.
+        waited_s: seconds that the rank (its stream, on CUDA) was blocked on the point: exposed communication.
         coded_s: seconds of encoding and decoding.
     """
 
@@ -36,8 +36,8 @@ class Account:
 
 
 class _Books:
-    """Accounts by point, where this rank sent or waited, and seconds of computing. Intervals keep to the books in which
-    they began, however late they are read."""
+    """Accounts by point, of sending and waiting, and seconds of computing. An interval is booked where it began,
+    however late it is read."""
 
     def __init__(self) -> None:
         self.accounts = {point: Account() for point in Point}
@@ -55,8 +55,8 @@ class _Books:
 
 
 @dataclass
-class _Span:
-    """A timed block that is still open, and since when it is the innermost one."""
+class _OpenSpan:
+    """A timed block that is still open, and when it last became the innermost one."""
 
     tell: Tell
     since: Mark
@@ -69,23 +69,23 @@ class Ledger:
     waiting add up. On CUDA an interval is known some time after its block, and is in the window that is taken then.
 
     Args:
-        clock: of this rank's device; by default the host's.
-        observers: what looks on at all of this rank's communication points; more may join later.
+        clock: clock of this rank's device; by default the host's.
+        observers: observers of all of this rank's communication points; more may join later.
     """
 
     def __init__(self, clock: Clock | None = None, observers: Sequence[Observer] = ()) -> None:
         self.clock: Clock = clock or HostClock()
         self.observers = list(observers)
         self._books = _Books()
-        self._open: list[_Span] = []
+        self._open: list[_OpenSpan] = []
 
     @property
     def accounts(self) -> dict[Point, Account]:
-        """Of this window."""
+        """The accounts of this window."""
         return self._books.accounts
 
     def sent(self, point: Point, wire_bytes: int, raw_bytes: int | None = None) -> None:
-        """Notes one message; ``raw_bytes`` is what it would have been uncompressed (default: the same)."""
+        """Counts one message; ``raw_bytes`` is its size uncompressed (default: the same)."""
         account = self.accounts[point]
         self._books.took_part.add(point)
         account.messages += 1
@@ -105,14 +105,14 @@ class Ledger:
         with self._timed(partial(self._books.wait, point)), self.span("wait", point=point.value):
             pending.wait()
         for observer in self.observers:
-            observer.landed(_FLIGHTS.get(pending.kind, pending.kind), point, pending)
+            observer.on_complete(_FLIGHTS.get(pending.kind, pending.kind), point, pending)
 
     def encoding(self, point: Point) -> AbstractContextManager[None]:
-        """Times what is done to a tensor before it is sent."""
+        """Times the work on a tensor before it is sent."""
         return self._coding(point, "encode")
 
     def decoding(self, point: Point) -> AbstractContextManager[None]:
-        """Times what is done to what arrived."""
+        """Times the work on what was received."""
         return self._coding(point, "decode")
 
     @contextmanager
@@ -121,7 +121,7 @@ class Ledger:
             yield
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
-        """Shows observers what is done inside."""
+        """Shows observers a named block."""
         return self._observed(name, args) if self.observers else nullcontext()
 
     @contextmanager
@@ -132,7 +132,7 @@ class Ledger:
             yield
 
     def computing(self) -> AbstractContextManager[None]:
-        """Times what is neither coding nor waiting."""
+        """Times computing: neither encoding, decoding nor waiting."""
         return self._timed(self._books.compute)
 
     @contextmanager
@@ -141,7 +141,7 @@ class Ledger:
         if self._open:
             outer = self._open[-1]
             self.clock.between(outer.since, start, outer.tell)
-        span = _Span(tell, start)
+        span = _OpenSpan(tell, start)
         self._open.append(span)
         try:
             yield
@@ -153,7 +153,7 @@ class Ledger:
                 self._open[-1].since = stop
 
     def take(self) -> dict[str, dict[str, float]]:
-        """The accounts that saw traffic, by point name; starts new ones. A rank that only receives has times alone."""
+        """Returns the accounts with traffic, by point name, and starts new ones. A receiving rank has times alone."""
         self.clock.read()
         books = self._books
         seen = {point: own for point, own in books.accounts.items() if point in books.took_part or own.waited_s}
@@ -161,18 +161,18 @@ class Ledger:
         return {point.value: asdict(account) for point, account in seen.items()}
 
     def take_computed(self) -> float:
-        """Seconds of computing since the last call."""
+        """Returns the seconds of computing since the last call."""
         self.clock.read()
         seconds, self._books.computed_s = self._books.computed_s, 0.0
         return seconds
 
     def clear(self) -> None:
-        """Starts anew; what is read late of before is forgotten."""
+        """Starts anew; intervals that began before are dropped when they are read."""
         self._books = _Books()
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What is sent and timed inside does not count."""
+    def uncounted(self) -> Iterator[None]:
+        """Leaves what is sent and timed inside uncounted."""
         kept, self._books = self._books, _Books()
         try:
             yield

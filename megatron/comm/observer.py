@@ -1,7 +1,7 @@
-"""What looks on while a run goes on: traces and experiments.
+"""Observers of a run: traces and experiments.
 
-The hot paths know no observer by name: they call those in ``Ledger.observers``, a list that is empty by default. Who
-looks on is decided where the engines are built (``megatron/training/observers.py``).
+The hot paths know no observer by name: they call those in ``Ledger.observers``, a list that is empty by default. The
+observers are chosen where the engines are built (``megatron/training/observers.py``).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megatron.topology.group import Pending
 
 @dataclass(frozen=True)
 class SentMessage:
-    """A tensor that was encoded, and all that its receiver decodes it with.
+    """A tensor that was encoded, and what its receiver decodes it with.
 
     Args:
-        point, position: where, and which message of the step.
-        x: what was encoded, without the loss scale.
-        codec, payload, state, key: see ``Codec``.
+        point, position: the point, and which message of the step it is.
+        x: the codec's input, without the loss scale.
+        codec, payload, state, key: the arguments of ``Codec.decode``.
     """
 
     point: Point
@@ -42,7 +42,7 @@ class SentMessage:
     key: Hashable
 
     def error(self) -> Tensor:
-        """What the receiver's tensor lacks, with what error feedback added: the residual where there is one."""
+        """The difference between the input and what the receiver decodes; the residual where there is one."""
         left = self.state.get(RESIDUAL)
         if left is not None and left.shape == self.x.shape:
             return left
@@ -53,7 +53,7 @@ class SentMessage:
 
 @dataclass(frozen=True)
 class Finding:
-    """What an observer reports of a step: a record for the JSON lines, and maybe a line for people."""
+    """An observer's report on a step: a record for the JSON lines, and maybe a line for people."""
 
     kind: str
     values: Mapping[str, Any]
@@ -61,20 +61,20 @@ class Finding:
 
 
 class Observer:
-    """Looks on. Each method does nothing unless an observer cares."""
+    """The events of a run. Every method does nothing unless an observer overrides it."""
 
     def begin_step(self, iteration: int) -> None:
         """A step begins (0-based; -1: an evaluation)."""
 
     def end_step(self) -> None:
-        """The step's work is done on this rank, or started on its device."""
+        """The step is done on this rank, or launched on its device."""
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
-        """Something timed is done inside."""
+        """A timed block runs inside."""
         return nullcontext()
 
-    def landed(self, name: str, point: Point, pending: Pending) -> None:
-        """A communication was waited for."""
+    def on_complete(self, name: str, point: Point, pending: Pending) -> None:
+        """A communication has completed."""
 
     def on_send(self, sent: SentMessage) -> None:
         """A message between stages was encoded."""
@@ -83,5 +83,5 @@ class Observer:
         """A message between stages was decoded."""
 
     def findings(self, iteration: int) -> Iterable[Finding]:
-        """What there is to report after a step, counted from 1. Every rank asks; the last rank's are written."""
+        """Reports of a step, counted from 1. Every rank calls it; the last rank's are written."""
         return ()

@@ -1,4 +1,4 @@
-"""Which compressor serves which traffic: pure functions, so that two ends can never disagree."""
+"""Decides which compressor serves which traffic, by pure functions, so that both ends of a message agree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EXACT_CODEC = IdentityCodec()
 
 @dataclass(frozen=True)
 class Position:
-    """Everything a decision about one pipeline message may depend on; both of its ends know it.
+    """All that the compression of a pipeline message may depend on; both of its ends know it.
 
     Args:
         iteration: training iteration, 0-based; -1 in evaluation.
@@ -41,7 +41,7 @@ class CompressionPlan:
     """The compressor of each point.
 
     Args:
-        specs: by point; a point that is not named sends its traffic as it is.
+        specs: the specs by point; a point that is not named sends its traffic as it is.
         stage, stages: this rank's pipeline stage, and their number.
     """
 
@@ -55,7 +55,7 @@ class CompressionPlan:
         self._codecs: dict[tuple[Point, Any], Codec] = {}
 
     def activation(self, point: Point) -> Activation:
-        """When the point's traffic is compressed."""
+        """The iterations and stages in which the point's traffic is compressed."""
         return self.specs[point].activation if point in self.specs else Activation()
 
     def compressed(self, point: Point) -> bool:
@@ -69,17 +69,17 @@ class CompressionPlan:
 
     @property
     def fused_embedding(self) -> bool:
-        """One embedding collective over the replicas of both stages."""
+        """Whether one all-reduce of the embedding's gradient spans the replicas of both stages."""
         spec = self.specs.get(Point.EMBED_GRAD)
         return spec is not None and spec.fused
 
     def begin(self, iteration: int) -> None:
-        """A step begins, whose iteration decides about options that change over the run; evaluations (-1) do not."""
+        """Begins a step, whose iteration selects options that change over the run; evaluations (-1) do not."""
         if iteration >= 0:
             self._iteration = iteration
 
     def tune(self, point: Point, values: Mapping[str, float]) -> None:
-        """Options of a point that were found while the run went on; all ranks that take part call this alike."""
+        """Sets options of a point that a controller has chosen; all ranks that take part call this alike."""
         self._tuned[point] = dict(values)
 
     def options(self, point: Point) -> Any:
@@ -90,17 +90,17 @@ class CompressionPlan:
     def ever_compresses(self, point: Point, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> bool:
         """Whether tensors of this shape are worth compressing with any options that the point's may become.
 
-        ``dtype`` is that of messages; sums are compared in fp32.
+        ``dtype`` is that of messages; reductions are compared in fp32.
         """
         spec = self.specs.get(point)
         if spec is None:
             return False
-        if point.sums:
+        if point.is_reduction:
             return any(spec.rounds(options).should_compress(shape) for options in spec.variants())
         return any(spec.codec(options).should_compress(torch.Size(shape), dtype) for options in spec.variants())
 
     def rounds(self, point: Point) -> RoundCompressor:
-        """The compressor of sums at a point, with the options of this iteration; without state."""
+        """The compressor of reductions at a point, with the options of this iteration; without state."""
         if point not in self.specs:
             return _EXACT_ROUNDS
         options = self.options(point)

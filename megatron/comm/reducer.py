@@ -1,4 +1,4 @@
-"""Gradient buckets -> sums over the data-parallel group, overlapped with backward."""
+"""Reduces gradient buckets over the data-parallel group, overlapped with backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
-from megatron.comm.rounds import Job, RoundsInFlight
+from megatron.comm.rounds import PackedReduction, TensorReduction
 from megatron.compression.api import RoundCompressor
 from megatron.compression.approximation import write
 from megatron.compression.identity import IdentityRounds
@@ -24,12 +24,12 @@ from megatron.topology.group import Group, num_bytes
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter's gradient lies in its bucket.
+    """The place of a parameter's gradient in its bucket.
 
     Args:
         name: logical name of the parameter.
         start: index of its first element.
-        shape: of the parameter on this rank.
+        shape: shape of the parameter on this rank.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Place:
 
     @property
     def stop(self) -> int:
-        """Index behind its last element."""
+        """Index past its last element."""
         return self.start + math.prod(self.shape)
 
 
@@ -59,14 +59,14 @@ class GradBucket:
 
 @dataclass
 class Unit:
-    """Equally shaped parameters of one bucket that are compressed in one stack, or a whole bucket.
+    """Equally shaped parameters of one bucket that are compressed as one stack, or a whole bucket.
 
     Args:
-        places: the parameters, one behind the other in the bucket; empty for a whole bucket.
-        state: what the compressor remembers of them.
+        places: the parameters, adjacent in the bucket; empty for a whole bucket.
+        state: the compressor's state for them.
 
     Raises:
-        ValueError: when there is something between the parameters.
+        ValueError: when the parameters are not adjacent.
     """
 
     places: tuple[Place, ...] = ()
@@ -78,48 +78,48 @@ class Unit:
                 raise ValueError(f"{before.name} and {after.name} do not lie one behind the other in their bucket")
 
     def view(self, flat: Tensor) -> Tensor:
-        """Its part of the bucket: (k, *shape), or the whole bucket."""
+        """The unit's part of the bucket: (k, *shape), or the whole bucket."""
         if not self.places:
             return flat
         return flat[self.places[0].start : self.places[-1].stop].view(len(self.places), *self.places[0].shape)
 
     def take(self, flat: Tensor, scale: float) -> Tensor:
-        """Its gradients without the loss scale, in fp32 or fp64: the bucket's memory where its dtype allows."""
+        """The unit's gradients without the loss scale, in fp32 or fp64: the bucket's memory where its dtype allows."""
         own = self.view(flat)
         x = own if own.dtype == torch.float64 else own.float()
         return x if scale == 1.0 else x.mul_(1.0 / scale)
 
     def give(self, flat: Tensor, x: Tensor, scale: float) -> None:
-        """Leaves the sums ``x``, in the memory that ``take`` returned, in the bucket, with the loss scale."""
+        """Writes the reduced gradients ``x``, in the memory that ``take`` returned, back to the bucket."""
         write(x if scale == 1.0 else x.mul_(scale), self.view(flat))
 
 
 @dataclass
-class _InFlight:
-    """A bucket on its way.
+class _PendingBucket:
+    """A bucket whose reduction is pending.
 
     Args:
-        rounds: its sums; None where something else reduces it.
-        units: what is compressed of it, in the order of the first jobs.
+        reduction: the pending reduction; None where something else reduces the bucket.
+        units: its compressed units, in the order of the first reductions.
     """
 
-    rounds: RoundsInFlight | None
+    reduction: PackedReduction | None
     units: list[Unit]
 
 
 class GradReducer:
-    """Sums buckets over a group, each as soon as it and all before it are ready.
+    """All-reduces (or reduce-scatters) buckets over a group, each as soon as it and all before it are ready.
 
-    Buckets are launched in the order of the list, whatever the order in which they become ready, so that every
-    rank issues its collectives in the same order by construction. Nothing is copied: compressors are given views of the
-    buckets, and the sums replace the gradients there.
+    Buckets are launched in the order of the list, whatever the order in which they become ready, so that every rank
+    issues its collectives in the same order by construction. Nothing is copied: compressors are given views of the
+    buckets, and the reduced gradients replace the local ones there.
 
     Args:
-        buckets: with ``sharded`` each length divides by the group's size.
+        buckets: the buckets; with ``sharded`` each length divides by the group's size.
         group: the data-parallel ranks.
         plan: the compressor of ``DP_GRAD``, shared by all buckets, and when it is on.
         ledger: where the bytes are counted.
-        sharded: each rank needs only its own share of each sum.
+        sharded: each rank needs only its own share of the result, as after a reduce-scatter.
     """
 
     def __init__(
@@ -135,16 +135,16 @@ class GradReducer:
         self._scale = 1.0
         self._checks = False
         self._ready = [False] * len(buckets)
-        self._in_flight: list[_InFlight] = []
+        self._pending: list[_PendingBucket] = []
         self._finite: list[Tensor] = []
 
     @property
     def compressor(self) -> RoundCompressor:
-        """The algorithm, with this iteration's options."""
+        """The compressor, with this iteration's options."""
         return self.plan.rounds(Point.DP_GRAD)
 
     def _units(self, bucket: GradBucket) -> list[Unit]:
-        """What the compressor is given of a bucket; parameters in no unit are summed exactly."""
+        """The units of a bucket that are compressed; parameters in no unit are reduced exactly."""
         if not self.plan.covers(Point.DP_GRAD, self.plan.stage) or bucket.skipped:
             return []
         if not self.compressor.traits.batched:
@@ -156,7 +156,7 @@ class GradReducer:
         return [Unit(tuple(places)) for places in shapes.values()]
 
     def begin(self, iteration: int, scale: float, checks: bool = False) -> None:
-        """A step begins.
+        """Begins a step.
 
         Args:
             iteration: 0-based.
@@ -169,7 +169,7 @@ class GradReducer:
         self._finite = []
 
     def kind(self) -> Hashable:
-        """What decides which kernels are launched for a bucket that becomes ready: a part of the step's kind."""
+        """Key of the kernels that a ready bucket launches: a part of the step's kind."""
         used = [unit.state for units in self.units for unit in units] if self._on else []
         launches = [self.compressor.launches(state) for state in used]
         if None in launches:
@@ -178,7 +178,7 @@ class GradReducer:
         return Point.DP_GRAD, options, self._scale == 1.0, self._checks, tuple(launches)
 
     def residuals(self) -> Iterator[tuple[list[str], CompressorState]]:
-        """What each unit's residual belongs to (a stack's parameters, or a whole bucket's), and its state."""
+        """Names of each unit's parameters (a stack's, or a whole bucket's), and its state."""
         for bucket, units in zip(self.buckets, self.units, strict=True):
             for unit in units:
                 names = [place.name for place in unit.places]
@@ -193,12 +193,12 @@ class GradReducer:
 
     @property
     def freezes_variance(self) -> bool:
-        """Whether this step's sums carry noise that the optimizer's second moments must not see."""
+        """Whether this step's reduced gradients carry noise that the optimizer's second moments must not see."""
         return self._on and self.compressor.traits.freezes_variance
 
     @property
     def clips_first(self) -> bool:
-        """Whether this step's local gradients are clipped in place of the sums."""
+        """Whether this step's local gradients are clipped in place of the reduced ones."""
         return self._on and self.compressor.traits.clips_first
 
     def observe(self) -> None:
@@ -208,60 +208,62 @@ class GradReducer:
                 self.compressor.observe(unit.take(bucket.flat, 1.0), unit.state)
 
     def mark_ready(self, index: int) -> None:
-        """Bucket ``index`` holds its final local gradient; launches every bucket whose turn has come."""
+        """Marks bucket ``index`` as holding its final local gradient, and launches every bucket whose turn has come."""
         self._ready[index] = True
-        while len(self._in_flight) < len(self.buckets) and self._ready[len(self._in_flight)]:
-            self._in_flight.append(self._launch(self.buckets[len(self._in_flight)], self.units[len(self._in_flight)]))
+        while len(self._pending) < len(self.buckets) and self._ready[len(self._pending)]:
+            self._pending.append(self._launch(self.buckets[len(self._pending)], self.units[len(self._pending)]))
 
     def launch(self) -> None:
-        """Launches what was not launched yet: all local gradients are final."""
+        """Launches the remaining buckets: all local gradients are final."""
         for index in range(len(self.buckets)):
             self.mark_ready(index)
 
     def check(self, flat: Tensor) -> None:
-        """Notes whether a local gradient is finite, where the step is to know."""
+        """Notes whether a local gradient is finite, where the step asks for that."""
         if self._checks:
             with self.ledger.encoding(Point.DP_GRAD):
                 self._finite.append(finite_norm(flat)[1])
 
     def finite(self) -> Tensor:
-        """1 where all the local gradients that were looked at are finite, else 0."""
+        """1 where all the local gradients that were checked are finite, else 0."""
         none = self.buckets[0].flat.new_ones((), dtype=torch.float64)
         return torch.stack([none, *self._finite]).amin()
 
-    def _launch(self, bucket: GradBucket, units: Sequence[Unit]) -> _InFlight:
+    def _launch(self, bucket: GradBucket, units: Sequence[Unit]) -> _PendingBucket:
         self.check(bucket.flat)
         if bucket.skipped:
-            return _InFlight(None, [])
+            return _PendingBucket(None, [])
         compressor = self.compressor
         used = [u for u in units if not u.places or compressor.should_compress(u.places[0].shape)] if self._on else []
         with self.ledger.encoding(Point.DP_GRAD):
-            jobs = [Job(compressor, unit.take(bucket.flat, self._scale), unit.state) for unit in used]
-        jobs += [Job(IdentityRounds(), bucket.flat[span], CompressorState()) for span in _rest(bucket, used)]
+            reductions = [TensorReduction(compressor, unit.take(bucket.flat, self._scale), unit.state) for unit in used]
+        reductions += [
+            TensorReduction(IdentityRounds(), bucket.flat[span], CompressorState()) for span in _rest(bucket, used)
+        ]
         raw = (1 if self.sharded else 2) * (self.group.size - 1) * num_bytes(bucket.flat) // self.group.size
         shares = self.sharded and not used
-        rounds = RoundsInFlight(jobs, self.group, self.ledger, Point.DP_GRAD, shares, raw_bytes=raw)
-        return _InFlight(rounds, used)
+        packed = PackedReduction(reductions, self.group, self.ledger, Point.DP_GRAD, shares, raw_bytes=raw)
+        return _PendingBucket(packed, used)
 
     def finish(self, finite: bool = True) -> None:
-        """Waits for all buckets and leaves the sums in them; if not ``finite``, anything."""
+        """Waits for all buckets and leaves the reduced gradients in them; if not ``finite``, anything."""
         self.launch()
-        for bucket, flying in zip(self.buckets, self._in_flight, strict=True):
-            if flying.rounds is None:
+        for bucket, pending in zip(self.buckets, self._pending, strict=True):
+            if pending.reduction is None:
                 continue
             if not finite:
-                flying.rounds.abandon()
+                pending.reduction.abandon()
                 continue
-            flying.rounds.finish()
+            pending.reduction.finish()
             with self.ledger.decoding(Point.DP_GRAD):
-                for unit, job in zip(flying.units, flying.rounds.jobs, strict=False):
-                    unit.give(bucket.flat, job.x, self._scale)
+                for unit, reduction in zip(pending.units, pending.reduction.reductions, strict=False):
+                    unit.give(bucket.flat, reduction.x, self._scale)
         self._ready = [False] * len(self.buckets)
-        self._in_flight = []
+        self._pending = []
 
 
 def _rest(bucket: GradBucket, units: Sequence[Unit]) -> list[slice]:
-    """What is summed exactly beside compressed units: all of the bucket where there are none."""
+    """Ranges that are reduced exactly beside compressed units: all of the bucket where there are none."""
     if not units:
         return [slice(0, bucket.flat.numel())]
     if any(not unit.places for unit in units):

@@ -1,4 +1,4 @@
-"""Steps ``RoundCompressor`` generators over a group."""
+"""Runs ``RoundCompressor`` generators over a group."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from megatron.topology.group import Group, Pending, num_bytes
 
 
 @dataclass
-class Job:
-    """One tensor to be summed.
+class TensorReduction:
+    """The reduction of one tensor.
 
     Args:
-        compressor: the algorithm.
-        x: this rank's contribution, contiguous; it belongs to the algorithm, which leaves the sum there.
-        state: what the algorithm remembers of this tensor.
+        compressor: the compressor.
+        x: this rank's contribution, contiguous; it belongs to the compressor, which leaves the reduced tensor there.
+        state: the compressor's state for this tensor.
     """
 
     compressor: RoundCompressor
@@ -30,23 +30,23 @@ class Job:
     state: CompressorState
 
 
-class RoundsInFlight:
-    """Sums under way, whose requests of one round share a collective.
+class PackedReduction:
+    """A pending reduction of several tensors, whose requests of one round share a collective.
 
     The first round starts at construction, so it overlaps with what the caller does next; the others run in ``finish``,
-    which leaves the sums in the jobs' tensors.
+    which leaves the reduced tensors in the reductions.
 
     Args:
-        jobs: the tensors, in the same order on every rank.
+        reductions: the tensors and their compressors, in the same order on every rank.
         group: the ranks.
         ledger, point: where the bytes are counted, and as what.
         sharded: this rank reads only its own share of the results.
-        raw_bytes: what the exact sums would have sent.
+        raw_bytes: bytes that exact collectives would have sent.
     """
 
     def __init__(
         self,
-        jobs: Sequence[Job],
+        reductions: Sequence[TensorReduction],
         group: Group,
         ledger: Ledger,
         point: Point,
@@ -54,23 +54,25 @@ class RoundsInFlight:
         raw_bytes: int | None = None,
     ) -> None:
         self.group, self.ledger, self.point, self.sharded = group, ledger, point, sharded
-        self._raw_left = sum(self._raw_bytes(job.x) for job in jobs) if raw_bytes is None else raw_bytes
-        self.jobs = jobs
+        self._raw_left = (
+            sum(self._raw_bytes(reduction.x) for reduction in reductions) if raw_bytes is None else raw_bytes
+        )
+        self.reductions = reductions
         self._peers = Peers(group.rank, group.size)
         self._generators: list[Generator[Request, Tensor, Aggregate]] = [
-            job.compressor.rounds(job.x, job.state, self._peers) for job in jobs
+            reduction.compressor.rounds(reduction.x, reduction.state, self._peers) for reduction in reductions
         ]
-        self._aggregates: list[Aggregate | None] = [None] * len(jobs)
+        self._aggregates: list[Aggregate | None] = [None] * len(reductions)
         self._pending: list[tuple[Pending, list[tuple[int, Tensor]]]] = []
-        self._resume(dict.fromkeys(range(len(jobs))))
+        self._resume(dict.fromkeys(range(len(reductions))))
 
     def _raw_bytes(self, x: Tensor) -> int:
-        """Bytes of the exact sum by a ring, which is what a compressor is compared with."""
+        """Bytes of an exact ring all-reduce, which compressed bytes are compared with."""
         steps = 1 if self.sharded else 2
         return steps * (self.group.size - 1) * num_bytes(x) // self.group.size
 
     def _resume(self, results: dict[int, Tensor | None]) -> None:
-        """Hands each algorithm its result (None: lets it begin) and starts what they ask for next."""
+        """Resumes each generator with its result (None: begins it) and starts the requests of the next round."""
         requests: dict[int, Request] = {}
         with self.ledger.encoding(self.point):
             for index, result in results.items():
@@ -82,7 +84,7 @@ class RoundsInFlight:
             self._serve(requests)
 
     def _serve(self, requests: dict[int, Request]) -> None:
-        """Starts the communication of one round; small reductions share one collective."""
+        """Starts the collectives of one round; small all-reduces share one."""
         kinds: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
         for index, request in requests.items():
             if request.op is Op.REDUCE and len(requests) > 1:
@@ -116,16 +118,16 @@ class RoundsInFlight:
             self._resume(dict(sorted(results.items())))
 
     def finish(self) -> None:
-        """Finishes; the sums are in the jobs' tensors then, and what the compressors keep has changed."""
+        """Waits; the reduced tensors are in the reductions then, and the compressors' states have changed."""
         self.wait()
         with self.ledger.decoding(self.point):
-            for job, aggregate in zip(self.jobs, self._aggregates, strict=True):
+            for reduction, aggregate in zip(self.reductions, self._aggregates, strict=True):
                 assert aggregate is not None
-                job.compressor.finalize(job.x, aggregate, job.state, self._peers)
+                reduction.compressor.finalize(reduction.x, aggregate, reduction.state, self._peers)
         self._aggregates = []
 
     def abandon(self) -> None:
-        """Lets the round that was started end, and leaves it at that; all ranks of the group do the same."""
+        """Waits for the round that was started and runs no other; all ranks of the group do the same."""
         for communication, _ in self._pending:
             communication.wait()
         for generator in self._generators:
@@ -134,12 +136,12 @@ class RoundsInFlight:
 
 
 def start_request(request: Request, group: Group, sharded: bool = False) -> tuple[Pending, Tensor]:
-    """Starts the communication of one request over a group; its result is in the tensor once it has ended.
+    """Starts the collective of one request over a group; its result is in the tensor once it has completed.
 
     Args:
-        request: what to communicate.
+        request: the request.
         group: the ranks.
-        sharded: this rank reads only its own share of a sum whose request allows that.
+        sharded: this rank reads only its own share of a reduction whose request allows that.
     """
     x = request.tensor
     if request.op is Op.REDUCE:

@@ -1,9 +1,9 @@
 """Collectives of tensor and sequence parallelism, and their autograd functions.
 
-A tensor-parallel region begins with f (identity forward, sum backward) and ends with g (sum forward, identity
-backward). With sequence parallelism the activations between the regions are split along the sequence: f becomes a
-gather and g a reduce-scatter (Korthikanti et al. 2022, section 4.2.2). f is fused into the layers that need it, to
-overlap its backward sum with their weight gradients; g is here.
+A tensor-parallel region begins with f (identity forward, all-reduce backward) and ends with g (all-reduce forward,
+identity backward). With sequence parallelism the activations between the regions are split along the sequence: f
+becomes an all-gather and g a reduce-scatter (Korthikanti et al. 2022, section 4.2.2). f is fused into the layers that
+need it, to overlap its backward all-reduce with their weight gradients; g is here.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.comm.gather import GatherInFlight
+from megatron.comm.gather import PendingGather
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
-from megatron.comm.rounds import Job, RoundsInFlight
+from megatron.comm.rounds import PackedReduction, TensorReduction
 from megatron.compression.approximation import write
 from megatron.compression.identity import IdentityCodec, IdentityRounds
 from megatron.compression.points import Point
@@ -28,17 +28,17 @@ _EXACT_ROUNDS = IdentityRounds()
 _EXACT_CODEC = IdentityCodec()
 
 
-class SumInFlight:
-    """A tensor-parallel sum under way; see ``TensorComm.start_sum``."""
+class PendingReduce:
+    """A pending tensor-parallel all-reduce or reduce-scatter; see ``TensorComm.start_reduce``."""
 
-    def __init__(self, rounds: RoundsInFlight | None, x: Tensor, group: Group, scatter: bool) -> None:
-        self.rounds, self.x, self.group, self.scatter = rounds, x, group, scatter
+    def __init__(self, reduction: PackedReduction | None, x: Tensor, group: Group, scatter: bool) -> None:
+        self.reduction, self.x, self.group, self.scatter = reduction, x, group, scatter
 
     def wait(self) -> Tensor:
-        """The sum, or this rank's part of it along dimension 0."""
-        if self.rounds is not None:
-            self.rounds.finish()
-            write(self.rounds.jobs[0].x, self.x)
+        """Waits; returns the reduced tensor, or this rank's part of it along dimension 0."""
+        if self.reduction is not None:
+            self.reduction.finish()
+            write(self.reduction.reductions[0].x, self.x)
         if not self.scatter:
             return self.x
         return self.x.chunk(self.group.size, dim=0)[self.group.rank]
@@ -54,7 +54,7 @@ class TensorComm:
         ledger: where the bytes are counted.
         plan: the compressors of ``TP_FWD`` and ``TP_BWD``, and when they are on.
         sequence_parallel: activations between parallel regions are split along the sequence.
-        asynchronous: backward collectives overlap with the weight gradients' products.
+        asynchronous: backward collectives overlap with the matrix products of the weight gradients.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class TensorComm:
         self._iteration = 0
 
     def begin(self, iteration: int) -> None:
-        """A step begins; -1 stands for an evaluation."""
+        """Begins a step; -1 stands for an evaluation."""
         self._iteration = max(iteration, 0)
         for point in self._on:
             covered = self.plan.covers(point, self.plan.stage)
             self._on[point] = covered and self.plan.activation(point).on(iteration)
 
     def kind(self) -> list[Hashable]:
-        """What decides which kernels this step's collectives launch: a part of its kind for each point."""
+        """Key of the kernels that this step's collectives launch: a part of its kind for each point."""
         return [self._kind(point, on) for point, on in self._on.items()]
 
     def _kind(self, point: Point, on: bool) -> Hashable:
@@ -100,43 +100,45 @@ class TensorComm:
     def rank(self) -> int:
         return self.group.rank
 
-    def start_sum(self, x: Tensor, point: Point, scatter: bool = False) -> SumInFlight:
-        """Starts summing ``x`` over the group.
+    def start_reduce(self, x: Tensor, point: Point, scatter: bool = False) -> PendingReduce:
+        """Starts an all-reduce of ``x`` over the group, or a reduce-scatter.
 
         Args:
-            x: this rank's contribution, contiguous; the sum replaces it.
+            x: this rank's contribution, contiguous; the result replaces it.
             point: TP_FWD or TP_BWD.
             scatter: return only this rank's equal part of dimension 0.
         """
-        rounds = None
+        reduction = None
         if self.group.size > 1:
             raw = (1 if scatter else 2) * (self.group.size - 1) * num_bytes(x) // self.group.size
-            rounds = RoundsInFlight([self._job(x, point)], self.group, self.ledger, point, scatter, raw_bytes=raw)
-        pending = SumInFlight(rounds, x, self.group, scatter)
-        if rounds is not None and not self.asynchronous:
-            rounds.wait()
+            reduction = PackedReduction(
+                [self._reduction(x, point)], self.group, self.ledger, point, scatter, raw_bytes=raw
+            )
+        pending = PendingReduce(reduction, x, self.group, scatter)
+        if reduction is not None and not self.asynchronous:
+            reduction.wait()
         return pending
 
-    def _job(self, x: Tensor, point: Point) -> Job:
-        """One sum. Its state lasts for it alone, but for the iteration, so that each draws other random numbers."""
+    def _reduction(self, x: Tensor, point: Point) -> TensorReduction:
+        """One reduction. Its state lasts for it alone, with the iteration in it, so that each draws other noise."""
         compressor = self.plan.rounds(point)
         if not self._on[point] or (compressor.traits.batched and not compressor.should_compress(tuple(x.shape))):
-            return Job(_EXACT_ROUNDS, x, CompressorState())
+            return TensorReduction(_EXACT_ROUNDS, x, CompressorState())
         state = CompressorState(counters=dict.fromkeys(("draws", "messages"), self._iteration))
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return Job(compressor, (x.unsqueeze(0) if compressor.traits.batched else x).to(wide), state)
+        return TensorReduction(compressor, (x.unsqueeze(0) if compressor.traits.batched else x).to(wide), state)
 
-    def start_gather(self, x: Tensor, point: Point) -> GatherInFlight:
-        """Starts concatenating the ranks' ``x`` along dimension 0."""
+    def start_gather(self, x: Tensor, point: Point) -> PendingGather:
+        """Starts an all-gather of ``x`` along dimension 0."""
         codec = self.plan.codec(point) if self._on[point] else _EXACT_CODEC
-        return GatherInFlight(codec, x, CompressorState(), None, self.group, self.ledger, point)
+        return PendingGather(codec, x, CompressorState(), None, self.group, self.ledger, point)
 
     def gather(self, x: Tensor, point: Point) -> Tensor:
-        """Concatenates the ranks' ``x`` along dimension 0."""
+        """All-gathers ``x`` along dimension 0."""
         return x if self.group.size == 1 else self.start_gather(x.contiguous(), point).wait()
 
     def gather_exact(self, x: Tensor) -> Tensor:
-        """Stacks small per-rank results along a new dimension 0; never compressed."""
+        """All-gathers small per-rank results along a new dimension 0; never compressed."""
         out = torch.empty((self.group.size * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
         pending = self.group.all_gather(out, x.contiguous())
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
@@ -149,14 +151,14 @@ class TensorComm:
 
 
 class _Reduce(torch.autograd.Function):
-    """g: sum forward, identity backward."""
+    """g: all-reduce forward, identity backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: TensorComm) -> Tensor:
         if not x.is_contiguous():
-            return comm.start_sum(x.contiguous(), Point.TP_FWD).wait()
+            return comm.start_reduce(x.contiguous(), Point.TP_FWD).wait()
         ctx.mark_dirty(x)
-        return comm.start_sum(x, Point.TP_FWD).wait()
+        return comm.start_reduce(x, Point.TP_FWD).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -164,13 +166,13 @@ class _Reduce(torch.autograd.Function):
 
 
 class _ReduceScatter(torch.autograd.Function):
-    """g with sequence parallelism: sum and keep the own part of the sequence; backward gathers."""
+    """g with sequence parallelism: reduce-scatter along the sequence forward, all-gather backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: TensorComm) -> Tensor:
         ctx.comm = comm
         # The input is a fresh product that no other backward reads, so it may serve as the work space.
-        return comm.start_sum(x.contiguous(), Point.TP_FWD, scatter=True).wait().clone()
+        return comm.start_reduce(x.contiguous(), Point.TP_FWD, scatter=True).wait().clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -178,7 +180,7 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 def leave_parallel_region(x_sbh: Tensor, comm: TensorComm) -> Tensor:
-    """Partial sums out of a tensor-parallel region: summed, and split along the sequence where that is on."""
+    """Reduces the partial sums at the end of a tensor-parallel region; split along the sequence where that is on."""
     if comm.size == 1:
         return x_sbh
     result: Tensor = (_ReduceScatter if comm.sequence_parallel else _Reduce).apply(x_sbh, comm)

@@ -1,8 +1,8 @@
-"""What one rank did when, as a Chrome trace that Perfetto and chrome://tracing show.
+"""Records what one rank did when, as a Chrome trace for Perfetto and chrome://tracing.
 
-Spans nest (forward holds the encode, wait and decode of tensor-parallel sums). On CUDA they are spans of the device's
-time, and the device's kernels are there too. Communications have tracks of their own, from their start to the moment
-when their result was there, with their bytes.
+Spans nest (forward holds the encode, wait and decode of tensor-parallel collectives). On CUDA they are spans of the
+device's time, and the device's kernels are there too. Communications have tracks of their own, from their start to
+their completion, with their bytes.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ FIRST_STREAM = 1
 
 
 class Kernels(Protocol):
-    """Records what runs on the device."""
+    """A recorder of the device's kernels."""
 
     def start(self) -> None:
         """Begins to record."""
 
     def stop(self) -> list[dict[str, Any]]:
-        """Ends it; the recorded events of a Chrome trace (name, cat, tid, ts, dur), their times since 1970."""
+        """Stops; returns the events of a Chrome trace (name, cat, tid, ts, dur), their times since 1970."""
 
 
 @dataclass(frozen=True)
-class _Span:
+class _TraceSpan:
     name: str
     start: Mark
     stop: Mark
@@ -46,7 +46,7 @@ class _Span:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A communication: when the host started it, and the mark at which its result was there."""
+    """A communication: when the host started it, and the mark of its completion."""
 
     name: str
     point: str
@@ -62,11 +62,11 @@ class Trace(Observer):
         path: the file.
         rank: number of the process in the trace.
         label: what the rank is, for the reader.
-        first, last: 0-based.
-        clock: of this rank's device. It is waited for where an iteration begins and ends, never in between.
-        kernels: of this rank's device; None where there are none.
+        first, last: iterations, 0-based.
+        clock: clock of this rank's device. It is waited for where an iteration begins and ends, never in between.
+        kernels: recorder of this rank's device; None where there is none.
         world_size: ranks that write a trace beside this one.
-        run: the same on all of them, and on no others.
+        run: name of the run, the same on all of its ranks and on no others.
         meet: a barrier, by which the ranks' clocks are aligned later.
     """
 
@@ -92,7 +92,7 @@ class Trace(Observer):
         self._meet = meet
         self._kernels = kernels
         self._iteration: int | None = None
-        self._spans: list[_Span] = []
+        self._spans: list[_TraceSpan] = []
         self._landed: list[_Flight] = []
         self._events: list[dict[str, Any]] = []
         self._flights = 0
@@ -106,7 +106,7 @@ class Trace(Observer):
         return self._iteration is not None
 
     def begin_step(self, iteration: int) -> None:
-        """Begins to record, where the step is one of those asked for."""
+        """Begins to record, if the step is one of those asked for."""
         if not self.first <= iteration < self.last:
             return
         if self._aligned is None:
@@ -119,12 +119,12 @@ class Trace(Observer):
         self._begun = self._clock.mark()
 
     def end_step(self) -> None:
-        """The step has ended; the file is written after the last one that is recorded."""
+        """Ends the step; the file is written after the last one that is recorded."""
         if self._iteration is None:
             return
         iteration, self._iteration = self._iteration, None
-        self._spans.append(_Span("iteration", self._begun, self._clock.mark(), {}))
-        self._clock.settle()
+        self._spans.append(_TraceSpan("iteration", self._begun, self._clock.mark(), {}))
+        self._clock.synchronize()
         try:
             self._collect(iteration)
             if iteration + 1 == self.last:
@@ -133,7 +133,7 @@ class Trace(Observer):
             sys.stderr.write(f"warning: the trace {self.path} cannot be written: {error.strerror}\n")
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
-        """What is done inside."""
+        """Records a span."""
         return self._span(name, args) if self.on else nullcontext()
 
     @contextmanager
@@ -142,16 +142,16 @@ class Trace(Observer):
         try:
             yield
         finally:
-            self._spans.append(_Span(name, start, self._clock.mark(), args))
+            self._spans.append(_TraceSpan(name, start, self._clock.mark(), args))
 
-    def landed(self, name: str, point: Point, pending: Pending) -> None:
-        """A communication has ended."""
+    def on_complete(self, name: str, point: Point, pending: Pending) -> None:
+        """Records the end of a communication."""
         if self.on:
             flight = _Flight(name, point.value, pending.started, self._clock.mark(), pending.sent_bytes)
             self._landed.append(flight)
 
     def _collect(self, iteration: int) -> None:
-        """Turns what an iteration left into events."""
+        """Turns the spans of an iteration into events."""
         for span in self._spans:
             begin, end = self._micros(self._clock.place(span.start)), self._micros(self._clock.place(span.stop))
             duration = max(round(end - begin, 1), 0.0)
@@ -170,7 +170,7 @@ class Trace(Observer):
         self._spans, self._landed = [], []
 
     def write(self) -> None:
-        """Writes what was recorded, whole or not at all.
+        """Writes the trace, whole or not at all.
 
         Raises:
             OSError: when the file cannot be written.

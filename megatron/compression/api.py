@@ -1,9 +1,9 @@
 """The two contracts that a compressor author needs.
 
-``Codec`` serves point-to-point and gather traffic: one tensor in, one message out, and back.
+``Codec`` serves point-to-point messages and all-gathers: one tensor in, one message out, and back.
 ``RoundCompressor`` serves all-reduces over a group: a generator that yields what it wants communicated. Neither ever
 sees a process group; the communication points in ``megatron.comm`` do the sending and the counting. What a compressor
-needs beyond that it declares (``SumTraits``, ``CodecTraits``) or overrides, and is served, built-in or plug-in.
+needs beyond that it declares (``SumTraits``, ``CodecTraits``) or overrides; built-in and plug-in are served alike.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from megatron.compression.state import CompressorState
 
 
 class Op(enum.Enum):
-    """What a round asks of the group."""
+    """The collective that a request asks for."""
 
     REDUCE = "reduce"
-    """Sum the tensor over the group, in place."""
+    """All-reduce: sum the tensor over the group, in place."""
     GATHER = "gather"
-    """Concatenate the tensors of all ranks along a new first dimension."""
+    """All-gather: concatenate the tensors of all ranks along a new first dimension."""
     BROADCAST = "broadcast"
-    """Overwrite the tensor by the first rank's."""
+    """Broadcast: overwrite the tensor by the first rank's."""
     EXCHANGE = "exchange"
-    """Send row i of the tensor to rank i; the result's rows are what the ranks sent here, in their order."""
+    """All-to-all: send row i of the tensor to rank i; row i of the result comes from rank i."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One round's communication.
+    """A collective that a compressor asks for.
 
     Args:
         tensor: contiguous tensor to communicate; REDUCE and BROADCAST work in place.
@@ -54,7 +54,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Aggregate:
-    """What ``RoundCompressor.rounds`` returns.
+    """The result of ``RoundCompressor.rounds``.
 
     Args:
         total: the (approximate) sum over the group, with the input's shape and dtype where it is a tensor.
@@ -68,46 +68,46 @@ class Aggregate:
 
 @dataclass(frozen=True)
 class Peers:
-    """The group that sums: this rank's place in it, and its size."""
+    """The group that reduces: this rank's place in it, and its size."""
 
     rank: int
     size: int
 
 
 class Compressor:
-    """What codecs and compressors of sums have in common: options, and what they know about where they can work."""
+    """The base of codecs and round compressors: options, and checks of where they can work."""
 
     def __init__(self, config: Any = None) -> None:
         """``config`` is an instance of the registered options class."""
         self.config = config
 
     def problem(self, activation: Activation) -> str:
-        """Why options that are right one by one cannot be right together, or not where and when the compressor is on;
-        empty when they can. Shown behind the spec, so it names options."""
+        """The reason why these options cannot be combined, or not where and when it is on; empty when they can.
+        Shown behind the spec, so it names options."""
         return ""
 
     def check(self, point: Point, flags: Mapping[str, Any]) -> str:
-        """Why the compressor cannot work in this run, and what to do instead; empty when it can.
+        """The reason why the compressor cannot work in this run, and what to do instead; empty when it can.
 
         Args:
-            point: where it is asked to serve.
+            point: the point that it is asked to serve.
             flags: the run's flags by name (``adam_beta1``), resolved.
         """
         return ""
 
     def tuned_limits(self) -> Mapping[str, tuple[float, float]]:
-        """Least and greatest value of each option that is found while the run goes on (``Controller``), by field."""
+        """Least and greatest value of each option that a ``Controller`` tunes during the run, by field."""
         return {}
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """One step's gradients after their reduction, as a ``Controller`` is shown them.
+    """One step's gradients after their reduction, for a ``Controller``.
 
     Args:
         iteration: 0-based.
         flats: this rank's final gradients, flat, with the loss scale; empty where the step cannot be taken.
-        shapes: of this rank's parameters of two or more dimensions.
+        shapes: shapes of this rank's parameters of two or more dimensions.
         scale: the loss scale.
         compressed: whether the compressor was on, and not in its warm-up.
         stage: this rank's pipeline stage.
@@ -122,16 +122,16 @@ class Reduced:
 
 
 class Controller(ABC):
-    """Decides about options of a compressor while the run goes on.
+    """Tunes options of a compressor during the run.
 
-    Every rank holds one; what it decides from must be equal on all of them, so it comes from sums over the world.
+    Every rank holds one. It must decide by values that are equal on all ranks, such as all-reduced ones.
     """
 
     @abstractmethod
     def after_reduction(self, reduced: Reduced) -> Generator[Request, Tensor, None]:
         """Measures a step's gradients; every rank calls it after every step.
 
-        Yields requests over the world, of small tensors on the CPU. All ranks yield the same.
+        Yields requests over the world, with small tensors on the CPU. All ranks yield the same.
         """
 
     @abstractmethod
@@ -140,20 +140,21 @@ class Controller(ABC):
 
     @abstractmethod
     def state_dict(self) -> Mapping[str, Any]:
-        """What must survive a restart: plain numbers and lists of them, equal on all ranks."""
+        """The state that must survive a restart: plain numbers and lists of them, equal on all ranks."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse.
+        """Restores what ``state_dict`` returned.
 
         Raises:
-            TypeError, ValueError, LookupError, ArithmeticError: for what no run saves; nothing has changed then.
+            TypeError, ValueError, LookupError, ArithmeticError: when no run saves such a state; nothing has changed
+                then.
         """
 
 
 @dataclass(frozen=True)
 class SumTraits:
-    """What a ``RoundCompressor`` asks of the engines.
+    """What a ``RoundCompressor`` declares to the engines.
 
     Args:
         batched: the tensor is a stack of k equally shaped parameters (k, *shape), each compressed on its own, and the
@@ -161,10 +162,10 @@ class SumTraits:
             tensor is anything, flat buckets included.
         observes: ``observe`` wants the optimizer's update.
         freezes_variance: the optimizer must leave Adam's second moments as they are while the compressor is on.
-        clips_first: each replica's gradient is clipped before the sum, not the sum after, as it carries too much noise.
-        gathers: each rank is sent what every other one sends, so that bytes and decoding grow with the group.
+        clips_first: each replica's gradient is clipped before the all-reduce, whose result carries too much noise.
+        gathers: each rank receives what every other one sends, so that bytes and decoding grow with the group.
         index_sets: names of state tensors that are indices into the flattened input.
-        steady: names of counters that do not decide which operations run: those that only enter random seeds, say.
+        steady: names of counters that do not decide which operations run: such as those that only enter random seeds.
     """
 
     batched: bool = False
@@ -177,7 +178,7 @@ class SumTraits:
 
 
 class RoundCompressor(Compressor, ABC):
-    """Approximates the sum of one tensor over a group in one or more rounds."""
+    """Approximates the all-reduce of one tensor in one or more rounds."""
 
     traits = SumTraits()
 
@@ -191,24 +192,24 @@ class RoundCompressor(Compressor, ABC):
 
     @property
     def finalizes(self) -> bool:
-        """Whether ``finalize`` changes what is kept: then all ranks agree before that the gradients are finite."""
+        """Whether ``finalize`` changes state: then all ranks first agree that the gradients are finite."""
         return type(self).finalize is not RoundCompressor.finalize
 
     def launches(self, state: CompressorState) -> Hashable:
-        """What of the state decides which operations the next sum will run, beside options and shapes.
+        """A key of the kernels that the next reduction launches, beside options and shapes.
 
-        Where this value was met before, every kernel that the sum needs has been launched before. None says that
-        nothing is known: that costs overlap on CUDA, while a value that says too little can hang it.
+        If this key has been met before, every kernel that the reduction needs has been launched before. None stands
+        for an unknown key, which costs overlap on CUDA, while a key that leaves something out can hang it.
         """
         return state.layout(self.traits.steady)
 
     def observe(self, update: Tensor, state: CompressorState) -> None:
-        """Takes the update of a step whose sums set the counter ``awaiting``, if ``SumTraits.observes``.
+        """Takes the update of a step whose reduction set the counter ``awaiting``, if ``SumTraits.observes``.
 
         Args:
             update: the optimizer's direction, weight decay included, whatever the learning rate; shaped like the input
                 of ``rounds``.
-            state: that of ``rounds``.
+            state: the state of ``rounds``.
         """
         raise NotImplementedError
 
@@ -217,24 +218,24 @@ class RoundCompressor(Compressor, ABC):
         """Yields requests, receives their results, and returns the aggregate.
 
         Args:
-            x: contiguous; it belongs to the compressor, which may change it, until ``finalize``.
-            state: what this tensor's earlier sums left.
-            peers: who sums.
+            x: this rank's contribution, contiguous; the compressor may change it, until ``finalize``.
+            state: the state of this tensor.
+            peers: the group.
 
         Every rank of the group must yield the same sequence of operations and shapes; that is a property of the
         algorithm, the caller cannot check it.
         """
 
     def finalize(self, x: Tensor, aggregate: Aggregate, state: CompressorState, peers: Peers) -> None:
-        """Leaves the sum in ``x``. Where it is overridden, all ranks know by then that the gradients are finite.
+        """Leaves the reduced tensor in ``x``. If overridden, all ranks know by then that the gradients are finite.
 
         State as large as ``x`` is changed here, in place (``state.owned``), as there is no way back from this point;
         ``stage`` would need room for both its old and its new value.
 
         Args:
-            x: as ``rounds`` left it.
-            aggregate: what ``rounds`` returned.
-            state, peers: those of ``rounds``.
+            x: the input of ``rounds``, as ``rounds`` left it.
+            aggregate: the result of ``rounds``.
+            state, peers: the arguments of ``rounds``.
         """
         write(aggregate.total, x)
 
@@ -253,7 +254,7 @@ class Payload:
 
 @dataclass(frozen=True)
 class CodecTraits:
-    """What a ``Codec`` asks of the engines.
+    """What a ``Codec`` declares to the engines.
 
     Args:
         exact: a tensor comes back as it was, whatever it holds. The others are handed finite numbers in fp32 (or fp64),
@@ -290,16 +291,16 @@ class Codec(Compressor, ABC):
         return True
 
     def begin_step(self, state: CompressorState) -> None:  # optional
-        """A step begins, of whose messages ``state`` is the sender's."""
+        """Begins a step; ``state`` is that of the sender's end."""
 
     def launches(self, shape: torch.Size, state: CompressorState, keys: Sequence[Hashable]) -> Hashable:
-        """What of the state and the keys decides which operations a step's messages will run at one of their ends,
-        beside options, shape and dtype; see ``RoundCompressor.launches``.
+        """A key of the kernels that a step's messages launch at one of their ends, beside options, shape and dtype; see
+        ``RoundCompressor.launches``.
 
         Args:
-            shape: of the tensors.
-            state: that end's, before the step.
-            keys: of the messages, in their order.
+            shape: shape of the tensors.
+            state: state of that end, before the step.
+            keys: keys of the messages, in their order.
         """
         return state.layout(self.traits.steady)
 
@@ -313,7 +314,7 @@ class Codec(Compressor, ABC):
         """
 
     def expect(self, shape: torch.Size, state: CompressorState, key: Hashable) -> None:  # optional
-        """A tensor of this shape will soon be encoded under ``key``: time to fetch what that needs. Changes nothing."""
+        """Announces that such a tensor will be encoded under ``key``, to prefetch what that needs; changes nothing."""
 
     @abstractmethod
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
@@ -326,7 +327,7 @@ class Codec(Compressor, ABC):
         """Turns a message back into a tensor of the given shape and dtype."""
 
     def reconstruct(self, payload: Payload, x: Tensor, state: CompressorState, key: Hashable) -> Tensor | Approximation:
-        """What the receiver of ``encode``'s message of ``x`` will decode; called by the sender, who only reads it."""
+        """The tensor that ``encode``'s message of ``x`` decodes to; called by the sender, which only reads it."""
         return self.decode(payload, x.shape, x.dtype, state, key)
 
     def decode_gathered(
@@ -338,6 +339,6 @@ class Codec(Compressor, ABC):
         state: CompressorState,
         key: Hashable,
     ) -> Tensor:
-        """Decodes ``size`` messages that lie one behind the other along dimension 0, and concatenates them."""
+        """Decodes ``size`` messages that are concatenated along dimension 0, and concatenates the results."""
         wires = payloads.wire.view(size, payloads.wire.shape[0] // size, *payloads.wire.shape[1:])
         return torch.cat([self.decode(Payload(wire), shape, dtype, state, key) for wire in wires])

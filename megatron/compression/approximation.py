@@ -1,4 +1,4 @@
-"""Tensors held as what was sent of them, so that nothing of their full size exists until someone gives it room."""
+"""Tensors in compressed form, which take no memory of their full size until they are written out."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron.kernels.ops import scatter_add_packed
 
 
 class Approximation(ABC):
-    """A tensor in some shorter form."""
+    """A tensor in compressed form."""
 
     @abstractmethod
     def write_to(self, out: Tensor) -> None:
         """Overwrites ``out``, which is contiguous and has the tensor's shape."""
 
     def subtract_from(self, x: Tensor, share: float = 1.0) -> None:
-        """Takes ``share`` of the tensor from ``x``, in place."""
+        """Subtracts ``share`` of the tensor from ``x``, in place."""
         dense = torch.empty_like(x)
         self.write_to(dense)
         x.sub_(dense, alpha=share)
@@ -45,10 +45,10 @@ class Factors(Approximation):
 
 @dataclass(frozen=True)
 class Sparse(Approximation):
-    """Some numbers of a flattened tensor, zero elsewhere; pieces that meet at a place add up.
+    """Some elements of a flattened tensor, zero elsewhere; pieces that overlap add up.
 
     Args:
-        pieces: ascending, distinct indices (int64), and the numbers there.
+        pieces: ascending, distinct indices (int64), and the values there.
     """
 
     pieces: Sequence[tuple[Tensor, Tensor]]
@@ -64,7 +64,7 @@ class Sparse(Approximation):
 
 
 def write(value: Tensor | Approximation, out: Tensor) -> None:
-    """Overwrites ``out`` by a tensor in either form."""
+    """Overwrites ``out`` by a tensor or an approximation."""
     if isinstance(value, Approximation):
         value.write_to(out)
     elif value.data_ptr() != out.data_ptr():
@@ -72,7 +72,7 @@ def write(value: Tensor | Approximation, out: Tensor) -> None:
 
 
 def subtract(value: Tensor | Approximation, x: Tensor, share: float = 1.0) -> None:
-    """Takes ``share`` of a tensor in either form from ``x``, in place."""
+    """Subtracts ``share`` of a tensor or an approximation from ``x``, in place."""
     if isinstance(value, Approximation):
         value.subtract_from(x, share)
     else:
@@ -80,7 +80,7 @@ def subtract(value: Tensor | Approximation, x: Tensor, share: float = 1.0) -> No
 
 
 def dense(value: Tensor | Approximation, like: Tensor) -> Tensor:
-    """A tensor in either form as a new one of the shape and dtype of ``like``."""
+    """A tensor or an approximation as a new tensor, of the shape and dtype of ``like``."""
     out = torch.empty_like(like, memory_format=torch.contiguous_format)
     write(value, out)
     return out

@@ -1,4 +1,4 @@
-"""Half precision on the wire: what a run in fp32 is fairly compared with."""
+"""Half precision on the wire: a fair baseline for compressors of fp32 runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CastConfig:
 
 
 class HalfFormat:
-    """Numbers in half precision, and up to 2 bytes that make a message's length a multiple of 4."""
+    """A format of half-precision numbers, and up to 2 bytes that make a message's length a multiple of 4."""
 
     def __init__(self, config: CastConfig) -> None:
         self.dtype = _DTYPES[config.dtype]
@@ -43,17 +43,17 @@ class HalfFormat:
         return wire
 
     def decode(self, wire: Tensor, shape: torch.Size, out: Tensor | None = None) -> Tensor:
-        """The tensor of a message, fp32: new, or in ``out``."""
+        """Decodes a message to fp32: a new tensor, or ``out``."""
         if out is None:
             out = torch.empty(shape, dtype=torch.float32, device=wire.device)
         return out.copy_(self._values(wire, shape)) if shape.numel() else out
 
     def add_to(self, out: Tensor, wire: Tensor, negative: bool = False) -> Tensor:
-        """Adds the tensor of a message, or its opposite, to ``out``, in place."""
+        """Adds a decoded message to ``out``, or subtracts it, in place."""
         return out.add_(self._values(wire, out.shape), alpha=-1 if negative else 1) if out.numel() else out
 
     def _values(self, wire: Tensor, shape: torch.Size) -> Tensor:
-        """The numbers in a message; a message of none may lie where no number could."""
+        """The numbers in a message; an empty message may lie where no number could."""
         return wire[: 2 * shape.numel()].view(self.dtype).view(shape)
 
 
@@ -84,7 +84,7 @@ class CastCodec(Codec):
 
 
 class CastRounds(TwoStepSum):
-    """Sums of messages in half precision, made in fp32."""
+    """Two-step all-reduces of messages in half precision, summed in fp32."""
 
     config: CastConfig
 
@@ -97,6 +97,6 @@ class CastRounds(TwoStepSum):
 
 
 def register(registry: Registry) -> None:
-    """Adds ``cast``."""
+    """Registers ``cast``."""
     points = frozenset(Point) - {Point.CONTROL}
     registry.register("cast", Registration(CastConfig, codec=CastCodec, rounds=CastRounds, points=points))

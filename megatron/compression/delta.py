@@ -1,4 +1,4 @@
-"""Messages as changes since the last visit of the same sample (AQ-SGD, Wang et al. 2022, algorithm 1).
+"""Messages of changes since the last visit of the same sample (AQ-SGD, Wang et al. 2022, algorithm 1).
 
 Both ends remember what the receiver got for each sample. A first visit sends the activation itself, as it is, in half
 precision or in fixed point; every later one only the quantized difference, whose error the next difference contains.
@@ -33,18 +33,18 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class DeltaConfig(FixpointConfig):
     """Changes of a sample's activations since its last visit; for runs of several epochs."""
 
-    bits: int = opt(4, "of each number of a difference", minimum=1, maximum=8, scheduled=True)
+    bits: int = opt(4, "bits of each number of a difference", minimum=1, maximum=8, scheduled=True)
     first_bits: int = opt(
         16,
-        "of each number at a first visit: 1 to 8, 16 (the run's half precision, bf16 in wider runs), or 32 (as it is)",
+        "bits of each number at a first visit: 1 to 8, 16 (the run's half precision, else bf16), or 32 (as is)",
         minimum=1,
         maximum=32,
     )
     cache: int = opt(20000, "samples that each end of a boundary remembers", minimum=1)
     memory: int = opt(0, "samples of these in memory, the others in a file; 0 for all", minimum=0)
-    folder: str = opt("", "of that file; the system's folder of temporary files unless given")
-    cache_dtype: Literal["bf16", "fp16", "fp32"] = opt("bf16", "of what is remembered")
-    cache_bits: int = opt(0, "of each number that is remembered; 0 keeps cache-dtype", minimum=0, maximum=8)
+    folder: str = opt("", "folder of that file; the system's temporary folder unless given")
+    cache_dtype: Literal["bf16", "fp16", "fp32"] = opt("bf16", "dtype of remembered activations")
+    cache_bits: int = opt(0, "bits of each remembered number; 0 keeps cache-dtype", minimum=0, maximum=8)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,11 +56,11 @@ class DeltaConfig(FixpointConfig):
 class DeltaLowBitsConfig(DeltaConfig):
     """The same with a quantized memory."""
 
-    cache_bits: int = opt(4, "of each number that is remembered; 0 keeps cache-dtype", minimum=0, maximum=8)
+    cache_bits: int = opt(4, "bits of each remembered number; 0 keeps cache-dtype", minimum=0, maximum=8)
 
 
 class DeltaCodec(Codec):
-    """Holds one row for each remembered sample and end; see ``SampleCache``."""
+    """Keeps one row for each remembered sample at each end; see ``SampleCache``."""
 
     config: DeltaConfig
 
@@ -177,7 +177,7 @@ class DeltaCodec(Codec):
         return wire
 
     def _decode_first(self, wire: Tensor, row: torch.Size, dtype: torch.dtype) -> Tensor:
-        """What the receiver gets at a first visit; the sender computes it from the same bytes."""
+        """The row that the receiver decodes at a first visit; the sender computes it from the same bytes."""
         wide = self._first_dtype(dtype)
         if wide is None:
             return self.first.decode(wire, row)
@@ -192,7 +192,7 @@ class DeltaCodec(Codec):
             cache.store(sample, got.to(_DTYPES[self.config.cache_dtype], copy=True))
 
     def _recall(self, cache: SampleCache, sample: int, row: torch.Size) -> Tensor:
-        """What is remembered of a sample, in fp32 and free to be changed."""
+        """The remembered row of a sample, in fp32 and free to be changed."""
         stored = cache.row(sample)
         return self.memory.decode(stored, row) if self.config.cache_bits else stored.to(torch.float32, copy=True)
 
@@ -211,7 +211,7 @@ def _sample(key: Hashable) -> int:
 
 
 def register(registry: Registry) -> None:
-    """Adds ``delta`` and ``delta-lowbits``."""
+    """Registers ``delta`` and ``delta-lowbits``."""
     for name, config in (("delta", DeltaConfig), ("delta-lowbits", DeltaLowBitsConfig)):
         registry.register(
             name,

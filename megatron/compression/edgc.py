@@ -93,10 +93,10 @@ def residual_shares(n: int, m: int) -> Tensor:
 
 
 class RankByEntropy:
-    """The windows and the rule; pure numbers, equal on all ranks that are given equal entropies.
+    """The windows of entropies and the rule for the rank; equal on all ranks that are given equal entropies.
 
     Args:
-        config: of the compressor.
+        config: options of the compressor.
         shape: (n, m) of the matrices that the formula is about.
     """
 
@@ -109,7 +109,7 @@ class RankByEntropy:
         self.count = 0
 
     def add(self, entropy: float) -> None:
-        """A measurement; one that is not finite does not count."""
+        """Adds a measurement; one that is not finite does not count."""
         if math.isfinite(entropy):
             self.sum += entropy
             self.count += 1
@@ -139,7 +139,7 @@ class RankByEntropy:
         return low + (high - low) * min(change / first, 1.0) if first else float(high)
 
     def _formula(self) -> float:
-        """The rank whose error is what the greatest rank left in the first window: g(r) e^H = g(r0) e^H0."""
+        """The rank whose error equals that of the greatest rank in the first window: g(r) e^H = g(r0) e^H0."""
         shares = residual_shares(*self.shape)
         start = shares[min(self.config.rank, len(shares) - 1)]
         allowed = float(start) * math.exp(self.means[0] - self.means[-1])
@@ -147,17 +147,17 @@ class RankByEntropy:
         return float(fitting[0]) if len(fitting) else float(self.config.rank)
 
     def state_dict(self) -> dict[str, float | list[float]]:
-        """Plain numbers."""
+        """The state, as plain numbers."""
         return {"rank": float(self.rank), "means": list(self.means), "sum": self.sum, "count": float(self.count)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse; a rank beyond this run's limits is brought within."""
+        """Restores ``state_dict``; a rank beyond this run's limits is clamped."""
         (low, high), means = self.config.limits, state["means"]
         if not isinstance(means, list):
             raise TypeError(f"means is a {type(means).__name__} instead of a list")
         kept, total, count = [float(mean) for mean in means], float(state["sum"]), int(state["count"])
         if not all(map(math.isfinite, [*kept, total])) or count < 0:
-            raise ValueError("means, sum and count of EDGC's window are no figures of a run")
+            raise ValueError("means, sum and count of EDGC's window are not those of a run")
         self.rank = min(max(int(state["rank"]), low), high)
         self.means, self.sum, self.count = kept, total, count
 
@@ -190,7 +190,7 @@ class RankController(Controller):
             self.rule.close_window(moves=reduced.compressed)
 
     def _learn_shape(self, reduced: Reduced) -> Generator[Request, Tensor, None]:
-        """The first stage's ranks hold matrices of one shape: their mean is that shape."""
+        """Shares the shape of the first stage's matrices: all of its ranks have the same, so the mean is that shape."""
         matrices = [matrix_shape(shape) for shape in reduced.shapes]
         n, m = max(matrices, key=lambda shape: shape[0] * shape[1], default=(1, 1))
         total_n, total_m, ranks = (yield Request(torch.tensor([n, m, 1]) * (reduced.stage == 0))).tolist()
@@ -231,7 +231,7 @@ class EDGC(PowerSGD):
 
 
 def register(registry: Registry) -> None:
-    """Adds ``edgc``."""
+    """Registers ``edgc``."""
     registry.register(
         "edgc",
         Registration(

@@ -1,4 +1,4 @@
-"""Error feedback: what a compressor did not send is added to what it is asked to send next.
+"""Error feedback: the part of a gradient that a compressor did not send is added to the next one.
 
 Seide et al. 2014; Karimireddy et al. 2019. This is the only residual in the code base.
 """
@@ -25,11 +25,11 @@ MessageResidual = Literal["lazy", "lazy-reset", "lazy-mean"]
 
 @dataclass(frozen=True)
 class _Fed(Aggregate):
-    """With what error feedback has measured on the way.
+    """An aggregate with the norms that error feedback has measured.
 
     Args:
         inner: the compressor's own aggregate.
-        gradient_k, given_k: squared norms of what came in, and of that with the residual.
+        gradient_k, given_k: squared norms of the gradient, and of the gradient with the residual.
     """
 
     inner: Aggregate
@@ -90,7 +90,7 @@ class ErrorFeedback(RoundCompressor):
 class ErrorFeedbackCodec(Codec):
     """A ``Codec`` whose sender keeps a residual.
 
-    On the gradients that stages send back this is lazy error propagation (Optimus-CC, Song et al. 2023, section
+    On the activation gradients of the pipeline this is lazy error propagation (Optimus-CC, Song et al. 2023, section
     5.2): the error of one micro-batch enters the next compressed one, across iterations.
 
     Args:

@@ -1,4 +1,4 @@
-"""Fixed-point numbers with shared scales: activations, their gradients, and sums in two quantized steps.
+"""Fixed-point numbers with shared scales: activations, their gradients, and two-step all-reduces.
 
 AQ-SGD's stateless quantizer (Wang et al. 2022, "DirectQ"), with scales of short groups and a grid that reaches both
 peaks. Scales are fp32 or bf16 without an epsilon, so tiny gradients keep their size and zero stays zero.
@@ -21,26 +21,26 @@ from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.state import CompressorState
 from megatron.compression.two_step import TwoStepSum
-from megatron.kernels.grid import Grid, Layout, Method, Role
+from megatron.kernels.grid import Grid, Role, ScaleLayout, ScaleMethod
 from megatron.kernels.ops import quantize_pack, unpack_dequantize
 
 _ROTATIONS = tuple(1 << power for power in range(3, 11))
-_LAYOUTS = {"group": Layout.GROUP, "channel": Layout.CHANNEL, "tensor": Layout.TENSOR}
+_LAYOUTS = {"group": ScaleLayout.GROUP, "channel": ScaleLayout.CHANNEL, "tensor": ScaleLayout.TENSOR}
 
 
 @dataclass(frozen=True)
 class FixpointConfig:
     """1 to 8 bits a number, with a scale for each group, channel or tensor."""
 
-    bits: int = opt(8, "of each number", minimum=1, maximum=8, scheduled=True)
+    bits: int = opt(8, "bits of each number", minimum=1, maximum=8, scheduled=True)
     scale: Literal["group", "channel", "tensor"] = opt("group", "what shares a scale")
     group: int = opt(64, "numbers in a group, along the last dimension; a multiple of 8", minimum=8, maximum=1 << 20)
     rotation: int = opt(0, "block of a Hadamard rotation that spreads outliers, 8 to 1024; 0 for none", minimum=0)
     scale_method: Literal["max", "l2"] = opt("max", "largest magnitude, or twice the root mean square")
-    scale_dtype: Literal["fp32", "bf16"] = opt("fp32", "of the scales on the wire")
+    scale_dtype: Literal["fp32", "bf16"] = opt("fp32", "dtype of the scales on the wire")
     grid: Literal["symmetric", "asymmetric"] = opt("symmetric", "asymmetric clips the positive peak, as AQ-SGD does")
     rounding: Literal["nearest", "stochastic"] = opt("nearest", "stochastic is unbiased, and seeded")
-    seed: int = opt(714, "of stochastic rounding", minimum=0, maximum=SEED)
+    seed: int = opt(714, "seed of stochastic rounding", minimum=0, maximum=SEED)
 
     def __post_init__(self) -> None:
         if self.group % 8:
@@ -58,10 +58,10 @@ class FixpointConfig:
 
 
 class Quantizer:
-    """Tensors to bytes and back, without state. 32 and 64-bit inputs are quantized in fp32.
+    """A format of quantized numbers, without state. 32 and 64-bit inputs are quantized in fp32.
 
     A message is the scales, the codes, and up to 3 bytes that make its length a multiple of 4, so that messages that
-    lie one behind the other keep their scales aligned.
+    adjacent in memory keep their scales aligned.
     """
 
     def __init__(self, config: FixpointConfig) -> None:
@@ -75,7 +75,7 @@ class Quantizer:
             layout=_LAYOUTS[self.config.scale],
             group=channels if self.config.scale == "channel" else self.config.group,
             symmetric=self.config.grid == "symmetric",
-            method=Method.L2 if self.config.scale_method == "l2" else Method.MAX,
+            method=ScaleMethod.L2 if self.config.scale_method == "l2" else ScaleMethod.MAX,
             rotation=self.config.rotation,
         )
 
@@ -101,11 +101,11 @@ class Quantizer:
         *,
         wire: Tensor | None = None,
     ) -> Tensor:
-        """The message, uint8.
+        """Encodes a tensor; returns the message, uint8.
 
         Args:
-            x: any shape.
-            seed: draws the noise of stochastic rounding.
+            x: tensor of any shape.
+            seed: seed of the noise of stochastic rounding.
             role: DELTA encodes x - other, and moves ``other`` to what the receiver holds then; FEEDBACK encodes
                 x + other, and leaves in ``other`` what was not sent.
             other: fp32 or half precision, contiguous, as large as x.
@@ -123,7 +123,7 @@ class Quantizer:
         return wire
 
     def decode(self, wire: Tensor, shape: torch.Size, out: Tensor | None = None) -> Tensor:
-        """The tensor of a message, fp32; NaN or infinite groups where the input was not finite.
+        """Decodes a message to fp32; groups that were not finite are NaN or infinite.
 
         Args:
             wire: the message.
@@ -136,7 +136,7 @@ class Quantizer:
         return out
 
     def add_to(self, out: Tensor, wire: Tensor, negative: bool = False) -> Tensor:
-        """Adds the tensor of a message, or its opposite, to ``out`` (fp32 or fp64), in place.
+        """Adds a decoded message to ``out`` (fp32 or fp64), or subtracts it, in place.
 
         With a message of ``Role.DELTA`` that moves the reference to what the sender holds.
         """
@@ -147,18 +147,18 @@ class Quantizer:
 
 
 def _aligned(wire: Tensor) -> Tensor:
-    """A message whose start is aligned to 4 bytes, for its scales."""
+    """Returns the message, copied if its start is not aligned to 4 bytes, as its scales need."""
     return wire.clone() if wire.storage_offset() % 4 else wire
 
 
 def message_seed(seed: int, *parts: object) -> int:
-    """A seed of 63 bits from a run's seed and what the message is."""
+    """A seed of 63 bits, from a run's seed and the name of the message."""
     digest = hashlib.blake2b(repr((seed, *parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class FixpointCodec(Codec):
-    """Quantize, send, dequantize."""
+    """Quantized messages."""
 
     traits = CodecTraits(steady=("messages",))
     config: FixpointConfig
@@ -186,7 +186,7 @@ class FixpointCodec(Codec):
 
 
 class FixpointRounds(TwoStepSum):
-    """The two-step sum with quantized messages."""
+    """The two-step all-reduce with quantized messages."""
 
     config: FixpointConfig
 
@@ -201,7 +201,7 @@ class FixpointRounds(TwoStepSum):
 
 
 def register(registry: Registry) -> None:
-    """Adds ``fixpoint``."""
+    """Registers ``fixpoint``."""
     points = frozenset(Point) - {Point.CONTROL}
     registry.register(
         "fixpoint", Registration(FixpointConfig, codec=FixpointCodec, rounds=FixpointRounds, points=points)

@@ -1,4 +1,4 @@
-"""How the residuals of error feedback fare: their size beside the gradient's, and how old what they hold is."""
+"""Health of error feedback: size of the residuals relative to the gradients, and their age."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class ResidualHealth:
     """Figures of k tensors' last step, on their device; nothing here waits for it.
 
     Args:
-        gradient_k: squared norms of what came in.
-        given_k: of that with the old residual, which is what the compressor was given.
-        residual_k: of what it left, the new residual.
+        gradient_k: squared norms of the gradients.
+        given_k: squared norms of the compressor's input, the gradient with the old residual.
+        residual_k: squared norms of the new residual.
         age_k: mean age in steps of what the residual holds, weighted by energy: each step all of it grows one step
             older, and the share residual / given of it stays.
     """
@@ -42,10 +42,10 @@ def squared_norms(x: Tensor, stacked: bool) -> Tensor:
 
 
 def measure(before: ResidualHealth | None, gradient_k: Tensor, given_k: Tensor, residual_k: Tensor) -> ResidualHealth:
-    """The figures of a step.
+    """Computes the figures of a step.
 
     Args:
-        before: those of the step before it; None at first.
+        before: figures of the step before it; None at first.
         gradient_k, given_k, residual_k: squared norms.
     """
     age_k = torch.zeros_like(residual_k) if before is None else before.age_k

@@ -19,7 +19,7 @@ class IdentityConfig:
 
 
 class IdentityRounds(RoundCompressor):
-    """An exact sum in one round."""
+    """An exact all-reduce in one round."""
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
         total = yield Request(x, Op.REDUCE, shard_only=True)
@@ -57,7 +57,7 @@ class IdentityCodec(Codec):
 
 
 def register(registry: Registry) -> None:
-    """Adds the identity, under both its names."""
+    """Registers the identity, under both its names."""
     for name in ("none", "identity"):
         registry.register(
             name,

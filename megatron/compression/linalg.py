@@ -12,9 +12,9 @@ def random_bases(k: int, m: int, r: int, seed: int, name: str, like: Tensor) -> 
     """Gaussian start matrices (k, m, r), the same on every rank that asks by the same seed and name.
 
     Args:
-        seed: of the run's compressors.
-        name: what they are for; other names get other matrices.
-        like: gives dtype and device.
+        seed: seed of the run's compressors.
+        name: name of the matrices; other names get other matrices.
+        like: a tensor of the wanted dtype and device.
     """
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -23,7 +23,7 @@ def random_bases(k: int, m: int, r: int, seed: int, name: str, like: Tensor) -> 
 
 
 def matrix_shape(shape: tuple[int, ...] | torch.Size) -> tuple[int, int]:
-    """Rows and columns of a parameter seen as one matrix: all dimensions but the last are rows."""
+    """Rows and columns of a parameter as one matrix: all dimensions but the last are rows."""
     rows = 1
     for size in shape[:-1]:
         rows *= size

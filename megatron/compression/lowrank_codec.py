@@ -24,7 +24,7 @@ class LowRankConfig:
 
     rank: int = opt(16, "columns of the factors", minimum=1, scheduled=True)
     warm_start: bool = opt(True, "begin each message at the last one's factor")
-    seed: int = opt(714, "of the first factor", minimum=0, maximum=SEED)
+    seed: int = opt(714, "seed of the first factor", minimum=0, maximum=SEED)
 
 
 class LowRankCodec(Codec):
@@ -36,7 +36,7 @@ class LowRankCodec(Codec):
     config: LowRankConfig
 
     def _rank(self, shape: torch.Size) -> int | None:
-        """Columns of the factors; None where the matrix itself is no larger than they are."""
+        """The rank of the factors; None where the matrix itself is no larger than they are."""
         n, m = matrix_shape(shape)
         rank = min(n, m, self.config.rank)
         return rank if rank * (n + m) < n * m else None
@@ -79,7 +79,7 @@ class LowRankCodec(Codec):
         return self._factors(payload, x.shape) or payload.wire
 
     def _factors(self, payload: Payload, shape: torch.Size) -> Factors | None:
-        """Those in a message; None where the matrix itself was sent."""
+        """The factors in a message; None where the matrix itself was sent."""
         rank, (n, m) = self._rank(shape), matrix_shape(shape)
         if rank is None:
             return None
@@ -91,13 +91,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def register(registry: Registry) -> None:
-    """Adds ``lowrank``."""
+    """Registers ``lowrank``."""
     registry.register(
         "lowrank",
         Registration(
             LowRankConfig,
             codec=LowRankCodec,
             points=frozenset({Point.PP_FWD, Point.PP_BWD}),
-            advice="for sums use powersgd",
+            advice="for all-reduces use powersgd",
         ),
     )

@@ -1,4 +1,4 @@
-"""What the options of compressors are made of: frozen dataclasses whose fields describe themselves."""
+"""Options of compressors: frozen dataclasses whose fields describe themselves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ opt = option
 
 
 class CompressorFault(RuntimeError):
-    """What a compressor relies on in a run does not hold; one line that says what, and what to do."""
+    """A compressor's requirement that does not hold in a run; one line that says what, and what to do."""
 
 
 SEED = (1 << 63) - 1

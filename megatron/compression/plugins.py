@@ -22,7 +22,7 @@ def build_registry(modules: Sequence[str] = ()) -> Registry:
         modules: Python files, each with a function ``register(registry)``.
 
     Raises:
-        UserError: for a file or an entry point that cannot be used.
+        UserError: when a file or an entry point cannot be used.
     """
     registry = Registry(BUILTIN)
     for found in entry_points(group=ENTRY_POINTS):

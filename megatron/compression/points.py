@@ -6,7 +6,7 @@ import enum
 
 
 class Point(enum.Enum):
-    """Where traffic arises. The values are the names used on the command line and in logs."""
+    """A communication point. The values are the names used on the command line and in logs."""
 
     PP_FWD = "pp-forward"
     """Activations to the next stage."""
@@ -21,23 +21,23 @@ class Point(enum.Enum):
     TP_BWD = "tp-backward"
     """Tensor- and sequence-parallel collectives of the backward pass."""
     PARAM_GATHER = "param-gather"
-    """Gathering of parameters that the sharded optimizer updated."""
+    """The all-gather of parameters that the sharded optimizer updated."""
     CONTROL = "control"
     """Scalars: norms, losses, finite checks. Never compressed."""
 
     @property
-    def sums(self) -> bool:
-        """True where ranks sum, False where a message or a gather goes from rank to rank."""
+    def is_reduction(self) -> bool:
+        """Whether the point's collective is a reduction; else it is a message or an all-gather."""
         return self in (Point.DP_GRAD, Point.EMBED_GRAD, Point.TP_FWD, Point.TP_BWD)
 
     @property
     def forward(self) -> bool:
-        """True where evaluation has traffic, too."""
+        """Whether evaluation has this traffic, too."""
         return self in (Point.PP_FWD, Point.TP_FWD)
 
     @property
     def keeps_state(self) -> bool:
-        """False where recomputation would run a compressor again, and where the model itself says what was sent."""
+        """Whether a compressor may keep state: not where recomputation would run it again."""
         return self not in (Point.TP_FWD, Point.TP_BWD, Point.PARAM_GATHER)
 
     @property

@@ -1,4 +1,4 @@
-"""PowerSGD: sums of gradients through two thin factors (Vogels et al. 2019, algorithm 1)."""
+"""PowerSGD: all-reduces of gradients through two thin factors (Vogels et al. 2019, algorithm 1)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megatron.kernels.ops import orthonormalize
 
 @dataclass(frozen=True)
 class PowerSGDConfig:
-    """Low-rank sums of gradients."""
+    """Low-rank all-reduces of gradients."""
 
     rank: int = opt(4, "columns of the factors", minimum=1, scheduled=True)
     warm_start: bool = opt(True, "begin each step at the last step's factor")
     min_ratio: float = opt(
         1.0, "shapes whose factors are not smaller than the matrix by more than this are sent as they are", minimum=0
     )
-    seed: int = opt(714, "of the first factors", minimum=0, maximum=SEED)
+    seed: int = opt(714, "seed of the first factors", minimum=0, maximum=SEED)
 
 
 class PowerSGD(RoundCompressor):
@@ -59,7 +59,7 @@ class PowerSGD(RoundCompressor):
         return Aggregate(total=Factors(p_knr, q_kmr), local=Factors(p_knr, own_kmr))
 
     def _start(self, x: Tensor, rank: int, state: CompressorState) -> Tensor:
-        """Q (k x m x rank) to begin with: the last step's, cut or filled up where the rank has changed."""
+        """The initial Q (k x m x rank): the last step's, truncated or extended where the rank has changed."""
         n, m = matrix_shape(x.shape[1:])
         q_kmr = state.get("q") if self.config.warm_start else None
         if q_kmr is not None and q_kmr.shape[2] >= rank:
@@ -70,7 +70,7 @@ class PowerSGD(RoundCompressor):
 
 
 def register(registry: Registry) -> None:
-    """Adds ``powersgd``."""
+    """Registers ``powersgd``."""
     registry.register(
         "powersgd",
         Registration(

@@ -1,4 +1,4 @@
-"""Quantized Adam: momenta are summed instead of gradients, quantized at both ends (AQ-SGD's data parallelism).
+"""Quantized Adam: all-reduces momenta instead of gradients, quantized at both ends (AQ-SGD's data parallelism).
 
 The structure of 1-bit Adam (Tang et al. 2021, algorithm 1) at 1 to 8 bits, as Wang et al. 2022 use it: after a warm-up
 of ordinary Adam its second moments are frozen, and every rank sends its momentum with the error of the last one.
@@ -25,14 +25,14 @@ from megatron.compression.state import CompressorState
 
 @dataclass(frozen=True)
 class QuantizedAdamConfig(FixpointConfig):
-    """Sums of momenta with two-sided error feedback, under Adam with frozen second moments."""
+    """All-reduces of momenta with two-sided error feedback, under Adam with frozen second moments."""
 
     beta: float = opt(0.9, "decay of the momentum, that of --adam-beta1", minimum=0, maximum=0.999)
 
 
 @dataclass(frozen=True)
 class _Answer(Approximation):
-    """(M - share m) / (1 - beta), of an exchanged momentum M and the last one, m."""
+    """The gradient (M - share m) / (1 - beta), of an exchanged momentum M and the last one, m."""
 
     exchanged: Tensor | Approximation
     momentum: Tensor | None
@@ -48,13 +48,13 @@ class _Answer(Approximation):
 
 @dataclass(frozen=True)
 class _Moved(Aggregate):
-    """With the exchange of momenta that it was made of."""
+    """An aggregate with the exchange of momenta that it was made of."""
 
     exchanged: Aggregate
 
 
 class QuantizedAdam(RoundCompressor):
-    """Exchanges momenta, and answers with the gradient that makes them.
+    """Exchanges momenta, and returns the gradient that produces them.
 
     With g_i a rank's gradient, m the shared momentum and n ranks: u_i = beta m / n + (1 - beta) g_i + error_i is
     quantized, exchanged, summed, and the sum quantized again and gathered: M. The answer (M - beta m) / (1 - beta)
@@ -107,7 +107,7 @@ class QuantizedAdam(RoundCompressor):
 
 
 def register(registry: Registry) -> None:
-    """Adds ``quantized-adam``."""
+    """Registers ``quantized-adam``."""
     registry.register(
         "quantized-adam",
         Registration(

@@ -1,4 +1,4 @@
-"""Name -> compressor. Registering is one call, in the file of the compressor; an unknown name lists the choices."""
+"""The registry of compressors. Registering is one call, in the compressor's file; an unknown name lists the choices."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megatron.compression.points import Point
 
 @dataclass(frozen=True)
 class Registration:
-    """One compressor: its options, the contracts that it fulfills (None where it does not), and where it may serve.
+    """One compressor: its options, its implementations (None for a contract that it does not fulfill), and its points.
 
     Args:
         config: the options, a frozen dataclass made of ``opt`` fields; its docstring says what the compressor is.
-        codec: for messages and gathers.
-        rounds: for sums.
-        points: where it may serve; None for everywhere that its contracts fit.
-        feedback: the residual it has unless ``error-feedback`` says otherwise, by point; "off" where not named.
-        no_feedback: why it can have no residual; empty when it can.
+        codec: codec of messages and gathers.
+        rounds: compressor of reductions.
+        points: points that it may serve; None for all that its contracts fit.
+        feedback: the default residual by point; "off" where not named.
+        no_feedback: why it cannot have a residual; empty when it can.
         advice: what to use instead at the other points.
         needs: which flags it works with alone, for ``--list-compressors``; ``Compressor.check`` refuses the others.
         identity: it leaves the traffic as it is.
@@ -38,22 +38,26 @@ class Registration:
     identity: bool = False
 
     def check(self, point: Point, name: str) -> None:
-        """Raises UserError when the compressor cannot serve a point, with the reason and what can."""
+        """Checks that the compressor can serve a point.
+
+        Raises:
+            UserError: when it cannot, with the reason and the compressors that can.
+        """
         advice = f"; {self.advice}" if self.advice else ""
         if self.points is not None and point not in self.points:
             allowed = ", ".join(sorted(p.value for p in self.points))
             raise UserError(f"{name} cannot serve {point.value}, only {allowed}{advice}")
-        if point.sums and self.rounds is None:
-            raise UserError(f"{point.value} sums over ranks, but {name} only carries messages between two{advice}")
-        if not point.sums and self.codec is None:
-            raise UserError(f"{point.value} carries messages, but {name} only computes sums over ranks{advice}")
+        if point.is_reduction and self.rounds is None:
+            raise UserError(f"{point.value} is an all-reduce, but {name} only compresses messages{advice}")
+        if not point.is_reduction and self.codec is None:
+            raise UserError(f"{point.value} carries messages, but {name} only compresses all-reduces{advice}")
         tuned = self.rounds is not None and self.rounds.controller is not RoundCompressor.controller
         if tuned and point not in (Point.DP_GRAD, Point.EMBED_GRAD):
             raise UserError(f"{point.value}: {name} is tuned by reduced gradients, which are at dp-grad and embedding")
 
 
 class Registry:
-    """Names of compressors. A run builds its own from those that come with the package and may add to it."""
+    """Compressors by name. A run builds its own from those that come with the package and may add to it."""
 
     def __init__(self, entries: Mapping[str, Registration] | None = None) -> None:
         self._entries = dict(entries or {})

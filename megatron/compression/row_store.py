@@ -1,4 +1,4 @@
-"""Rows of equal size by number: the newest in memory, the rest in a file of this process.
+"""Rows of equal size by number: the newest in memory, the others in a file of this process.
 
 A thread of its own reads ahead and writes behind, in the order in which it is asked, so a row that is called for
 (``prefetch``) while something else computes is there when it is needed.
@@ -20,11 +20,11 @@ from megatron.compression.options import CompressorFault
 
 
 class DamagedRowError(CompressorFault):
-    """A row on disk is not what was written."""
+    """Raised when a row on disk is not what was written."""
 
 
 class RowFileError(CompressorFault):
-    """The file of rows cannot be written."""
+    """Raised when the file of rows cannot be written."""
 
 
 _BEHIND = 8
@@ -35,8 +35,8 @@ class RowStore:
     """Keeps tensors of one shape and dtype under integer names.
 
     Args:
-        memory: rows that stay in memory, the last used ones; None for all.
-        folder: of the file that holds the others; it is deleted with this object, and is no part of a checkpoint.
+        memory: most rows in memory, the last used ones; None for all.
+        folder: folder of the file with the other rows, which is deleted with this object and is in no checkpoint.
     """
 
     def __init__(self, memory: int | None = None, folder: str | None = None) -> None:
@@ -63,7 +63,7 @@ class RowStore:
         return [*self._near, *self._far]
 
     def put(self, name: int, row: Tensor) -> None:
-        """Keeps a row; the one that was used longest ago may go to the file."""
+        """Keeps a row; the least recently used one may go to the file."""
         self._drop_far(name)
         self._near[name] = row
         self._near.move_to_end(name)
@@ -72,12 +72,12 @@ class RowStore:
             self._write(oldest, kept)
 
     def prefetch(self, name: int) -> None:
-        """A row will be asked for soon; begins to read it if it is in the file."""
+        """Begins to read a row that will be asked for soon, if it is in the file."""
         if name in self._far and name not in self._ahead:
             self._ahead[name] = self._submit_read(name)
 
     def get(self, name: int) -> Tensor:
-        """A row; it counts as used.
+        """Returns a row; it counts as used.
 
         Raises:
             KeyError: when there is none.
@@ -98,7 +98,7 @@ class RowStore:
         self._drop_far(name)
 
     def peek(self, name: int) -> Tensor:
-        """A row, which stays where it is."""
+        """Returns a row; it does not count as used."""
         return self._near[name] if name in self._near else self._submit_read(name).result()
 
     def _drop_far(self, name: int) -> None:
@@ -128,7 +128,7 @@ class RowStore:
         return self._worker.submit(self._load, slot, written, name)
 
     def _store(self, slot: int, row: Tensor) -> int:
-        """Writes a row, in the thread; its checksum."""
+        """Writes a row, in the thread; returns its checksum."""
         data = row.view(torch.uint8).view(-1).numpy().data
         try:
             if self._file is None:

@@ -1,4 +1,4 @@
-"""What the two ends of a boundary remember of each sample: a bounded map that evicts in lockstep.
+"""A bounded map from samples to rows, at both ends of a boundary, which evicts in lockstep.
 
 Deciding what a message holds (``visit``) and storing what it brought (``store``) are apart: a receiver decides when it
 posts the receive, ahead of the messages before it. Both ends decide in the order of the messages, so they agree.
@@ -16,12 +16,12 @@ from megatron.compression.row_store import RowStore
 
 
 class SampleCache:
-    """Rows by sample, least recently used first out; kept or undone with the optimizer's step.
+    """Rows by sample, the least recently used evicted first; committed or rolled back with the optimizer's step.
 
     Args:
-        capacity: samples.
+        capacity: most samples.
         memory: samples whose rows are in memory; those of the others are in a file. None for all.
-        folder: of that file; None for the system's folder of temporary files.
+        folder: folder of that file; None for the system's temporary folder.
     """
 
     def __init__(self, capacity: int, memory: int | None = None, folder: str | None = None) -> None:
@@ -33,7 +33,7 @@ class SampleCache:
         self._staged: dict[int, Tensor] = {}
 
     def visit(self, sample: int) -> bool:
-        """True when the sample is remembered. It is from now on, and the least recently used one may not be."""
+        """Returns whether the sample is remembered. It is from now on; the least recently used one may be evicted."""
         if self._order_before is None:
             self._order_before = self._order.copy()
         known = sample in self._order
@@ -44,7 +44,7 @@ class SampleCache:
         return known
 
     def foresee(self, samples: Iterable[int]) -> list[bool]:
-        """What ``visit`` would answer to visits in this order, which are not made."""
+        """The answers of ``visit`` to visits in this order, without making them."""
         order, answers = self._order.copy(), []
         for sample in samples:
             answers.append(sample in order)
@@ -55,21 +55,21 @@ class SampleCache:
         return answers
 
     def expect(self, sample: int) -> None:
-        """The row of a sample, if it is remembered, will be asked for soon."""
+        """Prefetches the row of a sample, if it is remembered."""
         if sample in self._order and sample not in self._staged:
             self._rows.prefetch(sample)
 
     def row(self, sample: int) -> Tensor:
-        """What was stored last for a sample whose visit was answered by True."""
+        """The row that was stored last for a sample whose visit returned True."""
         staged = self._staged.get(sample)
         return self._rows.get(sample) if staged is None else staged
 
     def store(self, sample: int, row: Tensor) -> None:
-        """Remembers a row for the next visit."""
+        """Stores a row for the next visit."""
         self._staged[sample] = row
 
     def commit(self) -> None:
-        """Keeps what this step stored. Rows of evicted samples are dropped now: a message may have needed them."""
+        """Keeps this step's rows. Those of evicted samples are dropped now: a message may have needed them."""
         for sample, row in self._staged.items():
             self._rows.put(sample, row)
         self._staged.clear()
@@ -96,7 +96,7 @@ class SampleCache:
         return torch.tensor(samples, dtype=torch.int64), torch.stack([self._rows.peek(sample) for sample in samples])
 
     def load(self, samples: Tensor, rows: Tensor) -> None:
-        """Takes over what ``exported`` gave; the oldest are left out beyond the capacity."""
+        """Restores what ``exported`` returned; the oldest are left out beyond the capacity."""
         pairs = list(zip(samples.tolist(), rows, strict=True))[-self.capacity :]
         self._order = OrderedDict((sample, None) for sample, _ in pairs)
         for sample in self._rows.names():

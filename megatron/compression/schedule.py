@@ -1,4 +1,4 @@
-"""When a compressor is on: pure decisions, which every rank that takes part makes alike."""
+"""Activation of compressors over a run: pure functions, so that every rank that takes part decides alike."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _MOST_EPOCHS = 1e6
 
 @dataclass(frozen=True)
 class Activation:
-    """Where and when the traffic of a point is compressed; otherwise it goes as it is.
+    """The iterations, stages and messages of a point that are compressed; the others are sent as they are.
 
     Args:
         warmup_iters: iterations that begin uncompressed, counted from the start of the whole run.
         first_stages, last_stages: only the first or the last pipeline stages compress (by the sender's stage);
             None leaves no stage out.
-        epilogue: only messages sent back after the sender's last forward, which nothing hides (pipeline backward).
+        epilogue: only messages sent back after the sender's last forward, which nothing overlaps (pipeline backward).
         evaluation: compress in evaluation, too.
         warms_up: a warm-up was asked for, whose length in iterations may not be known yet.
     """
@@ -46,7 +46,7 @@ class Activation:
         return self.last_stages is None or stage >= stages - self.last_stages
 
     def on(self, iteration: int, in_epilogue: bool = True) -> bool:
-        """Whether to compress now.
+        """Whether to compress.
 
         Args:
             iteration: 0-based; -1 in evaluation.
@@ -61,7 +61,7 @@ def read_stages(text: str) -> tuple[int | None, int | None]:
     """(first, last) of ``all``, ``first:N`` or ``last:N``.
 
     Raises:
-        UserError: for anything else.
+        UserError: when the text is anything else.
     """
     which, _, number = text.partition(":")
     if text == "all":
@@ -79,7 +79,7 @@ def read_stages(text: str) -> tuple[int | None, int | None]:
 
 @dataclass(frozen=True)
 class RunLength:
-    """What a warm-up may be a part of.
+    """The length of a run, of which a warm-up may be a fraction.
 
     Args:
         train_iters: iterations of the run; None when they are counted otherwise.
@@ -94,11 +94,11 @@ _EPOCHS = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*epochs?")
 
 
 def read_iterations(text: str, length: RunLength, where: str) -> int:
-    """An iteration, or a number of them: ``500``, a fraction of the run (``0.1``), or epochs (``1epochs``).
+    """An iteration, or a number of iterations: ``500``, a fraction of the run (``0.1``), or epochs (``1epochs``).
 
     Args:
         text: what the user wrote.
-        length: of the run.
+        length: length of the run.
         where: named in messages.
 
     Raises:
@@ -132,7 +132,7 @@ def read_iterations(text: str, length: RunLength, where: str) -> int:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A number that changes over the run, by steps or along one ramp.
+    """A number that changes over the run, in steps or along one ramp.
 
     Args:
         steps: (first iteration, value) in order, the first from iteration 0.
@@ -144,7 +144,7 @@ class Schedule:
     ramp: tuple[float, float, int] | None = None
 
     def at(self, iteration: int, warmup: int = 0) -> float:
-        """The value of an iteration (0-based) of a compressor that comes on at iteration ``warmup``."""
+        """The value at an iteration (0-based), for a compressor that is on from iteration ``warmup``."""
         if self.ramp is not None:
             start, end, length = self.ramp
             done = min(max(iteration - warmup, 0) + 1, length + 1) / (length + 1)
@@ -167,7 +167,7 @@ def read_schedule(text: str, length: RunLength) -> Schedule:
     (``1~0.01@2000``: over so many iterations after the warm-up).
 
     Raises:
-        UserError: for anything else.
+        UserError: when the text is anything else.
     """
     how = f"{shortened(text)}: write steps such as 64@0/32@1000/8@0.5, or a ramp such as 1~0.01@2000"
     try:

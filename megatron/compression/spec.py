@@ -1,4 +1,4 @@
-"""``POINT=NAME[,key=value...]``: what compresses one communication point, read and checked."""
+"""``POINT=NAME[,key=value...]``: parses and checks the specs of communication points."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megatron.compression.registry import Registration, Registry
 from megatron.compression.schedule import Activation, RunLength, Schedule, read_iterations, read_schedule, read_stages
 
 FUSED = "fused"
-"""The embedding's one collective over the replicas of both its stages, in place of two."""
+"""One all-reduce of the embedding's gradient over the replicas of both stages."""
 
 _FEEDBACKS = {True: ("off", *get_args(SumResidual)), False: ("off", *get_args(MessageResidual))}
-"""Kinds of residual of sums and of messages."""
+"""Kinds of residual of reductions and of messages."""
 
 _STATELESS = {
     Point.TP_FWD: "recomputation and evaluation run it again",
@@ -32,10 +32,9 @@ COMMON = {
     "when": "all or epilogue: which gradients go back compressed (pp-backward)",
     "stages": "all, first:N or last:N: which pipeline stages compress what they send",
     "warmup": "iterations, a fraction of the run (0.1), or epochs (1epochs), that go uncompressed",
-    "error-feedback": "off; local or aggregate for sums; lazy, lazy-reset within each iteration, or lazy-mean "
-    "over the tokens, for messages ('on' "
-    "is the compressor's usual one)",
-    "fused": "on or off: one sum over the replicas of both stages (embedding)",
+    "error-feedback": "off; local or aggregate for all-reduces; lazy, lazy-reset within each iteration, or lazy-mean "
+    "over the tokens, for messages ('on' is the compressor's default)",
+    "fused": "on or off: one all-reduce over the replicas of both stages (embedding)",
     "eval": "on or off: compress in evaluation (pp-forward, tp-forward)",
 }
 """Options that every compressor has."""
@@ -43,16 +42,16 @@ COMMON = {
 
 @dataclass(frozen=True)
 class Spec:
-    """What serves one point.
+    """The compressor of one point, with its options.
 
     Args:
         point: the point.
-        name: of the compressor.
-        registration: of the name.
+        name: name of the compressor.
+        registration: what the compressor registered under that name.
         options: an instance of its options class.
-        activation: where and when it is on.
+        activation: when it is on.
         feedback: "off", "local", "aggregate", "lazy", "lazy-reset" or "lazy-mean".
-        fused: one embedding collective over the replicas of both stages (``embedding`` only).
+        fused: one embedding all-reduce over the replicas of both stages (``embedding`` only).
         schedules: options that change over the run, by field; ``options`` holds their first values.
     """
 
@@ -66,7 +65,7 @@ class Spec:
     schedules: Mapping[str, Schedule] = field(default_factory=dict)
 
     def options_at(self, iteration: int, tuned: Mapping[str, float] | None = None) -> Any:
-        """The options of an iteration; ``tuned`` are values that were found while the run went on."""
+        """The options of an iteration; ``tuned`` are values that a controller has chosen."""
         warmup = self.activation.warmup_iters
         values = {name: schedule.at(iteration, warmup) for name, schedule in self.schedules.items()}
         values |= tuned or {}
@@ -76,30 +75,30 @@ class Spec:
         return replace(self.options, **{n: kinds[n](round(v) if kinds[n] is int else v) for n, v in values.items()})
 
     def variants(self) -> list[Any]:
-        """The options that a run may have, at their extremes."""
+        """All options that a run may have, at their extremes."""
         limits = {name: schedule.extremes for name, schedule in self.schedules.items()}
         limits |= self.compressor().tuned_limits()
         return [self.options_at(0, {name: pair[end] for name, pair in limits.items()}) for end in (0, 1)]
 
     def in_evaluation(self) -> Spec:
-        """The same, on in evaluation too where that makes sense."""
+        """The same spec, on in evaluation too where that makes sense."""
         if not self.point.forward or self.remembered_samples:
             return self
         return replace(self, activation=replace(self.activation, evaluation=True))
 
     @property
     def identity(self) -> bool:
-        """Whether the traffic goes as it is."""
+        """Whether the traffic is sent as it is."""
         return self.registration.identity
 
     @property
     def remembered_samples(self) -> int:
-        """How many samples each end of a message remembers; 0 for a compressor that remembers none."""
+        """Samples that each end of a message remembers; 0 for a compressor that remembers none."""
         return 0 if self.registration.codec is None else self.codec().traits.samples
 
     def compressor(self, options: Any = None) -> Compressor:
         """A new compressor of these options (default: the first ones), without its error feedback."""
-        made = self.registration.rounds if self.point.sums else self.registration.codec
+        made = self.registration.rounds if self.point.is_reduction else self.registration.codec
         assert made is not None
         return made(self.options if options is None else options)
 
@@ -109,7 +108,7 @@ class Spec:
         return made.controller() if isinstance(made, RoundCompressor) else None
 
     def rounds(self, options: Any = None) -> RoundCompressor:
-        """A new compressor of sums, of these options (default: the first ones)."""
+        """A new compressor of reductions, of these options (default: the first ones)."""
         assert self.registration.rounds is not None
         inner = self.registration.rounds(self.options if options is None else options)
         return inner if self.feedback == "off" else ErrorFeedback(inner, cast(SumResidual, self.feedback))
@@ -127,10 +126,10 @@ def read_specs(texts: Sequence[str], registry: Registry, length: RunLength) -> d
     Args:
         texts: one ``POINT=NAME[,key=value...]`` each.
         registry: the compressors there are.
-        length: of the run, for warm-ups given as a part of it.
+        length: length of the run, for warm-ups given as a part of it.
 
     Raises:
-        UserError: for the first that cannot be read or cannot work.
+        UserError: when a spec cannot be read or cannot work; the message names the first.
     """
     specs: dict[Point, Spec] = {}
     for text in texts:
@@ -145,7 +144,7 @@ def read_specs(texts: Sequence[str], registry: Registry, length: RunLength) -> d
 
 
 def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
-    """One spec; see ``read_specs``, which puts the spec before the message of an error."""
+    """One spec; see ``read_specs``, which prefixes errors with the spec."""
     head, *words = [word.strip() for word in text.split(",")]
     place, equals, name = (part.strip().lower() for part in head.partition("="))
     if not equals or not name:
@@ -247,7 +246,7 @@ def _fused(point: Point, given: str) -> bool:
     if given not in ("on", "off"):
         raise UserError(f"fused={given}: write on or off")
     if given == "on" and point is not Point.EMBED_GRAD:
-        raise UserError(f"fused=on: only the embedding's sums can be fused, not {point.value}; leave it out")
+        raise UserError(f"fused=on: only the embedding's all-reduces can be fused, not {point.value}; leave it out")
     return given == "on"
 
 
@@ -256,8 +255,8 @@ def _feedback(point: Point, registration: Registration, name: str, given: str | 
     if given is None:
         return usual
     if given == "on":
-        given = usual if usual != "off" else "local" if point.sums else "lazy"
-    kinds = _FEEDBACKS[point.sums]
+        given = usual if usual != "off" else "local" if point.is_reduction else "lazy"
+    kinds = _FEEDBACKS[point.is_reduction]
     if given not in kinds:
         raise UserError(f"error-feedback={given}: the choices at {point.value} are on, {', '.join(kinds)}")
     if given != "off" and not point.keeps_state:

@@ -15,7 +15,7 @@ from megatron.compression.sample_cache import SampleCache
 
 
 def both(*parts: Hashable) -> Hashable:
-    """What all parts say together; None where one of them cannot say anything."""
+    """The parts of a key together; None where one of them is unknown."""
     return None if None in parts else parts
 
 
@@ -55,7 +55,7 @@ class CompressorState:
             self._staged_counters[name] = value
 
     def owned(self, name: str, like: Tensor) -> Tensor:
-        """A tensor that is kept and may be changed in place, whatever becomes of the step; zeros at first."""
+        """A tensor that is kept and may be changed in place, whether or not the step is taken; zeros at first."""
         if name not in self.tensors:
             self.tensors[name] = torch.zeros_like(like, memory_format=torch.contiguous_format)
         return self.tensors[name]
@@ -76,7 +76,7 @@ class CompressorState:
 
     @property
     def health(self) -> ResidualHealth | None:
-        """How the residual fares, as of the newest step; None where there is none. Checkpoints do not hold it."""
+        """Figures of the residual, as of the newest step; None where there is none. Checkpoints do not hold them."""
         return self._staged_health or self._health
 
     def stage_health(self, health: ResidualHealth) -> None:
@@ -105,7 +105,7 @@ class CompressorState:
         self._queues.clear()
 
     def cache(self, name: str, capacity: int, memory: int | None = None, folder: str | None = None) -> SampleCache:
-        """The memory of samples of a name; made at the first call, from ``tensors`` where they were loaded."""
+        """The sample cache of a name; made at the first call, from ``tensors`` where they were loaded."""
         if name not in self._caches:
             self._caches[name] = SampleCache(capacity, memory, folder)
             samples, rows = self.tensors.pop(f"{name}.ids", None), self.tensors.pop(f"{name}.rows", None)
@@ -114,11 +114,11 @@ class CompressorState:
         return self._caches[name]
 
     def queue(self, name: str) -> deque[Any]:
-        """What was decided about messages that are on their way; empty between steps."""
+        """Decisions about messages that are in flight; empty between steps."""
         return self._queues.setdefault(name, deque())
 
     def portable(self) -> dict[str, Tensor]:
-        """The committed tensors, and those of the memories of samples."""
+        """The committed tensors, and those of the sample caches."""
         found = dict(self.tensors)
         for name, cache in self._caches.items():
             exported = cache.exported()
@@ -128,5 +128,5 @@ class CompressorState:
 
     @property
     def empty(self) -> bool:
-        """True when nothing was ever kept."""
+        """Whether nothing was ever kept."""
         return not self.portable() and not self.counters

@@ -1,8 +1,8 @@
-"""Top-K sums: a share of the coordinates, the rest kept as residual.
+"""Top-K all-reduces: some of the coordinates are sent, the rest is kept as residual.
 
-``TopK`` lets every rank choose anew at every step and gathers indices and values (Aji and Heafield 2017; Lin et al.
-2018). ``StableTopK`` is Radius (Zheng et al. 2025, section 4): all ranks hold the same choice for many steps, so that
-the values alone are summed; it is made on a dense step from the optimizer's update.
+``TopK`` lets every rank choose anew at every step and all-gathers indices and values (Aji and Heafield 2017; Lin et
+al. 2018). ``StableTopK`` is Radius (Zheng et al. 2025, section 4): all ranks hold the same choice for many steps, so
+that only the values are all-reduced; it is made on a dense step from the optimizer's update.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.kernels.ops import abs_topk, dilate, gather_packed
 
 
 class DisagreementError(CompressorFault):
-    """Ranks that must hold the same choice of coordinates do not."""
+    """Raised when ranks that must hold the same choice of coordinates do not."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TopKConfig:
 
 
 class TopK(RoundCompressor):
-    """Sends 8 bytes for each chosen coordinate to every rank, so it pays below a density of 1 / (2 n) for n ranks."""
+    """Sends 8 bytes for each chosen coordinate to every rank: worth it below a density of 1 / (2 n) for n ranks."""
 
     traits = SumTraits(batched=True, gathers=True)
     config: TopKConfig
@@ -66,15 +66,16 @@ class StableTopKConfig:
     interval: int = opt(100, "steps from one choice, made on a dense step, to the next", minimum=1)
     range: int = opt(0, "neighbors on either side of a chosen coordinate that are sent as well", minimum=0)
     flush: Literal["dump", "mean", "rotate"] = opt(
-        "dump", "of the residual: all at once on the dense step, its mean over the steps, or a slice at every step"
+        "dump",
+        "when the residual is sent: all at once on the dense step, its mean over the steps, or a slice at every step",
     )
 
 
 class StableTopK(RoundCompressor):
     """Values at a choice of coordinates that all ranks share.
 
-    Without a choice, and every ``interval`` steps, the sum is dense, and the optimizer's update of that step makes the
-    next choice (``observe``). With error feedback the residual of the other coordinates enters that dense sum: whole,
+    Without a choice, and every ``interval`` steps, the all-reduce is dense, and the update of that step makes the
+    next choice (``observe``). With error feedback the residual of the other coordinates enters that one: whole,
     as published (``dump``); divided by the number of steps that it holds (``mean``, which forgets the rest); or it is
     sent along a slice at a time between dense steps (``rotate``).
     """
@@ -129,7 +130,7 @@ class StableTopK(RoundCompressor):
             )
 
     def _with_slice(self, indices: Tensor, count: int, since: int) -> Tensor:
-        """The choice and the slice of all coordinates whose turn it is."""
+        """The choice, and the slice of all coordinates whose turn it is."""
         width = -(-count // max(self.config.interval - 1, 1))
         begin, end = min((since - 1) * width, count), min(since * width, count)
         edges = torch.tensor([begin, end], dtype=indices.dtype, device=indices.device)
@@ -160,12 +161,12 @@ class StableTopK(RoundCompressor):
 
 
 def _count(density: float, n: int) -> int:
-    """Coordinates of a parameter of n that are sent: at least one."""
+    """The number of coordinates of a parameter of n that are sent: at least one."""
     return min(n, max(int(density * n), 1))
 
 
 def register(registry: Registry) -> None:
-    """Adds ``topk`` and ``stable-topk``."""
+    """Registers ``topk`` and ``stable-topk``."""
     points = frozenset({Point.DP_GRAD, Point.EMBED_GRAD})
     feedback = dict.fromkeys(points, "local")
     registry.register(
@@ -181,6 +182,6 @@ def register(registry: Registry) -> None:
             rounds=StableTopK,
             points=points,
             feedback=feedback,
-            advice="only sums of gradients share one choice of coordinates",
+            advice="only all-reduces of gradients share one choice of coordinates",
         ),
     )

@@ -1,4 +1,4 @@
-"""Sums in two steps of short messages: parts are exchanged and summed in fp32, and the sums are gathered."""
+"""Two-step all-reduces of short messages: an all-to-all of parts, summed in fp32, and an all-gather of the sums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.compression.state import CompressorState
 
 
 class Format(Protocol):
-    """Tensors to bytes and back, without state."""
+    """A message format: tensors to bytes and back, without state."""
 
     def nbytes(self, shape: torch.Size) -> int:
         """Bytes of a tensor's message, a multiple of 4."""
@@ -25,10 +25,10 @@ class Format(Protocol):
         """Writes the message, uint8, to ``wire``; ``seed`` draws the noise of stochastic rounding."""
 
     def decode(self, wire: Tensor, shape: torch.Size, out: Tensor | None = None) -> Tensor:
-        """The tensor of a message, fp32: new, or in ``out``."""
+        """Decodes a message to fp32: a new tensor, or ``out``."""
 
     def add_to(self, out: Tensor, wire: Tensor, negative: bool = False) -> Tensor:
-        """Adds the tensor of a message, or its opposite, to ``out``, in place."""
+        """Adds a decoded message, or subtracts it, in place."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Messages(Approximation):
 
 @dataclass(frozen=True)
 class _Contribution(Approximation):
-    """What a rank's messages hold, and what is sent of the sum of the part that it serves less that sum."""
+    """A rank's messages decoded, and the error of the shortened sum of the part that it serves."""
 
     sent: Messages
     span: slice
@@ -84,7 +84,7 @@ class TwoStepSum(RoundCompressor):
 
     @abstractmethod
     def seed(self, state: CompressorState, message: int) -> int | None:
-        """Of the noise of this step's message with a number; None without stochastic rounding."""
+        """The seed of the noise of this step's message with a number; None without stochastic rounding."""
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
         flat = x.view(-1)

@@ -1,4 +1,4 @@
-"""What one micro-batch is, and how samples become one."""
+"""Micro-batches, and how samples are collated into them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class CollateOptions:
-    """How documents inside a sequence are treated.
+    """Options of collation: how documents inside a sequence are treated.
 
     Args:
         eod_token: id of the end-of-document token.
@@ -38,7 +38,7 @@ class Batch:
         segment_ids_bs: int32 number of the document inside the sequence, from 0; None without
             reset_attention_mask. A token may attend to earlier tokens of equal number.
         sample_ids_b: int64 identity of each sample's content in its dataset: the same content, the same id.
-        draw_ids_b: int64 place of each sample in the run's stream of samples.
+        draw_ids_b: int64 position of each sample in the run's stream of samples.
     """
 
     sample_ids_b: torch.Tensor
@@ -50,7 +50,7 @@ class Batch:
     segment_ids_bs: torch.Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The batch with its token tensors on `device`; the ids stay on the host, where they are read."""
+        """Copies the token tensors to ``device``; the ids stay on the host, where they are read."""
         moved = {
             name: tensor.to(device, non_blocking=non_blocking)
             for name in ("tokens_bs", "labels_bs", "loss_mask_bs", "position_ids_bs", "segment_ids_bs")
@@ -65,10 +65,10 @@ def collate(
     draw_ids_b: NDArray[np.int64],
     options: CollateOptions,
 ) -> Batch:
-    """Make a batch of samples of seq_length + 1 tokens.
+    """Collates samples of seq_length + 1 tokens into a batch.
 
     Args:
-        samples_bt: integers [b, s + 1].
+        samples_bt: token ids, integers [b, s + 1].
         sample_ids_b, draw_ids_b: int64 [b].
     """
     tokens_bs = np.ascontiguousarray(samples_bt[:, :-1], dtype=np.int64)

@@ -1,7 +1,7 @@
-"""Which dataset, and which of its samples, serves draw number k of a weighted blend.
+"""Weighted blends of datasets: which sample of which dataset serves draw number k.
 
-`MegatronBlend` is megatron-core's greedy choice: the dataset that lags most behind its share, drawn into two
-arrays. `LazyBlend` keeps shares at least as well without any array.
+``MegatronBlend`` is megatron-core's greedy choice: the dataset that lags most behind its share, drawn into two
+arrays. ``LazyBlend`` keeps shares at least as well without any array.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _WARM_UP = 512
 
 
 class Blend(Protocol):
-    """What a blended dataset needs."""
+    """A blend, as a blended dataset uses it."""
 
     def __len__(self) -> int:
-        """Draws."""
+        """Number of draws."""
 
     def __getitem__(self, index: int) -> tuple[int, int]:
-        """(dataset, number of the draw among those of that dataset)."""
+        """The dataset of a draw, and its number among the draws of that dataset."""
 
 
 class LazyBlend:
-    """Draws spread over the datasets by a fixed rule of O(log D) integer steps for each draw.
+    """A blend by a fixed rule of O(log D) integer steps for each draw.
 
     The datasets are the leaves of a balanced binary tree. Of the first m draws that reach a node, its left
     side receives round(m * share) (halves up), the right side the rest. Both counts never fall as m grows, so
@@ -45,7 +45,7 @@ class LazyBlend:
 
     Args:
         weights: positive, of any sum.
-        num_samples: draws.
+        num_samples: number of draws.
     """
 
     def __init__(self, weights: Sequence[float], num_samples: int) -> None:
@@ -77,7 +77,7 @@ class LazyBlend:
         return low, index
 
     def counts(self) -> list[int]:
-        """Draws from each dataset in the whole blend: how many samples it must have."""
+        """Draws from each dataset in the whole blend, which is how many samples it must have."""
         result = [0] * len(self._weights)
         pending = [(0, len(self._weights), self._num_samples)]
         while pending:
@@ -107,7 +107,7 @@ class MegatronBlend:
 
     Args:
         weights: normalized to a sum of 1 here, as there.
-        num_samples: draws.
+        num_samples: number of draws.
         cache_path: folder that keeps the arrays, or None.
     """
 
@@ -130,14 +130,14 @@ class MegatronBlend:
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """Weights over their sum, in the float64 arithmetic that megatron-core uses."""
+    """Normalizes weights, in the float64 arithmetic that megatron-core uses."""
     array = np.array(weights, dtype=np.float64)
     shares: list[float] = (array / np.sum(array)).tolist()
     return shares
 
 
 def greedy_blend(shares: list[float], num_samples: int, stretch_count: int = _STRETCHES) -> Arrays:
-    """The greedy choice: draw k goes to the first dataset with the largest share * max(k, 1) - draws so far.
+    """megatron-core's greedy choice: draw k goes to the first dataset with the largest share * max(k, 1) - draws.
 
     Long blends are cut into stretches that run side by side. Each starts from a guess some steps before its
     place; the counts it reaches there are compared with those that the stretch before it really ends with,
@@ -160,7 +160,7 @@ def greedy_blend(shares: list[float], num_samples: int, stretch_count: int = _ST
 
 
 def _greedy_stretch(shares: list[float], counts: list[int], choice: NDArray[np.int16], start: int) -> None:
-    """Fill `choice` for the draws from `start` on; `counts` are the draws before it and are updated."""
+    """Fills ``choice`` for the draws from ``start`` on; ``counts`` are the draws before it and are updated."""
     datasets = range(len(shares))
     for draw in range(start, start + len(choice)):
         place = float(max(draw, 1))

@@ -1,4 +1,4 @@
-"""From the data flags to the three datasets of a run."""
+"""Builds the three datasets of a run from the data flags."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ def build_datasets(
     vocab_size: int | None,
     check_tokens: bool = True,
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
-    """Open, check and split the files that the flags name.
+    """Opens, checks and splits the files that the flags name.
 
     Args:
         data: the data section.
-        seq_length: tokens of a sample.
-        seed: of all shuffles.
+        seq_length: tokens per sample.
+        seed: seed of all shuffles.
         train_valid_test_num_samples: samples to draw from each; None is one epoch.
         eod_token: id of the end-of-document token.
-        vocab_size: token ids must be below it; None skips the check.
-        check_tokens: False skips the check of token ids as well. One rank of each machine is enough to do it.
+        vocab_size: upper bound of token ids; None skips the check.
+        check_tokens: whether to check token ids. One rank of each machine is enough to do it.
 
     Returns:
         (train, valid, test); None where no path is given, or where --split leaves a part no document.
 
     Raises:
-        UserError: damaged or missing files, token ids beyond the vocabulary, flags that do not fit each
-            other, or no document to train on.
+        UserError: when files are damaged or missing, token ids are beyond the vocabulary, flags contradict each
+            other, or there is no document to train on.
     """
     if data.sample_order not in ("lazy", "fixed", "megatron"):
         raise UserError(f"--sample-order {data.sample_order} is not known: choose lazy, fixed or megatron")
@@ -94,8 +94,8 @@ def split_bounds(shares: Sequence[float]) -> list[tuple[float, float] | None]:
 
 
 @dataclass
-class _Part:
-    """The documents of one split: of each path, with the weights that the user gave."""
+class _SplitSources:
+    """The documents of one split: one entry for each path, with the weights that the user gave."""
 
     number: int
     weights: Sequence[float] | None
@@ -111,8 +111,8 @@ class _Builder:
     vocab_size: int | None
     opened: dict[str, IndexedDataset]
 
-    def part(self, blend: DatasetBlend | None, number: int, bounds: tuple[float, float] | None) -> _Part | None:
-        """The documents between `bounds` of every path; None when there are none."""
+    def part(self, blend: DatasetBlend | None, number: int, bounds: tuple[float, float] | None) -> _SplitSources | None:
+        """The documents between ``bounds`` of every path; None when there are none."""
         if bounds is None or blend is None:
             return None
         sources = []
@@ -124,12 +124,12 @@ class _Builder:
             sources.append((indexed, Documents(indexed.lengths[begin:end], begin, name)))
         empty = [documents.name for _, documents in sources if not documents.lengths.any()]
         if not empty:
-            return _Part(number, blend.weights, sources)
+            return _SplitSources(number, blend.weights, sources)
         if number != 0 and len(empty) == len(sources):
             return None
         raise UserError(f"{empty[0]}: --split {self.data.split} leaves it no tokens. Give it more documents or share")
 
-    def dataset(self, part: _Part, num_samples: int | None) -> Dataset:
+    def dataset(self, part: _SplitSources, num_samples: int | None) -> Dataset:
         """The dataset of a split, blended when it has several paths."""
         # megatron-core blends a single weighted path of --data-path as well, with its margin.
         single_blend = part.weights is not None and bool(self.data.data_path) and self.data.sample_order == "megatron"
@@ -139,14 +139,14 @@ class _Builder:
             return self._megatron_blend(part, num_samples)
         return self._lazy_blend(part, num_samples)
 
-    def _lazy_blend(self, part: _Part, num_samples: int | None) -> BlendedDataset:
+    def _lazy_blend(self, part: _SplitSources, num_samples: int | None) -> BlendedDataset:
         one_epoch = [float((documents.tokens_per_epoch() - 1) // self.seq_length) for _, documents in part.sources]
         weights = part.weights or [max(samples, 1.0) for samples in one_epoch]
         blend = LazyBlend(weights, int(sum(one_epoch)) if num_samples is None else num_samples)
         draws = blend.counts()
         return BlendedDataset([self._single(part, place, wanted) for place, wanted in enumerate(draws)], blend, draws)
 
-    def _megatron_blend(self, part: _Part, num_samples: int | None) -> BlendedDataset:
+    def _megatron_blend(self, part: _SplitSources, num_samples: int | None) -> BlendedDataset:
         if num_samples is None:
             raise UserError("--sample-order megatron cannot blend without a number of samples: use --sample-order lazy")
         places = range(len(part.sources))
@@ -170,7 +170,7 @@ class _Builder:
         draws = [int((blend.dataset_index == place).sum()) for place in places]
         return BlendedDataset(datasets, blend, draws)
 
-    def _single(self, part: _Part, place: int, num_samples: int | None) -> GPTDataset:
+    def _single(self, part: _SplitSources, place: int, num_samples: int | None) -> GPTDataset:
         indexed, documents = part.sources[place]
         order: LazyOrder | FixedOrder | MegatronOrder
         if self.data.sample_order == "megatron":

@@ -1,4 +1,4 @@
-"""Named arrays kept in a folder between runs: whole or absent, and rebuilt when damaged."""
+"""A cache of named arrays in a folder: whole or absent, and rebuilt when damaged."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _SCAN_BYTES = 64 << 20
 def cached_arrays(
     cache_path: str | Path | None, kind: str, identity: dict[str, Any], build: Callable[[], Arrays]
 ) -> Arrays:
-    """`build()`'s arrays, from the folder when it holds them for the same `identity`, with the checksums of then.
+    """The arrays of ``build()``, read from the folder when it holds them for the same ``identity`` and undamaged.
 
     Args:
-        cache_path: folder; None builds without keeping.
+        cache_path: folder; None builds without a cache.
         kind: start of the file names.
-        identity: everything that the arrays depend on, of JSON types; its hash is in the file names.
+        identity: values, of JSON types, that the arrays depend on; their hash is in the file names.
         build: returns the arrays by name.
 
     Raises:
@@ -65,10 +65,10 @@ def _save(array: NDArray[Any], stream: BinaryIO) -> None:
 
 
 def check_room(nbytes: int, name: str, samples: int) -> None:
-    """Checks that the arrays of an order of samples can be held, by the least that they take.
+    """Checks that the index arrays of an order of samples fit into memory, by a lower bound.
 
     Raises:
-        UserError: with the bytes, when they cannot.
+        UserError: when they cannot; the message says how many bytes they take.
     """
     there_is = memory_of_this_machine()
     if nbytes > there_is:
@@ -79,7 +79,7 @@ def check_room(nbytes: int, name: str, samples: int) -> None:
 
 
 def make_cache(folder: Path) -> None:
-    """Makes the folder, and sees that files can be written into it.
+    """Makes the folder, and checks that files can be written into it.
 
     Raises:
         UserError: when it cannot.
@@ -119,7 +119,7 @@ def _checksum(array: NDArray[Any]) -> int:
 
 
 def _load(folder: Path, manifest: Path, digest: str, kind: str) -> Arrays | None:
-    """The arrays that a manifest vouches for; None when anything is missing or not what was written."""
+    """Loads the arrays of a manifest; None when anything is missing or differs from what was written."""
     try:
         if not _is_file(manifest):
             return None
@@ -138,5 +138,5 @@ def _load(folder: Path, manifest: Path, digest: str, kind: str) -> Arrays | None
 
 
 def _is_file(path: Path) -> bool:
-    """Not a pipe, which would be waited for without end."""
+    """Whether it is a regular file: reading from a pipe could block for ever."""
     return stat.S_ISREG(os.stat(path).st_mode)

@@ -1,4 +1,4 @@
-"""Samples that return: the same blocks of tokens in every epoch, for codecs that remember samples."""
+"""Recurring samples: the same blocks of tokens in every epoch, for codecs that remember samples."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class FixedOrder:
     never drawn.
 
     Args:
-        documents, seq_length, seed: as for `LazyOrder`.
-        num_samples: how many may be drawn; None is one epoch.
+        documents, seq_length, seed: the arguments of ``LazyOrder``.
+        num_samples: most samples that may be drawn; None is one epoch.
     """
 
     def __init__(self, documents: Documents, seq_length: int, seed: int, num_samples: int | None) -> None:
@@ -36,14 +36,18 @@ class FixedOrder:
 
     @property
     def epoch_samples(self) -> int:
-        """Samples of an epoch."""
+        """Number of samples in an epoch."""
         return self._rows * self.lanes
 
     def __len__(self) -> int:
         return self._num_samples if self._rows else 0
 
     def sample_id(self, index: int) -> int:
-        """See `SampleOrder`. Raises IndexError outside the order."""
+        """See ``SampleOrder``.
+
+        Raises:
+            IndexError: when the index is outside the order.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         epoch, inside = divmod(index, self.epoch_samples)
@@ -51,5 +55,5 @@ class FixedOrder:
         return Permutation(self._rows, mix(self._seed, epoch, lane, 2))(row) * self.lanes + lane
 
     def spans(self, sample_id: int) -> Iterator[Span]:
-        """See `SampleOrder`."""
+        """See ``SampleOrder``."""
         return self._epoch.spans(sample_id)

@@ -16,24 +16,24 @@ from megatron.data.indexed import IndexedDataset
 
 
 class SampleSource(Protocol):
-    """What a loader reads from: numbered draws, each of which is a sample."""
+    """A source of samples for a loader: draws by number."""
 
     @property
     def collate_options(self) -> CollateOptions:
-        """How its samples become a batch."""
+        """Options of collating its samples into a batch."""
 
     @property
     def seed(self) -> int:
-        """Of the loader's own shuffle."""
+        """The seed of the loader's own shuffle."""
 
     def __len__(self) -> int:
-        """Draws."""
+        """Number of draws."""
 
     def sample_id(self, index: int) -> int:
-        """Identity of the sample drawn as number `index`; reads no tokens."""
+        """Identity of the sample drawn as number ``index``; reads no tokens."""
 
     def read(self, index: int, out_t: NDArray[np.int64]) -> None:
-        """Write the seq_length + 1 tokens of draw `index` into `out_t`."""
+        """Writes the seq_length + 1 tokens of draw ``index`` into ``out_t``."""
 
     @property
     def seq_length(self) -> int:
@@ -45,10 +45,10 @@ class GPTDataset:
 
     Args:
         indexed: the tokens.
-        order: which tokens make which sample.
+        order: the order of samples.
         seq_length: tokens of a sample, without the extra one.
-        collate_options: how samples become a batch.
-        seed: of the cyclic loader's shuffle.
+        collate_options: options of collating samples into a batch.
+        seed: seed of the cyclic loader's shuffle.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class GPTDataset:
         return len(self.order)
 
     def sample_id(self, index: int) -> int:
-        """Number before the shuffle of draw `index`."""
+        """Number before the shuffle of draw ``index``."""
         return self.order.sample_id(index)
 
     @property
@@ -78,13 +78,17 @@ class GPTDataset:
         return self.order.epoch_samples
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """int64 [seq_length + 1]: the tokens of draw `index`. Raises IndexError outside the dataset."""
+        """Tokens of draw ``index``, int64 [seq_length + 1].
+
+        Raises:
+            IndexError: when the index is outside the dataset.
+        """
         out_t = np.empty(self.seq_length + 1, dtype=np.int64)
         self.read(index, out_t)
         return out_t
 
     def read(self, index: int, out_t: NDArray[np.int64]) -> None:
-        """See `SampleSource`."""
+        """See ``SampleSource``."""
         filled = 0
         for document, offset, length in self.order.spans(self.order.sample_id(index)):
             out_t[filled : filled + length] = self.indexed.get(document, offset, length)
@@ -92,14 +96,14 @@ class GPTDataset:
 
 
 class BlendedDataset:
-    """Samples of several datasets in given shares.
+    """Samples of several datasets, by a blend.
 
     Args:
-        datasets: one for each weight of the blend, all of the same length and collation.
-        blend: which dataset serves which draw.
+        datasets: one dataset for each weight of the blend, all of the same length and collation.
+        blend: the blend.
 
     Raises:
-        UserError: the blend draws more from a dataset than it has.
+        UserError: when the blend draws more from a dataset than it has.
     """
 
     def __init__(self, datasets: Sequence[GPTDataset], blend: Blend, draws: Sequence[int]) -> None:
@@ -120,20 +124,24 @@ class BlendedDataset:
 
     @property
     def epoch_samples(self) -> int:
-        """Samples of all datasets together; a blend's weights decide how often each of them is read."""
+        """Samples of all datasets together; the blend's weights decide how often each dataset is read."""
         return sum(dataset.epoch_samples for dataset in self.datasets)
 
     def sample_id(self, index: int) -> int:
-        """The dataset's own id times the number of datasets, plus its number: unique in the blend."""
+        """The dataset's own id times the number of datasets, plus the dataset's number: unique in the blend."""
         dataset, number = self.blend[index]
         return self.datasets[dataset].sample_id(number) * len(self.datasets) + dataset
 
     def __getitem__(self, index: int) -> NDArray[np.int64]:
-        """int64 [seq_length + 1]: the tokens of draw `index`. Raises IndexError outside the dataset."""
+        """Tokens of draw ``index``, int64 [seq_length + 1].
+
+        Raises:
+            IndexError: when the index is outside the dataset.
+        """
         dataset, number = self.blend[index]
         return self.datasets[dataset][number]
 
     def read(self, index: int, out_t: NDArray[Any]) -> None:
-        """See `SampleSource`."""
+        """See ``SampleSource``."""
         dataset, number = self.blend[index]
         self.datasets[dataset].read(number, out_t)

@@ -1,12 +1,12 @@
-"""Which tokens make sample number i: two orders with the same meaning.
+"""Orders of samples: which tokens make sample number i.
 
 Both see the documents of one split as an endless stream of tokens: an epoch holds every document once, in a
 shuffled order, and epochs follow each other. Sample k covers the seq_length + 1 tokens from position
 k * seq_length of that stream on, so neighbors share one token. A run draws the samples in a shuffled order;
-k, the number before that shuffle, is the sample's identity (`sample_id`).
+k, the number before that shuffle, is the sample's identity (``sample_id``).
 
-`MegatronOrder` builds Megatron's arrays: equal to megatron-core's, sample by sample, and as large.
-`LazyOrder` computes what it is asked for. It starts at once whatever the number of samples.
+``MegatronOrder`` builds Megatron's arrays: equal to megatron-core's, sample by sample, and as large.
+``LazyOrder`` computes what it is asked for. It starts at once whatever the number of samples.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Span = tuple[int, int, int]
 
 
 class SampleOrder(Protocol):
-    """What a dataset needs of an order."""
+    """An order of samples, as a dataset uses it."""
 
     @property
     def epoch_samples(self) -> int:
         """Samples after which all tokens have been read once."""
 
     def __len__(self) -> int:
-        """Samples that can be drawn."""
+        """Number of samples that can be drawn."""
 
     def sample_id(self, index: int) -> int:
-        """Number before the shuffle of the sample drawn as number `index`."""
+        """Number before the shuffle of the sample drawn as number ``index``."""
 
     def spans(self, sample_id: int) -> Iterator[Span]:
         """The pieces of a sample, in order, seq_length + 1 tokens in all."""
@@ -54,9 +54,9 @@ class Documents:
     """The sequences [first, first + len(lengths)) of a file that one split may draw from.
 
     Args:
-        lengths: int32 [n], tokens of each.
-        first: number of the first one in its file.
-        name: for messages.
+        lengths: int32 [n], tokens of each sequence.
+        first: number of the first sequence in its file.
+        name: name in messages.
     """
 
     lengths: NDArray[np.int32]
@@ -85,14 +85,14 @@ class LazyOrder:
     Samples: those that end in epoch e are shuffled among themselves, by a bijection that is computed, not
     stored. So every document is read e times before any is read e + 1 times, however long the run. Megatron's
     rule for the last epoch (shuffle it separately when less than 80 % of it is used) serves the same end:
-    here it holds for every epoch, without a threshold. The order does not depend on `num_samples`: a longer
+    here it holds for every epoch, without a threshold. The order does not depend on ``num_samples``: a longer
     run begins with the samples of a shorter one.
 
     Args:
-        documents: what to draw from.
+        documents: documents to draw from.
         seq_length: tokens of a sample, without the extra one.
-        seed: of both shuffles.
-        num_samples: how many may be drawn; None is one epoch.
+        seed: seed of both shuffles.
+        num_samples: most samples that may be drawn; None is one epoch.
     """
 
     def __init__(self, documents: Documents, seq_length: int, seed: int, num_samples: int | None) -> None:
@@ -109,14 +109,18 @@ class LazyOrder:
 
     @property
     def epoch_samples(self) -> int:
-        """See `SampleOrder`."""
+        """See ``SampleOrder``."""
         return self._epoch_start(1)
 
     def __len__(self) -> int:
         return self._num_samples
 
     def sample_id(self, index: int) -> int:
-        """See `SampleOrder`. Raises IndexError outside the order."""
+        """See ``SampleOrder``.
+
+        Raises:
+            IndexError: when the index is outside the order.
+        """
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples}")
         epoch = (index + 1) * self._seq_length // self._epoch_tokens
@@ -131,7 +135,7 @@ class LazyOrder:
         return start + shuffle(index - start)
 
     def spans(self, sample_id: int) -> Iterator[Span]:
-        """See `SampleOrder`."""
+        """See ``SampleOrder``."""
         position, wanted = sample_id * self._seq_length, self._seq_length + 1
         while wanted:
             epoch, inside = divmod(position, self._epoch_tokens)
@@ -150,11 +154,11 @@ class LazyOrder:
                 place += 1
 
     def _epoch_start(self, epoch: int) -> int:
-        """Samples that end, with their extra token, before epoch `epoch`."""
+        """Number of samples that end, with their extra token, before epoch ``epoch``."""
         return max(0, (epoch * self._epoch_tokens - 1) // self._seq_length)
 
     def _epoch(self, epoch: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """(document at each place of the epoch, tokens up to the end of that place)."""
+        """The document at each place of the epoch, and the tokens up to the end of that place."""
         with self._lock:
             found = self._epochs.get(epoch)
             if found is not None:
@@ -182,11 +186,11 @@ class MegatronOrder:
     checked against megatron-core 0.16.1.
 
     Args:
-        documents, seq_length, seed: as for `LazyOrder`; the seed is used as it is.
+        documents, seq_length, seed: the arguments of ``LazyOrder``; the seed is used as it is.
         num_samples: the least that can be drawn; None is one epoch. All samples of the last epoch can be
             drawn.
         cache_path: folder that keeps the arrays.
-        cache_identity: what names the documents' file and its state, for the cache.
+        cache_identity: name and state of the documents' file, for the cache.
     """
 
     def __init__(
@@ -220,20 +224,24 @@ class MegatronOrder:
 
     @property
     def epoch_samples(self) -> int:
-        """See `SampleOrder`."""
+        """See ``SampleOrder``."""
         return (self._documents.tokens_per_epoch() - 1) // self._seq_length
 
     def __len__(self) -> int:
         return len(self.shuffle_index)
 
     def sample_id(self, index: int) -> int:
-        """See `SampleOrder`. Raises IndexError outside the order."""
+        """See ``SampleOrder``.
+
+        Raises:
+            IndexError: when the index is outside the order.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return int(self.shuffle_index[index])
 
     def spans(self, sample_id: int) -> Iterator[Span]:
-        """See `SampleOrder`."""
+        """See ``SampleOrder``."""
         place, offset = (int(value) for value in self.sample_index[sample_id])
         wanted = self._seq_length + 1
         while wanted:
@@ -246,7 +254,7 @@ class MegatronOrder:
 
 
 def build_megatron_arrays(documents: Documents, seq_length: int, seed: int, num_samples: int | None) -> Arrays:
-    """Megatron's index arrays.
+    """Builds Megatron's index arrays.
 
     Returns:
         document_index: int32 [epochs * documents], sequence numbers in the file.
@@ -279,7 +287,7 @@ def build_megatron_arrays(documents: Documents, seq_length: int, seed: int, num_
 
 
 def _sample_index(documents: Documents, document_index: NDArray[np.int32], seq_length: int, total: int) -> NDArray[Any]:
-    """Where the samples 0..total start: a binary search of their positions in the running sum of lengths."""
+    """Starts of the samples 0..total, by a binary search of their positions in the running sum of lengths."""
     ends = np.cumsum(documents.lengths[document_index - documents.first], dtype=np.int64)
     largest = max(len(document_index), int(documents.lengths.max()))
     dtype = np.int32 if largest <= np.iinfo(np.int32).max else np.int64

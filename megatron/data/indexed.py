@@ -1,7 +1,7 @@
-"""Token sequences in a `.bin` file with an `.idx` beside it: writer and reader.
+"""Reader and writer of token sequences in a ``.bin`` file with an ``.idx`` beside it.
 
 The mmap format is Megatron's, byte for byte; the legacy lazy/cached format is read and written as well.
-See `idx_format` for both layouts.
+See ``idx_format`` for both layouts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SCAN_BYTES = 64 << 20
 
 
 def dataset_files(prefix: str | Path) -> tuple[Path, Path]:
-    """(`.bin`, `.idx`) of a prefix; a path that already ends in one of them is accepted."""
+    """The ``.bin`` and ``.idx`` of a prefix; a path that already ends in one of them is accepted."""
     text = os.fspath(prefix)
     if text.endswith((".bin", ".idx")):
         text = text[:-4]
@@ -48,15 +48,15 @@ def dataset_files(prefix: str | Path) -> tuple[Path, Path]:
 
 
 class IndexedDataset:
-    """Read-only view of a `.bin/.idx` pair, checked when it is opened. Safe to read from several threads.
+    """Read-only view of a ``.bin/.idx`` pair, checked when it is opened. Safe to read from several threads.
 
     Args:
-        prefix: path without `.bin`/`.idx`.
+        prefix: path without ``.bin``/``.idx``.
         impl: "mmap" maps the tokens; "lazy" reads each sequence from the file; "cached" holds the whole file
             in memory; "infer" is mmap for the mmap format and lazy for the legacy one.
 
     Raises:
-        UserError: a file is missing, is damaged, or is not of the format that `impl` names.
+        UserError: when a file is missing, is damaged, or is not of the format that ``impl`` names.
     """
 
     def __init__(self, prefix: str | Path, impl: str = "infer") -> None:
@@ -77,22 +77,22 @@ class IndexedDataset:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the stored tokens."""
+        """The dtype of the stored tokens."""
         return self.table.dtype
 
     @property
     def lengths(self) -> NDArray[np.int32]:
-        """int32 [N]: tokens of each sequence."""
+        """Tokens of each sequence, int32 [N]."""
         return self.table.lengths
 
     @property
     def doc_idx(self) -> NDArray[np.int64]:
-        """int64 [D]: sequence number at which each document starts, then N."""
+        """Sequence number at which each document starts, then N; int64 [D]."""
         return self.table.doc_idx
 
     @property
     def num_documents(self) -> int:
-        """Documents, empty ones included."""
+        """Number of documents, empty ones included."""
         return len(self.doc_idx) - 1
 
     def __len__(self) -> int:
@@ -103,10 +103,10 @@ class IndexedDataset:
         return self.get(index)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """`length` tokens of sequence `index` from token `offset` on (to its end when None).
+        """Reads ``length`` tokens of sequence ``index`` from token ``offset`` on (to its end when None).
 
         Raises:
-            IndexError: outside the dataset or the sequence.
+            IndexError: when the position is outside the dataset or the sequence.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)} in {self.bin_path}")
@@ -127,7 +127,7 @@ class IndexedDataset:
         return np.frombuffer(data, dtype=self.dtype)
 
     def close(self) -> None:
-        """Give the file back. Reading afterwards is an error."""
+        """Closes the file. Reading afterwards is an error."""
         if self._file is not None:
             os.close(self._file)
         self._file = None
@@ -138,13 +138,14 @@ class IndexedDataset:
             self.close()
 
     def check_token_range(self, vocab_size: int, cache_path: str | Path | None = None) -> None:
-        """Find token ids outside [0, vocab_size) before training does.
+        """Checks that all token ids are in [0, vocab_size).
 
-        Reads the whole `.bin` once. With a `cache_path`, a clean verdict is stored there under the file's
+        Reads the whole ``.bin`` once. With a ``cache_path``, a clean verdict is stored there under the file's
         name, size, modification time and the vocabulary, and later calls are immediate.
 
         Raises:
-            UserError: names the file, the first bad token id and its sequence; or the cache that cannot be written.
+            UserError: when a token id is too large (the message names the file, the first such id and its sequence),
+                or the cache cannot be written.
         """
         if self.dtype.kind == "f":
             raise UserError(
@@ -215,19 +216,19 @@ def _map_tokens(bin_path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 class IndexedWriter:
-    """Writes a `.bin/.idx` pair. Nothing has its final name before `finalize`.
+    """Writes a ``.bin/.idx`` pair. Nothing has its final name before ``finalize``.
 
     Used as a context manager it finalizes at the end of the block, and removes its temporary files when the
-    block raises. After a kill, `PREFIX.bin.partial` may stay behind; the next writer of the prefix starts it
+    block raises. After a kill, ``PREFIX.bin.partial`` may stay behind; the next writer of the prefix starts it
     afresh.
 
     Args:
-        prefix: path without `.bin`/`.idx`.
-        dtype: of the stored tokens; the legacy format is always int32, as in Megatron.
+        prefix: path without ``.bin``/``.idx``.
+        dtype: dtype of the stored tokens; the legacy format is always int32, as in Megatron.
         impl: "mmap", or "lazy"/"cached" for the legacy format.
 
     Raises:
-        UserError: unknown impl, a token or a length that does not fit, or another process writes the same
+        UserError: when ``impl`` is unknown, a token or a length does not fit, or another process writes the same
             prefix.
     """
 
@@ -245,7 +246,7 @@ class IndexedWriter:
         self._stream: BinaryIO | None = _open_exclusive(self._partial)
 
     def add_documents(self, tokens: ArrayLike, lengths: ArrayLike, sequences: ArrayLike) -> None:
-        """Append whole documents at once.
+        """Appends whole documents at once.
 
         Args:
             tokens: [T] token ids of all of them, one after the other.
@@ -265,13 +266,13 @@ class IndexedWriter:
         self.num_documents += counts_d.size
 
     def add_document(self, tokens: ArrayLike, lengths: Sequence[int] | None = None) -> None:
-        """Append one document: one sequence unless `lengths` splits it, and none without tokens."""
+        """Appends one document: one sequence unless ``lengths`` splits it, and none without tokens."""
         size = np.asarray(tokens).size
         parts = ([size] if size else []) if lengths is None else list(lengths)
         self.add_documents(tokens, parts, [len(parts)])
 
     def merge(self, prefix: str | Path) -> None:
-        """Append all documents of a finished pair of the same dtype."""
+        """Appends all documents of a finished pair of the same dtype."""
         bin_path, idx_path = dataset_files(prefix)
         table = read_index(idx_path)
         _check_bin(bin_path, idx_path, table)
@@ -285,7 +286,7 @@ class IndexedWriter:
         self.num_documents += len(table.doc_idx) - 1
 
     def finalize(self) -> None:
-        """Sync, and give both files their names: first the `.bin`, then the `.idx` that makes it readable."""
+        """Syncs both files and gives them their names: first the ``.bin``, then the ``.idx`` that makes it readable."""
         lengths = np.concatenate([np.zeros(0, dtype=np.int64), *self._lengths])
         if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
             raise UserError(f"{self.bin_path}: a sequence of {int(lengths.max())} tokens is too long: split the text")
@@ -293,7 +294,7 @@ class IndexedWriter:
         stream.flush()
         os.fsync(stream.fileno())
         encode = encode_legacy_index if self.legacy else encode_mmap_index
-        # An index left by an earlier run must never stand beside the new tokens.
+        # An index left by an earlier run must never be beside the new tokens.
         self.idx_path.unlink(missing_ok=True)
         os.replace(self._partial, self.bin_path)
         fsync_directory(self.bin_path.parent)
@@ -304,7 +305,7 @@ class IndexedWriter:
         self._stream = None
 
     def abort(self) -> None:
-        """Drop what was written."""
+        """Removes the temporary files."""
         if self._stream is not None:
             self._partial.unlink(missing_ok=True)
             self._stream.close()
@@ -342,7 +343,7 @@ class IndexedWriter:
 
 
 def _open_exclusive(path: Path) -> BinaryIO:
-    """Create or empty `path`, locked against a second writer where the file system has locks."""
+    """Creates or empties ``path``, locked against a second writer where the file system has locks."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         stream = open(path, "ab")  # noqa: SIM115  (the writer object closes it)

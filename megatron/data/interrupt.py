@@ -1,4 +1,4 @@
-"""Tools that whoever stops them ends in order."""
+"""Signal handling of tools that must clean up when they are stopped."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""By which whoever started a program ends it."""
+"""Signals by which a user, a shell or a scheduler stops a program."""
 
 
 @contextmanager
 def stopped_in_order(*, even_ignored: bool = False) -> Iterator[None]:
-    """The signals that end a program unwind like Ctrl-C, so that what was begun is removed.
+    """Lets the signals that end a program unwind it like Ctrl-C, so that temporary files are removed.
 
     Args:
-        even_ignored: those too that the shell had ignored (nohup; Ctrl-C in the background of a script).
+        even_ignored: also take signals that the shell had ignored (nohup; Ctrl-C in a script's background).
     """
 
     def stop(*_: object) -> None:
@@ -35,7 +35,7 @@ def undisturbed() -> AbstractContextManager[None]:
 
 @contextmanager
 def _handled(handler: Callable[..., Any] | signal.Handlers, numbers: Iterable[int]) -> Iterator[None]:
-    """Has signals handled so, in the main thread, where they arrive; any other thread may not say how."""
+    """Sets signal handlers, in the main thread; other threads may not set any."""
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.signal(number, handler) for number in numbers}

@@ -2,7 +2,7 @@
 
 Draw number t of a run is the same sample on every layout. Micro-batch m of rank d takes the draws
 consumed + m * b * D + [d * b, (d + 1) * b), with b samples in a micro-batch and D ranks: so a global batch is
-the same set of samples however it is split, and a resumed run goes on at `consumed_samples`.
+the same set of samples however it is split, and a resumed run goes on at ``consumed_samples``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _AHEAD = 2
 
 
 class MicroBatches(Iterator[Batch]):
-    """Iterates over the micro-batches of a rank; made by `build_loader`.
+    """An iterator over the micro-batches of a rank; made by ``build_loader``.
 
-    Threads prepare the next ones. An error in a thread is raised by `next` in its turn. Call `close`, or use
+    Threads prepare the next ones. An error in a thread is raised by ``next`` in its turn. Call ``close``, or use
     it as a context manager, to let the threads go; the end of the stream does so as well.
     """
 
@@ -81,7 +81,7 @@ class MicroBatches(Iterator[Batch]):
             raise
 
     def close(self) -> None:
-        """Stop the threads. Calling it again does nothing; `next` then ends the iteration."""
+        """Stops the threads. Calling it again does nothing; ``next`` then ends the iteration."""
         self._closed = True
         for future in self._pending:
             future.cancel()
@@ -135,13 +135,13 @@ def build_loader(
     needs_tokens: bool = True,
     dataloader_type: str | None = "single",
 ) -> MicroBatches:
-    """The micro-batches of data-parallel rank `dp_rank`, from draw `consumed_samples` on.
+    """Builds the loader of data-parallel rank ``dp_rank``, from draw ``consumed_samples`` on.
 
     Args:
-        dataset: from `build_datasets`.
+        dataset: a dataset, as ``build_datasets`` gives it.
         consumed_samples: draws that the run has used, over all ranks.
         micro_batch_size: samples of a micro-batch.
-        dp_rank, dp_size: place in, and number of, the data-parallel ranks.
+        dp_rank, dp_size: data-parallel rank and size.
         num_workers: threads that prepare micro-batches; 0 makes each one when it is asked for.
         needs_tokens: False leaves the token tensors out, for a pipeline stage that only needs the ids.
         dataloader_type: "single" (or None) takes the dataset's draws in order and ends when less than one
@@ -149,7 +149,7 @@ def build_loader(
             afresh. Megatron's cyclic order depends on the number of ranks; this one does not.
 
     Raises:
-        UserError: nothing left to read, or an unknown type.
+        UserError: when nothing is left to read, or the type is unknown.
     """
     if dataloader_type not in (None, "single", "cyclic"):
         raise UserError(f"--dataloader-type {dataloader_type} is not known: choose single or cyclic")

@@ -8,11 +8,11 @@ from megatron.base.errors import UserError
 
 
 def read_utf8(path: str, flag: str) -> str:
-    """A text file's contents.
+    """Reads a text file.
 
     Args:
-        path: of the file.
-        flag: that names it, for the message.
+        path: path of the file.
+        flag: flag that names the file, for the message.
 
     Raises:
         UserError: when it cannot be read; naming the line that is no UTF-8.

@@ -26,7 +26,7 @@ word is to be found. More processes than the model is split over share the work.
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskFlags:
+class ZeroShotFlags:
     """The task, and what it reads."""
 
     task: Literal["WIKITEXT103", "LAMBADA"] = required("What is measured.")
@@ -50,14 +50,14 @@ class TaskFlags:
     keep_last: bool = option(False, "Keep the last, smaller batch: it always is.", no_effect="it is always kept")
 
 
-def checked(flags: TaskFlags) -> Callable[[LoadedModel], str]:
-    """Checks what can be before the processes meet, and reads the data.
+def checked(flags: ZeroShotFlags) -> Callable[[LoadedModel], str]:
+    """Checks the flags before the processes meet, and reads the data.
 
     Returns:
-        What gives the result line of the task, or raises UserError for data that does not suit the model.
+        A function that evaluates the task and returns its result line, or raises UserError for unsuitable data.
 
     Raises:
-        UserError: for tasks that are not offered, and data that is not there.
+        UserError: when the task is not offered, or its data is missing.
     """
     for name in ("epochs", "train_data", "pretrained_checkpoint"):
         if getattr(flags, name):
@@ -73,12 +73,12 @@ def checked(flags: TaskFlags) -> Callable[[LoadedModel], str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0 when it is done, 2 with a one-line reason when not."""
+    """Runs the command; returns 0 when it is done, 2 with a one-line reason when not."""
 
     def body(ranks: Ranks) -> None:
-        parsed = parse_flags(sys.argv[1:] if argv is None else argv, {"task": TaskFlags}, "main.py", DESCRIPTION)
+        parsed = parse_flags(sys.argv[1:] if argv is None else argv, {"task": ZeroShotFlags}, "main.py", DESCRIPTION)
         model_flags: ModelFlags = parsed.sections["model"]
-        flags: TaskFlags = parsed.sections["task"]
+        flags: ZeroShotFlags = parsed.sections["task"]
         evaluate = checked(flags)
         layout = check_layout(model_flags, ranks.env, replicas=True)
         ranks.join(model_flags.backend, model_flags.distributed_timeout_minutes, parsed.sections, parsed.notes)

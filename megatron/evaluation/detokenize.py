@@ -43,7 +43,7 @@ _LATER = (
 
 
 def wikitext(text: str) -> str:
-    """WikiText as it is usually written, by the rules behind published perplexities of Megatron models."""
+    """Detokenizes WikiText, by the rules behind published perplexities of Megatron models."""
     text = text.replace("s '", "s'")
     text = re.sub(r"/' [0-9]/", r"/'[0-9]/", text)
     for old, new in _PLAIN:

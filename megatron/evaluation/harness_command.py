@@ -64,11 +64,11 @@ def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:
     """Runs the harness.
 
     Args:
-        model: one of its models, or the name of one with its arguments.
-        flags: the tasks.
+        model: a model of the harness, or the name of one with its arguments.
+        flags: flags that name the tasks.
 
     Raises:
-        UserError: for tasks that it does not know, or whose data cannot be had.
+        UserError: when the harness does not know a task, or its data cannot be had.
     """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -99,10 +99,10 @@ def run(model: Any, flags: EvaluationFlags) -> dict[str, Any]:
 
 
 def _loaded(load: Callable[[list[str]], Any], tasks: list[str]) -> Any:
-    """What the harness loads for tasks: what is wrong with their data is not what is wrong with the model.
+    """Loads tasks for the harness, and tells problems of their data from problems of the model.
 
     Raises:
-        UserError: naming the task.
+        UserError: when the data of a task cannot be had; the message names the task.
     """
     try:
         return load(tasks)
@@ -117,7 +117,7 @@ def report(found: dict[str, Any] | UserError, flags: EvaluationFlags) -> None:
     """Prints the harness's table, and writes the figures.
 
     Raises:
-        UserError: what came in place of the figures, or for a file that cannot be written.
+        UserError: when ``found`` is one, or a file cannot be written.
     """
     from lm_eval.utils import make_table
 
@@ -130,10 +130,10 @@ def report(found: dict[str, Any] | UserError, flags: EvaluationFlags) -> None:
 
 
 def via_hf(load: str, iteration: int | None, flags: EvaluationFlags) -> dict[str, Any]:
-    """Exports the checkpoint and evaluates the export.
+    """Exports the checkpoint to a Hugging Face folder and evaluates that.
 
     Raises:
-        UserError: when it has no Hugging Face architecture, and as ``run`` does.
+        UserError: when it has no Hugging Face architecture, or ``run`` raises it.
     """
     with tempfile.TemporaryDirectory(prefix="evaluate-lm-") as folder:
         step = ["--iteration", str(iteration)] if iteration is not None else []
@@ -143,7 +143,7 @@ def via_hf(load: str, iteration: int | None, flags: EvaluationFlags) -> dict[str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0 when it is done, 2 with a one-line reason when not."""
+    """Runs the command; returns 0 when it is done, 2 with a one-line reason when not."""
 
     def body(ranks: Ranks) -> None:
         given = sys.argv[1:] if argv is None else argv

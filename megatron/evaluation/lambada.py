@@ -1,4 +1,4 @@
-"""LAMBADA: is the last word of each text the likeliest?"""
+"""LAMBADA: accuracy of predicting the last word of each text."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron.tokenizer.api import Tokenizer
 
 
 def read_texts(path: str) -> list[str]:
-    """The texts of a file of JSON lines with a field text.
+    """Reads the texts of a file of JSON lines with a field text.
 
     Raises:
-        UserError: naming the line that is none.
+        UserError: when a line is no such record; the message names it.
     """
     texts = []
     for number, line in enumerate(read_utf8(path, "--valid-data").split("\n"), 1):
@@ -39,13 +39,13 @@ def read_texts(path: str) -> list[str]:
 
 
 def window_of(text: str, tokenizer: Tokenizer, length: int, strict: bool) -> Window:
-    """What is asked about a text.
+    """The window of a text that is scored.
 
     Args:
-        text: whose end is to be found.
-        tokenizer: the model's.
-        length: that the model reads; of longer texts the end.
-        strict: the whole last word; otherwise its last token alone.
+        text: text whose last word is to be found.
+        tokenizer: tokenizer of the model.
+        length: tokens that the model reads; the end of longer texts.
+        strict: score the whole last word; otherwise its last token alone.
     """
     if strict:
         word = text.split()[-1]
@@ -58,17 +58,17 @@ def window_of(text: str, tokenizer: Tokenizer, length: int, strict: bool) -> Win
 
 
 def evaluate(model: LoadedModel, texts: Sequence[str], path: str, strict: bool, batch: int) -> str:
-    """The result line.
+    """Evaluates the texts; returns the result line.
 
     Args:
-        model: on every rank.
-        texts: read by ``read_texts``.
-        path: of the texts, for messages.
-        strict: see ``window_of``.
+        model: the model, on every rank.
+        texts: texts, as ``read_texts`` gives them.
+        path: path of the texts, for messages.
+        strict: the argument of ``window_of``.
         batch: texts in a forward pass.
 
     Raises:
-        UserError: for a text that is too short.
+        UserError: when a text is too short.
     """
     length = model.config.model.seq_length
     windows = [window_of(text, model.tokenizer, length, strict) for text in texts]

@@ -9,20 +9,20 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from megatron.inference.jobs import Job, Leader
+from megatron.inference.jobs import InferenceJob, Leader
 from megatron.inference.sampling import Sampling
 from megatron.inference.text import TextStream
 
 GREEDY = Sampling(greedy=True)
 MAX_NEW_TOKENS = 256
-"""Of tasks that do not say, as everywhere in the harness."""
+"""The maximum for tasks that do not name one, as everywhere in the harness."""
 
 
 class CheckpointLM(TemplateLM):
-    """Answers the harness's requests with a checkpoint, on the rank that leads the others.
+    """A model of the harness that is a checkpoint, on the rank that leads the others.
 
     Args:
-        leader: of the model.
+        leader: leader of the model's ranks.
         batch: texts in a forward pass.
     """
 
@@ -47,7 +47,7 @@ class CheckpointLM(TemplateLM):
         for first in tqdm(range(0, len(order), self.batch), desc="log-likelihoods", disable=quiet):
             taken = order[first : first + self.batch]
             rows = [[*pairs[i][0], *pairs[i][1]][-(self.window + 1) :] for i in taken]
-            job = Job(rows, 0, GREEDY, [0] * len(rows), top=1, score=True)
+            job = InferenceJob(rows, 0, GREEDY, [0] * len(rows), top=1, score=True)
             for i, tokens in zip(taken, self.leader.do(job)[0], strict=True):
                 own = tokens[max(len(tokens) - len(pairs[i][1]), 0) :]
                 likeliest = all(token.top[0][0] == token.id for token in own)
@@ -94,7 +94,7 @@ class CheckpointLM(TemplateLM):
             parts.append(stream.add(token.id))
             return stream.stopped
 
-        self.leader.do(Job([prompt], new, sampling, [seed]), on_token)
+        self.leader.do(InferenceJob([prompt], new, sampling, [seed]), on_token)
         return "".join(parts) + stream.finish()
 
 

@@ -1,4 +1,4 @@
-"""Losses and hits of texts, on a model split over any ranks and on as many replicas of it as there are."""
+"""Losses and hits of windows, on a model split over any ranks and on any number of replicas."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron.model.context import ForwardContext
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens of which the last ``targets`` are to be predicted from those before them.
+    """A window of tokens, of which the last ``targets`` are predicted from those before them.
 
     Args:
-        tokens: one more than the model reads.
-        targets: how many of them count.
+        tokens: token ids, one more than the model reads.
+        targets: number of tokens that count.
     """
 
     tokens: Sequence[int]
@@ -28,14 +28,14 @@ class Window:
 
 @torch.no_grad()
 def total(model: LoadedModel, windows: Sequence[Window], batch: int, measure: Callable[..., float], name: str) -> float:
-    """The sum over all windows of what is measured of them, the same on every rank.
+    """Sums a measure over all windows; the same on every rank.
 
     Args:
-        model: on every rank.
-        windows: of any lengths; each replica takes its share.
+        model: the model, on every rank.
+        windows: windows of any lengths; each replica takes its share.
         batch: windows in a forward pass.
         measure: ``loss_sum`` or ``hits``.
-        name: for the progress bar.
+        name: title of the progress bar.
     """
     topology = model.topology
     # Windows of like lengths together need little padding; every replica gets as much to do.
@@ -53,16 +53,16 @@ def total(model: LoadedModel, windows: Sequence[Window], batch: int, measure: Ca
                 found += measure(model, x_sbh, tokens[:, 1:].contiguous(), _mask(taken, longest, model.device))
             bar.update(len(taken))
     result = torch.tensor([found if _counts(model) else 0.0], dtype=torch.float64)
-    return float(model.sum_all(result))
+    return float(model.all_reduce(result))
 
 
 def _counts(model: LoadedModel) -> bool:
-    """Whether this rank speaks for its replica: all tensor-parallel ranks of the last stage find the same."""
+    """Whether this rank counts for its replica: all tensor-parallel ranks of the last stage have the same results."""
     return model.stage.part.last and model.topology.tp.rank == 0
 
 
 def _mask(windows: Sequence[Window], longest: int, device: torch.device) -> Tensor:
-    """True where a window's targets are, (b, s)."""
+    """Mask of the windows' targets, (b, s)."""
     mask_bs = torch.zeros((len(windows), longest), dtype=torch.bool, device=device)
     for row, window in enumerate(windows):
         end = len(window.tokens) - 1
@@ -71,13 +71,13 @@ def _mask(windows: Sequence[Window], longest: int, device: torch.device) -> Tens
 
 
 def loss_sum(model: LoadedModel, x_sbh: Tensor, labels_bs: Tensor, mask_bs: Tensor) -> float:
-    """Nats of all targets together."""
+    """Loss of all targets together, in nats."""
     _, losses_bs = model.stage.loss(x_sbh, labels_bs, mask_bs.to(torch.float32))
     return float(losses_bs.double()[mask_bs].sum())
 
 
 def hits(model: LoadedModel, x_sbh: Tensor, labels_bs: Tensor, mask_bs: Tensor) -> float:
-    """Windows whose targets are all the likeliest tokens in their places."""
+    """Number of windows whose targets are all the likeliest tokens at their positions."""
     rows_n = mask_bs.nonzero()[:, 0]
     logits_nv = model.stage.logits(x_sbh.transpose(0, 1)[mask_bs].unsqueeze(0))[0]
     wrong_n = logits_nv.argmax(dim=-1) != labels_bs[mask_bs]

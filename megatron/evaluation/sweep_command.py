@@ -79,14 +79,14 @@ OLD_NAMES = tuple(
 
 
 def output_of(load: str, sweep: SweepFlags) -> Path:
-    """Where the losses go."""
+    """Path of the file of losses."""
     if sweep.val_ppls_save_path is not None:
         return Path(sweep.val_ppls_save_path) / f"{sweep.experiment_name}.json"
     return Path(sweep.output or Path(load) / "val_check.json")
 
 
 def check_together(sweep: SweepFlags, explicit: set[str], note: Callable[[str], None]) -> None:
-    """Checks flags that say the same thing.
+    """Checks flags that contradict each other.
 
     Raises:
         UserError: when two of them are given.
@@ -104,14 +104,14 @@ def _wanted(number: int, sweep: SweepFlags, last: float) -> bool:
 
 
 def left_out(root: str, found: Sequence[int], sweep: SweepFlags) -> list[int]:
-    """Checkpoints of a sweep that are not complete."""
+    """Names the checkpoints of a sweep that are not complete."""
     last = sweep.last if sweep.last is not None else math.inf
     there = sorted(saved_iterations(Path(root)))
     return [number for number in there if _wanted(number, sweep, last) and number not in found]
 
 
 def chosen(root: str, sweep: SweepFlags) -> list[int]:
-    """The iterations of a sweep, first to last.
+    """Iterations of a sweep, first to last.
 
     Raises:
         UserError: when there are none.
@@ -129,11 +129,11 @@ def chosen(root: str, sweep: SweepFlags) -> list[int]:
 
 @dataclass
 class Losses:
-    """What a sweep has found, and the file that holds it.
+    """Losses of a sweep, and the file that holds them.
 
     Args:
-        path: of the file.
-        settings: what losses depend on besides the weights.
+        path: path of the file.
+        settings: settings that losses depend on besides the weights.
         root: folder of the checkpoints.
     """
 
@@ -143,7 +143,7 @@ class Losses:
     known: dict[int, tuple[float, str]] = field(default_factory=dict)
 
     def _weights(self, iteration: int) -> str:
-        """A digest of a checkpoint's table of contents, which holds the checksums of all tensors."""
+        """A digest of a checkpoint's manifest, which holds the checksums of all tensors."""
         path = checkpoint_folder(Path(self.root), iteration) / MANIFEST
         try:
             contents = path.read_bytes()
@@ -152,10 +152,10 @@ class Losses:
         return hashlib.blake2b(contents, digest_size=8).hexdigest()
 
     def read(self) -> None:
-        """Takes what an earlier sweep found.
+        """Reads what an earlier sweep found.
 
         Raises:
-            UserError: when the file is something else, or of other samples.
+            UserError: when the file is another kind, or of other samples.
         """
         if not self.path.exists():
             return
@@ -169,12 +169,12 @@ class Losses:
             raise UserError(f"--output {self.path}: is of another run or other samples; name another file")
 
     def of(self, iteration: int) -> float | None:
-        """A loss that is known, of the checkpoint as it is now."""
+        """The known loss of an iteration's checkpoint, if that has not changed."""
         loss, weights = self.known.get(iteration, (None, ""))
         return loss if weights == self._weights(iteration) else None
 
     def add(self, iteration: int, loss: float) -> None:
-        """Keeps a loss, and writes the file."""
+        """Adds a loss, and writes the file."""
         self.known[iteration] = (loss, self._weights(iteration))
         rows = sorted((n, loss, weights) for n, (loss, weights) in self.known.items())
         values = {
@@ -188,10 +188,10 @@ class Losses:
 
 
 def number_of_samples(flags: SweepFlags, config: RunConfig, replicas: int) -> int:
-    """Samples of each evaluation.
+    """Number of samples of each evaluation.
 
     Raises:
-        UserError: when the copies of the model cannot share them.
+        UserError: when the replicas cannot share them equally.
     """
     if flags.eval_samples is None:
         batches = config.validation.eval_iters if flags.eval_iters is None else flags.eval_iters
@@ -206,10 +206,10 @@ def number_of_samples(flags: SweepFlags, config: RunConfig, replicas: int) -> in
 
 
 def sweep_all(flags: SweepFlags, model_flags: ModelFlags, parsed: ParsedSections, layout: Layout, ranks: Ranks) -> None:
-    """Measures checkpoint after checkpoint.
+    """Evaluates checkpoint after checkpoint.
 
     Raises:
-        UserError: on every rank, for files that cannot be used.
+        UserError: on every rank, when files cannot be used.
     """
     topology = open_topology(model_flags, layout, ranks.env)
     group = topology.control.pg
@@ -231,7 +231,7 @@ def sweep_all(flags: SweepFlags, model_flags: ModelFlags, parsed: ParsedSections
     loaded, lines = iterations[0], []
     for iteration in tqdm(iterations, unit="checkpoint", disable=topology.rank != 0):
         known = together(group, partial(losses.of, iteration) if topology.rank == 0 else lambda: None)
-        loss = model.tell_all_json(known, 0)
+        loss = model.broadcast_json(known, 0)
         if loss is None:
             if iteration != loaded:
                 load_weights(model.stage, root, iteration, topology)
@@ -245,7 +245,7 @@ def sweep_all(flags: SweepFlags, model_flags: ModelFlags, parsed: ParsedSections
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0 when it is done, 2 with a one-line reason when not."""
+    """Runs the command; returns 0 when it is done, 2 with a one-line reason when not."""
 
     def body(ranks: Ranks) -> None:
         sections = {"sweep": SweepFlags, "data": DataConfig}

@@ -20,11 +20,11 @@ _PATHS = {"data_path", "train_data_path", "valid_data_path", "test_data_path"}
 
 
 def data_of(config: RunConfig, given: DataConfig, explicit: Collection[str]) -> DataConfig:
-    """The data of a run, with what the flags replace.
+    """The data section of a run, with the flags that replace parts of it.
 
     Args:
-        config: of the run.
-        given: the flags' values.
+        config: configuration of the run.
+        given: values of the flags.
         explicit: dotted names of the flags that were given.
     """
     changes = {name: getattr(given, name) for name in vars(given) if f"data.{name}" in explicit}
@@ -35,13 +35,13 @@ def data_of(config: RunConfig, given: DataConfig, explicit: Collection[str]) -> 
 
 
 def open_samples(config: RunConfig, data: DataConfig, samples: int, model: LoadedModel) -> Dataset:
-    """The first validation samples of a run.
+    """Opens the first validation samples of a run.
 
     Args:
-        config: of the run.
-        data: where its samples come from.
-        samples: how many are drawn.
-        model: whose tokens they are.
+        config: configuration of the run.
+        data: data section that names the samples.
+        samples: number of samples.
+        model: model whose tokens they are.
 
     Raises:
         UserError: when they cannot be read, or there are none.
@@ -62,13 +62,13 @@ def open_samples(config: RunConfig, data: DataConfig, samples: int, model: Loade
 
 @torch.no_grad()
 def mean_loss(model: LoadedModel, dataset: Dataset, samples: int, batch: int) -> float:
-    """Mean loss in nats per token over the first samples; the same on every rank.
+    """Computes the mean loss in nats per token over the first samples; the same on every rank.
 
     Args:
-        model: on every rank; each replica takes its share.
-        dataset: of the samples.
-        samples: how many; a multiple of the number of replicas.
-        batch: samples in a forward pass, at most.
+        model: the model, on every rank; each replica takes its share.
+        dataset: dataset of the samples.
+        samples: number of samples; a multiple of the number of replicas.
+        batch: most samples in a forward pass.
     """
     topology = model.topology
     replicas = topology.layout.dp
@@ -91,5 +91,5 @@ def mean_loss(model: LoadedModel, dataset: Dataset, samples: int, batch: int) ->
         if topology.tp.rank == 0:
             mask_bs = taken.loss_mask_bs.double()
             sums += torch.stack([(losses_bs.double() * mask_bs).sum(), mask_bs.sum()]).cpu()
-    model.sum_all(sums)
+    model.all_reduce(sums)
     return float(sums[0] / sums[1])

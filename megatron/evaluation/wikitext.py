@@ -13,7 +13,7 @@ from megatron.training.metrics import perplexity
 
 
 def read_text(path: str) -> tuple[str, int]:
-    """The text, with WikiText's spelling undone where the path says that it is that, and its words before that.
+    """Reads a text, detokenized where the path says that it is WikiText, and counts its original words.
 
     Raises:
         UserError: when it cannot be read, or is empty.
@@ -26,12 +26,12 @@ def read_text(path: str) -> tuple[str, int]:
 
 
 def windows_of(tokens: Sequence[int], length: int, stride: int) -> list[Window]:
-    """Windows that predict every token but the first once, each from as many before it as fit.
+    """Windows that predict every token but the first once, each with as much context as fits.
 
     Args:
-        tokens: of the text.
-        length: that the model reads.
-        stride: tokens that each window after the first predicts.
+        tokens: tokens of the text.
+        length: tokens that the model reads.
+        stride: number of tokens that each window after the first predicts.
     """
     windows = [Window(tokens[: length + 1], min(length, len(tokens) - 1))]
     done = windows[0].targets
@@ -46,17 +46,17 @@ def windows_of(tokens: Sequence[int], length: int, stride: int) -> list[Window]:
 
 
 def evaluate(model: LoadedModel, read: tuple[str, int], path: str, stride: int | None, batch: int) -> str:
-    """The result line.
+    """Evaluates the text; returns the result line.
 
     Args:
-        model: on every rank.
-        read: by ``read_text``.
-        path: of the text, for messages.
-        stride: see ``windows_of``; None: as long as the window, so that every token is read once.
+        model: the model, on every rank.
+        read: tokens and counts, as ``read_text`` gives them.
+        path: path of the text, for messages.
+        stride: the argument of ``windows_of``; None: as long as the window, so that every token is read once.
         batch: windows in a forward pass.
 
     Raises:
-        UserError: for a text or stride that does not suit the model.
+        UserError: when the text or the stride does not suit the model.
     """
     text, words = read
     tokens = model.tokenizer.tokenize(text)

@@ -1,4 +1,4 @@
-"""Feeds the newest tokens of growing rows to a model."""
+"""Decoding step by step: feeds the newest tokens of growing rows to a model."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megatron.model.kv_cache import KVCache
 
 
 class Decoder:
-    """Hidden states behind the newest token of each row, which grow by one token between calls.
+    """Decodes rows that grow by one token between calls, with a cache of keys and values.
 
     The first call reads the rows whole, in one pass; later ones compute one position of each. A row that has outgrown
     the model's window is read anew from its last ``window`` tokens each time, as its positions all change.
 
     Args:
         model: a loaded model; every rank of it makes the same calls.
-        positions: that the rows will reach, at most; the cache gets no larger than the window.
-        cached: keep keys and values; without, every call reads the rows whole.
+        positions: most positions that the rows will reach; the cache gets no larger than the window.
+        cached: whether to keep keys and values; without, every call reads the rows whole.
     """
 
     def __init__(self, model: LoadedModel, positions: int, cached: bool = True) -> None:
@@ -35,8 +35,8 @@ class Decoder:
         """Hidden states (1, b, h) of the last token of some rows; None but on the last stage.
 
         Args:
-            numbers: which rows: those of the last call, or fewer.
-            rows: their tokens.
+            numbers: numbers of the rows: those of the last call, or fewer.
+            rows: tokens of the rows.
         """
         fits = max(map(len, rows)) <= self.model.window
         if self._cache is None or not fits:
@@ -64,7 +64,7 @@ class Decoder:
         return x_sbh[last_b, torch.arange(len(rows), device=x_sbh.device)].unsqueeze(0)
 
     def _drop(self, numbers: Sequence[int]) -> None:
-        """Forgets the rows that have ended; the others stay where they are in memory when none has."""
+        """Drops rows that have ended; nothing moves in memory when none has."""
         assert self._cache is not None
         if len(numbers) < len(self._held):
             place = {number: at for at, number in enumerate(self._held)}

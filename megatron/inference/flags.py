@@ -1,4 +1,4 @@
-"""What the programs that use a trained model take from the command line, beside their own sections."""
+"""Flags of the programs that use a trained model, besides their own sections."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ModelFlags:
 
     @property
     def backend(self) -> Literal["nccl", "gloo"]:
-        """Of this machine."""
+        """The backend of this machine."""
         return self.distributed_backend or ("nccl" if torch.cuda.is_available() else "gloo")
 
 
@@ -66,10 +66,10 @@ class SamplingFlags:
     )
 
     def sampling(self) -> Sampling:
-        """The same, checked as a whole.
+        """The sampling options, checked together.
 
         Raises:
-            UserError: for flags that exclude each other.
+            UserError: when flags exclude each other.
         """
         return Sampling(self.temperature, self.top_k, self.top_p, self.greedy)
 
@@ -89,7 +89,7 @@ def parse_flags(
     Flags of training, which scripts made for other Megatrons give to every program, are accepted and noted.
 
     Raises:
-        UserError: in one line, for anything that is not understood.
+        UserError: when an argument is not understood; the message is one line.
     """
     own = {**COMMON, **sections}
     used = {flag for name, cls in own.items() for field in field_options(name, cls) for flag in field.flags}
@@ -131,9 +131,9 @@ def open_model(model: ModelFlags, tokenizer: TokenizerConfig, layout: Layout, en
     """Loads the model that the flags name, on this rank of those that torchrun started.
 
     Args:
-        model, tokenizer: the sections.
-        layout: what ``check_layout`` found.
-        env: this process's place; torch's process group exists where there are several.
+        model, tokenizer: sections of the flags.
+        layout: the layout that ``check_layout`` returned.
+        env: environment of this process; torch's process group exists where there are several.
 
     Raises:
         UserError: on every rank, when it cannot be used.
@@ -143,7 +143,7 @@ def open_model(model: ModelFlags, tokenizer: TokenizerConfig, layout: Layout, en
 
 
 def open_topology(model: ModelFlags, layout: Layout, env: LaunchEnvironment) -> Topology:
-    """The mesh of the ranks that torchrun started, or this process alone."""
+    """Builds the mesh of the ranks that torchrun started, or of this process alone."""
     device = pick_device(model.backend, env.local_rank)
     return build_topology(layout, device) if env.world_size > 1 else single_process(device)
 
@@ -152,12 +152,12 @@ def check_layout(model: ModelFlags, env: LaunchEnvironment, *, replicas: bool) -
     """The layout that the flags ask for, checked before the processes meet.
 
     Args:
-        model: the section.
-        env: this process's place.
-        replicas: whether the program makes use of several copies of the model.
+        model: section of the flags.
+        env: environment of this process.
+        replicas: whether the program uses several replicas of the model.
 
     Raises:
-        UserError: when the model cannot be split so, or there is none.
+        UserError: when the model cannot be split that way, or there is none.
     """
     config, _ = saved_config(model.load, model.ckpt_step)
     tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size

@@ -21,12 +21,12 @@ _LOGITS_AT_ONCE = 1 << 25
 
 @dataclass(frozen=True)
 class Token:
-    """A token in its place.
+    """A generated or scored token.
 
     Args:
-        id: of it.
-        logprob: logarithm of the probability that the model gave it, at temperature 1 and among all its entries.
-        top: the likeliest tokens there and their logarithms, as many as were asked for.
+        id: token id.
+        logprob: logarithm of the model's probability of it, at temperature 1 and among all its entries.
+        top: the likeliest tokens at its position and their logarithms, as many as were asked for.
     """
 
     id: int
@@ -36,13 +36,13 @@ class Token:
 
 @dataclass
 class Generated:
-    """One continuation.
+    """A prompt with its continuation.
 
     Args:
-        tokens: ids of the prompt and of what follows it, without the end of document.
-        prompt_length: how many of them are the prompt.
-        finished: the model ended the document.
-        details: of the tokens behind the prompt; on the model's sampling rank alone.
+        tokens: ids of the prompt and of the continuation, without the end of document.
+        prompt_length: number of tokens of the prompt.
+        finished: whether the model ended the document.
+        details: details of the tokens behind the prompt; on the model's sampling rank alone.
     """
 
     tokens: list[int]
@@ -52,7 +52,7 @@ class Generated:
 
 
 OnToken = Callable[[int, Token], bool]
-"""Is told the row and each token that is added to it (not the end of document); true ends the row."""
+"""A callback for each token that is added to a row (not the end of document); true ends the row."""
 
 
 @torch.no_grad()
@@ -75,12 +75,12 @@ def generate(
     Args:
         model: a loaded model.
         prompts: token ids; an empty prompt starts from the end-of-document token, as every document does.
-        max_new_tokens: for each prompt.
-        sampling: how tokens are chosen.
-        seeds: of each row's draws; default: others at every call.
-        top: alternatives that are reported with each token.
-        cached: keep keys and values of earlier positions; without, everything is computed anew for each token.
-        on_token: told about each token, on the model's sampling rank alone.
+        max_new_tokens: most new tokens for each prompt.
+        sampling: options of choosing tokens.
+        seeds: seed of each row's draws; default: others at every call.
+        top: number of alternatives that are reported with each token.
+        cached: whether to keep keys and values; without, everything is computed anew for each token.
+        on_token: called with each token, on the model's sampling rank alone.
     """
     # A model may have more entries than its tokenizer has texts for; those are never chosen.
     eod, known = model.tokenizer.eod, model.tokenizer.vocab_size
@@ -96,20 +96,20 @@ def generate(
         if not active:
             break
         hidden_1bh = decoder.newest(active, [rows[i] for i in active])
-        # Who does not speak takes part in the logits, and is told what was chosen.
-        said = torch.zeros((2, len(active)), dtype=torch.int64)
+        # The other ranks take part in the logits, and receive the chosen tokens.
+        chosen = torch.zeros((2, len(active)), dtype=torch.int64)
         if hidden_1bh is not None:
             logits_bv = model.stage.logits(hidden_1bh)[0]
             if model.is_sampling_rank:
                 numbers = torch.stack([torch.rand((), generator=draws[i], dtype=torch.float64) for i in active])
-                said[0] = sampling.after(count).choose(logits_bv[:, :known], numbers)
-                tokens = _details(logits_bv, said[0], top, known)
+                chosen[0] = sampling.after(count).choose(logits_bv[:, :known], numbers)
+                tokens = _details(logits_bv, chosen[0], top, known)
                 for column, (i, token) in enumerate(zip(active, tokens, strict=True)):
                     if token.id != eod:
                         results[i].details.append(token)
-                        said[1, column] = on_token is not None and on_token(i, token)
-        model.tell_all(said, model.sampling_rank)
-        active = _grow(results, active, said, eod)
+                        chosen[1, column] = on_token is not None and on_token(i, token)
+        model.broadcast(chosen, model.sampling_rank)
+        active = _grow(results, active, chosen, eod)
     for empty, result in zip(started_empty, results, strict=True):
         if empty:
             del result.tokens[0]
@@ -117,10 +117,10 @@ def generate(
     return results
 
 
-def _grow(results: Sequence[Generated], active: Sequence[int], said: Tensor, eod: int) -> list[int]:
-    """Appends the chosen tokens; the rows that go on."""
+def _grow(results: Sequence[Generated], active: Sequence[int], chosen: Tensor, eod: int) -> list[int]:
+    """Appends the chosen tokens; returns the rows that continue."""
     going_on = []
-    for i, token, enough in zip(active, *said.tolist(), strict=True):
+    for i, token, enough in zip(active, *chosen.tolist(), strict=True):
         if token == eod:
             results[i].finished = True
             continue
@@ -131,7 +131,7 @@ def _grow(results: Sequence[Generated], active: Sequence[int], said: Tensor, eod
 
 
 def _details(logits_nv: Tensor, tokens_n: Tensor, top: int, known: int) -> list[Token]:
-    """The tokens with their probabilities among all entries of the model; the likeliest are the tokenizer's."""
+    """The tokens with their probabilities among all entries of the model; the likeliest ones are the tokenizer's."""
     logprobs_nv = logits_nv.float().log_softmax(dim=-1)
     own = logprobs_nv.gather(1, tokens_n.to(logprobs_nv.device).unsqueeze(1)).squeeze(1).tolist()
     likeliest: list[tuple[tuple[int, float], ...]] = [()] * len(own)
@@ -144,18 +144,18 @@ def _details(logits_nv: Tensor, tokens_n: Tensor, top: int, known: int) -> list[
 
 @torch.no_grad()
 def score(model: LoadedModel, rows: Sequence[Sequence[int]], top: int = 1) -> list[list[Token]]:
-    """What a model thinks of texts. Every rank of the model calls this.
+    """Computes the probabilities of texts. Every rank of the model calls this.
 
     Args:
         model: a loaded model.
         rows: token ids, at most the model's window plus one of each.
-        top: alternatives that are reported with each token.
+        top: number of alternatives that are reported with each token.
 
     Returns:
         For each row, its tokens after the first; empty lists but on the model's sampling rank.
 
     Raises:
-        UserError: for a row that is longer.
+        UserError: when a row is longer.
     """
     if any(len(row) > model.window + 1 for row in rows):
         raise UserError(f"a text has {max(map(len, rows))} tokens, the model can look at {model.window}; shorten it")

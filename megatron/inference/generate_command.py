@@ -37,7 +37,7 @@ moved. The same seed gives the same texts at any batch size and on any layout, t
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskFlags:
+class GenerationTaskFlags:
     """What is generated; without any of these, prompts are asked for."""
 
     prompt: str | None = derived("none", "Continue this text and print the result.", metavar="TEXT")
@@ -49,7 +49,7 @@ class TaskFlags:
 
     @property
     def output(self) -> tuple[str, str] | None:
-        """The flag and the name of the file that is written; None when what is generated is printed."""
+        """The flag and the name of the output file; None when the output is printed."""
         if self.genfile is not None:
             return "--genfile", self.genfile
         if self.sample_output_file is not None:
@@ -58,11 +58,11 @@ class TaskFlags:
 
 
 class Session:
-    """A loaded model with the flags' way of choosing tokens.
+    """A loaded model with the flags' sampling options.
 
     Args:
-        model: on every rank.
-        choice: how tokens are chosen.
+        model: the model, on every rank.
+        choice: sampling options.
         batch: texts generated at once.
     """
 
@@ -73,7 +73,7 @@ class Session:
         self.begun = 0
 
     def continue_all(self, texts: Sequence[str], live: bool = False) -> list[Generated]:
-        """Continuations of a batch of texts; ``live`` prints the first as it comes."""
+        """Continues a batch of texts; ``live`` prints the first as it comes."""
         prompts = [self.model.tokenizer.tokenize(text) if text else [] for text in texts]
         seeds = [self.choice.seed + self.begun + i for i in range(len(texts))]
         self.begun += len(texts)
@@ -97,7 +97,7 @@ class Session:
         return results
 
     def in_batches(self, texts: Sequence[str]) -> list[Generated]:
-        """Continuations of many texts, with a progress bar."""
+        """Continues many texts, with a progress bar."""
         samples: list[Generated] = []
         with tqdm(total=len(texts), unit="text", disable=not self.model.is_sampling_rank) as bar:
             for first in range(0, len(texts), self.batch):
@@ -111,8 +111,8 @@ class Session:
     def continuation(self, sample: Generated) -> str:
         return continuation(self.model.tokenizer, sample.tokens, sample.prompt_length)
 
-    def write(self, task: TaskFlags, parts: Sequence[str]) -> None:
-        """Writes the file, on one rank; prints what it would hold when it cannot be written after all.
+    def write(self, task: GenerationTaskFlags, parts: Sequence[str]) -> None:
+        """Writes the file, on one rank; prints its content when it cannot be written after all.
 
         Raises:
             UserError: on every rank, when it cannot.
@@ -120,7 +120,7 @@ class Session:
         assert task.output is not None
         flag, name = task.output
 
-        def speak() -> None:
+        def write_file() -> None:
             try:
                 with atomic_write(Path(name)) as stream:
                     stream.write("".join(parts).encode())
@@ -128,16 +128,16 @@ class Session:
                 print("".join(parts), end="", flush=True)
                 raise UserError(f"{flag} {name}: {error.strerror}; the texts are printed instead") from error
 
-        together(self.model.topology.control.pg, speak if self.model.is_sampling_rank else lambda: None)
+        together(self.model.topology.control.pg, write_file if self.model.is_sampling_rank else lambda: None)
 
-    def unconditional(self, task: TaskFlags) -> None:
+    def unconditional(self, task: GenerationTaskFlags) -> None:
         samples = self.in_batches([""] * task.num_samples)
         rows = [
             {"text": self.text(sample), "length": len(sample.tokens), "finished": sample.finished} for sample in samples
         ]
         self.write(task, [f"{json.dumps(row)}\n" for row in rows])
 
-    def from_file(self, task: TaskFlags, texts: Sequence[str]) -> None:
+    def from_file(self, task: GenerationTaskFlags, texts: Sequence[str]) -> None:
         parts = [
             f"\nContext:{text}\n\nMegatron-LM:{self.continuation(sample)}\n"
             for text, sample in zip(texts, self.in_batches(texts), strict=True)
@@ -145,7 +145,7 @@ class Session:
         self.write(task, parts)
 
     def _asked(self, patience_s: float) -> str:
-        """A line that rank 0 reads; the others hear now and then that it still waits."""
+        """Reads a line on rank 0; the others are told now and then that it still waits."""
         asking = "\nContext prompt (an empty line ends): "
         if self.model.topology.rank == 0:
             print(asking, end="", flush=True)
@@ -158,7 +158,7 @@ class Session:
                 if text is not None and not is_text(text):
                     print(f"that is no UTF-8 text{asking}", end="", flush=True)
                     text = None
-            text = self.model.tell_all_json(text, src=0)
+            text = self.model.broadcast_json(text, src=0)
         return text
 
     def interactive(self, patience_s: float) -> None:
@@ -173,8 +173,8 @@ class Session:
             self.continue_all([text], live=True)
 
 
-def check(task: TaskFlags, choice: SamplingFlags) -> list[str]:
-    """Checks the flags as a whole; the lines of the input file.
+def check(task: GenerationTaskFlags, choice: SamplingFlags) -> list[str]:
+    """Checks the flags together; returns the lines of the input file.
 
     Raises:
         UserError: when they make no sense, or the file cannot be read.
@@ -205,7 +205,7 @@ def _same(one: str, other: str) -> bool:
 
 
 def read_prompts(path: str) -> list[str]:
-    """The lines of a file that are not empty.
+    """Reads the lines of a file that are not empty.
 
     Raises:
         UserError: when there are none, or it cannot be read.
@@ -217,13 +217,13 @@ def read_prompts(path: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0 when it is done, 2 with a one-line reason when not."""
+    """Runs the command; returns 0 when it is done, 2 with a one-line reason when not."""
 
     def body(ranks: Ranks) -> None:
-        sections = {"task": TaskFlags, "sampling": SamplingFlags}
+        sections = {"task": GenerationTaskFlags, "sampling": SamplingFlags}
         parsed = parse_flags(sys.argv[1:] if argv is None else argv, sections, "generate_samples_gpt.py", DESCRIPTION)
         model: ModelFlags = parsed.sections["model"]
-        task: TaskFlags = parsed.sections["task"]
+        task: GenerationTaskFlags = parsed.sections["task"]
         choice: SamplingFlags = parsed.sections["sampling"]
         texts = check(task, choice)
         layout = check_layout(model, ranks.env, replicas=False)

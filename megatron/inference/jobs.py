@@ -1,4 +1,4 @@
-"""Work for a model that is split over ranks: one rank leads, the others follow."""
+"""Jobs for a model that is split over ranks: one rank leads, the others follow."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from megatron.topology.errors import CommunicationError
 _IDLE, _STOP = "idle", "stop"
 
 _IDLE_SECONDS = 20.0
-"""How often the other ranks hear from the leader when there is nothing to do."""
+"""Interval at which the other ranks hear from the leader when there is nothing to do."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """Texts to be continued, or to be scored.
+class InferenceJob:
+    """A job: prompts to be continued or scored.
 
     Args:
         prompts: token ids.
-        max_new_tokens: for each; 0 only scores the prompts.
-        sampling: how tokens are chosen.
-        seeds: of each prompt's draws.
-        top: alternatives to report with each token; None: no probabilities are asked for.
-        score: report the prompts' probabilities, too.
+        max_new_tokens: most new tokens for each; 0 only scores the prompts.
+        sampling: options of choosing tokens.
+        seeds: seeds of each prompt's draws.
+        top: number of alternatives to report with each token; None: no probabilities are asked for.
+        score: whether to report the prompts' probabilities, too.
         stop: strings that end a text.
     """
 
@@ -42,20 +42,20 @@ class Job:
     stop: list[str] = field(default_factory=list)
 
     def plain(self) -> dict[str, Any]:
-        """As JSON's types, for the other ranks."""
+        """The job in JSON's types, for the other ranks."""
         return dataclasses.asdict(self)
 
     @staticmethod
-    def from_plain(values: Mapping[str, Any]) -> Job:
-        """The inverse of ``plain``."""
-        return Job(**{**values, "sampling": Sampling(**values["sampling"])})
+    def from_plain(values: Mapping[str, Any]) -> InferenceJob:
+        """Restores a job from ``plain``."""
+        return InferenceJob(**{**values, "sampling": Sampling(**values["sampling"])})
 
 
 Done = tuple[list[list[Token]], list[Generated]]
 """The prompts' tokens after the first, where they were to be scored, and the continuations."""
 
 
-def _compute(model: LoadedModel, job: Job, on_token: OnToken | None = None) -> Done:
+def _compute(model: LoadedModel, job: InferenceJob, on_token: OnToken | None = None) -> Done:
     scored: list[list[Token]] = [[] for _ in job.prompts]
     top = job.top or 0
     if job.score:
@@ -65,19 +65,19 @@ def _compute(model: LoadedModel, job: Job, on_token: OnToken | None = None) -> D
 
 
 class Leader:
-    """Does jobs on all ranks of a model; lives on its sampling rank.
+    """Runs jobs on all ranks of a model; lives on its sampling rank.
 
-    While there is nothing to do, a thread tells the others so, lest they take this rank for dead. As a context manager
-    it lets them go at the end.
+    While there is nothing to do, a thread sends the others heartbeats, so that they do not take this rank for dead. As
+    a context manager it ends the others at the end.
 
     Args:
-        model: on its sampling rank.
-        patience_s: how long another rank waits to hear from this one.
+        model: the model, on its sampling rank.
+        patience_s: longest time for which another rank waits for this one.
     """
 
     def __init__(self, model: LoadedModel, patience_s: float) -> None:
         self.model = model
-        self._speaking = threading.Lock()
+        self._sending = threading.Lock()
         self._over = threading.Event()
         self._interval = min(_IDLE_SECONDS, patience_s / 3)
         if model.topology.layout.world_size > 1:
@@ -85,25 +85,25 @@ class Leader:
 
     def _idle(self) -> None:
         while not self._over.wait(self._interval):
-            # Whoever speaks meanwhile is heard, too.
-            if self._speaking.acquire(blocking=False):
+            # A job that is being sent is a heartbeat, too.
+            if self._sending.acquire(blocking=False):
                 try:
                     if not self._over.is_set():
-                        self.model.tell_all_json(_IDLE, self.model.sampling_rank)
+                        self.model.broadcast_json(_IDLE, self.model.sampling_rank)
                 except CommunicationError:
-                    return  # the next job will say so
+                    return  # the next job raises it
                 finally:
-                    self._speaking.release()
+                    self._sending.release()
 
-    def do(self, job: Job, on_token: OnToken | None = None) -> Done:
-        """Does a job.
+    def do(self, job: InferenceJob, on_token: OnToken | None = None) -> Done:
+        """Runs a job.
 
         Raises:
-            UserError: for a text that is longer than the model can look at; on the other ranks as well.
+            UserError: when a text is longer than the model's window; on the other ranks as well.
             CommunicationError: when another rank is gone.
         """
-        with self._speaking:
-            self.model.tell_all_json(job.plain(), self.model.sampling_rank)
+        with self._sending:
+            self.model.broadcast_json(job.plain(), self.model.sampling_rank)
             return _compute(self.model, job, on_token)
 
     def __enter__(self) -> Leader:
@@ -112,15 +112,15 @@ class Leader:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._over.set()
         if kind is None:
-            with self._speaking:
-                self.model.tell_all_json(_STOP, self.model.sampling_rank)
+            with self._sending:
+                self.model.broadcast_json(_STOP, self.model.sampling_rank)
 
 
 def follow(model: LoadedModel) -> None:
-    """Takes part in the leader's jobs until it lets this rank go."""
+    """Takes part in the leader's jobs until the leader ends."""
     while True:
-        said: Any = model.tell_all_json(None, model.sampling_rank)
-        if said == _STOP:
+        received: Any = model.broadcast_json(None, model.sampling_rank)
+        if received == _STOP:
             return
-        if said != _IDLE:
-            _compute(model, Job.from_plain(said))
+        if received != _IDLE:
+            _compute(model, InferenceJob.from_plain(received))

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout as a model for inference, on this process or split over several."""
+"""Loads a checkpoint of any layout for inference, on this process or split over several."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ from megatron.topology.topology import Topology, single_process
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """This process's part of a model, and what it was trained with.
+    """This process's part of a model, and the run that trained it.
 
     Args:
         stage: the part: the whole model, or a tensor- and pipeline-parallel rank's.
-        tokenizer: the run's, or the one given instead.
-        config: of the run that saved it.
-        iteration: of the checkpoint.
+        tokenizer: tokenizer of the run, or the one given instead.
+        config: configuration of the run that saved it.
+        iteration: iteration of the checkpoint.
         topology: the ranks that hold the other parts.
-        ledger: bytes between them.
-        channel: activations to the next stage; None where there is none.
+        ledger: bytes sent between them.
+        channel: channel of activations to the next stage; None where there is none.
     """
 
     stage: GPTStage
@@ -63,12 +63,12 @@ class LoadedModel:
 
     @property
     def window(self) -> int:
-        """Positions that the model can look at."""
+        """Number of positions that the model can attend to."""
         return self.config.model.max_position_embeddings
 
     @property
     def device(self) -> torch.device:
-        """Where tokens go and hidden states come from."""
+        """Device of the tokens and hidden states."""
         return next(self.stage.parameters()).device
 
     @property
@@ -108,35 +108,35 @@ class LoadedModel:
         shape = (rows, model.num_query_groups // self.topology.layout.tp, positions, model.kv_channels)
         return KVCache(self.stage.part.layers, shape, self.stage.dtype, self.device, model.sliding_window)
 
-    def tell_all(self, x: Tensor, src: int) -> Tensor:
-        """Overwrites a CPU tensor on every rank by rank ``src``'s."""
+    def broadcast(self, x: Tensor, src: int) -> Tensor:
+        """Broadcasts a CPU tensor from rank ``src``, in place."""
         pending = self.topology.control.broadcast(x, src)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
         self.ledger.wait(Point.CONTROL, pending)
         return x
 
-    def sum_all(self, x: Tensor) -> Tensor:
-        """Sums a CPU tensor over all ranks, in place."""
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """All-reduces a CPU tensor over all ranks, in place."""
         pending = self.topology.control.all_reduce(x)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
         self.ledger.wait(Point.CONTROL, pending)
         return x
 
-    def tell_all_json(self, value: Any, src: int) -> Any:
-        """A JSON value of rank ``src`` on every rank; what the others give does not count."""
+    def broadcast_json(self, value: Any, src: int) -> Any:
+        """Broadcasts a JSON value from rank ``src``; the others' values are ignored."""
         if self.topology.layout.world_size == 1:
             return value
         text = json.dumps(value).encode() if self.topology.rank == src else b""
-        length = int(self.tell_all(torch.tensor([len(text)]), src))
+        length = int(self.broadcast(torch.tensor([len(text)]), src))
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.zeros(length, dtype=torch.uint8)
-        return json.loads(bytes(self.tell_all(data, src).numpy()))
+        return json.loads(bytes(self.broadcast(data, src).numpy()))
 
 
 def inference_layout(config: RunConfig, tp: int, pp: int, world_size: int, backend: Literal["nccl", "gloo"]) -> Layout:
-    """The mesh for a saved model; what is left of the world are replicas.
+    """The mesh for a saved model; the remaining ranks are replicas.
 
     Raises:
-        UserError: when the model does not divide so.
+        UserError: when the model cannot be split that way.
     """
     replicas = max(world_size // max(tp * pp, 1), 1)
     parallel = ParallelConfig(
@@ -161,11 +161,11 @@ def load_model(
 
     Args:
         root: the folder that ``--save`` wrote to.
-        iteration: of the checkpoint; None for the newest.
-        tokenizer: fields that are set here replace the run's.
-        device: where the model lives, when there is no topology; default: CUDA when there is one, else the CPU.
+        iteration: iteration of the checkpoint; None for the newest.
+        tokenizer: fields that replace the run's.
+        device: device of the model, when there is no topology; default: CUDA when there is one, else the CPU.
         topology: the ranks that the model is split over; default: this process alone.
-        log: takes lines for the user.
+        log: prints lines for the user.
 
     Raises:
         UserError: on every rank, when there is no checkpoint, or it cannot be used.
@@ -205,7 +205,7 @@ def load_weights(
     topology: Topology,
     log: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Fills a part of a model from a checkpoint, whatever else that holds. Every rank calls this.
+    """Loads a part of a model from a checkpoint, whatever else that holds. Every rank calls this.
 
     Raises:
         UserError: on every rank, when it is damaged or of another model.

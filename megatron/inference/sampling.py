@@ -1,4 +1,4 @@
-"""From logits to the next token."""
+"""Sampling: from logits to the next token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.base.errors import UserError
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """Options of choosing the next token.
 
     Args:
         temperature: divides the logits; below 1 sharpens, above 1 flattens.
@@ -23,7 +23,7 @@ class Sampling:
         top_p_bound: top_p does not fall below this.
 
     Raises:
-        UserError: for values that make no sense.
+        UserError: when a value makes no sense.
     """
 
     temperature: float = 1.0
@@ -50,16 +50,16 @@ class Sampling:
             raise UserError("top_p_decay and top_p_bound change --top_p: give it, too")
 
     def after(self, tokens: int) -> Sampling:
-        """How a token is chosen after so many."""
+        """The options after so many tokens."""
         if not self.top_p_decay or not tokens:
             return self
         return replace(self, top_p=max(self.top_p * self.top_p_decay**tokens, self.top_p_bound, 1e-9))
 
     def choose(self, logits_bv: Tensor, draws_b: Tensor) -> Tensor:
-        """The next token of each row, int64 (b,).
+        """Chooses the next token of each row, int64 (b,).
 
         Args:
-            logits_bv: (b, vocabulary).
+            logits_bv: logits, (b, vocabulary).
             draws_b: a random number in [0, 1) for each row, fp64. A row's token depends on its own number and logits
                 alone.
         """

@@ -14,7 +14,7 @@ from megatron.base.option import option
 from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
 from megatron.inference.jobs import follow
 from megatron.inference.model import LoadedModel
-from megatron.inference.server.requests import Limits
+from megatron.inference.server.requests import RequestLimits
 from megatron.inference.server.worker import Worker
 from megatron.topology.agree import together
 from megatron.training.program import Ranks, run_program
@@ -72,7 +72,7 @@ def hosts_of(flags: ServerFlags) -> AllowedHosts:
     """The names that the server goes by.
 
     Raises:
-        UserError: for one that is no name.
+        UserError: when one is not a name.
     """
     from megatron.inference.server.hosts import AllowedHosts
 
@@ -80,7 +80,7 @@ def hosts_of(flags: ServerFlags) -> AllowedHosts:
 
 
 def listen(flags: ServerFlags) -> socket.socket:
-    """A socket that listens.
+    """Opens a listening socket.
 
     Raises:
         UserError: when it cannot.
@@ -96,7 +96,7 @@ def listen(flags: ServerFlags) -> socket.socket:
 
 
 def serve(model: LoadedModel, flags: ServerFlags, patience_s: float, listening: socket.socket) -> None:
-    """Answers requests until SIGINT or SIGTERM ends it.
+    """Answers requests until SIGINT or SIGTERM.
 
     Raises:
         CommunicationError: when another rank is gone.
@@ -108,7 +108,7 @@ def serve(model: LoadedModel, flags: ServerFlags, patience_s: float, listening: 
         server.should_exit = True
 
     worker = Worker(model, flags.max_queue, patience_s, ended)
-    limits = Limits(model.window, flags.max_tokens_to_oom)
+    limits = RequestLimits(model.window, flags.max_tokens_to_oom)
     name = f"megatron-cc-{model.iteration}"
     app = Server(worker, limits, flags.max_request_bytes, name, hosts_of(flags)).app()
     host, port = listening.getsockname()[:2]
@@ -129,7 +129,7 @@ def serve(model: LoadedModel, flags: ServerFlags, patience_s: float, listening: 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command: 0 when a signal ended it, 2 with a one-line reason for bad input."""
+    """Runs the command; returns 0 when a signal ended it, 2 with a one-line reason for bad input."""
 
     def body(ranks: Ranks) -> None:
         given = sys.argv[1:] if argv is None else argv

@@ -1,4 +1,4 @@
-"""Tokens as text while they come."""
+"""Incremental detokenization."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from megatron.tokenizer.api import Tokenizer
 
 _BROKEN = "\ufffd"
-"""What a tokenizer shows for a part of a character."""
+"""The character that a tokenizer shows for a part of a character."""
 
 _CONTEXT = 8
 """Tokens that may decide how the next one is written: some tokenizers drop the space that a text begins with."""
 
 
 class TextStream:
-    """Text of tokens that come one by one: whole characters, up to a stop string.
+    """Detokenizes tokens that come one by one: whole characters, up to a stop string.
 
     What may turn out to be the beginning of a stop string is held back. The texts of ``add`` and ``finish``, put
     together, are the text of all tokens, cut before the first stop string.
 
     Args:
-        tokenizer: of the tokens.
+        tokenizer: tokenizer of the tokens.
         stop: strings that end the text.
-        context: tokens that the text follows.
+        context: tokens before the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), context: Sequence[int] = ()) -> None:
@@ -34,12 +34,12 @@ class TextStream:
         self._held = ""
 
     def add(self, token: int) -> str:
-        """The text that is certain with one more token."""
+        """Adds a token; returns the text that is final with it."""
         self._tokens.append(token)
         return "" if self.stopped else self._release(self._new_text(final=False), final=False)
 
     def finish(self) -> str:
-        """What is left."""
+        """Returns the remaining text."""
         return "" if self.stopped else self._release(self._new_text(final=True), final=True)
 
     def _new_text(self, final: bool) -> str:
@@ -63,13 +63,13 @@ class TextStream:
 
 
 def continuation(tokenizer: Tokenizer, tokens: Sequence[int], prompt_length: int) -> str:
-    """The text of what follows a prompt, as it would be written behind it."""
+    """The text of a prompt's continuation, as it would be written behind it."""
     stream = TextStream(tokenizer, context=tokens[:prompt_length])
     return "".join(map(stream.add, tokens[prompt_length:])) + stream.finish()
 
 
 def is_text(text: str) -> bool:
-    """Whether a line that was typed or given is text: bytes that are no UTF-8 arrive as halves of characters."""
+    """Whether a line is valid text: bytes that are not UTF-8 arrive as surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -78,5 +78,5 @@ def is_text(text: str) -> bool:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of a text that a stop string begins with."""
+    """Number of characters at the end of a text that a stop string begins with."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,1 +1,1 @@
-"""Native operations under the hot paths."""
+"""Native kernels of the hot paths."""

@@ -1,4 +1,4 @@
-"""How numbers become codes: the parameters that every quantizing kernel takes."""
+"""Parameters of the quantizing kernels: grids, scales and roles."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import enum
 from dataclasses import dataclass
 
 
-class Layout(enum.IntEnum):
-    """What shares a scale."""
+class ScaleLayout(enum.IntEnum):
+    """The numbers that share a scale."""
 
     GROUP = 0
-    """``group`` numbers that lie together."""
+    """Groups of ``group`` consecutive numbers."""
     CHANNEL = 1
-    """Numbers at equal places of the last dimension."""
+    """Numbers at the same index of the last dimension."""
     TENSOR = 2
-    """All."""
+    """All numbers of the tensor."""
 
 
-class Method(enum.IntEnum):
-    """What a scale is."""
+class ScaleMethod(enum.IntEnum):
+    """The definition of a scale."""
 
     MAX = 0
     """The largest magnitude; with one symmetric bit the mean one."""
@@ -27,10 +27,10 @@ class Method(enum.IntEnum):
 
 
 class Role(enum.IntEnum):
-    """What a quantizer does with its second tensor, and a dequantizer with its numbers."""
+    """The role of a quantizer's second tensor, or of a dequantizer's output."""
 
     PLAIN = 0
-    """Nothing; writes them."""
+    """None; the numbers are written."""
     DELTA = 1
     """Encodes the difference to a reference, which moves to what the receiver then holds."""
     FEEDBACK = 2
@@ -45,20 +45,20 @@ class Grid:
 
     Args:
         bits: 1 to 8.
-        layout: what shares a scale.
-        group: numbers of a group, a multiple of 8; the number of channels with ``Layout.CHANNEL``.
+        layout: the numbers that share a scale.
+        group: numbers of a group, a multiple of 8; the number of channels with ``ScaleLayout.CHANNEL``.
         symmetric: levels k/(2^(b-1) - 1), both peaks representable (1 bit: the sign); else k/2^(b-1), whose positive
             peak is clipped.
-        method: what a scale is.
+        method: the definition of a scale.
         rotation: block of a Walsh-Hadamard rotation before quantizing, a power of two from 8 to 1024 that spreads
             outliers over the block; 0 for none. Not with channels.
     """
 
     bits: int
-    layout: Layout = Layout.GROUP
+    layout: ScaleLayout = ScaleLayout.GROUP
     group: int = 64
     symmetric: bool = True
-    method: Method = Method.MAX
+    method: ScaleMethod = ScaleMethod.MAX
     rotation: int = 0
 
     @property
@@ -86,6 +86,6 @@ class Grid:
 
     def scale_count(self, count: int) -> int:
         """Scales of ``count`` numbers."""
-        if self.layout is Layout.CHANNEL:
+        if self.layout is ScaleLayout.CHANNEL:
             return self.group
-        return 1 if self.layout is Layout.TENSOR else -(-self.coded(count) // self.group)
+        return 1 if self.layout is ScaleLayout.TENSOR else -(-self.coded(count) // self.group)

@@ -1,4 +1,4 @@
-"""The compiled kernels: where they lie, whether they load, and their shapes for torch.compile."""
+"""Loads the compiled kernels, decides whether they are used, and tells torch.compile their shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHOICE = "MEGATRON_CC_KERNELS"
 
 _LIBRARY = "megatron_cc"
 _KINDS = {"cpu": "CPU", "cuda": "CUDA"}
-"""Devices that there are kernels for, and torch's dispatch key of each."""
+"""Devices that have kernels, and torch's dispatch keys for them."""
 _SOURCES = Path(__file__).parent / "csrc"
 
 
@@ -77,7 +77,7 @@ def operators() -> Any:
 
 
 def serves(*tensors: Tensor | None) -> bool:
-    """Whether the compiled kernels take these tensors: on a device that they run on, none of them fp64."""
+    """Whether the compiled kernels take these tensors: on a device that has kernels, none of them fp64."""
     given = [t for t in tensors if t is not None]
     on_device = all(problem_on(t.device.type) is None for t in given)
     return on_device and all(t.dtype != torch.float64 for t in given if t.is_floating_point())

@@ -1,4 +1,4 @@
-"""The kernels as the rest of the package calls them: compiled where they are built, else their pure-torch twins.
+"""The kernels for the rest of the package: compiled where they are built, else their pure-torch twins.
 
 What they compute is defined in ``reference``. Both give the same bits where it does not say otherwise.
 """
@@ -52,7 +52,7 @@ def _numbers(grid: Grid) -> tuple[int, int, int, bool, int, int]:
 
 
 def _none(like: Tensor) -> Tensor:
-    """Stands for a tensor that an operator does not read."""
+    """A placeholder for a tensor that an operator does not take."""
     return like.new_empty(0)
 
 
@@ -67,7 +67,7 @@ def abs_topk(x_kn: Tensor, count: int) -> Tensor:
 
 
 def dilate(mask_kn: Tensor, radius: int) -> Tensor:
-    """True where a True lies within ``radius`` places in the same row."""
+    """Dilates a mask: True where a True lies within ``radius`` places in the same row."""
     out_kn = torch.empty_like(mask_kn)
     if native.serves(mask_kn):
         native.operators().dilate(mask_kn, radius, out_kn)
@@ -161,8 +161,8 @@ def add_product_(total_nm: Tensor, a_tn: Tensor, b_tm: Tensor, fresh: bool = Fal
     """``total += a^T b`` in one pass over the total, which may be wider than the factors.
 
     Args:
-        total_nm: of the factors' type, or fp32 beside bf16 or fp16 factors. On CUDA the product itself adds in it,
-            and is never rounded to the factors' type; ``reference.add_product_`` rounds it.
+        total_nm: the total, of the factors' dtype, or fp32 beside bf16 or fp16 factors. On CUDA the product
+            is accumulated in it, and is never rounded to the factors' type; ``reference.add_product_`` rounds it.
         a_tn, b_tm: the factors, of one type.
         fresh: the total holds nothing yet, not even zeros.
     """

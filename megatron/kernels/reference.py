@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron.kernels.grid import Grid, Layout, Method, Role
+from megatron.kernels.grid import Grid, Role, ScaleLayout, ScaleMethod
 
 
 def pack_bits(codes_n: Tensor, bits: int) -> Tensor:
@@ -72,16 +72,16 @@ def rotate(x_n: Tensor, block: int) -> Tensor:
 def _scales(x_n: Tensor, grid: Grid) -> Tensor:
     """Scales of flat numbers, fp32. Sums may differ by one unit in the last place from other implementations'."""
     count = x_n.numel()
-    if grid.layout is Layout.CHANNEL:
+    if grid.layout is ScaleLayout.CHANNEL:
         groups_gn = x_n.view(-1, grid.group).t()
-    elif grid.layout is Layout.TENSOR:
+    elif grid.layout is ScaleLayout.TENSOR:
         groups_gn = x_n.view(1, count)
     else:
         groups = -(-count // grid.group)
         groups_gn = torch.nn.functional.pad(x_n, (0, groups * grid.group - count)).view(groups, grid.group)
     if groups_gn.numel() == 0:
         return torch.zeros(grid.scale_count(0) if count == 0 else groups_gn.shape[0], device=x_n.device)
-    if grid.method is Method.L2:
+    if grid.method is ScaleMethod.L2:
         return (groups_gn.double().square().mean(dim=1).sqrt() * 2.0).float()
     if grid.is_sign:
         return groups_gn.abs().mean(dim=1, dtype=torch.float64).float()
@@ -90,9 +90,9 @@ def _scales(x_n: Tensor, grid: Grid) -> Tensor:
 
 def _spread(scale_g: Tensor, count: int, grid: Grid) -> Tensor:
     """The scale of each of ``count`` numbers."""
-    if grid.layout is Layout.CHANNEL:
+    if grid.layout is ScaleLayout.CHANNEL:
         return scale_g.repeat(count // max(grid.group, 1))
-    if grid.layout is Layout.TENSOR:
+    if grid.layout is ScaleLayout.TENSOR:
         return scale_g.expand(count)
     return scale_g.repeat_interleave(grid.group)[:count]
 
@@ -134,7 +134,7 @@ def quantize_pack(
         scales: fp32 or bf16, ``grid.scale_count`` long; written. Codes are made with what it holds after rounding. A
             scale of zeros is 0; one of a group with an infinite or NaN number is that, and decodes to NaN.
         role: what is encoded: x, x - other, or x + other.
-        seed: of stochastic rounding (unbiased); None rounds to nearest, ties to even.
+        seed: seed of stochastic rounding (unbiased); None rounds to nearest, ties to even.
     """
     given_n = x.reshape(-1).float()
     if role is Role.DELTA and other is not None:
@@ -164,7 +164,7 @@ def unpack_dequantize(
 
     Args:
         codes, scales: as it wrote them.
-        other: with ``Role.DELTA`` the reference, which the numbers are added to.
+        other: the reference that the numbers are added to, with ``Role.DELTA``.
         out: where the numbers go: written, or with ``Role.ADD`` added in fp32; may be None with ``Role.DELTA``.
         grid: the encoder's.
         role: PLAIN, DELTA or ADD.
@@ -196,7 +196,7 @@ def abs_topk(x_kn: Tensor, indices_kc: Tensor) -> None:
 
 
 def dilate(mask_kn: Tensor, radius: int, out_kn: Tensor) -> None:
-    """True where a True lies within ``radius`` places in the same row."""
+    """Dilates a mask: True where a True lies within ``radius`` places in the same row."""
     ones = torch.nn.functional.pad(mask_kn.to(torch.int64).cumsum(dim=1), (1, 0))
     n = mask_kn.shape[1]
     places = torch.arange(n, device=mask_kn.device)

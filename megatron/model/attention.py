@@ -18,7 +18,7 @@ from megatron.parallel.tensor.shards import ShardedModule
 
 
 class SelfAttention(ShardedModule):
-    """(s, b, h) -> (s, b, h) and the bias still to be added.
+    """Self-attention: (s, b, h) -> (s, b, h), and the bias still to be added.
 
     The rows of the fused projection are ordered [group, (queries of the group, key, value), head channel], so a
     slice by groups is contiguous and does not depend on the number of ranks.
@@ -113,7 +113,7 @@ class SelfAttention(ShardedModule):
         )
 
     def _allowed(self, query: Tensor, context: ForwardContext) -> Tensor | None:
-        """True where a position of a whole text may look, (b or 1, 1, s, s); None where at all up to itself."""
+        """Mask of allowed positions for a whole text, (b or 1, 1, s, s); None where plain causal attention is meant."""
         allowed = None if context.segment_ids_bs is None else _causal_within_segments(context.segment_ids_bs)
         s = query.shape[2]
         if self.window is not None and s > self.window:
@@ -139,6 +139,6 @@ class SelfAttention(ShardedModule):
 
 
 def _causal_within_segments(segment_ids_bs: Tensor) -> Tensor:
-    """True where position i may look at j: j <= i and in the same document; (b, 1, s, s)."""
+    """Causal mask within documents: position i may attend to j <= i of the same document; (b, 1, s, s)."""
     same = segment_ids_bs.unsqueeze(2) == segment_ids_bs.unsqueeze(1)
     return same.tril().unsqueeze(1)

@@ -58,7 +58,7 @@ class TransformerLayer(nn.Module):
         return residual_sbh + hidden_dropout(out_sbh, self.dropout, keys, site, self.comm)
 
     def dropout_keys(self, context: ForwardContext) -> LayerDropout | None:
-        """The keys of this layer's masks; computed outside ``forward``, which may be compiled."""
+        """Keys of this layer's dropout masks; computed outside ``forward``, which may be compiled."""
         keys = context.dropout
         if keys is None:
             return None

@@ -1,4 +1,4 @@
-"""What a forward pass is given besides activations."""
+"""Inputs of a forward pass besides activations."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from megatron.parallel.tensor.random import DropoutKeys, SiteKeys
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """One micro-batch's circumstances, the same on every stage.
+    """Inputs of one micro-batch, the same on every stage.
 
     Args:
         dropout: keys of the dropout masks; None in evaluation.
         position_ids_bs: int64 positions where they are not 0, 1, 2, ... (documents restart), else None.
         segment_ids_bs: number of the document within the sequence, (b, s), where attention must not cross
             documents, else None.
-        cache: what attention keeps of earlier positions, in generation.
-        attention: torch's function, or what takes its place and its arguments.
+        cache: keys and values of earlier positions, in generation.
+        attention: torch's function, or one with the same arguments in its place.
     """
 
     dropout: DropoutKeys | None = None
@@ -37,8 +37,8 @@ class LayerDropout:
     """The keys of one layer's dropout masks.
 
     Args:
-        hidden: of what attention and what the feed-forward part give.
-        attention: of the probabilities of each of this rank's heads; None where no mask is drawn for them.
+        hidden: keys for the outputs of attention and of the feed-forward part.
+        attention: keys for the probabilities of each of this rank's heads; None where no mask is drawn for them.
         fused: seed of the fused CUDA kernel, which draws its own.
     """
 

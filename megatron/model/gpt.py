@@ -22,7 +22,7 @@ from megatron.parallel.tensor.embedding import VocabParallelEmbedding, VocabShar
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
 
 TIED_NAME = "embedding.word_embeddings.weight"
-"""Logical name of the tied embedding, wherever a copy of it lives."""
+"""Logical name of the tied embedding, on whichever stage it is."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class PositionEmbedding(ShardedModule):
 
 
 class OutputWeight(ShardedModule):
-    """Rows of the output projection: its own parameter, or the last stage's copy of the tied embedding."""
+    """The output projection: its own parameter, or the last stage's copy of the tied embedding."""
 
     def __init__(
         self,
@@ -115,9 +115,9 @@ class GPTStage(nn.Module):
 
     Args:
         config: the model.
-        part: which part of it this is. ``StagePart(range(num_layers))`` is the whole model.
+        part: this chunk's part of the model. ``StagePart(range(num_layers))`` is the whole model.
         shard: rows of the vocabulary on this rank.
-        recompute: what backward computes again instead of keeping it.
+        recompute: activations that backward recomputes instead of keeping them.
     """
 
     def __init__(
@@ -158,10 +158,10 @@ class GPTStage(nn.Module):
         return cast("list[TransformerLayer]", list(self.layers.values()))
 
     def compile_layers(self, backend: str = "inductor") -> None:
-        """Lets torch compile the layers, all to the same code: one for training and one for evaluation.
+        """Compiles the layers by torch, all to the same code: one for training and one for evaluation.
 
         Args:
-            backend: torch's name of what generates code.
+            backend: torch's name of the compiler's backend.
         """
         for layer in self._layers():
             layer.compile(dynamic=False, backend=backend)

@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 class KVCache:
-    """What one stage's attention keeps of some rows (samples), which may differ in length.
+    """Keys and values of one stage's attention for some rows (samples), which may differ in length.
 
     A row's position ``j`` is valid where ``j`` is below its length. What lies behind comes from the padding of shorter
     prompts; it is masked, and overwritten as the row grows.
 
     Args:
         layers: global numbers of the stage's layers.
-        shape: of each layer's keys, and of its values: (rows, key-value heads on this rank, positions, channels).
-        dtype, device: of both.
+        shape: shape of each layer's keys, and of its values: (rows, key-value heads on this rank, positions, channels).
+        dtype, device: those of keys and values.
         window: positions that attention looks at; None for all.
     """
 
@@ -40,7 +40,7 @@ class KVCache:
         self.lengths: list[int] = []
         self._lengths_b = torch.zeros(0, dtype=torch.int64, device=device)
         self.mask: Tensor | None = None
-        """True where the newest position of each row may look, (b, 1, 1, positions); None where it is everywhere."""
+        """Mask of the positions that each row's newest one may attend to, (b, 1, 1, positions); None for all."""
 
     @property
     def positions_b1(self) -> Tensor:
@@ -48,7 +48,7 @@ class KVCache:
         return self._lengths_b.unsqueeze(1)
 
     def extend(self, layer: int, key_bgsd: Tensor, value_bgsd: Tensor) -> tuple[Tensor, Tensor]:
-        """Keeps a layer's keys and values, and returns all that may be looked at.
+        """Adds positions to a layer's keys and values, and returns all that may be attended to.
 
         The first call for a layer brings the prompts, padded at their ends; each later one a position of each row.
         """
@@ -64,7 +64,7 @@ class KVCache:
         return keys[:, :, :until], values[:, :, :until]
 
     def advance(self, lengths: Sequence[int] | None = None) -> None:
-        """A forward pass is over: the rows have these lengths now; by default one more than before."""
+        """Sets the rows' lengths after a forward pass; by default one more than before."""
         self.lengths = [length + 1 for length in self.lengths] if lengths is None else list(lengths)
         self._refresh()
 

@@ -28,7 +28,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(ShardedModule):
-    """(s, b, h) -> (s, b, h) and the bias still to be added.
+    """Feed-forward part: (s, b, h) -> (s, b, h), and the bias still to be added.
 
     SwiGLU's gate and value are two stacked projections, each split over the ranks, so that its logical weight
     (2, ffn, h) does not depend on their number.

@@ -48,7 +48,7 @@ def build_stages(
     """This pipeline rank's chunks, first chunk first; with initial weights, or (seed None) to be loaded.
 
     Raises:
-        UserError: for a vocabulary of which a rank would hold nothing.
+        UserError: when a rank would hold no row of the vocabulary.
     """
     check_vocabulary(vocab_size, config.make_vocab_size_divisible_by, comm.size)
     shard = VocabShard(vocab_size, padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by, comm.size), comm)

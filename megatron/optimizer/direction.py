@@ -13,49 +13,49 @@ import torch
 from torch import Tensor
 
 from megatron.optimizer.frozen import steps_taken
-from megatron.optimizer.pieces import Piece
+from megatron.optimizer.shards import ParamShard
 
 
-def begin_directions(inner: torch.optim.Optimizer, pieces: Sequence[Piece], divisor: float) -> list[Tensor]:
-    """What the directions of the coming step hold besides the optimizer's state: weight decay, or without momentum all.
+def begin_directions(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], divisor: float) -> list[Tensor]:
+    """The parts of the coming directions that the optimizer's state does not hold: weight decay; all without momentum.
 
     Args:
         inner: Adam with decoupled weight decay, or SGD.
-        pieces: what it updates; their gradients are still to be divided by ``divisor``.
+        shards: the shards that it updates; their gradients are still to be divided by ``divisor``.
     """
     groups = _groups(inner)
     parts = []
-    for piece in pieces:
-        part = piece.main * groups[id(piece.main)]["weight_decay"]
-        if not inner.state[piece.main]:
-            part.add_(piece.grad.to(part.dtype), alpha=1.0 / divisor)
+    for shard in shards:
+        part = shard.main * groups[id(shard.main)]["weight_decay"]
+        if not inner.state[shard.main]:
+            part.add_(shard.grad.to(part.dtype), alpha=1.0 / divisor)
         parts.append(part)
     return parts
 
 
 def end_directions(
-    inner: torch.optim.Optimizer, pieces: Sequence[Piece], parts: Sequence[Tensor], frozen_at: int
+    inner: torch.optim.Optimizer, shards: Sequence[ParamShard], parts: Sequence[Tensor], frozen_at: int
 ) -> None:
-    """Writes the directions of the step that was just taken to the pieces' gradients.
+    """Writes the directions of the step that was just taken to the shards' gradients.
 
     Args:
-        inner, pieces: those of ``begin_directions``.
-        parts: its result.
+        inner, shards: the arguments of ``begin_directions``.
+        parts: the result of ``begin_directions``.
         frozen_at: the number of updates after which Adam's second moments were frozen; 0 when they were not.
     """
     groups = _groups(inner)
-    count = steps_taken(inner, pieces)
-    for piece, part in zip(pieces, parts, strict=True):
-        state, group = inner.state[piece.main], groups[id(piece.main)]
+    count = steps_taken(inner, shards)
+    for shard, part in zip(shards, parts, strict=True):
+        state, group = inner.state[shard.main], groups[id(shard.main)]
         if "exp_avg_sq" in state:
             beta1, beta2 = group["betas"]
             root = (state["exp_avg_sq"] / (1.0 - beta2 ** (frozen_at or count))).sqrt_().add_(group["eps"])
             part.addcdiv_(state["exp_avg"], root, value=1.0 / (1.0 - beta1**count))
         elif "momentum_buffer" in state:
             part = state["momentum_buffer"]
-        piece.grad.copy_(part)
+        shard.grad.copy_(part)
 
 
 def _groups(inner: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """The hyperparameters of each parameter, by its id."""
+    """Hyperparameters of each parameter, by its id."""
     return {id(p): group for group in inner.param_groups for p in group["params"]}

@@ -1,4 +1,4 @@
-"""Adam whose second moments no longer change: the update of 1-bit Adam after its warm-up (Tang et al. 2021)."""
+"""Adam with frozen second moments: the update of 1-bit Adam after its warm-up (Tang et al. 2021)."""
 
 from __future__ import annotations
 
@@ -10,71 +10,71 @@ import torch
 
 from megatron.comm.ledger import Ledger
 from megatron.compression.points import Point
-from megatron.optimizer.pieces import Piece
+from megatron.optimizer.shards import ParamShard
 from megatron.parallel.data.buffer import ParamSlot
 from megatron.topology.group import Group
 
 
-def steps_taken(inner: torch.optim.Optimizer, pieces: Sequence[Piece]) -> int:
-    """Updates so far, which bias corrections depend on."""
-    for piece in pieces:
-        step = inner.state[piece.main].get("step")
+def steps_taken(inner: torch.optim.Optimizer, shards: Sequence[ParamShard]) -> int:
+    """Number of updates so far, which bias corrections depend on."""
+    for shard in shards:
+        step = inner.state[shard.main].get("step")
         if step is not None:
             return int(step)
     return int(inner.param_groups[0].get("step", 0))
 
 
-def set_steps_taken(inner: torch.optim.Optimizer, pieces: Sequence[Piece], count: int) -> None:
+def set_steps_taken(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], count: int) -> None:
     """Restores the number of updates."""
     for group in inner.param_groups:
         if "step" in group:  # apex keeps it with the group
             group["step"] = count
-    for piece in pieces:
-        state = inner.state[piece.main]
+    for shard in shards:
+        state = inner.state[shard.main]
         if "step" in state:
             state["step"] = torch.full_like(state["step"], float(count))
 
 
 def freeze(
     inner: torch.optim.Optimizer,
-    pieces: Sequence[Piece],
+    shards: Sequence[ParamShard],
     slots: Sequence[ParamSlot],
     holders: Sequence[Group],
     ledger: Ledger,
 ) -> None:
-    """Makes the second moments fit to divide by for ever.
+    """Makes the second moments fit to divide by from now on.
 
     Elements that had no gradient yet have a second moment of 0, and their first momentum would be divided by epsilon:
     they take the mean of their whole tensor, whatever part of it is here.
 
     Args:
         inner: Adam.
-        pieces: what this rank updates.
+        shards: the shards that this rank updates.
         slots: all parameters that this rank holds, in the order that the holders share.
-        holders: this rank's tensor-parallel group, and the group that shares the pieces of a sharded optimizer; the
+        holders: this rank's tensor-parallel group, and the group that shares the shards of a sharded optimizer; the
             ranks of each hold parts of the same tensors.
-        ledger: where the sums over the holders are counted.
+        ledger: where the all-reduces over the holders are counted.
     """
     places = {id(slot): place for place, slot in enumerate(slots)}
     sums = torch.zeros(len(slots), dtype=torch.float64, device=slots[0].param.device)
     tp = holders[0]
-    for piece in pieces:
-        if piece.slot.spec.dim is not None or tp.rank == 0:
-            sums[places[id(piece.slot)]] += inner.state[piece.main]["exp_avg_sq"].sum(dtype=torch.float64)
+    for shard in shards:
+        if shard.slot.spec.dim is not None or tp.rank == 0:
+            sums[places[id(shard.slot)]] += inner.state[shard.main]["exp_avg_sq"].sum(dtype=torch.float64)
     for group in holders:
         pending = group.all_reduce(sums)
         ledger.sent(Point.CONTROL, pending.sent_bytes)
         ledger.wait(Point.CONTROL, pending)
-    for piece in pieces:
-        moments = inner.state[piece.main]["exp_avg_sq"]
-        mean = sums[places[id(piece.slot)]] / math.prod(piece.slot.spec.logical_shape)
+    for shard in shards:
+        moments = inner.state[shard.main]["exp_avg_sq"]
+        mean = sums[places[id(shard.slot)]] / math.prod(shard.slot.spec.logical_shape)
         moments[moments == 0] = mean.to(moments.dtype)
 
 
-def step_frozen(inner: torch.optim.Optimizer, pieces: Sequence[Piece], divisor: float, frozen_at: int) -> None:
-    """One update by gradients divided by ``divisor``; the second moments are those after ``frozen_at`` updates."""
-    count = steps_taken(inner, pieces) + 1
-    by_main = {id(piece.main): piece for piece in pieces}
+def step_frozen(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], divisor: float, frozen_at: int) -> None:
+    """Takes an update by gradients divided by ``divisor``; the second moments are those after ``frozen_at`` updates."""
+    count = steps_taken(inner, shards) + 1
+    by_main = {id(shard.main): shard for shard in shards}
     for group in inner.param_groups:
         values: dict[str, Any] = group
         beta1, beta2 = values["betas"]
@@ -87,4 +87,4 @@ def step_frozen(inner: torch.optim.Optimizer, pieces: Sequence[Piece], divisor: 
         torch._foreach_add_(roots, values["eps"])
         torch._foreach_mul_(mains, 1.0 - values["lr"] * values["weight_decay"])
         torch._foreach_addcdiv_(mains, moments, roots, -values["lr"] / (1.0 - beta1**count))
-    set_steps_taken(inner, pieces, count)
+    set_steps_taken(inner, shards, count)

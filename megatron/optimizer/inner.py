@@ -9,18 +9,18 @@ import torch
 
 from megatron.base.errors import UserError
 from megatron.config.optimizer import OptimizerConfig
-from megatron.optimizer.pieces import Piece
+from megatron.optimizer.shards import ParamShard
 
 
-def make_inner(pieces: Sequence[Piece], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Builds the optimizer over the pieces' main values, its state allocated.
+def make_inner(shards: Sequence[ParamShard], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Builds the optimizer over the shards' main values, its state allocated.
 
     Raises:
-        UserError: for an unknown name, or apex where it is not installed.
+        UserError: when the name is unknown, or apex is not installed.
     """
     groups: list[dict[str, Any]] = [
-        {"params": [p.main for p in pieces if p.decays], "decays": True},
-        {"params": [p.main for p in pieces if not p.decays], "decays": False, "weight_decay": 0.0},
+        {"params": [p.main for p in shards if p.decays], "decays": True},
+        {"params": [p.main for p in shards if not p.decays], "decays": False, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     betas = (config.adam_beta1, config.adam_beta2)
@@ -32,22 +32,22 @@ def make_inner(pieces: Sequence[Piece], config: OptimizerConfig) -> torch.optim.
         inner = torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum, fused=True)
     else:
         raise UserError(f"--optimizer {config.optimizer} is not known; the choices are adam and sgd")
-    for piece in pieces:
-        inner.state[piece.main].update(_initial_state(piece, config))
+    for shard in shards:
+        inner.state[shard.main].update(_initial_state(shard, config))
     return inner
 
 
 def state_names(config: OptimizerConfig) -> tuple[str, ...]:
-    """Names of the tensors that the optimizer keeps for each parameter, shaped like it."""
+    """Names of the optimizer's state tensors, which are shaped like their parameters."""
     if config.optimizer == "adam":
         return ("exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if config.sgd_momentum else ()
 
 
-def _initial_state(piece: Piece, config: OptimizerConfig) -> dict[str, torch.Tensor]:
-    state = {name: torch.zeros_like(piece.main) for name in state_names(config)}
+def _initial_state(shard: ParamShard, config: OptimizerConfig) -> dict[str, torch.Tensor]:
+    state = {name: torch.zeros_like(shard.main) for name in state_names(config)}
     if config.optimizer == "adam":
-        state["step"] = torch.zeros((), dtype=torch.float32, device=piece.main.device)
+        state["step"] = torch.zeros((), dtype=torch.float32, device=shard.main.device)
     return state
 
 
@@ -70,25 +70,25 @@ def set_hyperparameters(inner: torch.optim.Optimizer, lr: float, weight_decay: f
             group["weight_decay"] = weight_decay
 
 
-def step_inner(inner: torch.optim.Optimizer, pieces: Sequence[Piece], divisor: float) -> None:
+def step_inner(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], divisor: float) -> None:
     """Updates the main values by gradients divided by ``divisor`` (loss scale and clipping in one).
 
     torch's fused optimizers divide as they go, without another pass over the gradients.
     """
-    for piece in pieces:
-        piece.main.grad = piece.grad if piece.grad.dtype == piece.main.dtype else piece.grad.to(piece.main.dtype)
+    for shard in shards:
+        shard.main.grad = shard.grad if shard.grad.dtype == shard.main.dtype else shard.grad.to(shard.main.dtype)
     fused: Any = inner
-    exact = pieces[0].main.dtype == torch.float64  # the fused division is by an fp32 number
+    exact = shards[0].main.dtype == torch.float64  # the fused division is by an fp32 number
     if divisor == 1.0:
         inner.step()
     elif getattr(inner, "_step_supports_amp_scaling", False) and not exact:
-        device, dtype = pieces[0].main.device, torch.float32
+        device, dtype = shards[0].main.device, torch.float32
         fused.grad_scale = torch.full((), divisor, dtype=dtype, device=device)
         fused.found_inf = torch.zeros((), dtype=dtype, device=device)
         inner.step()
         del fused.grad_scale, fused.found_inf
     else:
-        torch._foreach_div_([p.main.grad for p in pieces if p.main.grad is not None], divisor)
+        torch._foreach_div_([p.main.grad for p in shards if p.main.grad is not None], divisor)
         inner.step()
-    for piece in pieces:
-        piece.main.grad = None
+    for shard in shards:
+        shard.main.grad = None

@@ -9,14 +9,14 @@ from megatron.base.errors import UserError
 
 
 class LossScale(Protocol):
-    """What the optimizer needs of a loss scale."""
+    """A loss scale, as the optimizer uses it."""
 
     @property
     def scale(self) -> float:
-        """Multiplies the loss; gradients are divided by it before clipping."""
+        """Factor of the loss; gradients are divided by it before clipping."""
 
     def update(self, found_inf: bool) -> None:
-        """Call once per step, skipped or not, with the verdict on which all ranks agreed."""
+        """Updates the scale. Called once per step, skipped or not, with the verdict on which all ranks agreed."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -24,7 +24,7 @@ class LossScale(Protocol):
 
 
 class ConstantLossScale:
-    """A scale that never moves (1 for bf16 and fp32). The command line's value wins over a checkpoint's."""
+    """A constant scale (1 for bf16 and fp32). The command line's value wins over a checkpoint's."""
 
     def __init__(self, scale: float = 1.0) -> None:
         if scale <= 0:
@@ -32,23 +32,24 @@ class ConstantLossScale:
         self.scale = float(scale)
 
     def update(self, found_inf: bool) -> None:
-        """A constant scale has nothing to learn from an overflow."""
+        """Does nothing: a constant scale ignores overflows."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"scale": self.scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to restore: the scale is a setting, not a state."""
+        """Restores nothing: the scale is a setting, not a state."""
 
 
 class DynamicLossScale:
-    """Halves after overflows, doubles after a window of clean steps, and never falls below the minimum.
+    """A scale that halves after overflows, doubles after a window of clean steps, and has a minimum.
 
-    `hysteresis` is a budget of overflows: only the one that exhausts it, and each one after that, halves the
+    ``hysteresis`` is a budget of overflows: only the one that exhausts it, and each one after that, halves the
     scale. The budget is refilled when a window completes and the scale grows, so lone overflows inside a
     window are forgiven once and a series of them is answered at once.
 
-    Raises UserError for values that cannot work.
+    Raises:
+        UserError: when a value cannot work.
     """
 
     growth_factor = 2.0
@@ -73,7 +74,7 @@ class DynamicLossScale:
         self.overflows_left = hysteresis
 
     def update(self, found_inf: bool) -> None:
-        """Learn whether the gradients of the last step held an inf or a nan."""
+        """Updates the scale, which depends on whether the last step's gradients held an inf or a nan."""
         if found_inf:
             self.clean_steps = 0
             self.overflows_left -= 1
@@ -90,9 +91,10 @@ class DynamicLossScale:
         return {"scale": self.scale, "clean_steps": self.clean_steps, "overflows_left": self.overflows_left}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint. One that was written with a constant scale starts the counting afresh.
+        """Restores a checkpoint. After a constant scale the counting starts afresh.
 
-        Raises UserError when the scale is not a positive number.
+        Raises:
+            UserError: when the scale is not a positive number.
         """
         try:
             scale = float(state["scale"])
@@ -117,7 +119,7 @@ def build_loss_scale(
     window: int = 1000,
     hysteresis: int = 2,
 ) -> LossScale:
-    """A constant scale when `--loss-scale` gives one; else a dynamic one for fp16 and 1 for the others."""
+    """A constant scale when ``--loss-scale`` gives one; else a dynamic one for fp16 and 1 for the others."""
     if loss_scale is not None:
         return ConstantLossScale(loss_scale)
     if fp16:

@@ -1,4 +1,4 @@
-"""One optimizer for every precision and layout: unscale, check, clip, update, gather."""
+"""The optimizer for every precision and layout: unscale, check, clip, update, gather."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from megatron.optimizer.direction import begin_directions, end_directions
 from megatron.optimizer.frozen import freeze, set_steps_taken, step_frozen, steps_taken
 from megatron.optimizer.inner import make_inner, set_hyperparameters, step_inner
 from megatron.optimizer.loss_scale import LossScale
-from megatron.optimizer.pieces import Piece, own_pieces
 from megatron.optimizer.publish import ParamPublisher, compresses
+from megatron.optimizer.shards import ParamShard, own_shards
 from megatron.parallel.data.buffer import FlatBuffer
 from megatron.topology.topology import Topology
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Sums over the whole world that one training step needs, and what it did with them; equal on every rank.
+    """Reductions over the world that one training step needs, and their outcome; equal on every rank.
 
     Args:
         loss_sum: sum of the tokens' losses in nats, over tokens that count.
@@ -33,8 +33,8 @@ class StepTotals:
         grad_sq: sum of squares of the scaled gradients of the whole model.
         params_sq: sum of squares of the parameters; None unless asked for.
         num_zeros: number of gradient elements that are exactly zero; None unless asked for.
-        votes: sum of what ``Optimizer.step`` was given.
-        loss_scale: that was used.
+        votes: sum of the votes that were given to ``Optimizer.step``.
+        loss_scale: loss scale of the step.
         grad_norm: global L2 norm of the unscaled gradients before clipping; None when the update was skipped, because
             one of them is not finite or no token counts.
     """
@@ -66,11 +66,11 @@ class Optimizer:
     """Updates the parameters of this rank's chunks.
 
     Args:
-        buffers: one per chunk.
+        buffers: buffers of the chunks.
         topology: the mesh.
         config: algorithm and hyper-parameters.
-        loss_scale: constant, or dynamic for fp16.
-        plan, ledger: for the gathering of parameters.
+        loss_scale: a constant scale, or a dynamic one for fp16.
+        plan, ledger: the compressor of the parameter gather, and where its bytes are counted.
         sharded: every data-parallel rank updates only its share (``--use-distributed-optimizer``).
         log_params_norm, log_num_zeros: also compute these.
 
@@ -98,23 +98,23 @@ class Optimizer:
         self.sharded = sharded and topology.dp.size > 1
         self.log_params_norm = log_params_norm
         self.log_num_zeros = log_num_zeros
-        self.pieces = own_pieces(buffers, topology.dp, self.sharded, separate=compresses(plan, self.sharded))
-        self.publisher = ParamPublisher(buffers, self.pieces, topology.dp, plan, ledger, self.sharded)
-        self.inner = make_inner(self.pieces, config)
+        self.shards = own_shards(buffers, topology.dp, self.sharded, separate=compresses(plan, self.sharded))
+        self.publisher = ParamPublisher(buffers, self.shards, topology.dp, plan, ledger, self.sharded)
+        self.inner = make_inner(self.shards, config)
         self.frozen_at = 0
 
     @property
     def steps(self) -> int:
-        """Updates taken so far."""
-        return steps_taken(self.inner, self.pieces)
+        """Number of updates taken so far."""
+        return steps_taken(self.inner, self.shards)
 
     @steps.setter
     def steps(self, count: int) -> None:
-        set_steps_taken(self.inner, self.pieces, count)
+        set_steps_taken(self.inner, self.shards, count)
 
     @property
     def separate_main(self) -> bool:
-        """Whether the optimizer's values are not the model's own memory."""
+        """Whether the optimizer's values have memory of their own, apart from the model's."""
         return self.publisher.separate_main
 
     def step(
@@ -138,10 +138,10 @@ class Optimizer:
             expected_tokens: tokens of the global batch; gradients are means over these, and are corrected here
                 when a loss mask excluded some.
             iteration: 0-based; when parameters are gathered compressed depends on it.
-            lr, weight_decay: of this step.
-            vote: a number that the caller wants summed over the ranks; it travels with the rest.
+            lr, weight_decay: learning rate and weight decay of this step.
+            vote: a number that is all-reduced over the ranks together with the rest.
             freeze_variance: leave Adam's second moments as they are, once an update has been taken.
-            clipped: the gradients were clipped before they were summed.
+            clipped: the gradients were clipped before they were all-reduced.
             all_finite: False when all ranks know already that the gradients are not finite, or nothing at all.
             publish_update: leave the update's direction, weight decay included, in the gradients: what is subtracted
                 from the parameters over the learning rate, at any learning rate.
@@ -157,10 +157,10 @@ class Optimizer:
         if self.config.clip_grad > 0 and norm > 0 and not clipped:
             divisor /= min(1.0, self.config.clip_grad / (norm + 1e-6))
         set_hyperparameters(self.inner, lr, weight_decay)
-        published = begin_directions(self.inner, self.pieces, divisor) if publish_update else []
+        published = begin_directions(self.inner, self.shards, divisor) if publish_update else []
         self._update(divisor, freeze_variance)
         if publish_update:
-            end_directions(self.inner, self.pieces, published, self.frozen_at if freeze_variance else 0)
+            end_directions(self.inner, self.shards, published, self.frozen_at if freeze_variance else 0)
         self.publisher.publish(iteration)
         return replace(totals, grad_norm=norm)
 
@@ -168,19 +168,19 @@ class Optimizer:
         if freeze_variance and not self.frozen_at and self.steps:
             slots = [slot for buffer in self.buffers for bucket in buffer.buckets for slot in bucket.slots]
             holders = [self.topology.tp, *([self.topology.dp] if self.sharded else [])]
-            freeze(self.inner, self.pieces, slots, holders, self.ledger)
+            freeze(self.inner, self.shards, slots, holders, self.ledger)
             self.frozen_at = self.steps
         if freeze_variance and self.frozen_at:
-            step_frozen(self.inner, self.pieces, divisor, self.frozen_at)
+            step_frozen(self.inner, self.shards, divisor, self.frozen_at)
         else:
-            step_inner(self.inner, self.pieces, divisor)
+            step_inner(self.inner, self.shards, divisor)
 
     def _world_totals(self, loss_sum: float, tokens: float, vote: float) -> StepTotals:
-        """One small all-reduce over the world makes every decision of the step the same everywhere."""
+        """All-reduces one small vector over the world, so that every rank takes the same decisions."""
         counted = self._counted()
-        grad_sq = sum_of_squares([piece.grad for piece in counted])
-        params_sq = sum_of_squares([piece.main for piece in counted]) if self.log_params_norm else 0.0
-        zeros = float(sum((piece.grad == 0).sum().item() for piece in counted)) if self.log_num_zeros else 0.0
+        grad_sq = sum_of_squares([shard.grad for shard in counted])
+        params_sq = sum_of_squares([shard.main for shard in counted]) if self.log_params_norm else 0.0
+        zeros = float(sum((shard.grad == 0).sum().item() for shard in counted)) if self.log_num_zeros else 0.0
         device = self.topology.device
         values = [loss_sum, tokens, grad_sq, params_sq, zeros, vote]
         vector = torch.tensor(values, dtype=torch.float64, device=device)
@@ -198,14 +198,14 @@ class Optimizer:
             self.loss_scale.scale,
         )
 
-    def _counted(self) -> list[Piece]:
-        """The pieces that this rank counts; replicas leave that to the first of them."""
+    def _counted(self) -> list[ParamShard]:
+        """The shards that this rank counts in norms; of equal replicas only the first one counts."""
         if not self.sharded and self.topology.dp.rank != 0:
             return []
-        return [piece for piece in self.pieces if piece.counts_in_norm(self.topology.tp.rank)]
+        return [shard for shard in self.shards if shard.counts_in_norm(self.topology.tp.rank)]
 
     def reload_main(self) -> None:
-        """Takes the model's parameters as the new main values, after the model alone was loaded."""
+        """Copies the model's parameters to the main values, after the model alone was loaded."""
         if self.separate_main:
-            for piece in self.pieces:
-                piece.main.copy_(piece.model)
+            for shard in self.shards:
+                shard.main.copy_(shard.model)

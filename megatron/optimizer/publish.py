@@ -1,4 +1,4 @@
-"""From the values that the optimizer updated to the model's parameters on every rank."""
+"""Publishes updated values: from the optimizer's main values to the model's parameters on every rank."""
 
 from __future__ import annotations
 
@@ -7,38 +7,38 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from megatron.comm.gather import GatherInFlight
+from megatron.comm.gather import PendingGather
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.compression.api import Codec
 from megatron.compression.identity import IdentityCodec
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
-from megatron.optimizer.pieces import Piece
+from megatron.optimizer.shards import ParamShard
 from megatron.parallel.data.buffer import Bucket, FlatBuffer
 from megatron.parallel.data.gradients import own_share
 from megatron.topology.group import Group
 
 
 class ParamPublisher:
-    """Copies main values into the model and, when the optimizer is sharded, gathers the shares.
+    """Copies main values into the model and, when the optimizer is sharded, all-gathers the shares.
 
     With a compressor at ``PARAM_GATHER`` every rank sends the difference between its main values and the model's, and
     all ranks, its own included, add what they decode to the model. What quantizing lost stays in the next difference,
     so the model follows the main values without a residual (the weight differences of SDP4Bit, Jia et al. 2024).
 
     Args:
-        buffers: one per chunk.
-        pieces: what this rank updates.
+        buffers: buffers of the chunks.
+        shards: the shards that this rank updates.
         group: the data-parallel ranks.
         plan, ledger: the compressor of ``PARAM_GATHER``, and where the bytes are counted.
-        sharded: ranks own shares.
+        sharded: whether each rank owns a share.
     """
 
     def __init__(
         self,
         buffers: Sequence[FlatBuffer],
-        pieces: Sequence[Piece],
+        shards: Sequence[ParamShard],
         group: Group,
         plan: CompressionPlan,
         ledger: Ledger,
@@ -46,25 +46,25 @@ class ParamPublisher:
     ) -> None:
         self.group, self.ledger, self.sharded = group, ledger, sharded
         self.plan = plan
-        self.separate_main = any(piece.main.dtype != piece.model.dtype for piece in pieces) or compresses(plan, sharded)
-        self._pieces = list(pieces)
+        self.separate_main = any(shard.main.dtype != shard.model.dtype for shard in shards) or compresses(plan, sharded)
+        self._shards = list(shards)
         self._buckets = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
-        self._by_slot: dict[int, list[Piece]] = {}
-        for piece in pieces:
-            self._by_slot.setdefault(id(piece.slot), []).append(piece)
+        self._by_slot: dict[int, list[ParamShard]] = {}
+        for shard in shards:
+            self._by_slot.setdefault(id(shard.slot), []).append(shard)
 
     def publish(self, iteration: int) -> None:
-        """Brings the model up to date after the update of a step."""
+        """Updates the model's parameters after the optimizer's update."""
         if compresses(self.plan, self.sharded) and self.plan.activation(Point.PARAM_GATHER).on(iteration):
             self._add_differences(iteration)
             return
         if self.separate_main:
-            torch._foreach_copy_([piece.model for piece in self._pieces], [piece.main for piece in self._pieces])
+            torch._foreach_copy_([shard.model for shard in self._shards], [shard.main for shard in self._shards])
         if self.sharded:
             self.gather()
 
     def gather(self) -> None:
-        """Fills every bucket of the model's parameters from the ranks that own its shares, exactly."""
+        """All-gathers every bucket of the model's parameters from the ranks that own its shares, exactly."""
         gathers = []
         for buffer, bucket in self._buckets:
             params = buffer.params_of(bucket)
@@ -75,8 +75,8 @@ class ParamPublisher:
 
     def _start(
         self, codec: Codec, own: Tensor, key: Hashable, out: Tensor | None, raw_bytes: int | None
-    ) -> GatherInFlight:
-        return GatherInFlight(
+    ) -> PendingGather:
+        return PendingGather(
             codec, own, CompressorState(), key, self.group, self.ledger, Point.PARAM_GATHER, out, raw_bytes
         )
 
@@ -98,12 +98,12 @@ class ParamPublisher:
         wide = torch.float64 if buffer.params_flat.dtype == torch.float64 else torch.float32
         own = torch.zeros(share.stop - share.start, dtype=wide, device=buffer.params_flat.device)
         for slot in bucket.slots:
-            for piece in self._by_slot.get(id(slot), ()):
-                start = slot.start + piece.start - bucket.start - share.start
-                torch.sub(piece.main, piece.model, out=own[start : start + piece.main.numel()])
+            for shard in self._by_slot.get(id(slot), ()):
+                start = slot.start + shard.start - bucket.start - share.start
+                torch.sub(shard.main, shard.model, out=own[start : start + shard.main.numel()])
         return own
 
 
 def compresses(plan: CompressionPlan, sharded: bool) -> bool:
-    """Whether parameters are ever gathered through a compressor by this rank."""
+    """Whether this rank ever gathers parameters through a compressor."""
     return sharded and plan.covers(Point.PARAM_GATHER, plan.stage)

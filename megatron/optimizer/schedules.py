@@ -23,7 +23,7 @@ OnMismatch = Literal["refuse", "command-line", "checkpoint"]
 
 @dataclass(frozen=True)
 class ScheduleValues:
-    """Everything that defines the two schedules. Lengths are in samples (fractions of one are allowed)."""
+    """The parameters of the two schedules. Lengths are in samples (fractions of one are allowed)."""
 
     max_lr: float
     min_lr: float
@@ -56,7 +56,7 @@ class ScheduleValues:
             raise UserError("--start-weight-decay and --end-weight-decay differ: add --weight-decay-incr-style linear")
 
     def lr_at(self, samples: int) -> float:
-        """Learning rate after `samples` consumed samples: linear warm-up, then the decay style."""
+        """Learning rate after ``samples`` consumed samples: linear warm-up, then the decay style."""
         if self.warmup_samples > 0 and samples <= self.warmup_samples:
             return self.max_lr * samples / self.warmup_samples
         if self.decay_style == "constant":
@@ -69,7 +69,7 @@ class ScheduleValues:
         return self.min_lr + (1.0 - _ramp(self.decay_style, ratio)) * (self.max_lr - self.min_lr)
 
     def weight_decay_at(self, samples: int) -> float:
-        """Weight decay after `samples` consumed samples: from the start value to the end value."""
+        """Weight decay after ``samples`` consumed samples: from the start value to the end value."""
         if self.weight_decay_style == "constant" or samples > self.weight_decay_samples:
             return self.end_weight_decay
         ratio = samples / self.weight_decay_samples
@@ -78,7 +78,7 @@ class ScheduleValues:
 
 
 def _ramp(style: str, ratio: float) -> float:
-    """From 0 to 1 as `ratio` goes from 0 to 1."""
+    """The ramp from 0 to 1 as ``ratio`` goes from 0 to 1."""
     return ratio if style == "linear" else 0.5 * (1.0 - math.cos(math.pi * ratio))
 
 
@@ -96,15 +96,18 @@ def schedule_values(
     train_samples: int | None = None,
     train_tokens: int | None = None,
 ) -> ScheduleValues:
-    """Translate a resolved configuration to samples.
+    """Translates a resolved configuration to samples.
 
-    Args: options: the optimizer's section. global_batch_size: samples of one step; the final one of a
-        ramp-up. seq_length: tokens of a sample. train_iters, train_samples, train_tokens: length of the run,
-        the default of the decay's. A run that has `train_samples` or only `train_tokens` is counted in
-        samples, and the lengths in iterations are not looked at; and the other way round. A length in tokens
-        goes before both.
+    Args:
+        options: the optimizer's section.
+        global_batch_size: samples of one step; the final one of a ramp-up.
+        seq_length: tokens of a sample.
+        train_iters, train_samples, train_tokens: length of the run, the default of the decay's. A run that has
+            ``train_samples`` or only ``train_tokens`` is counted in samples, and the lengths in iterations are ignored;
+            and the other way round. A length in tokens goes before both.
 
-    Raises UserError when no length is given, or when the lengths do not fit each other.
+    Raises:
+        UserError: when no length is given, or when the lengths do not fit each other.
     """
     if train_samples is None and train_iters is None and train_tokens is not None:
         train_samples = train_tokens // seq_length
@@ -157,10 +160,10 @@ _REMEDY = (
 class LRSchedule:
     """The schedules at a position: the samples consumed by optimizer steps that were not skipped.
 
-    `on_mismatch` says what happens when a checkpoint was written under other values: refuse (as Megatron
-    does), take the command line's (`--override-opt_param-scheduler`) or the checkpoint's
-    (`--use-checkpoint-opt_param-scheduler`). `ours` names values that are the command line's in any case
-    (`--use-new-lr`, `--use-new-min-lr`).
+    ``on_mismatch`` says what happens when a checkpoint was written under other values: refuse (as Megatron
+    does), take the command line's (``--override-opt_param-scheduler``) or the checkpoint's
+    (``--use-checkpoint-opt_param-scheduler``). ``ours`` names values that are the command line's in any case
+    (``--use-new-lr``, ``--use-new-min-lr``).
     """
 
     def __init__(self, values: ScheduleValues, on_mismatch: OnMismatch = "refuse", ours: Sequence[str] = ()) -> None:
@@ -180,7 +183,7 @@ class LRSchedule:
         train_samples: int | None = None,
         train_tokens: int | None = None,
     ) -> LRSchedule:
-        """Build from the optimizer configuration; arguments and errors as `schedule_values`."""
+        """Builds from the optimizer configuration; arguments and errors as ``schedule_values``."""
         if options.override_opt_param_scheduler and options.use_checkpoint_opt_param_scheduler:
             raise UserError("--override-opt_param-scheduler contradicts --use-checkpoint-opt_param-scheduler: give one")
         on_mismatch: OnMismatch = "refuse"
@@ -208,7 +211,7 @@ class LRSchedule:
         return self.values.weight_decay_at(self.consumed_samples)
 
     def step(self, samples: int) -> None:
-        """Advance by the samples of one optimizer step. Do not call it for a skipped step."""
+        """Advances by the samples of one optimizer step. Do not call it for a skipped step."""
         self.consumed_samples += samples
 
     def state_dict(self) -> dict[str, Any]:
@@ -217,10 +220,10 @@ class LRSchedule:
         return {"consumed_samples": self.consumed_samples, **values}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the position, and settle values that differ by `on_mismatch`.
+        """Restores the position, and settles values that differ by ``on_mismatch``.
 
-        Raises UserError naming the flag when they differ and no flag settles it, or when the state is
-        incomplete.
+        Raises:
+            UserError: when values differ and no flag settles it (the message names it), or the state is incomplete.
         """
         try:
             position = int(state["consumed_samples"])

@@ -1,4 +1,4 @@
-"""What can be chosen: the layout, the schedule, and what compresses the traffic."""
+"""Choices of the planner: layout, schedule, and compressors."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class Choice:
     """One way to run a model on a cluster.
 
     Args:
-        tp, pp, dp: the layout.
+        tp, pp, dp: tensor-, pipeline- and data-parallel sizes.
         chunks: virtual stages on each pipeline rank.
         schedule: 1f1b, eager-1f1b or gpipe.
-        micro_batch: sequences of a micro-batch.
-        micro_batches: of each replica and step.
+        micro_batch: sequences per micro-batch.
+        micro_batches: micro-batches per replica and step.
         sequence_parallel: activations between tensor-parallel regions are split along the sequence.
-        recompute: what backward computes again.
+        recompute: activations that backward recomputes.
         sharded: the optimizer's state is split over the replicas.
-        overlap: gradients are summed while backward goes on.
-        specs: of ``--compress``.
+        overlap: gradients are reduced while backward goes on.
+        specs: specs of ``--compress``.
     """
 
     tp: int
@@ -42,12 +42,12 @@ class Choice:
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.tp * self.pp * self.dp
 
     @property
     def layout(self) -> tuple[int, int, int]:
-        """How the model and the data are split."""
+        """The layout of the choice."""
         return self.tp, self.pp, self.dp
 
     def configure(self, config: RunConfig) -> RunConfig:
@@ -72,7 +72,7 @@ class Choice:
 
 
 def choice_of(config: RunConfig, world_size: int) -> Choice:
-    """What a resolved configuration chose."""
+    """The choice of a resolved configuration."""
     parallel, training = config.parallel, config.training
     dp = config.data_parallel_size(world_size)
     return Choice(

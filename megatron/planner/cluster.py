@@ -1,4 +1,4 @@
-"""A cluster: what its devices compute, and what its links carry. Read from YAML, or filled in by ``measure``."""
+"""A cluster: rates of its devices and links. Read from YAML, or filled in by ``measure``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatron.base.errors import UserError
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU, or one process on CPUs.
+    """A device: one GPU, or one process on CPUs.
 
     Args:
-        name: for people.
-        peak_tflops: of matrix products, in the precision that is trained in.
+        name: name of the device, for people.
+        peak_tflops: peak of matrix products, in the precision of the training.
         efficiency: share of the peak that large products reach.
-        memory_gib: that a run may fill.
-        memory_gbyte_per_s: read and written by operations that are no products.
+        memory_gib: memory that a run may fill.
+        memory_gbyte_per_s: bandwidth of operations other than matrix products.
         op_us: least time of one operation (a kernel's launch), microseconds.
     """
 
@@ -35,21 +35,21 @@ class Device:
 
     @property
     def flops(self) -> float:
-        """FLOP/s of large products."""
+        """FLOP/s of large matrix products."""
         return self.peak_tflops * 1e12 * self.efficiency
 
     def seconds(self, flops: float, moved: float) -> float:
-        """Of one operation: what bounds it, products or memory."""
+        """The time of one operation: the longer of its products' and its memory traffic's."""
         return max(flops / self.flops, moved / (self.memory_gbyte_per_s * 1e9), self.op_us * 1e-6)
 
 
 @dataclass(frozen=True)
-class Link:
-    """What carries messages.
+class LinkSpec:
+    """Bandwidth and latency of a link.
 
     Args:
-        gbit_per_s: in each direction, payload; inside a node of one device, across nodes of a whole node.
-        latency_us: of a small message, microseconds.
+        gbit_per_s: payload in each direction; inside a node of one device, across nodes of a whole node.
+        latency_us: latency of a small message, microseconds.
     """
 
     gbit_per_s: float = 100.0
@@ -58,13 +58,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal devices in equal nodes.
+    """A cluster of equal devices in equal nodes.
 
     Args:
-        name: for people.
-        gpus: devices.
-        gpus_per_node: of a node; ranks fill a node before the next.
-        device: one of them.
+        name: name of the cluster, for people.
+        gpus: number of devices.
+        gpus_per_node: GPUs per node; ranks fill a node before the next.
+        device: one of the devices.
         inside, across: the links in a node and between nodes.
         corrections: measured seconds over what ``Device.seconds`` adds up to, by part of the step (see ``PARTS``) and
             by compressor (``coding dp-grad=powersgd,rank=32``).
@@ -74,17 +74,17 @@ class Cluster:
     gpus: int = 8
     gpus_per_node: int = 8
     device: Device = field(default_factory=Device)
-    inside: Link = field(default_factory=lambda: Link(2000.0, 3.0))
-    across: Link = field(default_factory=lambda: Link(200.0, 8.0))
+    inside: LinkSpec = field(default_factory=lambda: LinkSpec(2000.0, 3.0))
+    across: LinkSpec = field(default_factory=lambda: LinkSpec(200.0, 8.0))
     corrections: Mapping[str, float] = field(default_factory=dict)
 
     def correction(self, part: str) -> float:
-        """What a part's computed time is multiplied by."""
+        """The factor by which a part's computed time is multiplied."""
         return self.corrections.get(part, 1.0)
 
 
 MOST_GPUS = 1_000_000
-"""That are planned."""
+"""Most GPUs that are planned for."""
 
 PARTS = (
     "embedding forward",
@@ -104,12 +104,12 @@ CODING = "coding "
 
 @dataclass(frozen=True)
 class Wire:
-    """What one group of ranks gets of the links.
+    """The share of the links that one group of ranks gets.
 
     Args:
-        bytes_per_s: of a ring through the group, or of a message.
-        latency_s: of a step of the ring.
-        per_node: members of the group in one node.
+        bytes_per_s: bandwidth of a ring through the group, or of a message.
+        latency_s: latency of a step of the ring.
+        per_node: number of the group's members in one node.
     """
 
     bytes_per_s: float
@@ -117,16 +117,16 @@ class Wire:
     per_node: int = 1
 
     def message(self, nbytes: float) -> float:
-        """Seconds of a message."""
+        """The time of a message, in seconds."""
         return self.latency_s + nbytes / self.bytes_per_s
 
     def collective(self, kind: str, nbytes: float, size: int) -> float:
-        """Seconds of a collective over ``size`` ranks.
+        """The time of a collective over ``size`` ranks, in seconds.
 
         Args:
             kind: all-reduce, reduce-scatter, all-gather, all-to-all or broadcast.
-            nbytes: of the whole tensor: what is summed, what is gathered together, what one rank exchanges.
-            size: ranks of the group.
+            nbytes: bytes of the whole tensor: what is reduced, what is gathered together, what one rank exchanges.
+            size: number of ranks in the group.
         """
         if size == 1 or nbytes == 0:
             return 0.0
@@ -146,12 +146,12 @@ class Wire:
 
 
 def wire_between(cluster: Cluster, size: int, stride: int) -> Wire:
-    """What a group gets whose members are every ``stride``-th rank, while all groups like it communicate.
+    """The wire of a group whose members are every ``stride``-th rank, while all groups like it communicate.
 
     Args:
-        cluster: the links.
-        size: ranks of the group.
-        stride: from one member to the next.
+        cluster: the cluster.
+        size: number of ranks in the group.
+        stride: distance in ranks from one member to the next.
     """
     node = cluster.gpus_per_node
     # Groups follow each other in blocks of ranks; unless blocks fill nodes evenly, some group straddles two.
@@ -164,17 +164,17 @@ def wire_between(cluster: Cluster, size: int, stride: int) -> Wire:
 
 
 def inside_wire(cluster: Cluster, size: int) -> Wire:
-    """What a group gets whose members are all in one node."""
+    """The wire of a group whose members are all in one node."""
     return Wire(cluster.inside.gbit_per_s * 1e9 / 8, cluster.inside.latency_us * 1e-6, size)
 
 
 def across_wire(cluster: Cluster, per_node: int, flows: float) -> Wire:
-    """What a group gets that leaves its node.
+    """The wire of a group that spans nodes.
 
     Args:
-        cluster: the links.
-        per_node: members in a node.
-        flows: groups like it that share a node's link.
+        cluster: the cluster.
+        per_node: number of members in a node.
+        flows: number of groups like it that share a node's link.
     """
     share = cluster.across.gbit_per_s * 1e9 / 8 / flows
     inside = cluster.inside.gbit_per_s * 1e9 / 8
@@ -182,12 +182,12 @@ def across_wire(cluster: Cluster, per_node: int, flows: float) -> Wire:
 
 
 def hop_wire(cluster: Cluster, replica: int, stage: int, stages: int) -> Wire:
-    """What a message from a pipeline stage to the next (after the last, the first) gets, while all ranks send theirs.
+    """The wire of messages from a pipeline stage to the next (after the last, the first), while all ranks send theirs.
 
     Args:
-        cluster: the links.
-        replica: ranks of a stage, which follow each other.
-        stage, stages: number of the sender, and of all.
+        cluster: the cluster.
+        replica: number of ranks of a stage, which are consecutive.
+        stage, stages: stage of the sender, and number of stages.
     """
     node = cluster.gpus_per_node
     first, following = stage * replica, (stage + 1) % stages * replica
@@ -199,13 +199,13 @@ def hop_wire(cluster: Cluster, replica: int, stage: int, stages: int) -> Wire:
 
 
 def read_cluster(path: str | Path) -> Cluster:
-    """A cluster from a YAML file.
+    """Reads a cluster from a YAML file.
 
     Raises:
-        UserError: naming the file and what is wrong in it.
+        UserError: when the file is invalid; the message names it and what is wrong.
     """
     values = read_yaml(path)
-    nested = {"device": Device, "inside": Link, "across": Link}
+    nested = {"device": Device, "inside": LinkSpec, "across": LinkSpec}
     built = {
         name: _section(nested[name], content, f"{path}: {name}") if name in nested else content
         for name, content in values.items()
@@ -221,12 +221,12 @@ def read_cluster(path: str | Path) -> Cluster:
 
 
 def write_cluster(cluster: Cluster) -> str:
-    """YAML text that ``read_cluster`` reads."""
+    """The cluster as YAML text that ``read_cluster`` reads."""
     return dump_yaml(dataclasses.asdict(cluster))
 
 
 def _section(kind: type[Any], content: object, where: str) -> Any:
-    """An instance of a dataclass, whose numbers are positive."""
+    """Builds a dataclass from a section, whose numbers must be positive."""
     if not isinstance(content, dict):
         raise UserError(f"{where}: expected names and values, not {content!r}")
     fields = {entry.name: entry for entry in dataclasses.fields(kind)}

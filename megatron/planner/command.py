@@ -51,7 +51,7 @@ ODD = 10.0
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Builds the parser of the command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--config", required=True, metavar="FILE", help="YAML configuration of the run")
     made.add_argument("--cluster", required=True, metavar="FILE", help="YAML description of the cluster")
@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def entries_of(config: RunConfig) -> int:
-    """Entries of the run's vocabulary.
+    """The entries of the run's vocabulary.
 
     Raises:
         UserError: when its tokenizer cannot be built here.
@@ -92,7 +92,7 @@ def entries_of(config: RunConfig) -> int:
 
 
 def _without_pipeline(config: RunConfig, world_size: int) -> RunConfig:
-    """The same model on the ranks that measure: tensor-parallel as it will be where there are several, no pipeline."""
+    """The same model on the ranks that measure: tensor-parallel as planned where there are several, no pipeline."""
     tp = config.parallel.tensor_model_parallel_size if world_size > 1 else 1
     replicas = max(world_size // tp, 1)
     one = Choice(tp, 1, replicas, micro_batch=config.training.micro_batch_size, sequence_parallel=tp > 1)
@@ -104,7 +104,7 @@ def _without_pipeline(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def _this_machine() -> Cluster:
-    """What is known of the machine before anything is measured: how many ranks, and their memory."""
+    """The cluster before anything is measured: number of ranks, and their memory."""
     env = LaunchEnvironment.read()
     here = env.ranks_here
     if not torch.cuda.is_available():
@@ -114,7 +114,7 @@ def _this_machine() -> Cluster:
 
 
 def measure(config: RunConfig, cluster: Cluster, vocab_size: int, specs: Sequence[str], path: Path) -> Cluster | None:
-    """Measures this machine; the cluster on the first rank, which writes it down, and None on the others."""
+    """Measures this machine; returns the cluster on the first rank, which writes it down, and None on the others."""
     env = LaunchEnvironment.read()
     if env.world_size == 1:
         found = measure_all(_without_pipeline(config, 1), vocab_size, specs, None, 1)
@@ -136,14 +136,14 @@ def measure(config: RunConfig, cluster: Cluster, vocab_size: int, specs: Sequenc
 
 
 def spec_sets(options: argparse.Namespace, config: RunConfig) -> list[tuple[str, ...]]:
-    """The sets of compressors that are searched.
+    """The sets of compressors to search.
 
     Args:
-        options: of the command line.
-        config: as it was given.
+        options: parsed command line.
+        config: the configuration, as it was given.
 
     Raises:
-        UserError: for one that cannot be read, or that training would refuse.
+        UserError: when a set cannot be read, or training would refuse it.
     """
     if options.specs is None:
         return list(dict.fromkeys([*SPEC_SETS, tuple(config.compression.compress)]))
@@ -159,10 +159,10 @@ def spec_sets(options: argparse.Namespace, config: RunConfig) -> list[tuple[str,
 
 
 def plannable(config: RunConfig, gpus: int) -> RunConfig:
-    """The configuration, resolved.
+    """Resolves the configuration.
 
     Raises:
-        UserError: when training would refuse it on so many devices, or the planner does.
+        UserError: when training or the planner would refuse it on so many devices.
     """
     # The devices are the cluster's, whatever this machine has.
     resolved = config.resolve(gpus, cuda_available=True)
@@ -178,10 +178,10 @@ def plannable(config: RunConfig, gpus: int) -> RunConfig:
 
 
 def searchable(config: RunConfig, specs: Sequence[str] = ()) -> RunConfig:
-    """The model and the batch of a run, whatever its layout, with compressors, resolved.
+    """Resolves the model and the batch of a run with compressors, whatever its layout.
 
     Raises:
-        UserError: when something else is wrong with it, or training would refuse the compressors on every layout.
+        UserError: when the configuration is invalid, or training would refuse the compressors on every layout.
     """
     return plannable(Choice(1, 1, 1, specs=tuple(specs)).configure(config), 1)
 
@@ -193,14 +193,14 @@ def show(
     config: RunConfig,
     options: argparse.Namespace,
 ) -> list[Prediction]:
-    """Prints predictions, of the run as it is if it can be, and of the fastest; what was printed, the fastest last.
+    """Prints predictions, of the run as it is if possible, and of the fastest; returns these, the fastest last.
 
     Args:
-        predictor: of the model.
+        predictor: predictor of the model.
         as_it_is: whether the run's own layout suits the cluster.
-        sets: of compressors, to be searched.
-        config: as it was given.
-        options: of the command line.
+        sets: sets of compressors to search.
+        config: the configuration, as it was given.
+        options: parsed command line.
     """
     memory = predictor.cluster.device.memory_gib
     shown: list[Prediction] = []
@@ -229,10 +229,10 @@ def show(
 
 
 def run(options: argparse.Namespace) -> None:
-    """The whole command.
+    """Runs the whole command.
 
     Raises:
-        UserError: for anything that is wrong with what it was given.
+        UserError: when the command line or the configuration is invalid.
     """
     path = Path(options.cluster)
     for flag, name in (("--json", options.json), ("--write", options.write)):

@@ -1,4 +1,4 @@
-"""What the stages of a choice cost, gathered from pieces that are run dry once and remembered."""
+"""Costs of the pieces of a choice, which are run dry once and remembered."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import CODING, Cluster, Wire, across_wire, hop_wire, wire_between
 from megatron.planner.dry_run import DryStand
-from megatron.planner.pieces import Message, Piece, Pieces, Reduction, message
+from megatron.planner.pieces import MessageCost, PieceCost, Pieces, ReductionCost, message
 
 _T = TypeVar("_T")
 
@@ -30,7 +30,7 @@ TP_POINTS = (Point.TP_FWD, Point.TP_BWD)
 
 @dataclass(frozen=True)
 class Wires:
-    """What each kind of group gets of the links; ``hops`` by the pipeline rank that the next one is behind."""
+    """The wires of each kind of group; ``hops`` by the pipeline rank of the sender."""
 
     tp: Wire
     dp: Wire
@@ -41,7 +41,7 @@ class Wires:
 
 
 def wires_of(cluster: Cluster, choice: Choice) -> Wires:
-    """Ranks count tensor-parallel fastest, then data-parallel, then pipeline stages."""
+    """The wires of a choice. Ranks count tensor-parallel fastest, then data-parallel, then pipeline stages."""
     replica = choice.tp * choice.dp
     dp = wire_between(cluster, choice.dp, choice.tp)
     # The first and the last stage; where they are in one node, all are.
@@ -62,11 +62,11 @@ def wires_of(cluster: Cluster, choice: Choice) -> Wires:
 
 
 class CostBook:
-    """Looks costs up, and runs what is not in it yet.
+    """Costs by piece, which are computed when they are first asked for.
 
     Args:
-        config: resolved; choices replace its layout and compressors.
-        cluster: the devices and links.
+        config: resolved configuration; choices replace its layout and compressors.
+        cluster: the cluster.
         vocab_size: entries of the vocabulary.
     """
 
@@ -79,9 +79,9 @@ class CostBook:
         self._stand = DryStand(cluster.device)
         self._specs: dict[str, Spec] = {}
         self._sets: dict[tuple[str, ...], dict[Point, Spec]] = {}
-        self._pieces: dict[object, Piece] = {}
-        self._reductions: dict[object, Reduction] = {}
-        self._messages: dict[object, Message] = {}
+        self._pieces: dict[object, PieceCost] = {}
+        self._reductions: dict[object, ReductionCost] = {}
+        self._messages: dict[object, MessageCost] = {}
 
     def specs(self, choice: Choice) -> dict[Point, Spec]:
         """The compressors of a choice."""
@@ -109,8 +109,8 @@ class CostBook:
         plan.begin(STEADY)
         return Pieces(config, self.vocab_size, self._stand, plan, STEADY)
 
-    def piece(self, choice: Choice, name: str) -> Piece:
-        """A piece's forward and backward."""
+    def piece(self, choice: Choice, name: str) -> PieceCost:
+        """The cost of a piece's forward and backward."""
         texts = self._text(choice, *TP_POINTS)
         recompute = choice.recompute if name == "layer" else None
         key = (name, choice.tp, choice.sequence_parallel, choice.micro_batch, recompute, texts)
@@ -119,8 +119,8 @@ class CostBook:
             self._pieces[key] = planned(texts, lambda: self._dry(choice, specs).piece(name))
         return self._pieces[key]
 
-    def reduction(self, choice: Choice, name: str, stage: int) -> Reduction:
-        """The sum of a piece's gradients over the replicas, on a stage."""
+    def reduction(self, choice: Choice, name: str, stage: int) -> ReductionCost:
+        """The cost of reducing a piece's gradients over the replicas, on a stage."""
         specs = self.specs(choice)
         spec = specs.get(Point.DP_GRAD)
         covered = spec is not None and spec.activation.covers_stage(stage, choice.pp)
@@ -139,21 +139,21 @@ class CostBook:
             )
         return self._reductions[key]
 
-    def embedding_sum(self, choice: Choice, shape: tuple[int, ...], elements: int) -> Reduction:
-        """The sum of the tied embedding over its holders."""
+    def embedding_reduction(self, choice: Choice, shape: tuple[int, ...], elements: int) -> ReductionCost:
+        """The cost of all-reducing the tied embedding's gradient over its holders."""
         texts = self._text(choice, Point.EMBED_GRAD)
         holders = 2 * choice.dp if self.fused(choice) else 2
         replicas = _replicas(self.specs(choice).get(Point.EMBED_GRAD), holders)
         key = ("tied", shape, elements, texts, replicas)
         if key not in self._reductions:
-            specs = {p: spec for p, spec in self.specs(choice).items() if not p.sums or p is Point.EMBED_GRAD}
+            specs = {p: spec for p, spec in self.specs(choice).items() if not p.is_reduction or p is Point.EMBED_GRAD}
             self._reductions[key] = planned(
-                texts, lambda: self._dry(choice, specs).embedding_sum(shape, elements, replicas)
+                texts, lambda: self._dry(choice, specs).embedding_reduction(shape, elements, replicas)
             )
         return self._reductions[key]
 
-    def message(self, choice: Choice, point: Point, compressed: bool) -> Message:
-        """A pipeline message."""
+    def message(self, choice: Choice, point: Point, compressed: bool) -> MessageCost:
+        """The cost of a pipeline message."""
         texts = self._text(choice, point) if compressed else ()
         parts = choice.tp if choice.sequence_parallel else 1
         model = self.config.model
@@ -170,8 +170,8 @@ class CostBook:
             )
         return self._messages[key]
 
-    def gathered(self, choice: Choice, elements: int) -> Message:
-        """A replica's updated parameters, as it sends them to the others."""
+    def gathered(self, choice: Choice, elements: int) -> MessageCost:
+        """The cost of a replica's updated parameters, as a message to the others."""
         texts = self._text(choice, Point.PARAM_GATHER)
         key = (Point.PARAM_GATHER, elements, texts)
         if key not in self._messages:
@@ -185,7 +185,7 @@ class CostBook:
         return self._messages[key]
 
     def fused(self, choice: Choice) -> bool:
-        """Whether the tied embedding is summed once over all of its holders."""
+        """Whether one fused all-reduce of the tied embedding's gradient spans all of its holders."""
         spec = self.specs(choice).get(Point.EMBED_GRAD)
         return spec is not None and spec.fused and choice.pp > 1 and self.tied
 
@@ -196,7 +196,7 @@ class CostBook:
 
 
 def _replicas(spec: Spec | None, size: int) -> int:
-    """Ranks that a sum is run dry with: two tell what any number send, unless each sends what all must have."""
+    """Number of ranks of a dry run: two tell what any number send, unless each sends what all must have."""
     return size if spec is not None and spec.rounds().traits.gathers else 2
 
 
@@ -204,7 +204,7 @@ def planned(texts: tuple[str, ...], run: Callable[[], _T]) -> _T:
     """Runs something dry.
 
     Raises:
-        UserError: when a compressor decides by the contents of what it is given, of which there are none.
+        UserError: when a compressor decides by the contents of its input, of which there are none.
     """
     try:
         return run()

@@ -1,7 +1,7 @@
-"""Runs the real code on tensors without contents, to learn what a step computes, keeps and sends.
+"""Runs the real code on tensors without contents, to count what a step computes, keeps and sends.
 
 Model, buckets, compressors and tensor-parallel collectives are the ones that train; only the groups of ranks are
-stand-ins, which note what they are asked to send. Nothing is described a second time, so nothing can go stale.
+stand-ins, which record what they are asked to send. Nothing is described a second time, so nothing can go stale.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ META = torch.device("meta")
 _FREE = frozenset(
     {"detach", "alias", "_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "lift_fresh"}
 )
-"""Operations that neither read nor write; views are found by themselves."""
+"""Operations that neither read nor write; views are detected by their storage."""
 
 
 @dataclass(frozen=True)
-class Talk:
-    """One collective that a group was asked for.
+class Collective:
+    """One collective of a group.
 
     Args:
         kind: all-reduce, reduce-scatter, all-gather, all-to-all or broadcast.
-        nbytes: of the whole tensor.
+        nbytes: bytes of the whole tensor.
     """
 
     kind: str
@@ -47,14 +47,14 @@ class Talk:
 
 @dataclass
 class Tally:
-    """What a part of a step costs one rank.
+    """The costs of a part of a step on one rank.
 
     Args:
-        seconds: of operations that are no coding, at the device's rates.
-        coding_s: of encoding and decoding.
-        waited_s: for collectives, where they are real.
-        flops: of all its products.
-        talks: collectives, in their order.
+        seconds: time of operations other than encoding and decoding, at the device's rates.
+        coding_s: time of encoding and decoding.
+        waited_s: time of waiting for collectives, where they are real.
+        flops: FLOPs of all its products.
+        collectives: the collectives, in their order.
         sent: bytes that one rank sends, by point.
     """
 
@@ -62,12 +62,12 @@ class Tally:
     coding_s: float = 0.0
     waited_s: float = 0.0
     flops: float = 0.0
-    talks: list[Talk] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
     sent: dict[Point, int] = field(default_factory=dict)
 
     @staticmethod
     def median(tallies: Sequence[Tally]) -> Tally:
-        """Of the same work done several times; the first time, which warms up, does not count if there are others.
+        """The median of repeated tallies; the first, which warms up, does not count if there are others.
 
         A mean would be that of the one time at which the machine was busy with something else.
         """
@@ -82,16 +82,16 @@ class Tally:
 
 @cache
 def _out_of_place(packet: Any) -> Any:
-    """The operation that torch knows the FLOPs of: addmm for addmm_."""
+    """The operation whose FLOPs torch knows: addmm for addmm_."""
     name = packet.__name__
     return getattr(torch.ops.aten, name.rstrip("_"), packet) if name.endswith("_") else packet
 
 
 class Recorder(TorchDispatchMode):
-    """Adds up the operations that run inside it; encoding and decoding apart.
+    """Tallies the operations that run inside it; encoding and decoding apart.
 
     Args:
-        device: whose rates count.
+        device: device whose rates count.
     """
 
     def __init__(self, device: Device) -> None:
@@ -117,13 +117,13 @@ class Recorder(TorchDispatchMode):
         return out
 
     def take(self) -> Tally:
-        """What was recorded since the last call."""
+        """Returns the tally since the last call."""
         taken, self.tally = self.tally, Tally()
         return taken
 
 
 class _ToldLedger(Ledger):
-    """Tells a recorder what is coding, and what is sent."""
+    """A ledger that tells a recorder what is coding, and what is sent."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -145,11 +145,11 @@ class _ToldLedger(Ledger):
 
 
 class DryGroup(Group):
-    """Ranks that only the recorder hears.
+    """A stand-in for a group, which records collectives.
 
     Args:
-        size: ranks.
-        recorder: where the talks are noted.
+        size: number of ranks.
+        recorder: recorder of the collectives.
     """
 
     def __init__(self, size: int, recorder: Recorder) -> None:
@@ -159,7 +159,7 @@ class DryGroup(Group):
     def start(self, what: str, sent: int, call: Callable[[], Work | None]) -> Pending:
         rounds = 2 if what == "all-reduce" else 1
         whole = sent if what == "broadcast" else sent * self.size / (rounds * (self.size - 1))
-        self.recorder.tally.talks.append(Talk(what, whole))
+        self.recorder.tally.collectives.append(Collective(what, whole))
         return Pending(None, sent, what)
 
 
@@ -173,10 +173,10 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool =
 
 
 class DryStand:
-    """Where pieces run dry: the meta device, stand-ins for groups, and operations timed at a device's rates.
+    """A stand for dry runs: the meta device, stand-ins for groups, and operations timed at a device's rates.
 
     Args:
-        device: whose rates count.
+        device: device whose rates count.
     """
 
     torch_device = META
@@ -187,20 +187,20 @@ class DryStand:
         self.device = device
 
     def recorder(self) -> Recorder:
-        """Adds up operations."""
+        """A new recorder."""
         return Recorder(self.device)
 
     def group(self, size: int, recorder: Recorder) -> Group:
-        """Ranks that do not exist."""
+        """A group of ranks that do not exist."""
         return DryGroup(size, recorder)
 
     def fill(self, x: Tensor) -> Tensor:
-        """Gives a tensor contents, where there are any."""
+        """Does nothing: tensors have no contents."""
         return x
 
 
 class SavedTensors:
-    """Bytes that autograd keeps for backward, each storage once.
+    """Counts the bytes that autograd saves for backward, each storage once.
 
     Args:
         ignored: tensors whose storage is kept anyway.
@@ -212,7 +212,7 @@ class SavedTensors:
         self.nbytes = 0
 
     def add(self, x: Tensor) -> Tensor:
-        """Notes a tensor; for ``saved_tensors_hooks``."""
+        """Counts a tensor; a hook for ``saved_tensors_hooks``."""
         storage = x.untyped_storage()
         if storage._cdata not in self._seen:
             self._seen.add(storage._cdata)

@@ -1,4 +1,4 @@
-"""What a choice fills: memory, and links."""
+"""Memory and traffic of a choice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IN_FLIGHT_GROUPS = 6
 
 @cache
 def _operations(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> list[PipelineOp]:
-    """A rank's schedule; of a long 1F1B step, one that is long enough to hold as many activations and end alike."""
+    """A rank's schedule; of a long 1F1B step, a shorter one that holds as many activations and ends alike."""
     if kind != "gpipe":
         rest = micro_batches % pp if chunks == 1 else 0
         micro_batches = min(micro_batches, _IN_FLIGHT_GROUPS * pp + rest)
@@ -29,7 +29,7 @@ def _operations(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) 
 
 @cache
 def most_held(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> int:
-    """Activations of chunks that a rank holds at once, at most."""
+    """The most activations of chunks that a rank holds at once."""
     held = most = 0
     for op in _operations(kind, pp, rank, chunks, micro_batches):
         held += 1 if op.forward else -1
@@ -39,7 +39,7 @@ def most_held(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) ->
 
 @cache
 def _late(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> Counter[int]:
-    """Backward messages of each of a rank's chunks that leave in its epilogue."""
+    """Number of backward messages of each of a rank's chunks that leave in its epilogue."""
     return Counter(op.chunk for op in epilogue(_operations(kind, pp, rank, chunks, micro_batches)))
 
 
@@ -72,7 +72,7 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
 
 
 def _working_bytes(stages: Stages, choice: Choice, contents: Mapping[str, int]) -> float:
-    """What is needed at once, such as one group of layers while it is computed again."""
+    """Bytes that are needed at once, such as one group of layers while it is recomputed."""
     book = stages.book
     found = max(book.piece(choice, name).working_bytes for name, n in contents.items() if n)
     if choice.recompute.recompute_granularity == "full":
@@ -83,7 +83,7 @@ def _working_bytes(stages: Stages, choice: Choice, contents: Mapping[str, int]) 
 
 
 def _channel_bytes(stages: Stages, choice: Choice, rank: int) -> float:
-    """What the codecs of a rank's boundaries remember."""
+    """Bytes of the states of a rank's pipeline codecs."""
     if choice.pp == 1:
         return 0.0
     kept = 0.0
@@ -112,7 +112,7 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
                 sent = piece.forward.sent.get(point, 0) + piece.backward.sent.get(point, 0)
                 total += count * choice.micro_batches * sent
             if point is Point.TP_BWD:
-                total += sent_bytes([stages.partial_sum(choice, rank)], choice.tp)
+                total += sent_bytes([stages.partial_reduction(choice, rank)], choice.tp)
         found[point.value] = total / choice.pp
     for point in (Point.PP_FWD, Point.PP_BWD):
         found[point.value] = _messages(stages, choice, point) / choice.pp
@@ -120,8 +120,8 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
     tied = book.piece(choice, "embedding").tied_shape
     if tied and choice.pp > 1:
         fused = book.fused(choice)
-        part = book.embedding_sum(choice, tied, stages.tied_elements(choice))
-        each = sum(sent_bytes(talks, 2 * choice.dp if fused else 2) for talks in part.rounds)
+        part = book.embedding_reduction(choice, tied, stages.tied_elements(choice))
+        each = sum(sent_bytes(collectives, 2 * choice.dp if fused else 2) for collectives in part.rounds)
         found[Point.EMBED_GRAD.value] = 2 * each / choice.pp
     if choice.sharded:
         shares = (book.gathered(choice, -(-stages.elements(choice, rank) // choice.dp)) for rank in range(choice.pp))
@@ -130,7 +130,7 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
 
 
 def _messages(stages: Stages, choice: Choice, point: Point) -> float:
-    """Bytes of all ranks' pipeline messages of a direction."""
+    """Bytes of all ranks' pipeline messages in one direction."""
     total = 0.0
     for boundary in range(choice.pp * choice.chunks - 1 if choice.pp > 1 else 0):
         chunk, rank = divmod(boundary if point is Point.PP_FWD else boundary + 1, choice.pp)
@@ -144,7 +144,7 @@ def _messages(stages: Stages, choice: Choice, point: Point) -> float:
 
 
 def leaving(choice: Choice, wires: Wires, sent: Mapping[str, float]) -> dict[str, float]:
-    """Of the bytes sent, those that leave the node: of a ring, what its last member in a node sends."""
+    """The share of the bytes sent that leaves the node: of a ring, what its last member in a node sends."""
     groups = {
         Point.TP_FWD: (wires.tp, choice.tp),
         Point.TP_BWD: (wires.tp, choice.tp),

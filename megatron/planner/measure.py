@@ -1,7 +1,7 @@
-"""Measures the machine it runs on: rates, links, and how far the code's real times are from those that rates give.
+"""Measures the machine that it runs on: rates, links, and the ratios of real times to computed ones.
 
-Under torchrun all ranks measure at the same time, as they would train, and the means are taken; alone, a process knows
-nothing of links.
+Under torchrun all ranks measure at the same time, as they would train, and the means are taken; alone, a process cannot
+measure links.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.compression.spec import Spec
 from megatron.config.run import RunConfig
 from megatron.kernels.ops import finite_norm
 from megatron.planner.choice import Choice, choice_of
-from megatron.planner.cluster import CODING, PARTS, Cluster, Device, Link
+from megatron.planner.cluster import CODING, PARTS, Cluster, Device, LinkSpec
 from megatron.planner.costs import STEADY, TP_POINTS, planned, wires_of
 from megatron.planner.dry_run import DryStand, Tally
 from megatron.planner.pieces import PIECES, Pieces, Stand, message
@@ -34,10 +34,10 @@ from megatron.topology.topology import Topology
 from megatron.training.traffic import gather_rows
 
 RATES = ("peak_tflops", "memory_gbyte_per_s", "op_us")
-"""What is measured of a device."""
+"""Measured rates of a device."""
 
 _SECONDS = 0.5
-"""That a rate is measured for."""
+"""Duration of measuring a rate."""
 
 _MESSAGE_SECONDS, _MESSAGE_BYTES = 0.3, 1 << 26
 """Messages that measure a link's rate take or hold at least so much."""
@@ -46,19 +46,19 @@ _UPDATE_ELEMENTS = 1 << 24
 """Parameters of the optimizer's step that is timed, at most."""
 
 
-class Clock:
-    """A meter of real time: what is not spent coding or waiting is computing.
+class ComputeMeter:
+    """A meter of real time: time that is neither coding nor waiting is computing.
 
     Args:
-        device: that computes.
+        device: device that computes.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.ledger = Ledger(clock=clock_of(device))
-        self.synchronize = self.ledger.clock.settle
+        self.synchronize = self.ledger.clock.synchronize
         self._start = 0.0
 
-    def __enter__(self) -> Clock:
+    def __enter__(self) -> ComputeMeter:
         self._restart()
         return self
 
@@ -71,7 +71,7 @@ class Clock:
         self._start = time.perf_counter()
 
     def take(self) -> Tally:
-        """Seconds since the last call."""
+        """Returns the seconds since the last call."""
         self.synchronize()
         spent = time.perf_counter() - self._start
         accounts = self.ledger.accounts.values()
@@ -81,12 +81,12 @@ class Clock:
 
 
 class LiveStand:
-    """Where pieces run for real.
+    """A stand for real runs.
 
     Args:
-        device: torch's.
-        tp: the tensor-parallel ranks; None for this process alone.
-        repeats: of each piece; the first does not count.
+        device: torch's device.
+        tp: group of the tensor-parallel ranks; None for this process alone.
+        repeats: repetitions of each piece; the first does not count.
     """
 
     attention = staticmethod(F.scaled_dot_product_attention)
@@ -96,23 +96,23 @@ class LiveStand:
         self.repeats = repeats
         self.tp = tp
 
-    def recorder(self) -> Clock:
-        """Takes the time."""
-        return Clock(self.torch_device)
+    def recorder(self) -> ComputeMeter:
+        """A new meter."""
+        return ComputeMeter(self.torch_device)
 
     def group(self, size: int, recorder: Any) -> Group:
-        """The tensor-parallel ranks, or this one alone."""
+        """The group of the tensor-parallel ranks, or of this one alone."""
         if size > 1 and self.tp is not None:
             return self.tp
         return Group(None, (0,), 0, "this process", "none")
 
     def fill(self, x: Tensor) -> Tensor:
-        """Small random numbers: others may be so small that processors slow down."""
+        """Fills a tensor with small random numbers, but none so small that processors slow down."""
         return x.normal_(0.0, 0.02)
 
 
 def rate_of(run: Callable[[], object], synchronize: Callable[[], None]) -> float:
-    """Runs a second."""
+    """Number of runs per second."""
     run()
     synchronize()
     count, start = 0, time.perf_counter()
@@ -124,11 +124,11 @@ def rate_of(run: Callable[[], object], synchronize: Callable[[], None]) -> float
 
 
 def measure_device(dtype: torch.dtype, stand: LiveStand) -> Device:
-    """The rates of this process's device.
+    """Measures the rates of this process's device.
 
     Args:
-        dtype: that is trained in.
-        stand: on it.
+        dtype: dtype of the training.
+        stand: stand of the device.
     """
     device, synchronize = stand.torch_device, stand.recorder().synchronize
     cuda = device.type == "cuda"
@@ -156,14 +156,14 @@ def measure_device(dtype: torch.dtype, stand: LiveStand) -> Device:
 
 
 class Corrections:
-    """Real over computed seconds, of the parts of a step and of compressors.
+    """Ratios of real to computed times, for the parts of a step and for compressors.
 
     Args:
-        config: resolved.
+        config: resolved configuration.
         vocab_size: entries of the vocabulary.
-        choice: the layout; its compressors do not count.
+        choice: the layout; its compressors are ignored.
         cluster: the measured rates of the devices and links that the stand is on.
-        stand: where the real times are taken.
+        stand: stand on which real times are measured.
     """
 
     def __init__(self, config: RunConfig, vocab_size: int, choice: Choice, cluster: Cluster, stand: LiveStand) -> None:
@@ -181,7 +181,7 @@ class Corrections:
         return Pieces(self.choice.configure(self.config), self.vocab_size, where, plan, STEADY)
 
     def of_parts(self) -> dict[str, float]:
-        """By the names of ``PARTS``."""
+        """Factors of the parts of ``PARTS``, by name."""
         found: dict[str, float] = {}
         for name in PIECES:
             dry, real = self.book.piece(self.choice, name), self._pieces({}, self.stand).piece(name)
@@ -197,7 +197,7 @@ class Corrections:
         return found
 
     def of_coding(self, text: str) -> float:
-        """Of a compressor's encoding and decoding."""
+        """The factor of a compressor's encoding and decoding."""
         ((point, spec),) = self.book.specs(dataclasses.replace(self.choice, specs=(text,))).items()
         dry = planned((text,), lambda: self._coding_s(point, spec, DryStand(self.device)))
         real = self._coding_s(point, spec, self.stand)
@@ -212,7 +212,7 @@ class Corrections:
             return pieces.reduction("layer", replicas=1).coding_s
         if point is Point.EMBED_GRAD:
             shape = self.book.piece(self.choice, "embedding").tied_shape
-            return pieces.embedding_sum(shape, math.prod(shape), replicas=1).coding_s if shape else 0.0
+            return pieces.embedding_reduction(shape, math.prod(shape), replicas=1).coding_s if shape else 0.0
         model, keys = self.config.model, self.choice.micro_batch
         shape = (model.seq_length, keys, model.hidden_size)
         dtype = model.residual_dtype(self.config.precision.params_dtype)
@@ -236,11 +236,11 @@ def _update_seconds(elements: int, stand: LiveStand) -> float:
 
 
 def measure_links(topology: Topology, ranks_per_node: int) -> dict[str, float]:
-    """Latency and rate of the links, as all nodes see them at once.
+    """Measures latency and bandwidth of the links.
 
     Args:
-        topology: all ranks.
-        ranks_per_node: that share a node.
+        topology: the mesh of all ranks.
+        ranks_per_node: ranks that share a node.
 
     Returns:
         inside_us, inside_gbit, across_us and across_gbit, those that there are; not numbers on a rank without a peer.
@@ -254,7 +254,7 @@ def measure_links(topology: Topology, ranks_per_node: int) -> dict[str, float]:
         while seconds < _MESSAGE_SECONDS and nbytes < _MESSAGE_BYTES:
             nbytes *= 2
             seconds = _ping_pong(topology, stride, nbytes, 2)
-            # The slowest pair says for all when a message is long enough.
+            # The slowest pair decides for all whether a message is long enough.
             seconds = max(row[0] for row in gather_rows(topology.control, Ledger(), [seconds]) if row[0] == row[0])
         own = _ping_pong(topology, stride, nbytes, 3)
         together = stride if name == "across" else 1
@@ -264,7 +264,7 @@ def measure_links(topology: Topology, ranks_per_node: int) -> dict[str, float]:
 
 
 def _ping_pong(topology: Topology, stride: int, nbytes: int, count: int) -> float:
-    """Seconds of a message between this rank and its peer: even blocks of ``stride`` ranks begin, odd ones answer."""
+    """The time of a message between this rank and its peer: even blocks of ``stride`` ranks begin, odd ones answer."""
     world, rank = topology.world, topology.rank
     begins = rank // stride % 2 == 0
     peer = rank + stride if begins else rank - stride
@@ -283,14 +283,14 @@ def _ping_pong(topology: Topology, stride: int, nbytes: int, count: int) -> floa
 def measure_all(
     config: RunConfig, vocab_size: int, specs: Sequence[str], topology: Topology | None, ranks_per_node: int
 ) -> dict[str, float]:
-    """Everything that a cluster's description holds, as plain numbers: the means over all ranks.
+    """Measures everything in a cluster's description that can be measured.
 
     Args:
-        config: resolved for these ranks.
+        config: configuration, resolved for these ranks.
         vocab_size: entries of the vocabulary.
         specs: compressors to be timed; they need not fit into one run.
-        topology: all ranks; None for this process alone.
-        ranks_per_node: that share a node.
+        topology: the mesh of all ranks; None for this process alone.
+        ranks_per_node: ranks that share a node.
     """
     if topology is None:
         torch_device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -314,7 +314,7 @@ def measure_all(
 
 
 def _means(values: dict[str, float], topology: Topology | None) -> dict[str, float]:
-    """Of the ranks that know them."""
+    """Means over the ranks that know a value."""
     if topology is None:
         return values
     rows = torch.tensor(gather_rows(topology.control, Ledger(), list(values.values())), dtype=torch.float64)
@@ -322,15 +322,15 @@ def _means(values: dict[str, float], topology: Topology | None) -> dict[str, flo
 
 
 def described(found: Mapping[str, float], base: Cluster) -> Cluster:
-    """A cluster with what ``measure_all`` found in it.
+    """The cluster with the measured values in it.
 
     Args:
-        found: its numbers.
+        found: the measured values.
         base: what else is known: names, sizes, links and corrections that were not measured.
     """
 
-    def link(side: str, known: Link) -> Link:
-        return Link(found[f"{side}_gbit"], found[f"{side}_us"]) if f"{side}_gbit" in found else known
+    def link(side: str, known: LinkSpec) -> LinkSpec:
+        return LinkSpec(found[f"{side}_gbit"], found[f"{side}_us"]) if f"{side}_gbit" in found else known
 
     corrections = {name: value for name, value in found.items() if name in PARTS or name.startswith(CODING)}
     corrections = {**base.corrections, **corrections}
@@ -344,7 +344,7 @@ def described(found: Mapping[str, float], base: Cluster) -> Cluster:
 
 
 def _with_rates(device: Device, found: Mapping[str, float]) -> Device:
-    """A device with measured rates; what products reach counts as their peak."""
+    """The device with measured rates; the rate that products reach counts as their peak."""
     return dataclasses.replace(
         device,
         peak_tflops=found["peak_tflops"],

@@ -1,4 +1,4 @@
-"""What each piece of the model costs one rank: forward, backward, memory, and the sum of its gradients."""
+"""Costs of the pieces of the model on one rank: forward, backward, memory, and the reduction of gradients."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from megatron.parallel.data.buffer import BucketKind, FlatBuffer, named_params
 from megatron.parallel.data.gradients import main_grad_dtype, reduced_bucket
 from megatron.parallel.tensor.embedding import VocabShard
 from megatron.parallel.tensor.shards import collect_specs
-from megatron.planner.dry_run import SavedTensors, Talk, Tally
+from megatron.planner.dry_run import Collective, SavedTensors, Tally
 from megatron.topology.group import Group, num_bytes
 
 PIECES = ("embedding", "layer", "head")
 
 
 class Meter(Protocol):
-    """Finds out what the code inside it costs."""
+    """A meter of the costs of the code inside it."""
 
     ledger: Ledger
 
     def take(self) -> Tally:
-        """The costs since the last call."""
+        """Returns the costs since the last call."""
 
     def __enter__(self) -> Any: ...
 
@@ -46,23 +46,23 @@ class Meter(Protocol):
 
 
 class Stand(Protocol):
-    """Where pieces run: dry, or on a real device."""
+    """The stand on which pieces run: dry, or on a real device."""
 
     torch_device: torch.device
     repeats: int
 
     def recorder(self) -> Any:
-        """A ``Meter``."""
+        """A new ``Meter``."""
 
     def group(self, size: int, recorder: Any) -> Group:
-        """Ranks that sum with this one."""
+        """A group of ranks that reduce with this one."""
 
     @property
     def attention(self) -> Callable[..., Tensor]:
-        """What computes attention; of ``ForwardContext``."""
+        """The attention function, for ``ForwardContext``."""
 
     def fill(self, x: Tensor) -> Tensor:
-        """Gives a tensor contents, in place, where it can have any."""
+        """Fills a tensor in place, if it can have contents."""
 
 
 _PARTS = {
@@ -73,32 +73,33 @@ _PARTS = {
 
 
 @dataclass(frozen=True)
-class Reduction:
-    """The sum of a piece's gradients over two replicas.
+class ReductionCost:
+    """The cost of reducing a piece's gradients over two replicas.
 
     Args:
-        rounds: by round, what is sent; the bytes do not depend on the number of replicas.
-        coding_s: of encoding and decoding.
-        state_bytes: what the compressors keep.
+        rounds: collectives of each round; the bytes do not depend on the number of replicas.
+        coding_s: time of encoding and decoding.
+        state_bytes: bytes of the compressors' state.
     """
 
-    rounds: tuple[tuple[Talk, ...], ...] = ()
+    rounds: tuple[tuple[Collective, ...], ...] = ()
     coding_s: float = 0.0
     state_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A piece of the model on one tensor-parallel rank.
+class PieceCost:
+    """The costs of a piece of the model on one tensor-parallel rank.
 
     Args:
-        forward, backward: of one micro-batch.
-        saved_bytes: kept from the forward to the backward of a micro-batch.
-        working_bytes: needed at once while it is computed, whatever the number of micro-batches; without those of
+        forward, backward: costs of one micro-batch.
+        saved_bytes: bytes kept from the forward to the backward of a micro-batch.
+        working_bytes: bytes needed at once while it is computed, whatever the number of micro-batches; without those of
             recomputing.
-        parameters: elements.
-        partial: of these, those whose gradients the tensor-parallel ranks sum once a step (sequence parallelism).
-        tied_shape: of the tied embedding's part, where the piece holds one.
+        parameters: number of parameters.
+        partial: elements of these whose gradients are all-reduced over tensor-parallel ranks once a step
+            (sequence parallelism).
+        tied_shape: shape of the tied embedding's part, where the piece holds one.
     """
 
     forward: Tally
@@ -112,7 +113,7 @@ class Piece:
 
 @dataclass
 class _Built:
-    """A piece, and what meters it."""
+    """A piece with its meter."""
 
     stage: GPTStage
     buffer: FlatBuffer
@@ -122,14 +123,14 @@ class _Built:
 
 
 class Pieces:
-    """Runs pieces of one configuration dry, each once.
+    """The pieces of one configuration, each of which is run once.
 
     Args:
-        config: resolved; its layout and micro-batch size count, its model stays as it is.
+        config: resolved configuration; its layout and micro-batch size count, its model stays as it is.
         vocab_size: entries of the vocabulary.
-        stand: where they run.
+        stand: stand on which they run.
         plan: the compressors, as one stage of the pipeline sees them.
-        iteration: that is run: one after all warm-ups.
+        iteration: iteration that is run: one after all warm-ups.
     """
 
     def __init__(self, config: RunConfig, vocab_size: int, stand: Stand, plan: CompressionPlan, iteration: int) -> None:
@@ -166,8 +167,8 @@ class Pieces:
         self.stand.fill(buffer.params_flat)
         return _Built(stage, buffer, meter, self.stand, config)
 
-    def piece(self, name: str) -> Piece:
-        """Forward and backward of a piece."""
+    def piece(self, name: str) -> PieceCost:
+        """Runs forward and backward of a piece."""
         built = self._build(name, self.config.recompute)
         saved, forward, backward = _passes(built)
         working = 0.0
@@ -176,7 +177,7 @@ class Pieces:
             dtype = self.config.precision.params_dtype
             working = min(tokens * built.stage.shard.valid_rows, 1 << 28) * (dtype.itemsize + 4.0)
         tied = [s for b in built.buffer.buckets if b.kind is BucketKind.TIED for s in b.slots]
-        return Piece(
+        return PieceCost(
             forward,
             backward,
             saved,
@@ -186,14 +187,14 @@ class Pieces:
             tuple(tied[0].param.shape) if tied else (),
         )
 
-    def reduction(self, name: str, *, sharded: bool = False, fused: bool = False, replicas: int = 2) -> Reduction:
-        """The sum of a piece's gradients over replicas, in a step between choices and after warm-ups.
+    def reduction(self, name: str, *, sharded: bool = False, fused: bool = False, replicas: int = 2) -> ReductionCost:
+        """Runs the reduction of a piece's gradients over replicas, in a step between choices and after warm-ups.
 
         Args:
-            name: of the piece.
+            name: name of the piece.
             sharded: each replica needs its own share only.
-            fused: the tied embedding is summed elsewhere.
-            replicas: that sum.
+            fused: the tied embedding is reduced elsewhere.
+            replicas: replicas in the reduction.
         """
         built = self._build(name, RecomputeConfig())
         meter = built.meter
@@ -219,19 +220,19 @@ class Pieces:
                     unit.state.counters.pop("unchecked", None)
         first, later = Tally.median(firsts), Tally.median(laters)
         states = [unit.state for units in reducer.units for unit in units]
-        return Reduction(
-            tuple(talks for talks in (tuple(first.talks), tuple(later.talks)) if talks),
+        return ReductionCost(
+            tuple(collectives for collectives in (tuple(first.collectives), tuple(later.collectives)) if collectives),
             sum(tally.coding_s + tally.seconds for tally in (first, later)),
             sum(state_bytes(state) for state in states),
         )
 
-    def embedding_sum(self, shape: tuple[int, ...], elements: int, replicas: int = 2) -> Reduction:
-        """The sum of the tied embedding's gradient over its holders.
+    def embedding_reduction(self, shape: tuple[int, ...], elements: int, replicas: int = 2) -> ReductionCost:
+        """Runs the all-reduce of the tied embedding's gradient over its holders.
 
         Args:
-            shape: of the embedding's part on a rank.
-            elements: that are summed: all, or a replica's share.
-            replicas: that sum.
+            shape: shape of the embedding's part on a rank.
+            elements: elements that are reduced: all, or a replica's share.
+            replicas: holders in the all-reduce.
         """
         meter = self.stand.recorder()
         sync = EmbeddingSync(self.stand.group(replicas, meter), self.plan, meter.ledger)
@@ -251,18 +252,18 @@ class Pieces:
             sync.state.commit()
             sync.state.counters.pop("unchecked", None)
         tally = Tally.median(tallies)
-        return Reduction((tuple(tally.talks),), tally.coding_s + tally.seconds, state_bytes(sync.state))
+        return ReductionCost((tuple(tally.collectives),), tally.coding_s + tally.seconds, state_bytes(sync.state))
 
 
 @dataclass(frozen=True)
-class Message:
-    """One message through a codec.
+class MessageCost:
+    """The cost of one message through a codec.
 
     Args:
-        nbytes: on the wire.
-        encode_s, decode_s: at its ends.
-        kept_bytes: by its sender and its receiver together, whatever the samples.
-        sample_bytes: by each end, for each sample that it remembers.
+        nbytes: bytes on the wire.
+        encode_s, decode_s: time of encoding and decoding at its ends.
+        kept_bytes: bytes that its sender and its receiver together keep, whatever the samples.
+        sample_bytes: bytes that each end keeps for each sample that it remembers.
     """
 
     nbytes: float
@@ -272,14 +273,14 @@ class Message:
     sample_bytes: float = 0.0
 
 
-def message(codec: Codec, shape: torch.Size, dtype: torch.dtype, stand: Stand, keys: int = 1) -> Message:
-    """A message of a tensor, as it is when its content was sent before.
+def message(codec: Codec, shape: torch.Size, dtype: torch.dtype, stand: Stand, keys: int = 1) -> MessageCost:
+    """Runs a message of a tensor through a codec, as it is when its content was sent before.
 
     Args:
-        codec: of the message.
-        shape, dtype: of the tensor.
-        stand: where it is coded.
-        keys: samples in it.
+        codec: codec of the message.
+        shape, dtype: those of the tensor.
+        stand: stand on which it is encoded and decoded.
+        keys: number of samples in it.
     """
     meter, device = stand.recorder(), stand.torch_device
     sender, receiver = CompressorState(), CompressorState()
@@ -303,16 +304,16 @@ def message(codec: Codec, shape: torch.Size, dtype: torch.dtype, stand: Stand, k
         receiver.commit()
     kept = state_bytes(sender) + state_bytes(receiver)
     remembered = sum(num_bytes(tensor) for tensor in receiver.portable().values()) - state_bytes(receiver)
-    return Message(nbytes, Tally.median(encodes).seconds, Tally.median(decodes).seconds, kept, remembered / keys)
+    return MessageCost(nbytes, Tally.median(encodes).seconds, Tally.median(decodes).seconds, kept, remembered / keys)
 
 
 def state_bytes(state: CompressorState) -> float:
-    """Bytes of the tensors that a compressor keeps, without its memory of samples."""
+    """Bytes of the tensors that a compressor keeps, without its sample caches."""
     return float(sum(num_bytes(tensor) for tensor in state.tensors.values()))
 
 
 def _passes(built: _Built) -> tuple[float, Tally, Tally]:
-    """Bytes saved, forward and backward of one micro-batch."""
+    """Runs a piece; returns the bytes saved, and the costs of forward and backward of one micro-batch."""
     config, stage, meter, device = built.config, built.stage, built.meter, built.stand.torch_device
     batch, length = config.training.micro_batch_size, config.model.seq_length
     parts = stage.comm.size if stage.comm.sequence_parallel else 1

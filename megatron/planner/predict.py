@@ -15,24 +15,24 @@ from megatron.planner.cluster import Cluster
 from megatron.planner.costs import Wires, wires_of
 from megatron.planner.fill import leaving, memory, traffic
 from megatron.planner.simulate import Pipeline, StageTimes
-from megatron.planner.stages import Stage, Stages, talk_seconds
+from megatron.planner.stages import StageCost, Stages, collective_seconds
 from megatron.training.flops import model_tflops
 from megatron.training.report import model_shape
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step.
+    """The prediction of a step.
 
     Args:
-        choice: of what.
-        seconds: of an iteration.
+        choice: the choice that is predicted.
+        seconds: time of an iteration.
         parts: its breakdown on the pipeline rank that is ready last; the values add up to ``seconds``.
         memory: bytes on the fullest rank, by what fills them.
         sent: bytes that a device sends in an iteration, by point: mean over the pipeline's ranks.
-        across: the same, of what leaves its node.
-        tokens_per_s: of the whole cluster.
-        mfu: what the model needs, of the devices' peak.
+        across: bytes of these that leave the node.
+        tokens_per_s: tokens per second of the whole cluster.
+        mfu: the model's FLOP/s over the devices' peak.
     """
 
     choice: Choice
@@ -54,7 +54,7 @@ class Predictor(Stages):
     """Predicts choices for one model on one cluster.
 
     Args:
-        config: resolved.
+        config: resolved configuration.
         cluster: the devices and links.
         vocab_size: entries of the vocabulary.
     """
@@ -66,7 +66,7 @@ class Predictor(Stages):
         self._times: dict[Choice, Sequence[StageTimes]] = {}
 
     def lower_bound(self, choice: Choice) -> float:
-        """Seconds that the choice cannot undercut, cheaper to find than its prediction."""
+        """A lower bound of a choice's seconds, cheaper to compute than its prediction."""
         # The optimizer and the sum of gradients come on top, whatever they are, and no order of operations is better.
         alone = dataclasses.replace(_forth_and_back(choice), schedule="1f1b", micro_batches=1)
         key = alone, choice.micro_batches
@@ -77,7 +77,7 @@ class Predictor(Stages):
         return self._bounds[key]
 
     def times(self, choice: Choice, pipeline: Pipeline) -> Sequence[StageTimes]:
-        """The choice's pipeline played through, once for all that only sum gradients in another way."""
+        """Times of the choice's simulated pipeline, computed once for all choices that differ in reductions alone."""
         alone = _forth_and_back(choice)
         if alone not in self._times:
             self._times[alone] = pipeline.run(choice.micro_batches)
@@ -88,7 +88,7 @@ class Predictor(Stages):
         return sum(memory(self, choice).values())
 
     def predict(self, choice: Choice) -> Prediction:
-        """A step of a choice.
+        """Predicts a step of a choice.
 
         Raises:
             UserError: when a compressor cannot be planned.
@@ -103,11 +103,11 @@ class Predictor(Stages):
         gather = self._gather_s(choice, wires, own)
         seconds = synced[slowest] + self._world_s(wires, choice) + self._update_s(choice, own) + gather
         passes = self.passes(choice, wires)
-        talked = choice.micro_batches * sum(n * passes[name][2] for name, n in own.pieces.items())
+        exposed = choice.micro_batches * sum(n * passes[name][2] for name, n in own.pieces.items())
         tp_coding = choice.micro_batches * sum(n * passes[name][3] for name, n in own.pieces.items())
         parts = {
-            "compute": time.busy - talked - tp_coding,
-            "tensor parallel": talked,
+            "compute": time.busy - exposed - tp_coding,
+            "tensor parallel": exposed,
             "pipeline": time.waiting,
             "coding": time.coding + tp_coding + own.coding_s + embedding_s,
             "gradients": synced[slowest] - time.end - own.coding_s - embedding_s,
@@ -128,15 +128,19 @@ class Predictor(Stages):
         )
 
     def _synchronized(
-        self, choice: Choice, wires: Wires, pipeline: Pipeline, times: Sequence[StageTimes], stages: Sequence[Stage]
+        self, choice: Choice, wires: Wires, pipeline: Pipeline, times: Sequence[StageTimes], stages: Sequence[StageCost]
     ) -> tuple[list[float], float]:
-        """When the gradients of each rank are final, and the seconds of coding the tied embedding's."""
+        """Times at which the gradients of each rank are reduced, and the seconds of coding the tied embedding's."""
         specs = self.book.specs(choice)
         asks = any(point in specs and specs[point].rounds().finalizes for point in (Point.DP_GRAD, Point.EMBED_GRAD))
         everyone = max(time.end for time in times) + self._world_s(wires, choice)
         ready = []
         for rank, (time, stage) in enumerate(zip(times, stages, strict=True)):
-            end = time.end + stage.coding_s + talk_seconds([self.partial_sum(choice, rank)], wires.tp, choice.tp)
+            end = (
+                time.end
+                + stage.coding_s
+                + collective_seconds([self.partial_reduction(choice, rank)], wires.tp, choice.tp)
+            )
             if stage.rounds:
                 end = max(end, self._first_round(choice, pipeline, rank, time, stage))
             if asks:
@@ -145,16 +149,16 @@ class Predictor(Stages):
         tied = self.book.piece(choice, "embedding").tied_shape
         if not tied or choice.pp == 1:
             return ready, 0.0
-        part = self.book.embedding_sum(choice, tied, self.tied_elements(choice))
+        part = self.book.embedding_reduction(choice, tied, self.tied_elements(choice))
         fused = self.book.fused(choice)
         wire, size = (wires.holders, 2 * choice.dp) if fused else (wires.ends, 2)
         coding = part.coding_s * self.book.coding(choice, Point.EMBED_GRAD)
-        took = coding + sum(talk_seconds(talks, wire, size) for talks in part.rounds)
+        took = coding + sum(collective_seconds(collectives, wire, size) for collectives in part.rounds)
         ready[0] = ready[-1] = max(ready[0], ready[-1]) + took
         return ready, coding
 
-    def _first_round(self, choice: Choice, pipeline: Pipeline, rank: int, time: StageTimes, stage: Stage) -> float:
-        """When the round that starts in backward has arrived, with buckets that fill one after the other."""
+    def _first_round(self, choice: Choice, pipeline: Pipeline, rank: int, time: StageTimes, stage: StageCost) -> float:
+        """Time at which the round that starts in backward has completed, with buckets that fill one after the other."""
         limit = bucket_elements(self.config.parallel.ddp_bucket_size, choice.overlap, choice.dp)
         buckets = 1 if limit is None or not choice.overlap else max(1, -(-stage.elements // limit))
         backward = sum(pipeline.backward_s[rank :: pipeline.stages])
@@ -165,18 +169,18 @@ class Predictor(Stages):
         return end
 
     def _world_s(self, wires: Wires, choice: Choice) -> float:
-        """One small sum over all ranks."""
+        """The time of one small all-reduce over all ranks."""
         return wires.world.collective("all-reduce", 64.0, choice.world_size)
 
-    def _update_s(self, choice: Choice, stage: Stage) -> float:
-        """Clearing gradients, their norm, and the update of parameters and moments: all bound by memory."""
+    def _update_s(self, choice: Choice, stage: StageCost) -> float:
+        """The time of clearing gradients, their norm, and the update of parameters and moments: bound by memory."""
         owned = stage.elements / (choice.dp if choice.sharded else 1)
         grad, param = self.grad_bytes, self.param_bytes
         moved = stage.elements * grad + owned * (2 * grad + 24 + (param if param < 4 else 0))
         return moved / (self.cluster.device.memory_gbyte_per_s * 1e9) * self.cluster.correction("optimizer")
 
-    def _gather_s(self, choice: Choice, wires: Wires, stage: Stage) -> float:
-        """Gathering the parameters that the replicas updated."""
+    def _gather_s(self, choice: Choice, wires: Wires, stage: StageCost) -> float:
+        """The time of all-gathering the parameters that the replicas updated."""
         if not choice.sharded:
             return 0.0
         share = self.book.gathered(choice, -(-stage.elements // choice.dp))
@@ -196,6 +200,6 @@ class Predictor(Stages):
 
 
 def _forth_and_back(choice: Choice) -> Choice:
-    """Of a choice, what its forwards and backwards depend on."""
+    """The part of a choice that its forwards and backwards depend on."""
     specs = tuple(spec for spec in choice.specs if spec.startswith(("pp-", "tp-")))
     return dataclasses.replace(choice, sharded=False, overlap=False, specs=specs)

@@ -1,4 +1,4 @@
-"""Predictions as tables, and the reason why one is faster than another."""
+"""Predictions as tables, and the reasons why one is faster than another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.planner.predict import Prediction
 
 
 def described(choice: Choice) -> str:
-    """A choice in few words."""
+    """Describes a choice in a few words."""
     words = [f"tp {choice.tp}", f"pp {choice.pp}", f"dp {choice.dp}"]
     words.append(
         f"{choice.micro_batches} micro-batch{'es' if choice.micro_batches > 1 else ''} of {choice.micro_batch}"
@@ -47,7 +47,7 @@ def flags(choice: Choice) -> str:
 
 
 def table(predictions: Sequence[Prediction], memory_gib: float) -> str:
-    """One line each, fastest first."""
+    """A table with a line for each prediction, fastest first."""
     columns = ("s/iter", "tokens/s", "MFU", "GiB", "layout", "compressed")
     rows = [
         (
@@ -71,7 +71,7 @@ def table(predictions: Sequence[Prediction], memory_gib: float) -> str:
 
 
 def unset(choice: Choice, config: RunConfig) -> list[str]:
-    """What a configuration sets and a choice does not, and no flag can take back."""
+    """Settings of a configuration that a choice does not have and that no flag can take back."""
     made, found = choice.configure(config), []
     for section in ("parallel", "recompute", "compression"):
         old, new = getattr(config, section), getattr(made, section)
@@ -81,11 +81,11 @@ def unset(choice: Choice, config: RunConfig) -> list[str]:
 
 
 def breakdown(one: Prediction, config: RunConfig | None = None) -> str:
-    """Where the time, the memory and the bytes of a prediction go, and the flags that make it.
+    """The breakdown of a prediction: time, memory and bytes, and the flags that make it.
 
     Args:
         one: the prediction.
-        config: that the flags are added to, as it was given; None where the choice is its own.
+        config: configuration that the flags are added to, as it was given; None where the choice is its own.
     """
     parts = _shares(one.parts, one.seconds, lambda seconds: f"{seconds:.3f} s")
     memory = _shares(one.memory, one.memory_bytes, lambda nbytes: f"{nbytes / 2**30:.2f} GiB")
@@ -110,7 +110,7 @@ def _shares(parts: Mapping[str, float], whole: float, shown: Callable[[float], s
 
 
 def reason(best: Prediction, other: Prediction) -> str:
-    """Why the one is faster: the parts that differ most."""
+    """The reason why one is faster: the parts that differ most."""
     gained = {name: other.parts[name] - best.parts[name] for name in best.parts}
     gap = other.seconds - best.seconds
     if gap < 1e-3 * best.seconds:

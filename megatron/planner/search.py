@@ -33,13 +33,13 @@ _RECOMPUTE = (RecomputeConfig(), RecomputeConfig(recompute_granularity="full", r
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Args:
         best: the fastest choice of each of the fastest layouts, fastest first.
-        considered: choices that there are.
-        predicted: of these, the ones whose lower bound did not rule them out.
-        too_large: of the ones looked at, those that do not fit into memory.
+        considered: number of choices.
+        predicted: number of these that their lower bound did not rule out.
+        too_large: number of these that do not fit into memory.
     """
 
     best: Sequence[Prediction]
@@ -49,12 +49,12 @@ class Found:
 
 
 def choices(config: RunConfig, cluster: Cluster, spec_sets: Sequence[tuple[str, ...]]) -> Iterator[Choice]:
-    """All ways to run a model on a cluster that divide evenly.
+    """Enumerates all ways to run a model on a cluster that divide evenly.
 
     Args:
-        config: resolved; its model and global batch size count.
-        cluster: all of whose devices are used.
-        spec_sets: compressors that may serve together.
+        config: resolved configuration; its model and global batch size count.
+        cluster: the cluster, all of whose devices are used.
+        spec_sets: sets of compressors that may be used together.
     """
     model, world, batch = config.model, cluster.gpus, config.training.global_batch_size
     most = max(cluster.gpus_per_node, config.parallel.tensor_model_parallel_size)
@@ -91,7 +91,7 @@ def _schedules(layers: int, tp: int, pp: int, dp: int, micro_batch: int, count: 
 
 
 def _useful(spec_sets: Sequence[tuple[str, ...]], choice: Choice) -> list[tuple[str, ...]]:
-    """What of the sets has traffic to compress; equal rests once."""
+    """The sets without compressors that have no traffic; each once."""
     silent = [
         *(("pp-forward", "pp-backward", "embedding") if choice.pp == 1 else ()),
         *(("dp-grad", "param-gather") if choice.dp == 1 else ()),
@@ -118,13 +118,13 @@ def search(
     top: int = 10,
     memory_gib: float | None = None,
 ) -> Found:
-    """The fastest layouts that fit, each at its fastest, by branch and bound: none is left out that could be one.
+    """Finds the fastest layouts that fit, each at its fastest, by branch and bound, which is exact.
 
     Args:
-        predictor: of the model on the cluster.
-        spec_sets: compressors that may serve together.
-        top: how many layouts are wanted.
-        memory_gib: that a rank may fill; default: the device's.
+        predictor: predictor of the model on the cluster.
+        spec_sets: sets of compressors that may be used together.
+        top: number of layouts to return.
+        memory_gib: memory that a rank may fill; default: the device's.
 
     Raises:
         UserError: when nothing fits.
@@ -184,12 +184,12 @@ def search(
 
 
 def _slowest(best: Mapping[tuple[int, int, int], Prediction], top: int) -> float:
-    """Seconds that a layout must undercut to be among the fastest."""
+    """The time that a layout must undercut to be among the fastest, in seconds."""
     return sorted(one.seconds for one in best.values())[top - 1] if len(best) >= top else math.inf
 
 
 def _refusal(config: RunConfig, choice: Choice) -> str | None:
-    """Why training would not accept a choice, if so."""
+    """The reason why training would refuse a choice; None when it would not."""
     try:
         choice.configure(config).resolve(choice.world_size, cuda_available=True)
     except UserError as error:

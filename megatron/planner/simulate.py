@@ -1,4 +1,4 @@
-"""Plays a pipeline's schedule forward in time: who computes when, and what each waits for."""
+"""Simulates a pipeline's schedule in time: when each rank computes, and what it waits for."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Hop:
     """One message between two virtual stages.
 
     Args:
-        encode_s, decode_s: at its ends; they keep the ranks busy.
-        transfer_s: for which it fills the link.
-        latency_s: after that, until it is there.
+        encode_s, decode_s: encoding and decoding at its ends; they keep the ranks busy.
+        transfer_s: time for which it fills the link.
+        latency_s: time from then until it has arrived.
     """
 
     encode_s: float = 0.0
@@ -36,12 +36,12 @@ Hops = Callable[[bool, int, bool], Hop]
 
 @dataclass(frozen=True)
 class StageTimes:
-    """One pipeline rank's step.
+    """The times of one pipeline rank's step.
 
     Args:
-        end: when its last operation is done.
-        busy: of that, computing.
-        coding: encoding and decoding messages.
+        end: time at which its last operation is done.
+        busy: computing time within that.
+        coding: time of encoding and decoding messages.
     """
 
     end: float
@@ -50,19 +50,19 @@ class StageTimes:
 
     @property
     def waiting(self) -> float:
-        """For messages that were not there yet."""
+        """The time of waiting for messages."""
         return self.end - self.busy - self.coding
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A pipeline's shape and the times of its chunks.
+    """The shape of a pipeline and the times of its chunks.
 
     Args:
-        kind: of schedule: 1f1b, eager-1f1b or gpipe.
-        forward_s, backward_s: of one micro-batch, by virtual stage.
-        stages: pipeline ranks; virtual stage v is on rank v % stages.
-        hops: its messages.
+        kind: schedule: 1f1b, eager-1f1b or gpipe.
+        forward_s, backward_s: time of one micro-batch, by virtual stage.
+        stages: number of pipeline ranks; virtual stage v is on rank v % stages.
+        hops: messages between the virtual stages.
     """
 
     kind: str
@@ -73,11 +73,11 @@ class Pipeline:
 
     @property
     def chunks(self) -> int:
-        """Virtual stages on each rank."""
+        """Number of virtual stages on each rank."""
         return len(self.forward_s) // self.stages
 
     def lower_bound(self, micro_batches: int) -> float:
-        """Seconds that no order of operations can undercut.
+        """A lower bound of the time over all orders of operations, in seconds.
 
         A rank computes for all micro-batches, after the first forward has come through the ranks before it and before
         the last backward has gone back through them.
@@ -93,16 +93,16 @@ class Pipeline:
         return bound
 
     def run(self, micro_batches: int) -> list[StageTimes]:
-        """The times of every rank."""
+        """Simulates a step; returns the times of every rank."""
         if self.kind == "gpipe" or micro_batches * len(self.forward_s) <= _WHOLE:
             return self._play(micro_batches)
         return self._lengthened(micro_batches)
 
     def _lengthened(self, micro_batches: int) -> list[StageTimes]:
-        """Of a long step, only the beginning is played, and the rest is added.
+        """Plays only the beginning of a long step, and extrapolates the rest.
 
-        Once 1F1B is in its stride, every further group of micro-batches takes equally long. Where links are what it
-        waits for, it finds its stride late, and this may be a tenth off.
+        In the steady state of 1F1B every further group of micro-batches takes equally long. Where links are the
+        bottleneck, the steady state comes late, and this may be a tenth off.
         """
         short, period = 3 * self.stages + 12, 2 * self.stages
         if self.chunks > 1:
@@ -136,14 +136,14 @@ class Pipeline:
 
 @dataclass
 class _Rank:
-    """One rank while it is played.
+    """A rank in a simulation.
 
     Args:
         ops: its operations.
-        late: the number of those before its epilogue.
-        next: the number of those that are done.
-        clock: when it is free.
-        busy, coding: seconds of these so far.
+        late: number of the operations before its epilogue.
+        next: number of the operations that are done.
+        clock: time at which it is free.
+        busy, coding: seconds of computing and coding so far.
     """
 
     ops: Sequence[PipelineOp]
@@ -160,15 +160,15 @@ Message = tuple[bool, int, int]
 
 @dataclass
 class _Flow:
-    """The messages from one rank to a neighbor, one after the other.
+    """The messages from one rank to a neighbor, in their order.
 
     Args:
-        sender, receiver: its ends.
-        queue: messages that have not left, and what they take.
-        left: of the first one's size.
-        rate: of a free link's, at which it moves.
-        since: when ``left`` was so much.
-        version: counts the changes of the rate.
+        sender, receiver: ranks at its ends.
+        queue: messages that have not left, and their sizes.
+        left: what is left of the size of the first message.
+        rate: rate at which it moves, as a share of a free link's.
+        since: time at which that much was left.
+        version: number of changes of the rate.
     """
 
     sender: int
@@ -181,12 +181,12 @@ class _Flow:
 
 
 def _epilogue_begins(ops: Sequence[PipelineOp]) -> int:
-    """The operations up to the last forward, after which nothing is left to hide messages of backwards."""
+    """Number of operations up to the last forward, after which nothing overlaps messages of backwards."""
     return max((place for place, op in enumerate(ops) if op.forward), default=-1) + 1
 
 
 class _Play:
-    """Events in the order of time.
+    """A simulation: events in the order of time.
 
     Flows that leave a rank at the same time share its way out, and those that arrive share its way in: the first
     message of two is not there earlier because it was sent earlier.
@@ -197,7 +197,7 @@ class _Play:
         self.ranks = [_Rank(ops, _epilogue_begins(ops)) for ops in schedules]
         self.last = len(pipeline.forward_s) - 1
         self.arrived: dict[Message, tuple[float, float]] = {}
-        """When, and how long each takes to decode."""
+        """Arrived messages: their time, and how long each takes to decode."""
         self.missed: dict[Message, int] = {}
         self.flows: dict[tuple[int, int], _Flow] = {}
         self.leaving: list[list[_Flow]] = [[] for _ in schedules]
@@ -206,7 +206,7 @@ class _Play:
         self._count = 0
 
     def run(self) -> None:
-        """Plays all operations.
+        """Runs all operations.
 
         Raises:
             RuntimeError: when the schedule waits for a message that is never sent.
@@ -224,7 +224,7 @@ class _Play:
         heapq.heappush(self.events, (time, self._count, event, arguments))
 
     def _queue(self, number: int) -> None:
-        """Lets a rank's next operation wait for its turn, or for its message."""
+        """Schedules a rank's next operation, or lets it wait for its message."""
         rank = self.ranks[number]
         if rank.next == len(rank.ops):
             return
@@ -275,7 +275,7 @@ class _Play:
             self._share(number, to, time)
 
     def _share(self, sender: int, receiver: int, time: float) -> None:
-        """Divides the ends of a link that one flow more, or one less, goes through."""
+        """Shares the ends of a link anew, after a flow through it began or ended."""
         leaving, arriving = self.leaving[sender], self.arriving[receiver]
         both = [*leaving, *(flow for flow in arriving if flow.sender != sender)]
         for flow in both:
@@ -290,7 +290,7 @@ class _Play:
         self._at(flow.since + max(flow.left, 0.0) / flow.rate, self._end, flow, version)
 
     def _end(self, time: float, flow: _Flow, version: int) -> None:
-        """The first message of a flow is through, unless its rate has changed since."""
+        """Ends the first message of a flow, unless its rate has changed since."""
         if version != flow.version:
             return
         message, hop = flow.queue.popleft()

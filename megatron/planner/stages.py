@@ -1,4 +1,4 @@
-"""What lies on the pipeline ranks of a choice, and how long each part of their work takes."""
+"""The pieces on the pipeline ranks of a choice, and the times of their work."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from megatron.parallel.data.gradients import main_grad_dtype
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster, Wire
 from megatron.planner.costs import STEADY, CostBook, Wires
-from megatron.planner.dry_run import Talk
+from megatron.planner.dry_run import Collective
 from megatron.planner.pieces import PIECES
 from megatron.planner.simulate import Hop, Pipeline
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One pipeline rank's pieces.
+class StageCost:
+    """The costs of one pipeline rank besides its passes.
 
     Args:
         pieces: names and numbers of the pieces on it.
-        elements: parameters.
-        rounds: seconds of each round of its gradients' sum.
+        elements: number of parameters.
+        rounds: seconds of each round of its gradients' reduction.
         sent: bytes that a device sends for that.
         coding_s: seconds of coding for that.
         kept: bytes of the compressors' state.
@@ -39,11 +39,11 @@ class Stage:
 
 
 class Stages:
-    """Puts the pieces of choices together.
+    """The stages of choices, put together from pieces.
 
     Args:
-        config: resolved.
-        cluster: the devices and links.
+        config: resolved configuration.
+        cluster: the cluster.
         vocab_size: entries of the vocabulary.
     """
 
@@ -63,7 +63,7 @@ class Stages:
         return {"embedding": int(virtual == 0), "layer": layers, "head": int(virtual == last)}
 
     def passes(self, choice: Choice, wires: Wires) -> dict[str, tuple[float, float, float, float]]:
-        """Of each piece: seconds of forward and backward, and of these, tensor-parallel waiting and coding."""
+        """Seconds of each piece's forward and backward; of these, exposed tensor-parallel collectives, and coding."""
         found = {}
         for name in PIECES:
             piece = self.book.piece(choice, name)
@@ -72,13 +72,15 @@ class Stages:
                 part = f"{name} {'backward' if way else 'forward'}"
                 computed = tally.seconds * self.cluster.correction(part)
                 coding = tally.coding_s * self.book.coding(choice, Point.TP_FWD, Point.TP_BWD)
-                talked = talk_seconds(tally.talks, wires.tp, choice.tp) * self.cluster.correction("tensor parallel")
+                tp_s = collective_seconds(tally.collectives, wires.tp, choice.tp) * self.cluster.correction(
+                    "tensor parallel"
+                )
                 hidden = 0.0
                 if way and self.config.parallel.async_tensor_model_parallel_allreduce:
                     # One of the two sums (or gathers) of a region goes on while its products are computed.
-                    hidden = min(talked / 2, computed / 2)
-                row[way] = computed + coding + talked - hidden
-                row[2] += talked - hidden
+                    hidden = min(tp_s / 2, computed / 2)
+                row[way] = computed + coding + tp_s - hidden
+                row[2] += tp_s - hidden
                 row[3] += coding
             found[name] = (row[0], row[1], row[2], row[3])
         return found
@@ -137,46 +139,46 @@ class Stages:
         tied = self.book.piece(choice, "embedding").tied_shape
         return found - (math.prod(tied) if tied and choice.pp == 1 else 0)
 
-    def partial_sum(self, choice: Choice, rank: int) -> Talk:
-        """What tensor-parallel ranks sum once a step, of parameters that each uses for its part of the sequence."""
+    def partial_reduction(self, choice: Choice, rank: int) -> Collective:
+        """The all-reduce over tensor-parallel ranks, once a step, of gradients that are partial along the sequence."""
         contents = self.contents(choice, rank).items()
         elements = sum(n * self.book.piece(choice, name).partial for name, n in contents)
-        return Talk("all-reduce", float(elements * self.grad_bytes))
+        return Collective("all-reduce", float(elements * self.grad_bytes))
 
     def tied_elements(self, choice: Choice) -> int:
-        """Of the tied embedding, what one holder sums with the others: all, or a replica's share."""
+        """Elements of the tied embedding that one holder reduces with the others: all, or a replica's share."""
         elements = math.prod(self.book.piece(choice, "embedding").tied_shape)
         return -(-elements // choice.dp) if choice.sharded and not self.book.fused(choice) else elements
 
-    def stage(self, choice: Choice, rank: int, wires: Wires) -> Stage:
-        """The parameters of a pipeline rank, and the sum of their gradients."""
+    def stage(self, choice: Choice, rank: int, wires: Wires) -> StageCost:
+        """The costs of a pipeline rank's parameters and of the reduction of their gradients."""
         counts = self.contents(choice, rank)
         rounds: list[float] = []
         sent = coding = kept = 0.0
         if choice.dp > 1:
             parts = [(n, self.book.reduction(choice, name, rank)) for name, n in counts.items() if n]
             for number in range(max(len(part.rounds) for _, part in parts)):
-                talks: dict[str, float] = {}
+                nbytes_of: dict[str, float] = {}
                 for n, part in parts:
-                    for talk in part.rounds[number] if number < len(part.rounds) else ():
-                        talks[talk.kind] = talks.get(talk.kind, 0.0) + n * talk.nbytes
-                merged = [Talk(kind, nbytes) for kind, nbytes in talks.items()]
-                rounds.append(talk_seconds(merged, wires.dp, choice.dp))
+                    for collective in part.rounds[number] if number < len(part.rounds) else ():
+                        nbytes_of[collective.kind] = nbytes_of.get(collective.kind, 0.0) + n * collective.nbytes
+                merged = [Collective(kind, nbytes) for kind, nbytes in nbytes_of.items()]
+                rounds.append(collective_seconds(merged, wires.dp, choice.dp))
                 sent += sent_bytes(merged, choice.dp)
             coding = sum(n * part.coding_s for n, part in parts) * self.book.coding(choice, Point.DP_GRAD)
             kept = sum(n * part.state_bytes for n, part in parts)
-        return Stage(counts, self.elements(choice, rank), rounds, sent, coding, kept)
+        return StageCost(counts, self.elements(choice, rank), rounds, sent, coding, kept)
 
 
-def talk_seconds(talks: Sequence[Talk], wire: Wire, size: int) -> float:
-    """Of collectives one after the other."""
-    return sum(wire.collective(talk.kind, talk.nbytes, size) for talk in talks)
+def collective_seconds(collectives: Sequence[Collective], wire: Wire, size: int) -> float:
+    """The time of collectives one after the other."""
+    return sum(wire.collective(collective.kind, collective.nbytes, size) for collective in collectives)
 
 
-def sent_bytes(talks: Sequence[Talk], size: int) -> float:
-    """What each rank sends for collectives."""
+def sent_bytes(collectives: Sequence[Collective], size: int) -> float:
+    """Bytes that each rank sends for collectives."""
     if size == 1:
         return 0.0
     share = (size - 1) / size
     factors = {"all-reduce": 2 * share, "broadcast": 1 / size}
-    return sum(factors.get(talk.kind, share) * talk.nbytes for talk in talks)
+    return sum(factors.get(collective.kind, share) * collective.nbytes for collective in collectives)

@@ -1,4 +1,4 @@
-"""What every tokenizer can do, and what it is built from."""
+"""The interface of tokenizers, and the flags that they are built from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.base.errors import UserError
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Text to ids and back. No method adds or strips special tokens, truncates or pads."""
+    """A tokenizer: text to ids and back. No method adds or strips special tokens, truncates or pads."""
 
     @property
     def name(self) -> str:
@@ -19,7 +19,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below it. Padding for tensor parallelism is the model's affair."""
+        """Upper bound of the ids. Padding for tensor parallelism is left to the model."""
 
     @property
     def eod(self) -> int:
@@ -33,7 +33,7 @@ class Tokenizer(Protocol):
         """The ids of a text."""
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of several texts: the same as one by one, and faster."""
+        """The ids of several texts: the same as one by one, but faster."""
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of ids."""
@@ -44,34 +44,34 @@ class TokenizerFlags(Protocol):
 
     @property
     def tokenizer_type(self) -> str | None:
-        """Name of the type."""
+        """Name of the tokenizer's type."""
 
     @property
     def vocab_file(self) -> str | None:
-        """vocab.json, or a WordPiece vocab.txt."""
+        """Path of vocab.json, or of a WordPiece vocab.txt."""
 
     @property
     def merge_file(self) -> str | None:
-        """BPE merges.txt."""
+        """Path of BPE's merges.txt."""
 
     @property
     def tokenizer_model(self) -> str | None:
-        """SentencePiece model, or a Hugging Face folder."""
+        """Path of a SentencePiece model, or of a Hugging Face folder."""
 
     @property
     def vocab_size(self) -> int | None:
-        """Entries of the model; for the NullTokenizer, ids in the text."""
+        """Number of entries of the model; for the NullTokenizer, of ids in the text."""
 
     @property
     def vocab_extra_ids(self) -> int:
-        """Extra ids at the end of the vocabulary."""
+        """Number of extra ids at the end of the vocabulary."""
 
 
 def required_path(value: str | None, flag: str, tokenizer: str, *, folder: bool = False) -> Path:
-    """The path of a flag, checked.
+    """Checks the path of a flag.
 
     Raises:
-        UserError: not given, or no such file (folder).
+        UserError: when it is not given, or there is no such file (folder).
     """
     if not value:
         raise UserError(f"--tokenizer-type {tokenizer} needs --{flag}")

@@ -1,4 +1,4 @@
-"""From the tokenizer flags to a tokenizer."""
+"""Builds a tokenizer from its flags."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ TOKENIZER_TYPES = tuple(_BUILDERS)
 
 
 def build_tokenizer(flags: TokenizerFlags) -> Tokenizer:
-    """The tokenizer that the flags name.
+    """Builds the tokenizer that the flags name.
 
     Raises:
-        UserError: an unknown type, a missing flag or file, or a file of another kind.
+        UserError: when the type is unknown, a flag or file is missing, or a file is of another kind.
     """
     name = flags.tokenizer_type
     if not name:

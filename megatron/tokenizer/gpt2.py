@@ -1,4 +1,4 @@
-"""Byte-level BPE as GPT-2 does it."""
+"""GPT-2's byte-level BPE."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron.base.errors import UserError
 END_OF_TEXT = "<|endoftext|>"
 
 # GPT-2 cuts a text into words before merging bytes: contractions, letters, digits and other signs, each with
-# one space before it, and white space. These are its rules for ASCII, where the classes of Python's `re` and
-# of the `tokenizers` library cannot differ by their Unicode versions.
+# one space before it, and white space. These are its rules for ASCII, where the classes of Python's ``re`` and
+# of the ``tokenizers`` library cannot differ by their Unicode versions.
 _SPACE = r" \t\n\r\x0b\x0c"
 _WORD = re.compile(
     rf"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+| ?[0-9]+| ?[^{_SPACE}A-Za-z0-9]+"
@@ -34,7 +34,7 @@ _CACHE_WORDS = 1 << 20
 
 
 class _WordIds(dict[str, tuple[int, ...]]):
-    """Ids of the words seen so far; an unknown word is asked for and kept."""
+    """A cache of the ids of words; an unknown word is tokenized and kept."""
 
     def __init__(self, encoder: Any) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class _WordIds(dict[str, tuple[int, ...]]):
 
 
 class GPT2BPETokenizer:
-    """GPT-2's vocabulary files, through the `tokenizers` library.
+    """GPT-2's vocabulary files, through the ``tokenizers`` library.
 
     The ids are those of Hugging Face's GPT2TokenizerFast, but for one deliberate difference, which is
     Megatron's: "<|endoftext|>" inside a text is text, so a document cannot end itself.
@@ -62,11 +62,11 @@ class GPT2BPETokenizer:
     stretches of a text that are not ASCII. Texts with many of those go to the library as they are.
 
     Args:
-        vocab_file: vocab.json.
-        merge_file: merges.txt.
+        vocab_file: path of vocab.json.
+        merge_file: path of merges.txt.
 
     Raises:
-        UserError: files that the library cannot read, or a vocabulary without "<|endoftext|>".
+        UserError: when the library cannot read the files, or the vocabulary has no "<|endoftext|>".
     """
 
     name = "GPT2BPETokenizer"
@@ -123,7 +123,7 @@ class GPT2BPETokenizer:
 
 
 def _last_cut(text: str, place: int, low: int) -> int:
-    """The last place in [low, place] where the text may be cut; `low` when there is none."""
+    """The last position in [low, place] where the text may be split; ``low`` when there is none."""
     while place > low:
         if text[place] in _SPACES and "!" <= text[place - 1] <= "~":
             return place

@@ -13,16 +13,16 @@ _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
 class HFTokenizer:
-    """The tokenizer.json of a folder through the `tokenizers` library, else the folder through
-    `transformers`.
+    """The tokenizer.json of a folder through the ``tokenizers`` library, else the folder through
+    ``transformers``.
 
     Nothing is downloaded and no code from the folder is run. The end of a document is the folder's eos_token.
 
     Args:
-        folder: as `save_pretrained` writes it.
+        folder: a folder, as ``save_pretrained`` writes it.
 
     Raises:
-        UserError: no tokenizer in the folder, or none whose end token is known.
+        UserError: when the folder has no tokenizer, or its end token is unknown.
     """
 
     name = "HFTokenizer"
@@ -88,7 +88,7 @@ def _load_slow(folder: Path) -> Any:
 
 
 def _special_names(folder: Path) -> dict[str, str]:
-    """eos_token, bos_token ... of the folder; a token may be a string or an object with a `content`."""
+    """Special tokens of the folder (eos_token, bos_token ...); each may be a string or an object with ``content``."""
     names: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
         try:

@@ -11,7 +11,7 @@ class NullTokenizer:
     """Ids written as decimal numbers with spaces between them. The end of a document is one more id.
 
     Args:
-        vocab_size: ids in the text are below it; the vocabulary has one more, the end of a document.
+        vocab_size: upper bound of ids in the text; the vocabulary has one more, the end of a document.
     """
 
     name = "NullTokenizer"
@@ -22,7 +22,11 @@ class NullTokenizer:
         self.vocab_size = vocab_size + 1
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of a text. Raises UserError for anything that is no id."""
+        """The ids of a text.
+
+        Raises:
+            UserError: when a word is not an id.
+        """
         try:
             ids = [int(word) for word in text.split()]
         except ValueError:

@@ -16,14 +16,14 @@ class SentencePieceTokenizer:
 
     The end of a document is the piece <EOD> (or <eod>, <|endoftext|>) where the model has one, else its
     end-of-sequence piece; a model with neither gets one more id at the end of the vocabulary, and then come
-    `extra_ids` more.
+    ``extra_ids`` more.
 
     Args:
-        model_file: the .model file.
-        extra_ids: sentinel ids at the end.
+        model_file: path of the .model file.
+        extra_ids: number of sentinel ids at the end.
 
     Raises:
-        UserError: a file that is no SentencePiece model.
+        UserError: when the file is no SentencePiece model.
     """
 
     name = "SentencePieceTokenizer"

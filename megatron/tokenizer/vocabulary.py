@@ -1,4 +1,4 @@
-"""How many entries a model has for a tokenizer."""
+"""The number of a model's entries for a tokenizer."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def model_entries(flags: TokenizerFlags, tokenizer: Tokenizer) -> int:
 
 
 def fitted(flags: TokenizerConfig, entries: int) -> TokenizerConfig:
-    """The same with the --vocab-size of a model of so many entries."""
+    """The flags with the --vocab-size of a model of so many entries."""
     null = flags.tokenizer_type == "NullTokenizer"
     return dataclasses.replace(flags, vocab_size=entries - 1 if null else entries)

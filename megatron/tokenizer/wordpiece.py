@@ -11,19 +11,19 @@ _LONGEST_WORD = 200
 
 
 class BertWordPieceTokenizer:
-    """BERT's vocab.txt, through the `tokenizers` library.
+    """BERT's vocab.txt, through the ``tokenizers`` library.
 
     [BOS] and [EOS] take two more ids at the end of the vocabulary where it does not have them, as in
-    Megatron; then come `extra_ids` more. [EOS] is the end of a document. Special names inside a text are
+    Megatron; then come ``extra_ids`` more. [EOS] is the end of a document. Special names inside a text are
     text.
 
     Args:
-        vocab_file: one token in each line.
-        lower_case: lower the text and drop its accents first.
-        extra_ids: sentinel ids at the end.
+        vocab_file: path of a file with one token in each line.
+        lower_case: whether to lower the text and drop its accents first.
+        extra_ids: number of sentinel ids at the end.
 
     Raises:
-        UserError: a file that cannot be read, or lacks a token that BERT needs.
+        UserError: when the file cannot be read, or lacks a token that BERT needs.
     """
 
     def __init__(self, vocab_file: Path, lower_case: bool, extra_ids: int = 0) -> None:

@@ -1,1 +1,1 @@
-"""Who talks to whom: ranks, groups, devices, launch and teardown."""
+"""Ranks, groups, devices, launch and teardown."""

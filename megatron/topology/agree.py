@@ -1,4 +1,4 @@
-"""Small collectives by which ranks fail together instead of waiting for one that has gone.
+"""Small collectives by which ranks agree on failures, so that none waits for a rank that has failed.
 
 Everything works without a process group: ``group=None`` means that this process is alone. Groups are gloo.
 """
@@ -23,7 +23,7 @@ def rank_of(group: dist.ProcessGroup | None) -> int:
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:
-    """The number of ranks in the group."""
+    """Number of ranks in the group."""
     return 1 if group is None else dist.get_world_size(group)
 
 
@@ -40,7 +40,7 @@ def communicating(what: str, call: Callable[[], T]) -> T:
 
 
 def any_rank(group: dist.ProcessGroup | None, flag: bool) -> bool:
-    """True on every rank when ``flag`` is true on one."""
+    """Whether ``flag`` is true on any rank; the same on every rank."""
     if group is None:
         return flag
     value = torch.tensor([int(flag)])
@@ -49,7 +49,7 @@ def any_rank(group: dist.ProcessGroup | None, flag: bool) -> bool:
 
 
 def gather_texts(group: dist.ProcessGroup | None, text: str) -> list[str]:
-    """Every rank's text, by rank. Lengths may differ."""
+    """All-gathers texts, which may differ in length; in the order of ranks."""
     if group is None:
         return [text]
     data = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
@@ -72,7 +72,7 @@ def first_problem(group: dist.ProcessGroup | None, problem: str | None) -> str |
 
 
 def raise_together(group: dist.ProcessGroup | None, problem: str | None) -> None:
-    """Returns when no rank has a problem.
+    """Raises on every rank when one has a problem.
 
     Raises:
         UserError: on every rank, with the same text, when one has.
@@ -83,7 +83,7 @@ def raise_together(group: dist.ProcessGroup | None, problem: str | None) -> None
 
 
 def together(group: dist.ProcessGroup | None, build: Callable[[], T]) -> T:
-    """Runs something on every rank that may fail on some, and lets all fail alike.
+    """Runs something on every rank, and fails on all of them when it fails on one.
 
     Raises:
         UserError: on every rank when one raised it.

@@ -1,4 +1,4 @@
-"""The clock that meters read: the host's, or events on the stream of a CUDA device.
+"""Clocks for meters: the host's, or events on the stream of a CUDA device.
 
 A call that starts work on a device returns before the work is done, and waiting for NCCL makes the stream wait, not
 the host. So on CUDA a mark is an event, which the stream passes when all that was started before is done. No meter
@@ -15,30 +15,30 @@ from typing import Any, Protocol
 import torch
 
 Mark = Any
-"""A moment, of the clock that made it."""
+"""A moment, as marked by a clock."""
 
 Tell = Callable[[float], object]
-"""Takes the seconds of an interval."""
+"""A callback that takes the seconds of an interval."""
 
 
 class Event(Protocol):
-    """What ``DeviceClock`` needs of torch.cuda.Event."""
+    """The interface of torch.cuda.Event that ``DeviceClock`` uses."""
 
     def record(self) -> None:
-        """The current stream will pass it."""
+        """Records the event on the current stream."""
 
     def query(self) -> bool:
         """Whether the stream has passed it."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this event to a later one; both have been passed."""
+        """Milliseconds from this event to a later one; the stream has passed both."""
 
 
 class Clock(Protocol):
-    """Marks moments and tells the time between them, now or later."""
+    """A clock that marks moments and tells the time between them, now or later."""
 
     def mark(self) -> Mark:
-        """This moment: of the host, or of the device's work when it gets here."""
+        """Marks this moment: of the host, or of the device's work launched so far."""
 
     def between(self, start: Mark, stop: Mark, tell: Tell) -> None:
         """Calls ``tell`` with the seconds from one mark to the other, as soon as ``read`` knows them."""
@@ -46,18 +46,18 @@ class Clock(Protocol):
     def read(self) -> None:
         """Tells the intervals that are known by now, without waiting."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits for the device, and tells all intervals."""
 
     def anchor(self) -> None:
-        """Waits for the device, and notes how its time and the host's belong together."""
+        """Waits for the device, and aligns its time with the host's."""
 
     def place(self, mark: Mark) -> float:
-        """A mark on the host's clock (``time.perf_counter``), after ``anchor`` and ``settle``."""
+        """Time of a mark on the host's clock (``time.perf_counter``), after ``anchor`` and ``synchronize``."""
 
 
 class HostClock:
-    """The host's: what a call took is known when it has returned.
+    """A clock of the host: the duration of a call is known when it has returned.
 
     Args:
         now: seconds of a monotonic clock.
@@ -75,7 +75,7 @@ class HostClock:
     def read(self) -> None:
         pass
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         pass
 
     def anchor(self) -> None:
@@ -86,7 +86,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Events on the current stream of the calling thread.
+    """A clock of a CUDA device: events on the current stream of the calling thread.
 
     Args:
         event: makes one that takes the time.
@@ -121,7 +121,7 @@ class DeviceClock:
             start, stop, tell = self._unread.popleft()
             tell(start.elapsed_time(stop) / 1e3)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self._synchronize()
         self.read()
 

@@ -1,4 +1,4 @@
-"""Failures of the network or of a peer, and the words in which they are told."""
+"""Failures of the network or of a peer, and their messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class CommunicationError(RuntimeError):
-    """A collective or a message failed. The message is one line naming the operation and the ranks in it."""
+    """Raised when a collective or a message failed. The message is one line naming the operation and its ranks."""
 
 
 _NCCL = re.compile(r"NCCL error(?: in)?: (?:\S+:\d+, )?(?P<what>[^\n]*?)(?:, NCCL version [\d.]+)?(?:\n|$)")
@@ -16,7 +16,7 @@ _NCCL_TIMEOUT = re.compile(r"OpType=(?P<what>\w+),.*?Timeout\(ms\)=(?P<limit>\d+
 
 
 def reason(error: BaseException) -> str:
-    """Why a collective or a message failed, in one line: the end of what NCCL says, or the first line of others."""
+    """The reason of a failed collective or message, in one line: the end of NCCL's text, or another's first line."""
     text = str(error)
     timeout, failure, last = _NCCL_TIMEOUT.search(text), _NCCL.search(text), _NCCL_LAST.search(text)
     if timeout:
@@ -32,7 +32,7 @@ def first_line(error: BaseException) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Names some ranks: "rank 3", "ranks 1, 2 and 4 more"."""
+    """Names ranks: "rank 3", "ranks 1, 2 and 4 more"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:4]))

@@ -1,4 +1,4 @@
-"""A process group with counted collectives.
+"""Process groups whose collectives count their bytes.
 
 Every call returns a ``Pending`` that knows the bytes which this rank puts on the wire, so that the ledger can
 never disagree with what was sent. A group of one rank communicates nothing and needs no process group.
@@ -27,11 +27,11 @@ _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatte
 
 
 NOTHING = "nothing"
-"""What a group of one rank communicates."""
+"""Name of the operation in a group of one rank."""
 
 
 class Work(Protocol):
-    """What ``Pending`` waits for: torch's handle, or steps in a thread."""
+    """A handle that ``Pending`` waits for: torch's, or that of steps in a thread."""
 
     def wait(self) -> object:
         """Returns when it is done; raises RuntimeError when it failed."""
@@ -41,15 +41,15 @@ class Work(Protocol):
 
 
 _STEPWISE_BYTES = 1 << 20
-"""What a rank must have to send for an exchange that is worth several steps."""
+"""Least bytes per rank at which an exchange goes in several steps."""
 
 
 class _Steps:
-    """Exchanges that a thread carries out one partner at a time, in the order in which they are asked for.
+    """A thread that carries out exchanges with one partner at a time, in the order of the requests.
 
-    gloo's own send to all partners at once, and before the receives are posted. So flows compete for every link, which
-    costs a third of a slow one's rate, and two ranks send one after the other; one partner at a time, both ways,
-    reaches the link's rate.
+    gloo's own all-to-all sends to all partners at once, and before the receives are posted. So flows compete for every
+    link, which costs a third of a slow one's rate, and two ranks send one after the other; one partner at a time, in
+    both directions, reaches the link's rate.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class _Steps:
 
 @dataclass(frozen=True)
 class _InThread:
-    """Steps on their way."""
+    """The handle of steps in the thread."""
 
     done: Future[None]
 
@@ -89,7 +89,7 @@ class _InThread:
 
 @dataclass
 class Pending:
-    """A communication under way.
+    """A pending collective or message.
 
     Args:
         work: torch's handle; None when there is nothing to wait for.
@@ -97,7 +97,7 @@ class Pending:
         what: the operation and its group, for error messages.
         finish: local work that completes the operation, run by ``wait``.
         started: ``time.perf_counter()`` at its start.
-        marks: ``settle`` will be called, and the operation runs on a CUDA device.
+        marks: ``synchronize`` will be called, and the operation runs on a CUDA device.
     """
 
     work: Work | None
@@ -110,7 +110,7 @@ class Pending:
 
     @property
     def kind(self) -> str:
-        """The operation alone: all-reduce, send, ..."""
+        """Name of the operation: all-reduce, send, ..."""
         return self.what.split(" ", 1)[0]
 
     def wait(self) -> None:
@@ -132,10 +132,10 @@ class Pending:
 
     @property
     def waited(self) -> bool:
-        """Whether ``wait`` has been called, or had nothing to wait for."""
+        """Whether ``wait`` has been called, or there was nothing to wait for."""
         return self.work is None
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Returns when an operation that was waited for is no longer on the device.
 
         Raises:
@@ -155,23 +155,23 @@ class Pending:
             raise CommunicationError(f"{self.what} failed: {reason(error)}") from error
 
     def done(self) -> bool:
-        """True when ``wait`` would not block."""
+        """Whether ``wait`` would not block."""
         return self.work is None or self.work.is_completed()
 
 
 def num_bytes(x: Tensor) -> int:
-    """Bytes of a tensor's elements."""
+    """Size of a tensor's elements in bytes."""
     return x.numel() * x.element_size()
 
 
 class Group:
-    """Ranks that communicate.
+    """A group of ranks that communicate.
 
     Args:
         pg: torch's process group; None for a single rank.
         ranks: global ranks in group order.
         rank: this process's position in ``ranks``.
-        name: for messages and the ledger.
+        name: name in messages and the ledger.
         backend: "gloo", "nccl" or "none".
     """
 
@@ -208,14 +208,14 @@ class Group:
             raise CommunicationError(f"{label} failed: {reason(error)}") from error
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
-        """Reduces ``x`` over the group, in place. A ring sends 2 (n-1)/n of the bytes."""
+        """All-reduces ``x``, in place. A ring sends 2 (n-1)/n of its bytes."""
         if self.size == 1:
             return Pending(None, 0, NOTHING)
         sent = 2 * (self.size - 1) * num_bytes(x) // self.size
         return self.start("all-reduce", sent, lambda: dist.all_reduce(x, op=op, group=self.pg, async_op=True))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:
-        """Concatenates the ranks' ``x`` along dimension 0 into ``out``; both contiguous. Sends (n-1) of ``x``."""
+        """All-gathers the ranks' ``x`` along dimension 0 into ``out``; both contiguous. Sends (n-1) times ``x``."""
         if self.size == 1:
             if out.data_ptr() != x.data_ptr():
                 out.copy_(x)
@@ -256,7 +256,7 @@ class Group:
         return self.start(what, sent, lambda: self._stepwise(to, source))
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
-        """Sums ``x`` over the group; rank r gets the r-th equal part of dimension 0 in ``out``.
+        """Reduce-scatters ``x``: rank r gets the sum of the r-th equal parts of dimension 0 in ``out``.
 
         gloo's own reduce-scatter moves an all-reduce's bytes; there an all-to-all and a local sum, which really
         sends (n-1)/n of the bytes, takes its place. ``out`` may alias this rank's part of ``x``.
@@ -283,7 +283,7 @@ class Group:
         return pending
 
     def exchange(self, out: Tensor, x: Tensor) -> Pending:
-        """Sends row i of ``x`` (n rows, contiguous) to rank i; row i of ``out`` is what rank i sent here."""
+        """All-to-all: sends row i of ``x`` (n rows, contiguous) to rank i; row i of ``out`` comes from rank i."""
         if self.size == 1:
             out.copy_(x)
             return Pending(None, 0, NOTHING)
@@ -298,7 +298,7 @@ class Group:
         return torch.empty_like(x)
 
     def broadcast(self, x: Tensor, src: int = 0) -> Pending:
-        """Overwrites ``x`` by group rank ``src``'s."""
+        """Broadcasts ``x`` from group rank ``src``, in place."""
         if self.size == 1:
             return Pending(None, 0, NOTHING)
         sent = num_bytes(x) if self.rank == src else 0
@@ -332,15 +332,15 @@ class Group:
         self.all_reduce(torch.zeros(1, device=device)).wait()
 
 
-class Link(Group):
-    """Point-to-point messages of a pipeline: those to a higher and those to a lower rank have a process group each.
+class PipelineGroup(Group):
+    """A group for the pipeline's messages, with one process group for higher and one for lower ranks.
 
     On NCCL a pair of ranks runs its messages over one process group strictly in the order issued. With two stages
     and virtual ones the same pair carries messages both ways, and a receive that was posted ahead would hold up the
     very message that the peer needs before it can answer.
 
     Args:
-        upwards, downwards: groups of the same ranks over different process groups.
+        upwards, downwards: groups of the same ranks, with different process groups.
     """
 
     def __init__(self, upwards: Group, downwards: Group) -> None:

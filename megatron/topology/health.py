@@ -1,14 +1,14 @@
-"""Finds out which peer has died, hung or lost its network.
+"""Detects peers that have died, hung or lost their network.
 
 A dead process cannot say so, and a collective that fails names a socket, not a rank. So every rank gives its neighbors
-(``megatron/topology/mesh.py``) a sign of life each second. The first to miss one, or to see its connection end, tells
+(``megatron/topology/mesh.py``) a heartbeat each second. The first to miss one, or to see its connection end, tells
 the others who is gone, and a rank that fails tells why. No rank is needed for this: rank 0, the store that it keeps and
 the launcher may be what is gone. ``explain`` says what was heard when a collective breaks; a rank whose main thread is
 stuck in one ends by itself.
 
-The signs come from a thread of their own, so a rank may compute, compile, wait for a disk or stand in pdb as long as it
-likes. What stops the whole process for longer than the limit (SIGSTOP, a debugger attached from outside, C code that
-keeps the interpreter's lock) counts as gone.
+Heartbeats come from a thread of their own, so a rank may compute, compile, wait for a disk or stand in pdb as long
+as it likes. What stops the whole process for longer than the limit (SIGSTOP, a debugger attached from outside, C code
+that keeps the interpreter's lock) counts as gone.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from megatron.topology.mesh import LONGEST_LINE, Mesh, Peer
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 20.0
-"""A neighbor that gives no sign of life for this long is taken for dead."""
+"""A neighbor without a heartbeat for this long is gone."""
 EXPLAIN_SECONDS = 6.0
-"""How long ``explain`` listens for what may have broken a collective."""
+"""Time for which ``explain`` listens for what may have broken a collective."""
 GRACE_SECONDS = 5.0
-"""What the main thread has to end by itself, with what it knows, once it is known who is gone."""
+"""Time in which the main thread may end by itself, once it is known who is gone."""
 FAILING_SECONDS = 30.0
-"""What a main thread that is ending already has."""
+"""The same for a main thread that is ending already."""
 
 _DONE = "done"
 _NEWS = "news "
 
 
 class Watch:
-    """Sends this rank's signs of life, and watches those of its neighbors.
+    """The watch over peers: sends this rank's heartbeats, and checks those of its neighbors.
 
     Args:
         rank, world_size: this rank's number and how many there are.
-        silent_seconds: how long a neighbor may give no sign of life.
-        exit_status: of a rank that ends itself because a peer or the launcher is gone.
-        grace_seconds: what the main thread has to end by itself once it is known who is gone. On CUDA it may wait for
-            the device, and cannot; NCCL then ends the process in its own way.
+        silent_seconds: longest time without a heartbeat of a neighbor.
+        exit_status: exit status of a rank that ends itself because a peer or the launcher is gone.
+        grace_seconds: time in which the main thread may end by itself once it is known who is gone. On CUDA it may wait
+            for the device, and cannot; NCCL then ends the process in its own way.
         launcher: the process id of the launcher that this process must not outlive, if any.
         leave: ends this process.
     """
@@ -88,11 +88,11 @@ class Watch:
         self._done: set[int] = set()
 
     def start(self, store: dist.Store | None = None, master: str = "localhost", local: bool = False) -> None:
-        """Connects to the neighbors and begins to send signs of life.
+        """Connects to the neighbors and starts to send heartbeats.
 
         Args:
             store: where the ranks find each other; used here only, and not at all by a rank that is alone.
-            master, local: see ``Mesh``.
+            master, local: the arguments of ``Mesh``.
 
         Raises:
             RuntimeError, OSError: when the store fails, or this machine has no address.
@@ -101,7 +101,7 @@ class Watch:
             assert store is not None
             self._mesh = Mesh(self.rank, self.world_size, master, socket.gethostname(), local)
             for problem in self._mesh.connect(store):
-                self._say(f"note: rank {self.rank}: {problem}; if it dies, other ranks must notice it")
+                self._print(f"note: rank {self.rank}: {problem}; if it dies, other ranks must notice it")
         self._thread.start()
 
     def stop(self) -> None:
@@ -115,11 +115,11 @@ class Watch:
             self._mesh.close()
 
     def report(self, reason: str) -> None:
-        """Tells the others why this rank fails, unless they know of an earlier reason."""
+        """Tells the others why this rank fails, unless they know an earlier reason."""
         self._conclude(f"rank {self.rank} failed: {(reason.splitlines() or [''])[0]}", FAILING_SECONDS)
 
     def explain(self) -> str | None:
-        """Which peer broke a collective, in words; None when every peer still answers.
+        """Names the peer that broke a collective; None when every peer still answers.
 
         Takes up to ``EXPLAIN_SECONDS``, and a little longer where the suspicion is another rank's.
         """
@@ -136,10 +136,10 @@ class Watch:
         return self._verdict
 
     def _conclude(self, verdict: str, grace: float) -> None:
-        """Passes on who is gone; the first verdict that a rank hears of is the one that it keeps.
+        """Passes on a verdict; the first one that a rank hears of is the one that it keeps.
 
         Args:
-            verdict: in words.
+            verdict: what is known, in words.
             grace: seconds until this process is ended, if it does not end by itself.
         """
         with self._lock:
@@ -158,9 +158,9 @@ class Watch:
                 due = now + BEAT_SECONDS
                 self._on_beat()
             if now >= self._exit_at:
-                said = f"rank {self.rank}: {self._verdict}"
-                leave_reason(said)
-                self._say(said)
+                text = f"rank {self.rank}: {self._verdict}"
+                leave_reason(text)
+                self._print(text)
                 self._leave(self.exit_status)
                 return
             if self._mesh is None:
@@ -183,7 +183,7 @@ class Watch:
                 self._conclude(self._name(self._silent(self._silent_beats - 2)), 0.0)
 
     def _take_in(self) -> list[str]:
-        """Reads what the neighbors have said; the verdicts that follow from it."""
+        """Reads the neighbors' messages; returns the verdicts that follow."""
         assert self._mesh is not None
         verdicts = []
         with self._lock:
@@ -200,7 +200,7 @@ class Watch:
         return verdicts
 
     def _silent(self, beats: int) -> list[Peer]:
-        """Neighbors that gave no sign of life for that many of this rank's own beats."""
+        """Neighbors without a heartbeat for that many of this rank's own beats."""
         if self._mesh is None:
             return []
         return [
@@ -217,7 +217,7 @@ class Watch:
         seconds = max(self._beat - self._heard[peer.rank] for peer in silent) * BEAT_SECONDS
         return f"{who} stopped answering: no sign of life for {seconds:.0f} s (hung, or the machine or network is gone)"
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         def write() -> None:
             with suppress(OSError, ValueError):  # whoever read it has gone
                 sys.stderr.write(f"{text}\n")

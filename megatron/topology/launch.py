@@ -1,4 +1,4 @@
-"""From the launcher's environment to a process group, and back."""
+"""Joins the process group, from the launcher's environment, and leaves it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.topology.errors import CommunicationError, first_line
 
 _NUMBER = re.compile(r"\s*-?[0-9]{1,18}\s*", re.ASCII)
 _MOST_LOCAL = 1 << 16
-"""A bound on the processes of a machine."""
+"""Upper bound of the processes of a machine."""
 _T = TypeVar("_T")
 _SPARE_SECONDS = 2.0
 """Added to the limit, since torch's own time-out says more and should come first."""
@@ -31,7 +31,7 @@ _SPARE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """What the launcher (torchrun, srun, or none) told this process."""
+    """The environment that the launcher (torchrun, srun, or none) gave this process."""
 
     rank: int
     world_size: int
@@ -40,12 +40,12 @@ class LaunchEnvironment:
 
     @property
     def one_machine(self) -> bool:
-        """All ranks are known to be on this machine."""
+        """Whether all ranks are known to be on this machine."""
         return self.local_world_size == self.world_size
 
     @property
     def ranks_here(self) -> int:
-        """Ranks of this machine, as far as the launcher says."""
+        """Number of ranks on this machine, as far as the launcher says."""
         return min(max(self.local_world_size or 1, 1), self.world_size)
 
     def __post_init__(self) -> None:
@@ -94,7 +94,11 @@ def _number(*names: str) -> int | None:
 
 
 def _check_port() -> None:
-    """Raises UserError when MASTER_PORT is set to what is no port."""
+    """Checks MASTER_PORT.
+
+    Raises:
+        UserError: when it is set to something that is not a port.
+    """
     port = _number("MASTER_PORT")
     if port is not None and not 0 <= port < 1 << 16:
         raise UserError(f"the environment variable MASTER_PORT is {port}; ports are 0 to 65535")
@@ -163,15 +167,15 @@ def meet(env: LaunchEnvironment, timeout_minutes: float) -> dist.Store:
     except (RuntimeError, ValueError) as error:
         raise _cannot_join(env, error) from error
     except TimeoutError as error:
-        said = f"what listens there has not answered as a rendezvous does {error}"
-        raise _cannot_join(env, TimeoutError(f"{said}: another service, or a rank 0 that hangs?")) from error
+        found = f"what listens there has not answered as a rendezvous does {error}"
+        raise _cannot_join(env, TimeoutError(f"{found}: another service, or a rank 0 that hangs?")) from error
     # torchrun's store outlives the workers. After a restart the new ones would find what the old ones left there,
     # and wait for processes that are gone.
     return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _within(seconds: float, call: Callable[[], _T]) -> _T:
-    """What a call returns or raises; a TimeoutError when it takes longer, in a thread that is left behind."""
+    """Returns or raises what a call does; TimeoutError when it takes longer, in a thread that is left behind."""
     done: Future[_T] = Future()
 
     def run() -> None:
@@ -195,10 +199,10 @@ def init_process_group(
     """Joins torch's default process group.
 
     Args:
-        env: this process's place.
-        backend: of the group.
-        timeout_minutes: of the meeting, and of every collective afterwards.
-        store: what ``meet`` returned, where it has been called.
+        env: environment of this process.
+        backend: backend of the process group.
+        timeout_minutes: time-out of the rendezvous, and of every collective afterwards.
+        store: the store that ``meet`` returned, if it was called.
 
     Raises:
         CommunicationError: when the rendezvous fails.

@@ -2,10 +2,10 @@
 
     python tools/launch.py --nproc-per-node 4 pretrain_gpt.py ...
 
-All flags are torchrun's (`--help` lists them): --nnodes, --node-rank, --master-addr, --max-restarts ... The exit status
-is that of the rank that failed first: 1 for an error, 2 for bad input, 3 when a rank or machine is gone, 4 when every
-step was skipped, 128 plus the signal's number for a rank that was killed. LOGLEVEL=WARNING or INFO also shows
-torchrun's own messages.
+All flags are torchrun's (``--help`` lists them): --nnodes, --node-rank, --master-addr, --max-restarts ... The exit
+status is that of the rank that failed first: 1 for an error, 2 for bad input, 3 when a rank or machine is gone, 4
+when every step was skipped, 128 plus the signal's number for a rank that was killed. LOGLEVEL=WARNING or INFO also
+shows torchrun's own messages.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 NO_FILE = "<N/A>"
-"""What torch gives as the error file of a process that left none."""
+"""torch's name for the missing error file of a process."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; its exit status."""
+    """Runs the command; returns its exit status."""
     arguments = run.parse_args(sys.argv[1:] if argv is None else argv)
     wrong = _wrong(arguments)
     if wrong is not None:
-        _say(wrong)
+        _print_error(wrong)
         return 2
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)  # of this process alone
@@ -46,23 +46,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ChildFailedError as error:
         line = _explain(error)
         if line is not None:
-            _say(line)
+            _print_error(line)
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
-        _say(f"ended by {error.sigval.name}")
+        _print_error(f"ended by {error.sigval.name}")
         return 128 + error.sigval
     except KeyboardInterrupt:
-        _say("interrupted")
+        _print_error("interrupted")
         return 128 + signal.SIGINT
     except Exception as error:  # a rendezvous that fails, flags that contradict each other
-        _say(f"the ranks cannot be started: {_first_line(error)}")
+        _print_error(f"the ranks cannot be started: {_first_line(error)}")
         return 1
     return 0
 
 
 def _wrong(arguments: argparse.Namespace) -> str | None:
-    """What is wrong with flags that torch would fail over without a reason, or wait for ever; None when nothing is."""
+    """A problem of flags that torch would fail on without a reason, or hang on; None when there is none."""
     processes = f"--nproc-per-node {arguments.nproc_per_node}"
     try:
         if run.determine_local_world_size(arguments.nproc_per_node) < 1:
@@ -105,17 +105,17 @@ def stopped_and_asked_to_end(parent: int) -> list[int]:
 
 
 def _explain(error: ChildFailedError) -> str | None:
-    """Why the first rank failed; None when the last line on the screen says so already."""
+    """The reason why the first rank failed; None when the last line on the screen is that reason."""
     rank, failure = error.get_first_failure()
-    said = str(_left(failure).get("message", ""))
-    reason = said.removeprefix("error: ")
-    # What all ranks end with, one of them says as its last word, maybe naming the rank that it is about. Other news
-    # comes among that of other ranks.
+    message = str(_left(failure).get("message", ""))
+    reason = message.removeprefix("error: ")
+    # One rank prints the reason that all ranks end with as its last line, maybe with the name of the rank that it is
+    # about. Other lines are printed among those of other ranks.
     left = [_left(each) for each in error.failures.values()]
-    spoken = any(one.get("extraInfo", {}).get("printed") and reason in str(one.get("message", "")) for one in left)
-    if said.startswith("error: ") and spoken:
+    printed = any(one.get("extraInfo", {}).get("printed") and reason in str(one.get("message", "")) for one in left)
+    if message.startswith("error: ") and printed:
         return None
-    if said:
+    if message:
         return reason
     who = f"rank {rank} (process {failure.pid})"
     if failure.exitcode < 0:
@@ -125,7 +125,7 @@ def _explain(error: ChildFailedError) -> str | None:
 
 
 def _left(failure: ProcessFailure) -> dict[str, Any]:
-    """What a rank left in its error file."""
+    """Content of a rank's error file."""
     message: object = failure.message if failure.error_file != NO_FILE else None
     return message if isinstance(message, dict) else {}
 
@@ -134,5 +134,5 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     print(f"error: {text}", file=sys.stderr, flush=True)

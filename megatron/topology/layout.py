@@ -1,4 +1,4 @@
-"""Pure arithmetic of ranks: which rank holds which tensor-, data- and pipeline-parallel coordinate."""
+"""Arithmetic of ranks: which rank holds which tensor-, data- and pipeline-parallel coordinate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Coordinates:
-    """A rank's place in the mesh."""
+    """Coordinates of a rank in the mesh."""
 
     tp: int
     dp: int
@@ -37,7 +37,7 @@ class Layout:
 
     @property
     def num_virtual_stages(self) -> int:
-        """Stages that an activation passes, virtual ones counted."""
+        """Number of pipeline stages, virtual ones counted."""
         return self.pp * self.chunks
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -53,19 +53,19 @@ class Layout:
         return chunk * self.pp + pp
 
     def tp_groups(self) -> Iterator[tuple[int, ...]]:
-        """Ranks that share the layers of one stage."""
+        """Tensor-parallel groups: ranks that share the layers of one stage."""
         for pp in range(self.pp):
             for dp in range(self.dp):
                 yield tuple(self.rank_of(tp=t, dp=dp, pp=pp) for t in range(self.tp))
 
     def dp_groups(self) -> Iterator[tuple[int, ...]]:
-        """Ranks that hold equal parameters."""
+        """Data-parallel groups: ranks that hold equal parameters."""
         for pp in range(self.pp):
             for tp in range(self.tp):
                 yield tuple(self.rank_of(tp=tp, dp=d, pp=pp) for d in range(self.dp))
 
     def pp_groups(self) -> Iterator[tuple[int, ...]]:
-        """Ranks along one pipeline, first stage first."""
+        """Pipeline-parallel groups: ranks along one pipeline, first stage first."""
         for dp in range(self.dp):
             for tp in range(self.tp):
                 yield tuple(self.rank_of(tp=tp, dp=dp, pp=p) for p in range(self.pp))

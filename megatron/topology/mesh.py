@@ -1,4 +1,4 @@
-"""Lines of text between neighboring ranks, over TCP connections that need no master.
+"""A mesh of TCP connections over which neighboring ranks exchange lines of text, without a master.
 
 Each rank keeps connections to the ranks at distances 1, 2, 4, ... on a ring, both ways: 23 of them in a world of 4,096.
 What one rank tells its neighbors, and they tell theirs, reaches every rank in a few steps, whichever ranks are gone.
@@ -39,12 +39,12 @@ def neighbors(rank: int, world_size: int) -> list[int]:
 
 @dataclass
 class Peer:
-    """A neighbor and the connection to it.
+    """A neighbor and its connection.
 
     Attributes:
-        rank, host: of the neighbor.
+        rank, host: the neighbor's rank and machine.
         link: the connection.
-        lines: what it has said and nobody has read; an empty one is a sign of life.
+        lines: unread lines; an empty one is a heartbeat.
         closed: the connection has ended.
     """
 
@@ -58,7 +58,7 @@ class Peer:
 
     def tell(self, line: str) -> None:
         """Sends a line, now or, where the connection takes no more, with a later one."""
-        if line or not self._going:  # signs of life need not queue up
+        if line or not self._going:  # heartbeats need not queue up
             self._going += f"{line}\n".encode()
         if not self.closed:
             try:
@@ -66,10 +66,10 @@ class Peer:
             except BlockingIOError:
                 pass  # nobody reads there: a later line will try again
             except OSError:
-                self._going = b""  # it has ended; reading says so, after what came last
+                self._going = b""  # it has ended; reading finds that out, after the last lines
 
     def read(self) -> None:
-        """Takes in what has come, without waiting."""
+        """Reads without waiting."""
         try:
             data = self.link.recv(1 << 16)
         except BlockingIOError:
@@ -89,8 +89,8 @@ class Mesh:
     Args:
         rank, world_size: this rank's number and how many there are.
         master: the host name or address at which the ranks meet; it says which of this machine's addresses to use.
-        host: what to call this machine.
-        local: all ranks are on this machine.
+        host: this machine's name in messages.
+        local: whether all ranks are on this machine.
     """
 
     def __init__(self, rank: int, world_size: int, master: str, host: str, local: bool = False) -> None:
@@ -117,7 +117,7 @@ class Mesh:
         self._selector.register(self._woken, selectors.EVENT_READ)
 
     def connect(self, store: dist.Store) -> list[str]:
-        """Says in the store where this rank listens, and connects to its neighbors of lower rank; the others call.
+        """Publishes this rank's address in the store, and connects to its neighbors of lower rank; the others call.
 
         Returns:
             A line for each neighbor that cannot be reached.
@@ -153,7 +153,7 @@ class Mesh:
         return peer
 
     def wait(self, seconds: float) -> None:
-        """Reads what comes; returns when something has, or ``wake`` was called, or the time is over."""
+        """Reads until something has come, ``wake`` was called, or the time is over."""
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._listener:
                 self._accept()
@@ -168,7 +168,7 @@ class Mesh:
                 self._introduce(key.fileobj)
 
     def wake(self) -> None:
-        """Ends a ``wait`` in another thread."""
+        """Ends ``wait`` in another thread."""
         with suppress(OSError):
             self._waker.send(b"\0")
 
@@ -218,7 +218,7 @@ class Mesh:
             peer.tell(line)
 
     def close(self) -> None:
-        """Ends all connections; what was told before arrives."""
+        """Closes all connections; lines that were told before arrive."""
         for peer in self.peers.values():
             if not peer.closed:
                 with suppress(OSError):
@@ -231,14 +231,14 @@ class Mesh:
 
 
 def _is_loopback(address: str) -> bool:
-    """Whether it is an address, and that of a machine for itself."""
+    """Whether it is a loopback address."""
     with suppress(ValueError):
         return ipaddress.ip_address(address).is_loopback
     return False
 
 
 def _own_address(master: str) -> tuple[socket.AddressFamily, str]:
-    """The address of this machine from which it connects to another one."""
+    """The address from which this machine connects to another one."""
     problem: OSError = OSError(errno.EHOSTUNREACH, f"no address for {master}")
     for family, kind, _, _, target in socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM):
         try:

@@ -1,4 +1,4 @@
-"""One rank's view of the mesh: its coordinates, its device and the groups it is a member of."""
+"""One rank's view of the mesh: its coordinates, its device and its groups."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron.topology.group import Group, Link
+from megatron.topology.group import Group, PipelineGroup
 from megatron.topology.layout import Coordinates, Layout
 
 
 @dataclass(frozen=True)
 class Topology:
-    """What every engine is given.
+    """The mesh as every engine sees it.
 
     Args:
         layout: the sizes of the mesh.
         rank: this process's global rank.
-        device: where its tensors live.
+        device: device of its tensors.
         mesh: torch's DeviceMesh with dimensions pp, dp, tp; None on a single process.
         world: all ranks.
         control: all ranks over gloo on the CPU, for small decisions and checkpoints.
@@ -60,7 +60,7 @@ class Topology:
 
     @property
     def is_last_rank(self) -> bool:
-        """The rank that logs: it is on the last stage, where the loss is."""
+        """Whether this is the rank that logs: it is on the last stage, where the loss is."""
         return self.rank == self.layout.world_size - 1
 
 
@@ -88,7 +88,7 @@ def single_process(device: torch.device | str = "cpu") -> Topology:
 
 
 def build_topology(layout: Layout, device: torch.device) -> Topology:
-    """Builds the mesh and its groups; torch's default process group exists already.
+    """Builds the mesh and its groups, after torch's default process group.
 
     Pipeline messages of each direction have a group of their own: on NCCL a pair of ranks runs its messages in
     the order issued, so an activation waiting for its receiver must not hold up a gradient that goes the other
@@ -123,7 +123,7 @@ def build_topology(layout: Layout, device: torch.device) -> Topology:
         upwards = extra(layout.pp_groups(), name, backend)
         downwards = extra(layout.pp_groups(), name, backend) if layout.chunks > 1 else None
         assert upwards is not None
-        made = Link(upwards, downwards) if downwards else upwards
+        made = PipelineGroup(upwards, downwards) if downwards else upwards
         _open(made, device, ring=layout.chunks > 1)
         return made
 
@@ -151,7 +151,7 @@ def build_topology(layout: Layout, device: torch.device) -> Topology:
 
 
 def _default_timeout(device: torch.device) -> timedelta:
-    """The timeout that torch's default process group was made with; ``new_group`` would take torch's own."""
+    """The time-out of torch's default process group; ``new_group`` would take torch's own."""
     assert dist.group.WORLD is not None
     timeout: timedelta = dist.group.WORLD._get_backend(device).options._timeout
     return timeout
@@ -172,9 +172,9 @@ def _open(link: Group, device: torch.device, ring: bool) -> None:
     receives ahead of what makes its peer send, so that wait could be for ever.
 
     Args:
-        link: the pipeline's ranks.
-        device: of the messages.
-        ring: the last stage sends to the first one, too.
+        link: group of the pipeline's ranks.
+        device: device of the messages.
+        ring: whether the last stage sends to the first one, too.
     """
     x = torch.zeros(1, device=device)
     for first in range(link.size if ring else link.size - 1):
@@ -185,4 +185,4 @@ def _open(link: Group, device: torch.device, ring: bool) -> None:
             elif link.rank == dst:
                 pending = link.recv(x, src)
                 pending.wait()
-                pending.settle()
+                pending.synchronize()

@@ -36,16 +36,16 @@ from megatron.training.observers import build_experiments, build_traces
 
 @dataclass(frozen=True)
 class Engines:
-    """Everything that one rank computes and communicates with.
+    """The engines of one rank: all that computes and communicates.
 
     Args:
         config: the resolved configuration.
         topology: this rank's place in the mesh.
-        ledger: bytes of every communication point, and who looks on.
+        ledger: bytes and times of every communication point, and the observers.
         vocab_size, padded_vocab_size: entries of the vocabulary without and with padding.
         stages: this rank's model chunks.
-        buffers: their flat parameters and gradients.
-        sync: makes gradients final.
+        buffers: flat parameters and gradients of the chunks.
+        sync: reduces gradients.
         pipeline: runs schedules.
         optimizer: None when nothing is trained.
         channel: messages to the neighboring stages; None with a single stage.
@@ -70,7 +70,7 @@ class Engines:
     plan: CompressionPlan
 
     def begin_step(self, iteration: int) -> None:
-        """Tells the communication points which step begins (-1: an evaluation), and its gradients' loss scale."""
+        """Begins a step at the communication points (-1: an evaluation), with its loss scale."""
         scale = self.optimizer.loss_scale.scale
         self.ledger.clock.read()
         for observer in self.ledger.observers:
@@ -82,13 +82,13 @@ class Engines:
             self.channel.begin(scale)
 
     def compressor_states(self) -> Iterator[CompressorState]:
-        """What this rank's compressors remember."""
+        """States of this rank's compressors."""
         yield from self.sync.states()
         if self.channel is not None:
             yield from self.channel.states()
 
     def end_step(self, taken: bool) -> None:
-        """Keeps what the compressors staged, or forgets it when the optimizer skipped the step."""
+        """Commits the compressors' staged states, or rolls them back when the optimizer skipped the step."""
         for state in self.compressor_states():
             if taken:
                 state.commit()
@@ -127,7 +127,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         config: the resolved configuration.
         topology: this rank's place.
         vocab_size: entries of the tokenizer.
-        length: of the run, for warm-ups that are a part of it.
+        length: length of the run, for warm-ups that are a part of it.
     """
     layout, device, dtype = topology.layout, topology.device, config.precision.params_dtype
     clock = clock_of(topology.device)
@@ -204,7 +204,7 @@ def _compiles(config: RunConfig, device: torch.device) -> bool:
     """Whether the layers are compiled.
 
     Raises:
-        UserError: where that was asked for, and what compiles for the device is not there.
+        UserError: when compiling was asked for, and the device's compiler is missing.
     """
     choice, cuda = config.training.compile, device.type == "cuda"
     able = (
@@ -248,7 +248,7 @@ def _build_loss_scale(config: RunConfig) -> LossScale:
 
 
 def _build_channel(config: RunConfig, topology: Topology, plan: CompressionPlan, ledger: Ledger) -> PipelineChannel:
-    """The messages to the neighboring stages; sequence parallelism leaves each rank a part of the sequence."""
+    """The channel of pipeline messages; under sequence parallelism each rank sends its part of the sequence."""
     parts = topology.layout.tp if config.parallel.sequence_parallel else 1
     shape = torch.Size((config.model.seq_length // parts, config.training.micro_batch_size, config.model.hidden_size))
     dtype, links = (

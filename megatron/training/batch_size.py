@@ -10,7 +10,7 @@ from megatron.base.errors import UserError
 
 @dataclass(frozen=True)
 class Ahead:
-    """What steps to come take: samples of all replicas, and micro-batches of each."""
+    """Size of coming steps: samples of all replicas, and micro-batches of each."""
 
     samples: int
     micro_batches: int
@@ -19,13 +19,17 @@ class Ahead:
 class BatchSizeSchedule:
     """Global batch size and number of micro-batches, as pure functions of the samples consumed.
 
-    Args: global_batch_size: samples of one optimizer step; the final one when there is a ramp-up. None: one
-        micro-batch per data-parallel rank. micro_batch_size: samples of one forward pass of one data-parallel
-        rank. dp_size: number of data-parallel ranks. rampup: `(start, increment, samples)`: from `start`, up
-        by `increment` at a time, evenly over `samples` samples.
+    Args:
+        global_batch_size: samples of one optimizer step; the final one when there is a ramp-up. None: one micro-batch
+            per data-parallel rank.
+        micro_batch_size: samples of one forward pass of one data-parallel rank.
+        dp_size: number of data-parallel ranks.
+        rampup: ``(start, increment, samples)``: from ``start``, up by ``increment`` at a time, evenly over ``samples``
+            samples.
 
-    Raises UserError naming the flag when a batch size on the way does not divide by micro-batch size times
-    dp_size.
+    Raises:
+        UserError: when a batch size on the way does not divide by micro-batch size times dp_size; the message names the
+            flag.
     """
 
     def __init__(
@@ -74,7 +78,7 @@ class BatchSizeSchedule:
             )
 
     def at(self, consumed_samples: int) -> int:
-        """Global batch size of the step that begins when `consumed_samples` samples have been consumed."""
+        """Global batch size of the step that begins when ``consumed_samples`` samples have been consumed."""
         if consumed_samples >= self.ramp_samples or self.increments == 0:
             return self.global_batch_size
         # In integers: dividing by a rounded samples-per-increment would be a step late at some boundaries.
@@ -85,7 +89,7 @@ class BatchSizeSchedule:
         return self.at(consumed_samples) // self.samples_per_micro_batch
 
     def ahead(self, consumed_samples: int, iterations: int) -> Ahead:
-        """What so many steps take that begin when `consumed_samples` samples have been consumed."""
+        """Size of the next ``iterations`` steps after ``consumed_samples`` samples."""
         begin = consumed_samples
         while iterations and self.increments and consumed_samples < self.ramp_samples:
             size = self.at(consumed_samples)
@@ -99,8 +103,8 @@ class BatchSizeSchedule:
         return Ahead(samples, samples // self.samples_per_micro_batch)
 
     def iterations_for(self, train_samples: int, consumed: int = 0) -> int:
-        """Number of whole steps until `train_samples` samples are consumed, of which so many are; a last partial batch
-        is not run."""
+        """Number of whole steps from ``consumed`` samples until ``train_samples`` samples; a last partial batch is not
+        run."""
         iterations = 0
         ramp = self.ramp_samples if self.increments else 0
         while consumed < ramp:

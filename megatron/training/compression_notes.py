@@ -1,4 +1,4 @@
-"""What only the training set can say about a run's compressors."""
+"""Notes about a run's compressors that depend on the training set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.training.batch_size import BatchSizeSchedule
 
 
 def run_length(train_iters: int, train: Dataset | None, batch_sizes: BatchSizeSchedule) -> RunLength:
-    """Iterations of the run and of its epochs, for warm-ups that are a part of them."""
+    """The length of a run and of its epochs in iterations, for warm-ups that are a fraction of them."""
     epoch = train.epoch_samples if train is not None else 0
     return RunLength(train_iters, lambda epochs: batch_sizes.iterations_for(round(epochs * epoch)) if epoch else 0)
 
@@ -19,7 +19,7 @@ def run_length(train_iters: int, train: Dataset | None, batch_sizes: BatchSizeSc
 def compression_notes(
     config: RunConfig, train: Dataset | None, replicas: int, length: RunLength, train_iters: int
 ) -> list[str]:
-    """Compressors that will do little or nothing in this run, and why."""
+    """Notes on compressors that will do little or nothing in this run, and why."""
     notes = []
     for point, spec in config.compression.specs(length).items():
         where = f"--compress {point.value}={spec.name}"

@@ -9,14 +9,14 @@ from typing import TextIO
 
 
 class LastingStream(io.TextIOBase):
-    """Writes to a stream while that works, and to nothing afterwards.
+    """A stream that writes until that fails, and discards afterwards.
 
     Characters that the stream's encoding does not have are written as escapes.
 
     Args:
         stream: a file that the process has open.
         warn: where a warning goes when it fails.
-        name: of the stream, for the warning.
+        name: name of the stream, for the warning.
     """
 
     def __init__(self, stream: TextIO, warn: TextIO, name: str) -> None:
@@ -54,7 +54,7 @@ class LastingStream(io.TextIOBase):
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """Puts the null device behind the stream, so that what it still holds can go somewhere."""
+        """Replaces the stream by the null device, so that its buffer can be flushed."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
@@ -63,7 +63,7 @@ class LastingStream(io.TextIOBase):
 
 
 def make_output_last() -> None:
-    """Makes failures of the process's standard output and error harmless."""
+    """Makes failures of standard output and error harmless."""
     if sys.stderr is sys.__stderr__ and sys.stderr is not None:
         sys.stderr = LastingStream(sys.stderr, io.StringIO(), "the standard error")
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:

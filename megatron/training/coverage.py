@@ -1,4 +1,4 @@
-"""What share of each point's traffic the compressors of a run will ever touch, before its first step."""
+"""The share of each point's traffic that the compressors of a run can compress, computed before the first step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def coverage_notes(engines: Engines) -> list[str]:
     """A line for each point that has traffic and a compressor: the share that is compressed once warm-ups are over.
 
     A collective call. Tensors for which a compressor would save nothing, and what its options leave out (``stages``,
-    ``when``), go as they are; where that is all, the line says so and what would help.
+    ``when``), are sent as they are; where that is all, the line says so and what would help.
     """
     points = [point for point in engines.plan.specs if engines.plan.compressed(point)]
     if not points:
@@ -95,7 +95,7 @@ def _embedding(engines: Engines) -> Shares:
 
 
 def _tensor(engines: Engines, point: Point) -> Shares:
-    """All tensors at a tensor-parallel point are activations of one shape."""
+    """The shares at a tensor-parallel point, whose tensors are all activations of one shape."""
     model, comm = engines.config.model, engines.comm
     if comm.size == 1:
         return 0.0, 0.0, 0
@@ -115,7 +115,7 @@ def _pipeline(engines: Engines, point: Point) -> Shares:
 
 
 def _sent(engines: Engines, point: Point) -> Iterator[bool]:
-    """For each message that this rank sends in a step, whether the spec's ``when`` lets it be compressed."""
+    """Whether the spec's ``when`` lets each message that this rank sends in a step be compressed."""
     layout, stage = engines.topology.layout, engines.plan.stage
     training, kind = engines.config.training, engines.config.parallel.pipeline_schedule
     micro_batches = training.global_batch_size // (training.micro_batch_size * layout.dp)

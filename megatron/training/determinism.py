@@ -20,13 +20,13 @@ _NCCL, _NCCL_CHOICES = "NCCL_ALGO", ("ring", "collnetdirect", "collnetchain", "^
 
 
 def make_deterministic(cuda: bool) -> None:
-    """Sets what torch and the libraries under it look at. cuBLAS and NCCL do so once: call it before CUDA starts.
+    """Makes torch and its libraries deterministic. cuBLAS and NCCL read it once: call it before CUDA starts.
 
     Args:
-        cuda: the run is on GPUs.
+        cuda: whether the run is on GPUs.
 
     Raises:
-        UserError: for a variable that is set to something else.
+        UserError: when a variable is set to something else.
     """
     if cuda:
         _set(_CUBLAS, os.environ.get(_CUBLAS, "").split(), _CUBLAS_CHOICES, ":4096:8")
@@ -41,7 +41,7 @@ def make_deterministic(cuda: bool) -> None:
 
 
 def _set(name: str, words: list[str], choices: tuple[str, ...], default: str) -> None:
-    """Sets an environment variable unless it has a value that serves."""
+    """Sets an environment variable unless it has one of the allowed values."""
     if not words:
         os.environ[name] = default
     elif any(word not in choices for word in words):

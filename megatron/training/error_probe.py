@@ -19,7 +19,7 @@ _COLUMNS = ("boundaries", "micro_batches", "Cosine Sim", "Error AVG", "Acti Delt
 
 
 class ErrorProbe(Observer):
-    """Collects a step's activations and errors as they pass, and pairs them; holds them for the step.
+    """An observer that pairs a step's activations with the errors of their gradients; holds them for the step.
 
     Shapes are (sequence, batch, hidden) of this rank for both, whatever the parallelism.
     """
@@ -37,7 +37,7 @@ class ErrorProbe(Observer):
             self._errors[sent.position.boundary, sent.position.micro_batch] = sent.error().detach().clone()
 
     def findings(self, iteration: int) -> Iterator[Finding]:
-        """Of each boundary and micro-batch whose next one was seen, too: the cosine between the error of its gradient
+        """Cosines, for each boundary and micro-batch whose next one was seen, too, between the error of its gradient
         and the change of the activation to the next one's, and the means of both."""
         rows = []
         for (boundary, micro_batch), error in sorted(self._errors.items(), key=lambda item: item[0]):

@@ -1,4 +1,4 @@
-"""The mean loss over some samples."""
+"""The mean loss over an evaluation's samples."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron.training.step import evaluation_step, take_batches
 
 
 def evaluate(engines: Engines, batches: MicroBatches, rounds: int, micro_batches: int) -> float:
-    """Mean loss in nats per token over ``rounds`` global batches; the same on every rank.
+    """Computes the mean loss in nats per token over ``rounds`` global batches; the same on every rank.
 
     Args:
-        engines: this rank's.
-        batches: its micro-batches.
-        rounds: global batches.
-        micro_batches: of this rank, in each of them.
+        engines: engines of this rank.
+        batches: micro-batches of this rank.
+        rounds: number of global batches.
+        micro_batches: this rank's micro-batches in each of them.
     """
     totals = torch.zeros(2, dtype=torch.float64)
     for _ in range(rounds):

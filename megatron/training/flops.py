@@ -3,7 +3,7 @@
 The benchmark's figure is kept because published tables use it. It counts a fourth forward pass for every kind
 of recomputation (too much for the selective one), three quarters of the logits when there is none, attention
 over the masked half, a key and value per head even with grouped queries, and a feed-forward width of 4h
-whatever the real one is. `model_flops_per_sample` counts what the model needs.
+whatever the real one is. ``model_flops_per_sample`` counts what the model needs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes that decide how many operations a decoder-only transformer takes."""
+    """Sizes of a decoder-only transformer that decide its FLOPs."""
 
     num_layers: int
     hidden_size: int
@@ -44,7 +44,7 @@ def benchmark_tflops(
 
 
 def model_flops_per_sample(shape: ModelShape, *, causal: bool = True) -> int:
-    """Operations of one training sample (forward and backward of `seq_length` tokens) that the model itself
+    """Operations of one training sample (forward and backward of ``seq_length`` tokens) that the model itself
     needs.
 
     A multiply-add counts as two. Counted are the matrix products: query, key and value (of the query groups
@@ -53,7 +53,7 @@ def model_flops_per_sample(shape: ModelShape, *, causal: bool = True) -> int:
     forward passes. Not counted: recomputation, embedding lookup, normalization, softmax, the optimizer.
 
     Attention counts the pairs that the mask lets through: s(s+1)/2, or fewer within a sliding window;
-    `causal=False` counts all s*s pairs, which is what many published figures do.
+    ``causal=False`` counts all s*s pairs, which is what many published figures do.
     """
     s, h = shape.seq_length, shape.hidden_size
     q_width = shape.num_attention_heads * shape.kv_channels
@@ -70,7 +70,7 @@ def model_flops_per_sample(shape: ModelShape, *, causal: bool = True) -> int:
 def model_tflops(
     shape: ModelShape, *, global_batch_size: int, seconds: float, world_size: int, causal: bool = True
 ) -> float:
-    """Honest TFLOP/s per device: what the model needs, over the seconds of one iteration."""
+    """Honest TFLOP/s per device: the model's FLOPs over the time of one iteration."""
     return model_flops_per_sample(shape, causal=causal) * global_batch_size / (seconds * world_size * 1e12)
 
 

@@ -24,10 +24,10 @@ _STARTING = 2
 """First iterations of a process, which are slower; they count only while there are no later ones."""
 
 _RECENT = 100
-"""How many of the last iterations the estimate averages."""
+"""Number of the last iterations that the estimate averages."""
 
 _FORWARD_SHARE = 1 / 3
-"""An evaluation's micro-batch over a training one, in time, until one has been measured."""
+"""Time of an evaluation's micro-batch over a training one's, until one has been measured."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class ModelSize:
     """Numbers of parameters.
 
     Args:
-        total: of the whole model, without padding, each once.
-        largest: on the rank that holds most, with its padding and its copy of what others hold too.
+        total: parameters of the whole model, without padding, each once.
+        largest: parameters on the rank that holds most, with its padding and its copies of others' parameters.
     """
 
     total: int
@@ -71,9 +71,9 @@ class Forecast:
     foreseen. Only what this process has done counts, whatever the run did before it was resumed.
 
     Args:
-        config: resolved.
-        batch_sizes: of the run.
-        layout: its mesh.
+        config: resolved configuration.
+        batch_sizes: batch sizes of the run.
+        layout: mesh of the run.
         train_iters: iterations of the whole run.
         splits: whether there are a validation and a test set.
     """
@@ -96,14 +96,14 @@ class Forecast:
         self.done = 0
 
     def step(self, consumed_samples: int, seconds: float) -> None:
-        """Notes an iteration that began when so many samples had been consumed."""
+        """Records an iteration that began when so many samples had been consumed."""
         if self.done == _STARTING:
             self._steps.clear()
         self.done += 1
         self._steps.append((self._batch_sizes.num_micro_batches(consumed_samples) + self._filling, seconds))
 
     def pause(self, what: str, seconds: float) -> None:
-        """Notes an evaluation, a save or a check."""
+        """Records the time of an evaluation, a save or a check."""
         times, total = self._pauses.get(what, (0, 0.0))
         self._pauses[what] = times + 1, total + seconds
 

@@ -15,14 +15,14 @@ from megatron.topology.agree import gather_texts
 from megatron.topology.topology import Topology
 
 Figures = dict[str, float | list[int]]
-"""Of a parameter."""
+"""Figures of a parameter."""
 
 
 class GradientProbe(Observer):
-    """Compares the places of the largest gradients of each matrix with those of the last look.
+    """An observer that compares the places of the largest gradients between looks.
 
     Args:
-        buffers: this rank's gradients.
+        buffers: buffers of this rank's gradients.
         topology: the mesh; the first replica and tensor-parallel rank of each stage look.
         density: share of a matrix that is "the largest".
         bins: equal parts of a matrix in which they are counted; 0 where that is not asked for.
@@ -50,8 +50,8 @@ class GradientProbe(Observer):
         yield Finding("gradients", {"density": self.density, "parameters": parameters})
 
     def look(self) -> dict[str, Figures]:
-        """By parameter: ``energy``, the squared norm's share of the largest, ``kept``, the share that was there at
-        the last look (none at the first), and ``places``, how many of them are in each part."""
+        """Figures by parameter: ``energy``, the squared norm's share of the largest, ``kept``, the share that was there
+        at the last look (none at the first), and ``places``, how many of them are in each part."""
         found: dict[str, Figures] = {}
         for buffer in self.buffers:
             for bucket in buffer.buckets:

@@ -1,4 +1,4 @@
-"""What all ranks of a command must have in common: its code, its flags and the contents of the files it reads."""
+"""The identity of a command, equal on all ranks: its code, its flags and the contents of the files it reads."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from megatron.training.meeting import Identity
 
 
 def identity_of(sections: Mapping[str, Any]) -> Identity:
-    """What this rank is about to run.
+    """The identity of the command that this rank is about to run.
 
     Args:
-        sections: of the command's flags, by name; resolved, where they can be.
+        sections: sections of the command's flags, by name; resolved, where they can be.
 
     Raises:
-        UserError: for a blend of datasets that cannot be read.
+        UserError: when a blend of datasets cannot be read.
     """
     return {**_code(), **dict(_flags(sections))}
 
@@ -47,7 +47,7 @@ def _code() -> dict[str, str]:
 
 
 def _flags(sections: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """The value of every flag, and then the contents of the files that the flags name."""
+    """Values of all flags, and contents of the files that the flags name."""
     files = []
     for section, values in sections.items():
         for field in field_options(section, type(values)):
@@ -80,5 +80,5 @@ def _shown(field: FieldOption, value: Any) -> str:
 
 
 def _without_folder(spec: str) -> str:
-    """A spec without folder=, since each machine may keep a codec's scratch file elsewhere."""
+    """The spec without folder=, since each machine may keep a codec's scratch file elsewhere."""
     return ",".join(word for word in spec.split(",") if not word.strip().lower().startswith("folder="))

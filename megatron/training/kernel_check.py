@@ -1,4 +1,4 @@
-"""Whether the compiled kernels run, and on all ranks alike."""
+"""Checks that the compiled kernels run, and on all ranks alike."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.topology.topology import Topology
 
 
 def check_kernels(topology: Topology) -> str | None:
-    """A note when the run goes without compiled kernels. Every rank calls this.
+    """Checks the kernels; returns a note when the run goes without them. Every rank calls this.
 
     Replicas must compute alike: an orthonormal basis of the compiled kernel and one of its pure-torch twin span the
     same space but differ in their last digits.

@@ -19,7 +19,7 @@ def check_machine(config: RunConfig, env: LaunchEnvironment) -> None:
     """Checks memory, the kill switch and the folders that compressors write to.
 
     Raises:
-        UserError: for what the run cannot work with.
+        UserError: when the machine cannot run it.
     """
     check_room(config, env)
     switch = config.training.kill_switch_file

@@ -22,15 +22,15 @@ from megatron.topology.launch import LaunchEnvironment, meet
 
 POLL_SECONDS = 0.02
 OTHERS_SECONDS = 3.0
-"""Once a difference is known, how long rank 0 waits for further ranks, to name them too."""
+"""Time for which rank 0 waits for further ranks once a difference is known, to name them too."""
 LEAVE_SECONDS = 15.0
-"""How long a rank that refuses waits until the others know."""
+"""Time for which a rank that refuses waits until the others know."""
 _PREFIX = "megatron-meeting"
 _MET, _REFUSED, _VERDICT, _HEARD = "met", "refused", "verdict", "heard"
 _SHOWN = 120
 
 Identity = Mapping[str, str]
-"""What must be the same on all ranks, by the name that a user knows, in the order of comparison."""
+"""Values that must be the same on all ranks, by the name that a user knows, in the order of comparison."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Verdict:
         return Verdict(*json.loads(data))
 
     def check(self) -> None:
-        """Returns when there is no problem.
+        """Raises when there is a problem.
 
         Raises:
-            UserError: for bad input.
+            UserError: when the input is invalid.
             CommunicationError: when a rank failed otherwise.
         """
         if self.problem:
@@ -76,7 +76,7 @@ class Meeting:
         self._box = dist.PrefixStore(_PREFIX, self.store)
 
     def agree(self, identity: Identity) -> None:
-        """Returns when every rank has come and all run the same thing.
+        """Waits until every rank has come, and checks that all run the same thing.
 
         Raises:
             UserError: on every rank, naming what differs and where, or with what another rank refuses.
@@ -88,8 +88,8 @@ class Meeting:
                 f"{_MET}/{ticket}", json.dumps([self.env.rank, {"WORLD_SIZE": str(self.env.world_size), **identity}])
             )
             if self.env.rank == 0:
-                self._pronounce(self._compare())
-            # Rank 0 gives up at the same time, and says so.
+                self._publish(self._compare())
+            # Rank 0 gives up at the same time, with a message.
             verdict = self._verdict(self.timeout + timedelta(seconds=LEAVE_SECONDS))
         except RuntimeError as error:
             raise CommunicationError(f"rank 0 or the store that it keeps is gone: {first_line(error)}") from error
@@ -101,15 +101,15 @@ class Meeting:
         """Tells the others why this rank will not take part, and waits a little until they know.
 
         Returns:
-            Whether rank 0, who speaks for all, has heard it or a reason of its own.
+            Whether rank 0, which prints for all, has read it or has a reason of its own.
         """
         told = False
         with suppress(RuntimeError):
-            # Bad input is what rank 0 says for all; a failure of its own is its alone.
+            # Rank 0 reports bad input for all ranks, but a failure of its own under its name.
             named = problem if self.env.rank == 0 and bad_input else f"rank {self.env.rank}: {problem}"
             own = Verdict((named.splitlines() or [""])[0], bad_input)
             if self.env.rank == 0:
-                self._pronounce(own)
+                self._publish(own)
             else:
                 self._box.compare_set(_REFUSED, "", own.encode())
             self._verdict(timedelta(seconds=LEAVE_SECONDS))
@@ -118,7 +118,7 @@ class Meeting:
         return told
 
     def _compare(self) -> Verdict:
-        """Rank 0: reads what the others are about to run, until all have come or one differs."""
+        """Reads on rank 0 what the others are about to run, until all have come or one differs."""
         came: dict[int, Identity] = {}
         deadline = time.monotonic() + self.timeout.total_seconds()
         different = False
@@ -141,7 +141,7 @@ class Meeting:
             return Verdict(f"{ranks_text(missing)} did not come within {limit}", bad_input=False)
         return Verdict(first_difference(came) or "")
 
-    def _pronounce(self, verdict: Verdict) -> None:
+    def _publish(self, verdict: Verdict) -> None:
         self._box.compare_set(_VERDICT, "", verdict.encode())
 
     def _verdict(self, timeout: timedelta) -> Verdict:
@@ -149,7 +149,7 @@ class Meeting:
         return Verdict.decode(self._box.get(_VERDICT))
 
     def _leave(self) -> None:
-        """Lets rank 0 leave last: with it ends the store, and the launcher then ends the others."""
+        """Lets rank 0 leave last: its store ends with it, and the launcher then ends the others."""
         deadline = time.monotonic() + LEAVE_SECONDS
         with suppress(RuntimeError):
             self._box.add(_HEARD, 1)
@@ -160,10 +160,10 @@ class Meeting:
 
 
 def first_difference(identities: Mapping[int, Identity]) -> str | None:
-    """The first thing that ranks differ in, with the values and the ranks; None when nothing differs.
+    """The first difference between ranks, with the values and the ranks; None when nothing differs.
 
     Args:
-        identities: by rank.
+        identities: the ranks' identities, by rank.
     """
     names = dict.fromkeys(name for identity in identities.values() for name in identity)
     for name in names:
@@ -179,12 +179,12 @@ def first_difference(identities: Mapping[int, Identity]) -> str | None:
 
 
 def _alike(texts: Sequence[str]) -> int:
-    """The length of the common beginning of some texts."""
+    """The length of the common prefix of some texts."""
     return next((i for i, column in enumerate(zip(*texts, strict=False)) if len(set(column)) > 1), min(map(len, texts)))
 
 
 def _short(value: str, alike: int) -> str:
-    """A value; of a long one the part around the first character that differs."""
+    """Shortens a value; a long one to the part around the first character that differs."""
     if len(value) <= _SHOWN:
         return value
     start = max(0, min(alike - _SHOWN // 2, len(value) - _SHOWN))

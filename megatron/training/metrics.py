@@ -1,4 +1,4 @@
-"""What is known of a training step, of the steps between two log lines, and of an evaluation; and its text.
+"""Metrics of a training step, of the steps between two log lines, and of an evaluation; and their text.
 
 ``train_step`` makes a ``StepMetrics``, ``report.py`` collects those of a log interval in a ``MetricsWindow``, whose
 result has the same type, and hands both to the sinks (``sinks.py``), which write them.
@@ -17,10 +17,10 @@ LOSS = "lm loss"
 
 @dataclass(frozen=True)
 class PointTraffic:
-    """One communication point, per iteration.
+    """Traffic of one communication point, per iteration.
 
     Args:
-        raw_bytes, wire_bytes: what all ranks together would have sent uncompressed, and what they sent.
+        raw_bytes, wire_bytes: bytes of all ranks together, uncompressed and as sent.
         coded_s, waited_s: seconds of encoding and decoding, and of waiting: means over the ranks, which add up with
             computing to the iteration (of the device's time, on CUDA).
         residual: norm of the residuals over that of the gradients; None without error feedback.
@@ -36,57 +36,57 @@ class PointTraffic:
 
     @property
     def ratio(self) -> float:
-        """Raw bytes over those that were sent."""
+        """Raw bytes over bytes sent."""
         return self.raw_bytes / self.wire_bytes if self.wire_bytes else 1.0
 
     def as_dict(self) -> dict[str, float]:
-        """Its figures by name, without those that there are not."""
+        """The figures by name, without those that are None."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """Facts of one step, or of a window of steps: mean losses, counts, and the rest as of the last step."""
+    """Metrics of one step, or of a window of steps: mean losses, counts, and the rest as of the last step."""
 
-    # What train_step knows.
+    # Set by train_step.
     iteration: int  # number of the step, from 1
     losses: Mapping[str, float]  # nats per token, by name; of a window, means over the steps that were not skipped
     global_batch_size: int
     seq_length: int
-    loss_scale: float  # that was used
-    grad_norm: float | None = None  # of the unscaled gradients before clipping; None where the step was skipped
-    params_norm: float | None = None  # where asked for, and so are zeros
+    loss_scale: float  # loss scale of the step
+    grad_norm: float | None = None  # norm of the unscaled gradients before clipping; None where skipped
+    params_norm: float | None = None  # where asked for, as num_zeros
     num_zeros: float | None = None
-    votes: float = 0.0  # to stop: sum over the ranks
+    votes: float = 0.0  # votes to stop, all-reduced
     iterations: int = 1
-    skipped_iterations: int = 0  # whose update was left out, since a gradient was not finite
-    nan_iterations: int = 0  # of a window: those with a loss that is not finite
+    skipped_iterations: int = 0  # steps without an update, since a gradient was not finite
+    nan_iterations: int = 0  # steps of a window whose loss is not finite
 
-    # Where the run stands after the step, which the trainer knows.
+    # The position of the run after the step, set by the trainer.
     consumed_samples: int = 0
-    learning_rate: float = 0.0  # of the next step, and so is the weight decay
+    learning_rate: float = 0.0  # learning rate of the next step, as weight_decay
     weight_decay: float | None = None
 
-    # What the reporter measures; all but the first of a window only.
-    seconds_per_iteration: float = math.nan  # of a window the mean, without pauses
-    train_iters: int = 0  # of the whole run
+    # Measured by the reporter; all but the first for windows only.
+    seconds_per_iteration: float = math.nan  # mean over a window, without pauses
+    train_iters: int = 0  # iterations of the whole run
     benchmark_tflops: float = 0.0  # TFLOP/s per device as the benchmark counts them
-    model_tflops: float = 0.0  # those that the model needs, without recomputation
-    mfu: float | None = None  # the latter over the device's peak rate
-    remaining_seconds: float | None = None  # of the run
+    model_tflops: float = 0.0  # TFLOP/s that the model needs, without recomputation
+    mfu: float | None = None  # model_tflops over the device's peak
+    remaining_seconds: float | None = None  # time to the end of the run
     memory_bytes: int | None = None  # peak memory of this rank
     computed_s: float | None = None  # seconds of an iteration that were neither coding nor waiting
-    traffic: Mapping[str, PointTraffic] = field(default_factory=dict)  # of each communication point
-    timers_ms: Mapping[str, Sequence[float]] = field(default_factory=dict)  # of each timer on each rank
+    traffic: Mapping[str, PointTraffic] = field(default_factory=dict)  # traffic of each communication point
+    timers_ms: Mapping[str, Sequence[float]] = field(default_factory=dict)  # milliseconds of each timer on each rank
 
     @property
     def loss(self) -> float:
-        """The language model's."""
+        """The language model's loss."""
         return self.losses[LOSS]
 
     @property
     def skipped(self) -> bool:
-        """Whether no update was made."""
+        """Whether the update was skipped."""
         return self.skipped_iterations == self.iterations
 
     @property
@@ -103,10 +103,10 @@ class StepMetrics:
 
 
 class MetricsWindow:
-    """The steps between two log lines, as one ``StepMetrics``.
+    """A window of steps, between two log lines, as one ``StepMetrics``.
 
-    The clock runs from the last `close` (or the construction) and stands still inside `paused`, which evaluation and
-    checkpoints use.
+    The clock runs from the last ``close`` (or the construction) and stands still inside ``paused``, which evaluation
+    and checkpoints use.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -122,7 +122,7 @@ class MetricsWindow:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count the time spent in this block."""
+        """Leaves the time spent in this block uncounted."""
         start = self._clock()
         try:
             yield
@@ -130,7 +130,7 @@ class MetricsWindow:
             self._paused_seconds += self._clock() - start
 
     def add(self, step: StepMetrics) -> None:
-        """Takes a step in."""
+        """Adds a step."""
         self._last = step
         self._iterations += 1
         self._nan += any(not math.isfinite(value) for value in step.losses.values())
@@ -140,7 +140,7 @@ class MetricsWindow:
                 self._sums[name] = self._sums.get(name, 0.0) + value
 
     def close(self) -> StepMetrics:
-        """Sums up the window and starts the next one. At least one step must have been added."""
+        """Summarizes the window and starts the next one. At least one step must have been added."""
         if self._last is None:
             raise RuntimeError("a log window was closed before any iteration was added")
         counted = max(self._iterations - self._skipped, 1)
@@ -161,9 +161,9 @@ class Evaluation:
     """Losses on held-out samples.
 
     Args:
-        iteration, consumed_samples: where training stands.
-        losses: by name, nats per token.
-        samples: size of the draw, for an evaluation after training; None for those in between.
+        iteration, consumed_samples: position of the training.
+        losses: losses by name, nats per token.
+        samples: number of samples, for an evaluation after training; None for those in between.
         split: "validation" or "test".
     """
 
@@ -180,9 +180,9 @@ def perplexity(loss: float) -> float:
 
 
 def format_train_line(metrics: StepMetrics) -> str:
-    """The training line: a leading space, and each field closed by ` |`.
+    """The training line: a leading space, and each field closed by `` |``.
 
-    It is read by other people's scripts (`TFLOPs:`, `elapsed time per iteration (s):`, `iteration i/ n`), so its
+    It is read by other people's scripts (``TFLOPs:``, ``elapsed time per iteration (s):``, ``iteration i/ n``), so its
     fields, their order and their formats are fixed, what is new comes last, and no other line may look like it.
 
     A loss that is not above zero (no iteration of the window counted, or it is a nan) and a norm that is None

@@ -1,4 +1,4 @@
-"""Builds what looks on in a run: the trace and the experiments that its flags ask for."""
+"""Builds the observers of a run: the trace and the experiments that its flags ask for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron.training.gradient_probe import GradientProbe
 
 
 def build_experiments(logs: LoggingConfig, topology: Topology, buffers: Sequence[FlatBuffer]) -> list[Observer]:
-    """The experiments that were asked for, in the order of their records."""
+    """The experiments' observers, in the order of their records."""
     experiments: list[Observer] = []
     if logs.check_orth_error_acti:
         experiments.append(ErrorProbe())
@@ -32,7 +32,7 @@ def build_experiments(logs: LoggingConfig, topology: Topology, buffers: Sequence
 
 
 def build_traces(logs: LoggingConfig, topology: Topology, clock: Clock) -> list[Observer]:
-    """What records this rank's steps by the clock of its device, where that was asked for.
+    """The observers that trace this rank's steps by the clock of its device.
 
     Raises:
         UserError: when the folder cannot be made.
@@ -61,7 +61,7 @@ def build_traces(logs: LoggingConfig, topology: Topology, clock: Clock) -> list[
 
 
 def _run_id(topology: Topology) -> str:
-    """When rank 0 came here: the same on every rank, and another one at each start of a run."""
+    """The time at which rank 0 came here: the same on every rank, and another one at each start of a run."""
     now = torch.tensor([time.time_ns()])
     topology.control.broadcast(now).wait()
     return f"{int(now):x}"

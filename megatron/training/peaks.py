@@ -1,4 +1,4 @@
-"""Peak rates of devices by name: what MFU is a share of."""
+"""Peak rates of devices by name, which MFU is relative to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Peaks:
-    """TFLOP/s of dense matrix products (without structured sparsity) that are summed in fp32, as the maker states them.
+    """Peak TFLOP/s of dense matrix products (without structured sparsity) with fp32 sums, as the maker states them.
 
     None where the device has no such unit.
     """
@@ -70,9 +70,9 @@ def peak_tflops(name: str, dtype: torch.dtype, tf32: bool = False) -> float | No
     """The rate of a device at the precision that is trained in; None where it is not known.
 
     Args:
-        name: of the device.
-        dtype: of the parameters.
-        tf32: products of fp32 matrices may round their factors.
+        name: name of the device.
+        dtype: dtype of the parameters.
+        tf32: whether products of fp32 matrices may round their factors.
     """
     peaks = peaks_of(name)
     if peaks is None:

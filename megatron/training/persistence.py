@@ -1,4 +1,4 @@
-"""Saving and loading a run: engines, schedules and counters together."""
+"""Saves and loads a run: engines, schedules and counters together."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from megatron.training.progress_state import Progress, SavedCounters
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A checkpoint that a run begins with, and what it says besides tensors.
+    """A checkpoint that a run begins with, and its values besides tensors.
 
     Args:
-        iteration: which one.
-        common: its values.
-        counters: those of them that say what else there is.
-        progress: how far the run has come; nowhere with ``--finetune``.
+        iteration: iteration of the checkpoint.
+        common: values of the checkpoint besides tensors.
+        counters: the counters that say what else there is.
+        progress: position of the run; zero with ``--finetune``.
     """
 
     iteration: Iteration
@@ -54,9 +54,9 @@ def find_saved(config: CheckpointConfig, topology: Topology, log: Callable[[str]
     """Finds the checkpoint of ``--load``; None when there is none and the run starts afresh. A collective call.
 
     Args:
-        config: where to look, and for what.
+        config: flags that name the checkpoint.
         topology: the ranks.
-        log: takes lines for the user, on rank 0.
+        log: prints lines for the user, on rank 0.
 
     Raises:
         UserError: on every rank, when there is none that can be used.
@@ -89,9 +89,9 @@ class RunCheckpoints:
 
     Args:
         config: the resolved configuration.
-        engines, schedule, progress: what is saved and restored, in place.
-        log: takes lines for the user, on rank 0.
-        lock: of the folder of ``--save``, on rank 0.
+        engines, schedule, progress: objects that are saved, and restored in place.
+        log: prints lines for the user, on rank 0.
+        lock: lock of the folder of ``--save``, on rank 0.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class RunCheckpoints:
             )
 
     def save(self) -> None:
-        """Saves the state after ``progress.iteration`` steps, unless that was done already.
+        """Saves the state after ``progress.iteration`` steps, unless it is saved already.
 
         Raises:
             UserError: on every rank, when it cannot be saved, or the folder is another run's by now.
@@ -203,7 +203,7 @@ class RunCheckpoints:
         self.parts.load_state_dict(common, self._scopes())
 
     def _scopes(self) -> list[Scope]:
-        """What this run takes from a checkpoint beside weights."""
+        """Scopes of the parts that this run loads from a checkpoint besides weights."""
         asked = {
             Scope.OPTIMIZER: not self.config.loads_weights_only,
             Scope.SCHEDULE: not self.config.finetune and not self.config.no_load_lr_state,
@@ -213,7 +213,7 @@ class RunCheckpoints:
 
 
 def _parts(engines: Engines, schedule: LRSchedule, progress: Progress, log: Callable[[str], None]) -> StatefulParts:
-    """Everything of a run that a checkpoint holds beside tensors."""
+    """The stateful parts of a run: everything that a checkpoint holds besides tensors."""
     optimizer, controllers = engines.optimizer, engines.sync.controllers
 
     def set_steps(count: int) -> None:

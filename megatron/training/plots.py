@@ -11,10 +11,10 @@ from megatron.base.errors import UserError
 from megatron.training.records import Record, read_records
 
 ENDINGS = ("png", "pdf", "svg", "svgz", "eps", "ps", "jpg", "jpeg", "tif", "tiff", "webp")
-"""Of pictures."""
+"""Formats of pictures."""
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Told apart by color-blind readers as well (Okabe and Ito)."""
+"""Colors that color-blind readers can tell apart (Okabe and Ito)."""
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
@@ -29,20 +29,24 @@ def plot_loss_curve(
     loss: str = "lm_loss",
     title: str = "Loss",
 ) -> Path:
-    """Draw training and validation loss over iterations, with consumed tokens on a second axis for a single
-    run.
+    """Draws training and validation loss over iterations; tokens are on a second axis for a single run.
 
-    Args: jsonl_paths: one file per run, as `--log-json-file` writes them. out_png: the picture; it appears
-        whole or not at all. reference_lines: label -> loss in nats per token, drawn as dashed horizontals
-        (such as the unigram entropy). loss: key of the loss in the events.
+    Args:
+        jsonl_paths: one file per run, as ``--log-json-file`` writes them.
+        out_png: the picture; it appears whole or not at all.
+        reference_lines: label -> loss in nats per token, drawn as dashed horizontals (such as the unigram entropy).
+        loss: key of the loss in the events.
 
-    Returns the picture's path. Raises UserError when matplotlib is missing, the picture's ending is unknown, or a
-    file has no training events.
+    Returns:
+        The picture's path.
+
+    Raises:
+        UserError: when matplotlib is missing, the picture's ending is unknown, or a file has no training events.
     """
     picture_format(Path(out_png))
     figure = new_figure(8, 4.8)
     axes = figure.add_subplot()
-    runs = [_Run(Path(path), loss) for path in jsonl_paths]
+    runs = [_LossCurves(Path(path), loss) for path in jsonl_paths]
     for i, (run, label) in enumerate(zip(runs, _labels(runs), strict=True)):
         color = COLORS[i % len(COLORS)]
         # Several runs are told apart by color; a single one can afford a second color for what is held out.
@@ -85,7 +89,7 @@ def curve_style(number: int) -> dict[str, Any]:
 
 
 def label_iterations(axes: Any) -> None:
-    """Makes the horizontal axis one of iterations, which are whole numbers."""
+    """Makes the horizontal axis one of iterations, in whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel("iteration")
@@ -93,7 +97,7 @@ def label_iterations(axes: Any) -> None:
 
 
 def time_unit(hours: float) -> tuple[str, float]:
-    """The unit in which so many hours are a number above 1, where one is, and its length in hours."""
+    """The unit in which so many hours are a number above 1, if there is one, and its length in hours."""
     return next(((name, length) for name, length in _TIMES if hours > 2 * length), _TIMES[-1])
 
 
@@ -124,7 +128,7 @@ def save_figure(figure: Any, path: Path) -> Path:
     return path
 
 
-class _Run:
+class _LossCurves:
     """The curves of one JSON-lines file."""
 
     def __init__(self, path: Path, loss: str) -> None:
@@ -166,11 +170,11 @@ def of_final_draw(event: Record) -> bool:
 
 
 def _points(events: Sequence[Record], kind: str, loss: str) -> list[tuple[int, float]]:
-    """A loss that is not finite is nan, which leaves a gap in the curve."""
+    """Points of a loss; one that is not finite is nan, which leaves a gap in the curve."""
     return [(e.iteration(), e.number(loss)) for e in events if e.get("kind") == kind and loss in e]
 
 
-def _labels(runs: Sequence[_Run]) -> list[str]:
+def _labels(runs: Sequence[_LossCurves]) -> list[str]:
     """A prefix that tells runs apart: file names, or folder names where those repeat; none for one run."""
     if len(runs) == 1:
         return [""]

@@ -1,4 +1,4 @@
-"""From a command line to a finished run, with one clear error on every rank when something is wrong."""
+"""Runs a training command from its command line to the end, with one clear error on every rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from megatron.training.trainer import Trainer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``pretrain_gpt.py`` on this rank; the exit status."""
+    """Runs ``pretrain_gpt.py`` on this rank; returns the exit status."""
     started = time.monotonic()
     make_output_last()
 
@@ -72,7 +72,7 @@ def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
     """The checked configuration for this world.
 
     Raises:
-        UserError: for settings that cannot work; no process group exists yet.
+        UserError: when settings cannot work; no process group exists yet.
     """
     wanted = parsed.config.checkpoint
     if wanted.use_checkpoint_args:
@@ -89,7 +89,7 @@ def _fitted(tokenizer: TokenizerConfig, entries: int, parsed: ParsedRun) -> Toke
     """The tokenizer for a checkpoint's model, which may have more entries than it.
 
     Raises:
-        UserError: for a --vocab-size of another model.
+        UserError: when --vocab-size is that of another model.
     """
     result = fitted(tokenizer, entries)
     if "tokenizer.vocab_size" in parsed.explicit and result != tokenizer:
@@ -107,10 +107,10 @@ def run(
 
     Args:
         config: the resolved configuration.
-        notes: on the flags.
-        env: this process's place.
+        notes: notes on the flags.
+        env: environment of this process.
         started: ``time.monotonic()`` at the start of the program.
-        lock: of the folder that rank 0 saves to.
+        lock: lock of the folder that rank 0 saves to.
 
     Raises:
         UserError: on every rank, for data, files or checkpoints that cannot be used.
@@ -119,14 +119,14 @@ def run(
     layout = layout_of(config, env.world_size)
     topology = build_topology(layout, device) if env.world_size > 1 else single_process(device)
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         if topology.is_last_rank:
             print(text, flush=True)
 
     kernel_note = check_kernels(topology)
     for note in (*notes, *([kernel_note] if kernel_note else [])):
-        say(f"note: {note}")
-    say(config.describe())
+        log(f"note: {note}")
+    log(config.describe())
     batch_sizes = BatchSizeSchedule(
         config.training.global_batch_size,
         micro_batch_size=config.training.micro_batch_size,
@@ -141,10 +141,10 @@ def run(
     length = run_length(train_iters, datasets[0], batch_sizes)
     engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length))
     for note in compression_notes(config, datasets[0], layout.dp, length, train_iters):
-        say(f"note: {note}")
+        log(f"note: {note}")
     for line in coverage_notes(engines):
-        say(line)
-    say(_summary(topology, vocab_size, engines.padded_vocab_size, [len(d) if d else 0 for d in datasets]))
+        log(line)
+    log(_summary(topology, vocab_size, engines.padded_vocab_size, [len(d) if d else 0 for d in datasets]))
     schedule = LRSchedule.from_options(
         config.optimizer,
         global_batch_size=config.training.global_batch_size,
@@ -161,7 +161,7 @@ def run(
     if saved is not None:
         checkpoints.load(saved)
     elif config.checkpoint.load:
-        say(f"no checkpoint in {config.checkpoint.load} yet: starting from random weights")
+        log(f"no checkpoint in {config.checkpoint.load} yet: starting from random weights")
     together(topology.control.pg, reporter.open)
     try:
         Trainer(
@@ -182,7 +182,7 @@ def run(
 
 
 def _iterations(config: RunConfig, batch_sizes: BatchSizeSchedule, begun: Progress) -> int:
-    """Iterations of the whole run: those asked for, or those done and as many as the samples that are left make."""
+    """Iterations of the whole run: those asked for, or those done and as many as the remaining samples make."""
     if config.training.train_iters is not None:
         return config.training.train_iters
     assert config.training.train_samples is not None
@@ -190,7 +190,7 @@ def _iterations(config: RunConfig, batch_sizes: BatchSizeSchedule, begun: Progre
 
 
 def _vocabulary(config: RunConfig) -> tuple[int, int, int]:
-    """The model's entries, the tokenizer's, and the end of a document; without a tokenizer no token is that end."""
+    """Entries of the model and of the tokenizer, and the id of the end of a document; -1 without a tokenizer."""
     tokenizer, data = config.tokenizer, config.data
     if tokenizer.tokenizer_type is not None:
         built = build_tokenizer(tokenizer)
@@ -211,9 +211,9 @@ def _open_data(
 
     Args:
         config: the resolved configuration.
-        env: this process's place.
+        env: environment of this process.
         train_iters: iterations of the whole run.
-        begun: how far it has come, maybe with batches of another size.
+        begun: position of the run, maybe reached with batches of another size.
     """
     entries, vocab_size, eod = _vocabulary(config)
     size, validation = config.training.global_batch_size, config.validation
@@ -236,7 +236,7 @@ def _open_data(
 
 
 def _rank_0_log(topology: Topology) -> Callable[[str], None]:
-    """Lines of the checkpoint code, which speaks on rank 0."""
+    """Prints lines of the checkpoint code, on rank 0."""
 
     def log(text: str) -> None:
         if topology.rank == 0:

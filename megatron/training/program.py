@@ -1,4 +1,4 @@
-"""A command on every rank, with one clear error on each of them when something is wrong."""
+"""Runs a command on every rank, with one clear error on each of them when something is wrong."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _NO_ROOM = (
     *("can't allocate memory", "not enough memory", "Storage size calculation overflowed"),
     *("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
 )
-"""How torch's CPU allocator reports that memory has run out, and how CUDA and its libraries do."""
+"""Texts by which torch's CPU allocator, CUDA and its libraries report that memory has run out."""
 _NO_FIXED_ORDER = "does not have a deterministic implementation"
-"""How torch refuses an operation under ``torch.use_deterministic_algorithms``."""
+"""Text by which torch refuses an operation under ``torch.use_deterministic_algorithms``."""
 _SIZE = r"([0-9.]+ (?:[KMGT]i)?B|[0-9]+ bytes)"
 _GPU_IS_FULL = re.compile(
     rf"Tried to allocate {_SIZE}.*? GPU ([0-9]+) has a total capacity of {_SIZE} of which {_SIZE} is free", re.DOTALL
 )
-"""What torch says of a GPU whose memory has run out."""
+"""Text by which torch reports a GPU whose memory has run out."""
 
 
 class NothingLearnedError(RuntimeError):
-    """A run that ended without a single update of the weights, on every rank. The message is one line."""
+    """Raised on every rank when a run ended without a single update of the weights. The message is one line."""
 
 
 class Ranks:
@@ -49,8 +49,8 @@ class Ranks:
 
     Attributes:
         env: this process's place, as the launcher says.
-        watch: over the other ranks; None until they have met.
-        meeting: of all ranks; None until this one has joined it.
+        watch: the watch over the other ranks; None until they have met.
+        meeting: what all ranks have agreed in; None until this one has joined it.
     """
 
     def __init__(self) -> None:
@@ -70,10 +70,10 @@ class Ranks:
         """Joins the other ranks, if any, in a process group; rank 0 prints the notes on the flags.
 
         Args:
-            backend, timeout_minutes: of the process group.
-            sections: of the command's flags, by name, which must be the same on all ranks.
-            notes: on the flags.
-            peer_timeout_seconds: how long a rank may give no sign of life before the others end.
+            backend, timeout_minutes: backend and time-out of the process group.
+            sections: sections of the command's flags, by name, which must be the same on all ranks.
+            notes: notes on the flags.
+            peer_timeout_seconds: longest time without a heartbeat of a rank before the others end.
 
         Raises:
             UserError: on every rank, when flags, code or files differ, or another rank refuses its own.
@@ -112,7 +112,7 @@ class Ranks:
         shutdown()
 
     def fail(self, text: str, status: int, reason: str | None = None) -> int:
-        """Prints why, tells the others, and leaves.
+        """Prints the reason, tells the others, and leaves.
 
         Bad input is printed by rank 0, whichever rank met it; the others leave a little later, lest the launcher ends
         rank 0 before it has spoken.
@@ -136,7 +136,7 @@ class Ranks:
         return status
 
     def _stay_away(self, reason: str, status: int) -> bool:
-        """Tells the other ranks, which would wait, that this one will not join them; whether they could be told."""
+        """Tells the other ranks, which would wait, that this one will not join them; returns whether they were told."""
         try:
             meeting = Meeting(self.env, LEAVE_SECONDS / 60)
             return meeting.refuse(reason, bad_input=status == EXIT_BAD_INPUT)
@@ -191,7 +191,7 @@ def run_program(body: Callable[[Ranks], None]) -> int:
 
 
 def no_fixed_order(error: BaseException) -> str:
-    """What torch cannot do under --deterministic-mode, in one line that says what to do."""
+    """Explains an operation that torch cannot do under --deterministic-mode, in one line."""
     operation = str(error).partition(_NO_FIXED_ORDER)[0].strip()
     return (
         f"--deterministic-mode: torch's {operation[:100]} {_NO_FIXED_ORDER} on this device; leave out what uses it, or "
@@ -207,7 +207,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(error: BaseException) -> str:
-    """What failed, in one line that says what to do."""
+    """Explains a failed allocation, in one line."""
     reason = (str(error).splitlines() or [""])[0] or type(error).__name__
     return (
         f"out of memory: {_of_gpu(str(error)) or reason[:300]}; lower --micro-batch-size or --seq-length, recompute "
@@ -216,9 +216,9 @@ def out_of_memory(error: BaseException) -> str:
     )
 
 
-def _of_gpu(said: str) -> str | None:
-    """The GPU, what was needed and what there is, from what torch says; None where it says something else."""
-    found = _GPU_IS_FULL.search(said)
+def _of_gpu(message: str) -> str | None:
+    """The GPU, the memory needed and the memory there is, from torch's message; None for other messages."""
+    found = _GPU_IS_FULL.search(message)
     if found is None:
         return None
     needed, index, total, free = found.groups()

@@ -11,13 +11,19 @@ ProgressMode = Literal["auto", "on", "off"]
 
 
 class ProgressBar:
-    """Iterations done, loss, tokens/s and time left, on the last line of a terminal.
+    """The progress bar: iterations done, loss, tokens/s and time left, on the last line of a terminal.
 
-    Args: total: iterations of the run. done: iterations already done, when the run resumes. mode: `auto`
-        shows the bar only when `stream` is a terminal (and tqdm imports), `on` always, `off` never. stream:
-        where the bar is drawn. output: where `write` puts whole lines. name: what the bar is called.
+    Args:
+        total: iterations of the run.
+        done: iterations already done, when the run resumes.
+        mode: ``auto`` shows the bar only when ``stream`` is a terminal (and tqdm imports), ``on`` always, ``off``
+            never.
+        stream: where the bar is drawn.
+        output: where ``write`` puts whole lines.
+        name: title of the bar.
 
-    Raises UserError when the mode is `on` and tqdm is missing.
+    Raises:
+        UserError: when the mode is ``on`` and tqdm is missing.
     """
 
     def __init__(
@@ -52,7 +58,7 @@ class ProgressBar:
         return self._bar is not None
 
     def update(self, *, loss: float | None = None, tokens_per_second: float | None = None, steps: int = 1) -> None:
-        """So many iterations are done. Figures that are None keep out of the bar."""
+        """Sets the number of iterations done. Figures that are None are left out of the bar."""
         if self._bar is None:
             return
         figures = {}
@@ -64,7 +70,7 @@ class ProgressBar:
         self._bar.update(steps)
 
     def write(self, text: str) -> None:
-        """Print whole lines to the output, above the bar when there is one."""
+        """Prints whole lines to the output, above the bar when there is one."""
         if self._bar is None:
             print(text, file=self._output, flush=True)
         else:

@@ -1,4 +1,4 @@
-"""How far a run has come: the counters that a checkpoint carries besides tensors."""
+"""The position of a run: the counters that a checkpoint carries besides tensors."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Progress:
     skipped: int = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Plain numbers."""
+        """The counters as plain numbers."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse.
+        """Restores the counters.
 
         Raises:
-            UserError: for anything but whole numbers; nothing has changed then.
+            UserError: when a value is not a whole number; nothing has changed then.
         """
         counts = {field.name: Values(state).integer(field.name, least=0, most=_MOST) for field in fields(self)}
         for name, count in counts.items():
@@ -44,26 +44,26 @@ class Progress:
 
 @dataclass(frozen=True)
 class SavedCounters:
-    """What the run's state needs beside tensors, read and checked before any of it is changed.
+    """Values of a checkpoint besides tensors, read and checked before anything is changed.
 
     Args:
-        separate_main: the optimizer's values are kept apart from the model's.
+        separate_main: the optimizer's values are stored apart from the model's.
     """
 
     separate_main: bool
 
     @staticmethod
     def read(common: Mapping[str, Any], where: Path, *, optimizer: bool, counters: bool) -> SavedCounters:
-        """From a checkpoint's common values.
+        """Reads a checkpoint's common values.
 
         Args:
             common: the values.
-            where: they are from, for the message.
+            where: name of their source, for the message.
             optimizer: its state will be asked for.
             counters: the run's position will be asked for.
 
         Raises:
-            UserError: naming the file and the value that is missing or of another kind.
+            UserError: when a value is missing or of another kind; the message names the file and the value.
         """
         try:
             values = Values(common)

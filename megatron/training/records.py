@@ -1,4 +1,4 @@
-"""Reads back the JSON lines of a run (``--log-json-file``)."""
+"""Reads the JSON lines of a run (``--log-json-file``)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron.base.values import Values
 
 
 class Record(Values):
-    """An event that was read, which checks what it is asked for.
+    """An event of a JSON-lines file, whose values are checked when they are asked for.
 
     Args:
-        values: of the event.
+        values: values of the event.
         place: file and line, for messages.
     """
 
@@ -23,9 +23,10 @@ class Record(Values):
         super().__init__(values, place, "correct or delete the line")
 
     def iteration(self, default: int | None = None) -> int:
-        """The iteration; the default where there is none.
+        """The iteration of the event; the default where there is none.
 
-        Raises UserError when it is no whole number, or missing without a default.
+        Raises:
+            UserError: when it is not a whole number, or missing without a default.
         """
         return self.integer("iteration", default, least=None, most=None)
 
@@ -39,11 +40,19 @@ class Record(Values):
         return self.get(name, number)  # a count stays a whole number
 
     def numbers(self, name: str) -> list[float]:
-        """A list of figures, nan for nulls. Raises UserError when it is none."""
+        """A list of figures, nan for nulls.
+
+        Raises:
+            UserError: when it is not a list of figures.
+        """
         return [Record({name: figure}, self.place).number(name) for figure in self.listed(name)]
 
     def groups(self, name: str) -> dict[str, Record]:
-        """Figures by name, such as those of each communication point. Raises UserError when they are none."""
+        """Figures by name, such as those of each communication point.
+
+        Raises:
+            UserError: when they are not figures by name.
+        """
         groups = Record(self.table(name), f"{self.place}: {name}")
         return {key: Record(groups.table(key), f"{groups.place} {key}") for key in groups}
 
@@ -53,11 +62,12 @@ def _is_lost(value: Any) -> bool:
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """The events of a JSON-lines file that count: what a `resume` event made void is left out.
+    """Reads the events of a JSON-lines file, without those that a ``resume`` event made void.
 
     A line that is not a JSON object (the run was killed while writing it) is skipped.
 
-    Raises UserError when the iterations around a `resume` event are none.
+    Raises:
+        UserError: when the iterations around a ``resume`` event are not numbers.
     """
     records: list[Record] = []
     for record in _json_objects(path):
@@ -69,7 +79,7 @@ def read_records(path: str | Path) -> list[Record]:
 
 
 def finite_figures(figures: Iterable[float]) -> list[float]:
-    """Those of some records' figures that are finite; a nan where there is none."""
+    """The finite ones of some figures; one nan where there is none."""
     return [figure for figure in figures if math.isfinite(figure)] or [math.nan]
 
 

@@ -1,4 +1,4 @@
-"""``--check-replicas``: whether ranks that must hold the same numbers do, bit by bit."""
+"""``--check-replicas``: checks that ranks which must hold the same numbers do, bit by bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.training.assembly import Engines
 
 
 def check_replicas(engines: Engines, iteration: int) -> None:
-    """Compares parameters and the memories of pipeline codecs by digests. Every rank calls this between steps.
+    """Compares parameters and the state of pipeline codecs by digests. Every rank calls this between steps.
 
     Equal must be: the same slice of a parameter wherever it is held (data-parallel replicas, tensor-parallel ranks
     that hold it whole, both stages of the tied embedding), and what both ends of a pipeline boundary remember.
@@ -35,7 +35,7 @@ def check_replicas(engines: Engines, iteration: int) -> None:
 
 
 def disagreements(engines: Engines) -> list[str]:
-    """What differs between ranks that should agree, the same list on every rank."""
+    """Differences between ranks that should agree, the same list on every rank."""
     topology = engines.topology
     group = topology.control.pg if topology.layout.world_size > 1 else None
     rows = [json.loads(text) for text in gather_texts(group, json.dumps(dict(_digests(engines))))]

@@ -1,4 +1,4 @@
-"""Tells the user how the run goes: log lines, events, curves, progress bar."""
+"""Reports a run to the user: log lines, events, curves, progress bar."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def model_shape(config: RunConfig, padded_vocab_size: int) -> ModelShape:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory that this process has used: allocated on the device with CUDA, else resident."""
+    """Peak memory of this process: allocated on the device with CUDA, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def known_peak(config: RunConfig, device: torch.device) -> float | None:
-    """TFLOP/s of which MFU is a share: as given, else by the name of the GPU; None where it is not known."""
+    """The peak TFLOP/s that MFU is relative to: as given, else by the name of the GPU; None where it is unknown."""
     if config.logging.peak_tflops is not None or device.type != "cuda":
         return config.logging.peak_tflops
     tf32 = torch.get_float32_matmul_precision() != "highest"
@@ -58,15 +58,15 @@ def known_peak(config: RunConfig, device: torch.device) -> float | None:
 
 
 class Reporter:
-    """Collects what a run does and reports it on the last rank; the others only take part in the gathering.
+    """Collects the metrics of a run and reports them on the last rank; the others only take part in the gathering.
 
     Args:
         config: the resolved configuration.
-        engines: whose traffic is reported.
+        engines: engines whose traffic is reported.
         progress: the run's counters.
         train_iters: iterations of the whole run.
-        timers: reported with each log line.
-        batch_sizes: of the run.
+        timers: timers that are reported with each log line.
+        batch_sizes: batch sizes of the run.
         splits: whether there are a validation and a test set.
     """
 
@@ -97,7 +97,7 @@ class Reporter:
         self._speaks = engines.topology.is_last_rank
 
     def open(self) -> None:
-        """Opens files; call it once the counters are restored, so that curves go on where they were.
+        """Opens files; called once the counters are restored, so that curves continue where they were.
 
         Raises:
             UserError: when one cannot be opened.
@@ -126,11 +126,11 @@ class Reporter:
         self.sinks.event("config", done.iteration, config=self.config.to_dict(), size=size)
 
     def line(self, text: str) -> None:
-        """Text for people."""
+        """Prints a line for people."""
         self.sinks.line(text)
 
     def start_training(self) -> None:
-        """The clock of the first window starts now."""
+        """Starts the clock of the first window."""
         self.engines.ledger.clear()
         self.window = MetricsWindow()
         self._step_started = time.perf_counter()
@@ -143,7 +143,7 @@ class Reporter:
             what: happens: "evaluate", "save" or "check".
         """
         began = time.perf_counter()
-        with self.window.paused(), self.engines.ledger.aside():
+        with self.window.paused(), self.engines.ledger.uncounted():
             try:
                 yield
             finally:
@@ -151,7 +151,7 @@ class Reporter:
                 self.forecast.pause(what, self._step_started - began)
 
     def after_step(self, step: StepMetrics) -> None:
-        """Notes a step; reports the window when a line is due."""
+        """Records a step; reports the window when a line is due."""
         for observer in self.engines.ledger.observers:
             for finding in observer.findings(step.iteration):
                 if finding.line is not None:
@@ -169,7 +169,7 @@ class Reporter:
             self._report_estimate()
 
     def _report_estimate(self) -> None:
-        """The first figure of how long the run will take, which a user waits for."""
+        """Prints the first estimate of how long the run will take."""
         progress, left = self.progress, self.train_iters - self.progress.iteration
         seconds = self.forecast.remaining_s(progress.iteration, progress.consumed_samples)
         if left and seconds is not None:
@@ -217,7 +217,7 @@ class Reporter:
         )
 
     def validation(self, loss: float, *, samples: int | None = None, split: str = "validation") -> None:
-        """The lines of an evaluation."""
+        """Reports an evaluation."""
         done = self.progress
         self.sinks.evaluation(
             Evaluation(

@@ -1,7 +1,7 @@
-"""When to stop early: signals, an iteration interval, a wall-clock limit.
+"""Early exits: signals, an iteration interval, a wall-clock limit.
 
 Everything here is one rank's view. Ranks see signals and clocks at different moments, so the trainer takes
-the maximum of `ExitReason` over all ranks and acts on that.
+the maximum of ``ExitReason`` over all ranks and acts on that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class ExitReason(IntEnum):
-    """Why a run ends before its last iteration. A greater one wins when ranks differ."""
+    """The reason why a run ends before its last iteration. The greatest one wins when ranks differ."""
 
     NONE = 0
     INTERVAL = 1
@@ -25,7 +25,7 @@ class ExitReason(IntEnum):
 
 
 class ExitSignals:
-    """While active, turns the given signals into a note, so that the iteration in progress can end properly.
+    """Turns signals into a flag while active, so that the iteration in progress can complete.
 
     Previous handlers come back on exit. Use it in the main thread (Python allows handlers only there).
     """
@@ -55,13 +55,13 @@ class ExitSignals:
 
 
 class ExitPolicy:
-    """Decides after each iteration whether the run should save and end.
+    """Decides after each iteration whether the run should save and exit.
 
     Args:
-        exit_interval: `--exit-interval`: end at iterations that divide by it.
-        exit_duration_in_mins: `--exit-duration-in-mins`: end after this many minutes since `started`.
-        kill_switch_file: `--kill-switch-file`, for the log.
-        started: reading of `clock` at the start of the program; now by default.
+        exit_interval: ``--exit-interval``: end at iterations that divide by it.
+        exit_duration_in_mins: ``--exit-duration-in-mins``: end after this many minutes since ``started``.
+        kill_switch_file: ``--kill-switch-file``, for the log.
+        started: reading of ``clock`` at the start of the program; now by default.
         clock: seconds of a monotonic clock.
     """
 
@@ -81,7 +81,7 @@ class ExitPolicy:
         self._started = clock() if started is None else started
 
     def decide(self, iteration: int, *, received: signal.Signals | None = None) -> ExitReason:
-        """This rank's verdict after `iteration` iterations."""
+        """This rank's decision after ``iteration`` iterations."""
         if received is not None:
             return ExitReason.SIGNAL
         minutes = (self._clock() - self._started) / 60.0
@@ -92,7 +92,7 @@ class ExitPolicy:
         return ExitReason.NONE
 
     def explain(self, reason: ExitReason, iteration: int) -> str:
-        """One line for the log."""
+        """A line for the log that explains a reason."""
         why = {
             ExitReason.NONE: "the run goes on",
             ExitReason.INTERVAL: f"--exit-interval {self.exit_interval}",

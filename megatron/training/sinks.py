@@ -1,6 +1,6 @@
-"""Places for a run's figures: the console, a text file, a JSON-lines file, TensorBoard; and what each makes of them.
+"""Sinks of a run's metrics: the console, a text file, a JSON-lines file, TensorBoard; and what each writes.
 
-A new place is a new ``Sink`` that ``open_sinks`` opens.
+A new sink is a class that ``open_sinks`` opens.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from megatron.training.progress import ProgressBar
 
 
 class Sink:
-    """A place for figures. Each method does nothing unless a sink cares."""
+    """A sink of metrics. Every method does nothing unless a sink overrides it."""
 
     name = "a log"
 
     def line(self, text: str) -> None:
-        """Whole lines of text, for people."""
+        """Writes whole lines of text, for people."""
 
     def event(self, kind: str, iteration: int, values: Mapping[str, Any]) -> None:
-        """A record of any kind (`config`, `gradients`, ...)."""
+        """Writes a record of any kind (``config``, ``gradients``, ...)."""
 
     def step(self, metrics: StepMetrics) -> None:
-        """A step was taken."""
+        """Writes a step's metrics."""
 
     def window(self, metrics: StepMetrics) -> None:
-        """A log interval has ended."""
+        """Writes the metrics of a log interval."""
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """The model was evaluated."""
+        """Writes an evaluation."""
 
     def close(self) -> None:
-        """Flush and release."""
+        """Flushes and closes."""
 
 
 class Sinks:
-    """All sinks of a run: what is called here is called for each of them.
+    """All sinks of a run, as one.
 
     One that fails while the run is under way (a full disk, a closed pipe) is closed and dropped with one line on the
     standard error: training goes on.
@@ -87,7 +87,7 @@ class Sinks:
 
 
 class LineSink(Sink):
-    """Lines of text, in which a window and an evaluation are said."""
+    """A sink that writes windows and evaluations as lines of text."""
 
     def window(self, metrics: StepMetrics) -> None:
         self.line(format_train_line(metrics))
@@ -97,7 +97,7 @@ class LineSink(Sink):
 
 
 class ConsoleSink(LineSink):
-    """Lines to the standard output, or through `write` (a progress bar's, so that the bar stays whole)."""
+    """Prints lines to the standard output, or through ``write`` (a progress bar's, so that the bar stays whole)."""
 
     name = "the standard output"
 
@@ -113,7 +113,7 @@ class ConsoleSink(LineSink):
 
 
 class ProgressBarSink(Sink):
-    """Loss and speed of each step beside a progress bar, which it closes."""
+    """Shows loss and speed of each step beside a progress bar, and closes it at the end."""
 
     name = "the progress bar"
 
@@ -128,7 +128,7 @@ class ProgressBarSink(Sink):
 
 
 class TextFileSink(LineSink):
-    """Lines appended to a file (`--log_txt_file`)."""
+    """Appends lines to a file (``--log_txt_file``)."""
 
     def __init__(self, path: str | Path) -> None:
         self.name = str(path)
@@ -142,10 +142,10 @@ class TextFileSink(LineSink):
 
 
 class JsonLinesSink(Sink):
-    """One JSON object a line, appended to a file (`--log-json-file`).
+    """Appends one JSON object a line to a file (``--log-json-file``).
 
-    A run that goes on in an existing file first writes a `resume` event with the iteration it starts from:
-    events of later iterations before it belong to work that was lost. `read_records` leaves them out. A number
+    A run that goes on in an existing file first writes a ``resume`` event with the iteration it starts from:
+    events of later iterations before it belong to work that was lost. ``read_records`` leaves them out. A number
     that is not finite is written as null, so that every line is strict JSON.
     """
 
@@ -194,18 +194,18 @@ class JsonLinesSink(Sink):
 
 
 class TensorBoardSink(Sink):
-    """Curves for TensorBoard (`--tensorboard-dir`), with Megatron's tags.
+    """Writes curves for TensorBoard (``--tensorboard-dir``), with Megatron's tags.
 
-    Curves over samples and tokens (`lm loss vs samples`) are runs of their own in subfolders `samples` and
-    `tokens`. A resumed run has to discard the points of lost work, and TensorBoard discards by the step of a
+    Curves over samples and tokens (``lm loss vs samples``) are runs of their own in subfolders ``samples`` and
+    ``tokens``. A resumed run has to discard the points of lost work, and TensorBoard discards by the step of a
     whole run: with steps of several kinds in one run it would discard nearly all of the curves over samples.
 
     Args:
-        folder: of the events.
-        config: what goes there, and how often.
+        folder: folder of the event files.
+        config: sections that decide what is written, and how often.
         dp_size: data-parallel replicas, for the figures per replica.
         world_size: processes of the run.
-        resume: position on each axis (`iterations`, `samples`, `tokens`) that the run goes on from.
+        resume: position on each axis (``iterations``, ``samples``, ``tokens``) that the run goes on from.
     """
 
     def __init__(
@@ -305,7 +305,7 @@ class TensorBoardSink(Sink):
         self._curves(evaluation.iteration, values, samples=evaluation.consumed_samples)
 
     def _curves(self, iteration: int, values: Mapping[str, float], **positions: int) -> None:
-        """Points over iterations, and the same ones, marked `vs AXIS`, over other axes."""
+        """Writes points over iterations, and the same ones, marked ``vs AXIS``, over other axes."""
         for axis, step in {"iterations": iteration, **positions}.items():
             writer, suffix = self._writer(axis), f" vs {axis}" if axis in positions else ""
             for tag, value in values.items():
@@ -328,15 +328,16 @@ def open_sinks(
     resume: Mapping[str, int] | None = None,
     console: Callable[[str], None] | None = None,
 ) -> list[Sink]:
-    """The sinks that the configuration asks for; the console always.
+    """Opens the sinks that the configuration asks for; the console always.
 
     Args:
-        config: the files and folders.
+        config: configuration that names the files and folders.
         dp_size, world_size: data-parallel replicas and processes of the run.
-        resume: position on each axis (`iterations`, `samples`, `tokens`) of the checkpoint that was loaded.
-        console: writes lines instead of the standard output, such as `ProgressBar.write`.
+        resume: position on each axis (``iterations``, ``samples``, ``tokens``) of the checkpoint that was loaded.
+        console: writes lines instead of the standard output, such as ``ProgressBar.write``.
 
-    Raises UserError naming the flag when a file cannot be opened or a package is missing.
+    Raises:
+        UserError: when a file cannot be opened or a package is missing; the message names the flag.
     """
     sinks: list[Sink] = [ConsoleSink(console)]
     if config.log_txt_file is not None:
@@ -350,7 +351,7 @@ def open_sinks(
 
 
 def _slowest(metrics: StepMetrics) -> dict[str, float]:
-    """Of each timer, the milliseconds of the rank that took longest."""
+    """Milliseconds of each timer on the rank that took longest."""
     return {name: max(times) for name, times in metrics.timers_ms.items()}
 
 
@@ -360,12 +361,12 @@ def _keys(losses: Mapping[str, float]) -> dict[str, float]:
 
 
 def _known(values: Mapping[str, float | None]) -> dict[str, float]:
-    """Those that there are."""
+    """The values that are not None."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _finite(value: Any) -> Any:
-    """The same value with every float that JSON cannot say replaced by None."""
+    """The same value with None for every float that JSON cannot represent."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -376,7 +377,7 @@ def _finite(value: Any) -> Any:
 
 
 def _open_append(path: str | Path, flag: str) -> IO[str]:
-    """Open for appending, line-buffered, making the folder; a torn last line is closed first."""
+    """Opens for appending, line-buffered, making the folder; a torn last line is closed first."""
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,13 +22,13 @@ from megatron.training.timers import Timers
 
 
 class ChunkProgram:
-    """What one model chunk computes on the micro-batches of one step.
+    """The computation of one model chunk on the micro-batches of one step.
 
     Args:
         stage: the chunk.
         batches: the step's micro-batches on this rank.
-        seed: of the dropout masks; None turns dropout off.
-        engines: this rank's.
+        seed: seed of the dropout masks; None turns dropout off.
+        engines: engines of this rank.
 
     On the chunk that holds the loss, ``loss_sum`` and ``tokens`` add up over the micro-batches: nats, and tokens that
     the loss mask lets count.
@@ -63,7 +63,7 @@ class ChunkProgram:
         replicas = self.engines.replicas
         run: nn.Module = self.stage
         if replicas is not None and torch.is_grad_enabled():
-            replicas.sum_in_backward(micro_batch == len(self.batches) - 1)
+            replicas.all_reduce_in_backward(micro_batch == len(self.batches) - 1)
             run = replicas.wrapped
         out_sbh: Tensor = run(x, self._context(batch))
         if not self.stage.part.last:
@@ -86,10 +86,10 @@ class ChunkProgram:
 
 
 def take_batches(batches: Iterator[Batch], count: int, device: torch.device) -> list[Batch]:
-    """The next ``count`` micro-batches, on the device.
+    """Takes the next ``count`` micro-batches, on the device.
 
     Raises:
-        RuntimeError: when the samples have run out.
+        RuntimeError: when there are no more samples.
     """
     taken = [batch.to(device) for batch in islice(batches, count)]
     if len(taken) != count:
@@ -113,18 +113,18 @@ def train_step(
     vote: float = 0.0,
     timers: Timers | None = None,
 ) -> StepMetrics:
-    """Forward and backward of all micro-batches, reduction, update.
+    """Runs one training step: forward and backward of all micro-batches, reduction, update.
 
     Args:
-        engines: this rank's.
-        batches: its micro-batches.
+        engines: engines of this rank.
+        batches: micro-batches of this rank.
         iteration: 0-based.
-        lr, weight_decay: of this step.
-        vote: a number to be summed over the ranks, on the way.
+        lr, weight_decay: learning rate and weight decay of this step.
+        vote: a number to be all-reduced over the ranks, together with others.
         timers: where the parts of the step are timed.
 
     Returns:
-        what is known of the step, the same on every rank; where the run stands is not filled in.
+        The step's metrics, the same on every rank; the run's position is not filled in.
     """
     ledger = engines.ledger
     timers = timers or Timers(clock=ledger.clock)
@@ -193,7 +193,7 @@ _COMPUTING = ("forward-compute", "backward-compute")
 
 
 def pipeline_span(timers: Timers, ledger: Ledger) -> Span:
-    """Timers of the pipeline's operations, computing in the ledger, and spans for observers."""
+    """The spans of the pipeline's operations: timers, computing in the ledger, and spans for observers."""
 
     @contextmanager
     def span(name: str, op: PipelineOp) -> Iterator[None]:
@@ -208,7 +208,7 @@ def pipeline_span(timers: Timers, ledger: Ledger) -> Span:
 
 @torch.no_grad()
 def evaluation_step(engines: Engines, batches: Sequence[Batch]) -> tuple[float, float]:
-    """Forward of some micro-batches without dropout.
+    """Runs some micro-batches forward without dropout.
 
     Returns:
         Sum of the tokens' losses in nats, and number of tokens that count, over this rank's samples; zero on ranks

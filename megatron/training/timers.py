@@ -48,7 +48,7 @@ TIMER_NAMES = (
 
 
 class Timer:
-    """A stopwatch that adds up. Also a context manager. Not re-entrant."""
+    """A stopwatch that accumulates. Also a context manager. Not re-entrant."""
 
     def __init__(self, name: str, clock: Clock) -> None:
         self.name = name
@@ -71,7 +71,7 @@ class Timer:
         self._total += seconds
 
     def elapsed(self, *, reset: bool = False) -> float:
-        """Seconds so far, those of a running interval included; `reset` starts the count again from here.
+        """Seconds so far, those of a running interval included; ``reset`` starts the count again from here.
 
         On a device what is not known yet counts the next time.
         """
@@ -96,7 +96,7 @@ class Timer:
 
 
 class _NoTimer(Timer):
-    """Stands in for a timer above the level asked for. It costs nothing and shows nothing."""
+    """A timer above the level asked for. It costs nothing and shows nothing."""
 
     def __init__(self) -> None:
         super().__init__("off", HostClock())
@@ -112,10 +112,10 @@ class Timers:
     """Makes timers by name, and reports them.
 
     Args:
-        level: `--timing-log-level`. Timers of a higher level do nothing. 0: a few coarse ones, 1: parts of an
+        level: ``--timing-log-level``. Timers of a higher level do nothing. 0: a few coarse ones, 1: parts of an
             iteration, 2: every operation of the pipeline.
-        option: `--timing-log-option`: what a report shows of the ranks.
-        clock: of the device whose work is timed.
+        option: ``--timing-log-option``: what a report shows of the ranks.
+        clock: clock of the device whose work is timed.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Timers:
         self._off = _NoTimer()
 
     def __call__(self, name: str, level: int = 0) -> Timer:
-        """The timer of this name, or one that does nothing when `level` is above the level asked for."""
+        """The timer of this name, or one that does nothing when ``level`` is above the level asked for."""
         if level > self.level:
             return self._off
         if name not in self._timers:
@@ -144,7 +144,7 @@ class Timers:
     ) -> dict[str, list[float]]:
         """Milliseconds per iteration of each timer on each rank; the timers are reset.
 
-        A collective call: every rank passes the same names, and all take part. `gather` maps this rank's
+        A collective call: every rank passes the same names, and all take part. ``gather`` maps this rank's
         numbers to those of all ranks in rank order. Timers that ran on no rank are left out; where one did
         not run it shows 0.
         """
@@ -155,12 +155,12 @@ class Timers:
         return {name: values for name, values in columns.items() if any(values)}
 
     def report(self, times: Mapping[str, Sequence[float]]) -> str:
-        """Text of `collect`'s result by the option, several lines; empty when no timer ran."""
+        """Text of ``collect``'s result by the option, several lines; empty when no timer ran."""
         return format_timers(times, self.option)
 
 
 def format_timers(times: Mapping[str, Sequence[float]], option: TimingOption) -> str:
-    """A heading and a line per timer, its name padded with dots to 48 columns (per rank for `all`).
+    """A heading and a line per timer, its name padded with dots to 48 columns (per rank for ``all``).
 
     Ranks on which a timer did not run do not count for the minimum.
     """

@@ -1,4 +1,4 @@
-"""What the communication points did in a window of iterations, over all ranks, and how the residuals fare."""
+"""Traffic of the communication points in a window of iterations, over all ranks, and health of the residuals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OLD_STEPS = 1000.0
 
 
 def gather_rows(group: Group, ledger: Ledger, values: list[float]) -> list[list[float]]:
-    """Every rank's numbers, in rank order."""
+    """All-gathers every rank's numbers, in rank order."""
     mine = torch.tensor([values], dtype=torch.float64)
     rows = torch.empty((group.size, len(values)), dtype=torch.float64)
     pending = group.all_gather(rows, mine)
@@ -55,10 +55,10 @@ def _bytes(count: float) -> str:
 
 
 class TrafficMeter:
-    """Sums up the ledger and the residuals over the ranks; every rank has one and calls ``collect`` alike.
+    """Collects the ledger's accounts and the residuals over all ranks; every rank has one and calls ``collect`` alike.
 
     Args:
-        engines: this rank's.
+        engines: engines of this rank.
     """
 
     def __init__(self, engines: Engines) -> None:
@@ -72,7 +72,7 @@ class TrafficMeter:
         """Closes a window.
 
         Returns:
-            the points that had traffic, by name; a warning for each residual that grows without bound and for each
+            The points that had traffic, by name; a warning for each residual that grows without bound and for each
             compressor that sends more than it is given; seconds of computing per iteration, the mean over the ranks.
             The same on every rank.
         """

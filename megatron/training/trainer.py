@@ -1,4 +1,4 @@
-"""A training run from its first line of output to its last checkpoint."""
+"""The training loop, from the first line of output to the last checkpoint."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from megatron.training.step import take_batches, train_step
 from megatron.training.timers import Timers
 
 _SIGNAL_VOTE = 2.0**20
-"""More than all ranks' votes for the time limit together."""
+"""A vote that exceeds all ranks' votes for the time limit together."""
 _SWITCH_VOTE = 2.0**40
-"""More than all ranks' votes for a signal together."""
+"""A vote that exceeds all ranks' votes for a signal together."""
 
 
 class Trainer:
@@ -35,10 +35,10 @@ class Trainer:
     Args:
         config: the resolved configuration.
         engines: this rank's model, pipeline and optimizer.
-        batch_sizes, schedule: how batch size, learning rate and weight decay go.
+        batch_sizes, schedule: schedules of batch size, learning rate and weight decay.
         datasets: train, validation and test; None for what there is not.
         train_iters: iterations of the whole run.
-        progress, checkpoints, reporter: counters, where they are saved, and who tells the user.
+        progress, checkpoints, reporter: counters, where they are saved, and reports to the user.
         started: ``time.monotonic()`` at the start of the program.
     """
 
@@ -97,7 +97,11 @@ class Trainer:
             self._check_learned(begun, skipped)
 
     def _check_learned(self, begun: int, skipped_before: int) -> None:
-        """Raises NothingLearnedError when every step of this process, or of the whole run, was skipped."""
+        """Checks that a step was taken.
+
+        Raises:
+            NothingLearnedError: when every step of this process, or of the whole run, was skipped.
+        """
         done, skipped = self.progress.iteration, self.progress.skipped
         for steps, left_out in ((done - begun, skipped - skipped_before), (done, skipped)):
             if steps and left_out == steps:
@@ -123,7 +127,7 @@ class Trainer:
         return reason
 
     def _vote(self, signalled: bool) -> float:
-        """This rank's wish to stop; it is summed over the ranks along with the step's other numbers."""
+        """This rank's vote to stop; votes are all-reduced together with the step's other numbers."""
         switch = self.config.training.kill_switch_file
         if switch is not None and os.path.exists(switch):
             return _SWITCH_VOTE
@@ -132,7 +136,7 @@ class Trainer:
         return 1.0 if self.policy.decide(self.progress.iteration + 1) is ExitReason.DURATION else 0.0
 
     def _iteration(self, batches: MicroBatches, vote: float) -> ExitReason:
-        """One optimizer step and everything that is due after it."""
+        """Runs one optimizer step and everything that is due after it."""
         config, progress, timers = self.config, self.progress, self.timers
         size = self.batch_sizes.at(progress.consumed_samples)
         count = self.batch_sizes.num_micro_batches(progress.consumed_samples)
@@ -177,7 +181,7 @@ class Trainer:
         return reason
 
     def _reason(self, votes: float) -> ExitReason:
-        """Why to stop now; the same on every rank, since the votes were summed."""
+        """The reason to stop now; the same on every rank, since the votes were all-reduced."""
         if votes >= _SWITCH_VOTE:
             return ExitReason.KILL_SWITCH
         if votes >= _SIGNAL_VOTE:
@@ -201,7 +205,7 @@ class Trainer:
         )
 
     def _evaluate(self, dataset: Dataset, skip_rounds: int) -> float:
-        """Mean loss over ``--eval-iters`` global batches, nats per token."""
+        """Computes the mean loss over ``--eval-iters`` global batches, nats per token."""
         rounds = self.config.validation.eval_iters
         size = self.config.training.global_batch_size
         count = size // (self.config.training.micro_batch_size * self.topology.dp.size)
@@ -209,7 +213,7 @@ class Trainer:
             return evaluate(self.engines, batches, rounds, count)
 
     def _validate(self) -> None:
-        """The evaluation between training steps, each on the next samples of the validation set."""
+        """Evaluates between training steps, each time on the next samples of the validation set."""
         assert self.valid_set is not None
         if self.config.validation.eval_iters == 0:
             return

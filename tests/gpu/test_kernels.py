@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.kernels import native, ops
-from megatron.kernels.grid import Grid, Layout, Method, Role
+from megatron.kernels.grid import Grid, Role, ScaleLayout, ScaleMethod
 from tests.support import kernels as checks
 
 pytestmark = [
@@ -21,7 +21,7 @@ DEVICE = "cuda"
 @pytest.mark.parametrize("seed", [None, (5 << 40) + 7])
 def test_codecs_give_the_twins_bits(role: Role, seed: int | None) -> None:
     for number, grid in enumerate(checks.grids()):
-        for count in (0, 1, 999, 70_001) if grid.layout is not Layout.CHANNEL else (0, 40, 100_000):
+        for count in (0, 1, 999, 70_001) if grid.layout is not ScaleLayout.CHANNEL else (0, 40, 100_000):
             dtype = checks.DTYPES[number % 3]
             x = checks.spoil(checks.noise((count,), number, DEVICE, dtype), number)
             other = None if role is Role.PLAIN else checks.noise((count,), count, DEVICE, checks.DTYPES[number % 2])
@@ -32,7 +32,7 @@ def test_codes_equal_the_cpus() -> None:
     """Bit by bit, so that a run's ends may be a GPU and a CPU."""
     x = checks.noise((123_457,), 0, "cpu")
     for grid in checks.grids():
-        if grid.method is Method.L2 or grid.is_sign or grid.layout is Layout.CHANNEL:
+        if grid.method is ScaleMethod.L2 or grid.is_sign or grid.layout is ScaleLayout.CHANNEL:
             continue
         found = []
         for device in ("cpu", DEVICE):

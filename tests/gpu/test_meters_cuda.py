@@ -42,11 +42,11 @@ def _steps(config: RunConfig, topology: Topology, warm: int, count: int, vocab: 
         taken = take_batches(batches, micro_batches, topology.device)
         if iteration == warm:
             topology.control.barrier()
-            ledger.clock.settle()
+            ledger.clock.synchronize()
             ledger.clear()
             began = time.perf_counter()
         train_step(engines, taken, iteration, 1e-3, 0.0)
-    ledger.clock.settle()
+    ledger.clock.synchronize()
     seconds = time.perf_counter() - began
     accounts = ledger.take().values()
     return {
@@ -120,7 +120,7 @@ def test_an_interval_is_what_the_device_did_and_nobody_waits_for_it() -> None:
     clock.between(start, stop, told.append)
     clock.read()
     assert told == []  # the host got here long before
-    clock.settle()
+    clock.synchronize()
     assert 0.1 < told[0] < 10
 
 
@@ -131,7 +131,7 @@ def test_marks_are_placed_on_the_hosts_clock() -> None:
     torch.cuda._sleep(CYCLES)
     mark = clock.mark()
     issued = time.perf_counter()
-    clock.settle()
+    clock.synchronize()
     assert issued < clock.place(mark) < time.perf_counter() + 1e-3
     assert clock.place(mark) > before + 0.1
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lab import command as netlab
-from benchmarks.network.cases import BENCHES, FP32, Bench, Case
+from benchmarks.network.cases import BENCHES, FP32, Bench, NetworkCase
 from benchmarks.network.report import figure, table
 from benchmarks.network.run import link_rate, measure
 from benchmarks.network.setups import Setup, aqsgd_data, aqsgd_pipeline, optimus_pipeline, radius_data
@@ -49,8 +49,8 @@ def test_toy_runs_on_shaped_hosts(tmp_path: Path) -> None:
         pytest.skip(str(problem))
     cases = (
         FP32,
-        Case("bf16 traffic", ("dp-grad=cast",)),
-        Case("torch DDP, powerSGD_hook, rank 4", peer="ddp-powersgd", rank=4),
+        NetworkCase("bf16 traffic", ("dp-grad=cast",)),
+        NetworkCase("torch DDP, powerSGD_hook, rank 4", peer="ddp-powersgd", rank=4),
     )
     bench = Bench(2, 1, 1, 1, (2, 64, 32), 2, (), cases, "gradients")
     rows = list(measure("toy", bench, [Setup("slow", 30.0, "for the test")], 1, tmp_path))

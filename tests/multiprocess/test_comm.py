@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.comm.channel import Message, PipelineChannel
-from megatron.comm.gather import GatherInFlight
+from megatron.comm.gather import PendingGather
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan, Position
 from megatron.comm.reducer import GradBucket, GradReducer, Place
-from megatron.comm.rounds import Job, RoundsInFlight
+from megatron.comm.rounds import PackedReduction, TensorReduction
 from megatron.compression.api import Aggregate, Codec, Op, Payload, Peers, Request, RoundCompressor
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.delta import DeltaConfig
@@ -67,8 +67,8 @@ def _mixed_rounds() -> list[str]:
     compressors = [ThreeRounds(), IdentityRounds(), NoRounds(), IdentityRounds(), ThreeRounds()]
     states = [CompressorState() for _ in shapes]
     xs = [_values(group.rank, shape) for shape in shapes]
-    jobs = [Job(*job) for job in zip(compressors, xs, states, strict=True)]
-    RoundsInFlight(jobs, group, ledger, Point.DP_GRAD, raw_bytes=1000).finish()
+    jobs = [TensorReduction(*job) for job in zip(compressors, xs, states, strict=True)]
+    PackedReduction(jobs, group, ledger, Point.DP_GRAD, raw_bytes=1000).finish()
     totals = xs
     wrong = []
     for i, shape in enumerate(shapes):
@@ -155,7 +155,7 @@ def _gather_lossy() -> list[str]:
     group, ledger = _group(), Ledger()
     x = _values(group.rank, (2, 3)).float()
     out = torch.empty(2 * group.size, 3)
-    result = GatherInFlight(HalfCodec(), x, CompressorState(), None, group, ledger, Point.PARAM_GATHER, out=out).wait()
+    result = PendingGather(HalfCodec(), x, CompressorState(), None, group, ledger, Point.PARAM_GATHER, out=out).wait()
     wanted = torch.cat([_values(rank, (2, 3)).float().half().float() for rank in range(group.size)])
     account = ledger.take()["param-gather"]
     wrong = [] if torch.equal(result, wanted) and result is out else ["values"]

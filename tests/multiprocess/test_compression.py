@@ -321,7 +321,7 @@ def _fillings(parallel: dict[str, Any]) -> dict[str, float]:
     changes["parallel"] |= parallel
     engines = tiny_engines(changes)
     optimizer = engines.optimizer
-    for piece in optimizer.pieces:
+    for piece in optimizer.shards:
         spec = piece.slot.spec
         whole = torch.arange(math.prod(spec.logical_shape), dtype=torch.float64).view(spec.logical_shape) % 7
         mine = _local(whole, piece.slot).flatten()[piece.start : piece.stop]
@@ -329,7 +329,7 @@ def _fillings(parallel: dict[str, Any]) -> dict[str, float]:
     optimizer.steps = 3
     optimizer.step(1.0, 1.0, 1, 0, lr=0.0, weight_decay=0.0, freeze_variance=True)
     found: dict[str, float] = {}
-    for piece in optimizer.pieces:
+    for piece in optimizer.shards:
         filled = optimizer.inner.state[piece.main]["exp_avg_sq"]
         fractional = filled[filled != filled.round()]
         if fractional.numel():

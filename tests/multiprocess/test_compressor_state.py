@@ -34,9 +34,9 @@ def _of(engines: Engines) -> CompressorCheckpoint:
 
 def _boxes(state: CompressorCheckpoint) -> Boxes:
     return [
-        (name, shard.global_shape, piece.offsets, piece.tensor.clone())
+        (name, shard.global_shape, box.offsets, box.tensor.clone())
         for name, shard in sorted(state.tensors().items())
-        for piece in shard.pieces
+        for box in shard.boxes
     ]
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.topology.errors import CommunicationError
-from megatron.topology.group import Group, Link
+from megatron.topology.group import Group, PipelineGroup
 from megatron.topology.launch import LaunchEnvironment, init_process_group
 from megatron.topology.layout import Layout
 from megatron.topology.topology import build_topology
@@ -264,7 +264,7 @@ def _links() -> list[bool]:
     topology = build_topology(Layout(pp=2, chunks=2), CPU)
     found = []
     for link in (topology.forward_link, topology.backward_link):
-        assert isinstance(link, Link)
+        assert isinstance(link, PipelineGroup)
         found.append(link.pg is not link.downwards.pg)
         peer, x, y = 1 - link.rank, torch.full((2,), float(link.rank)), torch.empty(2)
         receiving = link.recv(y, peer, tag=1)

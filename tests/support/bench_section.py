@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 
-from benchmarks.gpu.book import Cells, Claim, Column, Reporter, Setting
+from benchmarks.gpu.book import Cells, Claim, Column, SectionLog, Setting
 
 TITLE, NOTE, COLUMNS = "Ends", "How rows end.", (Column("row", "name"), Column("value", "value", ".2f"))
 LIMIT_SECONDS, PATIENCE_SECONDS = 600.0, 20.0
@@ -17,7 +17,7 @@ def keys(setting: Setting) -> list[str]:
     return ["good", "raises", "dies", "hangs", "gives up", "cut short", "last"]
 
 
-def measure(setting: Setting, wanted: Sequence[str], report: Reporter) -> None:
+def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None:
     for key in wanted:
         report.begin(key)
         if key == "raises":

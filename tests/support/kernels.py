@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels import ops, reference
-from megatron.kernels.grid import Grid, Layout, Method, Role
+from megatron.kernels.grid import Grid, Role, ScaleLayout, ScaleMethod
 
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *HALVES)
@@ -47,7 +47,7 @@ def check_codec(x: Tensor, other: Tensor | None, grid: Grid, role: Role, seed: i
         run(x, moved, codes, scales, grid, role, seed)
         found.append((codes, scales, moved))
     (codes, scales, moved), (wanted_codes, wanted_scales, wanted_moved) = found
-    if grid.method is Method.L2 or grid.is_sign:
+    if grid.method is ScaleMethod.L2 or grid.is_sign:
         # Sums in another order may round to the neighbouring number; then the codes have another grid.
         torch.testing.assert_close(scales.float(), wanted_scales.float(), rtol=2**-7, atol=0, equal_nan=True)
         if not same(scales, wanted_scales):
@@ -83,7 +83,7 @@ def _check_decoding(
     codes: Tensor, scales: Tensor, other: Tensor | None, grid: Grid, dtype: torch.dtype, role: Role
 ) -> None:
     count = other.numel() if other is not None else codes.numel() // grid.bits * 8
-    if grid.layout is Layout.CHANNEL:
+    if grid.layout is ScaleLayout.CHANNEL:
         count = count // grid.group * grid.group
     if grid.code_bytes(count) != codes.numel() or grid.scale_count(count) != scales.numel():
         return
@@ -99,14 +99,14 @@ def grids() -> Iterator[Grid]:
     """Every width with every layout, method and grid, and rotations."""
     for bits in range(1, 9):
         for symmetric in (True, False):
-            for method in Method:
-                yield Grid(bits, Layout.GROUP, 64 if bits % 2 else 24, symmetric, method)
-                yield Grid(bits, Layout.GROUP, 2048, symmetric, method)
-                yield Grid(bits, Layout.CHANNEL, 40, symmetric, method)
-                yield Grid(bits, Layout.TENSOR, 64, symmetric, method)
-            yield Grid(bits, Layout.GROUP, 256 if bits % 2 else 32, symmetric, Method.MAX, 64)
-            yield Grid(bits, Layout.TENSOR, 64, symmetric, Method.MAX, 128)
-            yield Grid(bits, Layout.GROUP, 64, symmetric, Method.MAX, 512 if bits % 2 else 256)
+            for method in ScaleMethod:
+                yield Grid(bits, ScaleLayout.GROUP, 64 if bits % 2 else 24, symmetric, method)
+                yield Grid(bits, ScaleLayout.GROUP, 2048, symmetric, method)
+                yield Grid(bits, ScaleLayout.CHANNEL, 40, symmetric, method)
+                yield Grid(bits, ScaleLayout.TENSOR, 64, symmetric, method)
+            yield Grid(bits, ScaleLayout.GROUP, 256 if bits % 2 else 32, symmetric, ScaleMethod.MAX, 64)
+            yield Grid(bits, ScaleLayout.TENSOR, 64, symmetric, ScaleMethod.MAX, 128)
+            yield Grid(bits, ScaleLayout.GROUP, 64, symmetric, ScaleMethod.MAX, 512 if bits % 2 else 256)
 
 
 def check_topk(x_kn: Tensor, count: int) -> None:
@@ -162,7 +162,13 @@ def check_whole_64s(device: str, bits: int) -> None:
                 check_codec(plain, plain * 0.9, grid, Role.DELTA, None, torch.bfloat16)
 
 
-_WHOLE = ((Layout.GROUP, 64), (Layout.GROUP, 128), (Layout.GROUP, 2048), (Layout.TENSOR, 64), (Layout.CHANNEL, 64))
+_WHOLE = (
+    (ScaleLayout.GROUP, 64),
+    (ScaleLayout.GROUP, 128),
+    (ScaleLayout.GROUP, 2048),
+    (ScaleLayout.TENSOR, 64),
+    (ScaleLayout.CHANNEL, 64),
+)
 
 
 def check_bases(x_knr: Tensor) -> None:

@@ -87,7 +87,7 @@ class PretendedDevice(TorchDispatchMode):
 def pretended_device() -> Iterator[PretendedDevice]:
     """Makes this rank's CPU a device that loads kernels late; engines built inside behave as on one."""
     device = PretendedDevice()
-    recv, wait, settle, made = Group.recv, Pending.wait, Pending.settle, PipelineEngine.__init__
+    recv, wait, synchronize, made = Group.recv, Pending.wait, Pending.synchronize, PipelineEngine.__init__
 
     def posting(self: Group, x: Tensor, src: int, tag: int = 0) -> Pending:
         return device.posted(recv(self, x, src, tag))
@@ -97,7 +97,7 @@ def pretended_device() -> Iterator[PretendedDevice]:
         device.waited(self)
 
     def settling(self: Pending) -> None:
-        settle(self)
+        synchronize(self)
         device.settled(self)
 
     def late(self: PipelineEngine, *args: Any, **kwargs: Any) -> None:
@@ -107,7 +107,7 @@ def pretended_device() -> Iterator[PretendedDevice]:
     patches = (
         mock.patch.object(Group, "recv", posting),
         mock.patch.object(Pending, "wait", waiting),
-        mock.patch.object(Pending, "settle", settling),
+        mock.patch.object(Pending, "synchronize", settling),
         mock.patch.object(PipelineEngine, "__init__", late),
     )
     for patch in patches:

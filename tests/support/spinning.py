@@ -145,7 +145,7 @@ class _SpinningPending(Pending):
         super().__init__(work, sent_bytes, what)
         self.spinning = work
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """The host learns that this receive is done, and all that were done before."""
         device = self.spinning.device
         device.fabric.wait(device.rank, self.what, lambda: self.spinning.flight.done)

@@ -13,11 +13,11 @@ import pytest
 from megatron.base.option import field_options
 from megatron.config.flags import parse_args
 from megatron.config.translate.known import KNOWN_FLAGS
-from megatron.evaluation.command import TaskFlags as ZeroShotFlags
+from megatron.evaluation.command import ZeroShotFlags
 from megatron.evaluation.harness_command import EvaluationFlags
 from megatron.evaluation.sweep_command import SweepFlags
 from megatron.inference.flags import ModelFlags, SamplingFlags, parse_flags
-from megatron.inference.generate_command import DESCRIPTION, TaskFlags
+from megatron.inference.generate_command import DESCRIPTION, GenerationTaskFlags
 from megatron.inference.serve_command import ServerFlags
 
 REPO = Path(__file__).resolve().parents[2]
@@ -79,12 +79,12 @@ def test_commands_of_the_readme_parse() -> None:
         if words[1] == "pretrain_gpt.py":
             parse_args(words[2:]).resolve(1)
         elif words[1] == "tools/generate_samples_gpt.py":
-            parse_flags(words[2:], {"task": TaskFlags, "sampling": SamplingFlags}, words[1], DESCRIPTION)
+            parse_flags(words[2:], {"task": GenerationTaskFlags, "sampling": SamplingFlags}, words[1], DESCRIPTION)
 
 
 def _flags_of_sections() -> str:
     """Flags of the programs whose flags are generated from sections of their own."""
-    sections = (ModelFlags, SamplingFlags, TaskFlags, ServerFlags, EvaluationFlags, ZeroShotFlags, SweepFlags)
+    sections = (ModelFlags, SamplingFlags, GenerationTaskFlags, ServerFlags, EvaluationFlags, ZeroShotFlags, SweepFlags)
     return " ".join(f"--{flag}" for cls in sections for field in field_options("", cls) for flag in field.flags)
 
 

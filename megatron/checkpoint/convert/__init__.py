@@ -1,1 +1,1 @@
-"""Checkpoints to and from other formats, tensor by tensor."""
+"""Conversion of checkpoints to and from other formats, tensor by tensor."""

@@ -1,4 +1,4 @@
-"""Which of Hugging Face's architectures a model is, and its config.json both ways."""
+"""Hugging Face architectures of models, and config.json in both directions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GPT2_END = 50256
 
 
 def architecture_of(model: ModelConfig) -> str:
-    """gpt2, gpt_neox, llama, mistral or qwen2: the first that computes what the model does.
+    """The architecture of a model: the first of gpt2, gpt_neox, llama, mistral or qwen2 that computes the same.
 
     Raises:
         UserError: when none does, with what keeps it from the closest.
@@ -39,7 +39,7 @@ def architecture_of(model: ModelConfig) -> str:
 
 
 def _requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
-    """What the architectures have, by model_type, and whether the model has it."""
+    """Requirements of each architecture, by model_type, and whether the model meets them."""
     rope = {"--position-embedding-type rope": model.position_embedding_type == "rope"}
     one_after_the_other = {"no --parallel-residual": not model.parallel_residual}
     looks_at_all = {"no --sliding-window": model.sliding_window is None}
@@ -70,11 +70,11 @@ def _requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
 
 
 def hf_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype, end: int | None) -> dict[str, Any]:
-    """The content of config.json.
+    """Builds the content of config.json.
 
     Args:
-        model, vocab_size: what is described.
-        dtype: of the weights.
+        model, vocab_size: the model, and the entries of its vocabulary.
+        dtype: dtype of the weights.
         end: the token that ends a document, where it is known.
     """
     kind = architecture_of(model)
@@ -158,7 +158,7 @@ def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def model_of_config(config: Values) -> ModelConfig:
-    """The model that a config.json describes.
+    """Reads the model that a config.json describes.
 
     Raises:
         UserError: when it is another kind, or has what ours do not.
@@ -197,7 +197,7 @@ def _gpt2_model(config: Values) -> dict[str, object]:
 
 
 def _rotary_model(config: Values, rope: Values, base: str, percent: float) -> dict[str, object]:
-    """What the architectures with rotary positions have in common; ``percent`` is what is rotated of a head."""
+    """The model of an architecture with rotary positions; ``percent`` is the rotated share of a head."""
     hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     positions = config.integer("max_position_embeddings")
     return {
@@ -217,7 +217,7 @@ def _rotary_model(config: Values, rope: Values, base: str, percent: float) -> di
 
 
 def _rope_of(config: Values) -> Values:
-    """How positions rotate: under the older name where there are both, as transformers takes it."""
+    """Parameters of the rotary positions: under the older name where there are both, as in transformers."""
     return Values(config.table("rope_scaling", {}) or config.table("rope_parameters", {}))
 
 
@@ -300,7 +300,7 @@ def _qwen2_model(config: Values) -> dict[str, object]:
 
 
 def _sliding_layers(config: Values, layers: int) -> tuple[str, int]:
-    """What says how many layers look at a window only, and how many."""
+    """The key that says how many layers have a sliding window, and that number."""
     if not config.has("layer_types"):
         return "max_window_layers", max(layers - config.integer("max_window_layers", 28, least=0), 0)
     kinds = config.texts("layer_types")
@@ -310,7 +310,7 @@ def _sliding_layers(config: Values, layers: int) -> tuple[str, int]:
 
 
 def _window_of(config: Values, default: int) -> dict[str, object]:
-    """The sliding window; none where it holds all positions, or is null. One that is not said is the default."""
+    """The sliding window; None where it holds all positions, or is null. A missing one is the default."""
     if config.says("sliding_window") and not config.has("sliding_window"):
         return {}
     window = config.integer("sliding_window", default)

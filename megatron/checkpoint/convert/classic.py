@@ -34,7 +34,7 @@ PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def find_classic(root: Path, iteration: int | None = None) -> Path | None:
-    """The folder of a classic checkpoint's ranks: ``root`` itself, or the iteration that its tracker names.
+    """Finds the folder of a classic checkpoint's ranks: ``root`` itself, or the iteration that its tracker names.
 
     Raises:
         UserError: when there is another iteration than the one asked for.
@@ -68,7 +68,7 @@ def _ranks(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 class _Opaque:
-    """Stands in for objects of the code that wrote a file, whose values nothing here needs."""
+    """A stand-in for objects of the code that wrote a file, whose values nothing here needs."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -78,7 +78,7 @@ class _Opaque:
 
 
 def _safe_globals(path: Path) -> list[Any]:
-    """What a file may name: plain containers, numpy's arrays of random states, and stand-ins for the writer's code."""
+    """Names that a file may refer to: plain containers, numpy's random states, and stand-ins for the writer's code."""
     allowed: list[Any] = [argparse.Namespace, np.ndarray, np.dtype]
     allowed += [type(np.dtype(kind)) for kind in (np.uint32, np.int64, np.float64)]
     rebuild = np.zeros(1).__reduce__()[0]
@@ -91,7 +91,7 @@ def _safe_globals(path: Path) -> list[Any]:
 
 
 def _load(path: Path) -> TorchFile:
-    """A rank's file.
+    """Loads a rank's file.
 
     Raises:
         UserError: when it cannot be read, or holds no model.
@@ -103,7 +103,7 @@ def _load(path: Path) -> TorchFile:
 
 
 def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
-    """Nested dictionaries as dotted names."""
+    """Flattens nested dictionaries to dotted names."""
     found: dict[str, Tensor] = {}
     for name, value in nested.items():
         if isinstance(value, Tensor):
@@ -114,7 +114,7 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
 
 
 def _logical(name: str, first_layer: int) -> str | None:
-    """Our name of a tensor of a file; None for what is no parameter (masks, copies)."""
+    """The logical name of a tensor of a file; None for what is not a parameter (masks, copies)."""
     name = name.removeprefix("language_model.")
     name = re.sub(r"^(transformer|encoder)\.", "", name).replace(".attention.", ".self_attention.")
     for later, earlier in (("input_norm", "input_layernorm"), ("post_attention_norm", "post_attention_layernorm")):
@@ -130,10 +130,10 @@ def _logical(name: str, first_layer: int) -> str | None:
 
 
 def read_classic(folder: Path, vocab_size: int | None = None) -> Weights:
-    """A checkpoint of any tensor- and pipeline-parallel size.
+    """Reads a checkpoint of any tensor- and pipeline-parallel size.
 
     Args:
-        folder: of the ranks.
+        folder: folder of the ranks' files.
         vocab_size: entries of the vocabulary without padding; None where the file or its tokenizer says.
 
     Raises:
@@ -175,7 +175,7 @@ def _check_parts(name: str, parts: Sequence[Stored], spec: ParamSpec, model: Mod
     """Compares the ranks' parts of a tensor with what the arguments ask for.
 
     Raises:
-        UserError: naming the file of the first that differs.
+        UserError: when a part differs; the message names its file.
     """
     shape = list(spec.logical_shape)
     if name in PADDED:
@@ -252,10 +252,10 @@ def _by_head(part: Tensor, model: ModelConfig, tp: int, version: float) -> Tenso
 
 
 def _vocab_size(args: Values, given: int | None, padded: int, tp: int) -> int:
-    """Entries without padding.
+    """The entries of the vocabulary without padding.
 
     Raises:
-        UserError: when what the arguments say would leave more rows over than padding can be.
+        UserError: when the arguments would leave more extra rows than padding can be.
     """
     if given is not None:
         if not 0 < given <= padded:
@@ -292,10 +292,10 @@ def _arguments(file: Mapping[str, Any]) -> Values:
 
 
 def _described(file: Mapping[str, Any], args: Values) -> tuple[ModelConfig, int, float, int]:
-    """What a file and its arguments say: the model, the rows of its padded embedding, version, iteration.
+    """Reads a file and its arguments: the model, the rows of its padded embedding, version, iteration.
 
     Raises:
-        UserError: when it does not, or says what cannot be.
+        UserError: when these are missing or invalid.
     """
     values = Values(file)
     version = values.number("checkpoint_version", 0)
@@ -346,7 +346,7 @@ def _model_of(args: Values) -> ModelConfig:
 
 
 def _positions_of(args: Values) -> dict[str, object]:
-    """How positions enter the model."""
+    """The kind of position embedding."""
     kind = args.text("position_embedding_type", "learned_absolute")
     if kind == "rope" or args.flag("use_rotary_position_embeddings", False):
         return {"position_embedding_type": "rope", **_scaling_of(args)}

@@ -32,7 +32,7 @@ from megatron.model.stages import padded_vocab_size
 from megatron.parallel.tensor.shards import ParamSpec
 
 _LOCAL_CRC, _CENTRAL_CRC = 14, 16
-"""Where the checksum stands in a zip archive's local and central headers."""
+"""Offsets of the checksum in a zip archive's local and central headers."""
 
 
 @dataclass
@@ -40,10 +40,10 @@ class _RankFile:
     """One rank's file while it is filled.
 
     Args:
-        path: of it.
+        path: path of the file.
         places: offset of each tensor's bytes, by logical name.
-        sizes: how many they are.
-        records: the archive's name of each of them.
+        sizes: number of bytes of each tensor.
+        records: name of each tensor's record in the archive.
         crcs: checksums of what was written, by the archive's name.
     """
 
@@ -54,10 +54,10 @@ class _RankFile:
     crcs: dict[str, int] = field(default_factory=dict)
 
     def fill(self, name: str, part: Tensor, zeros: int = 0) -> None:
-        """Writes a tensor's bytes into its place, and so many zeros after them.
+        """Writes a tensor's bytes to its place, and so many zeros after them.
 
         Raises:
-            ValueError: when they are more or less than there is room for.
+            ValueError: when they do not fill the place exactly.
         """
         data, rest = bytes_of(part), bytes(zeros * part.element_size())
         if len(data) + len(rest) != self.sizes[name]:
@@ -69,7 +69,7 @@ class _RankFile:
         self.crcs[self.records[self.places[name]]] = zlib.crc32(rest, zlib.crc32(data))
 
     def seal(self) -> None:
-        """Gives the archive the checksums of what it holds now."""
+        """Writes the checksums of the content into the archive."""
         with zipfile.ZipFile(self.path) as archive:
             start, infos = archive.start_dir, archive.infolist()
         with self.path.open("r+b") as stream:
@@ -91,13 +91,13 @@ def write_classic(weights: Weights, root: Path, tp: int, pp: int, done: Callable
     """Writes ``root/iter_NNNNNNN/mp_rank_TT[_PPP]/model_optim_rng.pt``, the tracker and the tokenizer's files.
 
     Args:
-        weights: what to write.
+        weights: weights to write.
         root: an existing, empty folder.
         tp, pp: tensor- and pipeline-parallel size of the result.
         done: called with the bytes of each tensor that was written.
 
     Raises:
-        UserError: when the model does not divide so.
+        UserError: when the model does not divide by these sizes.
     """
     model = weights.model
     _check_has_a_form(model)
@@ -138,7 +138,7 @@ def _check_has_a_form(model: ModelConfig) -> None:
     """Refuses a model that the layout's arguments cannot describe, so that no reader takes it for another one.
 
     Raises:
-        UserError: naming what they cannot say.
+        UserError: when the arguments cannot describe it; the message says what of it.
     """
     plain = {field.name: field.default for field in dataclasses.fields(model)}
     llama3 = ("original_length", "low_turns", "high_turns")
@@ -217,7 +217,7 @@ def _laid_out(
 
 
 def _places(path: Path, room: dict[str, Tensor]) -> tuple[dict[str, int], dict[str, int], dict[int, str]]:
-    """Where each tensor's bytes belong, how many they are, and which record of the archive that is.
+    """Places of the tensors in a file: offset, size, and the archive's record of each.
 
     torch writes storages in the order in which it meets them, which is that of ``room``.
     """

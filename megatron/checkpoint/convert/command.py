@@ -43,7 +43,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Builds the parser of the command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--load", "-i", "-in_file", required=True, metavar="DIR", help="what is converted")
     made.add_argument(
@@ -88,10 +88,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; flags of training runs, which the forks' tools want, are left aside.
+    """Parses the command line; flags of training runs, which the forks' tools want, are ignored.
 
     Raises:
-        UserError: for a flag that no tool has, or a format that nothing says.
+        UserError: when a flag is unknown to all of the tools, or the format cannot be told.
     """
     made = parser()
     options, rest = made.parse_known_args(arguments)
@@ -115,10 +115,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def read(options: argparse.Namespace) -> Weights:
-    """What is converted.
+    """Reads the weights to convert.
 
     Raises:
-        UserError: when it is nothing that can be.
+        UserError: when they cannot be converted.
     """
     folder = Path(options.load)
     classic = find_classic(folder, options.iteration)
@@ -149,7 +149,7 @@ def _tokenizer(options: argparse.Namespace, weights: Weights, folders: Sequence[
     Paths inside other checkpoints do not count: they are whatever their writer wanted them to be.
 
     Raises:
-        UserError: for flags that name none, or one of another model.
+        UserError: when flags name no tokenizer, or that of another model.
     """
     names = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
@@ -187,7 +187,7 @@ def write(weights: Weights, options: argparse.Namespace, done: Callable[[int], N
 
 
 def convert(options: argparse.Namespace) -> Weights:
-    """Does what the command line says.
+    """Converts as the command line says.
 
     Raises:
         UserError: when it cannot be done.

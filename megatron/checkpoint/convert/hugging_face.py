@@ -30,7 +30,7 @@ _NO_WEIGHTS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\
 """Masks and tables, which older files hold beside the weights of a layer."""
 HEAD = "lm_head.weight"
 _OTHER_NAMES = (("transformer.", ""), ("embed_out.", "lm_head."))
-"""How some files spell the beginnings of names: GPT-2's own leave the first word out."""
+"""Other beginnings of names in some files: GPT-2's own leave the first word out."""
 
 
 def is_hf(folder: Path) -> bool:
@@ -42,7 +42,7 @@ def is_hf(folder: Path) -> bool:
 
 
 def read_hf(folder: Path) -> Weights:
-    """A model of one of the architectures that are ours, too.
+    """Reads a model of one of the architectures that are ours, too.
 
     Raises:
         UserError: when it is another model, or a file is missing or damaged.
@@ -104,7 +104,7 @@ class _StoredFiles:
             raise UserError(f"{folder} holds neither {SINGLE} nor {INDEX} nor {PICKLED}")
 
     def name_of(self, name: str) -> str:
-        """How the files spell a name."""
+        """The name of a tensor in the files."""
         for usual, other in _OTHER_NAMES:
             found = other + name.removeprefix(usual)
             if name not in self.places and name.startswith(usual) and found in self.places:
@@ -115,7 +115,7 @@ class _StoredFiles:
         """Refuses weights of layers that nobody asked for: the configuration is of a smaller or another model.
 
         Raises:
-            UserError: naming the first.
+            UserError: when there are any; the message names the first.
         """
         for name in sorted(set(self.places) - set(used)):
             if _IN_A_LAYER.search(name) and not _NO_WEIGHTS.search(name):
@@ -137,7 +137,7 @@ class _StoredFiles:
                 )
 
     def entry(self, name: str, shape: tuple[int, ...]) -> Entry:
-        """A tensor that must be there in a shape."""
+        """The entry of a tensor that must exist, in a given shape."""
         stored = self.name_of(name)
         if stored not in self.places:
             raise UserError(f"{self.folder}: there is no tensor {name}; the files are incomplete, or of another model")
@@ -162,7 +162,7 @@ class _StoredFiles:
 
 
 def _places(folder: Path) -> dict[str, Path]:
-    """Each tensor's file, as the index says."""
+    """The file of each tensor, by the index."""
     index, found = Values(_read_json(folder / INDEX)), {}
     try:
         for name, file in index.table("weight_map").items():
@@ -210,10 +210,10 @@ def write_hf(weights: Weights, folder: Path, done: Callable[[int], None], shard_
     """Writes a folder that ``transformers`` loads.
 
     Args:
-        weights: of a model that one of their architectures computes.
+        weights: weights of a model that one of their architectures computes.
         folder: an existing, empty folder.
         done: called with the bytes of each tensor that was written.
-        shard_bytes: of the largest file, where a single tensor is not larger.
+        shard_bytes: size of the largest file, unless a single tensor is larger.
 
     Raises:
         UserError: when there is no such architecture.

@@ -1,4 +1,4 @@
-"""What every format is turned into and made from: a description, and tensors that are read when they are needed."""
+"""The intermediate form of every conversion: a description, and tensors that are read when they are needed."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from megatron.topology.group import Group
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor somewhere.
+    """A tensor that is read on demand.
 
     Args:
-        shape, dtype: as ``read`` will return it.
-        read: gets it; each call reads it anew, so that nobody has to keep it.
+        shape, dtype: those of the tensor that ``read`` returns.
+        read: reads the tensor, anew at each call, so that nobody has to keep it.
     """
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Entry:
     read: Callable[[], Tensor]
 
     def to(self, dtype: torch.dtype | None) -> Entry:
-        """The same in another precision."""
+        """The same tensor in another precision."""
         if dtype is None or dtype == self.dtype:
             return self
         return Entry(self.shape, dtype, lambda: self.read().to(dtype))
@@ -65,11 +65,11 @@ class Weights:
     """A trained model.
 
     Args:
-        model: its resolved form.
+        model: its resolved configuration.
         vocab_size: entries of the vocabulary, without padding.
         entries: its tensors, by logical name, whole and without padding.
         tokenizer: what its tokenizer was built from.
-        iteration: of the run that it is from.
+        iteration: iteration of the run that saved it.
     """
 
     model: ModelConfig
@@ -80,7 +80,7 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors in bytes."""
         return sum(torch.Size(entry.shape).numel() * entry.dtype.itemsize for entry in self.entries.values())
 
 
@@ -104,7 +104,7 @@ def check_complete(weights: Weights, where: str) -> None:
     """Compares names and shapes with what the configuration asks for, and types with those of weights.
 
     Raises:
-        UserError: naming the first that is missing, too many, of another shape, or of no weight's type.
+        UserError: when one is missing, superfluous, of another shape, or of no weight's type; the message names it.
     """
     expected = parameters_of(weights.model, weights.vocab_size)
     for name, spec in expected.items():

@@ -1,4 +1,4 @@
-"""Which tensors of Hugging Face's models are which of ours, and how one becomes the other."""
+"""The correspondence of Hugging Face's tensors with ours, and how to convert them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Joined = Callable[[Sequence[Tensor]], Tensor]
 
 @dataclass(frozen=True)
 class Rule:
-    """One of our tensors.
+    """One of our tensors, and its counterparts.
 
     Args:
         ours: its logical name.
@@ -39,7 +39,7 @@ def _same(ours: str, theirs: str, *shape: int) -> Rule:
 
 
 def _transposed(ours: str, theirs: str, rows: int, columns: int) -> Rule:
-    """GPT-2 keeps the weights of products transposed."""
+    """The rule of a transposed weight: GPT-2 stores weights of matrix products transposed."""
     return Rule(ours, (rows, columns), ((theirs, (columns, rows)),), lambda x: [x.t()], lambda parts: parts[0].t())
 
 
@@ -59,7 +59,7 @@ def rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
 
 
 def gpt2_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
-    """GPT2LMHeadModel."""
+    """Rules of GPT2LMHeadModel."""
     h, ffn, heads, width = model.hidden_size, model.ffn_hidden_size, model.num_attention_heads, model.kv_channels
     yield _same("embedding.word_embeddings.weight", "transformer.wte.weight", vocab_size, h)
     positions = "embedding.position_embeddings.weight"
@@ -98,7 +98,7 @@ def gpt2_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
 
 
 def gpt_neox_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
-    """GPTNeoXForCausalLM, whose order of query, key and value is ours."""
+    """Rules of GPTNeoXForCausalLM, whose order of query, key and value is ours."""
     h, ffn = model.hidden_size, model.ffn_hidden_size
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
         "self_attention.query_key_value": ((3 * h, h), (3 * h,)),
@@ -122,7 +122,7 @@ def gpt_neox_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
 
 
 def llama_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
-    """LlamaForCausalLM, MistralForCausalLM and Qwen2ForCausalLM: the same names, with other biases."""
+    """Rules of LlamaForCausalLM, MistralForCausalLM and Qwen2ForCausalLM: the same names, with other biases."""
     h, ffn, wide = model.hidden_size, model.ffn_hidden_size, model.num_attention_heads * model.kv_channels
     yield _same("embedding.word_embeddings.weight", "model.embed_tokens.weight", vocab_size, h)
     for number in range(model.num_layers):
@@ -145,7 +145,7 @@ def llama_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
 
 
 def _by_group(model: ModelConfig, at: str, there: str, kind: str, rest: tuple[int, ...]) -> Rule:
-    """Ours holds the queries, the key and the value of each group together."""
+    """The rule of a fused projection: ours holds queries, key and value of each group together."""
     groups, width = model.num_query_groups, model.kv_channels
     sizes = (model.num_attention_heads // groups * width, width, width)
     return Rule(

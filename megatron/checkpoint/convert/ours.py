@@ -1,4 +1,4 @@
-"""Our own checkpoints as weights, and weights as a checkpoint without optimizer."""
+"""Reads our own checkpoints as weights, and writes weights as a checkpoint without optimizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.checkpoint.convert.model import Entry, Weights
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.load import saved_config
-from megatron.checkpoint.logical import LogicalShard, Piece
+from megatron.checkpoint.logical import LogicalShard, TensorBox
 from megatron.checkpoint.model_state import MODEL
 from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.stored import StoredTensors
@@ -25,11 +25,11 @@ from megatron.tokenizer.vocabulary import fitted
 
 
 def read_ours(root: Path, iteration: Iteration | None = None) -> Weights:
-    """A checkpoint of any layout.
+    """Reads a checkpoint of any layout.
 
     Args:
         root: the folder that ``--save`` wrote to.
-        iteration: which one; None for the newest.
+        iteration: iteration of the checkpoint; None for the newest.
 
     Raises:
         UserError: when there is none, or it is damaged.
@@ -46,16 +46,16 @@ def read_ours(root: Path, iteration: Iteration | None = None) -> Weights:
 
 
 class LazyShard(LogicalShard):
-    """A whole tensor that is read when it is written."""
+    """A whole tensor that is read only when it is written."""
 
     def __init__(self, entry: Entry, done: Callable[[int], None]) -> None:
-        piece = Piece((0,) * len(entry.shape), torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
-        super().__init__(entry.shape, entry.dtype, [piece])
+        box = TensorBox((0,) * len(entry.shape), torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
+        super().__init__(entry.shape, entry.dtype, [box])
         self.entry = entry
         self.done = done
 
     def view(self, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """The whole tensor, read now."""
+        """Reads the whole tensor."""
         whole = self.entry.read()
         self.done(whole.numel() * whole.element_size())
         return whole
@@ -65,8 +65,8 @@ def write_ours(weights: Weights, root: Path, done: Callable[[int], None]) -> Non
     """Writes a checkpoint that ``pretrain_gpt.py --load DIR --finetune`` and the generation tools load.
 
     Args:
-        weights: what to write.
-        root: a folder for it.
+        weights: weights to write.
+        root: folder of the checkpoint.
         done: called with the bytes of each tensor that was written.
 
     Raises:

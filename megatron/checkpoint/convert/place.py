@@ -1,4 +1,4 @@
-"""Where a result goes: its folder is complete or not there, whatever stops the tool."""
+"""The output folder of a conversion: complete or not there, whatever stops the tool."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron.base.errors import UserError
 
 @contextmanager
 def placed(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which takes the place of ``folder`` when the block ends well and is removed otherwise.
+    """Makes a folder to write into, which replaces ``folder`` when the block succeeds and is removed otherwise.
 
     Args:
-        folder: empty or not there.
+        folder: path of an empty folder, or of none.
 
     Raises:
         UserError: when it is neither, or cannot be written.

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-"""What weights are stored as, in every format, and how these files call it."""
+"""Names of the dtypes of weights in these files; other formats store the same dtypes."""
 _BLOCK_BYTES = 1 << 26
 
 
 class SafetensorsFile:
-    """A file whose tensors come in the order in which they were announced.
+    """A file whose tensors are written in the order in which they were announced.
 
     Args:
-        path: of the file.
+        path: path of the file.
         tensors: names, shapes and types, in order.
-        metadata: text for the header.
+        metadata: texts in the header.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class SafetensorsFile:
             self._stream.write(block.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def close(self) -> None:
-        """Waits until everything is on the disk.
+        """Waits until the file is on the disk.
 
         Raises:
             ValueError: when tensors that were announced are missing.

@@ -1,4 +1,4 @@
-"""A tokenizer's files: where they are looked for, and where they go."""
+"""A tokenizer's files: finds and copies them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FILES = (
 
 
 def tokenizer_beside(*folders: Path) -> TokenizerConfig:
-    """The tokenizer whose files lie in the first of some folders that holds any."""
+    """The tokenizer whose files are in the first of some folders that has any."""
     for folder in folders:
         vocab, merges = folder / "vocab.json", folder / "merges.txt"
         pair = vocab.is_file() and merges.is_file()
@@ -52,7 +52,7 @@ def _text_in(path: Path, name: str) -> str:
 
 
 def built(tokenizer: TokenizerConfig, entries: int) -> Tokenizer | None:
-    """The tokenizer, whose files can be read and fit a model of so many entries; None where there is none.
+    """Builds the tokenizer, whose files must fit a model of so many entries; None where there is none.
 
     What cannot be read as a tokenizer is not copied: a checkpoint of somebody else may name any file.
 
@@ -74,7 +74,7 @@ def built(tokenizer: TokenizerConfig, entries: int) -> Tokenizer | None:
 
 
 def copy_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> None:
-    """Copies the files of a tokenizer that could be built, under the names that ``transformers`` looks for.
+    """Copies the files of a tokenizer, under the names that ``transformers`` looks for.
 
     Raises:
         UserError: when one of them is not what its name says.

@@ -20,12 +20,12 @@ from megatron.checkpoint.storage import bytes_of
 
 
 class TorchFile:
-    """A file of torch's. What it holds is read now; its tensors lie in it, mapped into memory, until they are used.
+    """A file of ``torch.save``. Its content is read now; its tensors stay mapped into memory until they are used.
 
     The tensors of a file of before torch 1.6, which is no archive, are in memory.
 
     Args:
-        path: of the file.
+        path: path of the file.
         allowed: what it may name beyond tensors and plain containers, as ``torch.serialization.safe_globals`` takes it.
 
     Raises:
@@ -51,10 +51,10 @@ class TorchFile:
             raise _unreadable(path, error) from error
 
     def stored(self, name: str, like: Tensor) -> Stored:
-        """A tensor of this file.
+        """The entry of a tensor of this file.
 
         Raises:
-            UserError: when it is no dense one with contents.
+            UserError: when it is not a dense tensor with contents.
         """
         kinds = {
             "sparse": like.layout != torch.strided,
@@ -68,7 +68,7 @@ class TorchFile:
         return Stored(self, name, like.detach())
 
     def check(self, name: str, like: Tensor) -> None:
-        """Compares the memory below a tensor with the archive's checksums, once.
+        """Compares the storage of a tensor with the archive's checksums, once.
 
         Raises:
             UserError: when no record of the archive has its size and checksum.
@@ -87,8 +87,8 @@ class Stored:
     """A tensor in a file.
 
     Args:
-        file: which.
-        name: of the tensor, for messages.
+        file: the file.
+        name: name of the tensor, for messages.
         like: the tensor itself, whose memory is the file's.
     """
 
@@ -97,7 +97,7 @@ class Stored:
     like: Tensor
 
     def read(self) -> Tensor:
-        """The tensor, checked, in the order of its elements.
+        """Returns the tensor, checked and contiguous.
 
         Raises:
             UserError: when it is damaged.
@@ -110,7 +110,7 @@ def _checked_records(path: Path) -> frozenset[tuple[int, int]] | None:
     """Sizes and checksums of an archive's storages; None where it was written without checksums.
 
     Raises:
-        UserError: for an archive of another byte order.
+        UserError: when the archive is of another byte order.
         zipfile.BadZipFile: when what is beside the storages is damaged.
     """
     with zipfile.ZipFile(path) as archive:
@@ -131,7 +131,7 @@ def _checked_records(path: Path) -> frozenset[tuple[int, int]] | None:
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:
-    """The error in words of our own: torch's own advise to load the file without its safeguard."""
+    """The error in our own words: torch's text advises to load the file without its safeguard."""
     if isinstance(error, OSError):
         return UserError(f"{path}: {error.strerror or error}")
     named = re.search(r"GLOBAL (\S+)", str(error))

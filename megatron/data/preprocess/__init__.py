@@ -1,1 +1,1 @@
-"""Text to token files: reading lines, encoding them, running that in parallel; and to a vocabulary."""
+"""Preprocessing: reads lines of text, encodes them in parallel, and writes token files; and trains vocabularies."""

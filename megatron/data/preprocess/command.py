@@ -1,4 +1,4 @@
-"""The command line of preprocessing: text to the `.bin/.idx` files that training reads."""
+"""The command line of preprocessing: text to the ``.bin/.idx`` files that training reads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import NoReturn
 from megatron.base.errors import UserError
 from megatron.data.interrupt import stopped_in_order
 from megatron.data.preprocess.encoding import EncodeOptions, load_punkt
-from megatron.data.preprocess.pipeline import Job, Totals, output_prefixes, run, run_partitions
-from megatron.data.preprocess.progress import Progress
+from megatron.data.preprocess.pipeline import EncodingJob, Totals, output_prefixes, run, run_partitions
+from megatron.data.preprocess.progress import EncodingProgress
 from megatron.data.preprocess.reading import STDIN, divide, expand_inputs
 from megatron.tokenizer.build import TOKENIZER_TYPES
 
@@ -43,14 +43,16 @@ earlier ones as they were (and may leave a *.partial behind, which the next run 
 """
 
 
-class _Parser(argparse.ArgumentParser):
+class PreprocessParser(argparse.ArgumentParser):
+    """A parser whose errors are ``UserError``: one line, status 2."""
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}. See --help")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags."""
-    parser = _Parser(
+    """Builds the parser of the command line."""
+    parser = PreprocessParser(
         prog="preprocess_data.py",
         description=_ABOUT,
         epilog=_EXAMPLES,
@@ -143,10 +145,10 @@ def _add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:
-    """Read the command line; underscores in flag names are read as hyphens.
+    """Reads the command line; underscores in flag names are read as hyphens.
 
     Raises:
-        UserError: unknown flags (with the nearest one), missing or contradictory values.
+        UserError: when a flag is unknown (the message names the nearest one), or values are missing or contradictory.
     """
     parser = build_parser()
     flags = []
@@ -173,7 +175,11 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
 
 
 def preprocess(args: argparse.Namespace) -> Totals:
-    """Run with parsed flags. Raises UserError."""
+    """Preprocesses as parsed flags say.
+
+    Raises:
+        UserError: when the input is invalid, or a file cannot be read or written.
+    """
     files = expand_inputs(args.input)
     names = EncodeOptions.__dataclass_fields__
     options = EncodeOptions(**{**{name: getattr(args, name) for name in names}, "json_keys": tuple(args.json_keys)})
@@ -184,11 +190,11 @@ def preprocess(args: argparse.Namespace) -> Totals:
             file=sys.stderr,
         )
     prefixes = output_prefixes(args.output_prefix, options)
-    job = Job(options, args.dataset_impl, args.on_error == "skip", args.workers)
+    job = EncodingJob(options, args.dataset_impl, args.on_error == "skip", args.workers)
     parts = divide(files, args.partitions)
     if STDIN in files and args.partitions > 1:
         print("note: standard input is read as one part", file=sys.stderr)
-    progress = Progress(args.log_interval)
+    progress = EncodingProgress(args.log_interval)
     try:
         if len(parts) > 1:
             totals = run_partitions(job, parts, prefixes, progress)
@@ -209,7 +215,7 @@ def preprocess(args: argparse.Namespace) -> Totals:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command: 0 when the files are written, 1 with a one-line reason when not."""
+    """Runs the command; returns 0 when the files are written, 1 with a one-line reason when not."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         with stopped_in_order():

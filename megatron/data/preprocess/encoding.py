@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatron.base.errors import UserError
 from megatron.data.idx_format import best_dtype
-from megatron.data.preprocess.reading import Block, Source
+from megatron.data.preprocess.reading import Block, InputRange
 from megatron.tokenizer.build import build_tokenizer
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -21,7 +21,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class EncodeOptions:
-    """What turns a line into ids; the fields are those of the flags."""
+    """Options of encoding; the fields are those of the flags."""
 
     json_keys: tuple[str, ...]
     tokenizer_type: str
@@ -38,7 +38,7 @@ class EncodeOptions:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that is no document: its number, from 0, in its source, and why."""
+    """A line that is not a document: its number, from 0, in its source, and the reason."""
 
     index: int
     why: str
@@ -55,9 +55,9 @@ class KeyTokens:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A block as ids."""
+    """An encoded block."""
 
-    source: Source
+    source: InputRange
     size: int
     documents: int
     by_key: list[KeyTokens]
@@ -65,15 +65,15 @@ class Encoded:
 
 
 def parse_line(line: bytes, keys: Sequence[str], *, first: bool = False) -> list[str] | None:
-    """The texts of the keys in a line; None for a blank one.
+    """Parses a line; returns the texts of the keys, or None for a blank line.
 
     Args:
-        line: of JSON.
-        keys: whose strings are wanted.
-        first: of its file, where a byte order mark may stand.
+        line: a line of JSON.
+        keys: keys whose strings are wanted.
+        first: whether it is its file's first line, where a byte order mark may stand.
 
     Raises:
-        ValueError: says what is wrong with the line.
+        ValueError: when the line is bad; the message says what is wrong with it.
     """
     if first:
         line = line.removeprefix(_BYTE_ORDER_MARK)
@@ -105,7 +105,7 @@ def parse_line(line: bytes, keys: Sequence[str], *, first: bool = False) -> list
 
 
 class Encoder:
-    """Turns blocks of lines into ids. Built once in every worker."""
+    """An encoder of blocks of lines. Built once in every worker."""
 
     def __init__(self, options: EncodeOptions) -> None:
         self.options = options
@@ -114,7 +114,7 @@ class Encoder:
         self._split = sentence_splitter(options.lang, options.keep_newlines) if options.split_sentences else None
 
     def __call__(self, block: Block) -> Encoded:
-        """The ids of a block; lines that are no document are listed as bad, blank ones left out."""
+        """Encodes a block; lines that are not documents are listed as bad, blank ones are left out."""
         bad: list[BadLine] = []
         documents: list[tuple[int, list[str]]] = []
         for index, line in enumerate(block.lines, start=block.first):
@@ -182,13 +182,13 @@ def _refuse_lone_surrogates(texts: list[str]) -> None:
 
 
 def load_punkt(lang: str) -> tuple[Any, bool]:
-    """nltk's Punkt sentence tokenizer, and whether its model of `lang` is there.
+    """Loads nltk's Punkt sentence tokenizer; also returns whether its model of ``lang`` was found.
 
     Without a downloaded model, Punkt without training splits at every sentence end that no number or
     abbreviation with a dot inside follows; it does not know a language's abbreviations.
 
     Raises:
-        UserError: nltk is not installed.
+        UserError: when nltk is not installed.
     """
     try:
         from nltk.tokenize import punkt
@@ -201,9 +201,9 @@ def load_punkt(lang: str) -> tuple[Any, bool]:
 
 
 def sentence_splitter(lang: str, keep_newlines: bool) -> Callable[[str], list[str]]:
-    """A function from a text to its sentences.
+    """A function that splits a text into sentences.
 
-    With `keep_newlines` the white space between two sentences stays at the end of the first, so that the
+    With ``keep_newlines`` the white space between two sentences stays at the end of the first, so that the
     sentences put together are the text; otherwise it is dropped.
     """
     tokenizer, _ = load_punkt(lang)

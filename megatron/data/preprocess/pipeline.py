@@ -1,4 +1,4 @@
-"""Blocks of lines through one or many workers into indexed files, in the order of the input."""
+"""The encoding pipeline: blocks of lines through one or many workers into indexed files, in the order of the input."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from typing import Any
 from megatron.base.errors import UserError
 from megatron.data.indexed import IndexedWriter, dataset_files
 from megatron.data.preprocess.encoding import BadLine, Encoded, EncodeOptions, Encoder
-from megatron.data.preprocess.reading import Block, Source, read_blocks
+from megatron.data.preprocess.reading import Block, InputRange, read_blocks
 
 # Blocks under way for each worker: enough to keep it busy, and little memory.
 _AHEAD = 3
 
 
 @dataclass(frozen=True)
-class Job:
-    """One run: what to encode, where to, and what to do about bad lines."""
+class EncodingJob:
+    """A run of encoding: options, output format, and what to do about bad lines."""
 
     options: EncodeOptions
     dataset_impl: str
@@ -36,7 +36,7 @@ class Job:
 
 @dataclass
 class Totals:
-    """What a run has done so far."""
+    """Totals of a run so far."""
 
     documents: int = 0
     size: int = 0
@@ -55,12 +55,14 @@ def output_prefixes(output_prefix: str, options: EncodeOptions) -> list[str]:
     return [f"{output_prefix}_{key}_{level}" for key in options.json_keys]
 
 
-def run(job: Job, sources: list[Source], prefixes: list[str], report: Report, *, may_be_empty: bool = False) -> Totals:
-    """Encode all sources into one pair of files for each key. The files appear when all is done, or not at
+def run(
+    job: EncodingJob, sources: list[InputRange], prefixes: list[str], report: Report, *, may_be_empty: bool = False
+) -> Totals:
+    """Encodes all sources into one pair of files for each key. The files appear when all is done, or not at
     all.
 
     Raises:
-        UserError: a bad line, unless they are skipped; unreadable input; no document at all.
+        UserError: when a line is bad and bad lines are not skipped, input cannot be read, or there is no document.
     """
     totals = Totals()
     with ExitStack() as stack:
@@ -86,13 +88,13 @@ def run(job: Job, sources: list[Source], prefixes: list[str], report: Report, *,
     return totals
 
 
-def run_partitions(job: Job, parts: list[list[Source]], prefixes: list[str], report: Report) -> Totals:
-    """As `run`, with a process of its own, and its share of the workers, for each part of the input.
+def run_partitions(job: EncodingJob, parts: list[list[InputRange]], prefixes: list[str], report: Report) -> Totals:
+    """Runs like ``run``, with a process and an equal share of the workers for each part of the input.
 
     Each writes shards; they are joined in the order of the input and removed.
     """
     shards = [[f"{prefix}.part{number}" for prefix in prefixes] for number in range(len(parts))]
-    share = Job(job.options, job.dataset_impl, job.skip_bad_lines, max(1, job.workers // len(parts)))
+    share = EncodingJob(job.options, job.dataset_impl, job.skip_bad_lines, max(1, job.workers // len(parts)))
     context = multiprocessing.get_context("spawn")
     messages, stop = context.SimpleQueue(), context.Event()
     try:
@@ -118,8 +120,8 @@ def run_partitions(job: Job, parts: list[list[Source]], prefixes: list[str], rep
                 Path(f"{path}.partial").unlink(missing_ok=True)
 
 
-def _encoded(job: Job, encoder: Encoder, blocks: Iterator[Block]) -> Iterator[Encoded]:
-    """The blocks' ids in order, from this process or from `job.workers` others."""
+def _encoded(job: EncodingJob, encoder: Encoder, blocks: Iterator[Block]) -> Iterator[Encoded]:
+    """Encodes blocks in order, in this process or in ``job.workers`` others."""
     if job.workers == 1:
         yield from map(encoder, blocks)
         return
@@ -145,7 +147,7 @@ def _require_documents(totals: Totals) -> None:
         raise UserError(f"the input holds no document{skipped}: nothing was written. Check --input")
 
 
-def _describe(source: Source, bad: BadLine) -> str:
+def _describe(source: InputRange, bad: BadLine) -> str:
     return f"{source.label}:{source.line_number(bad.index)}: {bad.why}"
 
 
@@ -169,7 +171,7 @@ def _start_partition(messages: Any, stop: Any) -> None:
     _worker["stop"] = stop
 
 
-def _run_partition(number: int, job: Job, sources: list[Source], prefixes: list[str]) -> Totals:
+def _run_partition(number: int, job: EncodingJob, sources: list[InputRange], prefixes: list[str]) -> Totals:
     def report(totals: Totals, skipped: list[str]) -> None:
         if _worker["stop"].is_set():
             raise UserError("stopped because of another part of the input")
@@ -179,7 +181,7 @@ def _run_partition(number: int, job: Job, sources: list[Source], prefixes: list[
 
 
 def _watch(futures: list[Future[Totals]], messages: Any, stop: Any, report: Report) -> Totals:
-    """Pass the partitions' reports on until each has ended; raise what the first that failed raised."""
+    """Passes the partitions' reports on until each has ended; raises the error of the first that failed."""
     latest = [Totals() for _ in futures]
     failed: Future[Totals] | None = None
     try:
@@ -216,7 +218,7 @@ def _sum(parts: list[Totals]) -> Totals:
 
 
 def _end_with_parent() -> None:
-    """Leave no orphan behind when the main process is killed."""
+    """Ends this process when the main process is killed."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
     if parent is None:

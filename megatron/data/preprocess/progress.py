@@ -1,4 +1,4 @@
-"""How far a tool that reads documents is: a bar on a terminal, else lines."""
+"""Progress of a tool that reads documents: a bar on a terminal, else lines."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron.data.preprocess.pipeline import Totals
 _SHOWN_BAD_LINES = 20
 
 
-class Progress:
-    """Documents, docs/s and MB/s: a bar on a terminal, else a line for every interval."""
+class EncodingProgress:
+    """A report of documents, docs/s and MB/s: a bar on a terminal, else a line for every interval."""
 
     def __init__(self, interval: int) -> None:
         self._interval = interval
@@ -27,33 +27,33 @@ class Progress:
             self._bar = tqdm(unit="docs", unit_scale=True, dynamic_ncols=True)
 
     def __call__(self, totals: Totals, bad: list[str]) -> None:
-        """Show the totals so far and the lines that were skipped since the last call."""
+        """Shows the totals so far and the lines that were skipped since the last call."""
         for message in bad:
             self._shown += 1
             if self._shown <= _SHOWN_BAD_LINES:
-                self._say(f"skipped {message}")
+                self._print(f"skipped {message}")
             elif self._shown == _SHOWN_BAD_LINES + 1:
-                self._say("more bad lines are counted, not shown")
+                self._print("more bad lines are counted, not shown")
         docs_per_s, mb_per_s = self.rates(totals)
         if self._bar is not None:
             self._bar.update(totals.documents - self._bar.n)
             self._bar.set_postfix_str(f"{mb_per_s:.2f} MB/s")
         elif totals.documents >= self._next:
             self._next = (totals.documents // self._interval + 1) * self._interval
-            self._say(f"Processed {totals.documents} documents ({docs_per_s:.1f} docs/s, {mb_per_s:.2f} MB/s).")
+            self._print(f"Processed {totals.documents} documents ({docs_per_s:.1f} docs/s, {mb_per_s:.2f} MB/s).")
 
     def rates(self, totals: Totals) -> tuple[float, float]:
-        """Documents and megabytes of input each second."""
+        """Documents and megabytes of input per second."""
         seconds = max(time.monotonic() - self._start, 1e-9)
         return totals.documents / seconds, totals.size / seconds / 1e6
 
     def close(self) -> None:
-        """End the bar."""
+        """Ends the bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self._bar is not None:
             self._bar.write(text, file=sys.stderr)
         else:

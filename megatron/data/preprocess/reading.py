@@ -1,4 +1,4 @@
-"""Lines of the input files, in blocks that know where they come from."""
+"""Reads the lines of input files, in blocks that know their source."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK_LINES = 1000
 
 
 @dataclass(frozen=True)
-class Source:
+class InputRange:
     """An input file, or the part of a plain file whose lines start in [start, end) bytes."""
 
     name: str
@@ -31,11 +31,11 @@ class Source:
 
     @property
     def label(self) -> str:
-        """For messages."""
+        """The name in messages."""
         return "<stdin>" if self.name == STDIN else self.name
 
     def line_number(self, index: int) -> int:
-        """The number in the file, from 1, of the line that is number `index`, from 0, of this part."""
+        """Line number in the file, from 1, of this part's line ``index``, from 0."""
         before = 0
         if self.start:
             with open(self.name, "rb") as stream:
@@ -49,19 +49,19 @@ class Source:
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive lines of a source; `first` is the number, from 0, of the first one in the source."""
+    """Consecutive lines of a source; ``first`` is the number, from 0, of the first one in the source."""
 
-    source: Source
+    source: InputRange
     first: int
     lines: list[bytes]
     size: int
 
 
 def expand_inputs(values: list[str]) -> list[str]:
-    """The files that paths and glob patterns name: patterns sorted, the given order kept.
+    """Expands paths and glob patterns to files: patterns sorted, the given order kept.
 
     Raises:
-        UserError: a path that does not exist, a pattern that matches nothing, or stdin given twice.
+        UserError: when a path does not exist, a pattern matches nothing, or stdin is given twice.
     """
     files: list[str] = []
     for value in values:
@@ -78,27 +78,27 @@ def expand_inputs(values: list[str]) -> list[str]:
     return files
 
 
-def divide(files: list[str], parts: int) -> list[list[Source]]:
-    """Cut the input into at most `parts` pieces of similar size that follow each other.
+def divide(files: list[str], parts: int) -> list[list[InputRange]]:
+    """Divides the input into at most ``parts`` consecutive pieces of similar size.
 
     Plain files are cut at line starts; compressed files and standard input stay whole. Reading the pieces one
     after the other gives the lines of the files in order.
     """
     sizes = [0 if name == STDIN else os.path.getsize(name) for name in files]
     share = max(1, -(-sum(sizes) // parts))
-    pieces: list[list[Source]] = [[]]
+    pieces: list[list[InputRange]] = [[]]
     room = share
     for name, size in zip(files, sizes, strict=True):
         if name == STDIN or Path(name).suffix in _OPENERS:
-            pieces[-1].append(Source(name))
+            pieces[-1].append(InputRange(name))
             room -= size
         else:
             start = 0
             while size - start > room > 0 and len(pieces) < parts:
-                pieces[-1].append(Source(name, start, start + room))
+                pieces[-1].append(InputRange(name, start, start + room))
                 start, room = start + room, share
                 pieces.append([])
-            pieces[-1].append(Source(name, start, None))
+            pieces[-1].append(InputRange(name, start, None))
             room -= size - start
         if room <= 0 and len(pieces) < parts:
             pieces.append([])
@@ -106,11 +106,11 @@ def divide(files: list[str], parts: int) -> list[list[Source]]:
     return [piece for piece in pieces if piece]
 
 
-def read_blocks(sources: list[Source]) -> Iterator[Block]:
-    """The lines of all sources in blocks of about a megabyte.
+def read_blocks(sources: list[InputRange]) -> Iterator[Block]:
+    """Reads the lines of all sources in blocks of about a megabyte.
 
     Raises:
-        UserError: a file that cannot be read or decompressed, with the line that was reached.
+        UserError: when a file cannot be read or decompressed; the message names the line that was reached.
     """
     for source in sources:
         first, lines, size = 0, [], 0
@@ -131,7 +131,7 @@ def read_blocks(sources: list[Source]) -> Iterator[Block]:
 _OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
-def _lines(source: Source) -> Iterator[bytes]:
+def _lines(source: InputRange) -> Iterator[bytes]:
     if source.name == STDIN:
         yield from sys.stdin.buffer
         return

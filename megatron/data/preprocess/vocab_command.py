@@ -17,14 +17,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NoReturn
 
 from megatron.base.atomic import atomic_write, check_writable
 from megatron.base.errors import UserError
 from megatron.data.interrupt import stopped_in_order
+from megatron.data.preprocess.command import PreprocessParser
 from megatron.data.preprocess.encoding import parse_line
 from megatron.data.preprocess.pipeline import Totals
-from megatron.data.preprocess.progress import Progress
+from megatron.data.preprocess.progress import EncodingProgress
 from megatron.data.preprocess.reading import divide, expand_inputs, read_blocks
 
 END_OF_TEXT = "<|endoftext|>"
@@ -35,15 +35,15 @@ Watch = Callable[[Totals, list[str]], None]
 
 
 def texts(files: Sequence[str], keys: Sequence[str], watch: Watch = lambda *_: None) -> Iterator[str]:
-    """The texts of JSON-lines files.
+    """Reads the texts of JSON-lines files.
 
     Args:
-        files: of ``expand_inputs``.
-        keys: whose strings are taken.
-        watch: is told after each block what was read so far.
+        files: the files, as ``expand_inputs`` gives them.
+        keys: keys whose strings are taken.
+        watch: called after each block with what was read so far.
 
     Raises:
-        UserError: for a line that is no such record, or a file that cannot be read.
+        UserError: when a line is no such record, or a file cannot be read.
     """
     totals = Totals()
     for block in read_blocks(divide(list(files), 1)[0]):
@@ -77,21 +77,21 @@ def train(
     """Trains on text and writes the two files; the same text gives the same bytes.
 
     Args:
-        files: JSON lines, or patterns of their names.
-        folder: for the two files; made where there is none.
+        files: files of JSON lines, or patterns of their names.
+        folder: folder of the two files; made where there is none.
         vocab_size: entries, ``<|endoftext|>`` included.
-        keys: whose strings are the text.
+        keys: keys whose strings are the text.
         documents: only the first so many.
         min_frequency: times that a pair must come to be merged.
-        watch: is told what was read so far.
-        merging: is called when all is read.
+        watch: called with what was read so far.
+        merging: called when all is read.
         bars: draw the library's own bars, of reading, counting and merging.
 
     Returns:
         The number of entries: fewer than asked for if pairs run out.
 
     Raises:
-        UserError: for broken text, a vocabulary that cannot hold all bytes, or files that cannot be written.
+        UserError: when the text is broken, the vocabulary cannot hold all bytes, or a file cannot be written.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -135,14 +135,9 @@ def _then(given: Iterator[str], done: Callable[[], None]) -> Iterator[str]:
     done()
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}. See --help")
-
-
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = _Parser(
+    """Builds the parser of the command line."""
+    made = PreprocessParser(
         prog="train_vocab.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )  # fmt: skip
@@ -171,17 +166,17 @@ def run(options: argparse.Namespace) -> str:
     """Trains as the command line says.
 
     Returns:
-        What was made, in a line.
+        A line that says what was made.
 
     Raises:
-        UserError: for bad input.
+        UserError: when the input is invalid.
     """
     for name in ("documents", "min_frequency", "log_interval"):
         value = getattr(options, name)
         if value is not None and not 1 <= value < 2**63:
             raise UserError(f"--{name.replace('_', '-')} {value}: give at least 1, and less than 2**63")
     bars = sys.stderr.isatty()
-    progress = Progress(options.log_interval) if not bars else None  # tokenizers draws bars of its own
+    progress = EncodingProgress(options.log_interval) if not bars else None  # tokenizers draws bars of its own
     read = Totals()
 
     def watch(totals: Totals, bad: list[str]) -> None:
@@ -212,7 +207,7 @@ def run(options: argparse.Namespace) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command: 0 when the files are written, 2 with a one-line reason when not."""
+    """Runs the command; returns 0 when the files are written, 1 with a one-line reason when not."""
     try:
         with stopped_in_order():
             print(run(parser().parse_args(arguments)))

@@ -1,1 +1,1 @@
-"""A model behind HTTP."""
+"""The HTTP server of a model."""

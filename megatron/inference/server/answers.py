@@ -1,4 +1,4 @@
-"""Results, and refusals, in the words of the two APIs."""
+"""Responses and errors in the formats of the two APIs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from megatron.inference.generate import Token
-from megatron.inference.jobs import Job
+from megatron.inference.jobs import InferenceJob
 from megatron.inference.server.requests import Completion
-from megatron.inference.server.worker import Piece, Result
+from megatron.inference.server.worker import Result, StreamedToken
 from megatron.tokenizer.api import Tokenizer
 
 RETRY_SECONDS = 5
@@ -20,13 +20,13 @@ RETRY_SECONDS = 5
 
 
 def error_body(message: str, status: int, code: str | None = None) -> dict[str, Any]:
-    """A refusal as OpenAI's clients read it, and as Megatron's do."""
+    """The body of an error, for OpenAI's clients and for Megatron's."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": code}, "message": message}
 
 
 def error_headers(status: int) -> dict[str, str]:
-    """The headers of a refusal."""
+    """The headers of an error."""
     if status == 503:
         return {"Retry-After": str(RETRY_SECONDS)}
     # What is left of a body that came too late would be taken for the next request.
@@ -36,12 +36,12 @@ def error_headers(status: int) -> dict[str, str]:
 def error_response(
     message: str, status: int, code: str | None = None, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    """A refusal."""
+    """An error response."""
     return JSONResponse(error_body(message, status, code), status, {**error_headers(status), **(headers or {})})
 
 
-def megatron_answer(job: Job, results: Sequence[Result], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Texts with their prompts, their tokens as texts, and the logarithms of the probabilities after the first."""
+def megatron_answer(job: InferenceJob, results: Sequence[Result], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The response of Megatron's API: texts with their prompts, their tokens as texts, and log-probabilities."""
     text, segments, logprobs = [], [], []
     for prompt, result in zip(job.prompts, results, strict=True):
         ids = [*prompt, *(token.id for token in result.tokens)]
@@ -55,12 +55,12 @@ def megatron_answer(job: Job, results: Sequence[Result], tokenizer: Tokenizer) -
 
 
 class CompletionAnswer:
-    """Answers to one completion request.
+    """Responses to one completion request.
 
     Args:
         asked: the request.
-        model: its name.
-        tokenizer: the model's.
+        model: name of the model.
+        tokenizer: tokenizer of the model.
     """
 
     def __init__(self, asked: Completion, model: str, tokenizer: Tokenizer) -> None:
@@ -114,7 +114,7 @@ class CompletionAnswer:
         }
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
-        """The answer in one piece."""
+        """The response as a whole."""
         choices = []
         for row, (prompt, result) in enumerate(zip(self.job.prompts, results, strict=True)):
             text, tokens = result.text, list[Token | int](result.tokens)
@@ -130,19 +130,19 @@ class CompletionAnswer:
         return {"prompt_tokens": prompts, "completion_tokens": new, "total_tokens": prompts + new}
 
     def begin(self) -> Iterator[dict[str, Any]]:
-        """The first events of a stream: the prompts, when they are to be echoed."""
+        """The first events of a stream: the prompts, if they are to be echoed."""
         if self.asked.echo:
             for row, prompt in enumerate(self.job.prompts):
                 yield self._frame([self._choice(row, self.tokenizer.detokenize(prompt), [], None)])
 
-    def piece(self, piece: Piece) -> dict[str, Any]:
-        """An event for a token."""
-        offset = self._offsets[piece.row]
-        self._offsets[piece.row] += len(self.tokenizer.detokenize([piece.token.id]))
-        return self._frame([self._choice(piece.row, piece.text, [piece.token], None, offset)])
+    def streamed(self, streamed: StreamedToken) -> dict[str, Any]:
+        """The event of a token."""
+        offset = self._offsets[streamed.row]
+        self._offsets[streamed.row] += len(self.tokenizer.detokenize([streamed.token.id]))
+        return self._frame([self._choice(streamed.row, streamed.text, [streamed.token], None, offset)])
 
     def end(self, results: Sequence[Result]) -> Iterator[dict[str, Any]]:
-        """The last events: what was held back, why each text ended, and what it took."""
+        """The last events: held-back text, the reasons why texts ended, and usage."""
         for row, result in enumerate(results):
             yield self._frame([self._choice(row, result.rest, [], result.reason)])
         if self.asked.usage:

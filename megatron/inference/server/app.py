@@ -19,20 +19,20 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from megatron.base.errors import UserError
-from megatron.inference.jobs import Job
+from megatron.inference.jobs import InferenceJob
 from megatron.inference.server.answers import CompletionAnswer, error_body, error_response, megatron_answer
 from megatron.inference.server.hosts import AllowedHosts, HostCheck
-from megatron.inference.server.requests import Limits, RequestError, completion_job, megatron_job
-from megatron.inference.server.worker import Event, Failed, Piece, Result, Ticket, Worker
+from megatron.inference.server.requests import RequestError, RequestLimits, completion_job, megatron_job
+from megatron.inference.server.worker import Event, Failed, Result, StreamedToken, Ticket, Worker
 
 _ALIVE_SECONDS = 10.0
 """A stream that waits says so this often."""
 
 _LISTENING_SECONDS = 0.5
-"""How often it is asked whether anybody waits for an answer."""
+"""Interval of checking whether anybody waits for an answer."""
 
 _BODY_SECONDS = 30.0
-"""How long a client may take to send a request's body."""
+"""Longest time that a client may take to send a request's body."""
 
 _SECURITY = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -42,9 +42,9 @@ _SECURITY = {
 
 
 class Running:
-    """A submitted job, seen from a request."""
+    """A submitted job, as its request sees it."""
 
-    def __init__(self, worker: Worker, job: Job) -> None:
+    def __init__(self, worker: Worker, job: InferenceJob) -> None:
         loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
 
@@ -56,7 +56,7 @@ class Running:
         worker.submit(self.ticket)
 
     def cancel(self) -> None:
-        """Nobody waits for it any more."""
+        """Cancels the job: nobody waits for it any more."""
         self.ticket.canceled.set()
 
     async def next(self, seconds: float) -> Event | None:
@@ -70,8 +70,8 @@ class Running:
         """The results; a client that leaves cancels the job.
 
         Raises:
-            RequestError: when the job came to nothing.
-            ClientDisconnect: when nobody listens.
+            RequestError: when the job failed.
+            ClientDisconnect: when the client has left.
         """
         asked = time.monotonic()
         while True:
@@ -88,21 +88,21 @@ class Running:
 
 
 class Server:
-    """The handlers.
+    """The handlers of the HTTP server.
 
     Args:
-        worker: does the jobs.
-        limits: of one request.
-        body_bytes: of a request's body, at most.
-        name: of the model.
-        hosts: names that the server goes by.
-        body_s: how long a client may take to send it.
+        worker: worker that runs the jobs.
+        limits: limits of one request.
+        body_bytes: most bytes of a request's body.
+        name: name of the model.
+        hosts: names of the server.
+        body_s: longest time that a client may take to send it.
     """
 
     def __init__(
         self,
         worker: Worker,
-        limits: Limits,
+        limits: RequestLimits,
         body_bytes: int,
         name: str,
         hosts: AllowedHosts,
@@ -117,7 +117,7 @@ class Server:
         self.started = time.time()
 
     def app(self) -> Starlette:
-        """The application."""
+        """Builds the application."""
         routes = [
             Route("/", self.page),
             Route("/health", self.health),
@@ -136,11 +136,11 @@ class Server:
         return Starlette(routes=routes, middleware=checks, exception_handlers=handlers)
 
     async def page(self, request: Request) -> Response:
-        """The form."""
+        """Returns the form."""
         return HTMLResponse(files(__package__).joinpath("page.html").read_text(encoding="utf-8"), headers=_SECURITY)
 
     async def health(self, request: Request) -> Response:
-        """Whether and how much the server works."""
+        """Returns the state of the server and its queue."""
         worker = self.worker
         return JSONResponse(
             {
@@ -155,11 +155,11 @@ class Server:
         )
 
     async def models(self, request: Request) -> Response:
-        """All models, of which there is one."""
+        """Lists all models, of which there is one."""
         return JSONResponse({"object": "list", "data": [self._model]})
 
     async def one_model(self, request: Request) -> Response:
-        """A model by its name."""
+        """Returns a model by its name."""
         asked = request.path_params["model"]
         if asked != self.name:
             return error_response(f"there is no model {asked} here; this is {self.name}", 404, "model_not_found")
@@ -170,10 +170,10 @@ class Server:
         return {"id": self.name, "object": "model", "created": int(self.started), "owned_by": "megatron-cc"}
 
     async def _body(self, request: Request) -> object:
-        """The request as JSON.
+        """Reads the request as JSON.
 
         Raises:
-            RequestError: when it is none, too long, or too slow to come.
+            RequestError: when it is not JSON, too long, or too slow to come.
         """
         # A page of another origin may not send this type without asking, which keeps it from using the server.
         if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
@@ -201,14 +201,14 @@ class Server:
         return body
 
     async def megatron(self, request: Request) -> Response:
-        """``PUT /api``."""
+        """Handles ``PUT /api``."""
         body, tokenizer = await self._body(request), self.worker.model.tokenizer
         job = await run_in_threadpool(megatron_job, body, tokenizer, self.limits)
         results = await Running(self.worker, job).results(request)
         return JSONResponse(megatron_answer(job, results, tokenizer))
 
     async def completions(self, request: Request) -> Response:
-        """``POST /v1/completions``."""
+        """Handles ``POST /v1/completions``."""
         body, tokenizer = await self._body(request), self.worker.model.tokenizer
         asked = await run_in_threadpool(completion_job, body, tokenizer, self.limits)
         answer = CompletionAnswer(asked, self.name, tokenizer)
@@ -221,7 +221,7 @@ class Server:
 
 
 async def _events(running: Running, answer: CompletionAnswer) -> AsyncIterator[str]:
-    """Server-sent events of a completion."""
+    """Streams server-sent events of a completion."""
     try:
         for begin in answer.begin():
             yield _event(begin)
@@ -232,8 +232,8 @@ async def _events(running: Running, answer: CompletionAnswer) -> AsyncIterator[s
             elif isinstance(event, Failed):
                 yield _event(error_body(event.message, event.status))
                 return
-            elif isinstance(event, Piece):
-                yield _event(answer.piece(event))
+            elif isinstance(event, StreamedToken):
+                yield _event(answer.streamed(event))
             else:
                 for end in answer.end(event):
                     yield _event(end)

@@ -1,4 +1,4 @@
-"""The names that a server may be called by, so that no foreign page reaches it under a name of its own."""
+"""Allowed names of a server, so that no foreign page reaches it under a name of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HOST = re.compile(r"(?:\[(?P<v6>[0-9a-f:.]+)\]|(?P<name>[^\s:/@\[\]]+))(?::\d{0
 
 
 def host_name(header: str) -> str | None:
-    """The name or address in a Host header, in lower case and without its port; None when it is no such header."""
+    """The name or address in a Host header, in lower case and without its port; None when the header is invalid."""
     found = _HOST.fullmatch(header.strip().lower())
     if found is None:
         return None
@@ -33,7 +33,7 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a name or address is this machine, whoever asks."""
+    """Whether a name or address is always this machine."""
     address = _address(name)
     if address is not None:
         return address.is_loopback
@@ -44,7 +44,7 @@ def _plain_name(given: str) -> str:
     """A name without a port.
 
     Raises:
-        UserError: when it is none.
+        UserError: when it is not a name.
     """
     name = given.strip().lower().rstrip(".")
     if name != ANY and _address(name) is None and (":" in name or host_name(name) is None):
@@ -55,7 +55,7 @@ def _plain_name(given: str) -> str:
 
 
 class AllowedHosts:
-    """Decides whether a Host header names this server.
+    """The Host headers that name this server.
 
     A page of another site can have its own name resolved to this server's address (DNS rebinding), and is then of the
     server's own origin to a browser; but its requests still name that site. A server that listens to this machine
@@ -67,7 +67,7 @@ class AllowedHosts:
         given: further names; ``*`` is every one.
 
     Raises:
-        UserError: for a given one that is no name.
+        UserError: when a given one is not a name.
     """
 
     def __init__(self, bound: str, given: Sequence[str] = ()) -> None:
@@ -90,11 +90,11 @@ class AllowedHosts:
 
 
 class HostCheck:
-    """Refuses what is meant for another server, before anything else looks at it.
+    """Middleware that refuses requests for another server, before anything else looks at them.
 
     Args:
-        app: answers the rest.
-        hosts: the server's names.
+        app: application that answers the others.
+        hosts: names of the server.
     """
 
     def __init__(self, app: ASGIApp, hosts: AllowedHosts) -> None:

@@ -1,4 +1,4 @@
-"""Connections: how many there may be, how long one may be silent, and how they end with the server."""
+"""Limits of connections: their number, their silence, and how they end with the server."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ BACKLOG = 2048
 """Connections that the machine may hold before the server takes them."""
 
 _CUT_SECONDS = 3.0
-"""How long the job at hand may take to be cut short before its client is told so instead."""
+"""Time in which the current job may be cut short before its client is told so instead."""
 
 _OWN_FILES = 128
 """Open files beside the connections: libraries, the checkpoint, the sockets between ranks."""
 
 
 class Connection(H11Protocol):
-    """A connection that is closed where it keeps others out without asking anything.
+    """A connection that is closed when it keeps others out without asking anything.
 
     uvicorn limits neither the time before a first request nor that of half a request: here whoever has sent no whole
     request in time is closed, and where there are as many connections as there may be, the one that has been silent
@@ -40,17 +40,17 @@ class Connection(H11Protocol):
     """Connections that are served; as many again may be reading that there is no room."""
 
     HEAD_SECONDS = 20.0
-    """From the beginning, or the answer before, to the end of a request's head; longer than uvicorn keeps alive."""
+    """Time from the beginning, or the last answer, to the end of a request's head; longer than uvicorn keeps alive."""
 
     SPEAK_SECONDS = 2.0
-    """How long a connection may be silent before it can be made to give way: of many clients that connect at once, most
-    send their requests a moment later."""
+    """Time for which a connection may be silent before it may be dropped for another: of many clients that connect at
+    once, most send their requests a moment later."""
 
     WRITE_SECONDS = 60.0
-    """In which a client must have read some of its answer where much of it waits."""
+    """Time in which a client must have read some of its answer where much of it waits."""
 
     READ_SECONDS = 3.0
-    """How long a client that was turned away has to read why."""
+    """Time in which a client that was turned away may read why."""
 
     _stuck: asyncio.TimerHandle | None = None
     _turned_away = False
@@ -61,7 +61,7 @@ class Connection(H11Protocol):
         others = [one for one in cast("set[Connection]", self.connections) if one is not self]
         served = [one for one in others if not (one._turned_away or one.transport.is_closing())]
         if len(others) >= 2 * self.MOST:
-            # Each has been told, or waits for an answer: the one that was told first has had most time to read it.
+            # All have been answered or wait for an answer: the first one answered has had most time to read.
             told = [one for one in others if one._turned_away and not one.transport.is_closing()]
             (min(told, key=lambda one: one._since) if told else self).transport.abort()
         if len(served) >= self.MOST:
@@ -94,11 +94,11 @@ class Connection(H11Protocol):
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is not HTTP."""
+        """Answers a request that is not HTTP."""
         self._turn_away(400, f"the request is no HTTP: {msg}")
 
     def shutdown(self) -> None:
-        """Lets those that wait for an answer have it."""
+        """Closes, but lets those that wait for an answer have it."""
         if self._turned_away or self.silent:
             self.transport.close()
         else:
@@ -127,14 +127,14 @@ class Connection(H11Protocol):
             self._drop()
 
     def _drop(self) -> None:
-        """Closes it; what its client has not read would keep it open."""
+        """Closes the connection; unread answers would keep it open."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
             self.transport.close()
 
     def _turn_away(self, status: int, message: str) -> None:
-        """Says why there is no answer, and closes the connection.
+        """Sends the reason why there is no answer, and closes the connection.
 
         Closing while there is something unread makes the other side forget what it was told, so that what comes is
         read and thrown away until it has closed, for some seconds.
@@ -164,11 +164,11 @@ class Connection(H11Protocol):
 
 
 class HTTPServer(uvicorn.Server):
-    """Ends without leaving anybody unanswered.
+    """A server that leaves nobody unanswered when it ends.
 
     Args:
-        config: what ``configuration`` made.
-        worker: does the jobs; it is told to end when the server does.
+        config: configuration, as ``configuration`` makes it.
+        worker: worker that runs the jobs; it is told to end when the server does.
         listens: called when it does.
     """
 
@@ -188,7 +188,7 @@ class HTTPServer(uvicorn.Server):
 
 
 def room_for(most: int) -> int:
-    """How many of the wanted connections can be served: fewer where this process may not have as many files open."""
+    """Number of the wanted connections that can be served: fewer where this process may not have as many files open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * most + _OWN_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:

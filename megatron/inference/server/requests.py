@@ -1,4 +1,4 @@
-"""What clients ask for, checked: the requests of Megatron's API and of OpenAI's completions as one kind of job."""
+"""Parses and checks requests of Megatron's API and of OpenAI's completions, as one kind of job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.base.errors import UserError
 from megatron.base.numerals import LARGEST
 from megatron.base.values import Values
 from megatron.base.words import nearest
-from megatron.inference.jobs import Job
+from megatron.inference.jobs import InferenceJob
 from megatron.inference.sampling import Sampling
 from megatron.tokenizer.api import Tokenizer
 
@@ -20,11 +20,11 @@ MAX_STOP, MAX_STOP_LENGTH = 8, 100
 
 
 class RequestError(UserError):
-    """A request that is not understood or too large; the message says what to change.
+    """Raised when a request is invalid or too large; the message says what to change.
 
     Args:
-        message: for the client.
-        status: of HTTP.
+        message: the message to the client.
+        status: HTTP status.
     """
 
     def __init__(self, message: str, status: int = 400) -> None:
@@ -33,12 +33,12 @@ class RequestError(UserError):
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What one request may cost.
+class RequestLimits:
+    """Limits of one request.
 
     Args:
-        window: positions of the model.
-        tokens: of all prompts of a request and their continuations, at most.
+        window: number of positions of the model.
+        tokens: most tokens of all prompts of a request and their continuations.
     """
 
     window: int
@@ -50,10 +50,10 @@ class Fields(Values):
 
     Args:
         values: the request.
-        what: it is, for the message.
+        what: name of the request in messages.
 
     Raises:
-        UserError: by every method, for a value of another kind.
+        UserError: when a value is of another kind; by every method.
     """
 
     def __init__(self, values: object, what: str = "the request") -> None:
@@ -72,12 +72,12 @@ class Fields(Values):
         return listed
 
     def refuse(self, name: str, *neutral: object) -> None:
-        """Refuses what is not offered, unless the value asks for nothing."""
+        """Refuses a field that is not offered, unless its value asks for nothing."""
         if self.has(name) and self[name] not in neutral:
             raise RequestError(f"{name} is not offered here; leave it out")
 
     def known(self, names: Sequence[str]) -> None:
-        """Refuses fields that nobody reads: a misspelt one would silently do nothing."""
+        """Refuses unknown fields: a misspelt one would silently do nothing."""
         unknown = sorted(set(self) - set(names))
         if unknown:
             hint = nearest(unknown[0], names)
@@ -109,16 +109,16 @@ def _sampling(fields: Fields, *, top_p: float, greedy: bool, temperature: float)
 
 
 def _longest(prompts: Sequence[Sequence[int]]) -> int:
-    """Positions of the longest prompt; an empty one starts from one token, too."""
+    """Number of positions of the longest prompt; an empty one starts from one token, too."""
     return max((len(prompt) or 1 for prompt in prompts), default=1)
 
 
-def _room(usual: int, prompts: Sequence[Sequence[int]], limits: Limits) -> int:
-    """New tokens for requests that do not say how many."""
+def _room(usual: int, prompts: Sequence[Sequence[int]], limits: RequestLimits) -> int:
+    """Number of new tokens for requests that do not give one."""
     return max(1, min(usual, limits.window - _longest(prompts)))
 
 
-def _check_size(prompts: Sequence[Sequence[int]], new: int, limits: Limits) -> None:
+def _check_size(prompts: Sequence[Sequence[int]], new: int, limits: RequestLimits) -> None:
     if not prompts:
         raise RequestError("there is no prompt")
     if len(prompts) > MAX_PROMPTS:
@@ -156,11 +156,11 @@ MEGATRON_FIELDS = [
 ]
 
 
-def megatron_job(body: object, tokenizer: Tokenizer, limits: Limits) -> Job:
-    """A job of ``PUT /api``.
+def megatron_job(body: object, tokenizer: Tokenizer, limits: RequestLimits) -> InferenceJob:
+    """Parses a request of ``PUT /api``.
 
     Raises:
-        UserError: with what is wrong.
+        UserError: when the request is invalid.
     """
     fields = Fields(body)
     fields.known(MEGATRON_FIELDS)
@@ -182,7 +182,7 @@ def megatron_job(body: object, tokenizer: Tokenizer, limits: Limits) -> Job:
     sampling = _sampling(fields, top_p=_top_p(fields, 0.0), greedy=greedy, temperature=temperature)
     _check_size(prompts, new, limits)
     seeds = _seeds(fields, "random_seed", len(prompts))
-    return Job(prompts, new, sampling, seeds, 0 if logprobs else None, logprobs, stop)
+    return InferenceJob(prompts, new, sampling, seeds, 0 if logprobs else None, logprobs, stop)
 
 
 OPENAI_FIELDS = [
@@ -210,28 +210,28 @@ OPENAI_FIELDS = [
 
 @dataclass(frozen=True)
 class Completion:
-    """A job of ``POST /v1/completions`` and how it is answered.
+    """A request of ``POST /v1/completions``, and how it is answered.
 
     Args:
-        job: what is computed.
-        n: continuations of each prompt; they follow each other in the job.
-        stream: send tokens as they come.
-        echo: begin with the prompt.
-        usage: end a stream with the number of tokens.
+        job: job that computes it.
+        n: number of continuations of each prompt; they are adjacent in the job.
+        stream: whether to send tokens as they come.
+        echo: whether to begin with the prompt.
+        usage: whether to end a stream with the number of tokens.
     """
 
-    job: Job
+    job: InferenceJob
     n: int
     stream: bool
     echo: bool
     usage: bool
 
 
-def completion_job(body: object, tokenizer: Tokenizer, limits: Limits) -> Completion:
-    """A job of ``POST /v1/completions``.
+def completion_job(body: object, tokenizer: Tokenizer, limits: RequestLimits) -> Completion:
+    """Parses a request of ``POST /v1/completions``.
 
     Raises:
-        UserError: with what is wrong.
+        UserError: when the request is invalid.
     """
     fields = Fields(body)
     fields.known(OPENAI_FIELDS)
@@ -258,7 +258,9 @@ def completion_job(body: object, tokenizer: Tokenizer, limits: Limits) -> Comple
     stream = fields.flag("stream", False)
     if stream and echo and top is not None:
         raise RequestError("stream with echo and logprobs is not offered; leave one of them out")
-    job = Job(prompts, new, sampling, _seeds(fields, "seed", len(prompts)), top, echo and top is not None, stop)
+    job = InferenceJob(
+        prompts, new, sampling, _seeds(fields, "seed", len(prompts)), top, echo and top is not None, stop
+    )
     options = Fields(fields["stream_options"] if fields.has("stream_options") else {}, "stream_options")
     return Completion(job, n, stream, echo, options.flag("include_usage", False))
 

@@ -1,4 +1,4 @@
-"""The queue in front of a model: one job at a time, on all ranks that hold the model."""
+"""A queue of jobs for a model: one at a time, on all ranks that hold the model."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from megatron.inference.generate import Token
-from megatron.inference.jobs import Job, Leader
+from megatron.inference.jobs import InferenceJob, Leader
 from megatron.inference.model import LoadedModel
 from megatron.inference.server.requests import RequestError
 from megatron.inference.text import TextStream
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A new token of a prompt's continuation, and the text that is certain since."""
+class StreamedToken:
+    """A new token of a prompt's continuation, and the text that is final since."""
 
     row: int
     token: Token
@@ -26,14 +26,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one prompt.
+    """The result of one prompt.
 
     Args:
         text: the continuation, cut before a stop string.
-        rest: the end of it that no piece held.
-        tokens: of the continuation.
+        rest: the end of it that no streamed token held.
+        tokens: tokens of the continuation.
         reason: "stop" where the model ended the document or a stop string came, else "length".
-        prompt: the prompt's tokens after the first, where their probabilities were asked for.
+        prompt: tokens of the prompt after the first, where their probabilities were asked for.
     """
 
     text: str
@@ -45,18 +45,18 @@ class Result:
 
 @dataclass(frozen=True)
 class Failed:
-    """The job came to nothing.
+    """The failure of a job.
 
     Args:
-        message: for the client.
-        status: of HTTP.
+        message: the message to the client.
+        status: HTTP status.
     """
 
     message: str
     status: int = 500
 
 
-Event = Piece | list[Result] | Failed
+Event = StreamedToken | list[Result] | Failed
 
 _ENDS = "the server ends; ask again when it is back"
 
@@ -66,23 +66,23 @@ class Ticket:
     """A job in the queue.
 
     Args:
-        job: what is wanted.
-        emit: takes the job's events, in the worker's thread: pieces, then the results, or a failure.
+        job: the job.
+        emit: called with the job's events, in the worker's thread: streamed tokens, then the results, or a failure.
     """
 
-    job: Job
+    job: InferenceJob
     emit: Callable[[Event], None]
     canceled: threading.Event = field(default_factory=threading.Event)
 
 
 class Worker:
-    """Does jobs one after the other, in a thread of the sampling rank.
+    """Runs jobs one after the other, in a thread of the sampling rank.
 
     Args:
-        model: on its sampling rank.
-        waiting: jobs that may wait; more are refused.
-        patience_s: how long the other ranks wait to hear from this one.
-        ended: called when the thread ends, whatever for.
+        model: the model, on its sampling rank.
+        waiting: most jobs that may wait; more are refused.
+        patience_s: longest time for which the other ranks wait for this one.
+        ended: called when the thread ends, for whatever reason.
     """
 
     def __init__(self, model: LoadedModel, waiting: int, patience_s: float, ended: Callable[[], None]) -> None:
@@ -97,37 +97,37 @@ class Worker:
         self._thread = threading.Thread(target=self._main, name="generation", daemon=True)
 
     def start(self) -> None:
-        """Begins to work."""
+        """Starts the thread."""
         self._thread.start()
 
     def cut(self) -> None:
-        """Cuts the job at hand short, and does none after it: those that wait are told at once."""
+        """Cuts the current job short, and runs none after it: those that wait are told at once."""
         self._stop.set()
         self._turn_away()
 
     def give_up(self) -> None:
-        """Lets whoever waits for the job at hand go, however far it is."""
+        """Releases whoever waits for the current job, however far it is."""
         ticket = self._at_hand
         if ticket is not None:
             ticket.emit(Failed(_ENDS, 503))
 
     def stop(self) -> None:
-        """Ends after the job at hand, which is cut short; the other ranks end, too."""
+        """Ends after the current job, which is cut short; the other ranks end, too."""
         self.cut()
         self._thread.join()
 
     @property
     def busy(self) -> bool:
-        """Whether there is a job at hand."""
+        """Whether a job is running."""
         return self._at_hand is not None
 
     @property
     def waiting(self) -> int:
-        """Jobs in the queue."""
+        """Number of jobs in the queue."""
         return self._queue.qsize()
 
     def check_room(self) -> None:
-        """Looks whether a job would be taken now.
+        """Checks that a job would be accepted now.
 
         Raises:
             RequestError: when the queue is full, or the server ends.
@@ -138,7 +138,7 @@ class Worker:
             raise RequestError(f"{self.waiting} requests are waiting; try again later", 503)
 
     def submit(self, ticket: Ticket) -> None:
-        """Puts a job into the queue.
+        """Adds a job to the queue.
 
         Raises:
             RequestError: when it is full, or the server ends.
@@ -162,7 +162,7 @@ class Worker:
             self._ended()
 
     def _turn_away(self) -> None:
-        """Tells those that wait that nothing comes."""
+        """Tells those that wait that their jobs will not run."""
         with suppress(queue.Empty):
             while True:
                 self._queue.get_nowait().emit(Failed(_ENDS, 503))
@@ -185,7 +185,7 @@ class Worker:
         def on_token(row: int, token: Token) -> bool:
             text = streams[row].add(token.id)
             texts[row] += text
-            ticket.emit(Piece(row, token, text))
+            ticket.emit(StreamedToken(row, token, text))
             return streams[row].stopped or ticket.canceled.is_set() or self._stop.is_set()
 
         self._at_hand = ticket

@@ -17,7 +17,7 @@ from megatron.parallel.tensor.shards import ParamSpec
 
 
 class BucketKind(enum.Enum):
-    """Why a bucket is apart from the others."""
+    """The reason why a bucket is separate from the others."""
 
     PLAIN = "plain"
     """Reduced as soon as backward has filled it."""
@@ -25,7 +25,7 @@ class BucketKind(enum.Enum):
     """Parameters that every tensor-parallel rank holds whole: a compressor that works on whole buckets must treat
     them alike on all of these ranks, so nothing that differs between them may lie beside them."""
     PARTIAL = "partial"
-    """Parameters whose gradients must first be summed over tensor-parallel ranks (sequence parallelism)."""
+    """Parameters whose gradients must first be all-reduced over tensor-parallel ranks (sequence parallelism)."""
     TIED = "tied"
     """The tied embedding: alone, so that both of its holders cut it into the same shares."""
 
@@ -44,7 +44,7 @@ class ParamSlot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A range of the flat tensors that is reduced in one piece; its length divides by the number of shares."""
+    """A range of the flat tensors that is reduced as a whole; its length divides by the number of shares."""
 
     kind: BucketKind
     start: int
@@ -53,11 +53,11 @@ class Bucket:
 
 
 class FlatBuffer:
-    """Owns a chunk's parameters and gradients.
+    """The parameters and gradients of one chunk, in flat tensors.
 
     Args:
         params: (local name, logical name, spec, parameter) in the order of the forward pass.
-        grad_dtype: in which gradients accumulate.
+        grad_dtype: dtype in which gradients accumulate.
         shares: number of equal parts that every bucket must divide into.
         bucket_elements: buckets are closed at this size; None puts everything in one.
         tensor_parallel: there are several tensor-parallel ranks.
@@ -112,7 +112,7 @@ class FlatBuffer:
         self._on_bucket_full = None
 
     def notify_when_full(self, on_bucket_full: Callable[[int], None]) -> None:
-        """The coming backward is the last of the step: call back with each bucket that it completes."""
+        """Announces the step's last backward: calls back with each bucket that it completes."""
         self._on_bucket_full = on_bucket_full
         self._missing = [len(bucket.slots) for bucket in self.buckets]
 
@@ -157,7 +157,7 @@ _Params = Sequence[tuple[str, str, ParamSpec, nn.Parameter]]
 
 
 def _fill(members: _Params, bucket_elements: int | None) -> list[_Params]:
-    """Cuts a list of parameters as soon as a part has so many elements."""
+    """Splits a list of parameters into parts of at least so many elements."""
     parts: list[_Params] = []
     begin = size = 0
     for end, member in enumerate(members, 1):
@@ -169,7 +169,7 @@ def _fill(members: _Params, bucket_elements: int | None) -> list[_Params]:
 
 
 def _equal_shapes_adjoin(members: _Params) -> list[tuple[str, str, ParamSpec, nn.Parameter]]:
-    """Matrices before vectors, and equal shapes behind each other, so that compressors get stacks without a copy."""
+    """Orders matrices before vectors and equal shapes adjacently, so that compressors get stacks without a copy."""
     shapes = list(dict.fromkeys(member[3].shape for member in members))
     return sorted(members, key=lambda member: (member[3].dim() < 2, shapes.index(member[3].shape)))
 
@@ -177,5 +177,5 @@ def _equal_shapes_adjoin(members: _Params) -> list[tuple[str, str, ParamSpec, nn
 def named_params(
     specs: Mapping[str, tuple[str, ParamSpec]], model: nn.Module
 ) -> list[tuple[str, str, ParamSpec, nn.Parameter]]:
-    """A model's parameters as ``FlatBuffer`` takes them."""
+    """The model's parameters in the form that ``FlatBuffer`` takes."""
     return [(name, *specs[name], param) for name, param in model.named_parameters()]

@@ -1,4 +1,4 @@
-"""Clipping before the sum, for compressors whose answers carry noise that would trip it after."""
+"""Clipping of each replica's gradient before the all-reduce, for compressors whose noise would trip it afterwards."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def clip_replica(
     """Scales the gradients of this rank's replica down to an L2 norm of ``max_norm`` over all its stages and shards.
 
     A replica's gradient is the mean over its own samples. The two stages' parts of a tied embedding's gradient are not
-    summed yet and count each on its own. Norms that are not finite clip nothing: such a step is skipped.
+    reduced yet and count each on its own. Norms that are not finite clip nothing: such a step is skipped.
 
     Args:
         buffers: local gradients, as parts of a mean over ``expected_tokens`` of all replicas, times ``scale``.
-        topology, ledger: over whom one small all-reduce goes, and where it is counted.
-        max_norm: above zero.
+        topology, ledger: the groups of one small all-reduce, and where it is counted.
+        max_norm: greatest norm, above zero.
         scale: the loss scale.
-        tokens: that count in the losses of this rank; zero where another rank reports them.
+        tokens: tokens that count in the losses of this rank; zero where another rank reports them.
         expected_tokens: tokens of the global batch.
     """
     squares = torch.zeros(topology.dp.size + 1, dtype=torch.float64, device=topology.device)

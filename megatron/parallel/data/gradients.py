@@ -1,4 +1,4 @@
-"""From local gradients to final ones: everything between the last backward and the optimizer."""
+"""The reduction of gradients: everything between the last backward and the optimizer."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from megatron.topology.topology import Topology
 
 
 class GradientSync:
-    """Makes the gradients of all chunks final.
+    """Reduces the gradients of all chunks.
 
     Args:
-        buffers: one per chunk.
-        topology: who reduces with whom.
+        buffers: buffers of the chunks.
+        topology: the groups of the reductions.
         plan: the compressors.
         ledger: where the bytes are counted.
         sharded: each rank needs only its own share of every bucket.
         overlap: launch buckets during backward.
-        reduce: False when something else averages over replicas (torch's DistributedDataParallel).
+        reduce: False when something else reduces over replicas (torch's DistributedDataParallel).
         clip_grad: greatest L2 norm of a replica's gradient where the compressor wants it clipped before; 0 for any.
     """
 
@@ -72,15 +72,15 @@ class GradientSync:
         self._asks = False
 
     def _reduced_points(self) -> list[Point]:
-        """Where gradients are reduced in this run; the same on every rank."""
+        """Points at which gradients are reduced in this run; the same on every rank."""
         replicas = self.group.size > 1 and self.reduce
         stages = self.topology.layout.pp > 1
         return [point for point, on in ((Point.DP_GRAD, replicas), (Point.EMBED_GRAD, stages)) if on]
 
     def begin(self, iteration: int, scale: float) -> None:
-        """A step begins, whose gradients carry the loss scale ``scale``."""
+        """Begins a step, whose gradients carry the loss scale ``scale``."""
         self._iteration, self._scale = iteration, scale
-        # Said of the whole mesh, not of this stage: all ranks ask, or none.
+        # Decided for the whole mesh, not for this stage: all ranks ask, or none.
         points = (point for point in (Point.DP_GRAD, Point.EMBED_GRAD) if self.plan.activation(point).on(iteration))
         self._asks = any(self.plan.rounds(point).finalizes for point in points)
         for reducer in self.reducers:
@@ -89,12 +89,12 @@ class GradientSync:
             self.embedding.begin(iteration)
 
     def kind(self) -> list[Hashable]:
-        """What decides which kernels are launched during backward: a part of the step's kind for each chunk."""
+        """Key of the kernels that are launched during backward: a part of the step's kind for each chunk."""
         in_backward = self.overlap and not self.clips_first
         return [both(chunk, reducer.kind()) for chunk, reducer in enumerate(self.reducers) if in_backward]
 
     def states(self) -> Iterator[CompressorState]:
-        """What the compressors of gradients remember."""
+        """States of the compressors of gradients."""
         for reducer in self.reducers:
             for units in reducer.units:
                 yield from (unit.state for unit in units)
@@ -114,7 +114,7 @@ class GradientSync:
 
     @property
     def clips_first(self) -> bool:
-        """Whether each replica's gradient is clipped in place of their sum."""
+        """Whether each replica's gradient is clipped in place of the reduced one."""
         return self.group.size > 1 and self.reduce and any(reducer.clips_first for reducer in self.reducers)
 
     def observe_update(self) -> None:
@@ -146,9 +146,9 @@ class GradientSync:
         return next((bucket.slots[0] for _, bucket in self._tied()), None)
 
     def before_last_backward(self, chunk: int) -> None:
-        """The coming backward completes the chunk's gradients."""
+        """Announces that the coming backward completes the chunk's gradients."""
         if not self.overlap or self.clips_first:
-            return  # a norm is known when all is
+            return  # a norm needs all gradients
         buffer, reducer = self.buffers[chunk], self.reducers[chunk]
 
         def full(index: int) -> None:
@@ -158,18 +158,18 @@ class GradientSync:
         buffer.notify_when_full(full)
 
     def finish(self, tokens: float, expected_tokens: int) -> bool:
-        """Leaves final gradients in the buckets (with ``sharded``: in this rank's shares).
+        """Leaves reduced gradients in the buckets (with ``sharded``: in this rank's shares).
 
         Args:
-            tokens: that count in the losses of this rank; zero where another rank reports them.
+            tokens: tokens that count in the losses of this rank; zero where another rank reports them.
             expected_tokens: tokens of the global batch.
 
         Returns:
-            False where compressors with a memory had to know whether the step can be taken, and it cannot: a
-            gradient of some rank is not finite, or there are no tokens. Then the buckets hold anything. True says
-            nothing about steps where none had to know.
+            False where a compressor with state had to know whether the step can be taken, and it cannot: a gradient of
+            some rank is not finite, or there are no tokens. Then the buckets hold anything. True says nothing about
+            steps where no compressor had to know.
         """
-        self._sum_partial()
+        self._all_reduce_partial()
         if self.clips_first and self.clip_grad > 0:
             clip_replica(self.buffers, self.topology, self.ledger, self.clip_grad, self._scale, tokens, expected_tokens)
         reduces = self.group.size > 1 and self.reduce
@@ -191,7 +191,7 @@ class GradientSync:
         return all_finite
 
     def _reduced(self, point: Point) -> ReducedPoint:
-        """The final gradients that a point has reduced: all of this rank's, or those of the tied embedding."""
+        """The reduced gradients of a point: all of this rank's, or those of the tied embedding."""
         buckets = [(buffer, bucket) for buffer in self.buffers for bucket in buffer.buckets]
         seen = list(self._tied()) if point is Point.EMBED_GRAD else buckets
         return ReducedPoint(
@@ -209,8 +209,8 @@ class GradientSync:
         bad_count, all_tokens = pair.tolist()
         return bad_count == 0 and all_tokens > 0
 
-    def _sum_partial(self) -> None:
-        """Sums the sequence parts' shares of replicated parameters' gradients over tensor-parallel ranks."""
+    def _all_reduce_partial(self) -> None:
+        """All-reduces partial gradients of replicated parameters over tensor-parallel ranks (sequence parallelism)."""
         for buffer in self.buffers:
             for bucket in buffer.buckets:
                 if bucket.kind is BucketKind.PARTIAL and self.tp.size > 1:
@@ -220,7 +220,7 @@ class GradientSync:
 
 
 def reduced_bucket(buffer: FlatBuffer, bucket: Bucket, fused_embedding: bool) -> GradBucket:
-    """A bucket as the reducer sees it."""
+    """The bucket as the reducer takes it."""
     places = tuple(
         Place(slot.logical_name, slot.start - bucket.start, tuple(slot.param.shape)) for slot in bucket.slots
     )
@@ -250,7 +250,7 @@ def overlap_slots(bucket: Bucket, share: slice) -> list[tuple[int, int, int]]:
 def bucket_elements(requested: int | None, overlap: bool, dp: int) -> int | None:
     """Size at which buckets are closed: as asked, else 1 M elements a replica but at least 40 M, or no limit.
 
-    Without overlap nothing is gained by cutting.
+    Without overlap there is no limit.
     """
     if requested is not None:
         return requested

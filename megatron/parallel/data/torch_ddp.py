@@ -1,4 +1,4 @@
-"""Data parallelism by torch's DistributedDataParallel, its sums counted at our communication point."""
+"""Data parallelism by torch's DistributedDataParallel, its all-reduces counted at our communication point."""
 
 # No postponed annotations here: torch checks the hook's, and wants to see the types themselves.
 
@@ -15,7 +15,7 @@ from megatron.topology.group import Group, num_bytes
 
 
 class TorchReplicas:
-    """Wraps a model that is not split over a pipeline.
+    """A replica wrapped by DistributedDataParallel, for models that are not split over a pipeline.
 
     Gradients arrive already divided by the number of replicas, so torch is told to sum.
 
@@ -35,15 +35,15 @@ class TorchReplicas:
             process_group=group.pg,
             init_sync=False,
         )
-        self.wrapped.register_comm_hook(None, self._sum)
+        self.wrapped.register_comm_hook(None, self._all_reduce)
 
-    def _sum(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def _all_reduce(self, _: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         grads = bucket.buffer()
         self.ledger.sent(Point.DP_GRAD, 2 * (self.group.size - 1) * num_bytes(grads) // self.group.size)
         work = dist.all_reduce(grads, group=self.group.pg, async_op=True)
         assert work is not None
         return work.get_future().then(lambda future: future.value()[0])
 
-    def sum_in_backward(self, last: bool) -> None:
-        """Call before a micro-batch's forward: torch sums the gradients in the backward of the step's last."""
+    def all_reduce_in_backward(self, last: bool) -> None:
+        """Announces a micro-batch's forward: torch all-reduces in the backward of the step's last."""
         self.wrapped.require_backward_grad_sync = last

@@ -19,7 +19,7 @@ from megatron.topology.layout import Layout
 
 
 class StageProgram(Protocol):
-    """What one chunk computes."""
+    """The computation of one chunk."""
 
     def forward(self, micro_batch: int, x_sbh: Tensor | None) -> Tensor:
         """Activation of the chunk, (s, b, h), or on the last virtual stage the scalar to be differentiated.
@@ -28,7 +28,7 @@ class StageProgram(Protocol):
         """
 
     def key(self, micro_batch: int) -> Hashable:
-        """Names the samples of a micro-batch, for codecs that remember them."""
+        """The samples of a micro-batch, as a key for codecs that remember them."""
 
 
 Span = Callable[[str, PipelineOp], AbstractContextManager[object]]
@@ -108,7 +108,7 @@ class PipelineEngine:
         ops = table.schedules[self.stage]
         held: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         backwards_left = [sum(not op.forward and op.chunk == c for op in ops) for c in range(self.layout.chunks)]
-        run = _Run(self, table, iteration, num_micro_batches, programs, kind)
+        run = _StepMessages(self, table, iteration, num_micro_batches, programs, kind)
         if ops:
             run.expect(ops[0])
         for op, following in zip(ops, [*ops[1:], None], strict=True):
@@ -144,7 +144,7 @@ class PipelineEngine:
 
 
 def max_sending(layout: Layout) -> int:
-    """Messages of one direction that may be on their way while a rank goes on.
+    """Most pending sends of one direction before a rank waits for the oldest.
 
     gloo cannot say that a send is done, so without a bound the messages of the whole step would stay in memory. No
     schedule lets a receiver fall behind by more than this, so waiting for an older message never blocks for long.
@@ -160,7 +160,7 @@ the sender is at most one message ahead of the receiver, in eager 1F1B two.
 """
 
 
-class _Run:
+class _StepMessages:
     """One step's messages: their addresses, and when their receives are posted."""
 
     def __init__(
@@ -201,7 +201,7 @@ class _Run:
             self._ahead = self._completed.know(self._kind)
 
     def _message(self, op: PipelineOp, incoming: bool) -> Message | None:
-        """An operation's input, or its output; None at the model's ends."""
+        """The message of an operation's input, or of its output; None at the model's ends."""
         stage = self.layout.virtual_stage(self.stage, op.chunk)
         before = op.forward == incoming
         boundary = stage - 1 if before else stage
@@ -223,7 +223,7 @@ class _Run:
         return Position(self.iteration, boundary, op.micro_batch, self.num_micro_batches, late)
 
     def post(self) -> None:
-        """Posts the receives that are due before the next operation, and those behind them where nothing is loaded."""
+        """Posts the receives that are due before the next operation, and later ones where no kernel is loaded late."""
         due = next(self._due)
         if self.channel is None:
             return
@@ -238,7 +238,7 @@ class _Run:
             self.channel.arrive()
 
     def expect(self, op: PipelineOp) -> None:
-        """Prepares for what an operation will send."""
+        """Announces the message that an operation will send."""
         message = self._message(op, incoming=False)
         if self.channel is not None and message is not None:
             self.channel.expect(message)
@@ -257,8 +257,8 @@ class _Run:
             self.channel.flush(keep=max_sending(self.layout))
 
     def end(self) -> None:
-        """The step's operations are done: its messages have left, and none is pending here."""
+        """Ends the step: its sends have completed, and none is pending."""
         if self.channel is not None:
             self.channel.flush()
-            self.channel.settle()
+            self.channel.synchronize()
         self._completed.add(self._kind)

@@ -1,4 +1,4 @@
-"""The rule of first launches: what a rank has launched before, and when receives may therefore wait on its device.
+"""The rule of first launches: which kernels a rank has launched, and when receives may therefore be pending.
 
 CUDA loads a kernel's code at its first launch, and the loading can wait for whatever runs on the device. NCCL's
 receives run there from the moment they are posted until their message comes, its sends until they are received. A rank
@@ -42,11 +42,11 @@ from collections import OrderedDict
 from collections.abc import Collection, Hashable
 
 MOST_KINDS = 4096
-"""Parts that are remembered. One that is forgotten costs a step without overlap."""
+"""Parts that are remembered. One that is forgotten costs overlap in one step, and nothing else."""
 
 
 class CompletedKinds:
-    """Kinds of the steps that this rank has completed, as the parts that they are made of.
+    """Kinds of the steps that this rank has completed, as sets of parts.
 
     Each part stands for launches of its own (of the model, of one end of a boundary, of a group's compressors), which
     it decides completely. None stands for launches of which nothing can be said, and is never known.
@@ -56,11 +56,11 @@ class CompletedKinds:
         self._parts: OrderedDict[Hashable, None] = OrderedDict()
 
     def know(self, parts: Collection[Hashable]) -> bool:
-        """Whether all that a step will launch was launched before."""
+        """Whether all kernels that a step will launch were launched before."""
         return all(part is not None and part in self._parts for part in parts)
 
     def add(self, parts: Collection[Hashable]) -> None:
-        """A step made of these parts has been run."""
+        """Adds the parts of a step that has completed."""
         for part in parts:
             if part is not None:
                 self._parts[part] = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PipelineOp:
-    """One forward or backward of one micro-batch through one chunk."""
+    """The forward or backward of one micro-batch through one chunk."""
 
     forward: bool
     chunk: int
@@ -16,7 +16,7 @@ class PipelineOp:
 
 
 def forward_only(chunks: int, pp: int, num_micro_batches: int) -> list[PipelineOp]:
-    """Evaluation: groups of ``pp`` micro-batches (the last may be smaller) go forward through chunk after chunk."""
+    """The schedule of evaluation: groups of ``pp`` micro-batches (the last may be smaller), chunk after chunk."""
     groups = [range(m, min(m + pp, num_micro_batches)) for m in range(0, num_micro_batches, pp)]
     return [PipelineOp(True, c, m) for group in groups for c in range(chunks) for m in group]
 
@@ -28,7 +28,7 @@ def gpipe(num_micro_batches: int) -> list[PipelineOp]:
 
 
 def one_f_one_b(pp: int, stage: int, num_micro_batches: int) -> list[PipelineOp]:
-    """Warm-up forwards, then one forward and one backward in turn, then the rest of the backwards.
+    """1F1B: warm-up forwards, then one forward and one backward in turn, then the remaining backwards.
 
     Narayanan et al. 2021, section 2.2.1 (PipeDream-Flush): at most pp - stage activations are held.
     """
@@ -85,13 +85,13 @@ def training_schedule(kind: str, pp: int, stage: int, chunks: int, num_micro_bat
     """The schedule of one rank.
 
     Args:
-        kind: of ``SCHEDULES``; several chunks mean the interleaved form of 1f1b.
-        pp, stage: number of pipeline ranks, and this one's.
+        kind: one of ``SCHEDULES``; several chunks mean the interleaved form of 1f1b.
+        pp, stage: pipeline-parallel size, and this rank's stage.
         chunks: virtual stages on each rank.
         num_micro_batches: micro-batches of the step.
 
     Raises:
-        ValueError: for a combination that has no schedule.
+        ValueError: when the combination has no schedule.
     """
     if kind not in SCHEDULES:
         raise ValueError(f"no pipeline schedule is named {kind!r}; the choices are {', '.join(SCHEDULES)}")
@@ -108,7 +108,7 @@ def training_schedule(kind: str, pp: int, stage: int, chunks: int, num_micro_bat
 
 
 def epilogue(ops: Sequence[PipelineOp]) -> frozenset[PipelineOp]:
-    """The backwards of a stage after its last forward, whose messages nothing is left to hide.
+    """The backwards of a stage after its last forward, whose messages nothing overlaps.
 
     With 1F1B these are stage s's last min(M, P - s) of M micro-batches (Optimus-CC, Song et al. 2023, section 5.1).
     """

@@ -1,4 +1,4 @@
-"""A step's operations on every stage, and the messages that each of them finds sent."""
+"""A step's operations on every stage, and the messages that have been sent before each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Place = tuple[bool, int, int]
 
 @dataclass(frozen=True)
 class Due:
-    """How many receives of a step, in their order, were sent before an operation can begin."""
+    """Number of receives of a step, in their order, that were sent before an operation can begin."""
 
     forward: int
     backward: int
@@ -23,12 +23,12 @@ class Due:
 
 @dataclass(frozen=True)
 class Timetable:
-    """One step of all stages.
+    """One step on all stages.
 
     Args:
-        schedules: the operations of every stage, in order.
-        epilogues: those of every stage whose messages nothing is left to hide.
-        due: for every stage and operation, what was sent before it.
+        schedules: operations of every stage, in order.
+        epilogues: for every stage the operations whose messages nothing overlaps.
+        due: for every stage and operation, the receives whose messages were sent before it.
     """
 
     schedules: tuple[tuple[PipelineOp, ...], ...]
@@ -37,14 +37,14 @@ class Timetable:
 
 
 def timetable(layout: Layout, schedules: Sequence[Sequence[PipelineOp]]) -> Timetable:
-    """The timetable of some schedules.
+    """Builds the timetable of some schedules.
 
     An operation's level is the length of the longest chain of operations that ends with it, where each needs the one
     before it: as the next of its rank, or for its message. A message is due before every operation of a higher level
     than that of the one that sends it.
 
     Raises:
-        ValueError: when the ranks would wait for each other.
+        ValueError: when the ranks would wait for each other for ever.
     """
     levels = _levels(layout, schedules)
     return Timetable(
@@ -59,7 +59,7 @@ def _place(layout: Layout, stage: int, op: PipelineOp) -> _Place:
 
 
 def _source(layout: Layout, place: _Place) -> _Place | None:
-    """What sends the message that an operation needs; None at the model's ends."""
+    """The operation whose message another one needs; None at the model's ends."""
     forward, stage, micro_batch = place
     source = stage - 1 if forward else stage + 1
     return (forward, source, micro_batch) if 0 <= source < layout.num_virtual_stages else None

@@ -4,7 +4,7 @@ Works through the tokens in groups whose logits are worth one large matrix produ
 logits into their losses and their own gradients (``kernels.ops.cross_entropy``), so neither the logits of all tokens
 nor fp32 copies of them make the round trip through memory that separate operations would. On one rank the gradients
 are computed along with the loss and no logits are kept. On several ranks each keeps its own logits until the
-log-sum-exp over the whole vocabulary is known; one small gather exchanges it.
+log-sum-exp over the whole vocabulary is known; one small all-gather exchanges it.
 
 All products are over the padded rows, whose number suits matrix kernels (rows of logits that begin at multiples of 16
 bytes). The padding's columns do not count: they have no part in the loss, and their gradients are zero.
@@ -27,7 +27,7 @@ _GROUP_ELEMENTS = {"cpu": 1 << 26}
 
 
 def _groups(num_tokens: int, vocab: int, device: torch.device) -> list[slice]:
-    """Consecutive runs of tokens with about as many logits as one product should have."""
+    """Consecutive ranges of tokens, each with about as many logits as one matrix product should have."""
     size = max(16, _GROUP_ELEMENTS.get(device.type, 1 << 28) // max(vocab, 1))
     return [slice(first, min(first + size, num_tokens)) for first in range(0, num_tokens, size)]
 
@@ -83,8 +83,8 @@ class _HeadLoss(torch.autograd.Function):
         cross_entropy(logits, labels_t, ctx.valid_rows, lse_t, weights_t=scale_t)
         grad_x, grad_weight = logits @ weight, logits.t() @ x_th
         grad_x = grad_x.view(ctx.shape)
-        summing = comm.start_sum(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)
-        return summing.wait(), grad_weight, None, None, None, None, None
+        pending = comm.start_reduce(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)
+        return pending.wait(), grad_weight, None, None, None, None, None
 
 
 def _scale_(grads: tuple[Tensor, ...], factor: Tensor) -> None:
@@ -96,7 +96,7 @@ def _scale_(grads: tuple[Tensor, ...], factor: Tensor) -> None:
 
 
 def _unit(weights_t: Tensor, dtype: torch.dtype) -> Tensor:
-    """What weights are measured in, so that gradients of logits are representable before the loss scale comes to them.
+    """Unit of the weights, so that gradients of logits are representable before they get the loss scale.
 
     In fp16 the share of an unlikely token, times its weight of one in many thousands, would be zero.
     """
@@ -107,7 +107,7 @@ def _unit(weights_t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _gradient_space(weight_vh: Tensor, groups: list[slice]) -> Tensor:
-    """Where the weight's gradient is summed over the groups: wide where there is something to be summed."""
+    """Memory for the weight's gradient, accumulated over the groups: in fp32 where there is more than one group."""
     if not groups:
         return torch.zeros_like(weight_vh)
     dtype = weight_vh.dtype if len(groups) == 1 else _accumulation_dtype(weight_vh.dtype)
@@ -170,7 +170,7 @@ def head_loss(
         weights_sb: weight of each token in the sum, (s, b).
 
     Returns:
-        The weighted sum (scalar, fp32 or fp64, equal on all tensor-parallel ranks) and the losses of the tokens in
+        The weighted sum (scalar, fp32 or fp64, equal on all tensor-parallel ranks), and the losses of the tokens in
         nats, (s, b), detached.
     """
     total, losses_sb = _HeadLoss.apply(x_sbh, weight, labels_sb, weights_sb, comm, shard, torch.is_grad_enabled())

@@ -11,7 +11,7 @@ from megatron.parallel.tensor.shards import ParamSpec, ShardedModule
 
 
 def rows_of(weight: Tensor, index: Tensor) -> Tensor:
-    """Rows of a table at an index of any shape.
+    """Looks up rows of a table at an index of any shape.
 
     The gradient of torch's embedding adds on CUDA in whatever order its threads come; that of plain indexing sorts
     first where algorithms are to be deterministic.
@@ -23,7 +23,7 @@ class VocabShard:
     """The rows of the padded vocabulary that one rank holds.
 
     Args:
-        vocab_size: real entries.
+        vocab_size: entries without padding.
         padded_size: entries with padding; divides by the number of ranks.
         comm: the tensor-parallel points.
     """
@@ -35,7 +35,7 @@ class VocabShard:
 
     @property
     def valid_rows(self) -> int:
-        """Rows that are no padding."""
+        """Number of rows that are not padding."""
         return max(0, min(self.rows, self.vocab_size - self.start))
 
     def weight(self, hidden: int, device: torch.device, dtype: torch.dtype) -> nn.Parameter:
@@ -48,7 +48,7 @@ class VocabShard:
 
 
 class VocabParallelEmbedding(ShardedModule):
-    """Looks tokens up in the local rows and sums over the ranks: (b, s) -> (s, b, h), or the own part of s."""
+    """Looks up tokens in the local rows and all-reduces: (b, s) -> (s, b, h), or the own part of s."""
 
     def __init__(
         self,

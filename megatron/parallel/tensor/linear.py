@@ -14,7 +14,7 @@ from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_parti
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """x @ W^T + b for a slice of W's rows; the input gradient's sum overlaps with the weight gradient."""
+    """x @ W^T + b for a slice of W's rows; the input gradient's all-reduce overlaps with the weight gradient."""
 
     @staticmethod
     def forward(ctx: Any, x_sbh: Tensor, weight: Tensor, bias: Tensor | None, comm: TensorComm) -> Tensor:
@@ -30,22 +30,22 @@ class _ColumnLinear(torch.autograd.Function):
         gathering = comm.start_gather(x_sbh, Point.TP_BWD) if comm.sequence_parallel else None
         grad_x = grad_sbo @ weight
         full = x_sbh if gathering is None else gathering.wait()
-        summing = comm.start_sum(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)
+        pending = comm.start_reduce(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)
         grad_rows = grad_sbo.reshape(-1, grad_sbo.shape[-1])
         grad_weight = grad_rows.t() @ full.reshape(-1, full.shape[-1])
         grad_bias = grad_rows.sum(dim=0) if ctx.has_bias else None
-        return summing.wait(), grad_weight, grad_bias, None
+        return pending.wait(), grad_weight, grad_bias, None
 
 
 class ColumnParallelLinear(ShardedModule):
-    """Each rank computes its own outputs: (s, b, in) -> (s, b, out / tp).
+    """A linear layer split by outputs: (s, b, in) -> (s, b, out / tp).
 
     Args:
         logical_shape: (out, in), or (parts, out, in) for several stacked projections that are each split, such
             as gate and value of SwiGLU.
-        bias: add a bias.
+        bias: whether to add a bias.
         comm: the tensor-parallel points.
-        device, dtype: of the parameters.
+        device, dtype: those of the parameters.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class ColumnParallelLinear(ShardedModule):
 
 
 class RowParallelLinear(ShardedModule):
-    """Each rank multiplies its own inputs and the products are summed: (s, b, in / tp) -> (s, b, out).
+    """A linear layer split by inputs, whose products are all-reduced: (s, b, in / tp) -> (s, b, out).
 
-    Returns the product without its bias, for the caller to add together with dropout and residual: the bias must
-    be added once, after the sum.
+    Returns the product without its bias, for the caller to add together with dropout and residual: the bias must be
+    added once, after the all-reduce.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Randomness keyed by what it is for, so that no layout changes it.
+"""Random numbers keyed by their purpose, so that they do not depend on the layout.
 
 Initial weights depend on (seed, logical name, row), dropout masks on (seed, draw of the sample, layer, site).
 A mask is the same on any split and in recomputation, without saving or restoring generator states.
@@ -20,7 +20,7 @@ _INIT_ROWS = 256
 
 
 def keyed_seed(*parts: int | str) -> int:
-    """A 63-bit seed from what the numbers are for."""
+    """A 63-bit seed from the purpose of the numbers."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -30,12 +30,12 @@ Draw = Callable[[tuple[int, ...], torch.Generator], Tensor]
 
 
 def normal(std: float) -> Draw:
-    """Normal with mean 0."""
+    """Normal distribution with mean 0."""
     return lambda shape, generator: torch.randn(shape, generator=generator).mul_(std)
 
 
 def uniform(bound: float) -> Draw:
-    """Uniform between -bound and bound."""
+    """Uniform distribution between -bound and bound."""
     return lambda shape, generator: torch.rand(shape, generator=generator).mul_(2 * bound).sub_(bound)
 
 
@@ -71,7 +71,7 @@ class DropoutKeys:
     """The key of one micro-batch's dropout masks.
 
     Args:
-        seed: the run's.
+        seed: seed of the run.
         draws: place of each sample in the run's sample stream.
     """
 
@@ -79,7 +79,7 @@ class DropoutKeys:
     draws: tuple[int, ...]
 
     def at(self, *sites: tuple[int | str, ...]) -> SiteKeys:
-        """The keys of some places in the model, such as (layer, "mlp")."""
+        """Keys of some sites in the model, such as (layer, "mlp")."""
         seeds = [[keyed_seed(self.seed, draw, *site) for draw in self.draws] for site in sites]
         return SiteKeys(torch.tensor(seeds, dtype=torch.int64))
 
@@ -97,10 +97,10 @@ class SiteKeys:
         """One mask per sample, stacked along dimension 0: 0 where dropped, else 1 / (1 - p).
 
         Args:
-            site: number of the place among those that have keys here.
-            shape: of one sample's mask.
+            site: index of the site among those that have keys here.
+            shape: shape of one sample's mask.
             p: probability of dropping.
-            like: gives dtype and device. The CPU and CUDA draw different masks.
+            like: a tensor of the wanted dtype and device. The CPU and CUDA draw different masks.
         """
         result: Tensor = _keyed_mask(self.seeds_nb[site], shape, p, like.dtype, like.device)
         return result

@@ -1,4 +1,4 @@
-"""What part of which logical parameter a local tensor is."""
+"""The place of a local tensor in its logical parameter."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import nn
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Describes a local parameter as a slice of a logical one.
+    """A local parameter as a slice of a logical one.
 
     Args:
         logical_shape: the whole parameter's shape, without padding.
-        dim: the dimension that is split over tensor-parallel ranks; None when every rank holds all of it.
+        dim: the dimension that is split over tensor-parallel ranks; None when every rank holds the whole parameter.
         start: index along ``dim`` at which the local slice begins.
         partial_grad: each tensor-parallel rank computes only its sequence part's share of the gradient, so the
-            shares must be summed (replicated parameters under sequence parallelism).
+            shares must be all-reduced (replicated parameters under sequence parallelism).
         tied_copy: a second holder of a logical parameter whose first holder is another stage.
-        tied: the tied embedding, on either stage.
+        tied: whether it is the tied embedding, on either stage.
     """
 
     logical_shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class ParamSpec:
     tied: bool = False
 
     def offsets(self) -> tuple[int, ...]:
-        """Where the local tensor begins in the logical one."""
+        """Offsets of the local tensor in the logical one."""
         return tuple(self.start if d == self.dim else 0 for d in range(len(self.logical_shape)))
 
 
@@ -43,7 +43,7 @@ class ShardedModule(nn.Module):
 
 
 def collect_specs(model: nn.Module) -> dict[str, tuple[str, ParamSpec]]:
-    """Local parameter name -> (logical name, spec). A parameter without a spec is held whole by every rank."""
+    """Local parameter name -> (logical name, spec). Every rank holds the whole of a parameter without a spec."""
     specs: dict[str, tuple[str, ParamSpec]] = {}
     for prefix, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
@@ -56,5 +56,5 @@ def collect_specs(model: nn.Module) -> dict[str, tuple[str, ParamSpec]]:
 
 
 def with_partial_grad(spec: ParamSpec) -> ParamSpec:
-    """The same spec for a parameter whose gradient is summed over tensor-parallel ranks."""
+    """The same spec for a parameter whose gradient is all-reduced over tensor-parallel ranks."""
     return replace(spec, partial_grad=True)

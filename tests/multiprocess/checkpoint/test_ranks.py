@@ -89,8 +89,8 @@ class Rank:
             result[name] = shard_of_local(block, offsets, shape)
             start, stop = (min(max(x - begin, 0), block.numel()) for x in (self.start, self.stop))
             memory = self.moment[begin + start - self.start :][: stop - start]
-            pieces = shard_of_flat_range(block.shape, offsets, shape, memory, start, stop)
-            result[f"moment.{name}"] = LogicalShard(shape, torch.float32, pieces)
+            boxes = shard_of_flat_range(block.shape, offsets, shape, memory, start, stop)
+            result[f"moment.{name}"] = LogicalShard(shape, torch.float32, boxes)
             begin += block.numel()
         return result
 
@@ -98,9 +98,9 @@ class Rank:
         """Every held element, parameter and moment, must be the global tensor's."""
         for name, shard in self.shards().items():
             expected = self.whole[name.removeprefix("moment.")] * (2 if name.startswith("moment.") else 1)
-            for piece in shard.pieces:
-                box = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.tensor.shape, strict=True))
-                assert torch.equal(piece.tensor, expected[box]), name
+            for box in shard.boxes:
+                place = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.tensor.shape, strict=True))
+                assert torch.equal(box.tensor, expected[place]), name
 
 
 LAYOUTS = {

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu import generate, kernels, network, run, train
 from benchmarks.gpu import run_section as run_section_module
-from benchmarks.gpu.book import Book, Claim, Reporter, Setting, kept, opened
+from benchmarks.gpu.book import Book, Claim, SectionLog, Setting, kept, opened
 from benchmarks.gpu.report import merged, table, wanted
 from benchmarks.gpu.run_section import run_section
 from benchmarks.gpu.section import NAMES, path_of, section_of
@@ -94,7 +94,7 @@ def test_a_section_that_cannot_begin_says_why_once(tmp_path: Path) -> None:
 def test_finished_rows_are_kept_while_they_would_be_the_same(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     opened(path, MADE_BY, False)
-    report = Reporter(path)
+    report = SectionLog(path)
     report.begin("a")
     report.row("a", value=1.0)
     report.failed("b", "no reason")
@@ -112,7 +112,7 @@ def test_finished_rows_are_kept_while_they_would_be_the_same(tmp_path: Path) -> 
 def test_a_line_that_a_kill_cut_short_does_not_take_the_next_one_with_it(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"row": "a", "cells": {"na')
-    Reporter(path).row("b", value=1.0)
+    SectionLog(path).row("b", value=1.0)
     assert Book().read(path).rows == {"b": {"value": 1.0}}
 
 

@@ -11,8 +11,8 @@ import torch
 from benchmarks import kernel_table
 from benchmarks import kernels as bench_kernels
 from benchmarks.device_clock import Call, Time
-from benchmarks.kernel_table import Kind, Row, draw, kinds_of, read_summary, summary
-from benchmarks.kernels import MESSAGE_RANKS, Case, Runs, message_cases
+from benchmarks.kernel_table import OpSummary, Row, draw, kinds_of, read_summary, summary
+from benchmarks.kernels import MESSAGE_RANKS, KernelCase, Runs, message_cases
 from megatron.base.errors import UserError
 
 ROWS = [
@@ -64,7 +64,7 @@ def test_what_is_changed_in_place_has_a_limit_of_its_own() -> None:
     """A copy's speed for what is copied, the speed of scaling for the rest."""
     clock = _Clock(2.0, 1.0, 4.0, 8.0, sets=3)
     runs = Runs(lambda: None, lambda: None, 10**9, 3 * 10**3, in_place=10**3)
-    row = bench_kernels.measure(Case("op", "m", "s", "", lambda: runs), clock, "cpu")
+    row = bench_kernels.measure(KernelCase("op", "m", "s", "", lambda: runs), clock, "cpu")
     assert row.of_limit == pytest.approx((2.0 + 1.0) / 4.0)
     assert (row.gbps, row.times_twin) == (0.25, 2.0)
     assert (row.seconds, row.traffic, row.how) == (4.0, 3000, "clock")
@@ -106,7 +106,7 @@ def test_every_operation_counts_its_traffic(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     kinds = kinds_of(ROWS)
-    assert kinds[0] == Kind("quantize", "2 bits, group", (30.0, 36.0), (0.5, 0.6), (10.0, 20.0), (0.0, 0.0), "")
+    assert kinds[0] == OpSummary("quantize", "2 bits, group", (30.0, 36.0), (0.5, 0.6), (10.0, 20.0), (0.0, 0.0), "")
     text = summary(kinds)
     assert "| quantize | 2 bits, group | 30.0 to 36.0 | 0.50 to 0.60 | 10.0 to 20.0 |  |" in text
     assert "| abs_topk | 1% | 7.0 | 0.10 | 30.0 | 15.0 x torch.topk |" in text

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import loss_curves
 from benchmarks.loss_curves import main, smoothed
-from benchmarks.loss_logs import Point, interpolated, read_run
+from benchmarks.loss_logs import LossPoint, interpolated, read_run
 
 
 def _json_log(path: Path, seconds: float, gain: float, steps: int = 20) -> Path:
@@ -85,10 +85,10 @@ def test_time_to_a_loss_beside_the_baseline(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_means_and_lines_between_points() -> None:
-    points = [Point(i, float(i)) for i in range(5)]
+    points = [LossPoint(i, float(i)) for i in range(5)]
     assert smoothed(points, 1) == [0, 1, 2, 3, 4]
     assert smoothed(points, 3) == [0, 0.5, 1, 2, 3]
-    gap = [Point(i, loss) for i, loss in enumerate([1.0, math.nan, 4.0, 6.0, 8.0])]
+    gap = [LossPoint(i, loss) for i, loss in enumerate([1.0, math.nan, 4.0, 6.0, 8.0])]
     assert [str(mean) for mean in smoothed(gap, 2)] == ["1.0", "nan", "4.0", "5.0", "7.0"]
     assert interpolated([0, 2], [1, 3], 1.0) == 2.0
     assert interpolated([0, 2], [1, 3], 2.5) is None

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megatron.checkpoint.boxes import flat_range_to_boxes
 from megatron.checkpoint.load import load_tensors
-from megatron.checkpoint.logical import LogicalShard, Piece, shard_of_flat_range, shard_of_local
+from megatron.checkpoint.logical import LogicalShard, TensorBox, shard_of_flat_range, shard_of_local
 from megatron.checkpoint.save import save_checkpoint
 
 
-def cut_flat(flat: Tensor, shape: Sequence[int], cuts: Sequence[int]) -> list[Piece]:
+def cut_flat(flat: Tensor, shape: Sequence[int], cuts: Sequence[int]) -> list[TensorBox]:
     """A tensor as flat slices, the way several ranks of a distributed optimizer hold it."""
     bounds = [0, *sorted(cuts), flat.numel()]
     zeros = (0,) * len(shape)
@@ -30,14 +30,14 @@ def cut_flat(flat: Tensor, shape: Sequence[int], cuts: Sequence[int]) -> list[Pi
     ]
 
 
-def cut_blocks(x: Tensor, dim: int, parts: int) -> list[Piece]:
+def cut_blocks(x: Tensor, dim: int, parts: int) -> list[TensorBox]:
     """A tensor as blocks along a dimension, the way tensor-parallel ranks hold it."""
     pieces, offset = [], 0
     for block in x.tensor_split(parts, dim):
         place = [0] * x.dim()
         place[dim] = offset
         offset += block.shape[dim]
-        pieces.append(Piece(tuple(place), block))
+        pieces.append(TensorBox(tuple(place), block))
     return pieces
 
 
@@ -102,18 +102,18 @@ def test_pieces_are_views_of_the_memory() -> None:
     assert flat.tolist() == [1.0] * 10
     local = torch.zeros(4, 3, requires_grad=True)
     shard = shard_of_local(local, (0, 0), (3, 3))
-    shard.pieces[0].tensor.fill_(2)
+    shard.boxes[0].tensor.fill_(2)
     assert local.detach().sum(1).tolist() == [6, 6, 6, 0]
 
 
 def test_a_block_of_padding_alone_has_no_pieces() -> None:
-    assert shard_of_local(torch.zeros(2, 3), (4, 0), (4, 3)).pieces == []
-    assert shard_of_local(torch.zeros(2, 3), (6, 0), (4, 3)).pieces == []
+    assert shard_of_local(torch.zeros(2, 3), (4, 0), (4, 3)).boxes == []
+    assert shard_of_local(torch.zeros(2, 3), (6, 0), (4, 3)).boxes == []
 
 
 def test_a_box_is_found_inside_a_piece() -> None:
     x = torch.arange(12).view(3, 4)
-    shard = LogicalShard((3, 8), x.dtype, [Piece((0, 4), x)])
+    shard = LogicalShard((3, 8), x.dtype, [TensorBox((0, 4), x)])
     assert shard.view((1, 5), (2, 2)).tolist() == [[5, 6], [9, 10]]
     with pytest.raises(KeyError, match="no piece"):
         shard.view((1, 3), (2, 2))
@@ -130,7 +130,7 @@ def test_a_box_is_found_inside_a_piece() -> None:
 )
 def test_impossible_pieces_are_refused(shape: tuple[int, ...], offsets: tuple[int, ...], tensor: Tensor) -> None:
     with pytest.raises(ValueError, match="piece"):
-        LogicalShard(shape, torch.float32, [Piece(offsets, tensor)])
+        LogicalShard(shape, torch.float32, [TensorBox(offsets, tensor)])
 
 
 def test_memory_of_another_size_is_refused() -> None:

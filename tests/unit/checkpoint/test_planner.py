@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
-from megatron.checkpoint.logical import LogicalShard, Piece, shard_of_flat_range
+from megatron.checkpoint.logical import LogicalShard, TensorBox, shard_of_flat_range
 from megatron.checkpoint.planner import divide_plans
 
 
@@ -33,7 +33,7 @@ def num_bytes(plan: SavePlan) -> int:
 
 def test_replicas_are_written_once_and_evenly() -> None:
     shards = {
-        f"w{i}": LogicalShard((i + 1, 8), torch.float32, [Piece((0, 0), torch.zeros(i + 1, 8))]) for i in range(12)
+        f"w{i}": LogicalShard((i + 1, 8), torch.float32, [TensorBox((0, 0), torch.zeros(i + 1, 8))]) for i in range(12)
     }
     plans = divide_plans([plan_of(shards) for _ in range(3)])
     for name, shard in shards.items():
@@ -43,8 +43,8 @@ def test_replicas_are_written_once_and_evenly() -> None:
 
 
 def test_what_one_rank_alone_holds_counts_in_the_balance() -> None:
-    own = LogicalShard((100,), torch.float32, [Piece((0,), torch.zeros(100))])
-    shared = {f"s{i}": LogicalShard((10,), torch.float32, [Piece((0,), torch.zeros(10))]) for i in range(10)}
+    own = LogicalShard((100,), torch.float32, [TensorBox((0,), torch.zeros(100))])
+    shared = {f"s{i}": LogicalShard((10,), torch.float32, [TensorBox((0,), torch.zeros(10))]) for i in range(10)}
     plans = divide_plans([plan_of({"own": own, **shared}), plan_of(shared)])
     assert [num_bytes(plan) for plan in plans] == [400, 400]
 
@@ -66,13 +66,13 @@ def test_slices_that_overlap_in_part_are_cut() -> None:
 
 
 def test_a_gap_is_named() -> None:
-    half = LogicalShard((4,), torch.float32, [Piece((0,), torch.zeros(2))])
+    half = LogicalShard((4,), torch.float32, [TensorBox((0,), torch.zeros(2))])
     with pytest.raises(ValueError, match=r"x: the ranks hold 2 of its 4 elements"):
         divide_plans([plan_of({"x": half}), plan_of({"x": half})])
 
 
 def test_disagreement_is_named() -> None:
-    a = LogicalShard((4,), torch.float32, [Piece((0,), torch.zeros(4))])
-    b = LogicalShard((4,), torch.float64, [Piece((0,), torch.zeros(4, dtype=torch.float64))])
+    a = LogicalShard((4,), torch.float32, [TensorBox((0,), torch.zeros(4))])
+    b = LogicalShard((4,), torch.float64, [TensorBox((0,), torch.zeros(4, dtype=torch.float64))])
     with pytest.raises(ValueError, match="x: ranks describe it differently"):
         divide_plans([plan_of({"x": a}), plan_of({"x": b})])

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megatron.checkpoint.files import folder_name
 from megatron.checkpoint.load import load_tensors
-from megatron.checkpoint.logical import LogicalShard, Piece, shard_of_local
+from megatron.checkpoint.logical import LogicalShard, TensorBox, shard_of_local
 from megatron.checkpoint.save import save_checkpoint
 from megatron.checkpoint.torch_stream import _STORAGES, TORCH_METADATA, header
 
@@ -40,7 +40,7 @@ def _save(root: Path) -> dict[str, torch.Tensor]:
     tensors |= {"model.scalar": torch.tensor(1.5), "model.none": torch.zeros(0, 2)}
     shards = {name: shard_of_local(x, (0,) * x.dim(), x.shape) for name, x in tensors.items()}
     parts = torch.randn(5, 4)
-    pieces = [Piece((0, 0), parts[:2]), Piece((2, 0), parts[2:])]
+    pieces = [TensorBox((0, 0), parts[:2]), TensorBox((2, 0), parts[2:])]
     shards["model.parts"] = LogicalShard((5, 4), parts.dtype, pieces)
     save_checkpoint(root, 3, shards, {"a": 1}, {"rank": 0}, "b: 2\n")
     return {**tensors, "model.parts": parts}

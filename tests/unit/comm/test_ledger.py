@@ -105,7 +105,7 @@ def test_what_happens_aside_does_not_count_even_when_it_is_read_late() -> None:
     ledger = Ledger(clock=device.clock())
     ledger.sent(Point.PP_FWD, 5)
     _step(ledger, device)
-    with ledger.aside():
+    with ledger.uncounted():
         ledger.sent(Point.PP_FWD, 70)
         _step(ledger, device)
     device.now = 99.0

@@ -20,7 +20,7 @@ from megatron.inference.serve_command import ServerFlags, listen
 from megatron.inference.server.app import Server
 from megatron.inference.server.hosts import AllowedHosts
 from megatron.inference.server.listening import Connection, HTTPServer, configuration, room_for
-from megatron.inference.server.requests import Limits
+from megatron.inference.server.requests import RequestLimits
 from megatron.inference.server.worker import Worker
 from tests.unit.inference.support import trained_model
 
@@ -44,7 +44,7 @@ class Running:
         self.listening = listen(ServerFlags(port=0))
         self.worker = Worker(trained_model(), 3, 60.0, lambda: None)
         hosts = AllowedHosts("127.0.0.1", ["models.example.org"])
-        app = Server(self.worker, Limits(10**7, 10**7), 1000, "tiny", hosts, body_s=body_s).app()
+        app = Server(self.worker, RequestLimits(10**7, 10**7), 1000, "tiny", hosts, body_s=body_s).app()
         self.server = HTTPServer(configuration(app, most), self.worker)
         self.worker.start()
         self.thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([self.listening])), daemon=True)

@@ -16,13 +16,13 @@ import pytest
 from megatron.base.errors import UserError
 from megatron.inference import generate_command
 from megatron.inference.flags import SamplingFlags
-from megatron.inference.generate_command import Session, TaskFlags, check
+from megatron.inference.generate_command import GenerationTaskFlags, Session, check
 from tests.unit.inference.support import trained_model
 
 
 def refusal(**flags: object) -> str:
     with pytest.raises(UserError) as found:
-        check(TaskFlags(**flags), SamplingFlags())  # type: ignore[arg-type]
+        check(GenerationTaskFlags(**flags), SamplingFlags())  # type: ignore[arg-type]
     return str(found.value)
 
 
@@ -58,7 +58,9 @@ def test_the_usual_output_file_is_checked_too(prompts: Path) -> None:
 def test_what_can_be_written_is_left_as_it_is(prompts: Path) -> None:
     output = prompts.with_name("output")
     output.write_text("before")
-    assert check(TaskFlags(sample_input_file=str(prompts), sample_output_file=str(output)), SamplingFlags()) == [
+    assert check(
+        GenerationTaskFlags(sample_input_file=str(prompts), sample_output_file=str(output)), SamplingFlags()
+    ) == [
         "1 2",
         "3",
     ]
@@ -93,10 +95,10 @@ def test_a_full_disk_is_one_line_and_the_texts_are_printed(
     monkeypatch.setattr(generate_command, "atomic_write", full)
     session = Session(trained_model(), SamplingFlags(out_seq_length=2), 4)
     with pytest.raises(UserError, match=r"--genfile .*: No space left on device"):
-        session.unconditional(TaskFlags(genfile=str(prompts.with_name("texts")), num_samples=3))
+        session.unconditional(GenerationTaskFlags(genfile=str(prompts.with_name("texts")), num_samples=3))
     assert capsys.readouterr().out.count('"text"') == 3
     with pytest.raises(UserError, match=r"--sample-output-file .*: No space left on device"):
-        session.from_file(TaskFlags(sample_input_file=str(prompts)), ["1 2", "3"])
+        session.from_file(GenerationTaskFlags(sample_input_file=str(prompts)), ["1 2", "3"])
     assert capsys.readouterr().out.count("Context:") == 2
 
 

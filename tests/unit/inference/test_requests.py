@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.inference.server.requests import Limits, RequestError, completion_job, megatron_job
+from megatron.inference.server.requests import RequestError, RequestLimits, completion_job, megatron_job
 from megatron.tokenizer.null import NullTokenizer
 
-TOKENIZER, LIMITS = NullTokenizer(96), Limits(window=16, tokens=200)
+TOKENIZER, LIMITS = NullTokenizer(96), RequestLimits(window=16, tokens=200)
 
 
 @pytest.mark.parametrize("prompts", [[""], ["1"], ["", "1 2"]])

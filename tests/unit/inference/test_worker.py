@@ -8,25 +8,25 @@ import time
 
 import pytest
 
-from megatron.inference.jobs import Job
+from megatron.inference.jobs import InferenceJob
 from megatron.inference.sampling import Sampling
 from megatron.inference.server.requests import RequestError
-from megatron.inference.server.worker import Event, Failed, Piece, Ticket, Worker
+from megatron.inference.server.worker import Event, Failed, StreamedToken, Ticket, Worker
 from tests.unit.inference.support import trained_model
 
-ENDLESS = Job([[1, 2]], 10**6, Sampling(greedy=True), [1])
+ENDLESS = InferenceJob([[1, 2]], 10**6, Sampling(greedy=True), [1])
 
 
 class Listener:
     """The events of a job."""
 
-    def __init__(self, worker: Worker, job: Job) -> None:
+    def __init__(self, worker: Worker, job: InferenceJob) -> None:
         self.events: queue.Queue[Event] = queue.Queue()
         worker.submit(Ticket(job, self.events.put))
 
     def last(self) -> Event:
         """The event after the pieces."""
-        while isinstance(event := self.events.get(timeout=20), Piece):
+        while isinstance(event := self.events.get(timeout=20), StreamedToken):
             pass
         return event
 
@@ -40,7 +40,7 @@ def working() -> Worker:
 def begun(worker: Worker) -> Listener:
     """A job that would go on for hours, at work."""
     first = Listener(worker, ENDLESS)
-    assert isinstance(first.events.get(timeout=20), Piece)
+    assert isinstance(first.events.get(timeout=20), StreamedToken)
     return first
 
 
@@ -98,7 +98,7 @@ def test_those_that_wait_are_told_when_the_server_fails() -> None:
     model = trained_model()
     ended: list[float] = []
     worker = Worker(model, 3, 60.0, lambda: ended.append(time.monotonic()))
-    broken = Job([[1, 10**6]], 3, Sampling(), [1])  # there is no such token
+    broken = InferenceJob([[1, 10**6]], 3, Sampling(), [1])  # there is no such token
     first, second = Listener(worker, broken), Listener(worker, ENDLESS)
     worker.start()
     for listener, status in ((first, 500), (second, 503)):

@@ -16,7 +16,7 @@ from torch.utils import cpp_extension
 
 import setup as build
 from megatron.kernels import native
-from megatron.kernels.grid import Grid, Layout, Method, Role
+from megatron.kernels.grid import Grid, Role, ScaleLayout, ScaleMethod
 from tests.support import kernels as checks
 
 pytestmark = pytest.mark.slow
@@ -78,7 +78,7 @@ def device(emulated: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("role", [Role.PLAIN, Role.DELTA, Role.FEEDBACK])
 def test_codecs(device: str, role: Role) -> None:
     for number, grid in enumerate(checks.grids()):
-        for count in (0, 1, 999, 2600) if grid.layout is not Layout.CHANNEL else (0, 40, 1000):
+        for count in (0, 1, 999, 2600) if grid.layout is not ScaleLayout.CHANNEL else (0, 40, 1000):
             dtype = checks.DTYPES[number % 3]
             x = checks.spoil(checks.noise((count,), number, device, dtype), number)
             other = None if role is Role.PLAIN else checks.noise((count,), count, device, checks.DTYPES[number % 2])
@@ -87,8 +87,8 @@ def test_codecs(device: str, role: Role) -> None:
 
 
 def test_scales_over_many_pieces(device: str) -> None:
-    for method in Method:
-        grid = Grid(4, Layout.TENSOR, method=method)
+    for method in ScaleMethod:
+        grid = Grid(4, ScaleLayout.TENSOR, method=method)
         checks.check_codec(checks.noise((40_000,), 1, device), None, grid, Role.PLAIN, None, torch.float32)
 
 

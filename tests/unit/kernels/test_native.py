@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.kernels import native, ops
-from megatron.kernels.grid import Grid, Layout, Role
+from megatron.kernels.grid import Grid, Role, ScaleLayout
 from tests.support import kernels as checks
 
 pytestmark = pytest.mark.skipif(native.library_path() is None, reason="the kernels were not compiled")
@@ -32,7 +32,7 @@ def _compiled() -> None:
 def test_codecs_give_the_twins_bits(role: Role, seed: int | None) -> None:
     """All widths, layouts, methods and grids, over lengths around the kernels' chunks, in all types."""
     for number, grid in enumerate(checks.grids()):
-        for count in (0, 1, 39, 1000, 5000) if grid.layout is not Layout.CHANNEL else (0, 40, 1000, 5000):
+        for count in (0, 1, 39, 1000, 5000) if grid.layout is not ScaleLayout.CHANNEL else (0, 40, 1000, 5000):
             dtype = checks.DTYPES[number % 3]
             x = checks.noise((count,), number, DEVICE, dtype)
             other = None if role is Role.PLAIN else checks.noise((count,), count, DEVICE, checks.DTYPES[number % 2])
@@ -41,7 +41,7 @@ def test_codecs_give_the_twins_bits(role: Role, seed: int | None) -> None:
 
 
 def test_codecs_split_over_threads_give_the_twins_bits() -> None:
-    for grid in (Grid(4), Grid(3, Layout.CHANNEL, 64), Grid(8, Layout.TENSOR), Grid(2, rotation=32)):
+    for grid in (Grid(4), Grid(3, ScaleLayout.CHANNEL, 64), Grid(8, ScaleLayout.TENSOR), Grid(2, rotation=32)):
         checks.check_codec(checks.noise((1 << 17,), 1, DEVICE), None, grid, Role.PLAIN, None, torch.float32)
 
 
@@ -55,7 +55,7 @@ def test_codecs_split_over_threads_give_the_twins_bits() -> None:
 )
 def test_special_numbers_give_the_twins_bits(grid: Grid, count: int, dtype: torch.dtype, power: int, seed: int) -> None:
     """Zeros of both signs, NaN, infinities, subnormal and huge ones."""
-    count = count // grid.group * grid.group if grid.layout is Layout.CHANNEL else count
+    count = count // grid.group * grid.group if grid.layout is ScaleLayout.CHANNEL else count
     x = checks.spoil(checks.noise((count,), seed, DEVICE) * 2.0**power, seed).to(dtype)
     checks.check_codec(x, None, grid, Role.PLAIN, None, torch.float32)
 
@@ -276,11 +276,11 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
     script = (
         "import torch, hashlib\n"
         "from megatron.kernels import ops\n"
-        "from megatron.kernels.grid import Grid, Layout, Role\n"
+        "from megatron.kernels.grid import Grid, ScaleLayout, Role\n"
         "x = torch.randn(5003, generator=torch.Generator().manual_seed(0))\n"
         "digest = hashlib.sha256()\n"
         "for bits in range(1, 9):\n"
-        "    for grid in (Grid(bits), Grid(bits, Layout.TENSOR), Grid(bits, rotation=64)):\n"
+        "    for grid in (Grid(bits), Grid(bits, ScaleLayout.TENSOR), Grid(bits, rotation=64)):\n"
         "        codes = torch.empty(grid.code_bytes(5003), dtype=torch.uint8)\n"
         "        scales, left = torch.empty(grid.scale_count(5003)), torch.zeros(5003)\n"
         "        ops.quantize_pack(x, codes, scales, grid, Role.FEEDBACK, left, seed=3)\n"

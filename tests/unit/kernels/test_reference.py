@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels import reference
-from megatron.kernels.grid import Grid, Layout, Role
+from megatron.kernels.grid import Grid, Role, ScaleLayout
 from tests.support import kernels as checks
 
 
@@ -43,8 +43,8 @@ def test_the_mode_divides_otherwise() -> None:
 def test_decoding_divides_in_the_same_way_on_every_device() -> None:
     """Widths whose top level is no power of two show it; encoders that update a second tensor decode, too."""
     x = checks.noise((4096,), 1, "cpu")
-    grids = [grid for grid in checks.grids() if grid.layout is not Layout.CHANNEL]
-    for grid in [*grids, *(Grid(bits, Layout.CHANNEL, 64) for bits in range(1, 9))]:
+    grids = [grid for grid in checks.grids() if grid.layout is not ScaleLayout.CHANNEL]
+    for grid in [*grids, *(Grid(bits, ScaleLayout.CHANNEL, 64) for bits in range(1, 9))]:
         codes = torch.empty(grid.code_bytes(x.numel()), dtype=torch.uint8)
         scales = torch.empty(grid.scale_count(x.numel()))
 

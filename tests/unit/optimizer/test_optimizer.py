@@ -104,7 +104,7 @@ def test_half_precision_follows_fp32_main_values(dtype: torch.dtype, scale: floa
             param.grad = _value(name, step)
         torch.nn.utils.clip_grad_norm_(theirs.values(), 1.0)
         reference.step()
-    for piece in ours.pieces:
+    for piece in ours.shards:
         wanted = theirs[piece.slot.name].data
         torch.testing.assert_close(piece.main.view(wanted.shape), wanted, rtol=2e-6, atol=1e-7)
         assert torch.equal(params[piece.slot.name].data, piece.main.view(wanted.shape).to(dtype))

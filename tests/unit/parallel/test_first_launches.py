@@ -216,7 +216,7 @@ def test_ranks_need_not_agree_about_what_they_know(case: Case, ahead: int, monke
         assert violations == []
 
 
-class Checked(engine_module._Run):
+class Checked(engine_module._StepMessages):
     """Compares what was posted before each operation with what was due."""
 
     def __init__(self, engine: PipelineEngine, table: Timetable, *rest: Any) -> None:
@@ -233,7 +233,7 @@ class Checked(engine_module._Run):
 def test_what_is_due_is_posted_where_receives_wait_ahead_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sender that loads something relies on it."""
     monkeypatch.setattr(engine_module, "POSTED_AHEAD", 1)
-    monkeypatch.setattr(engine_module, "_Run", Checked)
+    monkeypatch.setattr(engine_module, "_StepMessages", Checked)
     results = run_threads(4, _rank(case("1f1b", 4, 2, 8), _nothing))
     assert all(ahead[1] > 0 for _, ahead, _ in results)
 

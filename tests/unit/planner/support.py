@@ -6,11 +6,11 @@ from typing import Any
 
 from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice, choice_of
-from megatron.planner.cluster import Cluster, Device, Link
+from megatron.planner.cluster import Cluster, Device, LinkSpec
 from megatron.planner.predict import Predictor
 
 VOCAB = 1000
-CLUSTER = Cluster("c", 8, 4, Device("d", 100.0, 0.5, 1.0, 500.0, 5.0), Link(400.0, 5.0), Link(40.0, 20.0))
+CLUSTER = Cluster("c", 8, 4, Device("d", 100.0, 0.5, 1.0, 500.0, 5.0), LinkSpec(400.0, 5.0), LinkSpec(40.0, 20.0))
 
 
 def small_run(world: int = 8, specs: tuple[str, ...] = (), **sections: dict[str, Any]) -> RunConfig:

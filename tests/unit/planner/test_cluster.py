@@ -10,7 +10,7 @@ import pytest
 
 from megatron.base.errors import UserError
 from megatron.planner.choice import Choice
-from megatron.planner.cluster import Cluster, Device, Link, Wire, read_cluster, wire_between, write_cluster
+from megatron.planner.cluster import Cluster, Device, LinkSpec, Wire, read_cluster, wire_between, write_cluster
 from megatron.planner.costs import wires_of
 from megatron.topology.layout import Layout
 
@@ -19,7 +19,7 @@ REPO = Path(__file__).parents[3]
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     cluster = Cluster(
-        "two nodes", 16, 8, Device("x", 100.0, 0.5, 24.0, 900.0, 4.0), Link(900.0, 2.0), Link(50.0, 9.0),
+        "two nodes", 16, 8, Device("x", 100.0, 0.5, 24.0, 900.0, 4.0), LinkSpec(900.0, 2.0), LinkSpec(50.0, 9.0),
         {"layer forward": 1.25, "coding dp-grad=powersgd,rank=32": 0.7},
     )  # fmt: skip
     path = tmp_path / "cluster.yaml"
@@ -95,7 +95,7 @@ def test_collectives_take_what_a_ring_takes() -> None:
     assert slow.message(1e6) == pytest.approx(2e-3)
 
 
-CLUSTER = Cluster("c", 32, 4, Device(), Link(800.0, 1.0), Link(80.0, 10.0))
+CLUSTER = Cluster("c", 32, 4, Device(), LinkSpec(800.0, 1.0), LinkSpec(80.0, 10.0))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_group_gets_its_share_of_the_links(size: int, stride: int, gbyte_per_s
 )
 def test_messages_cross_nodes_where_stages_lie_in_two(node: int, tp: int, dp: int, pp: int, crossing: int) -> None:
     layout = Layout(tp=tp, dp=dp, pp=pp)
-    cluster = Cluster("c", layout.world_size, node, Device(), Link(800.0, 1.0), Link(80.0, 10.0))
+    cluster = Cluster("c", layout.world_size, node, Device(), LinkSpec(800.0, 1.0), LinkSpec(80.0, 10.0))
     wires = wires_of(cluster, Choice(tp, pp, dp))
     hops = [
         (a // node != b // node, stage) for group in layout.pp_groups() for stage, (a, b) in enumerate(pairwise(group))
@@ -139,7 +139,7 @@ def test_messages_cross_nodes_where_stages_lie_in_two(node: int, tp: int, dp: in
 
 
 def test_groups_that_straddle_nodes_are_not_inside() -> None:
-    cluster = Cluster("c", 24, 8, Device(), Link(800.0, 1.0), Link(80.0, 10.0))
+    cluster = Cluster("c", 24, 8, Device(), LinkSpec(800.0, 1.0), LinkSpec(80.0, 10.0))
     assert wire_between(cluster, 3, 1).per_node == 2
     assert wire_between(cluster, 3, 1).bytes_per_s < 10e9
 

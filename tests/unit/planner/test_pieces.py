@@ -92,7 +92,7 @@ def test_gradients_are_sent_as_the_compressor_says(spec: str, of_matrices: float
     part = predictor.book.reduction(choice, "layer", 0)
     elements = predictor.book.piece(choice, "layer").parameters
     halves = {"all-reduce": 1.0, "all-to-all": 0.5, "all-gather": 0.5}
-    sent = sum(halves[talk.kind] * talk.nbytes for talks in part.rounds for talk in talks)
+    sent = sum(halves[collective.kind] * collective.nbytes for collectives in part.rounds for collective in collectives)
     matrices = 12 * 64**2
     assert sent == pytest.approx(of_matrices * matrices + of_vectors * (elements - matrices), rel=0.01)
 

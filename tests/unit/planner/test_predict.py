@@ -14,7 +14,7 @@ from benchmarks.network.cases import BENCHES
 from benchmarks.network.run import linked, predicted
 from megatron.config.run import RunConfig
 from megatron.planner.choice import choice_of
-from megatron.planner.cluster import Link, read_cluster
+from megatron.planner.cluster import LinkSpec, read_cluster
 from megatron.planner.predict import Predictor
 from megatron.training.flops import benchmark_tflops
 from megatron.training.report import model_shape
@@ -58,7 +58,7 @@ def test_published_figures_of_the_jupiter_benchmark(
     config: RunConfig, gpus: int, gbit: float, published: float
 ) -> None:
     """TFLOP/s by the benchmark's formula; the cluster file assumes what products reach of the peak."""
-    cluster = dataclasses.replace(read_cluster(A100), gpus=gpus, across=Link(gbit, 6.0))
+    cluster = dataclasses.replace(read_cluster(A100), gpus=gpus, across=LinkSpec(gbit, 6.0))
     found = Predictor(config, cluster, 50257).predict(choice_of(config, gpus))
     tflops = benchmark_tflops(
         model_shape(config, 50257),

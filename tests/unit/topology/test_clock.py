@@ -51,13 +51,13 @@ def test_an_interval_that_ends_on_another_stream_waits_for_both_ends() -> None:
     assert len(told) == 1
 
 
-def test_settling_waits_and_tells_all() -> None:
+def test_synchronize_waits_and_tells_all() -> None:
     device = FakeDevice()
     clock, told = device.clock(), list[float]()
     start = clock.mark()
     device.launch(4.0)
     clock.between(start, clock.mark(), told.append)
-    clock.settle()
+    clock.synchronize()
     assert told == [4.0]
     assert (device.now, device.synchronized) == (4.0, 1)
 
@@ -70,7 +70,7 @@ def test_marks_are_placed_on_the_hosts_clock() -> None:
     clock.anchor()
     device.launch(0.5)
     mark = clock.mark()
-    clock.settle()
+    clock.synchronize()
     assert clock.place(mark) == pytest.approx(101.5)
 
 
@@ -96,6 +96,6 @@ def test_on_cuda_events_take_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     device.launch(1.5)
     clock.between(start, clock.mark(), told.append)
     assert asked == []
-    clock.settle()
+    clock.synchronize()
     assert told == [1.5]
     assert asked == [torch.device("cuda", 3)]

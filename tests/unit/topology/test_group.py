@@ -110,6 +110,6 @@ def test_what_the_device_says_when_it_is_waited_for_names_the_receive() -> None:
 
     pending = Pending(None, 0, "receive from rank 1 over pipeline-forward (ranks 0, 1)", _mark=Lost())  # type: ignore[arg-type]
     with pytest.raises(CommunicationError) as caught:
-        pending.settle()
+        pending.synchronize()
     wanted = "receive from rank 1 over pipeline-forward (ranks 0, 1) failed: CUDA error: unspecified launch failure"
     assert str(caught.value) == wanted

@@ -22,7 +22,7 @@ from megatron.base.errors import UserError
 from megatron.data.indexed import IndexedDataset
 from megatron.data.preprocess.command import main, parse_flags
 from megatron.data.preprocess.encoding import sentence_splitter
-from megatron.data.preprocess.reading import Source, divide, expand_inputs, read_blocks
+from megatron.data.preprocess.reading import InputRange, divide, expand_inputs, read_blocks
 from tests.support.cli import REPO
 
 EOD = 99
@@ -330,7 +330,7 @@ def test_inputs(tmp_path: Path) -> None:
     for values, message in ((["nothing"], "is no file"), (["no*thing"], "matches no file"), (["-", "-"], "only once")):
         with pytest.raises(UserError, match=message):
             expand_inputs(values)
-    assert list(read_blocks([Source(str(tmp_path / "c.txt"))])) == []
+    assert list(read_blocks([InputRange(str(tmp_path / "c.txt"))])) == []
 
 
 def test_an_input_without_documents_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,13 +14,13 @@ from megatron.topology.group import Group
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParamShard:
     """A contiguous range of one (row-major flattened) local parameter that this rank updates.
 
     Args:
         slot: the parameter.
         start, stop: the range within the flattened parameter.
-        main: what the optimizer updates, fp32 (or fp64): the model's own memory where the dtypes agree.
+        main: the values that the optimizer updates, fp32 (or fp64): the model's own memory where the dtypes agree.
         model: the same range of the model's parameter, flat.
         grad: the same range of the gradient buffer, flat.
     """
@@ -43,16 +43,16 @@ class Piece:
         return not spec.tied_copy and (spec.dim is not None or tp_rank == 0)
 
 
-def own_pieces(buffers: Sequence[FlatBuffer], group: Group, sharded: bool, separate: bool = False) -> list[Piece]:
-    """The pieces of this rank, over all chunks.
+def own_shards(buffers: Sequence[FlatBuffer], group: Group, sharded: bool, separate: bool = False) -> list[ParamShard]:
+    """The shards of this rank, over all chunks.
 
     Args:
-        buffers: one per chunk.
+        buffers: buffers of the chunks.
         group: the data-parallel ranks that share the work when ``sharded``.
-        sharded: own only an equal share of each bucket.
-        separate: main values have memory of their own even where the dtypes agree.
+        sharded: whether to own only an equal share of each bucket.
+        separate: whether main values have memory of their own even where the dtypes agree.
     """
-    pieces = []
+    shards = []
     for buffer in buffers:
         main_dtype = torch.float64 if buffer.params_flat.dtype == torch.float64 else torch.float32
         for bucket in buffer.buckets:
@@ -61,5 +61,5 @@ def own_pieces(buffers: Sequence[FlatBuffer], group: Group, sharded: bool, separ
                 place = slice(slot.start + start, slot.start + stop)
                 model = buffer.params_flat[place]
                 main = model.to(main_dtype, copy=separate)
-                pieces.append(Piece(slot, start, stop, main, model, buffer.grads_flat[place]))
-    return pieces
+                shards.append(ParamShard(slot, start, stop, main, model, buffer.grads_flat[place]))
+    return shards
