@@ -127,12 +127,7 @@ def run(
     for note in (*notes, *([kernel_note] if kernel_note else [])):
         log(f"note: {note}")
     log(config.describe())
-    batch_sizes = BatchSizeSchedule(
-        config.training.global_batch_size,
-        micro_batch_size=config.training.micro_batch_size,
-        dp_size=layout.dp,
-        rampup=config.training.rampup_batch_size,
-    )
+    batch_sizes = _batch_sizes(config, layout.dp)
     saved = find_saved(config.checkpoint, topology, _rank_0_log(topology))
     begun = saved.progress if saved is not None else Progress()
     train_iters = _iterations(config, batch_sizes, begun)
@@ -145,14 +140,7 @@ def run(
     for line in coverage_notes(engines):
         log(line)
     log(_summary(topology, vocab_size, engines.padded_vocab_size, [len(d) if d else 0 for d in datasets]))
-    schedule = LRSchedule.from_options(
-        config.optimizer,
-        global_batch_size=config.training.global_batch_size,
-        seq_length=config.model.seq_length,
-        train_iters=config.training.train_iters,
-        train_samples=config.training.train_samples,
-        train_tokens=config.training.train_tokens,
-    )
+    schedule = _lr_schedule(config)
     progress = Progress()
     timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option, clock=engines.ledger.clock)
     splits = (datasets[1] is not None, datasets[2] is not None)
@@ -164,21 +152,32 @@ def run(
         log(f"no checkpoint in {config.checkpoint.load} yet: starting from random weights")
     together(topology.control.pg, reporter.open)
     try:
-        Trainer(
-            config,
-            engines,
-            batch_sizes,
-            schedule,
-            datasets,
-            train_iters,
-            progress,
-            checkpoints,
-            reporter,
-            timers,
-            started,
-        ).run()
+        parts = (config, engines, batch_sizes, schedule, datasets, train_iters, progress, checkpoints, reporter)
+        Trainer(*parts, timers, started).run()
     finally:
         reporter.close()
+
+
+def _batch_sizes(config: RunConfig, dp_size: int) -> BatchSizeSchedule:
+    training = config.training
+    return BatchSizeSchedule(
+        training.global_batch_size,
+        micro_batch_size=training.micro_batch_size,
+        dp_size=dp_size,
+        rampup=training.rampup_batch_size,
+    )
+
+
+def _lr_schedule(config: RunConfig) -> LRSchedule:
+    training = config.training
+    return LRSchedule.from_options(
+        config.optimizer,
+        global_batch_size=training.global_batch_size,
+        seq_length=config.model.seq_length,
+        train_iters=training.train_iters,
+        train_samples=training.train_samples,
+        train_tokens=training.train_tokens,
+    )
 
 
 def _iterations(config: RunConfig, batch_sizes: BatchSizeSchedule, begun: Progress) -> int:

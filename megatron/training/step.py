@@ -128,33 +128,17 @@ def train_step(
     """
     ledger = engines.ledger
     timers = timers or Timers(clock=ledger.clock)
-    config, layout = engines.config, engines.topology.layout
-    count = len(batches)
-    with ledger.computing():
-        for buffer in engines.buffers:
-            buffer.zero_grads()
-    programs = [ChunkProgram(stage, batches, config.training.seed, engines) for stage in engines.stages]
-    table = engines.pipeline.timetable(config.parallel.pipeline_schedule, count)
-    engines.begin_step(iteration)
-    kind = [("training", count, _shapes(batches)), *engines.comm.kind(), *engines.sync.kind()]
-    # Each micro-batch's loss is a mean over its tokens, so this makes the sum over all a mean over the batch.
-    loss_grad = torch.tensor(
-        engines.optimizer.loss_scale.scale / (count * layout.dp),
-        dtype=torch.float64 if config.precision.fp64 else torch.float32,
-        device=engines.topology.device,
-    )
-    with timers("forward-backward", level=1):
-        span = pipeline_span(timers, ledger)
-        engines.pipeline.run(table, programs, iteration, count, loss_grad, kind, span=span)
+    config, layout, count = engines.config, engines.topology.layout, len(batches)
+    last_chunk = _forward_backward(engines, batches, iteration, timers)
     expected_tokens = count * layout.dp * config.training.micro_batch_size * config.model.seq_length
     reduction = "grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce"
     with ledger.computing(), timers(reduction, level=1):
         reports = engines.holds_loss and engines.topology.tp.rank == 0
-        tokens = programs[-1].tokens if reports else 0.0
+        tokens = last_chunk.tokens if reports else 0.0
         all_finite = engines.sync.finish(tokens, expected_tokens)
     with ledger.computing(), timers("optimizer", level=1), ledger.span("optimizer"):
         totals = engines.optimizer.step(
-            programs[-1].loss_sum if reports else 0.0,
+            last_chunk.loss_sum if reports else 0.0,
             tokens,
             expected_tokens=expected_tokens,
             iteration=iteration,
@@ -181,6 +165,28 @@ def train_step(
         votes=totals.votes,
         skipped_iterations=int(totals.skipped),
     )
+
+
+def _forward_backward(engines: Engines, batches: Sequence[Batch], iteration: int, timers: Timers) -> ChunkProgram:
+    """Runs forward and backward of all micro-batches; returns the program of the last chunk, which holds the losses."""
+    config, count = engines.config, len(batches)
+    with engines.ledger.computing():
+        for buffer in engines.buffers:
+            buffer.zero_grads()
+    programs = [ChunkProgram(stage, batches, config.training.seed, engines) for stage in engines.stages]
+    table = engines.pipeline.timetable(config.parallel.pipeline_schedule, count)
+    engines.begin_step(iteration)
+    kind = [("training", count, _shapes(batches)), *engines.comm.kind(), *engines.sync.kind()]
+    # Each micro-batch's loss is a mean over its tokens, so this makes the sum over all a mean over the batch.
+    loss_grad = torch.tensor(
+        engines.optimizer.loss_scale.scale / (count * engines.topology.layout.dp),
+        dtype=torch.float64 if config.precision.fp64 else torch.float32,
+        device=engines.topology.device,
+    )
+    with timers("forward-backward", level=1):
+        span = pipeline_span(timers, engines.ledger)
+        engines.pipeline.run(table, programs, iteration, count, loss_grad, kind, span=span)
+    return programs[-1]
 
 
 _SHOWN = {
