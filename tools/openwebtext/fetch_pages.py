@@ -33,9 +33,9 @@ if __name__ == "__main__":
 
 from megatron.base.atomic import holding
 from megatron.base.errors import UserError
+from megatron.data.processes import in_processes
 from tools.openwebtext.blacklist_urls import page_of
 from tools.openwebtext.fetching import UNREACHED, Limits, Page, fetch_all, host_of
-from tools.openwebtext.processes import in_processes
 from tools.openwebtext.streams import Report, add_common, check_apart, command, encode, lines, progress, writing
 
 GOES_ON = "what is fetched is kept; the same command goes on"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import UserError
-from tools.openwebtext.processes import in_processes
+from megatron.data.processes import in_processes
 from tools.openwebtext.streams import BAD_LINE, Report, document, in_chunks, numbered_lines, progress
 
 

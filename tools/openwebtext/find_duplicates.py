@@ -39,9 +39,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import UserError
+from megatron.data.processes import in_processes
 from tools.openwebtext.comparing import Texts, compare, merged, prepare, release
 from tools.openwebtext.fingerprints import Index, signatures
-from tools.openwebtext.processes import in_processes
 from tools.openwebtext.streams import (
     BAD_LINE,
     Report,

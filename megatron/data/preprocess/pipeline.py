@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +14,7 @@ from megatron.base.errors import UserError
 from megatron.data.indexed import IndexedWriter, dataset_files
 from megatron.data.preprocess.encoding import BadLine, Encoded, EncodeOptions, Encoder
 from megatron.data.preprocess.reading import Block, InputRange, read_blocks
-
-# Blocks under way for each worker: enough to keep it busy, and little memory.
-_AHEAD = 3
+from megatron.data.processes import ProcessKilled, in_processes
 
 
 @dataclass(frozen=True)
@@ -97,14 +90,21 @@ def run_partitions(job: EncodingJob, parts: list[list[InputRange]], prefixes: li
     share = EncodingJob(job.options, job.dataset_impl, job.skip_bad_lines, max(1, job.workers // len(parts)))
     context = multiprocessing.get_context("spawn")
     messages, stop = context.SimpleQueue(), context.Event()
+    latest = [Totals() for _ in parts]
+
+    def pass_on() -> None:
+        while not messages.empty():
+            number, latest[number], skipped = messages.get()
+            report(_sum(latest), skipped)
+
+    asked = [_Partition(number, share, part, shards[number]) for number, part in enumerate(parts)]
     try:
-        with ProcessPoolExecutor(
-            len(parts), mp_context=context, initializer=_start_partition, initargs=(messages, stop)
-        ) as pool:
-            futures = [
-                pool.submit(_run_partition, number, share, part, shards[number]) for number, part in enumerate(parts)
-            ]
-            totals = _watch(futures, messages, stop, report)
+        done = list(in_processes(_run_partition, asked, len(parts), _start_partition, (messages, stop), idle=pass_on))
+        pass_on()
+        failed = [result for result in done if isinstance(result, UserError)]
+        if failed:
+            raise next((error for error in failed if not isinstance(error, _Stopped)), failed[0])
+        totals = _sum([result for result in done if isinstance(result, Totals)])
         _require_documents(totals)
         with ExitStack() as stack:
             dtype = Encoder(job.options).dtype
@@ -113,6 +113,8 @@ def run_partitions(job: EncodingJob, parts: list[list[InputRange]], prefixes: li
                 for shard in shards:
                     writer.merge(shard[place])
         return totals
+    except ProcessKilled:
+        raise UserError("a partition's process died (out of memory?): use fewer --partitions") from None
     finally:
         for prefix in (prefix for shard in shards for prefix in shard):
             for path in dataset_files(prefix):
@@ -125,20 +127,10 @@ def _encoded(job: EncodingJob, encoder: Encoder, blocks: Iterator[Block]) -> Ite
     if job.workers == 1:
         yield from map(encoder, blocks)
         return
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(job.workers, mp_context=context, initializer=_start_worker, initargs=(job.options,))
-    pending: deque[Future[Encoded]] = deque()
     try:
-        for block in blocks:
-            pending.append(pool.submit(_encode_block, block))
-            if len(pending) >= _AHEAD * job.workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool:
+        yield from in_processes(_encode_block, blocks, job.workers, _start_worker, (job.options,))
+    except ProcessKilled:
         raise UserError("a worker process died (out of memory?): use fewer --workers") from None
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _require_documents(totals: Totals) -> None:
@@ -156,7 +148,7 @@ _worker: dict[str, Any] = {}
 
 
 def _start_worker(options: EncodeOptions) -> None:
-    _end_with_parent()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker["encoder"] = Encoder(options)
 
 
@@ -165,48 +157,38 @@ def _encode_block(block: Block) -> Encoded:
     return encoded
 
 
+@dataclass(frozen=True)
+class _Partition:
+    """A part of the input."""
+
+    number: int
+    job: EncodingJob
+    sources: list[InputRange]
+    prefixes: list[str]
+
+
+class _Stopped(UserError):
+    """Why a partition ended because another one had failed."""
+
+
 def _start_partition(messages: Any, stop: Any) -> None:
-    _end_with_parent()
     _worker["messages"] = messages
     _worker["stop"] = stop
 
 
-def _run_partition(number: int, job: EncodingJob, sources: list[InputRange], prefixes: list[str]) -> Totals:
+def _run_partition(part: _Partition) -> Totals | UserError:
+    """Encodes a part: the totals, or why it could not be done; then the others stop as well."""
+
     def report(totals: Totals, skipped: list[str]) -> None:
         if _worker["stop"].is_set():
-            raise UserError("stopped because of another part of the input")
-        _worker["messages"].put((number, Totals(**vars(totals)), skipped))
+            raise _Stopped("stopped because of another part of the input")
+        _worker["messages"].put((part.number, Totals(**vars(totals)), skipped))
 
-    return run(job, sources, prefixes, report, may_be_empty=True)
-
-
-def _watch(futures: list[Future[Totals]], messages: Any, stop: Any, report: Report) -> Totals:
-    """Passes the partitions' reports on until each has ended; raises the error of the first that failed."""
-    latest = [Totals() for _ in futures]
-    failed: Future[Totals] | None = None
     try:
-        while not all(future.done() for future in futures) or not messages.empty():
-            if messages.empty():
-                time.sleep(0.02)
-            else:
-                number, latest[number], skipped = messages.get()
-                report(_sum(latest), skipped)
-            if failed is None:
-                failed = next((f for f in futures if f.done() and f.exception() is not None), None)
-                if failed is not None:
-                    stop.set()
-        if failed is not None:
-            failed.result()
-        return _sum([future.result() for future in futures])
-    except BrokenProcessPool:
-        raise UserError("a partition's process died (out of memory?): use fewer --partitions") from None
-    finally:
-        # After an exception here the partitions may still be at work: a full queue must not block their end.
-        stop.set()
-        while not all(future.done() for future in futures):
-            time.sleep(0.02)
-            while not messages.empty():
-                messages.get()
+        return run(part.job, part.sources, part.prefixes, report, may_be_empty=True)
+    except UserError as error:
+        _worker["stop"].set()
+        return error
 
 
 def _sum(parts: list[Totals]) -> Totals:
@@ -215,17 +197,3 @@ def _sum(parts: list[Totals]) -> Totals:
         for name, value in vars(part).items():
             setattr(result, name, getattr(result, name) + value)
     return result
-
-
-def _end_with_parent() -> None:
-    """Ends this process when the main process is killed."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from multiprocessing import get_context, resource_tracker, util
+from multiprocessing import get_context, parent_process, resource_tracker, util
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import Any, TypeVar
 
@@ -19,6 +20,13 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _CONTEXT = get_context("forkserver")
+
+_MOMENT = 0.1
+"""Seconds after which whoever waits for a result looks around."""
+
+
+class ProcessKilled(UserError):
+    """A process was killed, most often by a system that was out of memory."""
 
 
 def _attempt(function: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
@@ -33,8 +41,17 @@ def _attempt(function: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
         return False, RuntimeError(f"in another process:\n{traceback.format_exc()}")
 
 
+def _end_with_parent() -> None:
+    """Ends this process when the one that asks has gone, whatever either is at."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 def _serve(asked: Connection, function: Callable[..., Any], prepare: Callable[..., None] | None, given: Any) -> None:
-    """What a process does: it answers until nobody is left to ask."""
+    """Answers until nobody is left to ask; what a process does."""
+    Thread(target=_end_with_parent, daemon=True).start()
     ready = (True, None) if prepare is None else _attempt(prepare, *given)
     with suppress(EOFError, OSError):
         while True:
@@ -58,7 +75,7 @@ class _Worker:
         try:
             self._connection, other = _CONTEXT.Pipe()
             with other:
-                self._process = _CONTEXT.Process(target=_serve, args=(other, *work), daemon=True)
+                self._process = _CONTEXT.Process(target=_serve, args=(other, *work))  # which may have some itself
                 self._process.start()
         except (EOFError, OSError) as error:
             raise UserError(f"a process could not be started ({error}); give fewer --workers") from error
@@ -141,7 +158,7 @@ class _Crew:
                     self._workers.remove(worker)
                     worker = None
                 if self._lost is None:
-                    killed = UserError("a process was killed (out of memory?); give fewer --workers")
+                    killed = ProcessKilled("a process was killed (out of memory?); give fewer --workers")
                     killed.__cause__ = error
                     self.found.put((number, None, killed))
                 else:
@@ -157,6 +174,7 @@ def in_processes(
     prepare: Callable[..., None] | None = None,
     arguments: Sequence[Any] = (),
     lost: Callable[[T], R] | None = None,
+    idle: Callable[[], None] = lambda: None,
 ) -> Iterator[R]:
     """Results in the order of the items, of which a few at a time are on their way, however many there are.
 
@@ -166,9 +184,10 @@ def in_processes(
         workers: processes; with 1, all is done in this one.
         prepare, arguments: called once in every process.
         lost: the result for an item at which the process was killed.
+        idle: called now and then while a result is waited for.
 
     Raises:
-        UserError: as the function does; or when a process was killed and there is no ``lost``.
+        UserError: as the function does; its kind ``ProcessKilled`` when a process was killed and there is no ``lost``.
     """
     if workers == 1:
         if prepare is not None:
@@ -184,8 +203,14 @@ def in_processes(
         nonlocal given
         while given < asked:
             while not crew.found.empty() or (given not in ready and asked - given > most):
-                number, *answer = crew.found.get()
-                ready[number] = (answer[0], answer[1])
+                try:
+                    number, *answer = crew.found.get(timeout=_MOMENT)
+                except Empty:
+                    idle()
+                else:
+                    if isinstance(answer[1], ProcessKilled):
+                        raise answer[1]
+                    ready[number] = (answer[0], answer[1])
             if given not in ready:
                 return
             result, error = ready.pop(given)

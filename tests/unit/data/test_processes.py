@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -14,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from megatron.base.errors import UserError
+from megatron.data.processes import ProcessKilled, in_processes
 from tests.support.cleanup import have_ended, heed_signals
-from tools.openwebtext.processes import in_processes
-from tools.openwebtext.streams import UserError, writing
+from tools.openwebtext.streams import writing
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -50,6 +52,43 @@ def test_a_killed_process_is_one_line_or_one_result() -> None:
     assert found == [0, 1, 2, -3, *range(4, 20)]
 
 
+def _dies_or_sleeps(dies: bool) -> None:
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+
+def test_a_killed_process_is_said_before_earlier_ones_have_ended() -> None:
+    start = time.monotonic()
+    with pytest.raises(ProcessKilled):
+        list(in_processes(_dies_or_sleeps, [False, True], 2))
+    assert time.monotonic() - start < 300
+
+
+def _waits_for(file: Path) -> bool:
+    while not file.exists():
+        time.sleep(0.01)
+    return True
+
+
+def test_who_waits_is_idle_now_and_then(tmp_path: Path) -> None:
+    files = [tmp_path / "a", tmp_path / "b"]
+
+    def idle() -> None:
+        for file in files:
+            file.touch()
+
+    assert list(in_processes(_waits_for, files, 2, idle=idle)) == [True, True]
+
+
+def _with_children(number: int) -> list[int]:
+    return list(in_processes(_double, [number, number + 1], 2))
+
+
+def test_processes_may_have_processes() -> None:
+    assert list(in_processes(_with_children, [1, 5], 2)) == [[_double(1), _double(2)], [_double(5), _double(6)]]
+
+
 def test_killed_processes_leave_no_open_files() -> None:
     results = in_processes(_die, [3] * 30, 2, lost=abs)
     next(results)
@@ -75,7 +114,7 @@ def test_a_signal_finds_no_lock_taken() -> None:
 
 WRITES = """
 import argparse, itertools, sys
-from tools.openwebtext.processes import in_processes
+from megatron.data.processes import in_processes
 from tools.openwebtext.streams import Report, add_common, command, writing
 
 def run(options):
@@ -83,6 +122,10 @@ def run(options):
         write(b"{}")
         # A process names itself and its parent.
         asked = itertools.repeat("(__import__('os').getpid(), __import__('os').getppid())")
+        if options.busy:
+            slow = ["(__import__('time').sleep(0.1), __import__('os').getpid(), __import__('os').getppid())[1:]"] * 50
+            sleeps = f"(open({options.output + '.busy'!r}, 'a').close(), __import__('time').sleep(600))"
+            asked = itertools.chain(slow, itertools.repeat(sleeps))
         for pids in in_processes(eval, asked, options.workers):
             print(*pids, flush=True)
     return Report()
@@ -90,18 +133,19 @@ def run(options):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="writes.py")
     parser.add_argument("output")
+    parser.add_argument("--busy", action="store_true")
     add_common(parser)
     sys.exit(command(parser, run, sys.argv[1:]))
 """
 
 
 @contextmanager
-def running(folder: Path, **settings: Any) -> Iterator[tuple[subprocess.Popen[str], set[int]]]:
+def running(folder: Path, *words: str, **settings: Any) -> Iterator[tuple[subprocess.Popen[str], set[int]]]:
     """A tool that writes for ever, and the processes that it has started."""
     script = folder / "writes.py"
     script.write_text(WRITES)
     process = subprocess.Popen(
-        [sys.executable, str(script), str(folder / "out"), "--workers", "2"],
+        [sys.executable, str(script), str(folder / "out"), "--workers", "2", *words],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
         preexec_fn=heed_signals, **settings,
     )  # fmt: skip
@@ -138,8 +182,12 @@ def test_a_stopped_group_of_processes_says_one_line(tmp_path: Path) -> None:
         assert have_ended(pids)
 
 
-def test_a_killed_tool_leaves_no_process(tmp_path: Path) -> None:
-    with running(tmp_path) as (process, pids):
+@pytest.mark.parametrize("words", [[], ["--busy"]])
+def test_a_killed_tool_leaves_no_process(words: list[str], tmp_path: Path) -> None:
+    """Neither one that is about to be asked, nor one that is at work for minutes."""
+    with running(tmp_path, *words) as (process, pids):
+        while words and not (tmp_path / "out.busy").exists():
+            time.sleep(0.01)
         process.kill()
         process.communicate(timeout=20)
         assert have_ended(pids)
