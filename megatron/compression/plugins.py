@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -48,10 +49,11 @@ def _load(name: str) -> object:
     path = Path(name)
     if not path.is_file():
         raise UserError(f"--compress-module {name}: there is no such file")
-    spec = importlib.util.spec_from_file_location(f"megatron_compressor_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(f"megatron_compressor_{path.resolve()}", path)
     if spec is None or spec.loader is None:
         raise UserError(f"--compress-module {name}: not a Python file")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where a dataclass looks up annotations that are strings
     spec.loader.exec_module(module)
     if not callable(getattr(module, "register", None)):
         raise UserError(f"--compress-module {name}: it has no function register(registry)")
