@@ -259,9 +259,11 @@ class CodecTraits:
     Args:
         exact: a tensor comes back as it was, whatever it holds. The others are handed finite numbers in fp32 (or fp64),
             gradients without the loss scale.
-        widened: activations are converted to fp32 (or fp64) first; False for codecs that may send them as they are.
-        shared: names of the state that both ends must hold equal; the rest is the sender's own.
-        steady: names of counters and memories of samples that do not decide which operations run.
+        widened: ``encode`` gets activations in fp32 (fp64 in fp64 runs); if False, in the dtype of the run.
+        shared: names of the state that both ends must hold equal (``NAME.ids`` and ``NAME.rows`` of a memory of
+            samples); the rest is the sender's own.
+        steady: names of counters and memories of samples that ``state.layout`` leaves out: those that do not decide
+            which operations run, and those that ``launches`` accounts for itself.
         samples: how many samples each end remembers; more than 0 for a codec that gains from samples that come again,
             and from those alone: it is off in evaluation.
         folders: where it writes to on this machine.
@@ -318,7 +320,15 @@ class Codec(Compressor, ABC):
 
     @abstractmethod
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
-        """Turns ``x`` into a message. ``key`` names the content (sample ids), for codecs with a memory."""
+        """Turns ``x`` into a message.
+
+        Args:
+            x: at the pipeline's points (sequence, samples, hidden), where the sequence is this rank's share of it under
+                sequence parallelism.
+            state: the sender's state.
+            key: names the content, for codecs with a memory: at the pipeline's points a tuple of the samples' ids
+                (int), in the order of dimension 1.
+        """
 
     @abstractmethod
     def decode(

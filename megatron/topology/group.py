@@ -41,7 +41,7 @@ class Work(Protocol):
 
 
 _STEPWISE_BYTES = 1 << 20
-"""Least bytes per rank at which an exchange goes in several steps."""
+"""Bytes sent by one rank from which on an exchange or an all-gather over gloo goes one partner at a time."""
 
 
 class _Steps:
@@ -215,7 +215,10 @@ class Group:
         return self.start("all-reduce", sent, lambda: dist.all_reduce(x, op=op, group=self.pg, async_op=True))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:
-        """All-gathers the ranks' ``x`` along dimension 0 into ``out``; both contiguous. Sends (n-1) times ``x``."""
+        """All-gathers the ranks' ``x`` along dimension 0 into ``out``; both contiguous. Sends (n-1) times ``x``.
+
+        Over gloo a large one goes one partner at a time (``_Steps``), with the same result.
+        """
         if self.size == 1:
             if out.data_ptr() != x.data_ptr():
                 out.copy_(x)

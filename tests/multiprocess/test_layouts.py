@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from megatron.topology import group
 from tests.support.spawn import run_ranks
 from tests.support.tiny import Trace, tiny_run
 
@@ -202,3 +204,22 @@ def test_stages_exchange_a_residual_stream_of_fp32_as_it_is() -> None:
     for traces in run_ranks(2, _run_all, layouts, base, 5, False):
         for name, trace in traces.items():
             assert trace.losses == reference.losses, name
+
+
+STEPWISE = {2: ("dp2 sharded", "tp2 sp"), 4: ("dp4 sharded", "tp2 dp2 sp sharded overlap")}
+
+
+def _run_stepwise(layouts: dict[str, Changes], base: Changes, iterations: int) -> dict[str, Trace]:
+    with mock.patch.object(group, "_STEPWISE_BYTES", 1):
+        return _run_all(layouts, base, iterations, masked=False)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("world_size", STEPWISE)
+def test_gathers_and_exchanges_of_large_models_compute_the_same(world_size: int) -> None:
+    """On gloo they go one partner at a time where a model is large; here they do so whatever the size."""
+    reference = _reference(DOUBLE, 6)
+    layouts = {name: LAYOUTS[world_size][name] for name in STEPWISE[world_size]}
+    for traces in run_ranks(world_size, _run_stepwise, layouts, DOUBLE, 6):
+        for name, trace in traces.items():
+            _assert_close(trace, reference, 1e-10, name)

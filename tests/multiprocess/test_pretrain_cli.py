@@ -18,7 +18,7 @@ TRAIN_LINE = re.compile(
     r"^ iteration +(\d+)/ +(\d+) \| consumed samples: +(\d+) \| elapsed time per iteration \(s\): [\d.]+ \| "
     r"learning rate: \S+ \| global batch size: +\d+ \| lm loss: (\S+) \| loss scale: [\d.]+ \| "
     r"grad norm: [\d.]+ \| number of skipped iterations: +\d+ \| number of nan iterations: +\d+ \| "
-    r"samples per second: [\d.]+ \| TFLOPs: [\d.]+ \| remaining time \(h\): [\d.]+ \|(?: MFU: [\d.]+% \|)?$",
+    r"samples per second: [\d.]+ \| TFLOPs: [\d.]+ \| remaining time \(h\): [\d.]+ \|(?: [\w ]+: \S+ \|)*$",
     re.MULTILINE,
 )
 
