@@ -33,7 +33,7 @@ def _attempt(function: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
     """Whether it could be done, and the result or the error."""
     try:
         return True, function(*arguments)
-    except (UserError, ModuleNotFoundError) as error:
+    except (UserError, ModuleNotFoundError, OSError) as error:
         return False, error
     except MemoryError:
         return False, UserError("a process was out of memory; give fewer --workers")
@@ -81,17 +81,15 @@ class _Worker:
             raise UserError(f"a process could not be started ({error}); give fewer --workers") from error
         self.end = util.Finalize(self, _end, (self._process,), exitpriority=1)
 
-    def ask(self, item: Any) -> Any:
-        """The result.
+    def ask(self, item: Any) -> tuple[bool, Any]:
+        """Whether it could be done, and the result or the error.
 
         Raises:
             EOFError, OSError: when the process was killed.
         """
         self._connection.send(item)
-        done, result = self._connection.recv()
-        if not done:
-            raise result
-        return result
+        answer: tuple[bool, Any] = self._connection.recv()
+        return answer
 
     def close(self) -> None:
         """Lets go of a process that has been killed; for the thread that asks it."""
@@ -151,7 +149,8 @@ class _Crew:
                     self._workers.append(worker)
                 if self._ending.is_set():  # after that, or else nobody would end it
                     break
-                self.found.put((number, worker.ask(item), None))
+                done, result = worker.ask(item)
+                self.found.put((number, result, None) if done else (number, None, result))
             except (EOFError, OSError) as error:
                 if worker is not None:
                     worker.close()
@@ -187,7 +186,8 @@ def in_processes(
         idle: called now and then while a result is waited for.
 
     Raises:
-        UserError: as the function does; its kind ``ProcessKilled`` when a process was killed and there is no ``lost``.
+        UserError, OSError: as the function does.
+        ProcessKilled: when a process was killed and there is no ``lost``.
     """
     if workers == 1:
         if prepare is not None:

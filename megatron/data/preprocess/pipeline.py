@@ -101,7 +101,7 @@ def run_partitions(job: EncodingJob, parts: list[list[InputRange]], prefixes: li
     try:
         done = list(in_processes(_run_partition, asked, len(parts), _start_partition, (messages, stop), idle=pass_on))
         pass_on()
-        failed = [result for result in done if isinstance(result, UserError)]
+        failed = [result for result in done if not isinstance(result, Totals)]
         if failed:
             raise next((error for error in failed if not isinstance(error, _Stopped)), failed[0])
         totals = _sum([result for result in done if isinstance(result, Totals)])
@@ -176,7 +176,7 @@ def _start_partition(messages: Any, stop: Any) -> None:
     _worker["stop"] = stop
 
 
-def _run_partition(part: _Partition) -> Totals | UserError:
+def _run_partition(part: _Partition) -> Totals | UserError | OSError:
     """Encodes a part: the totals, or why it could not be done; then the others stop as well."""
 
     def report(totals: Totals, skipped: list[str]) -> None:
@@ -186,7 +186,7 @@ def _run_partition(part: _Partition) -> Totals | UserError:
 
     try:
         return run(part.job, part.sources, part.prefixes, report, may_be_empty=True)
-    except UserError as error:
+    except (UserError, OSError) as error:
         _worker["stop"].set()
         return error
 

@@ -24,6 +24,7 @@ from megatron.data.preprocess.command import main, parse_flags
 from megatron.data.preprocess.encoding import sentence_splitter
 from megatron.data.preprocess.reading import InputRange, divide, expand_inputs, read_blocks
 from tests.support.cli import REPO
+from tests.support.disk import largest_file
 
 EOD = 99
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(EOD)]
@@ -208,6 +209,17 @@ def test_a_bad_line_in_any_part_of_the_input_stops_the_run(tmp_path: Path, capfd
     text = lines_of(numbered(900)) + "{\n" + lines_of(numbered(50))
     assert run(tmp_path, "--partitions", "3", text=text) == 1
     assert f"{tmp_path / 'in.jsonl'}:901: broken JSON" in capfd.readouterr().err
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("more", [[], ["--workers", "2"], ["--partitions", "2"]])
+def test_a_full_disk_is_one_line(tmp_path: Path, more: list[str]) -> None:
+    (tmp_path / "in.jsonl").write_text(lines_of(numbered(3000)))
+    with largest_file(2000):
+        done = subprocess.run(command(tmp_path, "--input", str(tmp_path / "in.jsonl"), *more), capture_output=True)
+    assert done.returncode == 1
+    assert done.stderr.decode().splitlines()[-1] == "error: output: File too large. Nothing was written"
+    assert b"Traceback" not in done.stderr
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
