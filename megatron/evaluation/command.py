@@ -9,7 +9,7 @@ from typing import Literal
 
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option, required
-from megatron.evaluation import lambada, wikitext
+from megatron.evaluation import continuation, lambada, wikitext
 from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
 from megatron.inference.model import LoadedModel
 from megatron.training.program import Ranks, run_program
@@ -22,14 +22,16 @@ DESCRIPTION = """Evaluates a checkpoint of any layout on a task, on one process 
 
 WIKITEXT103 takes any text: the loss of each token, the perplexity, and the perplexity by words as they were before
 the spelling of WikiText (undone where the path holds "wiki"). LAMBADA takes JSON lines with a field text, whose last
-word is to be found. More processes than the model is split over share the work."""
+word is to be found. CONTINUATION takes JSON lines with a field text too: how often greedy decoding goes on as the text
+does, and how often the text's own continuation is likelier than those of other places.
+More processes than the model is split over share the work."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroShotFlags:
     """The task, and what it reads."""
 
-    task: Literal["WIKITEXT103", "LAMBADA"] = required("What is measured.")
+    task: Literal["WIKITEXT103", "LAMBADA", "CONTINUATION"] = required("What is measured.")
     valid_data: list[str] = required(  # noqa: RUF009
         "The text, or the JSON lines.", metavar="FILE", count=1
     )
@@ -41,6 +43,12 @@ class ZeroShotFlags:
         minimum=0,
     )
     strict_lambada: bool = option(False, "LAMBADA: the whole last word counts, not its last token alone.")
+    samples: int = option(2000, "CONTINUATION: most places of the text.", unit="places", minimum=1)
+    prompt_tokens: int = option(32, "CONTINUATION: tokens before the continuation.", unit="tokens", minimum=1)
+    continuation_tokens: int = option(8, "CONTINUATION: tokens to be found.", unit="tokens", minimum=1)
+    choices: int = option(
+        4, "CONTINUATION: continuations that are ranked, the true one among them.", minimum=2, maximum=64
+    )
     micro_batch_size: int = option(8, "Windows in a forward pass.", unit="windows", minimum=1)
     epochs: int | None = derived("none", "Of fine-tuning, which is not offered.", minimum=0)
     train_data: list[str] | None = derived(  # noqa: RUF009
@@ -68,6 +76,10 @@ def checked(flags: ZeroShotFlags) -> Callable[[LoadedModel], str]:
     if flags.task == "LAMBADA":
         texts = lambada.read_texts(path)
         return lambda model: lambada.evaluate(model, texts, path, flags.strict_lambada, batch)
+    if flags.task == "CONTINUATION":
+        documents = lambada.read_texts(path)
+        places = continuation.Places(flags.samples, flags.prompt_tokens, flags.continuation_tokens, flags.choices)
+        return lambda model: continuation.evaluate(model, documents, path, places, batch)
     read = wikitext.read_text(path)
     return lambda model: wikitext.evaluate(model, read, path, flags.overlapping_eval or None, batch)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron.base.errors import UserError
 from megatron.data.text_file import read_utf8
-from megatron.evaluation.scoring import Window, hits, total
+from megatron.evaluation.scoring import Window, matched, scores
 from megatron.inference.model import LoadedModel
 from megatron.tokenizer.api import Tokenizer
 
@@ -75,7 +75,8 @@ def evaluate(model: LoadedModel, texts: Sequence[str], path: str, strict: bool, 
     for number, window in enumerate(windows, 1):
         if len(window.tokens) < 2:
             raise UserError(f"--valid-data {path}: text {number} is a single token; nothing can be predicted")
-    correct = total(model, windows, batch, hits, "LAMBADA")
+    found = scores(model, windows, batch, matched, "LAMBADA").tolist()
+    correct = sum(right == window.targets for right, window in zip(found, windows, strict=True))
     return (
         f" validation results on LAMBADA | number correct: {correct:.4E} | total examples: {len(windows):.4E} | "
         f"avg accuracy: {correct / len(windows):.4E}"

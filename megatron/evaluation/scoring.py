@@ -1,4 +1,4 @@
-"""Losses and hits of windows, on a model split over any ranks and on any number of replicas."""
+"""Scores of windows of tokens, on a model split over any ranks and on any number of replicas."""
 
 from __future__ import annotations
 
@@ -26,34 +26,42 @@ class Window:
     targets: int
 
 
+Measure = Callable[[LoadedModel, Tensor, Tensor, Tensor], Tensor]
+"""A score of each window of a batch, (b,): takes the model, its last hidden states (s, b, h), the labels (b, s) and the
+mask of the windows' targets (b, s)."""
+
+
 @torch.no_grad()
-def total(model: LoadedModel, windows: Sequence[Window], batch: int, measure: Callable[..., float], name: str) -> float:
-    """Sums a measure over all windows; the same on every rank.
+def scores(model: LoadedModel, windows: Sequence[Window], batch: int, measure: Measure, name: str) -> Tensor:
+    """Scores all windows; returns fp64 (windows,), the same on every rank.
 
     Args:
         model: the model, on every rank.
         windows: windows of any lengths; each replica takes its share.
         batch: windows in a forward pass.
-        measure: ``loss_sum`` or ``hits``.
+        measure: ``losses`` or ``matched``.
         name: title of the progress bar.
     """
     topology = model.topology
     # Windows of like lengths together need little padding; every replica gets as much to do.
-    ordered = sorted(windows, key=lambda window: -len(window.tokens))[topology.coordinates.dp :: topology.layout.dp]
-    found = 0.0
+    ordered = sorted(range(len(windows)), key=lambda i: -len(windows[i].tokens))
+    ordered = ordered[topology.coordinates.dp :: topology.layout.dp]
+    found_n = torch.zeros(len(windows), dtype=torch.float64)
     eod = model.tokenizer.eod
     with tqdm(total=len(ordered), unit="window", desc=name, disable=not model.is_sampling_rank) as bar:
         for first in range(0, len(ordered), batch):
-            taken = ordered[first : first + batch]
+            places = ordered[first : first + batch]
+            taken = [windows[i] for i in places]
             longest = len(taken[0].tokens) - 1
             rows = [[*window.tokens, *[eod] * (longest + 1 - len(window.tokens))] for window in taken]
             tokens = torch.tensor(rows, device=model.device)
             x_sbh = model.hidden(tokens[:, :-1].contiguous(), ForwardContext())
             if x_sbh is not None:
-                found += measure(model, x_sbh, tokens[:, 1:].contiguous(), _mask(taken, longest, model.device))
+                own_b = measure(model, x_sbh, tokens[:, 1:].contiguous(), _mask(taken, longest, model.device))
+                if _counts(model):
+                    found_n[places] = own_b.double().cpu()
             bar.update(len(taken))
-    result = torch.tensor([found if _counts(model) else 0.0], dtype=torch.float64)
-    return float(model.all_reduce(result))
+    return model.all_reduce(found_n)
 
 
 def _counts(model: LoadedModel) -> bool:
@@ -70,16 +78,15 @@ def _mask(windows: Sequence[Window], longest: int, device: torch.device) -> Tens
     return mask_bs
 
 
-def loss_sum(model: LoadedModel, x_sbh: Tensor, labels_bs: Tensor, mask_bs: Tensor) -> float:
-    """Loss of all targets together, in nats."""
+def losses(model: LoadedModel, x_sbh: Tensor, labels_bs: Tensor, mask_bs: Tensor) -> Tensor:
+    """Loss of each window's targets together, (b,), in nats."""
     _, losses_bs = model.stage.loss(x_sbh, labels_bs, mask_bs.to(torch.float32))
-    return float(losses_bs.double()[mask_bs].sum())
+    return losses_bs.double().masked_fill(~mask_bs, 0.0).sum(dim=1)
 
 
-def hits(model: LoadedModel, x_sbh: Tensor, labels_bs: Tensor, mask_bs: Tensor) -> float:
-    """Number of windows whose targets are all the likeliest tokens at their positions."""
-    rows_n = mask_bs.nonzero()[:, 0]
+def matched(model: LoadedModel, x_sbh: Tensor, labels_bs: Tensor, mask_bs: Tensor) -> Tensor:
+    """Number of each window's targets, (b,), that greedy decoding finds before its first mistake."""
     logits_nv = model.stage.logits(x_sbh.transpose(0, 1)[mask_bs].unsqueeze(0))[0]
-    wrong_n = logits_nv.argmax(dim=-1) != labels_bs[mask_bs]
-    missed = set(rows_n[wrong_n].tolist())
-    return float(len(mask_bs) - len(missed))
+    right_bs = torch.ones_like(mask_bs)
+    right_bs[mask_bs] = logits_nv.argmax(dim=-1) == labels_bs[mask_bs]
+    return (right_bs.cumprod(dim=1) * mask_bs).sum(dim=1)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron.base.errors import UserError
 from megatron.data.text_file import read_utf8
 from megatron.evaluation.detokenize import wikitext
-from megatron.evaluation.scoring import Window, loss_sum, total
+from megatron.evaluation.scoring import Window, losses, scores
 from megatron.inference.model import LoadedModel
 from megatron.training.metrics import perplexity
 
@@ -66,7 +66,7 @@ def evaluate(model: LoadedModel, read: tuple[str, int], path: str, stride: int |
     if stride is not None and stride > length:
         raise UserError(f"--overlapping-eval {stride} is more than the {length} tokens that the model reads")
     windows = windows_of(tokens, length, stride or length)
-    loss = total(model, windows, batch, loss_sum, "WIKITEXT103") / (len(tokens) - 1)
+    loss = float(scores(model, windows, batch, losses, "WIKITEXT103").sum()) / (len(tokens) - 1)
     ratio = (len(tokens) - 1) / (words - 1)
     ppl, adjusted = perplexity(loss), perplexity(loss * ratio)
     return (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.evaluation import lambada, wikitext
+from megatron.evaluation import continuation, lambada, wikitext
 from megatron.inference.model import load_model
 from megatron.topology.layout import Layout
 from megatron.topology.topology import build_topology
@@ -23,13 +23,14 @@ pytestmark = pytest.mark.multiprocess
 
 
 def _lines(root: Path, folder: Path, layout: Layout | None) -> list[str]:
-    """Result lines of both tasks on this rank."""
+    """Result lines of all tasks on this rank."""
     topology = None if layout is None else build_topology(layout, torch.device("cpu"))
     model = load_model(root, topology=topology)
     text, lines = str(folder / "text"), str(folder / "lines")
     return [
         wikitext.evaluate(model, wikitext.read_text(text), text, 7, 3),
         lambada.evaluate(model, lambada.read_texts(lines), lines, True, 3),
+        continuation.evaluate(model, lambada.read_texts(lines), lines, continuation.Places(9, 6, 5, 3), 4),
     ]
 
 
@@ -43,6 +44,7 @@ def test_tasks_do_not_depend_on_the_layout(layout: Layout, tmp_path: Path) -> No
     alone = _lines(saved, tmp_path, None)
     assert "WIKITEXT103" in alone[0]
     assert "LAMBADA" in alone[1]
+    assert "CONTINUATION" in alone[2]
     assert run_ranks(4, _lines, saved, tmp_path, layout) == [alone] * 4
 
 

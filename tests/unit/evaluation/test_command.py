@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.evaluation import lambada, wikitext
+from megatron.evaluation import continuation, lambada, wikitext
 from megatron.evaluation.command import main
 from megatron.evaluation.detokenize import wikitext as written
 from megatron.inference.model import LoadedModel, load_model
@@ -139,6 +139,69 @@ def test_a_strict_word_of_several_tokens_must_be_found_whole() -> None:
     assert (len(cut.tokens), cut.targets) == (5, 4)
 
 
+@given(
+    documents=st.lists(st.lists(st.integers(0, 5), max_size=40), max_size=6),
+    places=st.builds(continuation.Places, st.integers(1, 20), st.integers(1, 5), st.integers(1, 4), st.integers(2, 5)),
+)
+def test_questions_are_places_of_the_text_and_their_wrong_answers_come_from_elsewhere(
+    documents: list[list[int]], places: continuation.Places
+) -> None:
+    length = places.prompt + places.continuation
+    cuts = [tuple(one[i : i + length]) for one in documents for i in range(0, len(one) - length + 1, length)]
+    questions = continuation.questions_of(documents, places)
+    assert len(questions) <= min(places.samples, len(cuts))
+    asked = iter(cuts)
+    for question in questions:
+        true, *wrong = question.continuations
+        assert (*question.prompt, *true) in asked, "each place once, in the order of the text"
+        assert len(wrong) == places.choices - 1
+        assert true not in wrong
+        assert all(any(cut[places.prompt :] == end for cut in cuts) for end in wrong)
+
+
+def test_continuations_are_found_greedily_and_ranked_by_likelihood(
+    saved: Path, model: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generator = torch.Generator().manual_seed(6)
+    documents = []
+    for number in range(9):
+        tokens = torch.randint(0, 96, (5,), generator=generator).tolist()
+        for step in range(3):
+            best = int(_logits(model, tokens)[-1, :96].argmax())
+            tokens.append(best if number >> step & 1 else (best + 7) % 96)
+        documents.append(tokens)
+    documents.append(list(range(7)))  # one token short
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": " ".join(map(str, tokens))}) + "\n" for tokens in documents))
+    sizes = ["--prompt-tokens", "5", "--continuation-tokens", "3", "--choices", "3", "--micro-batch-size", "4"]
+    assert main(["--task", "CONTINUATION", "--valid-data", str(path), "--load", str(saved), *sizes]) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    exact, matches, ranked = 0, 0, 0
+    for number, tokens in enumerate(documents[:9]):
+        likelihoods = []
+        for place in (number, (number + 3) % 9, (number + 6) % 9):
+            row = [*tokens[:5], *documents[place][5:]]
+            logprobs = _logits(model, row).log_softmax(-1)
+            likelihoods.append(sum(float(logprobs[i - 1, row[i]]) for i in range(5, 8)))
+        ranked += likelihoods[0] > max(likelihoods[1:])
+        grown = tokens[:5]
+        while len(grown) < 8 and (best := int(_logits(model, grown)[-1].argmax())) == tokens[len(grown)]:
+            grown.append(best)
+        matches += len(grown) - 5
+        exact += len(grown) == 8
+    assert 0 < exact < 9
+    assert 0 < ranked < 9
+
+    def error(count: int) -> float:
+        return math.sqrt(count / 9 * (1 - count / 9) / 9)
+
+    assert line == (
+        f" validation results on CONTINUATION | exact match: {exact / 9:.4E} +- {error(exact):.1E} | "
+        f"matched tokens: {matches / 9:.4E} | ranking accuracy: {ranked / 9:.4E} +- {error(ranked):.1E} "
+        f"(by chance 0.33) | total examples: {9:.4E}"
+    )
+
+
 @pytest.mark.parametrize(
     ("task", "content", "flags", "said"),
     [
@@ -153,6 +216,10 @@ def test_a_strict_word_of_several_tokens_must_be_found_whole() -> None:
         ("LAMBADA", None, [], "No such file"),
         ("WIKITEXT103", "", [], "no text"),
         ("WIKITEXT103", "1 2 3", ["--overlapping-eval", "17"], "--overlapping-eval 17"),
+        ("CONTINUATION", '{"text": "1 2 3"}', [], "more than the 16 tokens"),
+        ("CONTINUATION", '{"text": "1 2 3"}', ["--prompt-tokens", "3", "--continuation-tokens", "1"], "give more text"),
+        ("CONTINUATION", '{"text": "1 2 3"}\n{}', [], "line 2"),
+        ("CONTINUATION", '{"text": "1 2 3"}', ["--choices", "1"], "--choices"),
         ("WIKITEXT103", "1 2 3", ["--epochs", "3"], "--finetune"),
         ("MNLI", "1 2 3", [], "--task"),
     ],
