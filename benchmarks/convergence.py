@@ -4,7 +4,8 @@
     make bench-convergence ARGS="--cases 'dense; CB, LEP' --seeds 1 --table"
 
 Every case trains on the same text, the quickstart's, for several epochs of the same samples, on 2 pipeline stages x 2
-replicas. Prints a table (mean and spread over the seeds) and writes it with pictures of the outcomes and the curves.
+replicas. Afterwards each trained model goes on with held-out text (the task CONTINUATION): a loss may hide what
+compression does to that. Prints a table (mean and spread over the seeds) and writes it with pictures.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -126,10 +129,15 @@ def log_of(out: Path, case: str, seed: int, iterations: int) -> Path:
     return out / "runs" / f"{slug(case)}-{seed}-{iterations}.jsonl"
 
 
+def continued(log: Path) -> Path:
+    """The result line of the task CONTINUATION for the run that wrote a log."""
+    return log.with_suffix(".continuation")
+
+
 def train(out: Path, case: str, seed: int, iterations: int) -> None:
-    """Trains one case with one seed, unless its log is complete."""
+    """Trains one case with one seed, and measures its continuations, unless both are done."""
     log = log_of(out, case, seed, iterations)
-    if log.exists() and any(event.get("kind") == "test" for event in read_records(log)):
+    if continued(log).exists() and any(event.get("kind") == "test" for event in read_records(log)):
         return
     log.unlink(missing_ok=True)
     print(f"{case}, seed {seed} ...", flush=True)
@@ -140,12 +148,28 @@ def train(out: Path, case: str, seed: int, iterations: int) -> None:
     data = out / "data"
     flags += ["--train-data-path", str(data / "train_text_document"), "--log-json-file", str(log)]
     flags += [f"--{part}-data-path={data / 'heldout_text_document'}" for part in ("valid", "test")]
+    saved = out / "checkpoints" / log.stem
+    shutil.rmtree(saved, ignore_errors=True)
+    flags += ["--save", str(saved), "--no-save-optim"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "pretrain_gpt.py"]
     run([*launcher, *flags, *tokenizer_flags(out)], out / "logs" / f"{log.stem}.log")
+    task = ["tasks/main.py", "--task", "CONTINUATION", "--load", str(saved), "--micro-batch-size", "64"]
+    places = ["--prompt-tokens", "48", "--continuation-tokens", "4"]
+    text = ["--valid-data", str(out / "corpus" / "heldout.jsonl")]
+    printed = out / "logs" / f"{log.stem}.continuation.log"
+    run([*task, *places, *text], printed, threads=2)
+    continued(log).write_text(next(line for line in printed.read_text().splitlines() if "exact match" in line))
 
 
 def final_loss(events: Sequence[Mapping[str, Any]]) -> float:
     return float(next(event["lm_loss"] for event in reversed(events) if event.get("kind") == "test"))
+
+
+def continuation_figures(log: Path) -> tuple[float, float] | None:
+    """Exact match and ranking accuracy of a run's continuations, in percent; None where they were not measured."""
+    text = continued(log).read_text() if continued(log).exists() else ""
+    found = re.search(r"exact match: (\S+) .* ranking accuracy: (\S+) ", text)
+    return (100 * float(found[1]), 100 * float(found[2])) if found else None
 
 
 def bytes_per_iteration(events: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -174,19 +198,23 @@ def outcomes(out: Path, cases: list[str], seeds: list[int], iterations: int) -> 
         means = {point: statistics.fmean(one.get(point, 0.0) for one in sent) / 1000 for point in POINTS}
         spread = statistics.stdev(losses.values()) if len(losses) > 1 else 0.0
         worse = 100 * statistics.fmean(versus) if versus else None
-        found.append(Outcome(case, statistics.fmean(losses.values()), spread, worse, means, len(losses)))
+        quality = [figures for seed in losses if (figures := continuation_figures(logs[seed]))]
+        exact, ranked = (statistics.fmean(column) for column in zip(*quality, strict=True)) if quality else (None, None)
+        found.append(Outcome(case, statistics.fmean(losses.values()), spread, worse, means, len(losses), exact, ranked))
     return found
 
 
 def table(found: Sequence[Outcome]) -> str:
     """The results as Markdown."""
     heads = ["case", "seeds", "validation loss", "vs dense", *(f"{point} kB" for point in POINTS), "total kB"]
+    heads += ["continued exactly", "ranked first"]
     lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for one in found:
         change = "" if one.worse is None else f"{one.worse:+.2f}%"
         columns = [one.sent[point] for point in POINTS]
         cells = [one.case, str(one.seeds), f"{one.loss:.4f} ± {one.spread:.4f}", change]
         cells += [f"{column:.1f}" for column in columns] + [f"{sum(columns):.1f}"]
+        cells += ["" if share is None else f"{share:.2f}%" for share in (one.exact, one.ranked)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

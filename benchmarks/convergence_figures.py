@@ -21,6 +21,8 @@ class Outcome:
         worse: percent above the dense runs of the same seeds; None where those are missing.
         sent: kB per iteration, by point.
         seeds: number of runs.
+        exact, ranked: percent of held-out continuations that greedy decoding found, and of those that were likelier
+            than the wrong ones, means over the runs; None where they were not measured.
     """
 
     case: str
@@ -29,6 +31,8 @@ class Outcome:
     worse: float | None
     sent: Mapping[str, float]
     seeds: int = 1
+    exact: float | None = None
+    ranked: float | None = None
 
 
 def draw_outcomes(outcomes: Sequence[Outcome], path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import convergence_figures
-from benchmarks.convergence import CASES, curves, log_of, outcomes, table
+from benchmarks.convergence import CASES, continued, curves, log_of, outcomes, table
 
 
 def _log(path: Path, loss: float, sent: float, finished: bool = True) -> None:
@@ -28,10 +28,15 @@ def test_losses_are_compared_seed_by_seed_and_bytes_averaged(tmp_path: Path) -> 
     for seed, loss in ((1, 4.0), (2, 5.0)):
         _log(log_of(tmp_path, "dense", seed, 2), loss, 8000.0)
         _log(log_of(tmp_path, "CB", seed, 2), loss * 1.01, 2000.0, finished=seed == 1)
+        line = " validation results on CONTINUATION | exact match: {:.4E} +- 1.0E-03 | matched tokens: 1.1E+00 | "
+        line += "ranking accuracy: 5.0000E-01 +- 1.1E-02 (by chance 0.25) | total examples: 2.0000E+03"
+        continued(log_of(tmp_path, "dense", seed, 2)).write_text(f"----\n{line.format(seed / 10)}\n----\n")
     rows = table(outcomes(tmp_path, ["dense", "CB", "CB+FE"], [1, 2], 2)).splitlines()
     assert len(rows) == 4
     assert rows[2].startswith("| dense | 2 | 4.5000 ± 0.7071 | +0.00% | 0.0 | 8.0 |")
+    assert rows[2].endswith("| 8.0 | 15.00% | 50.00% |")
     assert rows[3].startswith("| CB | 1 | 4.0400 ± 0.0000 | +1.00% | 0.0 | 2.0 |")
+    assert rows[3].endswith("| 2.0 |  |  |")
 
 
 def test_every_case_is_made_of_specs_that_can_be_read() -> None:
