@@ -1,4 +1,4 @@
-"""What `make lint` runs: ruff's rules and format, mypy, import layers. All of them run; any problem fails."""
+"""What `make lint` runs: ruff's rules and format, mypy, import-linter, sizes. All of them run; any problem fails."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ SOURCES = [
     "val_check_gpt.py",
 ]
 
+IMPORTS = ["-c", "from importlinter.cli import lint_imports_command as main; main()", "--no-cache", "--no-logo"]
+"""import-linter, which has no module that Python can run. Its contracts are in pyproject.toml."""
+
 
 def steps(fix: bool) -> list[tuple[str, list[str]]]:
     """Name and arguments of Python of every check."""
@@ -28,7 +31,8 @@ def steps(fix: bool) -> list[tuple[str, list[str]]]:
         ("ruff rules", ["-m", "ruff", "check", "--quiet", *(["--fix"] if fix else []), *sources]),
         ("ruff format", ["-m", "ruff", "format", "--quiet", *([] if fix else ["--diff"]), *sources]),
         ("types", ["-m", "mypy", "--no-error-summary", *(name for name in sources if name != "setup.py")]),
-        ("import layers", ["tools/check_layers.py"]),
+        ("imports", IMPORTS),
+        ("sizes", ["tools/check_sizes.py"]),
     ]
 
 

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-from tools.check_layers import (
-    LAYERS,
-    MAX_FILE_LINES,
-    MAX_FUNCTION_LINES,
-    check_file,
-    check_repository,
-    imported_modules,
-)
-from tools.lint import SOURCES
+from tools.check_sizes import MAX_FILE_LINES, MAX_FUNCTION_LINES, check_file, check_repository
+from tools.lint import IMPORTS, SOURCES
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -54,13 +45,122 @@ print(json.dumps({
 """
 
 
-def test_every_package_has_a_layer() -> None:
-    packages = {f"megatron.{path.parent.name}" for path in (REPO / "megatron").glob("*/__init__.py")}
-    assert packages | {Path(name).stem for name in SOURCES} <= {"megatron", *LAYERS}
+def _lint(*arguments: str, folder: Path) -> str:
+    """What a check says about a folder; empty when it finds nothing."""
+    env = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode in (0, 1), done.stderr
+    return done.stdout if done.returncode else ""
 
 
 def test_the_sources_keep_the_rules() -> None:
+    assert _lint(*IMPORTS, folder=REPO) == ""
     assert check_repository(REPO) == []
+    sources = [path for path in SOURCES if (REPO / path).exists()]
+    assert _lint("-m", "ruff", "check", "--select", "TID251", "--no-cache", *sources, folder=REPO) == ""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """An empty project with the packages of this one, and its rules."""
+    for path in REPO.glob("megatron/*/__init__.py"):
+        (tmp_path / "megatron" / path.parent.name).mkdir(parents=True)
+        (tmp_path / "megatron" / path.parent.name / "__init__.py").touch()
+    for name in ("megatron", "benchmarks", "tools", "ASPLOS23", "tests"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "__init__.py").touch()
+    shutil.copy(REPO / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def _write(tree: Path, where: str, source: str) -> None:
+    path = tree / where
+    path.parent.mkdir(parents=True, exist_ok=True)
+    (path.parent / "__init__.py").touch()
+    path.write_text(source)
+
+
+UPWARDS = [
+    ("comm", "import megatron.parallel", "megatron.parallel"),
+    ("comm", "from megatron import training", "megatron.training"),
+    ("comm", "def f():\n    from megatron.model import gpt", "megatron.model"),
+    ("comm", "if TYPE_CHECKING:\n    import megatron.inference", "megatron.inference"),
+    ("comm", "from ..checkpoint import save", "megatron.checkpoint"),
+    ("comm", "from .. import planner", "megatron.planner"),
+    ("model", "from megatron.data import batch", "megatron.data"),
+    ("base", "from megatron.kernels import ops", "megatron.kernels"),
+    ("base", "from torch import Tensor", "torch"),
+    ("evaluation", "import benchmarks.train", "benchmarks"),
+    ("compression", "from tools import launch", "tools"),
+    ("data", "from tests import support", "tests"),
+    ("training", "import ASPLOS23", "ASPLOS23"),
+]
+
+
+def test_every_import_upwards_is_found(tree: Path) -> None:
+    assert _lint(*IMPORTS, folder=tree) == "", "without them there is nothing to find"
+    for number, (package, source, _) in enumerate(UPWARDS):
+        _write(tree, f"megatron/{package}/module_{number}.py", source)
+    _write(tree, "benchmarks/gpu/points.py", "from tools import launch")
+    _write(tree, "benchmarks/points.py", "import ASPLOS23")
+    _write(tree, "megatron/__init__.py", "from megatron.config import run")
+    said = " ".join(_lint(*IMPORTS, folder=tree).split())
+    for number, (package, _, imported) in enumerate(UPWARDS):
+        assert f"megatron.{package}.module_{number} -> {imported} (l." in said, UPWARDS[number]
+    assert "benchmarks.gpu.points -> tools (l.1)" in said
+    assert "benchmarks.points -> ASPLOS23 (l.1)" in said
+    assert "megatron -> megatron.config (l.1)" in said
+
+
+def test_a_package_without_a_layer_is_found(tree: Path) -> None:
+    _write(tree, "megatron/novelty/points.py", "import os")
+    assert "novelty" in _lint(*IMPORTS, folder=tree)
+
+
+def test_imports_downwards_are_allowed(tree: Path) -> None:
+    _write(tree, "megatron/topology/group.py", "")
+    _write(tree, "megatron/comm/ledger.py", "import torch.distributed\nfrom megatron.topology import group")
+    _write(tree, "megatron/comm/points.py", "from . import ledger\nimport megatronics.parallel")
+    _write(tree, "tools/points.py", "import benchmarks\nfrom megatron.planner import command")
+    assert _lint(*IMPORTS, folder=tree) == ""
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from megatron.comm.one import f",
+        "import megatron.comm.one",
+        "from .one import f",
+        "from . import one",
+        "def g():\n    from megatron.comm.one import f",
+        "if TYPE_CHECKING:\n    from megatron.comm import one",
+    ],
+)
+def test_a_circle_is_found_wherever_the_import_stands(tree: Path, back: str) -> None:
+    _write(tree, "megatron/comm/one.py", "from megatron.comm.two import g")
+    _write(tree, "megatron/comm/two.py", back)
+    assert "circles" in _lint(*IMPORTS, "--contract", "circles", folder=tree).lower()
+
+
+@pytest.mark.parametrize("package", ["kernels", "compression"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed as dist",
+        "from torch import distributed",
+        "from torch.distributed.device_mesh import DeviceMesh",
+        "import torch\ntorch.distributed.barrier()",
+    ],
+)
+def test_algorithms_that_communicate_are_found(tree: Path, package: str, source: str) -> None:
+    _write(tree, f"megatron/{package}/points.py", source)
+    _write(tree, "megatron/comm/points.py", source)
+    said = _lint("-m", "ruff", "check", "--select", "TID251", "--no-cache", ".", folder=tree)
+    assert "kernels and compressors never communicate" in said
+    assert f"megatron/{package}/points.py:" in said
+    assert "comm" not in said.replace("communicate", "")
 
 
 @pytest.mark.slow
@@ -83,86 +183,7 @@ def test_importing_everything_does_nothing() -> None:
     assert report["unchanged"] == [True] * 4
 
 
-@pytest.mark.parametrize(
-    ("package", "source", "problem"),
-    [
-        ("comm", "import megatron.parallel", "must not import megatron.parallel"),
-        ("comm", "from megatron import parallel", "must not import megatron.parallel"),
-        ("comm", "from megatron.parallel.tensor import linear", "layer 5"),
-        ("comm", "def f():\n    from megatron.model import gpt", "layer 6"),
-        ("comm", "if TYPE_CHECKING:\n    import megatron.training.step", "layer 8"),
-        ("comm", "from ..parallel import data", "layer 5"),
-        ("comm", "from .. import parallel", "layer 5"),
-        ("comm", "from ... import parallel", "leaves the package"),
-        ("model", "from megatron.data import batch", "only lower layers"),
-        ("base", "from torch import Tensor", "must not import torch"),
-        ("base", "from megatron.kernels import ops", "layer 1"),
-        ("compression", "import torch.distributed as dist", "must not import torch.distributed"),
-        ("compression", "from torch import distributed", "must not import torch.distributed"),
-        ("compression", "from torch.distributed.device_mesh import DeviceMesh", "must not import"),
-        ("compression", "import torch\ntorch.distributed.barrier()", "must not use torch.distributed"),
-        ("novelty", "import os", "has no layer"),
-        ("comm", "def f(:", "invalid syntax"),
-    ],
-)
-def test_the_checker_finds(tmp_path: Path, package: str, source: str, problem: str) -> None:
-    path = tmp_path / "megatron" / package / "points.py"
-    path.parent.mkdir(parents=True)
-    path.write_text(source)
-    problems = check_file(path, tmp_path)
-    assert len(problems) == 1
-    assert problem in problems[0]
-    assert problems[0].startswith(f"megatron/{package}/points.py:")
-
-
-@pytest.mark.parametrize(
-    ("where", "source", "problem"),
-    [
-        ("megatron/comm/points.py", "from tools import launch", "must not import tools.launch (layer 12)"),
-        ("megatron/evaluation/points.py", "import benchmarks.train", "only lower layers"),
-        ("benchmarks/gpu/points.py", "from tools.quickstart import run", "benchmarks (layer 11) must not import"),
-        ("benchmarks/points.py", "import ASPLOS23.report", "only lower layers"),
-        ("tools/points.py", "from tests.support import cli", "must not import tests.support.cli"),
-        ("points.py", "import os", "points has no layer"),
-        ("pretrain_gpt.py", "import tools.launch", "only lower layers"),
-        ("megatron/__init__.py", "from megatron.config import run", "imports none of its packages"),
-    ],
-)
-def test_the_checker_finds_what_commands_and_benchmarks_must_not_use(
-    tmp_path: Path, where: str, source: str, problem: str
-) -> None:
-    path = tmp_path / where
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(source)
-    assert [problem in found for found in check_repository(tmp_path)] == [True]
-
-
-def test_the_checker_allows_commands_to_use_what_is_below(tmp_path: Path) -> None:
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "tools" / "points.py").write_text("import benchmarks.lab.command\nfrom megatron.planner import command")
-    (tmp_path / "val_check_gpt.py").write_text("from megatron.evaluation.sweep_command import main")
-    assert check_repository(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("package", "source"),
-    [
-        ("comm", "from megatron.topology import group\nfrom megatron.compression.api import Codec"),
-        ("comm", "from megatron.comm import ledger\nfrom . import ledger\nfrom .ledger import Ledger"),
-        ("comm", "import torch.distributed as dist"),
-        ("model", "from megatron.parallel.tensor import linear"),
-        ("inference", "from megatron.checkpoint import load"),
-        ("comm", "import megatronics.parallel"),
-    ],
-)
-def test_the_checker_allows(tmp_path: Path, package: str, source: str) -> None:
-    path = tmp_path / "megatron" / package / "points.py"
-    path.parent.mkdir(parents=True)
-    path.write_text(source)
-    assert check_file(path, tmp_path) == []
-
-
-def test_the_checker_finds_what_is_too_long(tmp_path: Path) -> None:
+def test_what_is_too_long_is_found(tmp_path: Path) -> None:
     path = tmp_path / "megatron" / "comm" / "points.py"
     path.parent.mkdir(parents=True)
     path.write_text("def f():\n" + "    pass\n" * MAX_FUNCTION_LINES)
@@ -171,56 +192,8 @@ def test_the_checker_finds_what_is_too_long(tmp_path: Path) -> None:
     ]
     path.write_text("x = 1\n" * (MAX_FILE_LINES + 1))
     assert "split the file" in check_file(path, tmp_path)[0]
-
-
-def _sources(root: Path) -> dict[str, str]:
-    """The text of every module below a folder, by dotted name; of a package that of its __init__.py."""
-    found = {}
-    for path in sorted((root / "megatron").rglob("*.py")):
-        parts = path.relative_to(root).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text(encoding="utf-8")
-    return found
-
-
-def _circle(sources: Mapping[str, str]) -> list[str]:
-    """Modules that import each other in a circle, wherever in the files the imports stand; none when there is none."""
-    graph: dict[str, set[str]] = {}
-    for module, text in sources.items():
-        is_package = any(other.startswith(f"{module}.") for other in sources)
-        graph[module] = set()
-        for _, name in imported_modules(ast.parse(text), module, is_package):
-            known = name if name in sources else name.rpartition(".")[0]
-            if known in sources and known != module:
-                graph[module].add(known)
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        circle: list[str] = error.args[1]
-        return circle
-    return []
-
-
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    sources = _sources(REPO)
-    assert len(sources) > 150
-    assert _circle(sources) == []
-
-
-@pytest.mark.parametrize(
-    "back",
-    [
-        "from megatron.a.one import f",
-        "import megatron.a.one",
-        "from .one import f",
-        "from . import one",
-        "def g():\n    from megatron.a.one import f",
-        "if TYPE_CHECKING:\n    from megatron.a import one",
-    ],
-)
-def test_a_circle_is_found_wherever_the_import_stands(back: str) -> None:
-    sources = {"megatron.a": "", "megatron.a.one": "from megatron.a.two import g", "megatron.a.two": back}
-    assert set(_circle(sources)) == {"megatron.a.one", "megatron.a.two"}
-    assert _circle({**sources, "megatron.a.two": "from megatron.a import three"}) == []
+    path.write_text("def f(:")
+    assert "invalid syntax" in check_repository(tmp_path)[0]
 
 
 def test_flags_are_read_without_torch() -> None:
