@@ -47,6 +47,8 @@ CASES: dict[str, list[str]] = {
     "Radius d=0.01": [f"{RADIUS},density=0.01"],
     "delta fw4/bw8": ["pp-forward=delta,bits=4", "pp-backward=fixpoint,bits=8"],
     "delta fw2/bw4": ["pp-forward=delta,bits=2", "pp-backward=fixpoint,bits=4"],
+    "delta by token fw4/bw8": ["pp-forward=delta,predict=token,bits=4", "pp-backward=fixpoint,bits=8"],
+    "delta by token fw2/bw8": ["pp-forward=delta,predict=token,bits=2", "pp-backward=fixpoint,bits=8"],
     "fixpoint fw4/bw8": ["pp-forward=fixpoint,bits=4", "pp-backward=fixpoint,bits=8"],
     "fixpoint fw2/bw4": ["pp-forward=fixpoint,bits=2", "pp-backward=fixpoint,bits=4"],
     "CB+FE, delta fw4, Radius d=0.1": [MEAN, "embedding=fused", "pp-forward=delta,bits=4", f"{RADIUS},density=0.1"],

@@ -252,6 +252,17 @@ class Payload:
         return self.wire.numel() * self.wire.element_size()
 
 
+class Content(tuple[int, ...]):
+    """Key of a pipeline message: the ids of its samples, in the order of dimension 1.
+
+    Where a codec asks for them (``CodecTraits.tokens``) it holds their tokens as well: ``tokens_sb``, int64, of this
+    rank's share of the sequence, and ``vocab_size``, the entries of the vocabulary.
+    """
+
+    tokens_sb: Tensor | None = None
+    vocab_size: int = 0
+
+
 @dataclass(frozen=True)
 class CodecTraits:
     """What a ``Codec`` declares to the engines.
@@ -266,6 +277,7 @@ class CodecTraits:
             which operations run, and those that ``launches`` accounts for itself.
         samples: how many samples each end remembers; more than 0 for a codec that gains from samples that come again,
             and from those alone: it is off in evaluation.
+        tokens: keys at the pipeline's points hold the samples' tokens (``Content``).
         folders: where it writes to on this machine.
     """
 
@@ -274,6 +286,7 @@ class CodecTraits:
     shared: tuple[str, ...] = ()
     steady: tuple[str, ...] = ()
     samples: int = 0
+    tokens: bool = False
     folders: tuple[str, ...] = ()
 
 
@@ -327,7 +340,7 @@ class Codec(Compressor, ABC):
                 sequence parallelism.
             state: the sender's state.
             key: names the content, for codecs with a memory: at the pipeline's points a tuple of the samples' ids
-                (int), in the order of dimension 1.
+                (int), in the order of dimension 1 (``Content``).
         """
 
     @abstractmethod

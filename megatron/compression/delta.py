@@ -1,38 +1,48 @@
-"""Messages of changes since the last visit of the same sample (AQ-SGD, Wang et al. 2022, algorithm 1).
+"""Messages of differences from what both ends expect: a sample's last visit, or the mean of its tokens.
 
-Both ends remember what the receiver got for each sample. A first visit sends the activation itself, as it is, in half
-precision or in fixed point; every later one only the quantized difference, whose error the next difference contains.
-Which is which both ends derive from the sample ids alone.
+By sample (AQ-SGD, Wang et al. 2022, algorithm 1) both ends remember what the receiver got for each sample. A first
+visit sends the activation itself, as it is, in half precision or in fixed point; every later one only the quantized
+difference, whose error the next difference contains. Which is which both ends derive from the sample ids alone.
+
+By token both ends keep a running mean of the decoded activations of each token, and every message is a quantized
+difference from it. No sample has to come again.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from megatron.base.errors import UserError
-from megatron.compression.api import Codec, CodecTraits, Payload
+from megatron.compression.api import Codec, CodecTraits, Content, Payload
 from megatron.compression.fixpoint import FixpointConfig, Quantizer, message_seed
 from megatron.compression.options import opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.sample_cache import SampleCache
 from megatron.compression.state import CompressorState, both
+from megatron.compression.token_means import COUNTS, MEANS, learn, predict
 from megatron.kernels.grid import Role
 
 _CACHE = "samples"
+_OF_SAMPLES = ("first_bits", "cache", "memory", "folder", "cache_dtype", "cache_bits")
+"""Options of the memory of samples."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class DeltaConfig(FixpointConfig):
-    """Changes of a sample's activations since its last visit; for runs of several epochs."""
+    """Differences of activations from the sample's last visit, or from the mean of the token."""
 
+    predict: Literal["sample", "token"] = opt(
+        "sample", "differences from the sample's last visit, for runs of several epochs, or from the token's mean"
+    )
+    horizon: int = opt(64, "with predict=token, activations of a token after which it forgets older ones", minimum=1)
     bits: int = opt(4, "bits of each number of a difference", minimum=1, maximum=8, scheduled=True)
     first_bits: int = opt(
         16,
@@ -50,6 +60,13 @@ class DeltaConfig(FixpointConfig):
         super().__post_init__()
         if self.first_bits > 8 and self.first_bits not in (16, 32):
             raise UserError(f"first-bits={self.first_bits}: must be 1 to 8, 16 or 32")
+        idle = _OF_SAMPLES if self.predict == "token" else ("horizon",)
+        for field in fields(self):
+            if field.name in idle and getattr(self, field.name) != field.default:
+                name = field.name.replace("_", "-")
+                raise UserError(
+                    f"{name}={getattr(self, field.name)}: means nothing with predict={self.predict}; drop it"
+                )
 
 
 @dataclass(frozen=True)
@@ -58,9 +75,53 @@ class DeltaLowBitsConfig(DeltaConfig):
 
     cache_bits: int = opt(4, "bits of each remembered number; 0 keeps cache-dtype", minimum=0, maximum=8)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.predict == "token":
+            raise UserError("predict=token: remembers no samples, so nothing of them can be quantized; use delta")
+
+
+class TokenDeltaCodec(Codec):
+    """Differences from the token's mean. A key without tokens predicts zeros."""
+
+    config: DeltaConfig
+    traits = CodecTraits(widened=False, shared=(MEANS, COUNTS), steady=("messages",), tokens=True)
+
+    def __init__(self, config: DeltaConfig) -> None:
+        super().__init__(config)
+        self.difference = Quantizer(config)
+
+    def empty_payload(
+        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
+    ) -> Payload:
+        return Payload(torch.empty(self.difference.nbytes(shape), dtype=torch.uint8, device=device))
+
+    def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
+        held = self._predict(x.shape, x.device, state, key)
+        wire = self.difference.encode(x.float(), _seed(self.config, state), Role.DELTA, held)
+        self._learn(held, state, key)
+        return Payload(wire)
+
+    def decode(
+        self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
+    ) -> Tensor:
+        held = self.difference.add_to(self._predict(shape, payload.wire.device, state, key), payload.wire)
+        self._learn(held, state, key)
+        return held.to(dtype)
+
+    def _predict(self, shape: torch.Size, device: torch.device, state: CompressorState, key: Hashable) -> Tensor:
+        if not isinstance(key, Content) or key.tokens_sb is None:
+            return torch.zeros(shape, device=device)
+        return predict(state, key.tokens_sb.flatten(), key.vocab_size, shape[-1]).view(shape)
+
+    def _learn(self, held: Tensor, state: CompressorState, key: Hashable) -> None:
+        if isinstance(key, Content) and key.tokens_sb is not None:
+            rows_nh = held.view(-1, held.shape[-1])
+            learn(state, key.tokens_sb.flatten(), rows_nh, key.vocab_size, self.config.horizon)
+
 
 class DeltaCodec(Codec):
-    """Keeps one row for each remembered sample at each end; see ``SampleCache``."""
+    """Differences from the sample's last visit; keeps one row for each sample at each end (``SampleCache``)."""
 
     config: DeltaConfig
 
@@ -114,9 +175,9 @@ class DeltaCodec(Codec):
             own = x.select(1, place) if len(row) < x.dim() else x
             if known:
                 held = self._recall(cache, sample, row)
-                wire = self.difference.encode(own.float(), self._seed(state), Role.DELTA, held)
+                wire = self.difference.encode(own.float(), _seed(self.config, state), Role.DELTA, held)
             else:
-                wire = self._encode_first(own, self._seed(state))
+                wire = self._encode_first(own, _seed(self.config, state))
                 held = self._decode_first(wire, row, x.dtype)
             self._remember(cache, sample, held)
             wires.append(wire)
@@ -149,12 +210,6 @@ class DeltaCodec(Codec):
     def _visit(self, samples: list[int], state: CompressorState) -> list[bool]:
         cache = self._cache(state)
         return [cache.visit(sample) for sample in samples]
-
-    def _seed(self, state: CompressorState) -> int | None:
-        if self.config.rounding == "nearest":
-            return None
-        state.stage("messages", state.count("messages") + 1)
-        return message_seed(self.config.seed, state.count("messages"))
 
     def _first_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """What a first visit's numbers are on the wire in a run of activations of ``dtype``; None in fixed point."""
@@ -197,6 +252,14 @@ class DeltaCodec(Codec):
         return self.memory.decode(stored, row) if self.config.cache_bits else stored.to(torch.float32, copy=True)
 
 
+def _seed(config: DeltaConfig, state: CompressorState) -> int | None:
+    """The seed of the next message's noise; None without stochastic rounding."""
+    if config.rounding == "nearest":
+        return None
+    state.stage("messages", state.count("messages") + 1)
+    return message_seed(config.seed, state.count("messages"))
+
+
 def _split(shape: torch.Size, key: Hashable) -> tuple[list[int], torch.Size]:
     """Sample ids of a message, and the shape of one sample: (s, b, h) holds b of them along dimension 1."""
     if isinstance(key, tuple) and len(shape) > 1 and len(key) == shape[1]:
@@ -210,6 +273,10 @@ def _sample(key: Hashable) -> int:
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little") >> 1
 
 
+def _codec(config: DeltaConfig) -> Codec:
+    return TokenDeltaCodec(config) if config.predict == "token" else DeltaCodec(config)
+
+
 def register(registry: Registry) -> None:
     """Registers ``delta`` and ``delta-lowbits``."""
     for name, config in (("delta", DeltaConfig), ("delta-lowbits", DeltaLowBitsConfig)):
@@ -217,10 +284,10 @@ def register(registry: Registry) -> None:
             name,
             Registration(
                 config,
-                codec=DeltaCodec,
+                codec=_codec,
                 points=frozenset({Point.PP_FWD}),
                 no_feedback="makes up for what it left out when the sample comes again",
                 advice="samples are met again in activations only; use fixpoint",
-                needs="only with --sample-order fixed, for several epochs",
+                needs="predict=sample only with --sample-order fixed, for several epochs",
             ),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ class Registration:
 
     Args:
         config: the options, a frozen dataclass made of ``opt`` fields; its docstring says what the compressor is.
-        codec: codec of messages and gathers.
+        codec: codec of messages and gathers, made of the options.
         rounds: compressor of reductions.
         points: points that it may serve; None for all that its contracts fit.
         feedback: the default residual by point; "off" where not named.
@@ -28,7 +28,7 @@ class Registration:
     """
 
     config: type[Any]
-    codec: type[Codec] | None = None
+    codec: Callable[[Any], Codec] | None = None
     rounds: type[RoundCompressor] | None = None
     points: frozenset[Point] | None = None
     feedback: Mapping[Point, str] = field(default_factory=dict)

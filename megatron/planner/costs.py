@@ -166,7 +166,7 @@ class CostBook:
             dtype = model.residual_dtype(self.config.precision.params_dtype)
             self._messages[key] = planned(
                 texts,
-                lambda: message(plan.codec(point), shape, dtype, self._stand, choice.micro_batch),
+                lambda: message(plan.codec(point), shape, dtype, self._stand, choice.micro_batch, self.vocab_size),
             )
         return self._messages[key]
 

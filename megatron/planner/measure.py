@@ -216,7 +216,7 @@ class Corrections:
         model, keys = self.config.model, self.choice.micro_batch
         shape = (model.seq_length, keys, model.hidden_size)
         dtype = model.residual_dtype(self.config.precision.params_dtype)
-        sent = message(pieces.plan.codec(point), torch.Size(shape), dtype, where, keys)
+        sent = message(pieces.plan.codec(point), torch.Size(shape), dtype, where, keys, self.vocab_size)
         return sent.encode_s + sent.decode_s
 
 

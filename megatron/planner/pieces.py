@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.reducer import GradReducer
 from megatron.comm.tensor import TensorComm
-from megatron.compression.api import Codec
+from megatron.compression.api import Codec, Content
 from megatron.compression.state import CompressorState
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
@@ -273,7 +273,9 @@ class MessageCost:
     sample_bytes: float = 0.0
 
 
-def message(codec: Codec, shape: torch.Size, dtype: torch.dtype, stand: Stand, keys: int = 1) -> MessageCost:
+def message(
+    codec: Codec, shape: torch.Size, dtype: torch.dtype, stand: Stand, keys: int = 1, vocab_size: int = 1
+) -> MessageCost:
     """Runs a message of a tensor through a codec, as it is when its content was sent before.
 
     Args:
@@ -281,10 +283,14 @@ def message(codec: Codec, shape: torch.Size, dtype: torch.dtype, stand: Stand, k
         shape, dtype: those of the tensor.
         stand: stand on which it is encoded and decoded.
         keys: number of samples in it.
+        vocab_size: entries of the vocabulary that their tokens are of.
     """
     meter, device = stand.recorder(), stand.torch_device
     sender, receiver = CompressorState(), CompressorState()
-    key: Hashable = tuple(range(keys))
+    key = Content(range(keys))
+    if codec.traits.tokens:
+        key.tokens_sb = torch.arange(shape[:-1].numel(), device=device).view(shape[:-1]) % vocab_size
+        key.vocab_size = vocab_size
     wide = dtype if codec.traits.exact or dtype == torch.float64 else torch.float32
     nbytes = 0.0
     encodes: list[Tally] = []

@@ -15,6 +15,7 @@ from megatron.comm.channel import PipelineChannel
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.tensor import TensorComm
+from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.compression.state import CompressorState
 from megatron.config.run import RunConfig
@@ -104,9 +105,18 @@ class Engines:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether this rank reads tokens: for the embedding, for the loss, or for positions and documents."""
+        """Whether this rank reads tokens: for the embedding, the loss, positions and documents, or its messages."""
         restarts = self.config.data.reset_position_ids or self.config.data.reset_attention_mask
-        return restarts or any(stage.part.first or stage.part.last for stage in self.stages)
+        ends = any(stage.part.first or stage.part.last for stage in self.stages)
+        return ends or restarts or self.keys_hold_tokens
+
+    @property
+    def keys_hold_tokens(self) -> bool:
+        """Whether a codec of the pipeline's messages asks for their tokens."""
+        if self.channel is None:
+            return False
+        points = (Point.PP_FWD, Point.PP_BWD)
+        return any(self.plan.compressed(point) and self.plan.codec(point).traits.tokens for point in points)
 
 
 def layout_of(config: RunConfig, world_size: int) -> Layout:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.comm.ledger import Ledger
+from megatron.compression.api import Content
 from megatron.data.batch import Batch
 from megatron.model.context import ForwardContext
 from megatron.model.gpt import GPTStage
@@ -43,7 +44,16 @@ class ChunkProgram:
         self.counts: list[Tensor] = []
 
     def key(self, micro_batch: int) -> Hashable:
-        return tuple(self.batches[micro_batch].sample_ids_b.tolist())
+        batch = self.batches[micro_batch]
+        key = Content(batch.sample_ids_b.tolist())
+        if self.engines.keys_hold_tokens:
+            assert batch.tokens_bs is not None
+            tp = self.engines.topology.tp
+            tokens_sb = batch.tokens_bs.t()
+            parts = tp.size if self.engines.config.parallel.sequence_parallel else 1
+            key.tokens_sb = tokens_sb.chunk(parts)[tp.rank % parts]
+            key.vocab_size = self.engines.vocab_size
+        return key
 
     def _context(self, batch: Batch) -> ForwardContext:
         data = self.engines.config.data

@@ -161,6 +161,15 @@ LOSSY: dict[str, tuple[int, Changes]] = {
         4,
         _run("pp-forward=delta,bits=3", pp=4, precision="fp16", pipeline_schedule="gpipe", **FIXED),
     ),
+    "delta by token": (2, _run("pp-forward=delta,bits=2,predict=token", pp=2)),
+    "delta by token, middle stages, eager, eval": (
+        4,
+        _run("pp-forward=delta,bits=3,predict=token,eval=on", pp=4, pipeline_schedule="eager-1f1b"),
+    ),
+    "delta by token, sequence parallel, virtual stages": (
+        4,
+        _run("pp-forward=delta,bits=3,predict=token", pp=2, tp=2, sequence_parallel=True, precision="bf16", **VIRTUAL),
+    ),
     "schedules": (
         4,
         _run(

@@ -88,6 +88,16 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
             "compress": ["pp-forward=delta-lowbits,bits=3,cache=9,rounding=stochastic", "pp-backward=fixpoint,bits=6"],
         },
     ),
+    "delta by token, in evaluation too": (
+        4,
+        {
+            "pipeline_model_parallel_size": 2,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "eval_interval": 3,
+            "compress": ["pp-forward=delta,bits=3,predict=token,eval=on,rounding=stochastic"],
+        },
+    ),
     "parameters gathered as differences": (
         2,
         {"use_distributed_optimizer": True, "compress": ["param-gather=fixpoint,bits=4,rounding=stochastic"]},

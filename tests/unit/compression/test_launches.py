@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.compression.api import Codec, CodecTraits, Payload, RoundCompressor
-from megatron.compression.delta import DeltaCodec, DeltaConfig
+from megatron.compression.api import Codec, CodecTraits, Content, Payload, RoundCompressor
+from megatron.compression.delta import DeltaCodec, DeltaConfig, TokenDeltaCodec
 from megatron.compression.error_feedback import ErrorFeedback, ErrorFeedbackCodec
 from megatron.compression.fixpoint import FixpointCodec, FixpointConfig, FixpointRounds
 from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
@@ -28,6 +28,7 @@ STOCHASTIC = FixpointConfig(bits=4, rounding="stochastic")
 MORE_CODECS: dict[str, Callable[[], Codec]] = {
     "lowrank with residual": lambda: ErrorFeedbackCodec(LowRankCodec(LowRankConfig(rank=2))),
     "fixpoint with mean residual": lambda: ErrorFeedbackCodec(FixpointCodec(STOCHASTIC), "lazy-mean"),
+    "delta by token": lambda: TokenDeltaCodec(DeltaConfig(predict="token", rounding="stochastic")),
     "delta that evicts": lambda: DeltaCodec(DeltaConfig(cache=7, rounding="stochastic")),
 }
 MORE_ROUNDS: dict[str, Callable[[], RoundCompressor]] = {
@@ -65,7 +66,9 @@ def _messages(codec: Codec) -> tuple[Watched, Watched]:
     sender, receiver = Watched(), Watched()
     states = CompressorState(), CompressorState()
     for step in range(STEPS):
-        keys = [(10 * (step % 5) + message, 10 * (step % 5) + message + 5) for message in range(MESSAGES)]
+        keys = [Content((10 * (step % 5) + message, 10 * (step % 5) + message + 5)) for message in range(MESSAGES)]
+        for key in keys:
+            key.tokens_sb, key.vocab_size = torch.arange(16).view(8, 2) + key[0], 64
         xs = [noise(tuple(SHAPE), torch.float32, 10 * step + message) for message in range(MESSAGES)]
 
         def encode(xs: Sequence[torch.Tensor] = xs, keys: Sequence[Hashable] = keys) -> list[Payload]:
