@@ -31,6 +31,7 @@ if __name__ == "__main__":
 import numpy as np
 
 from megatron.base.errors import UserError
+from megatron.data.lines import lines
 from tools.openwebtext import (
     add_id,
     cleanup_dataset,
@@ -41,8 +42,8 @@ from tools.openwebtext import (
     merge_jsons,
     remove_group_duplicates,
 )  # fmt: skip
+from tools.openwebtext.filtering import encode
 from tools.openwebtext.fingerprints import shingle_set, similarity
-from tools.openwebtext.streams import encode, lines
 
 LEAST = 20
 """Documents, so that there are copies of both kinds."""

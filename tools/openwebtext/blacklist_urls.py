@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.base.errors import UserError
-from tools.openwebtext.streams import Report, add_common, check_apart, command, lines, progress, writing
+from megatron.data.lines import lines, writing
+from tools.openwebtext.tool import Report, Tool, add_common, check_apart, progress
 
 LISTS = Path(__file__).resolve().parent / "lists"
 
@@ -106,8 +107,7 @@ def run(options: argparse.Namespace) -> Report:
         domains |= words_of(options.domains_file)
     if options.extensions_file is not None:
         extensions |= words_of(options.extensions_file)
-    report, seen = Report(), set[bytes]()
-    report.add("URLs", 0)
+    report, seen = Report(URLs=0), set[bytes]()
     with writing(options.output) as write:
         for line in progress((line for path in files for line in lines(path)), "URLs", "URL"):
             report.add("URLs")
@@ -125,15 +125,15 @@ def run(options: argparse.Namespace) -> Report:
     return report
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="blacklist_urls.py", description=__doc__)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input", help="folder of .txt files")
     parser.add_argument("output", help="file for the URLs that are kept")
     parser.add_argument("--domains-file", metavar="FILE", help="further names of sites to leave out, one a line")
     parser.add_argument("--extensions-file", metavar="FILE", help="further endings to leave out, one a line")
     add_common(parser, workers=False, bad_lines=False)
-    return command(parser, run, arguments)
 
+
+main = Tool("blacklist_urls.py", __doc__, add_flags, run)
 
 if __name__ == "__main__":
     raise SystemExit(main())

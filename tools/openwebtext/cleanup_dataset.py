@@ -14,8 +14,9 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +25,14 @@ if __name__ == "__main__":
 
 from megatron.base.errors import UserError
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.data.lines import writing
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
-from tools.openwebtext.filtering import Judged, judge_all
+from tools.openwebtext.filtering import Judged, encode, judge_all
 from tools.openwebtext.language import check_language, is_language
-from tools.openwebtext.streams import Report, add_common, check_apart, command, encode, text_of, writing
+from tools.openwebtext.tool import Report, Tool, add_common, check_apart, check_at_least
 
 _WORD, _MARK = re.compile(r"[^\W_]+"), re.compile(r"[^\w\s]+|_+")
-
-
-class _Settings:
-    """Of this process, which is one of several."""
-
-    key = "text"
-    language = "en"
-    least = 128
-    tokenizer: Tokenizer | None = None
 
 
 @cache
@@ -49,81 +42,76 @@ def _tokenizer(vocab: str, merges: str) -> Tokenizer:
     return build_tokenizer(flags)
 
 
-def prepare(key: str, language: str, least: int, vocabulary: tuple[str, str] | None) -> None:
-    """Sets this process up."""
-    _Settings.key, _Settings.language, _Settings.least = key, language, least
-    _Settings.tokenizer = None if vocabulary is None else _tokenizer(*vocabulary)
+@dataclass(frozen=True)
+class Cleanup:
+    """Repairs the encoding of a document's text, and keeps it if it is long enough and in a language.
 
+    Args:
+        key: field that holds the text.
+        language: its ISO 639-1 code.
+        least: tokens of a text that is kept.
+        tokenizer: makes what counts them; without, words and marks are counted.
+    """
 
-def long_enough(text: str) -> bool:
-    """Whether a text has the tokens that are asked for."""
-    least, tokenizer = _Settings.least, _Settings.tokenizer
-    # Every word is at least a token, so most texts need no tokenizer.
-    words = sum(1 for _ in zip(_WORD.finditer(text), range(least), strict=False))
-    if words >= least:
-        return True
-    if tokenizer is not None:
-        return len(tokenizer.tokenize(text)) >= least
-    return words + sum(1 for _ in _MARK.finditer(text)) >= least
+    key: str
+    language: str
+    least: int
+    tokenizer: Callable[[], Tokenizer] | None
 
+    def long_enough(self, text: str) -> bool:
+        """Whether a text has the tokens that are asked for."""
+        # Every word is at least a token, so most texts need no tokenizer.
+        words = sum(1 for _ in zip(_WORD.finditer(text), range(self.least), strict=False))
+        if words >= self.least:
+            return True
+        if self.tokenizer is not None:
+            return len(self.tokenizer().tokenize(text)) >= self.least
+        return words + sum(1 for _ in _MARK.finditer(text)) >= self.least
 
-def judge(found: dict[str, Any], line: bytes, where: str) -> Judged:
-    """Keeps, repairs or drops a document."""
-    import ftfy
+    def __call__(self, found: dict[str, Any], line: bytes, where: str) -> Judged:
+        import ftfy
 
-    original = text_of(found, _Settings.key, where)
-    text = ftfy.fix_text(original)
-    fixed = ("fixed",) if text != original else ()
-    if not is_language(text, _Settings.language):
-        return Judged(reasons=(*fixed, "in another language"))
-    if not long_enough(text):
-        return Judged(reasons=(*fixed, "too short"))
-    return Judged((encode({**found, _Settings.key: text}) if fixed else line,), reasons=fixed)
-
-
-def settings_of(options: argparse.Namespace) -> tuple[Any, ...]:
-    """What ``prepare`` is given."""
-    vocabulary = (options.vocab_file, options.merge_file) if options.vocab_file is not None else None
-    return options.key, options.language, options.min_tokens, vocabulary
+        text = ftfy.fix_text(found[self.key])
+        fixed = ("fixed",) if text != found[self.key] else ()
+        if not is_language(text, self.language):
+            return Judged(reasons=(*fixed, "in another language"))
+        if not self.long_enough(text):
+            return Judged(reasons=(*fixed, "too short"))
+        return Judged((encode({**found, self.key: text}) if fixed else line,), reasons=fixed)
 
 
 def check(options: argparse.Namespace) -> None:
-    """Checks the flags, and sets this process up.
+    """Checks the flags.
 
     Raises:
         UserError: when they make no sense, or the vocabulary cannot be read.
     """
+    check_apart([options.input, options.vocab_file, options.merge_file], [options.output, options.report])
     if (options.vocab_file is None) != (options.merge_file is None):
         raise UserError("--vocab-file and --merge-file belong together: give both, or none")
-    if options.min_tokens < 0:
-        raise UserError(f"--min-tokens {options.min_tokens}: give 0 or more")
+    check_at_least(options, min_tokens=0)
     check_language(options.language)
-    prepare(*settings_of(options))
+    if options.vocab_file is not None:
+        _tokenizer(options.vocab_file, options.merge_file)
 
 
 def run(options: argparse.Namespace) -> Report:
-    """Cleans a file.
-
-    Raises:
-        UserError: for files that cannot be read or written.
-    """
-    check_apart([options.input, options.vocab_file, options.merge_file], [options.output, options.report])
-    check(options)
+    """Cleans a file."""
+    tokenizer = partial(_tokenizer, options.vocab_file, options.merge_file) if options.vocab_file is not None else None
+    cleanup = Cleanup(options.key, options.language, options.min_tokens, tokenizer)
     with writing(options.output) as write:
         return judge_all(
-            judge,
-            options.input,
+            cleanup,
+            [options.input],
             write,
+            keys=[options.key],
             workers=options.workers,
             skip_bad=options.skip_bad_lines,
             what="cleanup",
-            prepare=prepare,
-            arguments=settings_of(options),
         )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="cleanup_dataset.py", description=__doc__)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input", help="JSON lines")
     parser.add_argument("output", help="JSON lines")
     parser.add_argument("--key", default="text", help="field that holds the text (text)")
@@ -132,8 +120,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocab-file", metavar="FILE", help="GPT-2's vocab.json")
     parser.add_argument("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
     add_common(parser)
-    return command(parser, run, arguments)
 
+
+main = Tool("cleanup_dataset.py", __doc__, add_flags, run, check)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -21,7 +21,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,57 +30,45 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.base.errors import UserError
-from tools.openwebtext.filtering import Judged, judge_all
+from megatron.data.lines import writing
+from tools.openwebtext.filtering import Judged, encode, judge_all
 from tools.openwebtext.language import is_language
-from tools.openwebtext.streams import Report, add_common, check_apart, command, encode, text_of, writing
+from tools.openwebtext.tool import Report, Tool, add_common, check_apart
 
-FIXES = ("ftfy_fix_text", "general_cleaning")
-REMOVALS = ("remove_512", "remove_256_javascript", "remove_512_non_english")
 _RUNS = re.compile(r" {2,}|(?<=\w)\n+ ?")
 
+RULES: dict[str, Callable[[str], bool]] = {
+    "remove_512": lambda text: len(text) < 512,
+    "remove_256_javascript": lambda text: len(text) < 256 and "javascript" in text.lower(),
+    "remove_512_non_english": lambda text: len(text) < 512 and not is_language(text, "en"),
+}
+"""Whether a text is dropped, by the task."""
 
-class _Settings:
-    """Of this process, which is one of several."""
-
-    key = "text"
-    tasks: tuple[str, ...] = ()
-
-
-def prepare(key: str, tasks: Sequence[str]) -> None:
-    """Sets this process up."""
-    _Settings.key, _Settings.tasks = key, tuple(tasks)
+TASKS = (*RULES, "ftfy_fix_text", "general_cleaning")
 
 
-def repaired(text: str) -> str:
-    """A text after all repairs that were asked for."""
-    if "ftfy_fix_text" in _Settings.tasks:
-        import ftfy
+@dataclass(frozen=True)
+class Fix:
+    """Repairs a document's text, and drops it if it is of a kind; ``key`` is the field that holds it."""
 
-        text = ftfy.fix_text(text)
-    if "general_cleaning" in _Settings.tasks:
-        text = _RUNS.sub(" ", text)
-    return text
+    key: str
+    tasks: tuple[str, ...]
 
+    def repaired(self, text: str) -> str:
+        """A text after all repairs that were asked for."""
+        if "ftfy_fix_text" in self.tasks:
+            import ftfy
 
-def removed_by(text: str) -> str | None:
-    """The task that drops a text, if any."""
-    rules = {
-        "remove_512": lambda: len(text) < 512,
-        "remove_256_javascript": lambda: len(text) < 256 and "javascript" in text.lower(),
-        "remove_512_non_english": lambda: len(text) < 512 and not is_language(text, "en"),
-    }
-    return next((name for name in REMOVALS if name in _Settings.tasks and rules[name]()), None)
+            text = ftfy.fix_text(text)
+        return _RUNS.sub(" ", text) if "general_cleaning" in self.tasks else text
 
-
-def judge(found: dict[str, Any], line: bytes, where: str) -> Judged:
-    """Keeps, repairs or drops a document."""
-    original = text_of(found, _Settings.key, where)
-    text = repaired(original)
-    fixed = ("fixed",) if text != original else ()
-    reason = removed_by(text)
-    if reason is not None:
-        return Judged(dropped=line, reasons=(*fixed, reason))
-    return Judged((encode({**found, _Settings.key: text}) if fixed else line,), reasons=fixed)
+    def __call__(self, found: dict[str, Any], line: bytes, where: str) -> Judged:
+        text = self.repaired(found[self.key])
+        fixed = ("fixed",) if text != found[self.key] else ()
+        reason = next((name for name, drops in RULES.items() if name in self.tasks and drops(text)), None)
+        if reason is not None:
+            return Judged(dropped=line, reasons=(*fixed, reason))
+        return Judged((encode({**found, self.key: text}) if fixed else line,), reasons=fixed)
 
 
 def names(path: Path, folder: Path) -> tuple[Path, Path]:
@@ -109,37 +98,37 @@ def run(options: argparse.Namespace) -> Report:
     except OSError as error:
         raise UserError(f"--output-path {folder}: {error.strerror}; name a folder that can be written") from error
     total = Report()
+    fix = Fix(options.key, tuple(options.tasks))
     for path, (cleaned, filtered) in zip(options.input_files, places, strict=True):
         with writing(cleaned) as keep, writing(filtered) as drop:
-            report = judge_all(
-                judge,
-                path,
+            judge_all(
+                fix,
+                [path],
                 keep,
                 drop,
+                keys=[options.key],
                 workers=options.workers,
                 skip_bad=options.skip_bad_lines,
                 what=Path(path).name,
-                prepare=prepare,
-                arguments=(options.key, options.tasks),
+                report=total,
             )
-        total.counts.update(report.counts)
     return total
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="cleanup_fix_dataset.py", description=__doc__)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input-files", nargs="+", required=True, metavar="FILE", help="JSON lines")
-    parser.add_argument(
-        "--tasks", nargs="+", required=True, choices=[*REMOVALS, *FIXES], metavar="TASK", help="see above"
-    )
+    parser.add_argument("--tasks", nargs="+", required=True, choices=TASKS, metavar="TASK", help="see above")
     parser.add_argument(
         "--output-path", required=True, metavar="DIR", help="folder of the outputs; made where there is none"
     )
     parser.add_argument("--key", default="text", help="field that holds the text (text)")
     parser.add_argument("--log-interval", type=int, default=100, metavar="N", help="has no effect: there is a bar")
     add_common(parser)
-    return command(parser, run, arguments, "the outputs of the inputs that were done stay")
 
+
+main = Tool(
+    "cleanup_fix_dataset.py", __doc__, add_flags, run, interrupted="the outputs of the inputs that were done stay"
+)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -15,7 +15,7 @@ import datetime as dt
 import decimal
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.base.errors import UserError
-from tools.openwebtext.streams import Report, add_common, command, encode, progress, writing
+from megatron.data.lines import writing
+from tools.openwebtext.filtering import encode
+from tools.openwebtext.tool import Report, Tool, add_common, check_at_least, progress
 
 
 def rows(options: argparse.Namespace) -> Iterable[dict[str, Any]]:
@@ -69,8 +71,9 @@ def check(options: argparse.Namespace) -> None:
     """Checks that nothing is written into a data set of this machine, or over one of its files.
 
     Raises:
-        UserError: naming the flag whose file would be.
+        UserError: naming the flag whose file would be, or that makes no sense.
     """
+    check_at_least(options, limit=1)
     if not os.path.exists(options.dataset):
         return
     folder = Path(os.path.realpath(options.dataset))
@@ -87,11 +90,7 @@ def run(options: argparse.Namespace) -> Report:
     Raises:
         UserError: when it cannot be had or written.
     """
-    check(options)
-    if options.limit is not None and options.limit < 1:
-        raise UserError(f"--limit {options.limit}: give at least 1")
-    report = Report()
-    report.add("written", 0)
+    report = Report(written=0)
     with writing(options.output) as write:
         for number, row in enumerate(progress(islice(rows(options), options.limit), "rows", "row")):
             if row.get("url") is None:
@@ -101,15 +100,15 @@ def run(options: argparse.Namespace) -> Report:
     return report
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="download_openwebtext.py", description=__doc__)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, metavar="FILE", help="JSON lines")
     parser.add_argument("--dataset", default="Skylion007/openwebtext", metavar="NAME", help="or a folder (OpenWebText)")
     parser.add_argument("--split", default="train", metavar="NAME", help="of the data set (train)")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first rows")
     add_common(parser, workers=False, bad_lines=False)
-    return command(parser, run, arguments)
 
+
+main = Tool("download_openwebtext.py", __doc__, add_flags, run, check)
 
 if __name__ == "__main__":
     raise SystemExit(main())

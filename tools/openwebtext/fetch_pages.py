@@ -23,7 +23,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -33,10 +33,12 @@ if __name__ == "__main__":
 
 from megatron.base.atomic import holding
 from megatron.base.errors import UserError
+from megatron.data.lines import lines, writing
 from megatron.data.processes import in_processes
 from tools.openwebtext.blacklist_urls import page_of
 from tools.openwebtext.fetching import UNREACHED, Limits, Page, fetch_all, host_of
-from tools.openwebtext.streams import Report, add_common, check_apart, command, encode, lines, progress, writing
+from tools.openwebtext.filtering import encode
+from tools.openwebtext.tool import Report, Tool, add_common, check_apart, progress
 
 GOES_ON = "what is fetched is kept; the same command goes on"
 
@@ -184,15 +186,11 @@ def run(options: argparse.Namespace) -> Report:
 
     limits: Limits = options.limits
     output = Path(options.output)
-    place = output.with_name(output.name + ".fetched")
-    check_apart([options.input], [output, place, options.report])
-    if Path(options.input).exists() and not Path(options.input).is_file():
-        raise UserError(f"{options.input}: is no plain file, and will be read twice; name one")
     next(lines(options.input), None)  # a file that cannot be read leaves no record, which other limits would not fit
     wanted: set[bytes] = set()
     fetch = Fetcher(limits)
     _quiet()
-    with _recording(place, limits) as record:
+    with _recording(_record_of(output), limits) as record:
 
         def missing() -> Iterator[str]:
             for line in lines(options.input):
@@ -218,9 +216,7 @@ def run(options: argparse.Namespace) -> Report:
 
 def _write(source: str, wanted: set[bytes], record: _Record, output: Path) -> Report:
     """The texts of all pages that are wanted, and what became of the others."""
-    report = Report()
-    report.add("pages", 0)
-    report.add("written", 0)
+    report = Report(pages=0, written=0)
     with writing(output) as write:
         for row in record.rows():
             if page_of(row["url"]) not in wanted:
@@ -231,44 +227,54 @@ def _write(source: str, wanted: set[bytes], record: _Record, output: Path) -> Re
             else:
                 report.add("written")
                 write(encode(row))
-        if not report.counts["written"]:
+        if not report["written"]:
             record.path.unlink(missing_ok=True)  # so that all are asked for again when the network is back
             raise UserError(f"{source}: no page could be fetched ({report})")
     return report
 
 
-_NUMBERS: tuple[tuple[str, str, float, float, str], ...] = (
-    ("connections", "N", 1, 400, "connections at once"),  # each is a thread and an open file or two, of 1024
-    ("delay", "S", 0, 3600, "seconds between pages of a host"),
-    ("timeout", "S", 0.1, 3600, "seconds of silence; a page may take three times as long"),
-    ("max_bytes", "N", 1, 1_000_000_000, "bytes of a page, at most"),
-)
+_NUMBERS: dict[str, tuple[str, float, float, str]] = {
+    "connections": ("N", 1, 400, "connections at once"),  # each is a thread and an open file or two, of 1024
+    "delay": ("S", 0, 3600, "seconds between pages of a host"),
+    "timeout": ("S", 0.1, 3600, "seconds of silence; a page may take three times as long"),
+    "max_bytes": ("N", 1, 1_000_000_000, "bytes of a page, at most"),
+}
 """Fields of ``Limits`` that are numbers: how help calls a value, the least and the most, and what it is."""
+
+_SWITCHES = {
+    "ignore_robots": "do not ask for robots.txt",
+    "allow_private_hosts": "fetch from hosts of this machine and its own network, too",
+}
 
 
 def add_limits(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Flags of what fetching may cost."""
     base = Limits()
-    for name, metavar, _, _, text in _NUMBERS:
+    for name, (metavar, _, _, text) in _NUMBERS.items():
         usual = getattr(base, name)
         parser.add_argument(
             f"--{name.replace('_', '-')}", type=type(usual), default=usual, metavar=metavar, help=f"{text} ({usual})"
         )
     parser.add_argument("--user-agent", default=base.agent, metavar="NAME", help=f"told to the sites ({base.agent})")
-    parser.add_argument("--ignore-robots", action="store_true", help="do not ask for robots.txt")
-    parser.add_argument(
-        "--allow-private-hosts", action="store_true", help="fetch from hosts of this machine and its own network, too"
-    )
+    for name, text in _SWITCHES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
 
 
-def limits_of(options: argparse.Namespace) -> Limits:
+def words_of(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The flags of ``add_limits`` as words: those that tell which pages are had, and the others."""
+    words = {name: f"--{name.replace('_', '-')}={getattr(options, name)}" for name in (*_NUMBERS, "user_agent")}
+    switches = [f"--{name.replace('_', '-')}" for name in _SWITCHES if getattr(options, name)]
+    return [words.pop("max_bytes"), *switches], [*words.values()]
+
+
+def _limits_of(options: argparse.Namespace) -> Limits:
     """What the flags of ``add_limits`` say.
 
     Raises:
         UserError: when they make no sense.
     """
-    numbers = {name: getattr(options, name) for name, *_ in _NUMBERS}
-    for name, _, least, most, _ in _NUMBERS:
+    numbers = {name: getattr(options, name) for name in _NUMBERS}
+    for name, (_, least, most, _) in _NUMBERS.items():
         if not least <= numbers[name] <= most:
             raise UserError(f"--{name.replace('_', '-')} {numbers[name]}: give {least} to {most}")
     if not options.user_agent.isprintable() or not options.user_agent.strip() or not options.user_agent.isascii():
@@ -281,19 +287,31 @@ def limits_of(options: argparse.Namespace) -> Limits:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="fetch_pages.py", description=__doc__)
+def _record_of(output: Path) -> Path:
+    """Where the record of what is fetched is."""
+    return output.with_name(output.name + ".fetched")
+
+
+def check(options: argparse.Namespace) -> None:
+    """Checks the flags, and puts what they say of fetching into ``options.limits``.
+
+    Raises:
+        UserError: when they make no sense.
+    """
+    options.limits = _limits_of(options)
+    check_apart([options.input], [options.output, _record_of(Path(options.output)), options.report])
+    if Path(options.input).exists() and not Path(options.input).is_file():
+        raise UserError(f"{options.input}: is no plain file, and will be read twice; name one")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input", help="file of URLs, one a line")
     parser.add_argument("output", help="file for the texts, as JSON lines")
     add_limits(parser)
     add_common(parser, bad_lines=False)
 
-    def run_with_limits(options: argparse.Namespace) -> Report:
-        options.limits = limits_of(options)
-        return run(options)
 
-    return command(parser, run_with_limits, arguments, interrupted=GOES_ON)
-
+main = Tool("fetch_pages.py", __doc__, add_flags, run, check, GOES_ON)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -87,49 +87,75 @@ def host_of(url: str) -> str:
         return ""
 
 
+@dataclass(eq=False)
+class Quest:
+    """A page that is wanted.
+
+    Args:
+        begun: its URL.
+        url: that is asked for next: the same, or where a redirection leads.
+        redirections, retries: that are left.
+    """
+
+    begun: str
+    url: str
+    redirections: int = 5
+    retries: int = 2
+
+    def goes_on(self, page: Page) -> bool:
+        """Whether another URL is asked for after an answer, or the same once more."""
+        if not page.then:
+            return False
+        if page.then == self.url:
+            self.retries -= 1
+        else:
+            self.redirections -= 1
+        self.url = page.then
+        return min(self.retries, self.redirections) >= 0
+
+
 class Frontier:
-    """Which URL is next: hosts in turn, one request at a time to each and a pause between two.
+    """Which page is next: hosts in turn, one request at a time to each and a pause between two.
 
     Args:
         urls: read a window ahead.
         delay: seconds between the end of a request to a host and the next.
-        window: URLs in memory.
+        window: pages in memory.
     """
 
     def __init__(self, urls: Iterable[str], delay: float, window: int = WINDOW) -> None:
         self._urls = iter(urls)
         self._delay, self._window = delay, window
-        self._waiting: dict[str, deque[str]] = {}
+        self._waiting: dict[str, deque[Quest]] = {}
         self._ready: list[tuple[float, int, str]] = []
         self._free_at: dict[str, float] = {}
         self._silent: dict[str, int] = {}
         self._count = self._turn = 0
 
-    def add(self, url: str, now: float) -> None:
-        """Puts a URL behind those of its host, and a host behind those that wait."""
-        host = host_of(url)
+    def add(self, quest: Quest, now: float) -> None:
+        """Puts a page behind those of its host, and a host behind those that wait."""
+        host = host_of(quest.url)
         self._count += 1
         if host in self._waiting:
-            self._waiting[host].append(url)
+            self._waiting[host].append(quest)
             return
-        self._waiting[host] = deque([url])
+        self._waiting[host] = deque([quest])
         self._queue(host, self._free_at.get(host, now))
 
     def _queue(self, host: str, at: float) -> None:
         self._turn += 1
         heapq.heappush(self._ready, (at, self._turn, host))
 
-    def take(self, now: float) -> str | None:
-        """A URL whose host may be asked now, if there is one."""
+    def take(self, now: float) -> Quest | None:
+        """A page whose host may be asked now, if there is one."""
         if self._count <= self._window // 2:  # in halves, so that the file is not touched for every URL
             for url in islice(self._urls, self._window - self._count):
-                self.add(url, now)
+                self.add(Quest(url, url), now)
         if not self._ready or self._ready[0][0] > now:
             return None
         _, _, host = heapq.heappop(self._ready)
-        url = self._waiting[host].popleft()
         self._count -= 1
-        return url
+        return self._waiting[host].popleft()
 
     def release(self, url: str, now: float, answered: bool = True) -> None:
         """A URL's request has ended."""
@@ -155,47 +181,6 @@ class Frontier:
         return max(self._ready[0][0] - now, 0.0) if self._ready else None
 
 
-@dataclass
-class _Quest:
-    """For a page that is not had at once.
-
-    Args:
-        begun: the URL that is wanted.
-        redirections, retries: that are left.
-    """
-
-    begun: str
-    redirections: int = 5
-    retries: int = 2
-
-    def goes_on(self, again: bool) -> bool:
-        """Whether one more may be followed, which then counts."""
-        if again:
-            self.retries -= 1
-        else:
-            self.redirections -= 1
-        return min(self.retries, self.redirections) >= 0
-
-
-class _Quests:
-    """Those that are under way, by the URL that each asks for next."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, list[_Quest]] = {}
-
-    def settled(self, page: Page, frontier: Frontier) -> Page | None:
-        """A page under the URL that was wanted, or None when another URL is asked for first."""
-        waiting = self._waiting.get(page.url)
-        quest = waiting.pop() if waiting else _Quest(page.url)
-        if waiting is not None and not waiting:
-            del self._waiting[page.url]
-        if page.then and quest.goes_on(page.then == page.url):
-            self._waiting.setdefault(page.then, []).append(quest)
-            frontier.add(page.then, time.monotonic())
-            return None
-        return replace(page, url=quest.begun, then="")
-
-
 def fetch_all(
     urls: Iterable[str], fetch: Callable[[str], Page], connections: int, delay: float, patience: float = 120.0
 ) -> Generator[Page, None, None]:
@@ -208,18 +193,22 @@ def fetch_all(
         delay: between two requests to a host.
         patience: seconds after which a request is given up.
     """
-    frontier, quests = Frontier(urls, delay), _Quests()
-    answers: SimpleQueue[Page] = SimpleQueue()
-    running: dict[str, float] = {}  # until when, the oldest first
+    frontier = Frontier(urls, delay)
+    answers: SimpleQueue[tuple[Quest, Page]] = SimpleQueue()
+    running: dict[Quest, float] = {}  # until when, the oldest first
+
+    def ask(quest: Quest) -> None:
+        answers.put((quest, fetch(quest.url)))
+
     while True:
-        url = frontier.take(time.monotonic()) if len(running) < connections else None
-        if url is not None and not frontier.hopeless(url):
-            running[url] = time.monotonic() + patience
+        quest = frontier.take(time.monotonic()) if len(running) < connections else None
+        if quest is not None and not frontier.hopeless(quest.url):
+            running[quest] = time.monotonic() + patience
             # A thread for each, that nobody has to wait for: some will be given up, and all when the user stops this.
-            threading.Thread(target=lambda url=url: answers.put(fetch(url)), daemon=True).start()
+            threading.Thread(target=ask, args=(quest,), daemon=True).start()
             continue
-        if url is not None:
-            page = Page(url, failed="of a host that does not answer")
+        if quest is not None:
+            page = Page(quest.url, failed="of a host that does not answer")
         else:
             now = time.monotonic()
             pauses = [next(iter(running.values())) - now] if running else []
@@ -228,15 +217,16 @@ def fetch_all(
             if not pauses:
                 return
             try:
-                page = answers.get(timeout=max(min(pauses), 0.0))
+                quest, page = answers.get(timeout=max(min(pauses), 0.0))
             except Empty:
-                late = next((url for url, end in running.items() if end <= time.monotonic()), None)
-                if late is None:
+                quest = next((some for some, end in running.items() if end <= time.monotonic()), None)
+                if quest is None:
                     continue
-                page = Page(late, failed="timed out")
-            if running.pop(page.url, None) is None:
+                page = Page(quest.url, failed="timed out")
+            if running.pop(quest, None) is None:
                 continue  # it was given up
-        frontier.release(page.url, time.monotonic(), page.answered)
-        done = quests.settled(page, frontier)
-        if done is not None:
-            yield done
+        frontier.release(quest.url, time.monotonic(), page.answered)
+        if quest.goes_on(page):
+            frontier.add(quest, time.monotonic())
+        else:
+            yield replace(page, url=quest.begun, then="")

@@ -22,7 +22,9 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,10 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.base.errors import UserError
-from tools.openwebtext.filtering import Judged, judge_all
+from megatron.data.lines import lines, writing
+from tools.openwebtext.filtering import Judged, encode, judge_all
 from tools.openwebtext.ngram_tasks import TASKS, texts_of_file, texts_of_task
-from tools.openwebtext.streams import Report, add_common, check_apart, command, encode, lines, text_of, writing
+from tools.openwebtext.tool import Report, Tool, add_common, check_apart, check_at_least
 
 _WORD = re.compile(r"\w+")
 _ENDS = ".!?"
@@ -58,73 +61,80 @@ def ngrams_of(texts: Iterable[str], longest: int, shortest: int) -> dict[str, in
     return found
 
 
-class _Settings:
-    """Of this process, which is one of several."""
+@dataclass(frozen=True)
+class Search:
+    """A search for runs of words in documents' texts; ``key`` is the field that holds them.
 
-    key = "text"
-    ngrams: frozenset[str] = frozenset()
-    sizes: tuple[int, ...] = ()
-    each_side = 200
-    least = 200
-    most_pieces = 10
+    As a judge it is the first pass over the data, which keeps the runs that were found.
+    """
 
+    key: str
+    ngrams: frozenset[str]
 
-def prepare(key: str, ngrams: frozenset[str], each_side: int, least: int, most_pieces: int) -> None:
-    """Sets this process up."""
-    _Settings.key, _Settings.ngrams = key, ngrams
-    _Settings.sizes = tuple(sorted({ngram.count(" ") + 1 for ngram in ngrams}, reverse=True))
-    _Settings.each_side, _Settings.least, _Settings.most_pieces = each_side, least, most_pieces
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Words of the runs, longer ones first."""
+        return sorted({ngram.count(" ") + 1 for ngram in self.ngrams}, reverse=True)
 
+    def hits(self, text: str) -> Iterator[tuple[str, int, int]]:
+        """Runs of words that are looked for: each with where it begins and ends in the text; longer ones first."""
+        (words, starts), ngrams, sizes = words_of(text), self.ngrams, self.sizes
+        for first in range(len(words)):
+            for size in sizes:
+                ngram = " ".join(words[first : first + size])
+                if first + size <= len(words) and ngram in ngrams:
+                    last = first + size - 1
+                    yield ngram, starts[first], starts[last] + len(words[last])
 
-def hits(text: str) -> Iterator[tuple[str, int, int]]:
-    """Runs of words that are looked for: each with where it begins and ends in the text; longer ones first."""
-    words, starts = words_of(text)
-    for first in range(len(words)):
-        for size in _Settings.sizes:
-            ngram = " ".join(words[first : first + size])
-            if first + size <= len(words) and ngram in _Settings.ngrams:
-                last = first + size - 1
-                yield ngram, starts[first], starts[last] + len(words[last])
-
-
-def count(found: dict[str, Any], line: bytes, where: str) -> Judged:
-    """First pass: which runs a document holds."""
-    return Judged(tuple(ngram.encode() for ngram, _, _ in hits(text_of(found, _Settings.key, where))))
+    def __call__(self, found: dict[str, Any], line: bytes, where: str) -> Judged:
+        return Judged(tuple(ngram.encode() for ngram, _, _ in self.hits(found[self.key])))
 
 
-def pieces(text: str) -> list[str] | None:
-    """What is left of a text without the runs and their surroundings; None when nothing has to go."""
-    left: list[str] = []
-    start, touched = 0, False
-    for _, begin, end in hits(text):
-        touched = True
-        before = begin - _Settings.each_side
-        while before > start and text[before] not in _ENDS:
-            before -= 1
-        if before > start:
-            left.append(text[start : before + 1])
-        # A run that begins where the last one's surroundings end makes them longer.
-        after = end + _Settings.each_side
-        while after < len(text) and text[after] not in _ENDS:
-            after += 1
-        start = max(start, after + 1)
-    if not touched:
-        return None
-    left.append(text[start:])
-    return [piece for piece in left if len(piece) > _Settings.least]
+@dataclass(frozen=True)
+class Cut(Search):
+    """The second pass: keeps, cuts or drops a document.
 
+    Args:
+        each_side: characters that go with a run.
+        least: characters of a piece, of which those that are kept have more.
+        most_pieces: of a document that is kept.
+    """
 
-def judge(found: dict[str, Any], line: bytes, where: str) -> Judged:
-    """Second pass: keeps, cuts or drops a document."""
-    left = pieces(text_of(found, _Settings.key, where))
-    if left is None:
-        return Judged((line,))
-    if len(left) > _Settings.most_pieces:
-        return Judged(reasons=("in too many pieces",))
-    if not left:
-        return Judged(reasons=("without a piece left",))
-    rows = ({**found, _Settings.key: piece.strip(), "split_id": number} for number, piece in enumerate(left))
-    return Judged(tuple(map(encode, rows)), reasons=("cut",))
+    each_side: int
+    least: int
+    most_pieces: int
+
+    def pieces(self, text: str) -> list[str] | None:
+        """What is left of a text without the runs and their surroundings; None when nothing has to go."""
+        left: list[str] = []
+        start, touched = 0, False
+        for _, begin, end in self.hits(text):
+            touched = True
+            before = begin - self.each_side
+            while before > start and text[before] not in _ENDS:
+                before -= 1
+            if before > start:
+                left.append(text[start : before + 1])
+            # A run that begins where the last one's surroundings end makes them longer.
+            after = end + self.each_side
+            while after < len(text) and text[after] not in _ENDS:
+                after += 1
+            start = max(start, after + 1)
+        if not touched:
+            return None
+        left.append(text[start:])
+        return [piece for piece in left if len(piece) > self.least]
+
+    def __call__(self, found: dict[str, Any], line: bytes, where: str) -> Judged:
+        left = self.pieces(found[self.key])
+        if left is None:
+            return Judged((line,))
+        if len(left) > self.most_pieces:
+            return Judged(reasons=("in too many pieces",))
+        if not left:
+            return Judged(reasons=("without a piece left",))
+        rows = ({**found, self.key: piece.strip(), "split_id": number} for number, piece in enumerate(left))
+        return Judged(tuple(map(encode, rows)), reasons=("cut",))
 
 
 def _saved(path: str) -> dict[str, int]:
@@ -146,9 +156,7 @@ def dictionary(options: argparse.Namespace) -> dict[str, int]:
         UserError: for tasks and files that cannot be had.
     """
     sizes = (options.max_ngram_size, options.min_ngram_size)
-    found: dict[str, int] = {}
-    if options.load_dictionary:
-        found = _saved(options.load_dictionary)
+    found = _saved(options.load_dictionary) if options.load_dictionary else {}
     for name in options.tasks:
         texts = texts_of_file(options.lambada_path, "text") if name == "lambada" else texts_of_task(name)
         found |= {k: v for k, v in ngrams_of(texts, *sizes).items() if k not in found}
@@ -160,26 +168,26 @@ def dictionary(options: argparse.Namespace) -> dict[str, int]:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Checks the flags.
+    """Checks the flags, and reads what is looked for into ``options.dictionary``.
 
     Raises:
-        UserError: when they make no sense.
+        UserError: when they make no sense, or the texts of a task cannot be had.
     """
     if not 1 <= options.min_ngram_size <= options.max_ngram_size:
         raise UserError(
             f"--min-ngram-size {options.min_ngram_size}: give 1 to --max-ngram-size {options.max_ngram_size}"
         )
-    for flag, least in (
-        ("filter_text_char_len", 0), ("key_threshold", 1), ("splits_count", 0), ("remove_char_each_side", 0),
-    ):  # fmt: skip
-        if getattr(options, flag) < least:
-            raise UserError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: give at least {least}")
+    check_at_least(options, filter_text_char_len=0, key_threshold=1, splits_count=0, remove_char_each_side=0)
     if "lambada" in options.tasks and not options.lambada_path:
         raise UserError("--tasks lambada needs --lambada-path FILE")
     if len(options.task_files) % 2:
         raise UserError("--task-files: give a file and its field of texts, then the next file and its field")
     inputs = [options.dedup_dataset[0], options.lambada_path, options.load_dictionary, *options.task_files[::2]]
     check_apart(inputs, [options.output, options.save_dictionary, options.report])
+    data = Path(options.dedup_dataset[0])
+    if not options.load_dictionary and data.exists() and not data.is_file():
+        raise UserError(f"--dedup-dataset {data}: is no file and could be read only once; save it as a file first")
+    options.dictionary = dictionary(options)
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -188,35 +196,27 @@ def run(options: argparse.Namespace) -> Report:
     Raises:
         UserError: for files that cannot be read or written.
     """
-    check(options)
     path, key = options.dedup_dataset
-    if not options.load_dictionary and Path(path).exists() and not Path(path).is_file():
-        raise UserError(f"--dedup-dataset {path}: is no file and could be read only once; save it as a file first")
-    found = dictionary(options)
-    shared: dict[str, Any] = {"workers": options.num_threads, "skip_bad": options.skip_bad_lines, "prepare": prepare}
-
-    def settings(ngrams: Iterable[str]) -> tuple[Any, ...]:
-        of_pieces = (options.remove_char_each_side, options.filter_text_char_len, options.splits_count)
-        return key, frozenset(ngrams), *of_pieces
-
+    found = options.dictionary
+    shared: dict[str, Any] = {"keys": [key], "workers": options.num_threads, "skip_bad": options.skip_bad_lines}
     if not options.load_dictionary:
         counts: Counter[bytes] = Counter()
-        judge_all(count, path, lambda ngram: counts.update([ngram]), what="counting", arguments=settings(found),
-                  **shared)  # fmt: skip
+        search = Search(key, frozenset(found))
+        judge_all(search, [path], lambda ngram: counts.update([ngram]), what="counting", **shared)
         found = {ngram: counts[ngram.encode()] for ngram in found}
     if options.save_dictionary:
         with writing(options.save_dictionary) as write:
             write(json.dumps(found, ensure_ascii=False).encode())
-    wanted = [ngram for ngram, seen in found.items() if seen < options.key_threshold]
+    wanted = frozenset(ngram for ngram, seen in found.items() if seen < options.key_threshold)
+    cut = Cut(key, wanted, options.remove_char_each_side, options.filter_text_char_len, options.splits_count)
     with writing(options.output) as write:
-        report = judge_all(judge, path, write, what="filtering", arguments=settings(wanted), **shared)
+        report = judge_all(cut, [path], write, what="filtering", **shared)
     report.add("runs of words looked for", len(wanted))
     report.add("phrases that stay", len(found) - len(wanted))
     return report
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="filter_ngrams.py", description=__doc__)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", nargs="*", default=[], choices=TASKS, metavar="TASK", help=", ".join(TASKS))
     parser.add_argument("--lambada-path", metavar="FILE", help="LAMBADA's JSON lines")
     parser.add_argument(
@@ -239,8 +239,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--splits-count", type=int, default=10, metavar="N", help="pieces of a document, at most (10)")
     parser.add_argument("--remove-char-each-side", type=int, default=200, metavar="N", help="that go with a run (200)")
     add_common(parser, workers=False)
-    return command(parser, run, arguments)
 
+
+main = Tool("filter_ngrams.py", __doc__, add_flags, run, check)
 
 if __name__ == "__main__":
     raise SystemExit(main())

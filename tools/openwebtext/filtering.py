@@ -1,15 +1,85 @@
-"""Steps that look at one document at a time: every line is kept, changed or dropped."""
+"""Documents, which are lines of JSON, and steps that look at one at a time: every line is kept, changed or dropped."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.base.errors import UserError
+from megatron.data.lines import numbered_lines
 from megatron.data.processes import in_processes
-from tools.openwebtext.streams import BAD_LINE, Report, document, in_chunks, numbered_lines, progress
+from tools.openwebtext.tool import Report, progress
+
+T = TypeVar("T")
+
+BAD_LINE = "bad lines skipped"
+"""What a report calls lines that are no documents."""
+
+_CHUNK, _CHUNK_BYTES = 64, 1 << 20
+"""Lines that a process is given at a time; fewer where they are long."""
+
+
+def document(line: bytes, where: str, *keys: str, skippable: bool = True) -> dict[str, Any]:
+    """A line's JSON object.
+
+    Args:
+        line: of a file.
+        where: it is.
+        keys: fields that must be text.
+        skippable: whether --skip-bad-lines would leave it out.
+
+    Raises:
+        UserError: when it is none.
+    """
+    advice = "remove the line" + (", or give --skip-bad-lines" if skippable else "")
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: is no JSON ({error}); {advice}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{where}: is no JSON object; {advice}")
+    for key in keys:
+        if isinstance(found.get(key), (int, float)):
+            raise UserError(f"{where}: {key!r} is a number and no text (add_id.py makes names that are); {advice}")
+        if not isinstance(found.get(key), str):
+            raise UserError(f"{where}: has no text {key!r}; {advice}")
+    return found
+
+
+def encode(found: dict[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
+    """A line of JSON in UTF-8; halves of characters, which have no UTF-8, stay escaped.
+
+    Args:
+        found: the line's object.
+        default: what stands for a value that JSON has no form for.
+    """
+    try:
+        return json.dumps(found, ensure_ascii=False, default=default).encode()
+    except UnicodeEncodeError:
+        return json.dumps(found, default=default).encode()
+
+
+def _size(item: object) -> int:
+    if isinstance(item, tuple):
+        return sum(map(_size, item))
+    return len(item) if isinstance(item, bytes) else 0
+
+
+def in_chunks(items: Iterable[T], size: int = _CHUNK) -> Iterator[list[T]]:
+    """Lists of consecutive items; lines, numbered or not, are in lists of about a megabyte at most, or alone."""
+    chunk: list[T] = []
+    held = 0
+    for item in items:
+        chunk.append(item)
+        held += _size(item)
+        if len(chunk) == size or held >= _CHUNK_BYTES:
+            yield chunk
+            chunk, held = [], 0
+    if chunk:
+        yield chunk
 
 
 @dataclass(frozen=True)
@@ -32,59 +102,95 @@ Judge = Callable[[dict[str, Any], bytes, str], Judged]
 
 
 @dataclass(frozen=True)
-class _Part:
-    judge: Judge
+class Part:
+    """Some lines of a file, each with its number; ``keys`` are fields that must be text."""
+
     path: str
+    keys: tuple[str, ...]
     lines: Sequence[tuple[int, bytes]]
-    skip_bad: bool
 
 
-def _judge_part(part: _Part) -> list[Judged]:
+def parts_of(path: str | Path, *keys: str) -> Iterator[Part]:
+    """The lines of a file, some at a time.
+
+    Raises:
+        UserError: when it cannot be read.
+    """
+    return (Part(str(path), keys, chunk) for chunk in in_chunks(numbered_lines(path)))
+
+
+def of_each(function: Callable[[dict[str, Any], bytes, str], T], part: Part, skip_bad: bool) -> tuple[list[T], int]:
+    """What a function of a document, its line and where it is says of some lines.
+
+    Args:
+        function: may raise a UserError for what is no document.
+        part: the lines.
+        skip_bad: whether lines that are no documents are left out.
+
+    Returns:
+        The results, and the number of lines that are left out.
+
+    Raises:
+        UserError: naming a line that is no document.
+    """
     results = []
     for number, line in part.lines:
         where = f"{part.path}, line {number}"
         try:
-            results.append(part.judge(document(line, where), line, where))
+            results.append(function(document(line, where, *part.keys), line, where))
         except UserError:
-            if not part.skip_bad:
+            if not skip_bad:
                 raise
-            results.append(Judged(reasons=(BAD_LINE,)))
-    return results
+    return results, len(part.lines) - len(results)
+
+
+@dataclass(frozen=True)
+class _JudgePart:
+    """Judges some lines; this is what processes are sent."""
+
+    judge: Judge
+    skip_bad: bool
+
+    def __call__(self, part: Part) -> tuple[list[Judged], int]:
+        return of_each(self.judge, part, self.skip_bad)
 
 
 def judge_all(
     judge: Judge,
-    path: str | Path,
+    paths: Iterable[str | Path],
     write: Callable[[bytes], None],
     drop: Callable[[bytes], None] | None = None,
     *,
-    workers: int,
+    keys: Sequence[str] = (),
+    workers: int = 1,
     skip_bad: bool,
-    what: str,
-    prepare: Callable[..., None] | None = None,
-    arguments: Sequence[Any] = (),
+    what: str = "documents",
+    report: Report | None = None,
 ) -> Report:
-    """Judges every line of a file, in several processes, and writes the results in order.
+    """Judges every line of some files and writes the results in order.
 
     Args:
-        judge: a function of a module.
-        path: of JSON lines.
+        judge: with several workers, what can be sent to them.
+        paths: of JSON lines.
         write, drop: take the lines that are kept, and those of what is left out.
+        keys: fields that must be text.
         workers: processes.
         skip_bad: count what is no document instead of ending there.
         what: for the progress bar.
-        prepare, arguments: called once in every process.
+        report: to which the counts are added (default: a new one).
 
     Raises:
         UserError: naming the file and the line that is no document.
     """
-    report = Report()
-    parts = (_Part(judge, str(path), chunk, skip_bad) for chunk in in_chunks(numbered_lines(path)))
-    report.add("documents", 0)
+    report = Report() if report is None else report
+    report.update(documents=0, written=0)
+    parts = (part for path in paths for part in parts_of(path, *keys))
     with progress((), what) as bar:
-        for results in in_processes(_judge_part, parts, workers, prepare, arguments):
+        for results, bad in in_processes(_JudgePart(judge, skip_bad), parts, workers):
+            report.add("documents", len(results) + bad)
+            if bad:
+                report.add(BAD_LINE, bad)
             for result in results:
-                report.add("documents")
                 for reason in result.reasons:
                     report.add(reason)
                 for kept in result.kept:
@@ -92,5 +198,5 @@ def judge_all(
                     write(kept)
                 if drop is not None and result.dropped is not None:
                     drop(result.dropped)
-            bar.update(len(results))
+            bar.update(len(results) + bad)
     return report

@@ -26,7 +26,7 @@ import os
 import sys
 import tempfile
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,23 +39,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import UserError
+from megatron.data.lines import writing
 from megatron.data.processes import in_processes
 from tools.openwebtext.comparing import Texts, compare, merged, prepare, release
+from tools.openwebtext.filtering import BAD_LINE, Part, encode, in_chunks, of_each, parts_of
 from tools.openwebtext.fingerprints import Index, signatures
-from tools.openwebtext.streams import (
-    BAD_LINE,
-    Report,
-    add_common,
-    check_apart,
-    command,
-    document,
-    encode,
-    in_chunks,
-    numbered_lines,
-    progress,
-    text_of,
-    writing,
-)  # fmt: skip
+from tools.openwebtext.tool import Report, Tool, add_common, check_apart, progress
 
 MOST_SEEDS = 10_000
 _BUCKETS = 256
@@ -63,41 +52,19 @@ _BUCKETS = 256
 
 
 @dataclass(frozen=True)
-class _Lines:
-    path: str
-    key: str
-    text: str
-    lines: Sequence[tuple[int, bytes]]
-    skip_bad: bool
+class _Fingerprint:
+    """What is read of some lines, of which two fields must be text, the name and the text of a document.
+
+    It gives these two, fingerprints and sizes, and the number of lines that are no documents.
+    """
+
     seeds: int
     seed: int
+    skip_bad: bool
 
-
-Read = tuple[list[tuple[str, str]], Any, Any, int]
-"""Keys and texts, their fingerprints and sizes, and the lines that were no documents."""
-
-
-def _name_of(row: dict[str, Any], key: str, where: str) -> str:
-    if isinstance(row.get(key), (int, float)):
-        raise UserError(f"{where}: {key!r} is a number; names must be text, such as those of add_id.py")
-    return text_of(row, key, where)
-
-
-def _fingerprint(part: _Lines) -> Read:
-    found, bad = [], 0
-    for number, line in part.lines:
-        where = f"{part.path}, line {number}"
-        try:
-            row = document(line, where)
-            found.append((_name_of(row, part.key, where), text_of(row, part.text, where)))
-        except UserError:
-            if not part.skip_bad:
-                raise
-            bad += 1
-    if not found:
-        return [], None, None, bad
-    rows, sizes = signatures([text for _, text in found], part.seeds, part.seed)
-    return found, rows, sizes, bad
+    def __call__(self, part: Part) -> tuple[list[list[str]], NDArray[np.uint32], NDArray[np.int64], int]:
+        found, bad = of_each(lambda row, line, where: [row[key] for key in part.keys], part, self.skip_bad)
+        return found, *signatures([text for _, text in found], self.seeds, self.seed), bad
 
 
 class Corpus:
@@ -145,20 +112,16 @@ def read_all(options: argparse.Namespace, corpus: Corpus, report: Report) -> Non
         UserError: naming the file and the line that is no document.
     """
 
-    def parts() -> Iterator[_Lines]:
-        for path, key in zip(options.inputs[::2], options.inputs[1::2], strict=True):
-            for chunk in in_chunks(numbered_lines(path)):
-                prints = (options.skip_bad_lines, options.num_seeds, options.seed)
-                yield _Lines(path, key, options.key, chunk, *prints)
-
+    inputs = zip(options.inputs[::2], options.inputs[1::2], strict=True)
+    parts = (part for path, name in inputs for part in parts_of(path, name, options.key))
+    work = _Fingerprint(options.num_seeds, options.seed, options.skip_bad_lines)
     with progress((), "fingerprints") as bar:
-        for found, rows, sizes, bad in in_processes(_fingerprint, parts(), options.workers):
+        for found, rows, sizes, bad in in_processes(work, parts, options.workers):
             if bad:
                 report.add(BAD_LINE, bad)
-            if found:
-                corpus.take(rows, sizes)
-                for key, text in found:
-                    corpus.add(key, text)
+            corpus.take(rows, sizes)
+            for key, text in found:
+                corpus.add(key, text)
             bar.update(len(found))
 
 
@@ -218,7 +181,6 @@ def run(options: argparse.Namespace) -> Report:
     Raises:
         UserError: for files that cannot be read or written.
     """
-    check(options)
     report = Report()
     folder = Path(options.output or options.save_fingerprints).resolve().parent
     with _scratch(folder) as (spill, spilled), _scratch(folder) as (prints, printed):
@@ -273,8 +235,7 @@ def _write_duplicates(
             report.add("pairs", len(others))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="find_duplicates.py", description=__doc__)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--inputs", nargs="*", default=[], metavar="X", help="FILE FIELD FILE FIELD ...")
     parser.add_argument("--key", default="text", help="field that holds the text (text)")
     parser.add_argument("--output", metavar="FILE", help="for the duplicates")
@@ -292,8 +253,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jaccard-parallel", action="store_true", help="compare in several processes, too")
     parser.add_argument("--seed", type=int, default=1234, metavar="N", help="of the hash functions (1234)")
     add_common(parser)
-    return command(parser, run, arguments)
 
+
+main = Tool("find_duplicates.py", __doc__, add_flags, run, check)
 
 if __name__ == "__main__":
     raise SystemExit(main())

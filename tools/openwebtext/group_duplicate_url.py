@@ -13,62 +13,27 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from networkx.utils import UnionFind
+
 from megatron.base.errors import UserError
-from tools.openwebtext.streams import (
-    BAD_LINE,
-    Report,
-    add_common,
-    check_apart,
-    command,
-    document,
-    encode,
-    numbered_lines,
-    writing,
-)  # fmt: skip
+from megatron.data.lines import writing
+from tools.openwebtext.filtering import BAD_LINE, encode, of_each, parts_of
+from tools.openwebtext.tool import Report, Tool, add_common, check_apart
 
 
-class Groups:
-    """Disjoint sets of names (Tarjan 1975)."""
+def pairs_of(found: dict[str, Any], line: bytes, where: str) -> list[tuple[str, str, float]]:
+    """Two names and their similarity each.
 
-    def __init__(self) -> None:
-        self.numbers: dict[str, int] = {}
-        self._parents: list[int] = []
-
-    def number(self, name: str) -> int:
-        """Of a name; new ones are sets of their own."""
-        if name not in self.numbers:
-            self.numbers[name] = len(self._parents)
-            self._parents.append(len(self._parents))
-        return self.numbers[name]
-
-    def _root(self, number: int) -> int:
-        while self._parents[number] != number:
-            self._parents[number] = self._parents[self._parents[number]]
-            number = self._parents[number]
-        return number
-
-    def join(self, a: str, b: str) -> None:
-        """Makes one set of theirs; the name that was met first stands for it."""
-        first, second = sorted((self._root(self.number(a)), self._root(self.number(b))))
-        self._parents[second] = first
-
-    def sets(self) -> list[list[str]]:
-        """Those of two or more."""
-        found: dict[int, list[str]] = {}
-        for name, number in self.numbers.items():
-            found.setdefault(self._root(number), []).append(name)
-        return [names for names in found.values() if len(names) > 1]
-
-
-def _pairs_of(line: bytes, where: str) -> list[tuple[str, str, float]]:
-    """Two names and their similarity each."""
-    found = document(line, where)
+    Raises:
+        UserError: when a line is none of find_duplicates.py's.
+    """
     try:
         pairs = [(name, *pair) for name, others in found.items() for other in others for pair in other.items()]
         if all(type(value) in (int, float) and 0 <= value <= 1 for _, _, value in pairs):
@@ -95,43 +60,34 @@ def run(options: argparse.Namespace) -> Report:
     Raises:
         UserError: naming the line that is none of find_duplicates.py's.
     """
-    check(options)
-    groups, report = Groups(), Report()
-    report.add("pairs", 0)
-    for number, line in numbered_lines(options.input):
-        try:
-            pairs = _pairs_of(line, f"{options.input}, line {number}")
-        except UserError:
-            if not options.skip_bad_lines:
-                raise
-            report.add(BAD_LINE)
-            continue
-        report.add("pairs", len(pairs))
-        for name, other, value in pairs:
+    linked, report = UnionFind(), Report(pairs=0)
+    for part in parts_of(options.input):
+        found, bad = of_each(pairs_of, part, options.skip_bad_lines)
+        if bad:
+            report.add(BAD_LINE, bad)
+        for name, other, value in chain.from_iterable(found):
+            report.add("pairs")
             if value >= options.threshold:
-                groups.join(name, other)
+                linked.union(name, other)
+    groups: dict[str, list[str]] = {}
+    for name in linked:  # in the order in which they were met
+        groups.setdefault(linked[name], []).append(name)
     with writing(options.output) as write:
-        for number, names in enumerate(groups.sets()):
+        for number, names in enumerate(names for names in groups.values() if len(names) > 1):
             write(encode({str(number): names}))
             report.add("groups")
             report.add("documents in groups", len(names))
     return report
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="group_duplicate_url.py", description=__doc__)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("input", help="output of find_duplicates.py")
     parser.add_argument("output", help="for the groups")
-    parser.add_argument(
-        "threshold",
-        nargs="?",
-        type=float,
-        default=0.7,
-        help="similarity that links (0.7)",
-    )
+    parser.add_argument("threshold", nargs="?", type=float, default=0.7, help="similarity that links (0.7)")
     add_common(parser, workers=False)
-    return command(parser, run, arguments)
 
+
+main = Tool("group_duplicate_url.py", __doc__, add_flags, run, check)
 
 if __name__ == "__main__":
     raise SystemExit(main())

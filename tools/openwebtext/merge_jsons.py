@@ -12,14 +12,21 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.base.errors import UserError
-from tools.openwebtext.streams import Report, add_common, check_apart, command, documents, writing
+from megatron.data.lines import writing
+from tools.openwebtext.filtering import Judged, judge_all
+from tools.openwebtext.tool import Report, Tool, add_common, check_apart
+
+
+def keep(found: dict[str, Any], line: bytes, where: str) -> Judged:
+    """Every document stays as it is."""
+    return Judged((line,))
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -37,25 +44,20 @@ def run(options: argparse.Namespace) -> Report:
     if not files:
         raise UserError(f"--json_path {folder}: holds no .json or .jsonl files")
     check_apart(files, [options.output_file, options.report])
-    report = Report()
-    report.add("files", len(files))
+    report = Report(files=len(files))
     with writing(options.output_file) as write:
-        for path in files:
-            for line, _ in documents(path, report, options.skip_bad_lines):
-                write(line)
-                report.add("written")
-    return report
+        return judge_all(keep, files, write, skip_bad=options.skip_bad_lines, report=report)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="merge_jsons.py", description=__doc__)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json_path", "--json-path", default=".", metavar="DIR", help="folder (this one)")
     parser.add_argument(
         "--output_file", "--output-file", default="merged_output.json", metavar="FILE", help="(merged_output.json)"
     )
     add_common(parser, workers=False)
-    return command(parser, run, arguments)
 
+
+main = Tool("merge_jsons.py", __doc__, add_flags, run)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.base.errors import UserError
-from tools.openwebtext.streams import document, numbered_lines, text_of
+from megatron.data.lines import numbered_lines
+from tools.openwebtext.filtering import document
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,7 @@ def texts_of_file(path: str, key: str) -> Iterator[str]:
         UserError: naming the line that has none.
     """
     for number, line in numbered_lines(path):
-        where = f"{path}, line {number}"
-        yield text_of(document(line, where, skippable=False), key, where, skippable=False)
+        yield document(line, f"{path}, line {number}", key, skippable=False)[key]
 
 
 def texts_of_task(name: str) -> Iterator[str]:

@@ -31,11 +31,15 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
+import random
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +48,7 @@ if __name__ == "__main__":
 
 from megatron.base.atomic import holding, remove_leftovers
 from megatron.base.errors import UserError
+from megatron.data.lines import lines, writing
 from tools.openwebtext import (
     blacklist_urls,
     cleanup_dataset,
@@ -54,20 +59,10 @@ from tools.openwebtext import (
     group_duplicate_url,
     remove_group_duplicates,
 )  # fmt: skip
-from tools.openwebtext.add_id import numbered
+from tools.openwebtext.add_id import Numbering
 from tools.openwebtext.blacklist_urls import page_of
-from tools.openwebtext.cleanup_fix_dataset import FIXES, REMOVALS
-from tools.openwebtext.streams import (
-    Report,
-    add_common,
-    check_apart,
-    command,
-    documents,
-    encode,
-    external_shuffle,
-    lines,
-    writing,
-)  # fmt: skip
+from tools.openwebtext.filtering import Judged, encode, judge_all
+from tools.openwebtext.tool import Report, Tool, add_common, check_apart
 
 REPORT = "report.json"
 
@@ -93,6 +88,10 @@ OUTPUTS = {
 """The files that the steps write, the last one into the folder of the result."""
 
 
+_PARTS = 64
+"""Of a file that is shuffled."""
+
+
 @dataclass(frozen=True)
 class Step:
     """One step.
@@ -107,109 +106,101 @@ class Step:
 
     name: str
     output: Path
-    settings: Any
+    settings: Sequence[Any]
     run: Callable[[], Report]
-    check: Callable[[], None]
+    check: Callable[[], None] = lambda: None
 
 
-def merge(paths: Sequence[str], urls: Path | None, output: Path, skip_bad: bool) -> Report:
+def merge(paths: Sequence[str | Path], urls: Path | None, output: Path, skip_bad: bool) -> Report:
     """Puts the documents of some files into one, each with a key of its own; with ``urls``, only pages of those.
 
     Raises:
         UserError: naming the line that is no document.
     """
     allowed = None if urls is None else {page_of(url.decode("utf-8", "replace")) for url in lines(urls)}
-    report = Report()
-    report.add("documents", 0)
+    numbers = count(1)
+
+    def judge(found: dict[str, Any], line: bytes, where: str) -> Judged:
+        url = found.get("url")
+        if allowed is not None and not (isinstance(url, str) and page_of(url) in allowed):
+            return Judged(reasons=("of URLs that are left out" if url else "without a url",))
+        return Judged((encode({**found, KEY: str(next(numbers))}),))
+
     with writing(output) as write:
-        for path in paths:
-            for _, found in documents(path, report, skip_bad, "text"):
-                url = found.get("url")
-                if allowed is not None and not (isinstance(url, str) and page_of(url) in allowed):
-                    report.add("of URLs that are left out" if url else "without a url")
-                    continue
-                report.add("written")
-                write(encode({**found, KEY: str(report.counts["written"])}))
-    return report
+        return judge_all(judge, paths, write, keys=["text"], skip_bad=skip_bad, what="merge")
+
+
+def shuffled(source: Path, seed: int) -> Iterator[bytes]:
+    """The lines of a file in random order. Each goes to a random part of many; one is in memory at a time."""
+    generator = random.Random(seed)
+    with ExitStack() as opened:
+        # Without names, so that none is left whatever ends this.
+        parts = [opened.enter_context(tempfile.TemporaryFile(dir=source.parent)) for _ in range(_PARTS)]
+        for line in lines(source):
+            parts[generator.randrange(_PARTS)].write(line + b"\n")
+        for part in parts:
+            part.seek(0)
+            own = part.read().split(b"\n")[:-1]
+            generator.shuffle(own)
+            yield from own
 
 
 def shuffle_and_number(source: Path, output: Path, prefix: str, seed: int) -> Report:
     """The last step."""
-    report = Report()
-    report.add("written", 0)
+    report, number = Report(written=0), Numbering(prefix)
     with writing(output) as write:
-
-        def take(line: bytes) -> None:
+        for line in shuffled(source, seed):
             found = json.loads(line)
             del found[KEY]
-            report.add("written")
-            write(numbered(found, prefix, report.counts["written"]))
-
-        external_shuffle(source, take, seed)
+            for kept in number(found, line, "").kept:
+                write(kept)
+                report.add("written")
     return report
-
-
-def _unchecked(_: object) -> None:
-    """Of steps that have no flags, or whose flags are checked before."""
-
-
-def _check_tasks(flags: argparse.Namespace) -> None:
-    filter_ngrams.check(flags)
-    filter_ngrams.dictionary(flags)  # reads the files of the tasks
 
 
 def steps_of(options: argparse.Namespace) -> list[Step]:
     """The steps that the flags ask for, each reading what the one before it wrote."""
-    folder = Path(options.output_path) / STEPS
+    folder = Path(os.path.abspath(options.output_path))  # so that no name begins as a flag does
+    out = {name: folder / STEPS / file for name, file in OUTPUTS.items()} | {"shuffle": folder / OUTPUTS["shuffle"]}
+    workers = [f"--workers={options.workers}"]
     steps: list[Step] = []
 
-    def add(name: str, settings: Any, run: Callable[[Path], Report], check: Callable[..., None] = _unchecked) -> Path:
-        path = (folder.parent if name == "shuffle" else folder) / OUTPUTS[name]
-        steps.append(Step(name, path, settings, lambda: run(path), lambda: check(path)))
-        return path
+    def add(module: Any, words: Sequence[str | Path | None], free: Sequence[str] = ()) -> Path:
+        """Adds a tool, whose output is None among the words; paths and free words do not change what it writes."""
+        name, tool = module.__name__.rpartition(".")[2], module.main
+        flags = tool.parse([*free, *(str(word or out[name]) for word in words)])
+        settings = [word for word in words if isinstance(word, str)]
+        steps.append(Step(name, out[name], settings, lambda: tool.run(flags), lambda: tool.check(flags)))
+        return out[name]
 
-    def tool(module: Any, settings: Any, check: Callable[..., None] = _unchecked, **flags: object) -> Path:
-        shared = {"report": None, "workers": options.workers, "skip_bad_lines": False, **flags}
-
-        def given(path: Path) -> argparse.Namespace:
-            return argparse.Namespace(output=path, **shared)
-
-        name = module.__name__.rpartition(".")[2]
-        return add(name, settings, lambda path: module.run(given(path)), lambda path: check(given(path)))
-
-    skip_bad = options.skip_bad_lines
-    urls = None
+    pages, urls = options.json, None
     if options.urls:
-        urls = tool(blacklist_urls, options.urls, input=options.urls, domains_file=None, extensions_file=None)
-    pages, allowed = options.json, urls
+        urls = add(blacklist_urls, ["--", options.urls, None])
     if not pages:
-        limits = fetch_pages.limits_of(options)
-        pages, allowed = [str(tool(fetch_pages, limits.of_pages, input=urls, limits=limits))], None
-    now = add("merge", [options.json, options.urls],
-              lambda path: merge(pages, allowed, path, skip_bad))  # fmt: skip
-    cleanup = {"key": "text", "language": options.language, "min_tokens": options.min_tokens,
-               "vocab_file": options.vocab_file, "merge_file": options.merge_file}  # fmt: skip
-    now = tool(cleanup_dataset, cleanup, cleanup_dataset.check, input=now, **cleanup)
+        counted, free = fetch_pages.words_of(options)
+        pages, urls = [add(fetch_pages, [*counted, "--", urls, None], [*free, *workers])], None
+    now = out["merge"]
+    steps.append(Step("merge", now, [options.json, options.urls],
+                      lambda: merge(pages, urls, out["merge"], options.skip_bad_lines)))  # fmt: skip
+    vocabulary = [f"--{name}-file={path}" for name, path in
+                  (("vocab", options.vocab_file), ("merge", options.merge_file)) if path is not None]  # fmt: skip
+    now = add(cleanup_dataset, [f"--language={options.language}", f"--min-tokens={options.min_tokens}", *vocabulary,
+                                "--", now, None], workers)  # fmt: skip
     if options.fix_tasks:
-        fix = {"tasks": options.fix_tasks, "output_path": folder, "key": "text"}
-        now = tool(cleanup_fix_dataset, options.fix_tasks, input_files=[now], **fix)
-    find = {"key": "text", "load_fingerprints": None, "save_fingerprints": None, "jaccard": "union",
-            "heuristic_iter": -1, "num_bands": options.num_bands, "num_seeds": options.num_seeds,
-            "jaccard_parallel": True, "seed": options.seed}  # fmt: skip
-    pairs = tool(find_duplicates, find, find_duplicates.check, inputs=[now, KEY], **find)
-    groups = tool(group_duplicate_url, options.threshold, group_duplicate_url.check, input=pairs,
-                  threshold=options.threshold)  # fmt: skip
-    now = tool(remove_group_duplicates, None, groups=groups, data=now, key=KEY)
+        now = add(cleanup_fix_dataset, ["--input-files", now, "--output-path", now.parent,
+                                        "--tasks", *options.fix_tasks], workers)  # fmt: skip
+    pairs = add(find_duplicates, ["--inputs", now, KEY, "--output", None, "--heuristic-iter=-1", "--jaccard-parallel",
+                                  f"--num-bands={options.num_bands}", f"--num-seeds={options.num_seeds}",
+                                  f"--seed={options.seed}"], workers)  # fmt: skip
+    groups = add(group_duplicate_url, ["--", pairs, None, str(options.threshold)])
+    now = add(remove_group_duplicates, [f"--key={KEY}", "--", groups, now, None])
     if options.lambada_path or options.task_files:
-        ngrams = {"tasks": ["lambada"] if options.lambada_path else [], "lambada_path": options.lambada_path,
-                  "task_files": options.task_files, "max_ngram_size": 13, "min_ngram_size": 8,
-                  "filter_text_char_len": 200, "key_threshold": 10, "save_dictionary": None, "load_dictionary": None,
-                  "splits_count": 10, "remove_char_each_side": 200}  # fmt: skip
-        now = tool(filter_ngrams, ngrams, _check_tasks, dedup_dataset=(now, "text"), num_threads=options.workers,
-                   **ngrams)  # fmt: skip
+        lambada = ["--tasks", "lambada", f"--lambada-path={options.lambada_path}"] if options.lambada_path else []
+        now = add(filter_ngrams, ["--dedup-dataset", now, "text", "--output", None, *lambada,
+                                  "--task-files", *options.task_files], workers)  # fmt: skip
     last = now
-    add("shuffle", [options.seed, options.id_prefix],
-        lambda path: shuffle_and_number(last, path, options.id_prefix, options.seed))  # fmt: skip
+    steps.append(Step("shuffle", out["shuffle"], [options.seed, options.id_prefix],
+                      lambda: shuffle_and_number(last, out["shuffle"], options.id_prefix, options.seed)))  # fmt: skip
     return steps
 
 
@@ -322,19 +313,16 @@ def _run_steps(options: argparse.Namespace, steps: Sequence[Step]) -> Report:
         start = time.monotonic()
         counts = step.run()
         seconds = round(time.monotonic() - start, 1)
-        report[step.name] = {"stamp": stamp, "seconds": seconds, "counts": dict(counts.counts)}
+        report[step.name] = {"stamp": stamp, "seconds": seconds, "counts": dict(counts)}
         print(f"{step.name}: {counts} ({seconds:.1f} s)", flush=True)
         save()
     if not options.keep:
         _clear((folder / STEPS).resolve())
-    total = Report()
-    total.add("documents read", report["merge"]["counts"]["documents"])
-    total.add("documents in train_data.json", report["shuffle"]["counts"]["written"])
-    return total
+    read, written = report["merge"]["counts"]["documents"], report["shuffle"]["counts"]["written"]
+    return Report({"documents read": read, "documents in train_data.json": written})
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="pipeline.py", description=__doc__)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", nargs="+", default=[], metavar="FILE", help="JSON lines with text, and url if known")
     parser.add_argument(
         "--urls", metavar="DIR",
@@ -347,8 +335,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocab-file", metavar="FILE", help="GPT-2's vocab.json, to count its tokens")
     parser.add_argument("--merge-file", metavar="FILE", help="GPT-2's merges.txt")
     parser.add_argument(
-        "--fix-tasks", nargs="*", default=["remove_256_javascript", "general_cleaning"], choices=[*REMOVALS, *FIXES],
-        metavar="TASK", help="of cleanup_fix_dataset.py (remove_256_javascript general_cleaning)",
+        "--fix-tasks", nargs="*", default=["remove_256_javascript", "general_cleaning"], metavar="TASK",
+        choices=cleanup_fix_dataset.TASKS, help="of cleanup_fix_dataset.py (remove_256_javascript general_cleaning)",
     )  # fmt: skip
     parser.add_argument("--threshold", type=float, default=0.7, metavar="X", help="similarity of duplicates (0.7)")
     parser.add_argument("--num-bands", type=int, default=20, metavar="N", help="of find_duplicates.py (20)")
@@ -359,8 +347,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1234, metavar="N", help="of the order and the fingerprints (1234)")
     parser.add_argument("--keep", action="store_true", help="keep the files between the steps")
     add_common(parser)
-    return command(parser, run, arguments, interrupted="what is done is kept; the same command goes on")
 
+
+main = Tool("pipeline.py", __doc__, add_flags, run, interrupted="what is done is kept; the same command goes on")
 
 if __name__ == "__main__":
     raise SystemExit(main())

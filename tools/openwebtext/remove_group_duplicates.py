@@ -12,23 +12,32 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.base.errors import UserError
-from tools.openwebtext.streams import (
-    Report,
-    add_common,
-    check_apart,
-    command,
-    document,
-    documents,
-    numbered_lines,
-    writing,
-)  # fmt: skip
+from megatron.data.lines import numbered_lines, writing
+from tools.openwebtext.filtering import Judged, document, judge_all
+from tools.openwebtext.tool import Report, Tool, add_common, check_apart
+
+
+def duplicates_in(groups: str) -> set[str]:
+    """Names of all documents of groups but the first ones.
+
+    Raises:
+        UserError: naming the line that is no group.
+    """
+    gone: set[str] = set()
+    for number, line in numbered_lines(groups):
+        where = f"{groups}, line {number}"
+        for names in document(line, where, skippable=False).values():
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise UserError(f"{where}: is no line of group_duplicate_url.py's output")
+            gone.update(names[1:])
+    return gone
 
 
 def run(options: argparse.Namespace) -> Report:
@@ -38,40 +47,30 @@ def run(options: argparse.Namespace) -> Report:
         UserError: naming the line that is no group or no document.
     """
     check_apart([options.groups, options.data], [options.output, options.report])
-    gone: set[str] = set()
+    gone = duplicates_in(options.groups)
     met: set[str] = set()
-    for number, line in numbered_lines(options.groups):
-        where = f"{options.groups}, line {number}"
-        for names in document(line, where, skippable=False).values():
-            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-                raise UserError(f"{where}: is no line of group_duplicate_url.py's output")
-            gone.update(names[1:])
-    report = Report()
-    report.add("documents", 0)
+
+    def judge(found: dict[str, Any], line: bytes, where: str) -> Judged:
+        name = found[options.key]
+        if name in gone:
+            gone.remove(name)
+            met.add(name)
+            return Judged(reasons=("duplicates",))
+        return Judged((line,), reasons=("that repeat a duplicate's name and stay",) if name in met else ())
+
     with writing(options.output) as write:
-        for line, found in documents(options.data, report, options.skip_bad_lines, options.key):
-            name = found[options.key]
-            if name in gone:
-                gone.remove(name)
-                met.add(name)
-                report.add("duplicates")
-                continue
-            if name in met:
-                report.add("that repeat a duplicate's name and stay")
-            write(line)
-            report.add("written")
-    return report
+        return judge_all(judge, [options.data], write, keys=[options.key], skip_bad=options.skip_bad_lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="remove_group_duplicates.py", description=__doc__)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("groups", help="output of group_duplicate_url.py")
     parser.add_argument("data", help="JSON lines")
     parser.add_argument("output", help="JSON lines")
     parser.add_argument("--key", default="url", help="field that names a document (url)")
     add_common(parser, workers=False)
-    return command(parser, run, arguments)
 
+
+main = Tool("remove_group_duplicates.py", __doc__, add_flags, run)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="JSON-lines files or glob patterns; .gz, .bz2 and .xz are decompressed; - is standard input",
+        help="JSON-lines files or glob patterns; .gz, .bz2, .xz and .zst are decompressed; - is standard input",
     )
     text.add_argument(
         "--json-keys",

@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 
 from megatron.base.errors import UserError
 from megatron.data.idx_format import best_dtype
+from megatron.data.lines import MARK
 from megatron.data.preprocess.reading import Block, InputRange
 from megatron.tokenizer.build import build_tokenizer
-
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def parse_line(line: bytes, keys: Sequence[str], *, first: bool = False) -> list
         ValueError: when the line is bad; the message says what is wrong with it.
     """
     if first:
-        line = line.removeprefix(_BYTE_ORDER_MARK)
+        line = line.removeprefix(MARK)
     if line.isspace() or not line:
         return None
     try:

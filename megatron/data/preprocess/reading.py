@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import bz2
 import glob
-import gzip
-import lzma
 import os
 import sys
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any, Literal
 
 from megatron.base.errors import UserError
+from megatron.data.lines import READ_ERRORS, is_packed, opened
 
 STDIN = "-"
 BLOCK_BYTES = 1 << 20
@@ -89,7 +84,7 @@ def divide(files: list[str], parts: int) -> list[list[InputRange]]:
     pieces: list[list[InputRange]] = [[]]
     room = share
     for name, size in zip(files, sizes, strict=True):
-        if name == STDIN or Path(name).suffix in _OPENERS:
+        if name == STDIN or is_packed(name):
             pieces[-1].append(InputRange(name))
             room -= size
         else:
@@ -121,22 +116,20 @@ def read_blocks(sources: list[InputRange]) -> Iterator[Block]:
                 if size >= BLOCK_BYTES or len(lines) >= BLOCK_LINES:
                     yield Block(source, first, lines, size)
                     first, lines, size = first + len(lines), [], 0
-        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        except ModuleNotFoundError as error:
+            raise UserError(f"{source.label}: {error.name} is missing: pip install {error.name}") from None
+        except READ_ERRORS as error:
             place = source.line_number(first + len(lines))
             raise UserError(f"{source.label}:{place}: cannot be read on ({error}). Check the file") from None
         if lines:
             yield Block(source, first, lines, size)
 
 
-_OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-
-
 def _lines(source: InputRange) -> Iterator[bytes]:
     if source.name == STDIN:
         yield from sys.stdin.buffer
         return
-    opener: Callable[[str, Literal["rb"]], IO[bytes]] = _OPENERS.get(Path(source.name).suffix, open)
-    with opener(source.name, "rb") as stream:
+    with opened(source.name) as stream:
         place = 0
         if source.start:
             # The line that reaches over the cut belongs to the part before it.

@@ -146,7 +146,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="JSON-lines files or glob patterns; .gz, .bz2 and .xz are decompressed; - is standard input",
+        help="JSON-lines files or glob patterns; .gz, .bz2, .xz and .zst are decompressed; - is standard input",
     )
     made.add_argument("--output-dir", type=Path, required=True, metavar="DIR", help="for vocab.json and merges.txt")
     made.add_argument("--vocab-size", type=int, default=50257, metavar="N", help="entries (default: GPT-2's 50257)")

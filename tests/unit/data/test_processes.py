@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from megatron.base.errors import UserError
+from megatron.data.lines import writing
 from megatron.data.processes import ProcessKilled, in_processes
 from tests.support.cleanup import have_ended, heed_signals
-from tools.openwebtext.streams import writing
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -113,9 +113,10 @@ def test_a_signal_finds_no_lock_taken() -> None:
 
 
 WRITES = """
-import argparse, itertools, sys
+import itertools, sys
 from megatron.data.processes import in_processes
-from tools.openwebtext.streams import Report, add_common, command, writing
+from megatron.data.lines import writing
+from tools.openwebtext.tool import Report, Tool, add_common
 
 def run(options):
     with writing(options.output) as write:
@@ -130,12 +131,13 @@ def run(options):
             print(*pids, flush=True)
     return Report()
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="writes.py")
+def add_flags(parser):
     parser.add_argument("output")
     parser.add_argument("--busy", action="store_true")
     add_common(parser)
-    sys.exit(command(parser, run, sys.argv[1:]))
+
+if __name__ == "__main__":
+    sys.exit(Tool("writes.py", "", add_flags, run)())
 """
 
 

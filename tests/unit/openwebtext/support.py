@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tools.openwebtext.streams import lines, writing
+from megatron.data.lines import lines, writing
 
 ENGLISH = (
     "The old house by the river had been empty for many years when the new family came. They painted the door, "

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.base.errors import UserError
 from tests.unit.openwebtext.support import ENGLISH, FILL, GERMAN, RUN, read, refused, write
 from tools.openwebtext import (
     add_id,
@@ -27,7 +28,6 @@ from tools.openwebtext import (
     merge_jsons,
     remove_group_duplicates,
 )  # fmt: skip
-from tools.openwebtext.streams import UserError
 
 # URLs
 
@@ -106,14 +106,12 @@ def test_length_counts_tokens_where_there_is_a_vocabulary(tmp_path: Path) -> Non
         def tokenize(self, text: str) -> list[str]:
             return list(text)
 
-    cleanup_dataset.prepare("text", "en", 20, None)
-    assert not cleanup_dataset.long_enough("one two three four")
-    cleanup_dataset._Settings.tokenizer = Letters()  # type: ignore[assignment]
-    assert not cleanup_dataset.long_enough("one two three four")
-    assert cleanup_dataset.long_enough("one two three four five")
-    assert not cleanup_dataset.long_enough("a'b'c'd'e'f'g'h'i")
-    cleanup_dataset.prepare("text", "en", 5, None)
-    assert cleanup_dataset.long_enough("one, two, three")
+    assert not cleanup_dataset.Cleanup("text", "en", 20, None).long_enough("one two three four")
+    letters = cleanup_dataset.Cleanup("text", "en", 20, Letters)  # type: ignore[arg-type]
+    assert not letters.long_enough("one two three four")
+    assert letters.long_enough("one two three four five")
+    assert not letters.long_enough("a'b'c'd'e'f'g'h'i")
+    assert cleanup_dataset.Cleanup("text", "en", 5, None).long_enough("one, two, three")
 
 
 def test_fixes_chain_and_files_are_named_after_their_inputs(tmp_path: Path) -> None:
@@ -163,8 +161,8 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pytest
 
 
 def test_line_breaks_after_words_become_spaces() -> None:
-    cleanup_fix_dataset.prepare("text", ["general_cleaning"])
-    assert cleanup_fix_dataset.repaired("one\n\ntwo\n three.\nfour   five") == "one two three.\nfour five"
+    fix = cleanup_fix_dataset.Fix("text", ("general_cleaning",))
+    assert fix.repaired("one\n\ntwo\n three.\nfour   five") == "one two three.\nfour five"
 
 
 @pytest.mark.parametrize(
@@ -271,16 +269,16 @@ def test_dictionaries_are_saved_with_their_counts(tmp_path: Path) -> None:
 
 @given(st.text(alphabet="ab .!?\n", max_size=300), st.integers(0, 30), st.integers(0, 20))
 def test_pieces_never_hold_what_was_found(text: str, each_side: int, least: int) -> None:
-    filter_ngrams.prepare("text", frozenset(["a b a", "b b"]), each_side, least, 10)
-    left = filter_ngrams.pieces(text)
+    cut = filter_ngrams.Cut("text", frozenset(["a b a", "b b"]), each_side, least, 10)
+    left = cut.pieces(text)
     if left is None:
-        assert not list(filter_ngrams.hits(text))
+        assert not list(cut.hits(text))
         return
     for piece in left:
         assert len(piece) > least
         assert piece in text
     if each_side:
-        assert not any(list(filter_ngrams.hits(piece)) for piece in left)
+        assert not any(list(cut.hits(piece)) for piece in left)
 
 
 # The rest

@@ -26,7 +26,8 @@ def test_hosts_take_turns(hosts: list[int], window: int, connections: int, secon
     running: dict[str, float] = {}
     ended: dict[str, float] = {}
     while True:
-        while len(running) < connections and (url := frontier.take(now)) is not None:
+        while len(running) < connections and (quest := frontier.take(now)) is not None:
+            url = quest.url
             assert host_of(url) not in map(host_of, running)
             assert now >= ended.get(host_of(url), -delay) + delay
             given_out.append(url)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.data.lines import lines
 from tests.unit.openwebtext.support import FILL, RUN, read, refused, write
 from tools.openwebtext import filter_ngrams
-from tools.openwebtext.streams import lines
 
 
 def flags_of(tmp_path: Path, *more: str) -> list[str]:

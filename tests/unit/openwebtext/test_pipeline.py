@@ -137,14 +137,14 @@ def test_what_another_cleaning_left_half_done_does_not_count(
     source, out = write(tmp_path / "in.jsonl", stories()), tmp_path / "out"
     first = flags_of(source, out, "--keep")
     assert pipeline.main(first) == 0
-    run: Callable[..., Any] = find_duplicates.run
+    run: Callable[..., Any] = find_duplicates.main.run
 
     def die(options: Any) -> Any:
         run(options)
         raise KeyboardInterrupt  # when the output is there, and the report is not
 
     with monkeypatch.context() as patched:
-        patched.setattr(find_duplicates, "run", die)
+        patched.setattr(find_duplicates.main, "run", die)
         assert pipeline.main([*first, "--seed", "1"]) == 130
     capsys.readouterr()
     assert pipeline.main([*first, "--threshold", "0.9"]) == 0

@@ -17,6 +17,9 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.base.errors import UserError
+from megatron.data import lines as line_files
+from megatron.data.lines import check_output, lines, numbered_lines, writing
 from tests.support.disk import largest_file
 from tests.unit.openwebtext.support import read, write
 from tools.openwebtext import (
@@ -25,25 +28,11 @@ from tools.openwebtext import (
     cleanup_dataset,
     cleanup_fix_dataset,
     download_openwebtext,
-    files,
     merge_jsons,
+    pipeline,
 )  # fmt: skip
-from tools.openwebtext.filtering import Judged, judge_all
-from tools.openwebtext.streams import (
-    Report,
-    UserError,
-    add_common,
-    check_apart,
-    check_output,
-    command,
-    documents,
-    encode,
-    external_shuffle,
-    in_chunks,
-    lines,
-    numbered_lines,
-    writing,
-)
+from tools.openwebtext.filtering import Judged, encode, in_chunks, judge_all
+from tools.openwebtext.tool import Report, Tool, add_common, check_apart
 
 TEXT = "The old house by the river had been empty for many years when the new family came. " * 4
 
@@ -83,7 +72,7 @@ def test_what_is_unpacked_is_not_copied_for_every_part(tmp_path: Path) -> None:
     path = tmp_path / "data.zst"
     path.write_bytes(zstandard.ZstdCompressor().compress(bytes(10_000_000)))
     buffer = bytearray(1000)
-    with files._Zstd(path) as stream:
+    with line_files._Zstd(path) as stream:
         stream.readinto(buffer)
         tracemalloc.start()
         try:
@@ -115,9 +104,9 @@ def test_lines_are_numbered_as_an_editor_does(tmp_path: Path) -> None:
     path.write_bytes(b'\n{"n": 1}\r\n\n\n{"n": 2}\n{\n')
     assert [number for number, _ in numbered_lines(path)] == [2, 5, 6]
     with pytest.raises(UserError, match="line 6: is no JSON"):
-        list(documents(path, Report(), skip_bad=False))
+        judge_all(_number, [path], lambda line: None, skip_bad=False)
     found: list[bytes] = []
-    judge_all(_number, path, found.append, workers=1, skip_bad=True, what="x")
+    judge_all(_number, [path], found.append, skip_bad=True)
     assert found == [b"2", b"5"]
 
 
@@ -133,11 +122,8 @@ def test_chunks_are_of_few_lines_and_of_few_bytes() -> None:
 @given(count=st.integers(0, 300), seed=st.integers(0, 5))
 def test_the_shuffle_keeps_every_line(count: int, seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = write(tmp_path_factory.mktemp("shuffle") / "data", [{"n": number} for number in range(count)])
-    out: list[bytes] = []
-    again: list[bytes] = []
-    external_shuffle(path, out.append, seed)
-    external_shuffle(path, again.append, seed)
-    assert out == again
+    out = list(pipeline.shuffled(Path(path), seed))
+    assert out == list(pipeline.shuffled(Path(path), seed))
     assert sorted(out) == sorted(lines(path))
     if count > 100:
         assert out != list(lines(path))
@@ -264,10 +250,11 @@ def tool(flags: list[str], run: Callable[[Any], Report] | None = None) -> int:
     def unreached(options: argparse.Namespace) -> Report:
         raise AssertionError("the work has begun")
 
-    parser = argparse.ArgumentParser(prog="tool.py")
-    parser.add_argument("--output")
-    add_common(parser)
-    return command(parser, run or unreached, flags)
+    def add_flags(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--output")
+        add_common(parser)
+
+    return Tool("tool.py", "", add_flags, run or unreached)(flags)
 
 
 @pytest.mark.parametrize(

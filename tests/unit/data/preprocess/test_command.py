@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from megatron.base.errors import UserError
 from megatron.data.indexed import IndexedDataset
+from megatron.data.lines import writing
 from megatron.data.preprocess.command import main, parse_flags
 from megatron.data.preprocess.encoding import sentence_splitter
 from megatron.data.preprocess.reading import InputRange, divide, expand_inputs, read_blocks
@@ -112,6 +113,13 @@ def from_gzip(folder: Path, text: str) -> list[str]:
     return [str(folder / "in.jsonl.gz")]
 
 
+def from_zstd(folder: Path, text: str) -> list[str]:
+    with writing(folder / "in.jsonl.zst") as write:
+        for line in text.splitlines():
+            write(line.encode())
+    return [str(folder / "in.jsonl.zst")]
+
+
 def from_two_kinds(folder: Path, text: str) -> list[str]:
     lines = text.splitlines(keepends=True)
     first = from_gzip(folder, "".join(lines[:1000]))
@@ -119,7 +127,7 @@ def from_two_kinds(folder: Path, text: str) -> list[str]:
     return [*first, str(folder / "rest.jsonl")]
 
 
-@pytest.mark.parametrize("make", [from_several_files, from_gzip, from_two_kinds])
+@pytest.mark.parametrize("make", [from_several_files, from_gzip, from_zstd, from_two_kinds])
 def test_input_kinds_give_the_same_files(
     tmp_path: Path, reference: tuple[str, dict[str, bytes]], make: Callable[[Path, str], list[str]]
 ) -> None:
@@ -331,6 +339,15 @@ def test_a_broken_archive_is_named_with_its_line(tmp_path: Path, capsys: pytest.
     assert run(tmp_path, "--input", str(path)) == 1
     assert f"{path}:" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["in.jsonl.gz"]
+
+
+def test_an_archive_whose_library_is_missing_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    (tmp_path / "in.zst").touch()
+    assert run(tmp_path, "--input", str(tmp_path / "in.zst")) == 1
+    assert "in.zst: zstandard is missing: pip install zstandard" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_inputs(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
-"""Files of lines: plain, gzip or zstd as their names say, and written as a whole or not at all."""
+"""Files of lines: read plain or unpacked as their names say, and written as a whole or not at all."""
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
+import lzma
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,8 +19,11 @@ from megatron.base.errors import UserError
 _LONGEST_WINDOW = 1 << 31
 """Of zstd files; large dumps are packed with more than the library's usual limit."""
 
-_MARK = b"\xef\xbb\xbf"
+MARK = b"\xef\xbb\xbf"
 """That other systems' programs put before a text in UTF-8; JSON must not begin with it."""
+
+READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError)
+"""What reading raises for files that are not there or damaged."""
 
 _OTHER_PACKERS = (".bz2", ".xz", ".lzma", ".lz4", ".br", ".zip", ".7z")
 
@@ -61,18 +66,34 @@ class _Zstd(io.RawIOBase):
         super().close()
 
 
+_OPENERS: dict[str, Callable[[Path], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": lambda path: io.BufferedReader(_Zstd(path), 1 << 20),
+}
+
+
+def is_packed(path: str | Path) -> bool:
+    """Whether a file's name says that it is compressed."""
+    return Path(path).suffix in _OPENERS
+
+
+def opened(path: str | Path) -> BinaryIO:
+    """A file's contents, unpacked as its name says.
+
+    Raises:
+        OSError, EOFError, zlib.error, lzma.LZMAError: here or when it is read.
+        ModuleNotFoundError: when the library that unpacks it is missing.
+    """
+    path = Path(path)
+    stream: BinaryIO = _OPENERS[path.suffix](path) if is_packed(path) else path.open("rb")
+    return stream
+
+
 def _check_ending(path: Path) -> None:
     if path.suffix in _OTHER_PACKERS:
         raise UserError(f"{path}: is packed in a way that is not known here; name a .gz or .zst file, or a plain one")
-
-
-def _reading(path: Path) -> BinaryIO:
-    _check_ending(path)
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")  # type: ignore[return-value]
-    if path.suffix == ".zst":
-        return io.BufferedReader(_Zstd(path), 1 << 20)
-    return path.open("rb")
 
 
 def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
@@ -82,13 +103,14 @@ def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
         UserError: when it cannot be read, or is damaged.
     """
     path = Path(path)
+    _check_ending(path)
     try:
-        with _reading(path) as stream:
+        with opened(path) as stream:
             for number, line in enumerate(stream, 1):
-                stripped = line.removeprefix(_MARK).strip() if number == 1 else line.strip()
+                stripped = line.removeprefix(MARK).strip() if number == 1 else line.strip()
                 if stripped:
                     yield number, stripped
-    except (OSError, EOFError, zlib.error) as error:
+    except READ_ERRORS as error:
         reason = getattr(error, "strerror", None) or f"is damaged ({error})"
         raise UserError(f"{path}: {reason}") from error
 
@@ -164,22 +186,3 @@ def writing(path: str | Path) -> Iterator[Callable[[bytes], None]]:
         for stream in (packed, raw):
             with suppress(OSError):  # what a full disk has not taken is tried again
                 stream.close()
-
-
-def check_apart(inputs: Iterable[str | Path | None], outputs: Iterable[str | Path | None]) -> None:
-    """Checks that nothing that is read is written, and nothing is written twice; None stands for a file not named.
-
-    Raises:
-        UserError: naming what is.
-    """
-    read = {os.path.realpath(path) for path in inputs if path is not None}
-    written: set[str] = set()
-    for path in outputs:
-        if path is None:
-            continue
-        place = os.path.realpath(path)
-        if place in read:
-            raise UserError(f"{path} would be read and overwritten; name another folder, or another file")
-        if place in written:
-            raise UserError(f"{path} would be written twice; name another file")
-        written.add(place)
