@@ -50,7 +50,7 @@ bench-lep:  ## measure what error propagation does to gradients and losses, by w
 	@$(RUN) --extras test,lint -- -m benchmarks.lep.run $(ARGS)
 
 bench-cleaning:  ## measure the cleaning tools, and find_duplicates beside a plain loop over datasketch
-	@$(RUN) --extras test,lint -- -m tools.openwebtext.bench $(ARGS)
+	@$(RUN) --extras test,lint -- -m benchmarks.cleaning $(ARGS)
 
 bench-generate:  ## measure generation beside Hugging Face's generate
 	@$(RUN) --extras test,lint -- -m benchmarks.generate $(ARGS)

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import cleaning as bench
 from tests.support.disk import largest_file
 from tests.unit.openwebtext.support import read, refused, write
 from tools.openwebtext import (
-    bench,
     comparing,
     find_duplicates,
     fingerprints,

@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Documents a second of each cleaning step, and of find_duplicates.py beside a plain loop over datasketch.
 
     make bench-cleaning                        20,000 synthetic documents (about three minutes)
@@ -13,40 +12,36 @@ or alike in truth (Jaccard above 0.5 over all runs of five characters). One proc
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import json
+import os
 import random
 import re
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import numpy as np
 
+from benchmarks import REPO
 from megatron.base.errors import UserError
 from megatron.data.lines import lines
-from tools.openwebtext import (
-    add_id,
-    cleanup_dataset,
-    cleanup_fix_dataset,
-    filter_ngrams,
-    find_duplicates,
-    group_duplicate_url,
-    merge_jsons,
-    remove_group_duplicates,
-)  # fmt: skip
-from tools.openwebtext.filtering import encode
-from tools.openwebtext.fingerprints import shingle_set, similarity
 
 LEAST = 20
 """Documents, so that there are copies of both kinds."""
+
+_TIMED = """
+import importlib, sys, time
+tool = importlib.import_module(f"tools.openwebtext.{sys.argv[1]}")
+start = time.perf_counter()
+status = tool.main(sys.argv[2:])
+print(time.perf_counter() - start)
+sys.exit(status)
+"""
+"""Runs a tool in a process of its own and prints its seconds, without those of its start."""
 
 
 def sentences(path: str | None) -> list[str]:
@@ -109,14 +104,23 @@ def datasketch_loop(path: Path, threshold: float, permutations: int) -> list[tup
     return pairs
 
 
-def timed(run: Callable[[], object]) -> float:
-    """Seconds."""
-    start = time.perf_counter()
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-        result = run()
-    if result:
-        sys.exit(f"error: a step failed with status {result}")
-    return time.perf_counter() - start
+def seconds(tool: str, *flags: object) -> float:
+    """How long a tool takes.
+
+    Raises:
+        SystemExit: when it fails, with what it says.
+    """
+    command = [sys.executable, "-c", _TIMED, tool, *map(str, flags)]
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"error: {tool} failed with status {done.returncode}\n{done.stderr[-2000:]}")
+    return float(done.stdout.split()[-1])
+
+
+def runs_of(text: str) -> set[str]:
+    """A text's runs of five characters."""
+    return {text[i : i + 5] for i in range(len(text) - 4)}
 
 
 def quality(data: Path, pairs: set[tuple[str, str]]) -> tuple[dict[float, float], float]:
@@ -128,8 +132,8 @@ def quality(data: Path, pairs: set[tuple[str, str]]) -> tuple[dict[float, float]
     }
 
     def alike(a: str, b: str) -> bool:
-        sets = [shingle_set(rows[key]["text"]) for key in (a, b)]
-        return similarity(sets[0], sets[1], "union") > 0.5
+        one, other = (runs_of(rows[key]["text"]) for key in (a, b))
+        return len(one & other) > 0.5 * len(one | other)
 
     right = sum(pair in planted or alike(*pair) for pair in pairs)
     return recall, right / len(pairs) if pairs else 1.0
@@ -146,49 +150,46 @@ def pairs_of(path: Path) -> set[tuple[str, str]]:
 
 def measure(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Prints the speed of each step, and what find_duplicates finds."""
-    data, task = folder / "data.jsonl", folder / "task.jsonl"
-    data.write_bytes(b"".join(encode(row) + b"\n" for row in rows))
-    task.write_bytes(b"".join(encode({"text": row["text"][200:500]}) + b"\n" for row in rows[:100]))
+    data, task, fixed = folder / "data.jsonl", folder / "task.jsonl", folder / "fixed"
+    data.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    task.write_text("".join(json.dumps({"text": row["text"][200:500]}) + "\n" for row in rows[:100]))
     mean = data.stat().st_size / len(rows)
     print(f"{len(rows):,} documents of {mean:,.0f} bytes, one process\n")
     print("| step | documents/s | MB/s |\n|---|---|---|")
 
-    def show(step: str, seconds: float) -> None:
-        rate = len(rows) / seconds
+    def show(step: str, taken: float) -> None:
+        rate = len(rows) / taken
         print(f"| {step} | {rate:,.0f} | {rate * mean / 1e6:.1f} |", flush=True)
 
-    one, out = ["--workers", "1"], [str(folder / f"out{n}.jsonl") for n in range(8)]
-    (folder / "fixed").mkdir()
+    one, groups, found = ["--workers", 1], folder / "groups", {20: folder / "pairs", 10: folder / "wide"}
     tasks = ["remove_256_javascript", "remove_512_non_english", "ftfy_fix_text", "general_cleaning"]
-    show("cleanup_dataset", timed(lambda: cleanup_dataset.main([str(data), out[0], *one])))
-    fix = ["--input-files", str(data), "--output-path", str(folder / "fixed"), "--tasks", *tasks, *one]
-    show("cleanup_fix_dataset, four tasks", timed(lambda: cleanup_fix_dataset.main(fix)))
-    find = ["--inputs", str(data), "url", "--heuristic-iter", "-1", *one]
-    ours = timed(lambda: find_duplicates.main([*find, "--num-bands", "20", "--output", out[1]]))
-    show("find_duplicates, 100 seeds in 20 bands", ours)
-    wide = timed(lambda: find_duplicates.main([*find, "--output", out[7]]))
-    show("find_duplicates, 100 seeds in 10 bands", wide)
-    plain: list[tuple[str, str]] = []
-    theirs = timed(lambda: plain.extend(datasketch_loop(data, 0.5, 100)))
+    show("cleanup_dataset", seconds("cleanup_dataset", data, folder / "clean", *one))
+    fix = ["--input-files", data, "--output-path", fixed, "--tasks", *tasks, *one]
+    show("cleanup_fix_dataset, four tasks", seconds("cleanup_fix_dataset", *fix))
+    find = ["--inputs", data, "url", "--heuristic-iter", -1, *one, "--output"]
+    taken = {bands: seconds("find_duplicates", *find, out, "--num-bands", bands) for bands, out in found.items()}
+    for bands in found:
+        show(f"find_duplicates, 100 seeds in {bands} bands", taken[bands])
+    start = time.perf_counter()
+    plain = datasketch_loop(data, 0.5, 100)
+    theirs = time.perf_counter() - start
     show("a plain loop over datasketch, 100 permutations, threshold 0.5", theirs)
-    show("group_duplicate_url", timed(lambda: group_duplicate_url.main([out[1], out[2]])))
-    show("remove_group_duplicates", timed(lambda: remove_group_duplicates.main([out[2], str(data), out[3]])))
-    ngrams = ["--task-files", str(task), "text", "--dedup-dataset", str(data), "text", "--output", out[4]]
-    show("filter_ngrams, two passes", timed(lambda: filter_ngrams.main([*ngrams, "--num-threads", "1"])))
-    show(
-        "add_id",
-        timed(lambda: add_id.main(["--input-file", str(data), "--output-file", out[5], "--id-prefix", "x"])),
-    )
-    merge = ["--json_path", str(folder / "fixed"), "--output_file", out[6]]
-    show("merge_jsons", timed(lambda: merge_jsons.main(merge)))
-    print(f"\nfind_duplicates with 20 bands: {theirs / ours:.1f} x the plain loop; with 10: {theirs / wide:.1f} x")
-    found = (("20 bands", pairs_of(Path(out[1]))), ("10 bands", pairs_of(Path(out[7]))))
-    for what, pairs in (*found, ("the plain loop", {(min(pair), max(pair)) for pair in plain})):
-        recall, precision = quality(data, pairs)
+    show("group_duplicate_url", seconds("group_duplicate_url", found[20], groups))
+    show("remove_group_duplicates", seconds("remove_group_duplicates", groups, data, folder / "kept"))
+    ngrams = ["--task-files", task, "text", "--dedup-dataset", data, "text", "--output", folder / "filtered"]
+    show("filter_ngrams, two passes", seconds("filter_ngrams", *ngrams, "--num-threads", 1))
+    number = ["--input-file", data, "--output-file", folder / "numbered", "--id-prefix", "x"]
+    show("add_id", seconds("add_id", *number))
+    show("merge_jsons", seconds("merge_jsons", "--json_path", fixed, "--output_file", folder / "merged"))
+    of_20, of_10 = theirs / taken[20], theirs / taken[10]
+    print(f"\nfind_duplicates with 20 bands: {of_20:.1f} x the plain loop; with 10: {of_10:.1f} x")
+    pairs = {f"{bands} bands": pairs_of(path) for bands, path in found.items()}
+    for what, some in (pairs | {"the plain loop": {(min(pair), max(pair)) for pair in plain}}).items():
+        recall, precision = quality(data, some)
         shares = ", ".join(
             f"{value:.3f} of copies with {share:.0%} of their words changed" for share, value in recall.items()
         )
-        print(f"{what}: found {shares}; {precision:.3f} of its {len(pairs):,} pairs are alike")
+        print(f"{what}: found {shares}; {precision:.3f} of its {len(some):,} pairs are alike")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -209,4 +210,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())
