@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,74 +99,78 @@ class Known:
         self._pairs[place], self._values[place] = pair, value
 
 
-class _State:
-    """Of this process, which is one of several."""
+@dataclass(frozen=True)
+class Comparison:
+    """Compares the documents of buckets; what each process opens for it stays open as long as it does.
 
-    texts: Texts
-    index: Index
-    known: Known
-    kind = "union"
-    rounds = 1
-    seed = 0
-
-
-def prepare(
-    path: str, places: NDArray[np.int64], prints: str, sizes: NDArray[np.int64], kind: str, rounds: int, seed: int
-) -> None:
-    """Sets this process up."""
-    # All processes share the file; as a plain array, since each row of a memmap costs microseconds more.
-    rows = np.asarray(np.load(prints, mmap_mode="r"))
-    _State.texts, _State.index, _State.kind = Texts(path, places), Index(rows, sizes, seed), kind
-    _State.known, _State.rounds, _State.seed = Known(len(places)), rounds, seed
-
-
-def release() -> None:
-    """Lets go of what this process was set up with, of which the texts may fill a disk."""
-    if hasattr(_State, "texts"):
-        _State.texts.stream.close()
-        del _State.texts, _State.index, _State.known
-
-
-def _similarity(a: int, b: int) -> float:
-    if _State.kind == "union" and _State.index.hopeless(a, b, LEAST):
-        return 0.0
-    value = _State.known.get(a, b)
-    if value is None:
-        value = _compared(a, b)
-        _State.known.put(a, b, value)
-    return value
-
-
-def _compared(a: int, b: int) -> float:
-    if _State.texts.equal(a, b):
-        return 1.0
-    first, second = _State.texts.shingles(a), _State.texts.shingles(b)
-    if first is None or second is None:
-        return _State.index.estimate(a, b, _State.kind)
-    return similarity(first, second, _State.kind)
-
-
-def compare(buckets: Sequence[NDArray[np.int64]]) -> Pairs:
-    """In each bucket, documents and those that are like them.
-
-    A document is compared with all others, and those that are like it leave the bucket; so many rounds, or until
-    nothing is left.
+    Args:
+        path, places: as in ``Texts``.
+        prints: file of all fingerprints.
+        sizes: shingles of each document.
+        kind: of the similarity.
+        rounds: documents of a bucket that are compared with the others; -1: all that are left.
+        seed: of the fingerprints, and of what is compared first.
     """
-    found: Pairs = []
-    for bucket in buckets:
-        left = bucket.tolist()
-        generator = random.Random(f"{_State.seed} {left[0]} {len(left)}")
-        rounds = _State.rounds
-        while len(left) > 1 and rounds:
-            main = left.pop(generator.randrange(len(left)) if rounds > 0 else 0)
-            similar = [(other, _similarity(main, other)) for other in left]
-            alike = [(other, value) for other, value in similar if value > LEAST]
-            if alike:
-                gone = {other for other, _ in alike}
-                left = [other for other in left if other not in gone]
-                found.append((main, alike))
-            rounds -= 1
-    return found
+
+    path: str
+    places: NDArray[np.int64]
+    prints: str
+    sizes: NDArray[np.int64]
+    kind: str
+    rounds: int
+    seed: int
+
+    @cached_property
+    def texts(self) -> Texts:
+        return Texts(self.path, self.places)
+
+    @cached_property
+    def index(self) -> Index:
+        # All processes share the file; as a plain array, since each row of a memmap costs microseconds more.
+        return Index(np.asarray(np.load(self.prints, mmap_mode="r")), self.sizes, self.seed)
+
+    @cached_property
+    def known(self) -> Known:
+        return Known(len(self.places))
+
+    def __call__(self, buckets: Sequence[NDArray[np.int64]]) -> Pairs:
+        """In each bucket, documents and those that are like them.
+
+        A document is compared with all others, and those that are like it leave the bucket; so many rounds, or until
+        nothing is left.
+        """
+        found: Pairs = []
+        for bucket in buckets:
+            left = bucket.tolist()
+            generator = random.Random(f"{self.seed} {left[0]} {len(left)}")
+            rounds = self.rounds
+            while len(left) > 1 and rounds:
+                main = left.pop(generator.randrange(len(left)) if rounds > 0 else 0)
+                similar = [(other, self._similarity(main, other)) for other in left]
+                alike = [(other, value) for other, value in similar if value > LEAST]
+                if alike:
+                    gone = {other for other, _ in alike}
+                    left = [other for other in left if other not in gone]
+                    found.append((main, alike))
+                rounds -= 1
+        return found
+
+    def _similarity(self, a: int, b: int) -> float:
+        if self.kind == "union" and self.index.hopeless(a, b, LEAST):
+            return 0.0
+        value = self.known.get(a, b)
+        if value is None:
+            value = self._compared(a, b)
+            self.known.put(a, b, value)
+        return value
+
+    def _compared(self, a: int, b: int) -> float:
+        if self.texts.equal(a, b):
+            return 1.0
+        first, second = self.texts.shingles(a), self.texts.shingles(b)
+        if first is None or second is None:
+            return self.index.estimate(a, b, self.kind)
+        return similarity(first, second, self.kind)
 
 
 def merged(pairs: Iterable[Pairs]) -> dict[int, list[tuple[int, float]]]:

@@ -33,10 +33,12 @@ if __name__ == "__main__":
 
 from megatron.base.atomic import holding
 from megatron.base.errors import UserError
+from megatron.base.fields import check_fields
+from megatron.base.option import field_options
 from megatron.data.lines import lines, writing
 from megatron.data.processes import in_processes
 from tools.openwebtext.blacklist_urls import page_of
-from tools.openwebtext.fetching import UNREACHED, Limits, Page, fetch_all, host_of
+from tools.openwebtext.fetching import OF_PAGES, UNREACHED, Limits, Page, fetch_all, host_of
 from tools.openwebtext.filtering import encode
 from tools.openwebtext.tool import Report, Tool, add_common, check_apart, progress
 
@@ -233,38 +235,33 @@ def _write(source: str, wanted: set[bytes], record: _Record, output: Path) -> Re
     return report
 
 
-_NUMBERS: dict[str, tuple[str, float, float, str]] = {
-    "connections": ("N", 1, 400, "connections at once"),  # each is a thread and an open file or two, of 1024
-    "delay": ("S", 0, 3600, "seconds between pages of a host"),
-    "timeout": ("S", 0.1, 3600, "seconds of silence; a page may take three times as long"),
-    "max_bytes": ("N", 1, 1_000_000_000, "bytes of a page, at most"),
-}
-"""Fields of ``Limits`` that are numbers: how help calls a value, the least and the most, and what it is."""
-
-_SWITCHES = {
-    "ignore_robots": "do not ask for robots.txt",
-    "allow_private_hosts": "fetch from hosts of this machine and its own network, too",
-}
+FLAGS = list(field_options("fetching", Limits))
+"""Of what fetching may cost."""
 
 
 def add_limits(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Flags of what fetching may cost."""
-    base = Limits()
-    for name, (metavar, _, _, text) in _NUMBERS.items():
-        usual = getattr(base, name)
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=type(usual), default=usual, metavar=metavar, help=f"{text} ({usual})"
-        )
-    parser.add_argument("--user-agent", default=base.agent, metavar="NAME", help=f"told to the sites ({base.agent})")
-    for name, text in _SWITCHES.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=text)
+    """Adds the flags of ``Limits``."""
+    for field in FLAGS:
+        flag, text = f"--{field.flag}", field.option.help
+        if field.is_switch:
+            action = "store_false" if field.option.off_switch else "store_true"
+            parser.add_argument(flag, dest=field.name, action=action, help=text)
+        else:
+            parser.add_argument(
+                flag, dest=field.name, type=field.element, default=field.default, metavar=field.option.metavar,
+                help=f"{text} ({field.default})",
+            )  # fmt: skip
 
 
 def words_of(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     """The flags of ``add_limits`` as words: those that tell which pages are had, and the others."""
-    words = {name: f"--{name.replace('_', '-')}={getattr(options, name)}" for name in (*_NUMBERS, "user_agent")}
-    switches = [f"--{name.replace('_', '-')}" for name in _SWITCHES if getattr(options, name)]
-    return [words.pop("max_bytes"), *switches], [*words.values()]
+    counted, free = list[str](), list[str]()
+    for field in FLAGS:
+        value = getattr(options, field.name)
+        if not field.is_switch or value != field.default:
+            word = f"--{field.flag}" if field.is_switch else f"--{field.flag}={value}"
+            (counted if field.name in OF_PAGES else free).append(word)
+    return counted, free
 
 
 def _limits_of(options: argparse.Namespace) -> Limits:
@@ -273,18 +270,11 @@ def _limits_of(options: argparse.Namespace) -> Limits:
     Raises:
         UserError: when they make no sense.
     """
-    numbers = {name: getattr(options, name) for name in _NUMBERS}
-    for name, (_, least, most, _) in _NUMBERS.items():
-        if not least <= numbers[name] <= most:
-            raise UserError(f"--{name.replace('_', '-')} {numbers[name]}: give {least} to {most}")
-    if not options.user_agent.isprintable() or not options.user_agent.strip() or not options.user_agent.isascii():
-        raise UserError(f"--user-agent {options.user_agent!r}: give a name of ASCII letters")
-    return Limits(
-        **numbers,
-        agent=options.user_agent,
-        robots=not options.ignore_robots,
-        private=options.allow_private_hosts,
-    )
+    limits = Limits(**{field.name: getattr(options, field.name) for field in FLAGS})
+    if not limits.agent.isprintable() or not limits.agent.strip() or not limits.agent.isascii():
+        raise UserError(f"--user-agent {limits.agent!r}: give a name of ASCII letters")
+    check_fields("fetching", limits)
+    return limits
 
 
 def _record_of(output: Path) -> Path:

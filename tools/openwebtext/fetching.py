@@ -12,11 +12,16 @@ from itertools import islice
 from queue import Empty, SimpleQueue
 from urllib.parse import urlsplit
 
+from megatron.base.option import option
+
 WINDOW = 10_000
 """URLs in memory, of which those whose hosts are ready go first."""
 
 UNREACHED = ("could not be reached", "timed out", "of a host that does not answer")
 """What a page fails with when its host, or the network, is down."""
+
+OF_PAGES = ("max_bytes", "robots", "private")
+"""Fields of ``Limits`` that tell which pages are had."""
 
 _HOPELESS = 6
 """Requests in a row without an answer, after which a host is not asked for the rest of its pages."""
@@ -24,30 +29,25 @@ _HOPELESS = 6
 
 @dataclass(frozen=True)
 class Limits:
-    """What fetching may cost, and whom it may trouble.
+    """What fetching may cost, and whom it may trouble; the fields are flags."""
 
-    Args:
-        connections: at once.
-        delay: seconds between two pages of a host.
-        timeout: seconds for a connection or a silence; a whole page may take three times as long.
-        max_bytes: of a page.
-        agent: what sites are told, and what their robots.txt is asked for.
-        robots: whether robots.txt is heeded.
-        private: whether hosts of this machine and its own network may be asked.
-    """
-
-    connections: int = 32
-    delay: float = 1.0
-    timeout: float = 10.0
-    max_bytes: int = 5_000_000
-    agent: str = "megatron-cc"
-    robots: bool = True
-    private: bool = False
+    # Each connection is a thread and an open file or two, of 1024.
+    connections: int = option(32, "connections at once", metavar="N", minimum=1, maximum=400)
+    delay: float = option(1.0, "seconds between pages of a host", metavar="S", minimum=0, maximum=3600)
+    timeout: float = option(
+        10.0, "seconds of silence; a page may take three times as long", metavar="S", minimum=0.1, maximum=3600
+    )
+    max_bytes: int = option(5_000_000, "bytes of a page, at most", metavar="N", minimum=1, maximum=1_000_000_000)
+    agent: str = option("megatron-cc", "told to the sites", flag="user-agent", metavar="NAME")
+    robots: bool = option(True, "do not ask for robots.txt", flag="ignore-robots", off_switch=True)
+    private: bool = option(
+        False, "fetch from hosts of this machine and its own network, too", flag="allow-private-hosts"
+    )
 
     @property
     def of_pages(self) -> list[int]:
-        """Those that tell which pages are had."""
-        return [self.max_bytes, self.robots, self.private]
+        """The values of those fields."""
+        return [getattr(self, name) for name in OF_PAGES]
 
     @property
     def patience(self) -> float:

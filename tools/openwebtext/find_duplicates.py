@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from megatron.base.errors import UserError
 from megatron.data.lines import writing
 from megatron.data.processes import in_processes
-from tools.openwebtext.comparing import Texts, compare, merged, prepare, release
+from tools.openwebtext.comparing import Comparison, Texts, merged
 from tools.openwebtext.filtering import BAD_LINE, Part, encode, in_chunks, of_each, parts_of
 from tools.openwebtext.fingerprints import Index, signatures
 from tools.openwebtext.tool import Report, Tool, add_common, check_apart, progress
@@ -204,18 +204,12 @@ def run(options: argparse.Namespace) -> Report:
             np.save(prints, index.rows)
             prints.flush()
             of_run = (options.jaccard, options.heuristic_iter, options.seed)
-            settings = (spilled, places, printed, index.sizes, *of_run)
-            try:
-                _write_duplicates(options, index, texts, settings, report)
-            finally:
-                release()
+            _write_duplicates(options, texts, Comparison(spilled, places, printed, index.sizes, *of_run), report)
         texts.stream.close()
     return report
 
 
-def _write_duplicates(
-    options: argparse.Namespace, index: Index, texts: Texts, settings: tuple[Any, ...], report: Report
-) -> None:
+def _write_duplicates(options: argparse.Namespace, texts: Texts, compare: Comparison, report: Report) -> None:
     left_out = _repeated(texts, len(texts.places))
     if left_out.any():
         report.add("repeated names, of which the first counts", int(left_out.sum()))
@@ -225,9 +219,9 @@ def _write_duplicates(
             f"name ({example!r} first); give each a name of its own (add_id.py does)",
             file=sys.stderr,
         )
-    buckets = progress(index.buckets(options.num_bands, left_out), "buckets", "bucket")
+    buckets = progress(compare.index.buckets(options.num_bands, left_out), "buckets", "bucket")
     workers = options.workers if options.jaccard_parallel else 1
-    results = in_processes(compare, in_chunks(buckets, _BUCKETS), workers, prepare, settings)
+    results = in_processes(compare, in_chunks(buckets, _BUCKETS), workers)
     report.add("pairs", 0)
     with writing(options.output) as write:
         for first, others in merged(results).items():
