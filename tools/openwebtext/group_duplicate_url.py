@@ -20,8 +20,6 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from networkx.utils import UnionFind
-
 from megatron.base.errors import UserError
 from megatron.data.lines import writing
 from tools.openwebtext.filtering import BAD_LINE, encode, of_each, parts_of
@@ -60,6 +58,8 @@ def run(options: argparse.Namespace) -> Report:
     Raises:
         UserError: naming the line that is none of find_duplicates.py's.
     """
+    from networkx.utils import UnionFind
+
     linked, report = UnionFind(), Report(pairs=0)
     for part in parts_of(options.input):
         found, bad = of_each(pairs_of, part, options.skip_bad_lines)

@@ -188,7 +188,13 @@ def test_what_is_no_document_is_named_or_counted(
 
 
 def test_groups_are_chains_of_links_and_one_of_each_stays(tmp_path: Path) -> None:
-    pairs = [{"a": [{"b": 0.9}, {"x": 0.6}]}, {"c": [{"d": 0.8}]}, {"d": [{"b": 0.7}]}, {"e": [{"f": 0.75}]}]
+    pairs = [
+        {"a": [{"b": 0.9}, {"x": 0.6}]},
+        {"c": [{"d": 0.8}]},
+        {"d": [{"b": 0.7}]},
+        {"e": [{"f": 0.75}]},
+        {"z": [{"z": 1.0}]},
+    ]
     duplicates, groups = write(tmp_path / "pairs", pairs), tmp_path / "groups"
     assert group_duplicate_url.main([duplicates, str(groups)]) == 0
     assert read(groups) == [{"0": ["a", "b", "c", "d"]}, {"1": ["e", "f"]}]

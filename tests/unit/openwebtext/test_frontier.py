@@ -44,6 +44,27 @@ def test_hosts_take_turns(hosts: list[int], window: int, connections: int, secon
     assert sorted(given_out) == sorted(urls)
 
 
+def test_a_page_is_asked_for_a_few_times() -> None:
+    """Also by a host that answers otherwise."""
+    asked: Counter[str] = Counter()
+
+    def fetch(url: str) -> Page:
+        asked[url] += 1
+        if "busy" in url and asked[url] < 20:
+            return Page(url, failed="answered with status 503", then=url)
+        if "away" in url and len(asked) < 40:
+            return Page(url, failed="redirected too often", then=f"{url}/on")
+        return Page(url, b"x")
+
+    urls = ["http://h/busy", *(f"http://h/{number}" for number in range(9)), "http://h/away"]
+    found = list(fetch_all(urls, fetch, connections=4, delay=0.0))
+    assert {page.url: page.failed for page in found} == dict.fromkeys(urls, "") | {
+        "http://h/busy": "answered with status 503", "http://h/away": "redirected too often",
+    }  # fmt: skip
+    assert asked["http://h/busy"] == 1 + 2
+    assert sum(times for url, times in asked.items() if "away" in url) == 1 + 5
+
+
 def test_silent_hosts_are_given_up() -> None:
     asked: Counter[str] = Counter()
 

@@ -153,6 +153,40 @@ def test_what_another_cleaning_left_half_done_does_not_count(
     assert said[0] == "merge: done before"
 
 
+@pytest.mark.parametrize(
+    ("flags", "step"),
+    [
+        (["--max-bytes", "1000"], "fetch_pages"),
+        (["--ignore-robots"], "fetch_pages"),
+        (["--min-tokens", "5"], "cleanup_dataset"),
+        (["--vocab-file", "urls/a.txt", "--merge-file", "urls/a.txt"], "every step"),  # they are inputs
+        (["--fix-tasks", "remove_512"], "cleanup_fix_dataset"),
+        (["--num-bands", "10"], "find_duplicates"),
+        (["--seed", "5"], "find_duplicates"),
+        (["--threshold", "0.9"], "group_duplicate_url"),
+        (["--id-prefix", "x"], "shuffle"),
+        (["--workers", "2", "--connections", "3", "--delay", "0", "--timeout", "5", "--user-agent=-x"], "no step"),
+        (["--output-path", "elsewhere"], "no step"),
+    ],
+)
+def test_a_change_begins_anew_at_its_step(
+    flags: list[str], step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("urls").mkdir()
+    Path("urls/a.txt").write_text("https://example.org/\n")
+
+    def stamps(*more: str) -> dict[str, str]:
+        options = pipeline.main.parse(["--urls", "urls", "--output-path", "out", "--workers", "1", *more])
+        steps = pipeline.steps_of(options)
+        return dict(zip((one.name for one in steps), pipeline.stamps_of(steps, options), strict=True))
+
+    before, after = stamps(), stamps(*flags)
+    order = list(before)
+    first = {"every step": 0, "no step": len(order)}[step] if " " in step else order.index(step)
+    assert [name for name in order if before[name] != after[name]] == order[first:]
+
+
 def test_bad_lines_are_named_where_the_user_finds_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = tmp_path / "in.jsonl", tmp_path / "out"
     path.write_text("\n\n".join(map(json.dumps, [*stories(2), {"url": "x"}])) + "\n")
