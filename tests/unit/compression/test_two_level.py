@@ -18,6 +18,7 @@ from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback
 from megatron.compression.fixpoint import FixpointConfig, FixpointRounds, FixpointSumConfig
 from megatron.compression.options import CompressorFault
 from megatron.compression.points import Point
+from megatron.compression.quantized_adam import QuantizedAdam, QuantizedAdamConfig
 from megatron.compression.registry import Registry
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import read_spec
@@ -283,3 +284,18 @@ def test_members() -> None:
     assert peers.members(Level.ACROSS) == (2, 3)
     with pytest.raises(CompressorFault, match="SumTraits"):
         Peers(2, 4).members(Level.NODE)
+
+
+def test_momenta_stay_whole_where_only_shares_are_read() -> None:
+    """Quantized Adam enters all of the last momentum into the next sum, whatever part of the sum a rank reads."""
+    compressor = QuantizedAdam(QuantizedAdamConfig(levels="8/4"))
+    own: list[list[Tensor]] = []
+    for sharded in (False, True):
+        states = states_of(4)
+        for step in range(4):
+            xs = [noise(4 * 96, 10 * step + rank, torch.float32) for rank in range(4)]
+            results = run_lockstep(compressor, xs, states, sharded, nodes=nodes_of(2, 2))
+            for state in states:
+                state.commit()
+        own.append([result.total.chunk(4)[rank] for rank, result in enumerate(results)])
+    assert all(torch.equal(whole, share) for whole, share in zip(*own, strict=True))
