@@ -197,7 +197,8 @@ class TwoStepSum(RoundCompressor):
         made: list[Messages] = []
         taken: list[Messages] = []
         for number, hop in enumerate(hops):
-            first = number and 1 + peers.size * (1 + _node(peers))  # ranks that sum alike things draw other noise
+            # Nodes hold like sums, so each draws noise of its own for them.
+            first = 0 if number == 0 else 1 + peers.size * (1 + _node(peers))
             seeds = {i: self.seed(state, first + i) for i in parts}
             wires = hop.encode(parts, part, seeds, transformed=number > 0)
             made.append(hop.messages(wires, spans, hop.rows))

@@ -120,6 +120,18 @@ RUNS: dict[str, tuple[int, str, Changes, str]] = {
         _run(SPEC, "embedding=fixpoint,levels=8/4,fused=on", pp=2),
         "its 2 ranks are on one node",
     ),
+    "pairs of replicas of two tensor-parallel ranks, sharded": (
+        8,
+        "4",
+        _run(SPEC, tp=2, **SHARDED),
+        "2 ranks of a node, then 2 nodes",
+    ),
+    "the embedding of two stages with four replicas each": (
+        8,
+        "4",
+        _run("embedding=fixpoint,levels=8/4,fused=on,error-feedback=on", pp=2),
+        "sums in two levels: 4 ranks of a node, then 2 nodes",
+    ),
     "quantized adam, sharded": (
         4,
         "2",
