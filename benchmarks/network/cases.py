@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.network.setups import Setup, aqsgd_data, aqsgd_pipeline, optimus_pipeline, radius_data
+from benchmarks.network.setups import Setup, aqsgd_data, aqsgd_pipeline, as_named, optimus_pipeline, radius_data
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,8 @@ class NetworkCase:
         schedule: pipeline schedule.
         peer: a peer of ``peers.py`` in place of the trainer; with a rank.
         overlap: gradients are reduced while backward goes on.
+        levels: bits of its two-level sums inside a host and between hosts, whose bytes are then compared with what
+            their formula says.
     """
 
     name: str
@@ -26,6 +28,7 @@ class NetworkCase:
     peer: str = ""
     rank: int = 0
     overlap: bool = True
+    levels: tuple[int, int] | None = None
 
 
 FP32 = NetworkCase("fp32 traffic")
@@ -55,6 +58,14 @@ DATA = (
     NetworkCase("torch DDP, fp16 hook", peer="ddp-fp16"),
     NetworkCase("torch DDP, powerSGD_hook, rank 4", peer="ddp-powersgd", rank=4),
     NetworkCase("torch DDP, powerSGD_hook, rank 32", peer="ddp-powersgd", rank=32),
+)
+LEVELS = (
+    FP32,
+    CAST,
+    NetworkCase("fixpoint 4 bits", ("dp-grad=fixpoint,bits=4,error-feedback=on",)),
+    NetworkCase("fixpoint 8/4 bits in two levels", ("dp-grad=fixpoint,levels=8/4,error-feedback=on",), levels=(8, 4)),
+    NetworkCase("torch DDP", peer="ddp"),
+    NetworkCase("torch DDP, fp16 hook", peer="ddp-fp16"),
 )
 MIXED = (
     FP32,
@@ -114,6 +125,17 @@ class Bench:
         """Number of replicas."""
         return self.hosts * self.ranks_per_host // (self.tp * self.pp)
 
+    @property
+    def parameters(self) -> int:
+        """Number of the model's parameters, without biases and norms."""
+        layers, hidden, sequence = self.model
+        return 12 * layers * hidden**2 + ((1 if self.tied else 2) * self.vocab + sequence) * hidden
+
+    def sent_in_two_levels(self, bits: int) -> float:
+        """Bytes of gradients that a host sends to others in an iteration: each of its G ranks (M-1)/M n/G twice, each
+        number in its bits and with its part of a scale of 32 bits for 64."""
+        return 2 * (self.hosts - 1) / self.hosts * self.parameters * (bits / 8 + 4 / 64)
+
 
 BENCHES = {
     "pp4": Bench(4, 1, 1, 4, (8, 512, 256), 8, tuple(aqsgd_pipeline()), PIPELINE),
@@ -121,6 +143,8 @@ BENCHES = {
     "pp8": Bench(8, 1, 1, 8, (8, 512, 256), 32, tuple(aqsgd_pipeline()[0::2]), PIPELINE),
     "dp4": Bench(4, 1, 1, 1, (4, 256, 256), 4, (*aqsgd_data(4), radius_data()), DATA, "gradients"),
     "dp8": Bench(8, 1, 1, 1, (4, 256, 256), 4, (*aqsgd_data(8)[:1], radius_data()), DATA, "gradients"),
+    # Links of their own rates. Short sequences, as it is the sums that are compared.
+    "dp2x2": Bench(2, 2, 1, 1, (4, 512, 32), 1, tuple(as_named()[1:]), LEVELS, "gradients"),
     "3d": Bench(4, 2, 2, 2, (8, 512, 256), 4, (optimus_pipeline(), aqsgd_pipeline()[1]), MIXED, tied=True),
 }
 

@@ -62,6 +62,7 @@ LAYOUTS = {
     "pp8": "8 pipeline stages",
     "dp4": "4 replicas",
     "dp8": "8 replicas",
+    "dp2x2": "2 hosts of 2 replicas",
     "3d": "TP 2 x PP 2 x DP 2",
 }
 _EAGER = ", eager 1F1B"

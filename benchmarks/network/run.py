@@ -65,6 +65,7 @@ class Measurement:
         loss: loss of the last step.
         predicted_s: the planner's time of an iteration; None for a case that it does not know.
         waited: time of waiting by point, where it is known.
+        formula_mb: MB in frames that a host sends in an iteration by the formula of two-level sums; None for others.
     """
 
     layout: str
@@ -80,6 +81,7 @@ class Measurement:
     loss: float
     predicted_s: float | None
     waited: dict[str, float] = field(default_factory=dict)
+    formula_mb: float | None = None
 
 
 class Workers:
@@ -144,14 +146,13 @@ def link_rate(bench: Bench, setup: Setup, computed: dict[str, float]) -> float:
     """
     if setup.rate is not None:
         return setup.rate
-    layers, hidden, sequence = bench.model
+    _, hidden, sequence = bench.model
     if bench.paced_by == "message":
         piece = computed["slowest_compute_s"] / bench.micro_batches
         # Tensor-parallel ranks of one host each send the whole activation over its link.
         sharing = min(bench.tp, bench.ranks_per_host)
         return sharing * sequence * hidden * 32 / (setup.ratio * piece)
-    parameters = 12 * layers * hidden**2 + ((1 if bench.tied else 2) * bench.vocab + sequence) * hidden
-    return 2 * (bench.dp - 1) / bench.dp * parameters * 32 / (setup.ratio * computed["slowest_compute_s"])
+    return 2 * (bench.dp - 1) / bench.dp * bench.parameters * 32 / (setup.ratio * computed["slowest_compute_s"])
 
 
 def linked(cluster: Cluster, rate: float | None) -> Cluster:
@@ -238,8 +239,16 @@ def measure(
                 expected = predicted(bench, case, cluster and linked(cluster, rate))
                 found = summarize(name, bench, setup_name, rate, case, answer, sent, expected)
                 foreseen = "" if expected is None else f" (predicted {expected:.2f})"
-                print(f"  {setup_name}: {case.name}: {found.seconds:.2f} s{foreseen}", flush=True)
+                print(f"  {setup_name}: {case.name}: {found.seconds:.2f} s{foreseen}{_compared(found)}", flush=True)
                 yield found
+
+
+def _compared(found: Measurement) -> str:
+    """The bytes of a host beside those of the formula."""
+    if found.formula_mb is None:
+        return ""
+    off = found.host_mb / found.formula_mb - 1
+    return f", a host sends {found.host_mb:.2f} MB: {off:+.1%} of the formula's {found.formula_mb:.2f} MB"
 
 
 def shape(lab: Lab, rate: float | None) -> None:
@@ -275,6 +284,7 @@ def summarize(
         answer[-1]["loss"],
         expected,
         {key.removeprefix("waited "): value for key, value in median.items() if key.startswith("waited ") and value},
+        None if case.levels is None else bench.sent_in_two_levels(case.levels[1]) / PAYLOAD / 1e6,
     )
 
 
@@ -343,7 +353,7 @@ def main() -> int:
     try:
         with stopped_in_order(even_ignored=True):
             for name, bench in options.benches.items():
-                setups = [bench.setups[0], bench.setups[-1]] if options.quick else bench.setups
+                setups = list(dict.fromkeys([bench.setups[0], bench.setups[-1]])) if options.quick else bench.setups
                 with closing(measure(name, bench, setups, options.steps, out)) as rows:
                     found += rows
                 write(found, out)

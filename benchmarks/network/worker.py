@@ -109,7 +109,8 @@ def main() -> None:
     backend = config.parallel.distributed_backend
     device = pick_device(backend, env.local_rank)
     init_process_group(env, backend, 30)
-    topology = build_topology(layout_of(config, env.world_size), device)
+    # Cut by node for those cases that ask for it.
+    topology = build_topology(layout_of(config, env.world_size), device, env.node, {"dp"})
     batches = batches_of(plan, config, topology)
     step: Step | None = None
     taken = number = 0

@@ -24,6 +24,7 @@ class Account:
         messages: collectives and messages started.
         raw_bytes: bytes this rank would have sent uncompressed.
         wire_bytes: bytes this rank sent, headers included.
+        inside_bytes: those of them that sums in two levels sent inside this rank's node.
         waited_s: seconds that the rank (its stream, on CUDA) was blocked on the point: exposed communication.
         coded_s: seconds of encoding and decoding.
     """
@@ -31,6 +32,7 @@ class Account:
     messages: int = 0
     raw_bytes: int = 0
     wire_bytes: int = 0
+    inside_bytes: int = 0
     waited_s: float = 0.0
     coded_s: float = 0.0
 
@@ -84,12 +86,14 @@ class Ledger:
         """The accounts of this window."""
         return self._books.accounts
 
-    def sent(self, point: Point, wire_bytes: int, raw_bytes: int | None = None) -> None:
-        """Counts one message; ``raw_bytes`` is its size uncompressed (default: the same)."""
+    def sent(self, point: Point, wire_bytes: int, raw_bytes: int | None = None, inside_bytes: int = 0) -> None:
+        """Counts one message; ``raw_bytes`` is its size uncompressed (default: the same), and ``inside_bytes`` is what
+        is known to stay in this rank's node."""
         account = self.accounts[point]
         self._books.took_part.add(point)
         account.messages += 1
         account.wire_bytes += wire_bytes
+        account.inside_bytes += inside_bytes
         account.raw_bytes += wire_bytes if raw_bytes is None else raw_bytes
 
     def wait(self, point: Point, pending: Pending) -> None:

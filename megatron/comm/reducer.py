@@ -241,7 +241,8 @@ class GradReducer:
             TensorReduction(IdentityRounds(), bucket.flat[span], CompressorState()) for span in _rest(bucket, used)
         ]
         raw = (1 if self.sharded else 2) * (self.group.size - 1) * num_bytes(bucket.flat) // self.group.size
-        shares = self.sharded and not used
+        # Stacks of parameters are no equal parts of the bucket, so all of their sums are needed.
+        shares = self.sharded and not any(unit.places for unit in used)
         packed = PackedReduction(reductions, self.group, self.ledger, Point.DP_GRAD, shares, raw_bytes=raw)
         return _PendingBucket(packed, used)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron.comm.ledger import Ledger
-from megatron.compression.api import Aggregate, Op, Peers, Request, RoundCompressor
+from megatron.compression.api import Aggregate, Level, Op, Peers, Request, RoundCompressor
+from megatron.compression.options import CompressorFault
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
 from megatron.topology.group import Group, Pending, num_bytes
@@ -58,13 +59,21 @@ class PackedReduction:
             sum(self._raw_bytes(reduction.x) for reduction in reductions) if raw_bytes is None else raw_bytes
         )
         self.reductions = reductions
-        self._peers = Peers(group.rank, group.size)
+        self._peers = Peers(group.rank, group.size, sharded=sharded)
         self._generators: list[Generator[Request, Tensor, Aggregate]] = [
-            reduction.compressor.rounds(reduction.x, reduction.state, self._peers) for reduction in reductions
+            reduction.compressor.rounds(reduction.x, reduction.state, self._peers_of(reduction.compressor))
+            for reduction in reductions
         ]
         self._aggregates: list[Aggregate | None] = [None] * len(reductions)
         self._pending: list[tuple[Pending, list[tuple[int, Tensor]]]] = []
         self._resume(dict.fromkeys(range(len(reductions))))
+
+    def _peers_of(self, compressor: RoundCompressor) -> Peers:
+        """The group as a compressor sees it: with its nodes where it asks for them."""
+        split = self.group.split
+        if split is None or not compressor.traits.levels:
+            return self._peers
+        return replace(self._peers, nodes=split.nodes)
 
     def _raw_bytes(self, x: Tensor) -> int:
         """Bytes of an exact ring all-reduce, which compressed bytes are compared with."""
@@ -85,25 +94,27 @@ class PackedReduction:
 
     def _serve(self, requests: dict[int, Request]) -> None:
         """Starts the collectives of one round; small all-reduces share one."""
-        kinds: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+        kinds: dict[tuple[Level, torch.dtype], list[tuple[int, Tensor]]] = {}
         for index, request in requests.items():
             if request.op is Op.REDUCE and len(requests) > 1:
-                kinds.setdefault(request.tensor.dtype, []).append((index, request.tensor))
+                kinds.setdefault((request.level, request.tensor.dtype), []).append((index, request.tensor))
             else:
                 pending, result = start_request(request, self.group, self.sharded)
-                self._started(pending, [(index, result)])
-        for members in kinds.values():
+                self._started(pending, [(index, result)], request.level)
+        for (level, _), members in kinds.items():
+            group = group_at(self.group, level)
             if len(members) == 1:
-                self._started(self.group.all_reduce(members[0][1]), members)
+                self._started(group.all_reduce(members[0][1]), members, level)
                 continue
             flat = torch.cat([tensor.view(-1) for _, tensor in members])
             parts = flat.split([tensor.numel() for _, tensor in members])
             views = [(i, part.view(tensor.shape)) for (i, tensor), part in zip(members, parts, strict=True)]
-            self._started(self.group.all_reduce(flat), views)
+            self._started(group.all_reduce(flat), views, level)
 
-    def _started(self, pending: Pending, results: list[tuple[int, Tensor]]) -> None:
-        if self.group.size > 1:
-            self.ledger.sent(self.point, pending.sent_bytes, self._raw_left)
+    def _started(self, pending: Pending, results: list[tuple[int, Tensor]], level: Level) -> None:
+        if group_at(self.group, level).size > 1:
+            inside = pending.sent_bytes if level is Level.NODE else 0
+            self.ledger.sent(self.point, pending.sent_bytes, self._raw_left, inside)
             self._raw_left = 0
         self._pending.append((pending, results))
 
@@ -123,7 +134,8 @@ class PackedReduction:
         with self.ledger.decoding(self.point):
             for reduction, aggregate in zip(self.reductions, self._aggregates, strict=True):
                 assert aggregate is not None
-                reduction.compressor.finalize(reduction.x, aggregate, reduction.state, self._peers)
+                peers = self._peers_of(reduction.compressor)
+                reduction.compressor.finalize(reduction.x, aggregate, reduction.state, peers)
         self._aggregates = []
 
     def abandon(self) -> None:
@@ -136,16 +148,19 @@ class PackedReduction:
 
 
 def start_request(request: Request, group: Group, sharded: bool = False) -> tuple[Pending, Tensor]:
-    """Starts the collective of one request over a group; its result is in the tensor once it has completed.
+    """Starts the collective of one request; its result is in the tensor once it has completed.
 
     Args:
         request: the request.
-        group: the ranks.
+        group: the ranks that reduce, of which the request may name some.
         sharded: this rank reads only its own share of a reduction whose request allows that.
+
+    Raises:
+        CompressorFault: when the request names ranks of nodes, and the group was not built with them.
     """
-    x = request.tensor
+    x, group = request.tensor, group_at(group, request.level)
     if request.op is Op.REDUCE:
-        if request.shard_only and sharded and x.numel() % group.size == 0:
+        if request.shard_only and sharded and request.level is Level.ALL and x.numel() % group.size == 0:
             flat = x.view(-1)
             share = flat.numel() // group.size
             return group.reduce_scatter(flat[group.rank * share : (group.rank + 1) * share], flat), x
@@ -157,3 +172,19 @@ def start_request(request: Request, group: Group, sharded: bool = False) -> tupl
         received = torch.empty_like(x)
         return group.exchange(received, x), received
     return group.broadcast(x), x
+
+
+def group_at(group: Group, level: Level) -> Group:
+    """The ranks of a group that take part in a request at a level.
+
+    Raises:
+        CompressorFault: when the group was not built with its nodes.
+    """
+    if level is Level.ALL:
+        return group
+    if group.split is None:
+        raise CompressorFault(
+            f"a compressor asks for Level.{level.name} over {group.name}, which has no node groups; it must declare "
+            "SumTraits(levels=True), and look at Peers.nodes first"
+        )
+    return group.split.node if level is Level.NODE else group.split.across

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.compression.approximation import Approximation, write
+from megatron.compression.options import CompressorFault
 from megatron.compression.points import Point
 from megatron.compression.schedule import Activation
 from megatron.compression.state import CompressorState
@@ -36,6 +37,17 @@ class Op(enum.Enum):
     """All-to-all: send row i of the tensor to rank i; row i of the result comes from rank i."""
 
 
+class Level(enum.Enum):
+    """The ranks of the group that take part in a request."""
+
+    ALL = "all"
+    """All of them."""
+    NODE = "node"
+    """Those of this rank's node."""
+    ACROSS = "across"
+    """Those at this rank's place in its node, one on each node."""
+
+
 @dataclass(frozen=True)
 class Request:
     """A collective that a compressor asks for.
@@ -45,11 +57,14 @@ class Request:
         op: what to do with it.
         shard_only: this rank will read only its own equal share of the sum (the sharded optimizer's case), so
             a reduce-scatter may serve a REDUCE. Elements outside the share are then undefined.
+        level: the ranks that take part. Results are in the order of ``Peers.members``, and rows go to them in that
+            order. Others than ALL need ``SumTraits.levels``.
     """
 
     tensor: Tensor
     op: Op = Op.REDUCE
     shard_only: bool = False
+    level: Level = Level.ALL
 
 
 @dataclass(frozen=True)
@@ -68,10 +83,36 @@ class Aggregate:
 
 @dataclass(frozen=True)
 class Peers:
-    """The group that reduces: this rank's place in it, and its size."""
+    """The group that reduces.
+
+    Args:
+        rank, size: this rank's place in it, and its size.
+        nodes: the ranks of the group by node, as many of each and alike in all groups of the point; empty where the
+            compressor does not declare ``SumTraits.levels``, and at the tensor-parallel points.
+        sharded: each rank reads only its own equal share of the flattened result, if the size divides it. Elements
+            outside the share may be anything then.
+    """
 
     rank: int
     size: int
+    nodes: tuple[tuple[int, ...], ...] = ()
+    sharded: bool = False
+
+    def members(self, level: Level) -> tuple[int, ...]:
+        """The ranks of the group that take part in this rank's requests at a level, ascending.
+
+        Raises:
+            CompressorFault: when the nodes are not known.
+        """
+        if level is Level.ALL:
+            return tuple(range(self.size))
+        node = next((ranks for ranks in self.nodes if self.rank in ranks), None)
+        if node is None:
+            raise CompressorFault(
+                f"a compressor asks for Level.{level.name} where there are no node groups; it must declare "
+                "SumTraits(levels=True), and look at Peers.nodes first"
+            )
+        return node if level is Level.NODE else tuple(sorted(ranks[node.index(self.rank)] for ranks in self.nodes))
 
 
 class Compressor:
@@ -164,6 +205,8 @@ class SumTraits:
         freezes_variance: the optimizer must leave Adam's second moments as they are while the compressor is on.
         clips_first: each replica's gradient is clipped before the all-reduce, whose result carries too much noise.
         gathers: each rank receives what every other one sends, so that bytes and decoding grow with the group.
+        levels: it makes requests within nodes and between them, so that the run builds groups for these, and
+            ``Peers.nodes`` names them.
         index_sets: names of state tensors that are indices into the flattened input.
         steady: names of counters that do not decide which operations run: such as those that only enter random seeds.
     """
@@ -173,6 +216,7 @@ class SumTraits:
     freezes_variance: bool = False
     clips_first: bool = False
     gathers: bool = False
+    levels: bool = False
     index_sets: tuple[str, ...] = ()
     steady: tuple[str, ...] = ()
 
@@ -222,7 +266,7 @@ class RoundCompressor(Compressor, ABC):
             state: the state of this tensor.
             peers: the group.
 
-        Every rank of the group must yield the same sequence of operations and shapes; that is a property of the
+        Every rank of the group must yield the same sequence of operations, levels and shapes; that is a property of the
         algorithm, the caller cannot check it.
         """
 

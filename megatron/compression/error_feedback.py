@@ -6,7 +6,7 @@ Seide et al. 2014; Karimireddy et al. 2019. This is the only residual in the cod
 from __future__ import annotations
 
 from collections.abc import Generator, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -68,6 +68,8 @@ class ErrorFeedback(RoundCompressor):
         if residual is not None:
             x.add_(residual)
             given_k = squared_norms(x, self.traits.batched)
+        if self.kind == "aggregate":
+            peers = replace(peers, sharded=False)  # the residual is made of the whole sum
         inner = yield from self.inner.rounds(x, state, peers)
         return _Fed(inner.total, inner.local, inner, gradient_k, given_k)
 

@@ -7,9 +7,10 @@ peaks. Scales are fp32 or bf16 without an epsilon, so tiny gradients keep their 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import Literal
+import re
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -56,6 +57,44 @@ class FixpointConfig:
         if self.scale == "group" and self.group & (self.group - 1):
             raise UserError(f"group={self.group}: must be a power of two with a rotation; use group={self.rotation}")
 
+    @property
+    def of_levels(self) -> tuple[int | None, int]:
+        """Bits of sums inside a node (None: sums have one level), and of all other messages."""
+        return None, self.bits
+
+    def of_bits(self, bits: int) -> FixpointConfig:
+        """The options of messages with so many bits."""
+        return replace(self, bits=bits)
+
+
+@dataclass(frozen=True)
+class FixpointSumConfig(FixpointConfig):
+    """1 to 8 bits a number, with a scale for each group, channel or tensor."""
+
+    levels: str = opt("flat", "bits of sums inside a node and between nodes, such as 8/4; flat for one level")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.levels == "flat":
+            return
+        if not re.fullmatch("[1-8]/[1-8]", self.levels):
+            raise UserError(
+                f"levels={self.levels}: write the bits inside a node, /, and those between nodes, each 1 to 8, such as "
+                "levels=8/4; or levels=flat"
+            )
+        if self.bits != 8:
+            raise UserError(f"bits={self.bits}: levels={self.levels} sets the bits; leave bits out")
+
+    @property
+    def of_levels(self) -> tuple[int | None, int]:
+        if self.levels == "flat":
+            return super().of_levels
+        inside, across = self.levels.split("/")
+        return int(inside), int(across)
+
+    def of_bits(self, bits: int) -> FixpointConfig:
+        return replace(self, bits=bits, levels="flat")
+
 
 class Quantizer:
     """A format of quantized numbers, without state. 32 and 64-bit inputs are quantized in fp32.
@@ -67,6 +106,15 @@ class Quantizer:
     def __init__(self, config: FixpointConfig) -> None:
         self.config = config
         self.scale_dtype = torch.float32 if config.scale_dtype == "fp32" else torch.bfloat16
+
+    @property
+    def plain(self) -> Quantizer:
+        """The format of numbers that are rotated already."""
+        return Quantizer(replace(self.config, rotation=0)) if self.config.rotation else self
+
+    def coded(self, count: int) -> int:
+        """Rotated numbers in a message of so many."""
+        return self._grid(torch.Size((count,))).coded(count)
 
     def _grid(self, shape: torch.Size) -> Grid:
         channels = shape[-1] if len(shape) else 1
@@ -157,6 +205,17 @@ def message_seed(seed: int, *parts: object) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+def _levels_problem(config: FixpointConfig) -> str:
+    """The reason why neither messages nor sums of tensor-parallel ranks have these options; empty when they may."""
+    inside, across = config.of_levels
+    if inside is None:
+        return ""
+    return (
+        f"levels={inside}/{across} is for sums of gradients over several nodes (dp-grad, embedding); write "
+        f"bits={across} here"
+    )
+
+
 class FixpointCodec(Codec):
     """Quantized messages."""
 
@@ -166,6 +225,9 @@ class FixpointCodec(Codec):
     def __init__(self, config: FixpointConfig | None = None) -> None:
         super().__init__(config or FixpointConfig())
         self.quantizer = Quantizer(self.config)
+
+    def check(self, point: Point, flags: Mapping[str, Any]) -> str:
+        return _levels_problem(self.config)
 
     def empty_payload(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
@@ -192,7 +254,13 @@ class FixpointRounds(TwoStepSum):
 
     def __init__(self, config: FixpointConfig | None = None) -> None:
         super().__init__(config or FixpointConfig())
-        self.format = Quantizer(self.config)
+        inside, across = self.config.of_levels
+        self.format = Quantizer(self.config.of_bits(across))
+        self.inside = None if inside is None else Quantizer(self.config.of_bits(inside))
+        self.traits = replace(self.traits, levels=inside is not None)
+
+    def check(self, point: Point, flags: Mapping[str, Any]) -> str:
+        return _levels_problem(self.config) if point in (Point.TP_FWD, Point.TP_BWD) else ""
 
     def seed(self, state: CompressorState, message: int) -> int | None:
         if self.config.rounding == "nearest":
@@ -204,5 +272,5 @@ def register(registry: Registry) -> None:
     """Registers ``fixpoint``."""
     points = frozenset(Point) - {Point.CONTROL}
     registry.register(
-        "fixpoint", Registration(FixpointConfig, codec=FixpointCodec, rounds=FixpointRounds, points=points)
+        "fixpoint", Registration(FixpointSumConfig, codec=FixpointCodec, rounds=FixpointRounds, points=points)
     )

@@ -7,7 +7,7 @@ of ordinary Adam its second moments are frozen, and every rank sends its momentu
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.compression.api import Aggregate, Peers, Request, RoundCompressor, SumTraits
 from megatron.compression.approximation import Approximation, write
 from megatron.compression.error_feedback import ErrorFeedback
-from megatron.compression.fixpoint import FixpointConfig, FixpointRounds
+from megatron.compression.fixpoint import FixpointRounds, FixpointSumConfig
 from megatron.compression.options import opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
@@ -24,7 +24,7 @@ from megatron.compression.state import CompressorState
 
 
 @dataclass(frozen=True)
-class QuantizedAdamConfig(FixpointConfig):
+class QuantizedAdamConfig(FixpointSumConfig):
     """All-reduces of momenta with two-sided error feedback, under Adam with frozen second moments."""
 
     beta: float = opt(0.9, "decay of the momentum, that of --adam-beta1", minimum=0, maximum=0.999)
@@ -70,6 +70,7 @@ class QuantizedAdam(RoundCompressor):
     def __init__(self, config: QuantizedAdamConfig | None = None) -> None:
         super().__init__(config or QuantizedAdamConfig())
         self.exchange = ErrorFeedback(FixpointRounds(self.config))
+        self.traits = replace(self.traits, levels=self.exchange.traits.levels)
 
     def problem(self, activation: Activation) -> str:
         if not activation.covers_all_stages:
@@ -91,7 +92,8 @@ class QuantizedAdam(RoundCompressor):
         x.mul_(1.0 - beta)
         if momentum is not None:
             x.add_(momentum, alpha=beta / peers.size)
-        exchanged = yield from self.exchange.rounds(x, state, peers)
+        # Every rank keeps the whole momentum, also where it reads only a share of the gradients.
+        exchanged = yield from self.exchange.rounds(x, state, replace(peers, sharded=False))
         assert exchanged.local is not None
         return _Moved(
             _Answer(exchanged.total, momentum, beta, beta),

@@ -1,16 +1,20 @@
-"""Two-step all-reduces of short messages: an all-to-all of parts, summed in fp32, and an all-gather of the sums."""
+"""Two-step all-reduces of short messages: all-to-alls of parts, summed in fp32, and all-gathers of the sums.
+
+One level is the whole group. Two levels are the ranks of a node, then those at one place of all nodes (SDP4Bit, Jia et
+al. 2024): between nodes each number crosses once for a node, whatever the ranks in it.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from megatron.compression.api import Aggregate, Op, Peers, Request, RoundCompressor, SumTraits
+from megatron.compression.api import Aggregate, Level, Op, Peers, Request, RoundCompressor, SumTraits
 from megatron.compression.approximation import Approximation
 from megatron.compression.state import CompressorState
 
@@ -31,9 +35,22 @@ class Format(Protocol):
         """Adds a decoded message, or subtracts it, in place."""
 
 
+@runtime_checkable
+class TransformingFormat(Format, Protocol):
+    """A format that encodes a linear transform of its input, such as a rotation; sums are taken of the transformed
+    numbers, and only what comes out of the last one is transformed back."""
+
+    @property
+    def plain(self) -> Format:
+        """The same messages, as those of the transformed numbers."""
+
+    def coded(self, count: int) -> int:
+        """Transformed numbers of a message of so many."""
+
+
 @dataclass(frozen=True)
 class Messages(Approximation):
-    """A flattened tensor as messages of its consecutive parts, some of which may be empty."""
+    """A flattened tensor, or parts of it, as messages of its parts, some of which may be empty."""
 
     format: Format
     wires: Tensor
@@ -45,8 +62,8 @@ class Messages(Approximation):
 
     def subtract_from(self, x: Tensor, share: float = 1.0) -> None:
         for wire, part in self._parts(x):
-            if share == 1.0:
-                self.format.add_to(part, wire, negative=True)
+            if abs(share) == 1.0:
+                self.format.add_to(part, wire, negative=share > 0)
             else:
                 part.sub_(self.format.decode(wire, part.shape), alpha=share)
 
@@ -57,29 +74,114 @@ class Messages(Approximation):
 
 @dataclass(frozen=True)
 class _Contribution(Approximation):
-    """A rank's messages decoded, and the error of the shortened sum of the part that it serves."""
+    """What a rank has put into a sum: the messages that it made, less those that it was sent and summed up in them.
 
-    sent: Messages
-    span: slice
-    error_n: Tensor
+    Over all ranks this leaves what the last messages hold, whatever was lost in between: each rank accounts for what
+    its own messages lost.
+
+    Args:
+        made: messages of this rank; the first ones are of the whole tensor.
+        taken: messages to this rank whose sums it made messages of.
+    """
+
+    made: Sequence[Messages]
+    taken: Sequence[Messages]
 
     def write_to(self, out: Tensor) -> None:
-        self.sent.write_to(out)
-        out.view(-1)[self.span].add_(self.error_n)
+        self.made[0].write_to(out)
+        self._subtract(out, self.made[1:], -1.0)
 
     def subtract_from(self, x: Tensor, share: float = 1.0) -> None:
-        self.sent.subtract_from(x, share)
-        x.view(-1)[self.span].sub_(self.error_n, alpha=share)
+        self._subtract(x, self.made, share)
+
+    def _subtract(self, x: Tensor, made: Sequence[Messages], share: float) -> None:
+        for messages in made:
+            messages.subtract_from(x, share)
+        for messages in self.taken:
+            messages.subtract_from(x, -share)
+
+
+@dataclass(frozen=True)
+class _Share(Approximation):
+    """One part of a flattened tensor; the rest stays as it is."""
+
+    span: slice
+    x_n: Tensor
+
+    def write_to(self, out: Tensor) -> None:
+        out.view(-1)[self.span].copy_(self.x_n)
+
+    def subtract_from(self, x: Tensor, share: float = 1.0) -> None:
+        x.view(-1)[self.span].sub_(self.x_n, alpha=share)
+
+
+@dataclass(frozen=True)
+class _Hop:
+    """An exchange among some ranks of the group, and the all-gather that answers it.
+
+    Args:
+        level: which ranks these are.
+        format: format of the messages.
+        rows: the parts that each of these ranks sums up, by the rank of the group that they belong to in the end.
+        place: this rank's place among them.
+    """
+
+    level: Level
+    format: Format
+    rows: Sequence[tuple[int, ...]]
+    place: int
+
+    @property
+    def plain(self) -> Format:
+        """The format of transformed numbers."""
+        return self.format.plain if isinstance(self.format, TransformingFormat) else self.format
+
+    def encode(
+        self, parts: Mapping[int, Tensor], longest: int, seeds: Mapping[int, int | None], transformed: bool
+    ) -> Tensor:
+        """Messages of parts, a row for each rank; that of a shorter part does not fill its place."""
+        format, device = self.plain if transformed else self.format, next(iter(parts.values())).device
+        size = self.format.nbytes(torch.Size((longest,)))
+        wires = torch.zeros((len(self.rows), len(self.rows[0]), size), dtype=torch.uint8, device=device)
+        for row, numbers in zip(wires, self.rows, strict=True):
+            for wire, number in zip(row, numbers, strict=True):
+                x = parts[number]
+                format.encode(x, seeds[number], wire=wire[: format.nbytes(x.shape)])
+        return wires
+
+    def messages(self, wires: Tensor, spans: Sequence[slice], rows: Sequence[tuple[int, ...]]) -> Messages:
+        """Wires, row after row, as the messages of the rows' parts."""
+        held = [spans[part] for row in rows for part in row]
+        return Messages(self.format, wires.view(len(held), wires.numel() // len(held)), held)
+
+    def summed(self, received: Tensor, flat: Tensor, spans: Sequence[slice], transformed: bool) -> dict[int, Tensor]:
+        """The sums of what was received for this rank's parts, left in the transformed numbers or not."""
+        sums = {}
+        for index, part in enumerate(self.rows[self.place]):
+            count, format = flat[spans[part]].numel(), self.format
+            if transformed and isinstance(format, TransformingFormat):
+                count, format = format.coded(count), format.plain
+            sums[part] = flat.new_zeros(count)
+            for row in received:
+                format.add_to(sums[part], row[index])
+        return sums
 
 
 class TwoStepSum(RoundCompressor):
     """Each rank sends (n - 1)/n of the messages' bytes twice, as a ring all-reduce would of the numbers.
 
-    A rank's contribution is what its messages hold, and in the part that it sums, the error of shortening the sum as
-    well: with error feedback both are made up for, each by the rank that made it.
+    The tensor is cut into a part for each rank of the group. In an exchange every rank sends messages of the parts that
+    the others are to sum up; where there are two levels, those of a rank's node sum up what the same places of all
+    nodes exchange then. The rank whose part it is sends a message of the whole sum, which is passed on as it is. Where
+    each rank reads its own part alone, nothing is sent back, and the sum is not shortened.
+
+    A rank's contribution is what its first messages hold, and the error of all sums that it has shortened: with error
+    feedback each is made up for by the rank that made it.
     """
 
     format: Format
+    inside: Format | None = None
+    """The format between ranks of a node; None for sums in one level."""
     traits = SumTraits(steady=("messages",))
 
     @abstractmethod
@@ -87,26 +189,49 @@ class TwoStepSum(RoundCompressor):
         """The seed of the noise of this step's message with a number; None without stochastic rounding."""
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
-        flat = x.view(-1)
+        flat, hops = x.view(-1), self._hops(peers)
         part = -(-flat.numel() // peers.size)
         spans = [slice(i * part, (i + 1) * part) for i in range(peers.size)]
-        size = self.format.nbytes(torch.Size((part,)))
-        wires = torch.zeros((peers.size, size), dtype=torch.uint8, device=x.device)
-        for i, span in enumerate(spans):
-            self._encode(flat[span], self.seed(state, i), wires[i])
-        received = yield Request(wires, Op.EXCHANGE)
-        own = flat[spans[peers.rank]]
-        sum_n = torch.zeros_like(own)
-        for wire in received:
-            self.format.add_to(sum_n, wire)
-        wire = torch.zeros(size, dtype=torch.uint8, device=x.device)
-        self._encode(sum_n, self.seed(state, peers.size), wire)
-        error_n = self.format.add_to(sum_n.neg_(), wire)
-        gathered = yield Request(wire, Op.GATHER)
+        shares = peers.sharded and part * peers.size == flat.numel()
+        parts = {i: flat[span] for i, span in enumerate(spans)}
+        made: list[Messages] = []
+        taken: list[Messages] = []
+        for number, hop in enumerate(hops):
+            # Nodes hold like sums, so each draws noise of its own for them.
+            first = 0 if number == 0 else 1 + peers.size * (1 + _node(peers))
+            seeds = {i: self.seed(state, first + i) for i in parts}
+            wires = hop.encode(parts, part, seeds, transformed=number > 0)
+            made.append(hop.messages(wires, spans, hop.rows))
+            received = yield Request(wires, Op.EXCHANGE, level=hop.level)
+            taken.append(hop.messages(received, spans, [hop.rows[hop.place]] * len(hop.rows)))
+            parts = hop.summed(received, flat, spans, transformed=not (shares and hop is hops[-1]))
+        if shares:
+            total: Approximation = _Share(spans[peers.rank], parts[peers.rank])
+            taken.pop()
+        else:
+            own = replace(hops[-1], rows=[(peers.rank,)])
+            wire = own.encode(parts, part, {peers.rank: self.seed(state, peers.size)}, transformed=True)
+            made.append(own.messages(wire, spans, own.rows))
+            wire = wire.view(-1)
+            for hop in reversed(hops):
+                wire = yield Request(wire, Op.GATHER, level=hop.level)
+            total = own.messages(wire, spans, hops[0].rows)
         state.stage("messages", state.count("messages") + 1)
-        local = _Contribution(Messages(self.format, wires, spans), spans[peers.rank], error_n)
-        return Aggregate(Messages(self.format, gathered, spans), local)
+        return Aggregate(total, _Contribution(made, taken))
 
-    def _encode(self, x: Tensor, seed: int | None, row: Tensor) -> None:
-        """Writes a message to the beginning of a row, which the shorter last part does not fill."""
-        self.format.encode(x, seed, wire=row[: self.format.nbytes(x.shape)])
+    def _hops(self, peers: Peers) -> list[_Hop]:
+        """The exchanges of a sum; a level that is a single rank is left out."""
+        if self.inside is None or not peers.nodes or peers.size == 1:
+            return [_Hop(Level.ALL, self.format, [(rank,) for rank in range(peers.size)], peers.rank)]
+        node, across = peers.members(Level.NODE), peers.members(Level.ACROSS)
+        places = [replace(peers, rank=rank).members(Level.ACROSS) for rank in node]
+        hops = [
+            _Hop(Level.NODE, self.inside, places, node.index(peers.rank)),
+            _Hop(Level.ACROSS, self.format, [(rank,) for rank in across], across.index(peers.rank)),
+        ]
+        return [hop for hop in hops if len(hop.rows) > 1]
+
+
+def _node(peers: Peers) -> int:
+    """Number of this rank's node."""
+    return next((number for number, ranks in enumerate(peers.nodes) if peers.rank in ranks), 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -11,19 +11,25 @@ import torch
 
 from megatron.base.errors import UserError
 from megatron.comm.policy import CompressionPlan
+from megatron.compression.api import Level
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import Spec
 from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice
-from megatron.planner.cluster import CODING, Cluster, Wire, across_wire, hop_wire, wire_between
+from megatron.planner.cluster import CODING, Cluster, Wire, across_wire, hop_wire, inside_wire, wire_between
 from megatron.planner.dry_run import DryStand
 from megatron.planner.pieces import MessageCost, PieceCost, Pieces, ReductionCost, message
+from megatron.topology.layout import Layout
+from megatron.topology.nodes import positions_by_node
 
 _T = TypeVar("_T")
 
 STEADY = 1 << 40
 """An iteration after all warm-ups."""
+
+Levels = Mapping[Level, tuple[Wire, int]]
+"""Wire and number of ranks of each level of a sum."""
 
 TP_POINTS = (Point.TP_FWD, Point.TP_BWD)
 
@@ -82,6 +88,7 @@ class CostBook:
         self._pieces: dict[object, PieceCost] = {}
         self._reductions: dict[object, ReductionCost] = {}
         self._messages: dict[object, MessageCost] = {}
+        self._levels: dict[object, Levels] = {}
 
     def specs(self, choice: Choice) -> dict[Point, Spec]:
         """The compressors of a choice."""
@@ -128,13 +135,14 @@ class CostBook:
         # Summed elsewhere, or in the only stage's embedding.
         fused = self.fused(choice) or (self.tied and choice.pp == 1 and name == "head")
         replicas = _replicas(spec if covered else None, choice.dp)
-        key = (name, choice.tp, choice.sequence_parallel, choice.sharded, fused, texts, replicas)
+        nodes = _nodes(self.levels(choice, Point.DP_GRAD)) if covered else 0
+        key = (name, choice.tp, choice.sequence_parallel, choice.sharded, fused, texts, replicas, nodes)
         if key not in self._reductions:
             used = {Point.DP_GRAD: spec} if spec is not None and covered else {}
             self._reductions[key] = planned(
                 texts,
                 lambda: self._dry(choice, used, stage).reduction(
-                    name, sharded=choice.sharded, fused=fused, replicas=replicas
+                    name, sharded=choice.sharded, fused=fused, replicas=replicas, nodes=nodes
                 ),
             )
         return self._reductions[key]
@@ -144,13 +152,27 @@ class CostBook:
         texts = self._text(choice, Point.EMBED_GRAD)
         holders = 2 * choice.dp if self.fused(choice) else 2
         replicas = _replicas(self.specs(choice).get(Point.EMBED_GRAD), holders)
-        key = ("tied", shape, elements, texts, replicas)
+        nodes = _nodes(self.levels(choice, Point.EMBED_GRAD))
+        key = ("tied", shape, elements, texts, replicas, nodes)
         if key not in self._reductions:
             specs = {p: spec for p, spec in self.specs(choice).items() if not p.is_reduction or p is Point.EMBED_GRAD}
             self._reductions[key] = planned(
-                texts, lambda: self._dry(choice, specs).embedding_reduction(shape, elements, replicas)
+                texts, lambda: self._dry(choice, specs).embedding_reduction(shape, elements, replicas, nodes)
             )
         return self._reductions[key]
+
+    def levels(self, choice: Choice, point: Point) -> Levels:
+        """The wires and numbers of ranks of a point's sums in two levels; empty where they have one."""
+        spec = self.specs(choice).get(point)
+        if spec is None or not spec.rounds().traits.levels:
+            return {}
+        key = (point, choice.tp, choice.pp, choice.dp, spec.fused)
+        if key not in self._levels:
+            layout = Layout(tp=choice.tp, pp=choice.pp, dp=choice.dp)
+            embeddings = layout.fused_embedding_groups if spec.fused else layout.embedding_groups
+            groups = list((layout.dp_groups if point is Point.DP_GRAD else embeddings)())
+            self._levels[key] = level_wires(self.cluster, groups, layout.world_size)
+        return self._levels[key]
 
     def message(self, choice: Choice, point: Point, compressed: bool) -> MessageCost:
         """The cost of a pipeline message."""
@@ -196,8 +218,24 @@ class CostBook:
 
 
 def _replicas(spec: Spec | None, size: int) -> int:
-    """Number of ranks of a dry run: two tell what any number send, unless each sends what all must have."""
-    return size if spec is not None and spec.rounds().traits.gathers else 2
+    """Number of ranks of a dry run: two tell what any number send, unless each sends what all must have, or it depends
+    on their nodes."""
+    traits = None if spec is None else spec.rounds().traits
+    return size if traits is not None and (traits.gathers or traits.levels) else 2
+
+
+def level_wires(cluster: Cluster, groups: Sequence[tuple[int, ...]], world_size: int) -> Levels:
+    """The wires and numbers of ranks of the levels of a kind of groups, all of which communicate at once."""
+    positions, _ = positions_by_node(groups, [str(rank // cluster.gpus_per_node) for rank in range(world_size)])
+    return {
+        Level.NODE: (inside_wire(cluster, len(positions[0])), len(positions[0])),
+        Level.ACROSS: (across_wire(cluster, 1, min(cluster.gpus_per_node, world_size)), len(positions)),
+    }
+
+
+def _nodes(levels: Levels) -> int:
+    """Number of nodes of a group that is cut; 0 for one that is not."""
+    return levels[Level.ACROSS][1] if levels else 0
 
 
 def planned(texts: tuple[str, ...], run: Callable[[], _T]) -> _T:

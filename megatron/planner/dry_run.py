@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from megatron.comm.ledger import Ledger
+from megatron.compression.api import Level
 from megatron.compression.points import Point
 from megatron.planner.cluster import Device
-from megatron.topology.group import Group, Pending, Work, num_bytes
+from megatron.topology.group import Group, NodeSplit, Pending, Work, num_bytes
 
 META = torch.device("meta")
 
@@ -39,10 +40,12 @@ class Collective:
     Args:
         kind: all-reduce, reduce-scatter, all-gather, all-to-all or broadcast.
         nbytes: bytes of the whole tensor.
+        level: which ranks of the group take part.
     """
 
     kind: str
     nbytes: float
+    level: Level = Level.ALL
 
 
 @dataclass
@@ -129,7 +132,7 @@ class _ToldLedger(Ledger):
         super().__init__()
         self.recorder = recorder
 
-    def sent(self, point: Point, wire_bytes: int, raw_bytes: int | None = None) -> None:
+    def sent(self, point: Point, wire_bytes: int, raw_bytes: int | None = None, inside_bytes: int = 0) -> None:
         tally = self.recorder.tally
         tally.sent[point] = tally.sent.get(point, 0) + wire_bytes
 
@@ -150,16 +153,24 @@ class DryGroup(Group):
     Args:
         size: number of ranks.
         recorder: recorder of the collectives.
+        nodes: number of nodes that it is cut into; 0 for none.
+        level: its place in a group that is cut.
     """
 
-    def __init__(self, size: int, recorder: Recorder) -> None:
+    def __init__(self, size: int, recorder: Recorder, nodes: int = 0, level: Level = Level.ALL) -> None:
         super().__init__(None, tuple(range(size)), 0, "a dry run", "nccl")
         self.recorder = recorder
+        self.level = level
+        if nodes:
+            each = size // nodes
+            positions = tuple(tuple(range(node * each, (node + 1) * each)) for node in range(nodes))
+            parts = DryGroup(each, recorder, level=Level.NODE), DryGroup(nodes, recorder, level=Level.ACROSS)
+            self.split = NodeSplit(positions, *parts)
 
     def start(self, what: str, sent: int, call: Callable[[], Work | None]) -> Pending:
         rounds = 2 if what == "all-reduce" else 1
         whole = sent if what == "broadcast" else sent * self.size / (rounds * (self.size - 1))
-        self.recorder.tally.collectives.append(Collective(what, whole))
+        self.recorder.tally.collectives.append(Collective(what, whole, self.level))
         return Pending(None, sent, what)
 
 
@@ -190,9 +201,9 @@ class DryStand:
         """A new recorder."""
         return Recorder(self.device)
 
-    def group(self, size: int, recorder: Recorder) -> Group:
-        """A group of ranks that do not exist."""
-        return DryGroup(size, recorder)
+    def group(self, size: int, recorder: Recorder, nodes: int = 0) -> Group:
+        """A group of ranks that do not exist, on some nodes."""
+        return DryGroup(size, recorder, nodes)
 
     def fill(self, x: Tensor) -> Tensor:
         """Does nothing: tensors have no contents."""

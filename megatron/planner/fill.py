@@ -121,7 +121,8 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
     if tied and choice.pp > 1:
         fused = book.fused(choice)
         part = book.embedding_reduction(choice, tied, stages.tied_elements(choice))
-        each = sum(sent_bytes(collectives, 2 * choice.dp if fused else 2) for collectives in part.rounds)
+        levels = book.levels(choice, Point.EMBED_GRAD)
+        each = sum(sent_bytes(collectives, 2 * choice.dp if fused else 2, levels) for collectives in part.rounds)
         found[Point.EMBED_GRAD.value] = 2 * each / choice.pp
     if choice.sharded:
         shares = (book.gathered(choice, -(-stages.elements(choice, rank) // choice.dp)) for rank in range(choice.pp))
@@ -143,7 +144,7 @@ def _messages(stages: Stages, choice: Choice, point: Point) -> float:
     return total
 
 
-def leaving(choice: Choice, wires: Wires, sent: Mapping[str, float]) -> dict[str, float]:
+def leaving(stages: Stages, choice: Choice, wires: Wires, sent: Mapping[str, float]) -> dict[str, float]:
     """The share of the bytes sent that leaves the node: of a ring, what its last member in a node sends."""
     groups = {
         Point.TP_FWD: (wires.tp, choice.tp),
@@ -157,6 +158,9 @@ def leaving(choice: Choice, wires: Wires, sent: Mapping[str, float]) -> dict[str
         for point, (wire, size) in groups.items()
         if point.value in sent and wire.per_node < size
     }
+    if stages.book.levels(choice, Point.DP_GRAD) and Point.DP_GRAD.value in sent:
+        across = sum(stages.stage(choice, rank, wires).across or 0.0 for rank in range(choice.pp)) / choice.pp
+        found |= {Point.DP_GRAD.value: across}
     boundaries = [wires.hops[boundary % choice.pp] for boundary in range(choice.pp * choice.chunks - 1)]
     crossing = sum(wire.per_node == 1 for wire in boundaries)
     for point in (Point.PP_FWD, Point.PP_BWD):

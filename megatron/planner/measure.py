@@ -100,8 +100,8 @@ class LiveStand:
         """A new meter."""
         return ComputeMeter(self.torch_device)
 
-    def group(self, size: int, recorder: Any) -> Group:
-        """The group of the tensor-parallel ranks, or of this one alone."""
+    def group(self, size: int, recorder: Any, nodes: int = 0) -> Group:
+        """The group of the tensor-parallel ranks, or of this one alone; not cut by node."""
         if size > 1 and self.tp is not None:
             return self.tp
         return Group(None, (0,), 0, "this process", "none")

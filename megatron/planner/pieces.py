@@ -54,8 +54,8 @@ class Stand(Protocol):
     def recorder(self) -> Any:
         """A new ``Meter``."""
 
-    def group(self, size: int, recorder: Any) -> Group:
-        """A group of ranks that reduce with this one."""
+    def group(self, size: int, recorder: Any, nodes: int = 0) -> Group:
+        """A group of ranks that reduce with this one, cut into so many nodes."""
 
     @property
     def attention(self) -> Callable[..., Tensor]:
@@ -142,7 +142,7 @@ class Pieces:
         self.plan = plan
         self.iteration = iteration
 
-    def _build(self, name: str, recompute: RecomputeConfig) -> _Built:
+    def _build(self, name: str, recompute: RecomputeConfig, shares: int = 1) -> _Built:
         config, meter = self.config, self.stand.recorder()
         tp = config.parallel.tensor_model_parallel_size
         comm = TensorComm(
@@ -160,7 +160,7 @@ class Pieces:
         buffer = FlatBuffer(
             named_params(collect_specs(stage), stage),
             main_grad_dtype(dtype, config.parallel.accumulate_allreduce_grads_in_fp32),
-            1,
+            shares,
             None,
             tensor_parallel=tp > 1,
         )
@@ -187,7 +187,9 @@ class Pieces:
             tuple(tied[0].param.shape) if tied else (),
         )
 
-    def reduction(self, name: str, *, sharded: bool = False, fused: bool = False, replicas: int = 2) -> ReductionCost:
+    def reduction(
+        self, name: str, *, sharded: bool = False, fused: bool = False, replicas: int = 2, nodes: int = 0
+    ) -> ReductionCost:
         """Runs the reduction of a piece's gradients over replicas, in a step between choices and after warm-ups.
 
         Args:
@@ -195,10 +197,11 @@ class Pieces:
             sharded: each replica needs its own share only.
             fused: the tied embedding is reduced elsewhere.
             replicas: replicas in the reduction.
+            nodes: nodes that they are on, for sums in two levels.
         """
-        built = self._build(name, RecomputeConfig())
+        built = self._build(name, RecomputeConfig(), replicas if sharded else 1)
         meter = built.meter
-        group = self.stand.group(replicas, meter)
+        group = self.stand.group(replicas, meter, nodes)
         buckets = [reduced_bucket(built.buffer, bucket, fused) for bucket in built.buffer.buckets]
         reducer = GradReducer(buckets, group, self.plan, meter.ledger, sharded)
         firsts: list[Tally] = []
@@ -226,16 +229,19 @@ class Pieces:
             sum(state_bytes(state) for state in states),
         )
 
-    def embedding_reduction(self, shape: tuple[int, ...], elements: int, replicas: int = 2) -> ReductionCost:
+    def embedding_reduction(
+        self, shape: tuple[int, ...], elements: int, replicas: int = 2, nodes: int = 0
+    ) -> ReductionCost:
         """Runs the all-reduce of the tied embedding's gradient over its holders.
 
         Args:
             shape: shape of the embedding's part on a rank.
             elements: elements that are reduced: all, or a replica's share.
             replicas: holders in the all-reduce.
+            nodes: nodes that they are on, for sums in two levels.
         """
         meter = self.stand.recorder()
-        sync = EmbeddingSync(self.stand.group(replicas, meter), self.plan, meter.ledger)
+        sync = EmbeddingSync(self.stand.group(replicas, meter, nodes), self.plan, meter.ledger)
         dtype = main_grad_dtype(
             self.config.precision.params_dtype, self.config.parallel.accumulate_allreduce_grads_in_fp32
         )

@@ -122,7 +122,7 @@ class Predictor(Stages):
             parts,
             memory(self, choice),
             sent,
-            leaving(choice, wires, sent),
+            leaving(self, choice, wires, sent),
             tokens / seconds,
             self._mfu(choice, seconds),
         )
@@ -153,7 +153,8 @@ class Predictor(Stages):
         fused = self.book.fused(choice)
         wire, size = (wires.holders, 2 * choice.dp) if fused else (wires.ends, 2)
         coding = part.coding_s * self.book.coding(choice, Point.EMBED_GRAD)
-        took = coding + sum(collective_seconds(collectives, wire, size) for collectives in part.rounds)
+        levels = self.book.levels(choice, Point.EMBED_GRAD)
+        took = coding + sum(collective_seconds(collectives, wire, size, levels) for collectives in part.rounds)
         ready[0] = ready[-1] = max(ready[0], ready[-1]) + took
         return ready, coding
 

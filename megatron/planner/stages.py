@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
+from megatron.compression.api import Level
 from megatron.compression.points import Point
 from megatron.config.run import RunConfig
 from megatron.parallel.data.gradients import main_grad_dtype
 from megatron.planner.choice import Choice
 from megatron.planner.cluster import Cluster, Wire
-from megatron.planner.costs import STEADY, CostBook, Wires
+from megatron.planner.costs import STEADY, CostBook, Levels, Wires
 from megatron.planner.dry_run import Collective
 from megatron.planner.pieces import PIECES
 from megatron.planner.simulate import Hop, Pipeline
@@ -26,6 +28,7 @@ class StageCost:
         elements: number of parameters.
         rounds: seconds of each round of its gradients' reduction.
         sent: bytes that a device sends for that.
+        across: those of them that sums in two levels send between nodes; None where sums have one level.
         coding_s: seconds of coding for that.
         kept: bytes of the compressors' state.
     """
@@ -36,6 +39,7 @@ class StageCost:
     sent: float
     coding_s: float
     kept: float
+    across: float | None = None
 
 
 class Stages:
@@ -154,31 +158,43 @@ class Stages:
         """The costs of a pipeline rank's parameters and of the reduction of their gradients."""
         counts = self.contents(choice, rank)
         rounds: list[float] = []
-        sent = coding = kept = 0.0
+        levels = self.book.levels(choice, Point.DP_GRAD)
+        sent = coding = kept = across = 0.0
         if choice.dp > 1:
             parts = [(n, self.book.reduction(choice, name, rank)) for name, n in counts.items() if n]
             for number in range(max(len(part.rounds) for _, part in parts)):
-                nbytes_of: dict[str, float] = {}
+                nbytes_of: dict[tuple[str, Level], float] = {}
                 for n, part in parts:
                     for collective in part.rounds[number] if number < len(part.rounds) else ():
-                        nbytes_of[collective.kind] = nbytes_of.get(collective.kind, 0.0) + n * collective.nbytes
-                merged = [Collective(kind, nbytes) for kind, nbytes in nbytes_of.items()]
-                rounds.append(collective_seconds(merged, wires.dp, choice.dp))
-                sent += sent_bytes(merged, choice.dp)
+                        kind = collective.kind, collective.level
+                        nbytes_of[kind] = nbytes_of.get(kind, 0.0) + n * collective.nbytes
+                merged = [Collective(kind, nbytes, level) for (kind, level), nbytes in nbytes_of.items()]
+                rounds.append(collective_seconds(merged, wires.dp, choice.dp, levels))
+                sent += sent_bytes(merged, choice.dp, levels)
+                across += sent_bytes([each for each in merged if each.level is Level.ACROSS], choice.dp, levels)
             coding = sum(n * part.coding_s for n, part in parts) * self.book.coding(choice, Point.DP_GRAD)
             kept = sum(n * part.state_bytes for n, part in parts)
-        return StageCost(counts, self.elements(choice, rank), rounds, sent, coding, kept)
+        elements = self.elements(choice, rank)
+        return StageCost(counts, elements, rounds, sent, coding, kept, across if levels else None)
 
 
-def collective_seconds(collectives: Sequence[Collective], wire: Wire, size: int) -> float:
-    """The time of collectives one after the other."""
-    return sum(wire.collective(collective.kind, collective.nbytes, size) for collective in collectives)
+def collective_seconds(
+    collectives: Sequence[Collective], wire: Wire, size: int, levels: Levels = MappingProxyType({})
+) -> float:
+    """The time of collectives one after the other, over a group or those of its ranks that levels name."""
+    total = 0.0
+    for collective in collectives:
+        used, ranks = levels.get(collective.level, (wire, size))
+        total += used.collective(collective.kind, collective.nbytes, ranks)
+    return total
 
 
-def sent_bytes(collectives: Sequence[Collective], size: int) -> float:
+def sent_bytes(collectives: Sequence[Collective], size: int, levels: Levels = MappingProxyType({})) -> float:
     """Bytes that each rank sends for collectives."""
-    if size == 1:
-        return 0.0
-    share = (size - 1) / size
-    factors = {"all-reduce": 2 * share, "broadcast": 1 / size}
-    return sum(factors.get(collective.kind, share) * collective.nbytes for collective in collectives)
+    total = 0.0
+    for collective in collectives:
+        ranks = levels[collective.level][1] if collective.level in levels else size
+        share = (ranks - 1) / ranks
+        factors = {"all-reduce": 2 * share, "broadcast": 1 / ranks if ranks > 1 else 0.0}
+        total += factors.get(collective.kind, share) * collective.nbytes
+    return total

@@ -164,6 +164,23 @@ def num_bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
+@dataclass(frozen=True)
+class NodeSplit:
+    """A group's ranks by node, and its parts that this rank belongs to.
+
+    Args:
+        nodes: positions in the group by node, as many of each; alike in all groups of a kind.
+        node: the ranks of this rank's node.
+        across: the ranks at this rank's place in its node, one on each node.
+        note: what the nodes make of a sum in two levels, for people.
+    """
+
+    nodes: tuple[tuple[int, ...], ...]
+    node: Group
+    across: Group
+    note: str = ""
+
+
 class Group:
     """A group of ranks that communicate.
 
@@ -173,16 +190,24 @@ class Group:
         rank: this process's position in ``ranks``.
         name: name in messages and the ledger.
         backend: "gloo", "nccl" or "none".
+        split: its ranks by node, where that was asked for.
     """
 
     def __init__(
-        self, pg: dist.ProcessGroup | None, ranks: tuple[int, ...], rank: int, name: str, backend: str
+        self,
+        pg: dist.ProcessGroup | None,
+        ranks: tuple[int, ...],
+        rank: int,
+        name: str,
+        backend: str,
+        split: NodeSplit | None = None,
     ) -> None:
         self.pg = pg
         self.ranks = ranks
         self.rank = rank
         self.name = name
         self.backend = backend
+        self.split = split
         self._spare: list[Tensor] = []
         self._steps: _Steps | None = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -31,12 +32,17 @@ _SPARE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """The environment that the launcher (torchrun, srun, or none) gave this process."""
+    """The environment that the launcher (torchrun, srun, or none) gave this process.
+
+    ``node`` is the same on the ranks of a machine alone: torchrun's or srun's number of it, else the number of the
+    block of LOCAL_WORLD_SIZE ranks, else the machine's name.
+    """
 
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int | None = None
+    node: str = ""
 
     @property
     def one_machine(self) -> bool:
@@ -79,7 +85,8 @@ class LaunchEnvironment:
         if world_size is not None:
             _check_port()
         local_world_size = _number("LOCAL_WORLD_SIZE")
-        return LaunchEnvironment(rank or 0, 1 if world_size is None else world_size, local or 0, local_world_size)
+        node = _node(rank or 0, local_world_size)
+        return LaunchEnvironment(rank or 0, 1 if world_size is None else world_size, local or 0, local_world_size, node)
 
 
 def _number(*names: str) -> int | None:
@@ -91,6 +98,14 @@ def _number(*names: str) -> int | None:
                 raise UserError(f"the environment variable {name} is {text[:60]!r}, not a number; correct it")
             return int(text)
     return None
+
+
+def _node(rank: int, local_world_size: int | None) -> str:
+    """This rank's node; srun's word counts only for ranks that srun itself started."""
+    number = _number("GROUP_RANK") if "RANK" in os.environ else _number("SLURM_NODEID")
+    if number is None and local_world_size is not None and local_world_size > 0:
+        number = rank // local_world_size
+    return socket.gethostname() if number is None else str(number)
 
 
 def _check_port() -> None:

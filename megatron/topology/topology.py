@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from megatron.topology.agree import gather_texts
 from megatron.topology.group import Group, PipelineGroup
 from megatron.topology.layout import Coordinates, Layout
+from megatron.topology.nodes import split_by_node
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,24 @@ def single_process(device: torch.device | str = "cpu") -> Topology:
     )
 
 
-def build_topology(layout: Layout, device: torch.device) -> Topology:
+NODE_SPLITS = frozenset({"dp", "embedding", "fused_embedding"})
+"""Groups that can be cut by node, by their names in ``Topology``."""
+
+
+def build_topology(
+    layout: Layout, device: torch.device, node: str = "", by_node: Collection[str] = frozenset()
+) -> Topology:
     """Builds the mesh and its groups, after torch's default process group.
 
     Pipeline messages of each direction have a group of their own: on NCCL a pair of ranks runs its messages in
     the order issued, so an activation waiting for its receiver must not hold up a gradient that goes the other
     way. All groups have the default group's timeout.
+
+    Args:
+        layout: the sizes of the mesh.
+        device: this rank's device.
+        node: this rank's node (``LaunchEnvironment.node``).
+        by_node: which of ``NODE_SPLITS`` are cut by node.
 
     Raises:
         ValueError: when the layout does not cover the world.
@@ -133,7 +147,7 @@ def build_topology(layout: Layout, device: torch.device) -> Topology:
     assert control is not None
     pipeline = along("pp", layout.pp_groups(), "pipeline")
     split = layout.pp > 1
-    return Topology(
+    topology = Topology(
         layout=layout,
         rank=rank,
         device=device,
@@ -148,6 +162,16 @@ def build_topology(layout: Layout, device: torch.device) -> Topology:
         forward_link=link("pipeline-forward") if split else pipeline,
         backward_link=link("pipeline-backward") if split else pipeline,
     )
+    node_of = gather_texts(control.pg, node) if by_node else []
+    kinds = {
+        "dp": (topology.dp, layout.dp_groups()),
+        "embedding": (topology.embedding, layout.embedding_groups()),
+        "fused_embedding": (topology.fused_embedding, layout.fused_embedding_groups()),
+    }
+    for kind, (group, groups) in kinds.items():
+        if kind in by_node and (kind == "dp" or split):
+            split_by_node(group, list(groups), node_of, lambda ranks, name: extra(ranks, name, backend))
+    return topology
 
 
 def _default_timeout(device: torch.device) -> timedelta:

@@ -130,6 +130,16 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
     )
 
 
+def groups_by_node(config: RunConfig) -> frozenset[str]:
+    """The groups that the run's compressors want cut by node, by their names in ``Topology``."""
+    specs = config.compression.specs(RunLength(config.training.planned_iters))
+    return frozenset(
+        "dp" if point is Point.DP_GRAD else "fused_embedding" if spec.fused else "embedding"
+        for point, spec in specs.items()
+        if point in (Point.DP_GRAD, Point.EMBED_GRAD) and spec.rounds().traits.levels
+    )
+
+
 def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length: RunLength | None = None) -> Engines:
     """Builds the engines of this rank with freshly initialized weights.
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from megatron.comm.policy import CompressionPlan
+from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.config.run import RunConfig
 from megatron.data.build import Dataset
 from megatron.data.fixed_order import FixedOrder
 from megatron.data.gpt_dataset import GPTDataset
+from megatron.topology.topology import Topology
 from megatron.training.batch_size import BatchSizeSchedule
 
 
@@ -46,6 +49,17 @@ def compression_notes(
                 f"{where}: samples return to other replicas than before, which do not remember them; "
                 "take a micro-batch size x replicas that divides 64, and one data set"
             )
+    return notes
+
+
+def node_notes(plan: CompressionPlan, topology: Topology) -> list[str]:
+    """Notes on what the run's nodes make of sums in two levels."""
+    groups = {Point.DP_GRAD: topology.dp, Point.EMBED_GRAD: topology.embedding}
+    notes = []
+    for point, spec in plan.specs.items():
+        group = topology.fused_embedding if spec.fused else groups.get(point)
+        if group is not None and group.size > 1 and group.split is not None and plan.rounds(point).traits.levels:
+            notes.append(f"--compress {point.value}={spec.name}: {group.split.note}")
     return notes
 
 

@@ -25,6 +25,7 @@ class PointTraffic:
             computing to the iteration (of the device's time, on CUDA).
         residual: norm of the residuals over that of the gradients; None without error feedback.
         staleness: mean age in steps of what the residuals hold.
+        inside_bytes: those of ``wire_bytes`` that sums in two levels sent inside nodes; None without such sums.
     """
 
     raw_bytes: float
@@ -33,6 +34,7 @@ class PointTraffic:
     waited_s: float
     residual: float | None = None
     staleness: float | None = None
+    inside_bytes: float | None = None
 
     @property
     def ratio(self) -> float:

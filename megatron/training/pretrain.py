@@ -26,9 +26,9 @@ from megatron.tokenizer.vocabulary import fitted, model_entries
 from megatron.topology.agree import together
 from megatron.topology.launch import LaunchEnvironment, pick_device
 from megatron.topology.topology import Topology, build_topology, single_process
-from megatron.training.assembly import build_engines, layout_of
+from megatron.training.assembly import build_engines, groups_by_node, layout_of
 from megatron.training.batch_size import BatchSizeSchedule
-from megatron.training.compression_notes import compression_notes, run_length
+from megatron.training.compression_notes import compression_notes, node_notes, run_length
 from megatron.training.console import make_output_last
 from megatron.training.coverage import coverage_notes
 from megatron.training.determinism import make_deterministic
@@ -117,7 +117,11 @@ def run(
     """
     device = pick_device(config.parallel.distributed_backend, env.local_rank)
     layout = layout_of(config, env.world_size)
-    topology = build_topology(layout, device) if env.world_size > 1 else single_process(device)
+    topology = (
+        build_topology(layout, device, env.node, groups_by_node(config))
+        if env.world_size > 1
+        else single_process(device)
+    )
 
     def log(text: str) -> None:
         if topology.is_last_rank:
@@ -135,7 +139,8 @@ def run(
     together(topology.control.pg, lambda: check_room(config, env, vocab_size))
     length = run_length(train_iters, datasets[0], batch_sizes)
     engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length))
-    for note in compression_notes(config, datasets[0], layout.dp, length, train_iters):
+    about_nodes = node_notes(engines.plan, topology)
+    for note in (*about_nodes, *compression_notes(config, datasets[0], layout.dp, length, train_iters)):
         log(f"note: {note}")
     for line in coverage_notes(engines):
         log(line)

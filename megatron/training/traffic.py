@@ -17,7 +17,7 @@ from megatron.topology.group import Group
 from megatron.training.assembly import Engines
 from megatron.training.metrics import PointTraffic
 
-_ROWS = ("raw_bytes", "wire_bytes", "coded_s", "waited_s")
+_ROWS = ("raw_bytes", "wire_bytes", "coded_s", "waited_s", "inside_bytes")
 _REPORTS_BEFORE_WARNING = 3
 _AMPLIFIED = 1.1
 _LONGER = 1.01
@@ -39,6 +39,8 @@ def format_comm_line(iteration: int, traffic: Mapping[str, PointTraffic], comput
     fields = [f" communication at iteration {iteration:8d} | per iteration | computed {computed_s * 1e3:.1f} ms"]
     for name, point in traffic.items():
         words = [f"{name}: {_bytes(point.wire_bytes)} of {_bytes(point.raw_bytes)} ({point.ratio:.2f}x)"]
+        if point.inside_bytes is not None:
+            words.append(f"{_bytes(point.inside_bytes)} of it inside nodes")
         words.append(f"coded {point.coded_s * 1e3:.1f} ms, waited {point.waited_s * 1e3:.1f} ms")
         if point.residual is not None:
             words.append(f"residual {point.residual:.3g} of the gradient, {point.staleness:.1f} steps old")
@@ -90,7 +92,8 @@ class TrafficMeter:
         for at, point in enumerate(Point):
             raw, wire = (sum(table[row][at]) / iterations for row in (0, 1))
             coded, waited = (sum(table[row][at]) / len(table[row][at]) / iterations for row in (2, 3))
-            gradient, residual, aged = (sum(table[row][at]) for row in (4, 5, 6))
+            inside = sum(table[4][at]) / iterations
+            gradient, residual, aged = (sum(table[row][at]) for row in (5, 6, 7))
             known = gradient > 0
             before = self._sent[point]
             self._sent[point] = (before[0] + raw * iterations, before[1] + wire * iterations)
@@ -102,6 +105,7 @@ class TrafficMeter:
                     waited,
                     math.sqrt(residual / gradient) if known else None,
                     (aged / residual if residual else 0.0) if known else None,
+                    inside or None,
                 )
         group = topology.control.pg if topology.layout.world_size > 1 else None
         texts = gather_texts(group, json.dumps([*warnings, *self._longer()]))

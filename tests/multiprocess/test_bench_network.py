@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -70,3 +70,19 @@ def test_toy_runs_on_shaped_hosts(tmp_path: Path) -> None:
     assert "| fp32 traffic | " in text
     figure(plain, tmp_path / "network.png")
     assert (tmp_path / "network.png").stat().st_size > 1000
+
+
+def test_two_level_sums_send_between_hosts_what_their_formula_says(tmp_path: Path) -> None:
+    """By the interfaces' counters, to 5%; the flat sum of as many bits sends twice as much between hosts of two."""
+    try:
+        netlab.check_permission()
+    except netlab.LabError as problem:
+        pytest.skip(str(problem))
+    bench = replace(BENCHES["dp2x2"], model=(2, 256, 32))
+    bench = replace(bench, cases=tuple(case for case in bench.cases if case.name.startswith("fixpoint")))
+    link = [setup for setup in bench.setups if setup.name == "100 Mb/s"]
+    flat, levels = measure("toy", bench, link, 2, tmp_path, unshaped=False)
+    assert flat.formula_mb is None
+    assert levels.formula_mb is not None
+    assert levels.host_mb == pytest.approx(levels.formula_mb, rel=0.05)
+    assert flat.host_mb == pytest.approx(2 * levels.formula_mb, rel=0.05)

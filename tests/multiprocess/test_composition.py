@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from megatron.base.errors import UserError
-from megatron.topology.layout import Layout
 from megatron.topology.topology import Topology
 from megatron.training.assembly import Engines
 from megatron.training.replica_check import disagreements
@@ -169,7 +168,7 @@ def _note(found: list[str], engines: Engines) -> None:
 def _run_all(cases: list[tuple[Case, int]]) -> list[tuple[list[float], list[str], Account]]:
     """Losses, disagreements, and (raw, sent) bytes by point of this rank, for each case in turn."""
     results = []
-    made: dict[Layout, Topology] = {}
+    made: dict[object, Topology] = {}
     for case, steps in cases:
         engines = tiny_engines(changes_of(case), made)
         found: list[str] = []

@@ -137,6 +137,14 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
             "compression": {"compress": ["tp-forward=fixpoint", "tp-backward=fixpoint", "dp-grad=fixpoint,bits=4"]},
         },
     ),
+    "sums in two levels, sharded": (
+        4,
+        {
+            "parallel": {"use_distributed_optimizer": True},
+            "compression": {"compress": ["dp-grad=fixpoint,levels=8/4,error-feedback=on"]},
+        },
+    ),
+    "sums in two levels": (4, {"compression": {"compress": ["dp-grad=fixpoint,levels=8/4"]}}),
     "top-k": (2, {"compression": {"compress": ["dp-grad=topk,density=0.2"]}}),
     "stable top-k": (2, {"compression": {"compress": ["dp-grad=stable-topk,density=0.3,interval=100"]}}),
 }
@@ -145,7 +153,8 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", RUNS)
 def test_the_ledger_is_what_the_kernel_counted(name: str) -> None:
     ranks, changes = RUNS[name]
-    results = run_ranks(ranks, _training, {**changes, "model": MODEL}, timeout=120.0)
+    nodes = {"LOCAL_WORLD_SIZE": "2"}  # for sums in two levels
+    results = run_ranks(ranks, _training, {**changes, "model": MODEL}, timeout=120.0, env=nodes)
     said = sum(own for own, _ in results)
     seen = sum(seen for _, seen in results)
     assert said > 500_000

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.compression.api import Aggregate, Op, Peers, Request, RoundCompressor
+from megatron.compression.api import Aggregate, Level, Op, Peers, Request, RoundCompressor
 from megatron.compression.approximation import dense
 from megatron.compression.state import CompressorState
 
@@ -27,35 +27,49 @@ def run_lockstep(
     states: Sequence[CompressorState],
     sharded: bool = False,
     taken: bool = True,
+    nodes: tuple[tuple[int, ...], ...] = (),
+    asked: list[Request] | None = None,
 ) -> list[Summed]:
     """Each rank's result; ``xs`` hold the sums afterwards, unless one is not finite or the step is not ``taken``.
 
     With ``sharded`` a reduce-scatter serves the requests that allow one: elements of other ranks' shares become NaN.
+    ``nodes`` are the ranks by node, which only compressors that declare levels see. ``asked`` takes the requests of
+    rank 0.
 
     Raises:
         AssertionError: when the ranks do not ask for the same things in the same order.
     """
     taken = taken and all(bool(torch.isfinite(x).all()) for x in xs)
     given = [x.clone() for x in xs]
-    aggregates = _rounds(compressor, xs, states, sharded)
+    all_peers = [Peers(rank, len(xs), nodes if compressor.traits.levels else (), sharded) for rank in range(len(xs))]
+    aggregates = _rounds(compressor, xs, states, all_peers, [] if asked is None else asked)
     results = []
     for rank, (x, aggregate) in enumerate(zip(xs, aggregates, strict=True)):
         total = dense(aggregate.total, x)
         local = given[rank] if aggregate.local is None else dense(aggregate.local, x)
         results.append(Summed(total, local))
         if taken:
-            compressor.finalize(x, aggregate, states[rank], Peers(rank, len(xs)))
-            torch.testing.assert_close(x, total, rtol=0, atol=0, equal_nan=True)
+            compressor.finalize(x, aggregate, states[rank], all_peers[rank])
+            read = _read(x.numel(), all_peers[rank])
+            torch.testing.assert_close(x.view(-1)[read], total.view(-1)[read], rtol=0, atol=0, equal_nan=True)
     return results
 
 
+def _read(count: int, peers: Peers) -> slice:
+    """What a rank reads of a flattened result."""
+    if not peers.sharded or count % peers.size:
+        return slice(0, count)
+    return slice(peers.rank * (count // peers.size), (peers.rank + 1) * (count // peers.size))
+
+
 def _rounds(
-    compressor: RoundCompressor, xs: Sequence[Tensor], states: Sequence[CompressorState], sharded: bool
+    compressor: RoundCompressor,
+    xs: Sequence[Tensor],
+    states: Sequence[CompressorState],
+    all_peers: Sequence[Peers],
+    asked: list[Request],
 ) -> list[Aggregate]:
-    generators = [
-        compressor.rounds(x, state, Peers(rank, len(xs)))
-        for rank, (x, state) in enumerate(zip(xs, states, strict=True))
-    ]
+    generators = [compressor.rounds(x, state, peers) for x, state, peers in zip(xs, states, all_peers, strict=True)]
     results: list[Tensor] | None = None
     while True:
         requests: list[Request] = []
@@ -68,9 +82,14 @@ def _rounds(
         if aggregates:
             assert not requests, "some ranks ask for a round that others do not"
             return aggregates
-        assert len({(r.op, r.shard_only, r.tensor.shape, r.tensor.dtype) for r in requests}) == 1
+        assert len({(r.op, r.level, r.shard_only, r.tensor.shape, r.tensor.dtype) for r in requests}) == 1
         assert all(r.tensor.is_contiguous() for r in requests)
-        results = _serve(requests, sharded)
+        asked.append(requests[0])
+        results = [torch.empty(0)] * len(requests)
+        for members in {peers.members(requests[0].level) for peers in all_peers}:
+            served = _serve([requests[rank] for rank in members], all_peers[0].sharded)
+            for rank, result in zip(members, served, strict=True):
+                results[rank] = result
 
 
 def _serve(requests: Sequence[Request], sharded: bool) -> list[Tensor]:
@@ -80,7 +99,8 @@ def _serve(requests: Sequence[Request], sharded: bool) -> list[Tensor]:
     if requests[0].op is Op.EXCHANGE:
         return [torch.stack([x[rank] for x in tensors]) for rank in range(len(tensors))]
     wanted = tensors[0].clone() if requests[0].op is Op.BROADCAST else torch.stack(tensors).sum(dim=0)
-    scatter = sharded and requests[0].op is Op.REDUCE and requests[0].shard_only and wanted.numel() % len(tensors) == 0
+    shares = sharded and requests[0].op is Op.REDUCE and requests[0].shard_only and requests[0].level is Level.ALL
+    scatter = shares and wanted.numel() % len(tensors) == 0
     for rank, x in enumerate(tensors):
         x.copy_(wanted)
         if scatter:

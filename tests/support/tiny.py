@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from megatron.config.run import RunConfig
 from megatron.data.batch import Batch
-from megatron.topology.layout import Layout
+from megatron.topology.launch import LaunchEnvironment
 from megatron.topology.topology import Topology, build_topology, single_process
-from megatron.training.assembly import Engines, build_engines, layout_of
+from megatron.training.assembly import Engines, build_engines, groups_by_node, layout_of
 from megatron.training.step import take_batches, train_step
 from tests.support.device import backend_of_tests, own_device
 
@@ -92,19 +92,21 @@ class Trace:
     raw_by_point: dict[str, float]
 
 
-def tiny_engines(changes: Mapping[str, Mapping[str, Any]], made: dict[Layout, Topology] | None = None) -> Engines:
+def tiny_engines(changes: Mapping[str, Mapping[str, Any]], made: dict[object, Topology] | None = None) -> Engines:
     """Engines of this rank; uses torch's process group when there is one.
 
-    ``made`` keeps the meshes for other runs of the same process: making one takes longer than some steps.
+    ``made`` keeps the meshes for other runs of the same process: making one takes longer than some steps. Nodes are
+    blocks of LOCAL_WORLD_SIZE ranks.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     config = tiny_config(changes, world_size)
-    layout, made = layout_of(config, world_size), {} if made is None else made
-    if layout not in made:
+    layout, by_node, made = layout_of(config, world_size), groups_by_node(config), {} if made is None else made
+    if (layout, by_node) not in made:
         alone = world_size == 1
         device = own_device(0 if alone else dist.get_rank())
-        made[layout] = single_process(device) if alone else build_topology(layout, device)
-    return build_engines(config, made[layout], VOCAB)
+        node = LaunchEnvironment.read().node
+        made[layout, by_node] = single_process(device) if alone else build_topology(layout, device, node, by_node)
+    return build_engines(config, made[layout, by_node], VOCAB)
 
 
 def tiny_run(changes: Mapping[str, Mapping[str, Any]], iterations: int, masked: bool = False) -> Trace:

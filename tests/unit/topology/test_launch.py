@@ -205,3 +205,24 @@ def test_streams_have_hardware_queues_of_their_own(
     note = open_queues()
     assert os.environ[name] == used
     assert (note is not None and f"not {given}:" in note) == noted
+
+
+@pytest.mark.parametrize(
+    ("env", "node"),
+    [
+        ({**TORCHRUN, "GROUP_RANK": "3", "LOCAL_WORLD_SIZE": "2"}, "3"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "2"}, "2"),
+        ({**TORCHRUN, "SLURM_NODEID": "7"}, socket.gethostname()),
+        ({**SRUN, "SLURM_NODEID": "7"}, "7"),
+        (SRUN, socket.gethostname()),
+        ({}, socket.gethostname()),
+    ],
+    ids=str,
+)
+def test_a_rank_knows_its_node(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], node: str) -> None:
+    """By the launcher's word, whose own ranks only count; a shell in a Slurm job has its job's variables, too."""
+    for name in ("GROUP_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert LaunchEnvironment.read().node == node

@@ -25,6 +25,11 @@ def test_the_line() -> None:
     )
 
 
+def test_the_line_says_what_stays_inside_nodes() -> None:
+    line = format_comm_line(1, {"dp-grad": PointTraffic(8e6, 2e6, 0.0, 0.0, inside_bytes=1.5e6)}, 0.0)
+    assert "dp-grad: 2.00 MB of 8.00 MB (4.00x), 1.50 MB of it inside nodes, coded 0.0 ms" in line
+
+
 def _meter_and_state() -> tuple[TrafficMeter, object, str]:
     engines = tiny_engines({"compression": {"compress": ["dp-grad=powersgd,rank=2"]}})
     names, state = next(engines.sync.reducers[0].residuals())

@@ -1,0 +1,91 @@
+"""Groups of ranks cut by node, for sums in two levels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from megatron.topology.group import Group, NodeSplit
+
+Positions = tuple[tuple[int, ...], ...]
+"""Positions in a group, by node."""
+
+
+def positions_by_node(groups: Sequence[tuple[int, ...]], node_of: Sequence[str]) -> tuple[Positions, str]:
+    """Cuts the groups of a kind by node: into blocks of one size, at the same places in all of them.
+
+    Every rank of a node is in one block, or in several where nodes hold different numbers of ranks: the greatest size
+    that divides all of these. Groups that lie on nodes in different ways are not cut, as tensor-parallel ranks must get
+    equal sums of what each of them holds whole.
+
+    Args:
+        groups: global ranks of each group, in group order; groups of one size.
+        node_of: the node of each global rank.
+
+    Returns:
+        The positions, and what this means for a sum in two levels.
+    """
+    by_node = [_by_node(ranks, node_of) for ranks in groups]
+    counts = sorted({len(positions) for nodes in by_node for positions in nodes}, reverse=True)
+    block = math.gcd(*counts)
+    cuts = {
+        tuple(tuple(whole[i : i + block]) for whole in nodes for i in range(0, len(whole), block)) for nodes in by_node
+    }
+    size = len(groups[0])
+    if len(cuts) > 1:
+        between = "its groups lie on nodes in different ways"
+        return tuple((position,) for position in range(size)), f"{between}, so its sums have one level, between nodes"
+    uneven = f"nodes hold {' or '.join(map(str, counts))} of its {size} ranks, " if len(counts) > 1 else ""
+    (found,) = cuts
+    if block == size:
+        return found, f"its {size} ranks are on one node, so its sums have one level, inside it"
+    if block == 1:
+        why = uneven or f"its {size} ranks are on nodes of their own, "
+        return found, f"{why}so its sums have one level, between nodes"
+    return (
+        found,
+        f"{uneven}sums in two levels: {block} ranks of a node, then {len(found)} {'blocks' if uneven else 'nodes'}",
+    )
+
+
+def _by_node(ranks: Sequence[int], node_of: Sequence[str]) -> list[list[int]]:
+    """A group's positions by node."""
+    nodes: dict[str, list[int]] = {}
+    for position, rank in enumerate(ranks):
+        nodes.setdefault(node_of[rank], []).append(position)
+    return list(nodes.values())
+
+
+def split_by_node(
+    group: Group | None,
+    groups: Sequence[tuple[int, ...]],
+    node_of: Sequence[str],
+    make: Callable[[Iterable[tuple[int, ...]], str], Group | None],
+) -> None:
+    """Gives the group its ranks by node. Every rank of the world calls this, also those that are in none.
+
+    A part that is all of the group, or a single rank, needs no process group of its own.
+
+    Args:
+        group: this rank's group of the kind; None where it is in none.
+        groups: all groups of the kind.
+        node_of: the node of each global rank.
+        make: makes groups, and returns this rank's; every rank calls it alike.
+    """
+    positions, note = positions_by_node(groups, node_of)
+    columns = [tuple(sorted(column)) for column in zip(*positions, strict=True)]  # as torch's groups are
+    parts = []
+    for what, chosen in (("in a node", positions), ("between nodes", columns)):
+        ranks_of_parts = [tuple(ranks[at] for at in part) for ranks in groups for part in chosen]
+        name = f"{group.name if group is not None else ''} {what}".strip()
+        if len(chosen) == 1:
+            parts.append(group)
+        elif len(chosen[0]) == 1:
+            parts.append(group and Group(None, (group.ranks[group.rank],), 0, name, group.backend))
+        else:
+            parts.append(make(ranks_of_parts, name))
+    if group is not None:
+        node, across = parts
+        assert node is not None
+        assert across is not None
+        group.split = NodeSplit(positions, node, across, note)

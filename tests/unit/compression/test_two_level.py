@@ -1,0 +1,301 @@
+"""Sums in two levels: the plain sum to within the grid's steps, nothing lost, and no byte more than the formula."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron.base.errors import UserError
+from megatron.compression.api import Level, Op, Peers, Request
+from megatron.compression.builtin import BUILTIN
+from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback
+from megatron.compression.fixpoint import FixpointConfig, FixpointRounds, FixpointSumConfig
+from megatron.compression.options import CompressorFault
+from megatron.compression.points import Point
+from megatron.compression.quantized_adam import QuantizedAdam, QuantizedAdamConfig
+from megatron.compression.registry import Registry
+from megatron.compression.schedule import RunLength
+from megatron.compression.spec import read_spec
+from megatron.compression.state import CompressorState
+from megatron.kernels.reference import rotate
+from tests.support.lockstep import run_lockstep
+
+Nodes = tuple[tuple[int, ...], ...]
+
+
+def nodes_of(nodes: int, ranks: int, mixed: int = 0) -> Nodes:
+    """Ranks by node: one node after the other, or ``mixed`` by a seed."""
+    order = list(range(nodes * ranks))
+    if mixed:
+        random.Random(mixed).shuffle(order)
+    return tuple(tuple(sorted(order[node * ranks : (node + 1) * ranks])) for node in range(nodes))
+
+
+def noise(count: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def states_of(size: int) -> list[CompressorState]:
+    return [CompressorState() for _ in range(size)]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("rotation", [0, 16])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4])
+def test_the_sum_is_the_plain_one_to_within_the_steps(nodes: int, ranks: int, rotation: int, sharded: bool) -> None:
+    """Of any size: each of the shortenings on the way is off by half a step of its grid, at most."""
+    size = nodes * ranks
+    compressor = FixpointRounds(FixpointSumConfig(levels="8/6", group=16, rotation=rotation))
+    for count in (0, 1, size - 1, 7, 97, 24 * size):
+        xs = [noise(count, 100 * count + rank) for rank in range(size)]
+        wanted = torch.stack(xs).sum(dim=0)
+        results = run_lockstep(compressor, xs, states_of(size), sharded, nodes=nodes_of(nodes, ranks, mixed=count % 3))
+        whole = not sharded or count % size
+        if whole:
+            assert all(torch.equal(result.total, results[0].total) for result in results)
+            total = results[0].total
+        else:
+            total = torch.cat([r.total.chunk(size)[i] if count else r.total for i, r in enumerate(results)])[:count]
+        # Largest magnitudes: of a rank's numbers, of a node's sum, of the sum; the rotation spreads an error.
+        peak = max((float(x.abs().max()) for x in xs), default=0.0) if count else 0.0
+        spread = rotation**0.5 if rotation else 1.0
+        worst = size * peak / 127 + (nodes + 1) * size * peak / 31
+        assert float((total - wanted).abs().max() if count else 0.0) <= spread * worst
+        assert float((total - wanted).norm()) <= 0.12 * float(wanted.norm()) + 1e-12
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    nodes=st.integers(1, 3),
+    ranks=st.integers(1, 3),
+    count=st.integers(0, 200),
+    levels=st.sampled_from(["8/4", "4/2", "1/1", "2/8"]),
+    rotation=st.sampled_from([0, 8, 32]),
+    rounding=st.sampled_from(["nearest", "stochastic"]),
+    sharded=st.booleans(),
+    kind=st.sampled_from(["local", "aggregate"]),
+    mixed=st.integers(0, 3),
+)
+def test_nothing_is_lost(
+    nodes: int,
+    ranks: int,
+    count: int,
+    levels: str,
+    rotation: int,
+    rounding: Any,
+    sharded: bool,
+    kind: Any,
+    mixed: int,
+) -> None:
+    """Over steps, one of them skipped: what was summed and what is left on the ranks is what was meant."""
+    size = nodes * ranks
+    inner = FixpointRounds(FixpointSumConfig(levels=levels, group=8, rotation=rotation, rounding=rounding))
+    compressor, states = ErrorFeedback(inner, kind), states_of(size)
+    meant, summed = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+    for step in range(5):
+        xs = [noise(count, 1000 * step + rank) for rank in range(size)]
+        inputs, taken = torch.stack(xs).sum(dim=0), step != 2
+        results = run_lockstep(compressor, xs, states, sharded, taken, nodes_of(nodes, ranks, mixed))
+        for state in states:
+            state.commit() if taken else state.rollback()
+        if not taken:
+            continue
+        meant += inputs
+        shares = sharded and kind == "local" and count and count % size == 0
+        summed += torch.cat([r.total.chunk(size)[i] for i, r in enumerate(results)]) if shares else results[0].total
+        left = torch.stack([state.tensors[RESIDUAL] for state in states]).sum(dim=0)
+        # A rotation is computed in fp32.
+        torch.testing.assert_close(summed + left, meant, rtol=0, atol=2e-5 if rotation else 1e-10)
+
+
+def test_what_requantizing_loses_belongs_to_the_rank_that_did_it() -> None:
+    """Numbers that the inner grid represents exactly: all of the error is made between nodes."""
+    size, count = 4, 16
+    compressor = ErrorFeedback(FixpointRounds(FixpointSumConfig(levels="8/2", group=8)))
+    states, nodes = states_of(size), nodes_of(2, 2)
+    xs = [torch.full((count,), 127.0, dtype=torch.float64) for _ in range(size)]
+    for rank, x in enumerate(xs):
+        x[1::4] = rank + 1.0  # a multiple of the inner step, far below the outer one
+    run_lockstep(compressor, xs, states, nodes=nodes)
+    for state in states:
+        state.commit()
+    left = torch.stack([state.tensors[RESIDUAL] for state in states])
+    # A rank sums up the parts of its place in the node, for both nodes: 0 and 2, or 1 and 3.
+    for rank in range(size):
+        own = [part for part in range(size) if part % 2 == rank % 2]
+        assert [bool(left[rank].view(size, -1)[part].any()) for part in range(size)] == [p in own for p in range(size)]
+    # The grid of two bits has nothing between 0 and 254: each node's sum of small numbers is left on one of its ranks.
+    assert [float(left[rank].view(size, -1)[0, 1]) for rank in (0, 2)] == [1.0 + 2.0, 3.0 + 4.0]
+
+
+def formula(
+    count: int, nodes: int, ranks: int, inside: int, across: int, group: int, sharded: bool
+) -> dict[Level, int]:
+    """Bytes that a rank sends, by level: parts of count / (nodes x ranks) numbers with a scale to a group."""
+
+    def part(bits: int) -> int:
+        return -(-count // (nodes * ranks)) * bits // 8 + 4 * -(-count // (nodes * ranks) // group)
+
+    back = 0 if sharded else 1
+    return {
+        Level.NODE: (ranks - 1) * nodes * (part(inside) + back * part(across)),
+        Level.ACROSS: (1 + back) * (nodes - 1) * part(across),
+    }
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 2), (3, 4), (4, 2)])
+def test_bytes_are_those_of_the_formula(nodes: int, ranks: int, sharded: bool) -> None:
+    """Inside (G-1)/G n b1/8 and back with b2, between nodes (M-1)/M (n/G) b2/8 each way, and the scales."""
+    size, group = nodes * ranks, 64
+    count = size * 1024
+    compressor = FixpointRounds(FixpointSumConfig(levels="8/4", group=group))
+    asked: list[Request] = []
+    run_lockstep(
+        compressor,
+        [noise(count, r) for r in range(size)],
+        states_of(size),
+        sharded,
+        nodes=nodes_of(nodes, ranks),
+        asked=asked,
+    )
+    sent = {Level.NODE: 0, Level.ACROSS: 0}
+    for request in asked:
+        members = ranks if request.level is Level.NODE else nodes
+        whole = request.tensor.numel()
+        sent[request.level] += (members - 1) * (whole // members if request.op is Op.EXCHANGE else whole)
+    assert sent == formula(count, nodes, ranks, 8, 4, group, sharded)
+    inside, across = (ranks - 1) / ranks * count, (nodes - 1) / nodes * count / ranks
+    scales = 4 / group
+    back = 0 if sharded else 1
+    assert sent[Level.NODE] == inside * (1 + scales) + back * inside * (0.5 + scales)
+    assert sent[Level.ACROSS] == (1 + back) * across * (0.5 + scales)
+
+
+@pytest.mark.parametrize(("nodes", "bits"), [(((0,), (1,), (2,), (3,)), 4), (((0, 1, 2, 3),), 8)])
+def test_one_rank_to_a_node_or_one_node_is_the_flat_sum(nodes: Nodes, bits: int) -> None:
+    """With the bits of the level that there is, to the last bit."""
+    levels = FixpointRounds(FixpointSumConfig(levels="8/4", rounding="stochastic", rotation=16))
+    flat = FixpointRounds(FixpointConfig(bits=bits, rounding="stochastic", rotation=16))
+    xs = [noise(333, rank) for rank in range(4)]
+    two, one = (
+        run_lockstep(compressor, [x.clone() for x in xs], states_of(4), nodes=nodes)[0].total
+        for compressor in (levels, flat)
+    )
+    assert torch.equal(two, one)
+
+
+def test_noise_is_a_function_of_the_seed_and_the_step_alone() -> None:
+    compressor = FixpointRounds(FixpointSumConfig(levels="4/2", rounding="stochastic"))
+    xs = [noise(500, rank) for rank in range(6)]
+
+    def total(step: int, seed: int = 714) -> Tensor:
+        own = FixpointRounds(FixpointSumConfig(levels="4/2", rounding="stochastic", seed=seed))
+        states = [CompressorState(counters={"messages": step}) for _ in xs]
+        return run_lockstep(own, [x.clone() for x in xs], states, nodes=nodes_of(3, 2))[0].total
+
+    assert compressor.config.seed == 714
+    assert torch.equal(total(3), total(3))
+    assert not torch.equal(total(3), total(4))
+    assert not torch.equal(total(3), total(3, seed=1))
+
+
+def test_stochastic_sums_are_unbiased() -> None:
+    """The mean over many steps comes closer than the grids' steps: also where nodes hold the same numbers."""
+    size, count, steps = 4, 64, 400
+    compressor = FixpointRounds(FixpointSumConfig(levels="4/3", rounding="stochastic", group=64))
+    states, x = states_of(size), noise(count, 5)
+    mean = torch.zeros(count, dtype=torch.float64)
+    for _ in range(steps):
+        mean += (
+            run_lockstep(compressor, [x.clone() for _ in range(size)], states, nodes=nodes_of(2, 2))[0].total / steps
+        )
+        for state in states:
+            state.commit()
+    step = float(x.abs().max()) * size / 3
+    assert float((mean - size * x).abs().max()) < 0.2 * step
+
+
+def test_sums_are_shortened_as_they_are_rotated() -> None:
+    """The rotated numbers' sum, shortened without a rotation of its own, and rotated back once: at the very end."""
+    size, rotation = 4, 32
+    xs = [noise(size * 3 * rotation, rank, torch.float32) for rank in range(size)]
+    rotated = FixpointRounds(FixpointSumConfig(levels="5/3", rotation=rotation, group=32))
+    plain = FixpointRounds(FixpointSumConfig(levels="5/3", group=32))
+    turned = [rotate(x, rotation) for x in xs]
+    totals = [
+        run_lockstep(compressor, given, states_of(size), nodes=nodes_of(2, 2))[0].total
+        for compressor, given in ((rotated, xs), (plain, turned))
+    ]
+    torch.testing.assert_close(totals[0], rotate(totals[1], rotation), rtol=0, atol=1e-5)
+
+
+def test_only_shares_are_exchanged_where_only_shares_are_read() -> None:
+    """No all-gather, and what is read is the sum of the messages, unshortened."""
+    for nodes in ((), nodes_of(2, 2)):
+        compressor = FixpointRounds(FixpointSumConfig(levels="8/4") if nodes else FixpointConfig(bits=4))
+        asked: list[Request] = []
+        xs = [noise(4 * 64, rank) for rank in range(4)]
+        results = run_lockstep(compressor, xs, states_of(4), sharded=True, nodes=nodes, asked=asked)
+        assert {request.op for request in asked} == {Op.EXCHANGE}
+        local = torch.stack([result.local for result in results]).sum(dim=0)
+        for rank, result in enumerate(results):
+            torch.testing.assert_close(result.total.chunk(4)[rank], local.chunk(4)[rank], rtol=0, atol=1e-12)
+
+
+def test_options() -> None:
+    assert FixpointSumConfig(levels="8/4").of_levels == (8, 4)
+    assert FixpointSumConfig(bits=5).of_levels == (None, 5)
+    for levels in ("8", "9/4", "8/0", "8/4/2", "8-4", "8/4\n"):
+        with pytest.raises(UserError, match="such as levels=8/4"):
+            FixpointSumConfig(levels=levels)
+    with pytest.raises(UserError, match="levels=8/4 sets the bits; leave bits out"):
+        FixpointSumConfig(bits=4, levels="8/4")
+
+
+@pytest.mark.parametrize("point", ["pp-forward", "pp-backward", "param-gather", "tp-forward", "tp-backward"])
+def test_levels_are_refused_where_nothing_is_summed_over_nodes(point: str) -> None:
+    spec = read_spec(f"{point}=fixpoint,levels=8/4", Registry(BUILTIN), RunLength(10))
+    assert "levels=8/4 is for sums of gradients" in spec.compressor().check(spec.point, {})
+    assert "write bits=4 here" in spec.compressor().check(spec.point, {})
+
+
+@pytest.mark.parametrize("text", ["dp-grad=fixpoint", "embedding=fixpoint", "dp-grad=quantized-adam,warmup=9"])
+def test_a_compressor_declares_its_levels(text: str) -> None:
+    for more, wanted in (("", False), (",levels=8/4", True)):
+        spec = read_spec(text + more, Registry(BUILTIN), RunLength(10))
+        assert spec.rounds().traits.levels is wanted
+    if "quantized" not in text:
+        assert spec.rounds().check(Point.DP_GRAD, {}) == ""
+
+
+def test_members() -> None:
+    nodes = ((0, 3), (1, 2))
+    peers = Peers(2, 4, nodes)
+    assert peers.members(Level.ALL) == (0, 1, 2, 3)
+    assert peers.members(Level.NODE) == (1, 2)
+    assert peers.members(Level.ACROSS) == (2, 3)
+    with pytest.raises(CompressorFault, match="SumTraits"):
+        Peers(2, 4).members(Level.NODE)
+
+
+def test_momenta_stay_whole_where_only_shares_are_read() -> None:
+    """Quantized Adam enters all of the last momentum into the next sum, whatever part of the sum a rank reads."""
+    compressor = QuantizedAdam(QuantizedAdamConfig(levels="8/4"))
+    own: list[list[Tensor]] = []
+    for sharded in (False, True):
+        states = states_of(4)
+        for step in range(4):
+            xs = [noise(4 * 96, 10 * step + rank, torch.float32) for rank in range(4)]
+            results = run_lockstep(compressor, xs, states, sharded, nodes=nodes_of(2, 2))
+            for state in states:
+                state.commit()
+        own.append([result.total.chunk(4)[rank] for rank, result in enumerate(results)])
+    assert all(torch.equal(whole, share) for whole, share in zip(*own, strict=True))
