@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.network.peers import peer_step
+from benchmarks.train_steps import random_batch
 from megatron.comm.ledger import Ledger
 from megatron.config.run import RunConfig
 from megatron.data.batch import Batch
@@ -50,16 +51,7 @@ def batches_of(plan: dict[str, Any], config: RunConfig, topology: Topology) -> l
     for number in range(count):
         first = (topology.dp.rank * count + number) * size
         ids = torch.arange(first, first + size)
-        tokens = torch.randint(0, vocab, (size, length + 1), generator=torch.Generator().manual_seed(first))
-        made.append(
-            Batch(
-                sample_ids_b=ids,
-                draw_ids_b=ids,
-                tokens_bs=tokens[:, :-1].contiguous(),
-                labels_bs=tokens[:, 1:].contiguous(),
-                loss_mask_bs=torch.ones(size, length),
-            ).to(topology.device)
-        )
+        made.append(random_batch(ids, length, vocab, torch.Generator().manual_seed(first)).to(topology.device))
     return made
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
+from megatron.base.markdown import markdown_table
 from megatron.base.option import FieldOption
 from megatron.config.flags import default_text, metavar_of, run_table
 from megatron.config.translate.known import KNOWN_FLAGS
@@ -96,9 +97,4 @@ def _known_flag(flag: KnownFlag) -> str:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [_row(header), _row(["---"] * len(header)), *map(_row, rows)]
-    return "\n".join(lines) + "\n"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return markdown_table(header, rows) + "\n"
