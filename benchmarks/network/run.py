@@ -217,14 +217,10 @@ def measure(
         )
         # On a shared GPU what a rank computes with depends on the others.
         cluster = described_hosts(name, bench, ranks, out) if bench.device == "cpu" else None
-        links: list[tuple[str, float | None]] = [("unshaped", None)] if unshaped else []
-        for setup in setups:
-            links.append((setup.name, link_rate(bench, setup, computed)))
-            here = rate_of(links[-1][1])
-            print(f"  {setup.name}: {setup.arithmetic}; ratio {setup.ratio:.3f}, here {here}", flush=True)
+        links = ({"unshaped": None} if unshaped else {}) | _rates(bench, setups, computed)
         for case in bench.cases:
             built = False
-            for setup_name, rate in links:
+            for setup_name, rate in links.items():
                 if not wanted(setup_name, case.name):
                     continue
                 if not built:
@@ -248,6 +244,15 @@ def measure(
                 foreseen = "" if expected is None else f" (predicted {expected:.2f})"
                 print(f"  {setup_name}: {case.name}: {found.seconds:.2f} s{foreseen}", flush=True)
                 yield found
+
+
+def _rates(bench: Bench, setups: Sequence[Setup], computed: dict[str, float]) -> dict[str, float | None]:
+    """Rates of links by the names of their set-ups, which are printed."""
+    rates: dict[str, float | None] = {}
+    for setup in setups:
+        rates[setup.name] = rate = link_rate(bench, setup, computed)
+        print(f"  {setup.name}: {setup.arithmetic}; ratio {setup.ratio:.3f}, here {rate_of(rate)}", flush=True)
+    return rates
 
 
 def shape(lab: Lab, rate: float | None) -> None:

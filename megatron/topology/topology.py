@@ -101,9 +101,8 @@ def build_topology(layout: Layout, device: torch.device) -> Topology:
         raise ValueError(f"layout {layout} needs {layout.world_size} ranks, the world has {dist.get_world_size()}")
     rank = dist.get_rank()
     backend = "nccl" if device.type == "cuda" else "gloo"
-    shape = (layout.pp, layout.dp, layout.tp)
     timeout = _default_timeout(device)
-    dims = ("pp", "dp", "tp")
+    shape, dims = (layout.pp, layout.dp, layout.tp), ("pp", "dp", "tp")
     overrides: Any = {dim: (backend, _options(device, timeout)) for dim in dims}
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=dims, backend_override=overrides)
 
