@@ -11,7 +11,7 @@ from megatron.base.option import derived, option
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """A checkpoint folder holds iter_NNNNNNN folders and the name of the last complete one."""
+    """Checkpoints: their folder holds iter_NNNNNNN folders and the name of the last complete one."""
 
     save: str | None = derived("nothing is saved", "Folder to save into.", metavar="FOLDER")
     save_interval: int | None = derived(
@@ -71,7 +71,7 @@ class CheckpointConfig:
 
 
 def check_checkpoint(checkpoint: CheckpointConfig) -> None:
-    """Raise UserError for settings that need another flag."""
+    """Checks that settings have the flags that they need (else UserError)."""
     needs = (
         (checkpoint.save_interval is not None, "--save-interval", checkpoint.save, "--save"),
         (checkpoint.async_save, "--async-save", checkpoint.save, "--save"),

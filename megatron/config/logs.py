@@ -1,4 +1,4 @@
-"""What is printed and recorded."""
+"""Logs: what is printed and recorded."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class LoggingConfig:
 
 
 def check_logs(logging: LoggingConfig, parallel: ParallelConfig) -> None:
-    """Raise UserError for a trace of nothing, and for records of gradients that cannot be written."""
+    """Checks the range of the trace and the records of gradients (else UserError)."""
     start, end = logging.profile_step_start, logging.profile_step_end
     if end <= start:
         raise UserError(

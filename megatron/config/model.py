@@ -1,4 +1,4 @@
-"""The model's shape and its initialization."""
+"""The shape of the model and its initialization."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class ModelConfig:
     )
 
     def residual_dtype(self, params_dtype: torch.dtype) -> torch.dtype:
-        """The format of the residual stream, which pipeline stages exchange, beside parameters of another."""
+        """Dtype of the residual stream, which pipeline stages exchange; it may differ from that of the parameters."""
         import torch
 
         return torch.promote_types(params_dtype, torch.float32) if self.fp32_residual_connection else params_dtype
@@ -197,7 +197,7 @@ class ModelConfig:
 
 
 def resolve_model(model: ModelConfig) -> ModelConfig:
-    """The same with every derived size filled. Raises UserError where one cannot be."""
+    """Fills every derived size. Raises UserError where that is impossible."""
     hidden, heads = model.hidden_size, model.num_attention_heads
     if is_unset(model.kv_channels):
         if hidden % heads != 0:
@@ -219,7 +219,7 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
 
 
 def check_model(model: ModelConfig) -> None:
-    """Raise UserError for a model that cannot be built on any layout."""
+    """Checks that the model can be built on some layout (else UserError)."""
     if model.num_attention_heads % model.num_query_groups != 0:
         raise UserError(
             f"--num-query-groups {model.num_query_groups} does not divide --num-attention-heads "
@@ -282,7 +282,7 @@ def _check_rotary_scaling(model: ModelConfig) -> None:
 
 
 def check_vocabulary(vocab_size: int, multiple: int, tensor: int) -> None:
-    """Raise UserError when padding leaves a tensor-parallel rank no entry of the vocabulary.
+    """Checks that every tensor-parallel rank has entries of the vocabulary after padding (else UserError).
 
     Args:
         vocab_size: entries without padding.

@@ -1,4 +1,4 @@
-"""The layout over processes, and how gradients are reduced."""
+"""The parallel layout and the reduction of gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.config.precision import PrecisionConfig
 
 MOST_PROCESSES = 1 << 20
 MOST_MINUTES = 60 * 24 * 366
-"""Of waiting: what every library's clock can count."""
+"""Longest time-out, which every library's clock can count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class ParallelConfig:
     )
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Processes that hold the same shard and see different samples.
+        """Number of processes that hold the same shard and see different samples.
 
         Raises UserError when the tensor- and pipeline-parallel sizes do not divide `world_size`.
         """
@@ -120,7 +120,7 @@ class ParallelConfig:
 def resolve_parallel(
     parallel: ParallelConfig, model: ModelConfig, precision: PrecisionConfig, cuda_available: bool, note: Note
 ) -> ParallelConfig:
-    """The same with every derived value filled. Raises UserError where one cannot be."""
+    """Fills every derived value. Raises UserError where that is impossible."""
     if precision.bf16 and not parallel.accumulate_allreduce_grads_in_fp32:
         if parallel.ddp_impl == "torch":
             raise UserError(
@@ -159,7 +159,7 @@ def resolve_parallel(
 
 
 def check_layout(parallel: ParallelConfig, model: ModelConfig, world_size: int) -> None:
-    """Raise UserError when processes, layers, heads or the sequence cannot be divided as asked."""
+    """Checks that processes, layers, heads and the sequence divide as asked (else UserError)."""
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     parallel.data_parallel_size(world_size)
     for size, flag in (
@@ -184,7 +184,7 @@ def check_layout(parallel: ParallelConfig, model: ModelConfig, world_size: int) 
 
 
 def check_parallel(parallel: ParallelConfig, cuda_available: bool) -> None:
-    """Raise UserError for a backend or a schedule that cannot be. Expects derived values to be filled."""
+    """Checks the backend and the schedule (else UserError). Expects derived values to be filled."""
     if parallel.distributed_backend == "nccl" and not cuda_available:
         raise UserError("--distributed-backend nccl needs CUDA, which is not there; use --distributed-backend gloo")
     _check_interleaving(parallel)
@@ -209,7 +209,7 @@ def _check_interleaving(parallel: ParallelConfig) -> None:
 
 
 def check_torch_ddp(parallel: ParallelConfig, precision: PrecisionConfig) -> None:
-    """Raise UserError for what --DDP-impl torch cannot do."""
+    """Checks that --DDP-impl torch can do what is asked (else UserError)."""
     if parallel.ddp_impl != "torch":
         return
     contradictions = (

@@ -9,7 +9,7 @@ from megatron.base.option import option
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig:
-    """When the model is evaluated and on how much."""
+    """Intervals and sizes of evaluations."""
 
     eval_iters: int = option(
         100, "Batches of each evaluation; 0 turns evaluation off.", unit="iterations", minimum=0, maximum=10**6

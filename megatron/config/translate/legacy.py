@@ -1,4 +1,4 @@
-"""Flags of the systems that this one succeeds, and what they mean as compressor specs."""
+"""Translation of the compression flags of Optimus-CC, Radius and AQ-SGD into compressor specs."""
 
 from __future__ import annotations
 
@@ -158,11 +158,11 @@ NEEDS = {
     "dp_bits": "--dp-mode sharded_ps_compressed",
     "log_gradients_output_dir": "--log-gradients",
 }
-"""What a flag has no effect without; every other one is looked at in any case."""
+"""The flag without which a flag has no effect; every other one is translated in any case."""
 
 
 def _translate(old: Theirs, explicit: Explicit, note: Note) -> None:
-    """Adds what the old flags stand for.
+    """Translates the flags.
 
     Raises UserError for a compressor that the old systems named but that does not exist here.
     """
