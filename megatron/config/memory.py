@@ -87,16 +87,36 @@ def _width(config: RunConfig) -> int:
     return 2 if precision.fp16 or precision.bf16 else 8 if precision.fp64 else 4
 
 
-def _bytes_of_a_parameter(config: RunConfig, world_size: int) -> int:
-    """The parameter, its gradient, and the optimizer's numbers, of which the sharded one holds a share."""
+@dataclass(frozen=True)
+class ParameterBytes:
+    """Bytes that a rank holds for one parameter.
+
+    Args:
+        weight: the parameter itself.
+        gradient: its gradient, accumulated.
+        optimizer: moments, and the fp32 copy of a 16-bit parameter; the distributed optimizer divides these.
+    """
+
+    weight: int
+    gradient: int
+    optimizer: int
+
+
+def parameter_bytes(config: RunConfig) -> ParameterBytes:
+    """Bytes of one parameter in training."""
     width = _width(config)
-    if config.validation.skip_train:
-        return width
     gradient = max(width, 4) if config.parallel.accumulate_allreduce_grads_in_fp32 else width
     moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
-    optimizer = moments * max(width, 4) + (4 if width == 2 else 0)
+    return ParameterBytes(width, gradient, moments * max(width, 4) + (4 if width == 2 else 0))
+
+
+def _bytes_of_a_parameter(config: RunConfig, world_size: int) -> int:
+    """Bytes of a parameter on one rank, of the optimizer's share if it is sharded."""
+    each = parameter_bytes(config)
+    if config.validation.skip_train:
+        return each.weight
     replicas = config.data_parallel_size(world_size) if config.parallel.use_distributed_optimizer else 1
-    return width + gradient + optimizer // replicas
+    return each.weight + each.gradient + each.optimizer // replicas
 
 
 def check_memory(config: RunConfig, world_size: int, there_is: int, where: str, vocab_size: int | None = None) -> None:

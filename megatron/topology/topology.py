@@ -51,14 +51,6 @@ class Topology:
         return self.layout.coordinates(self.rank)
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.coordinates.pp == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.coordinates.pp == self.layout.pp - 1
-
-    @property
     def is_last_rank(self) -> bool:
         """Whether this is the rank that logs: it is on the last stage, where the loss is."""
         return self.rank == self.layout.world_size - 1
