@@ -36,7 +36,9 @@ class CompressionConfig:
         metavar="FILE",
     )
     eval_compressed: bool = option(
-        False, "Evaluate through the compressors of pp-forward and tp-forward, as eval=on in each; usually raw."
+        False,
+        "Compress pp-forward and tp-forward in evaluation too, as eval=on does for each; else evaluation is "
+        "uncompressed.",
     )
 
     def specs(self, length: RunLength) -> dict[Point, Spec]:

@@ -68,7 +68,7 @@ class DataConfig:
         "Samples in order (single) or reshuffled each epoch (cyclic).",
     )
     reset_position_ids: bool = option(False, "Restart positions after each end of document.")
-    reset_attention_mask: bool = option(False, "Attend only inside the own document.")
+    reset_attention_mask: bool = option(False, "Attend only within a document.")
     eod_mask_loss: bool = option(False, "No loss where the input is an end of document.")
     sample_order: Literal["lazy", "fixed", "megatron"] = option(
         "lazy",

@@ -66,7 +66,7 @@ class ModelConfig:
     )
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = option(
         "learned_absolute",
-        "How positions enter the model.",
+        "Kind of position embedding.",
         checkpoint="shape",
     )
     rotary_base: float = option(
@@ -81,39 +81,39 @@ class ModelConfig:
     )
     rotary_scaling: Literal["none", "linear", "llama3"] = option(
         "none",
-        "Longer rotary wavelengths, for texts longer than those that a model was first trained on: all of them "
-        "(linear), or the long ones (llama3).",
+        "Scale the rotary wavelengths for sequences longer than those of pretraining: all of them (linear), or "
+        "only the long ones (llama3).",
         checkpoint="shape",
     )
     rotary_scaling_factor: float = option(
         8.0,
-        "How much longer --rotary-scaling makes them.",
+        "Factor of --rotary-scaling.",
         minimum=1,
         aliases=("rope-scaling-factor",),
         checkpoint="shape",
     )
     rotary_scaling_original_length: int = option(
         8192,
-        "Of --rotary-scaling llama3: the length of the texts that the model was first trained on.",
+        "With --rotary-scaling llama3: sequence length of pretraining.",
         unit="tokens",
         minimum=1,
         checkpoint="shape",
     )
     rotary_scaling_low_turns: float = option(
         1.0,
-        "Of --rotary-scaling llama3: wavelengths that turn fewer times in the original length are scaled in full.",
+        "With --rotary-scaling llama3: wavelengths that turn fewer times in the original length are scaled in full.",
         above=0,
         checkpoint="shape",
     )
     rotary_scaling_high_turns: float = option(
         4.0,
-        "Of --rotary-scaling llama3: wavelengths that turn more often in the original length stay as they are.",
+        "With --rotary-scaling llama3: wavelengths that turn more often in the original length are not scaled.",
         above=0,
         checkpoint="shape",
     )
     sliding_window: int | None = derived(
         "all earlier positions",
-        "Positions that attention looks at, the newest and those before it.",
+        "Sliding-window attention: a token attends to this many positions, its own included.",
         unit="tokens",
         minimum=1,
         checkpoint="shape",
@@ -121,7 +121,7 @@ class ModelConfig:
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Normalization layer.", checkpoint="shape")
     norm_epsilon: float = option(
         1e-5,
-        "Added to the variance before its root.",
+        "Epsilon of the normalization layers, added to the variance.",
         above=0,
         aliases=("layernorm-epsilon",),
         checkpoint="shape",

@@ -58,7 +58,7 @@ class OptimizerConfig:
     clip_grad: float = option(1.0, "Gradients are clipped to this global norm; 0 turns clipping off.", minimum=0)
     adam_beta1: float = option(0.9, "Decay of Adam's first moment.", minimum=0, below=1)
     adam_beta2: float = option(0.999, "Decay of Adam's second moment.", minimum=0, below=1)
-    adam_eps: float = option(1e-8, "Added to the root of Adam's second moment.", above=0)
+    adam_eps: float = option(1e-8, "Adam's epsilon, added to the root of the second moment.", above=0)
     sgd_momentum: float = option(0.9, "Momentum of --optimizer sgd.", minimum=0, below=1)
     use_apex: bool = option(False, "Use apex's FusedAdam and FusedLayerNorm where apex is installed.")
     override_opt_param_scheduler: bool = option(

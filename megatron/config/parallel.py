@@ -34,7 +34,7 @@ class ParallelConfig:
     )
     virtual_pipeline_model_parallel_size: int | None = derived(
         "no interleaving",
-        "Interleave: the number of chunks each stage holds (the other way to say it).",
+        "Interleave: number of chunks per stage, in place of --num-layers-per-virtual-pipeline-stage.",
         unit="chunks",
         minimum=1,
     )
@@ -48,7 +48,7 @@ class ParallelConfig:
     )
     async_tensor_model_parallel_allreduce: bool = option(
         True,
-        "Do not overlap the tensor-parallel reduction of input gradients with the weight gradients.",
+        "Do not overlap the tensor-parallel all-reduce of input gradients with the computation of weight gradients.",
         flag="no-async-tensor-model-parallel-allreduce",
         off_switch=True,
     )
@@ -64,12 +64,12 @@ class ParallelConfig:
         "Data parallelism: our contiguous buckets (local) or torch's DistributedDataParallel (torch).",
         flag="DDP-impl",
     )
-    overlap_grad_reduce: bool = option(False, "Reduce gradients while backward goes on.")
+    overlap_grad_reduce: bool = option(False, "Overlap the reduction of gradients with the backward pass.")
     ddp_bucket_size: int | None = derived(
         "chosen from the model's size", "Size of a gradient bucket.", unit="elements", minimum=1
     )
     no_allreduce: bool = option(
-        False, "Do not sum gradients over the replicas, to time a step without it; the replicas drift apart."
+        False, "Do not all-reduce gradients over the data-parallel group, to time a step without it; replicas diverge."
     )
     use_distributed_optimizer: bool = option(False, "Shard the optimizer state over the data-parallel processes.")
     accumulate_allreduce_grads_in_fp32: bool = option(
@@ -88,8 +88,9 @@ class ParallelConfig:
     )
     peer_timeout_seconds: float = option(
         20.0,
-        "How long a process may give no sign of life before the others take it for dead. Computing, compiling and "
-        "waiting for disks are no silence; raise it to attach a debugger, which stops the whole process.",
+        "How long a process may send no heartbeat before the others count it as dead. Heartbeats continue "
+        "while it computes, compiles or waits for a disk; raise it to attach a debugger, which stops the whole "
+        "process.",
         unit="seconds",
         minimum=3,
         maximum=86_400,

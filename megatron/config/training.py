@@ -62,7 +62,7 @@ class TrainingConfig:
         maximum=MOST_TOKENS,
     )
     exit_interval: int | None = derived(
-        "never", "Save and exit at every iteration that this number divides.", unit="iterations", minimum=1
+        "never", "Save and exit at iterations that are multiples of this number.", unit="iterations", minimum=1
     )
     exit_duration_in_mins: float | None = derived("never", "Save and exit after this long.", unit="minutes", above=0)
     exit_signal_handler: bool = option(False, "Save and exit on SIGTERM or SIGUSR1.")

@@ -14,7 +14,5 @@ class ValidationConfig:
     eval_iters: int = option(
         100, "Batches of each evaluation; 0 turns evaluation off.", unit="iterations", minimum=0, maximum=10**6
     )
-    eval_interval: int = option(
-        1000, "Evaluate at every iteration that this number divides.", unit="iterations", minimum=1
-    )
+    eval_interval: int = option(1000, "Number of iterations between evaluations.", unit="iterations", minimum=1)
     skip_train: bool = option(False, "Evaluate only.")

@@ -28,7 +28,7 @@ class DeepSpeedConfig:
         "available is refused by name.",
         metavar="FILE",
     )
-    load_tag: str | None = derived("the newest", "Same as --ckpt-step N, of a tag global_stepN.", metavar="TAG")
+    load_tag: str | None = derived("the newest", "Same as --ckpt-step N for the tag global_stepN.", metavar="TAG")
 
 
 def _translate(given: Theirs, explicit: Explicit, note: Note) -> None:

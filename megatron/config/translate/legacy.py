@@ -34,7 +34,7 @@ class LegacyConfig:
     density: float = option(0.01, "Share that a Top-K --grad-comp-type sends.", minimum=0, maximum=1)
     stable_topk_interval: int = option(100, "Steps between dense ones.", minimum=1)
     stable_topk_threshold: int = option(200, "Iterations that a Top-K --grad-comp-type leaves dense.", minimum=0)
-    stable_topk_warmup_method: Literal["Dense"] = option("Dense", "Of --stable-topk-threshold.")
+    stable_topk_warmup_method: Literal["Dense"] = option("Dense", "Kind of warm-up during --stable-topk-threshold.")
     stable_topk_range: int = option(50, "Neighbors of a chosen coordinate that are sent as well.", minimum=0)
     stable_topk_density_warmup_steps: int = option(
         20000, "Steps over which the density of the classic Top-K falls.", minimum=0
