@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import subprocess
 from collections.abc import Mapping
 from datetime import datetime, timezone
@@ -17,6 +16,8 @@ import torch
 
 from benchmarks import REPO
 from megatron.base.atomic import atomic_write
+
+_DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
 def header(device: str) -> dict[str, object]:
@@ -30,7 +31,7 @@ def header(device: str) -> dict[str, object]:
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "none",
-        "driver": _driver(),
+        "driver": _printed(*_DRIVER).split("\n")[0] or "none",
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _commit(),
         "sources": sources(),
@@ -61,22 +62,14 @@ def sources() -> str:
 
 def _commit() -> str:
     """The commit of git, where the tree is a repository."""
-    try:
-        head = _printed("git", "rev-parse", "--short=12", "HEAD")
-        return head + (" and changes" if _printed("git", "status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "not a git tree"
-
-
-def _driver() -> str:
-    """Version of the GPU's driver."""
-    if shutil.which("nvidia-smi") is None:
-        return "none"
-    try:
-        return _printed("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+    head = _printed("git", "rev-parse", "--short=12", "HEAD")
+    changed = _printed("git", "status", "--porcelain", "--untracked-files=no")
+    return head + (" and changes" if changed else "") if head else "not a git tree"
 
 
 def _printed(*words: str) -> str:
-    return subprocess.run(words, capture_output=True, text=True, check=True, cwd=REPO, timeout=60).stdout.strip()
+    """The output of a command; empty where it is missing or fails."""
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True, cwd=REPO, timeout=60).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

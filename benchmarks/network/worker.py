@@ -45,14 +45,15 @@ def config_of(
 
 def batches_of(plan: dict[str, Any], config: RunConfig, topology: Topology) -> list[Batch]:
     """The same micro-batches at every step, so that codecs with a memory meet their samples again."""
-    count = plan["micro_batches"]
-    size, length, vocab = config.training.micro_batch_size, config.model.seq_length, plan["vocab"]
-    made = []
-    for number in range(count):
-        first = (topology.dp.rank * count + number) * size
-        ids = torch.arange(first, first + size)
-        made.append(random_batch(ids, length, vocab, torch.Generator().manual_seed(first)).to(topology.device))
-    return made
+    count, size = plan["micro_batches"], config.training.micro_batch_size
+    firsts = [(topology.dp.rank * count + number) * size for number in range(count)]
+    return [
+        random_batch(
+            torch.arange(first, first + size), config.model.seq_length, plan["vocab"],
+            torch.Generator().manual_seed(first),
+        ).to(topology.device)
+        for first in firsts
+    ]  # fmt: skip
 
 
 def our_step(plan: dict[str, Any], config: RunConfig, topology: Topology, batches: list[Batch]) -> Step:
