@@ -29,7 +29,7 @@ test-faults:  ## run the long fault-injection tests: processes killed at many ra
 	@OMP_NUM_THREADS=1 $(RUN) --extras test,lint -- $(PYTEST) --faults -m faults $(ARGS)
 
 lint:  ## check style, types and import layers
-	@$(RUN) --extras test,lint -- tools/lint.py
+	@$(RUN) --extras test,lint -- tools/lint.py $(ARGS)
 
 format:  ## rewrite the sources in the project's style
 	@$(RUN) --extras test,lint -- tools/lint.py --fix

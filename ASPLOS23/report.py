@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import UserError
+from megatron.base.markdown import markdown_table
 from megatron.training.plots import (
     COLORS,
     curve_style,
@@ -69,10 +70,6 @@ def _of(events: Events, kind: str) -> Events:
     return [event for event in events if event.get("kind") == kind]
 
 
-def _rows(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
-
-
 def _mean(events: Events, pick: Callable[[Record], float]) -> float:
     return statistics.median(finite_figures(pick(event) for event in (events[_WARM:] or events)))
 
@@ -112,7 +109,7 @@ def _losses(found: Mapping[str, Events]) -> Report:
         bytes_cells += [_cell(_mean(train, lambda e, p=point: _sent(e, p)) / 1e6, ".3f") for point in points]  # type: ignore[misc]
         rows.append([scheme, str(train[-1].iteration()), _loss(train[0]), _loss(train[-1]), *bytes_cells])
     head = ["scheme", "iterations", "first loss", "last loss", "MB an iteration", "times fewer"]
-    return _rows([*head, *(f"{point} MB" for point in points)], rows), None
+    return markdown_table([*head, *(f"{point} MB" for point in points)], rows), None
 
 
 def _sent(event: Record, point: str) -> float:
@@ -161,7 +158,7 @@ def _breakdown(found: Mapping[str, Events]) -> Report:
         axes.set_xlabel("seconds an iteration")
         axes.figure.legend(loc="outside upper center", ncols=4, fontsize=7, frameon=False)
 
-    return _rows(head, rows) + note, draw
+    return markdown_table(head, rows) + note, draw
 
 
 def _evaluations(events: Events) -> tuple[dict[int, Record], dict[int, Record]]:
@@ -211,7 +208,7 @@ def _perplexity(found: Mapping[str, Events]) -> Report:
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
 
-    return _rows(head, rows), draw
+    return markdown_table(head, rows), draw
 
 
 _PROBED = ("cosine_sim", "error_avg", "acti_delta_avg")
@@ -241,7 +238,7 @@ def _orthogonality(found: Mapping[str, Events]) -> Report:
         if series:
             axes.legend(frameon=False)
 
-    return _rows(head, rows), draw
+    return markdown_table(head, rows), draw
 
 
 def _memory(found: Mapping[str, Events]) -> Report:
@@ -260,7 +257,7 @@ def _memory(found: Mapping[str, Events]) -> Report:
         axes.bar_label(axes.bar(list(known), list(known.values()), color=COLORS[0], width=0.6), fmt="%.0f")
         axes.set_ylabel("peak memory of a rank, MB")
 
-    return _rows(["scheme", "peak MB", "above the first", "times the first"], rows), draw
+    return markdown_table(["scheme", "peak MB", "above the first", "times the first"], rows), draw
 
 
 _REPORTS: dict[str, Callable[[Mapping[str, Events]], Report]] = {

@@ -11,19 +11,18 @@ compression does to that. Prints a table (mean and spread over the seeds) and wr
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import re
 import shutil
 import statistics
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks import REPO
+from benchmarks import chosen, runs
 from benchmarks.convergence_figures import Outcome, draw_curves, draw_outcomes
+from benchmarks.record import device_name, header, write_record
+from megatron.base.markdown import markdown_table
 from megatron.training.plots import of_final_draw
 from megatron.training.records import read_records
 
@@ -54,7 +53,6 @@ CASES: dict[str, list[str]] = {
     "CB+FE, delta fw4, Radius d=0.1": [MEAN, "embedding=fused", "pp-forward=delta,bits=4", f"{RADIUS},density=0.1"],
 }
 
-VOCAB_SIZE = 1024
 MODEL: dict[str, Any] = {
     "num-layers": 4,
     "hidden-size": 64,
@@ -81,54 +79,8 @@ MODEL: dict[str, Any] = {
 }
 
 
-def run(command: list[str], log: Path, threads: int = 1) -> None:
-    """Runs a command of this project, its output in a file.
-
-    Raises:
-        SystemExit: when it fails, with the end of its output.
-    """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "w") as file:
-        env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        done = subprocess.run([sys.executable, *command], cwd=REPO, stdout=file, stderr=subprocess.STDOUT, env=env)
-    if done.returncode:
-        sys.exit(f"error: {' '.join(command[:3])} failed; see {log}\n{log.read_text()[-2000:]}")
-
-
-def tokenizer_flags(out: Path) -> list[str]:
-    vocab = out / "vocabulary"
-    files = ["--vocab-file", str(vocab / "vocab.json"), "--merge-file", str(vocab / "merges.txt")]
-    return ["--tokenizer-type", "GPT2BPETokenizer", *files]
-
-
-def prepare(out: Path, train_bytes: int) -> None:
-    """Writes corpus, vocabulary and token files, unless they are there."""
-    data, logs = out / "data", out / "logs"
-    if (data / "done").exists():
-        return
-    run(["tools/quickstart/make_corpus.py", "--output-dir", str(out / "corpus")], logs / "corpus.log")
-    source = out / "corpus" / "train.jsonl"
-    vocabulary = ["--vocab-size", str(VOCAB_SIZE), "--output-dir", str(out / "vocabulary")]
-    run(["tools/train_vocab.py", "--input", str(source), *vocabulary], logs / "vocabulary.log")
-    data.mkdir(parents=True, exist_ok=True)
-    taken = 0
-    with open(source, encoding="utf-8") as lines, open(data / "train.jsonl", "w", encoding="utf-8") as file:
-        for line in lines:
-            if taken < train_bytes:
-                file.write(line)
-                taken += len(line)
-    for part, text in (("train", data / "train.jsonl"), ("heldout", out / "corpus" / "heldout.jsonl")):
-        files = ["--input", str(text), "--output-prefix", str(data / part)]
-        run(["tools/preprocess_data.py", *files, *tokenizer_flags(out), "--append-eod"], logs / f"{part}.log")
-    (data / "done").touch()
-
-
-def slug(case: str) -> str:
-    return "".join(c if c.isalnum() or c in ".+-" else "_" for c in case)
-
-
 def log_of(out: Path, case: str, seed: int, iterations: int) -> Path:
-    return out / "runs" / f"{slug(case)}-{seed}-{iterations}.jsonl"
+    return out / "runs" / f"{runs.slug(case)}-{seed}-{iterations}.jsonl"
 
 
 def continued(log: Path) -> Path:
@@ -139,32 +91,20 @@ def continued(log: Path) -> Path:
 def train(out: Path, case: str, seed: int, iterations: int) -> None:
     """Trains one case with one seed, and measures its continuations, unless both are done."""
     log = log_of(out, case, seed, iterations)
-    if continued(log).exists() and any(event.get("kind") == "test" for event in read_records(log)):
+    if continued(log).exists() and runs.has_ended(log):
         return
     log.unlink(missing_ok=True)
-    print(f"{case}, seed {seed} ...", flush=True)
     values = {**MODEL, "seed": seed, "train-iters": iterations, "eval-interval": max(iterations // 8, 1)}
-    flags = [text for name, value in values.items() for text in (f"--{name}", str(value))]
-    for spec in CASES[case]:
-        flags += ["--compress", spec]
-    data = out / "data"
-    flags += ["--train-data-path", str(data / "train_text_document"), "--log-json-file", str(log)]
-    flags += [f"--{part}-data-path={data / 'heldout_text_document'}" for part in ("valid", "test")]
     saved = out / "checkpoints" / log.stem
     shutil.rmtree(saved, ignore_errors=True)
-    flags += ["--save", str(saved), "--no-save-optim"]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "pretrain_gpt.py"]
-    run([*launcher, *flags, *tokenizer_flags(out)], out / "logs" / f"{log.stem}.log")
+    words = runs.flags({**values, "save": saved, "no-save-optim": True}, CASES[case], out, log)
+    runs.train(words, f"{case}, seed {seed}", log, out / "logs" / f"{log.stem}.log", ranks=4)
     task = ["tasks/main.py", "--task", "CONTINUATION", "--load", str(saved), "--micro-batch-size", "64"]
     places = ["--prompt-tokens", "48", "--continuation-tokens", "4"]
     text = ["--valid-data", str(out / "corpus" / "heldout.jsonl")]
     printed = out / "logs" / f"{log.stem}.continuation.log"
-    run([*task, *places, *text], printed, threads=2)
+    runs.run([*task, *places, *text], printed, threads=2)
     continued(log).write_text(next(line for line in printed.read_text().splitlines() if "exact match" in line))
-
-
-def final_loss(events: Sequence[Mapping[str, Any]]) -> float:
-    return float(next(event["lm_loss"] for event in reversed(events) if event.get("kind") == "test"))
 
 
 def continuation_figures(log: Path) -> tuple[float, float] | None:
@@ -190,13 +130,13 @@ def outcomes(out: Path, cases: list[str], seeds: list[int], iterations: int) -> 
     dense: dict[int, float] = {}
     for case in cases:
         logs = {seed: log_of(out, case, seed, iterations) for seed in seeds}
-        runs = {seed: read_records(log) for seed, log in logs.items() if log.exists()}
-        losses = {seed: final_loss(run) for seed, run in runs.items() if any(e["kind"] == "test" for e in run)}
+        ended = {seed: read_records(log) for seed, log in logs.items() if runs.has_ended(log)}
+        losses = {seed: runs.final_loss(run) for seed, run in ended.items()}
         if not losses:
             continue
         dense = losses if case == "dense" else dense
         versus = [losses[seed] / dense[seed] - 1 for seed in losses if seed in dense]
-        sent = [bytes_per_iteration(runs[seed]) for seed in losses]
+        sent = [bytes_per_iteration(run) for run in ended.values()]
         means = {point: statistics.fmean(one.get(point, 0.0) for one in sent) / 1000 for point in POINTS}
         spread = statistics.stdev(losses.values()) if len(losses) > 1 else 0.0
         worse = 100 * statistics.fmean(versus) if versus else None
@@ -210,15 +150,14 @@ def table(found: Sequence[Outcome]) -> str:
     """The results as Markdown."""
     heads = ["case", "seeds", "validation loss", "vs dense", *(f"{point} kB" for point in POINTS), "total kB"]
     heads += ["continued exactly", "ranked first"]
-    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    rows = []
     for one in found:
         change = "" if one.worse is None else f"{one.worse:+.2f}%"
-        columns = [one.sent[point] for point in POINTS]
-        cells = [one.case, str(one.seeds), f"{one.loss:.4f} ± {one.spread:.4f}", change]
-        cells += [f"{column:.1f}" for column in columns] + [f"{sum(columns):.1f}"]
-        cells += ["" if share is None else f"{share:.2f}%" for share in (one.exact, one.ranked)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        sent = [one.sent[point] for point in POINTS]
+        cells = [one.case, one.seeds, f"{one.loss:.4f} ± {one.spread:.4f}", change]
+        cells += [f"{kb:.1f}" for kb in (*sent, sum(sent))]
+        rows.append([*cells, *("" if share is None else f"{share:.2f}%" for share in (one.exact, one.ranked))])
+    return markdown_table(heads, rows)
 
 
 def curves(out: Path, cases: list[str], seeds: list[int], iterations: int) -> dict[str, dict[int, float]]:
@@ -250,13 +189,10 @@ def main() -> None:
     )
     parser.add_argument("--table", action="store_true", help="only print the table of what is finished")
     options = parser.parse_args()
-    names = [part.strip() for part in options.cases.split(";")] if options.cases else list(CASES)
-    unknown = [name for name in names if name not in CASES]
-    if unknown:
-        parser.error(f"--cases: no case is named {unknown[0]!r}; the choices are: {'; '.join(CASES)}")
+    names = chosen(parser, "--cases", options.cases, CASES, ";")
     out, seeds = options.out.resolve(), [int(seed) for seed in options.seeds.split(",")]
     if not options.table:
-        prepare(out, options.train_bytes)
+        runs.prepare(out, options.train_bytes)
         for seed in seeds:
             for case in names:
                 train(out, case, seed, options.iterations)
@@ -264,7 +200,9 @@ def main() -> None:
     text = table(found)
     print(text)
     (out / "table.md").write_text(text + "\n")
-    (out / "table.json").write_text(json.dumps({"iterations": options.iterations, "seeds": seeds}))
+    made_with = header(device_name("cpu"))
+    rows = [asdict(one) for one in found]
+    write_record(out / "table.json", made_with, iterations=options.iterations, seeds=seeds, rows=rows)
     draw_outcomes(found, out / "convergence.png")
     draw_curves(curves(out, names, seeds, options.iterations), out / "curves.png")
 

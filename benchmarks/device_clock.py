@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+
+from benchmarks.turns import timed
 
 Call = Callable[[], Any]
 MOST_SETS = 64
@@ -60,12 +62,7 @@ class CpuClock:
 
     def time(self, calls: Sequence[Call]) -> Time:
         """Takes the median of at least three runs, of as many as the budget allows, and of 30 at most."""
-
-        def once() -> float:
-            start = time.perf_counter()
-            calls[0]()
-            return time.perf_counter() - start
-
+        once = partial(timed, calls[0])
         once()  # what is imported, compiled or allocated at first
         first = once()
         if first > self.budget:

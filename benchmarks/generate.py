@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import argparse
 import io
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stderr
+from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.tables import Column, Table
+from benchmarks.train_sides import Shape, hugging_face
+from benchmarks.turns import in_turns, synchronize, timed
 from megatron.base.errors import UserError
 from megatron.checkpoint.convert.command import convert, parse
 from megatron.inference.generate import generate
@@ -32,29 +35,16 @@ from megatron.inference.model import LoadedModel
 from megatron.inference.sampling import Sampling
 from megatron.planner.measure import rate_of
 
-
-def gpt2(layers: int, hidden: int, heads: int, vocab: int) -> Any:
-    """A random GPT-2 of transformers."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(n_positions=1024, n_embd=hidden, n_layer=layers, n_head=heads, vocab_size=vocab)
-    return GPT2LMHeadModel(config).eval()
+LENGTH = 1024
+"""Most tokens of a sequence."""
 
 
-def models(quick: bool) -> dict[str, Any]:
-    """Random models of transformers, by name."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    layers, hidden, heads, vocab = (2, 64, 2, 512) if quick else (12, 768, 12, 50257)
-    torch.manual_seed(1)
-    plain = gpt2(layers, hidden, heads, vocab)
-    llama = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=hidden, intermediate_size=hidden * 8 // 3, num_hidden_layers=layers, num_attention_heads=heads,
-            num_key_value_heads=heads // 2, max_position_embeddings=1024, vocab_size=vocab,
-        )
-    )  # fmt: skip
-    return {"GPT-2": plain, "Llama, 2 queries a group": llama.eval()}
+def shapes(quick: bool) -> dict[str, Shape]:
+    """Shapes of the models, by name."""
+    layers, hidden, vocab = (2, 128, 512) if quick else (12, 768, 50257)
+    plain = Shape(layers, hidden, LENGTH, 1, vocab)
+    llama = replace(plain, llama=True, ffn=hidden * 8 // 3, groups=hidden // 128)
+    return {"GPT-2": plain, "Llama, 2 queries a group": llama}
 
 
 def loaded(theirs: Any, dtype: torch.dtype, device: torch.device) -> LoadedModel:
@@ -81,26 +71,20 @@ def weights_of(model: LoadedModel) -> list[torch.Tensor]:
     return [p for name, p in model.stage.named_parameters() if p.dim() > 1 and "position" not in name]
 
 
-def synchronizer(device: str) -> Callable[[], None]:
-    """A function that waits for a device."""
-    return torch.cuda.synchronize if device == "cuda" else lambda: None
-
-
-def limit(model: LoadedModel, rows: int, synchronize: Callable[[], None]) -> float:
+def limit(model: LoadedModel, rows: int) -> float:
     """Tokens per second at the limits of memory and products."""
+    wait = partial(synchronize, model.device.type)
     weights = weights_of(model)
     elements, size = sum(p.numel() for p in weights), weights[0].element_size()
     source = torch.empty(max(1 << 26, elements // 4), dtype=weights[0].dtype, device=model.device).normal_()
     # A sum reads, as a product with few rows does; a copy would write as well.
-    read = rate_of(lambda: torch.mv(source[: 1 << 26].view(1 << 13, -1), source[: 1 << 13]), synchronize)
+    read = rate_of(lambda: torch.mv(source[: 1 << 26].view(1 << 13, -1), source[: 1 << 13]), wait)
     a = torch.randn((2048, 2048), dtype=weights[0].dtype, device=model.device)
-    products = rate_of(lambda: a @ a, synchronize) * 2 * 2048**3
+    products = rate_of(lambda: a @ a, wait) * 2 * 2048**3
     return rows / max(elements * size / (read * (1 << 26) * size), 2.0 * elements * rows / products)
 
 
-def measure(
-    ours: LoadedModel, theirs: Any, prompts: Sequence[Sequence[int]], new: int, turns: int, sync: Callable[[], None]
-) -> tuple[float, float, float, float]:
+def measure(ours: LoadedModel, theirs: Any, prompts: Sequence[Sequence[int]], new: int, turns: int) -> dict[str, float]:
     """Measures tokens per second of ours and theirs, the ratio of pairs, and the share of equal tokens."""
     ids = torch.tensor(prompts, device=ours.device)
     found: tuple[list[list[int]], list[list[int]]] = ([], [])
@@ -113,20 +97,25 @@ def measure(
                               do_sample=False, pad_token_id=0)  # fmt: skip
         found[1][:] = out.tolist()
 
-    rates: tuple[list[float], list[float]] = ([], [])
-    for turn in range(turns + 1):
-        for side, run in enumerate((run_ours, run_theirs)):
-            sync()
-            start = time.perf_counter()
-            run()
-            sync()
-            if turn:
-                rates[side].append(len(prompts) * new / (time.perf_counter() - start))
-    ratio = statistics.median(a / b for a, b in zip(*rates, strict=True))
+    sides = (partial(timed, run, ours.device.type) for run in (run_ours, run_theirs))
+    taken, tokens = in_turns(*sides, turns=turns, warm=1), len(prompts) * new
     # A row that ended early would not have been as much work.
     pairs = [(a, b) for x, y in zip(*found, strict=True) for a, b in zip_longest(x, y)]
     equal = sum(a == b for a, b in pairs) / len(pairs)
-    return statistics.median(rates[0]), statistics.median(rates[1]), ratio, equal
+    rates = {"tokens_per_s": tokens / taken.median(), "their_tokens_per_s": tokens / taken.median(1)}
+    return {**rates, "ratio": taken.ratio(), "equal": equal}
+
+
+TABLE = Table(
+    Column("model", "model"),
+    Column("type", "type"),
+    Column("prompts", "prompts"),
+    Column("ours tokens/s", "tokens_per_s", ".1f"),
+    Column("theirs", "their_tokens_per_s", ".1f"),
+    Column("ours / theirs", "ratio", ".2f"),
+    Column("of the limit", "of_limit", ".2f"),
+    Column("equal tokens", "equal", ".0%"),
+)
 
 
 def main() -> None:
@@ -137,23 +126,22 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sync = synchronizer(device.type)
     new, lengths = (8, 8) if options.quick else (128, 64)
     print(f"{device.type}, {options.threads} threads, prompts of {lengths} tokens, {new} new tokens each\n")
-    print("| model | type | prompts | ours tokens/s | theirs | ours / theirs | of the limit | equal tokens |")
-    print("|---|---|---|---|---|---|---|---|")
-    for name, theirs in models(options.quick).items():
+    print(TABLE.head())
+    for name, shape in shapes(options.quick).items():
+        torch.manual_seed(1)
+        theirs = hugging_face(shape, use_cache=True).eval()
         for dtype in (torch.float32, torch.bfloat16):
             theirs.to(dtype=dtype, device=device)
             ours = loaded(theirs, dtype, device)
             for count in (1, 8):
                 generator = torch.Generator().manual_seed(count)
                 prompts = torch.randint(0, theirs.config.vocab_size - 1, (count, lengths), generator=generator).tolist()
-                mine, other, ratio, equal = measure(ours, theirs, prompts, new, options.turns, sync)
-                share = mine / limit(ours, count, sync)
-                kind = str(dtype).removeprefix("torch.")
-                rates = f"{mine:.1f} | {other:.1f} | {ratio:.2f} | {share:.2f}"
-                print(f"| {name} | {kind} | {count} | {rates} | {equal:.0%} |", flush=True)
+                found = measure(ours, theirs, prompts, new, options.turns)
+                found["of_limit"] = found["tokens_per_s"] / limit(ours, count)
+                names = {"model": name, "type": str(dtype).removeprefix("torch."), "prompts": count}
+                print(TABLE.line({**names, **found}), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.tables import Column, Table
 from megatron.base.errors import UserError
+from megatron.base.markdown import table_after
 from megatron.training.plots import COLORS, new_figure, save_figure
 
 
@@ -53,20 +55,23 @@ class OpSummary:
     rival: str
 
 
-ROWS = (
-    "| operation | model | shape | setting | GB/s of input | copy GB/s | of limit | x twin | x others |\n"
-    "|---|---|---|---|---|---|---|---|---|"
+def _rival(ratio: str, rival: str) -> str:
+    """A ratio to an operation of others; empty where there is none."""
+    return f"{ratio} x {rival}" if rival else ""
+
+
+ROWS = Table(
+    Column("operation", "op"),
+    Column("model", "model"),
+    Column("shape", "shape"),
+    Column("setting", "setting"),
+    Column("GB/s of input", "gbps", ".1f"),
+    Column("copy GB/s", "copy_gbps", ".1f"),
+    Column("of limit", "of_limit", ".2f"),
+    Column("x twin", "times_twin", ".1f"),
+    Column("x others", lambda row: _rival(f"{row['times_rival']:.1f}", row["rival"])),
 )
-KINDS = "| operation | setting | GB/s of input | of limit | x twin | x others |\n|---|---|---|---|---|---|"
-
-
-def line(row: Row) -> str:
-    """A line of the table of all rows."""
-    rival = f"{row.times_rival:.1f} x {row.rival}" if row.rival else ""
-    return (
-        f"| {row.op} | {row.model} | {row.shape} | {row.setting} | {row.gbps:.1f} | {row.copy_gbps:.1f} "
-        f"| {row.of_limit:.2f} | {row.times_twin:.1f} | {rival} |"
-    )
+"""All rows, each as a dictionary."""
 
 
 def kinds_of(rows: Sequence[Row]) -> list[OpSummary]:
@@ -75,33 +80,30 @@ def kinds_of(rows: Sequence[Row]) -> list[OpSummary]:
     for row in rows:
         found.setdefault((row.op, row.setting), []).append(row)
 
-    def span(values: list[float]) -> Span:
+    def span(own: list[Row], name: str) -> Span:
+        values = [getattr(row, name) for row in own]
         return min(values), max(values)
 
+    spans = ("gbps", "of_limit", "times_twin", "times_rival")
     return [
-        OpSummary(
-            op,
-            setting,
-            span([r.gbps for r in own]),
-            span([r.of_limit for r in own]),
-            span([r.times_twin for r in own]),
-            span([r.times_rival for r in own]),
-            own[0].rival,
-        )
+        OpSummary(op, setting, **{name: span(own, name) for name in spans}, rival=own[0].rival)
         for (op, setting), own in found.items()
     ]
 
 
+KINDS = Table(
+    Column("operation", "op"),
+    Column("setting", "setting"),
+    Column("GB/s of input", lambda kind: _text(kind["gbps"], 1)),
+    Column("of limit", lambda kind: _text(kind["of_limit"], 2)),
+    Column("x twin", lambda kind: _text(kind["times_twin"], 1)),
+    Column("x others", lambda kind: _rival(_text(kind["times_rival"], 1), kind["rival"])),
+)
+
+
 def summary(kinds: Sequence[OpSummary]) -> str:
     """A table with one line for each operation and setting."""
-    lines = [KINDS]
-    for kind in kinds:
-        rival = f"{_text(kind.times_rival, 1)} x {kind.rival}" if kind.rival else ""
-        lines.append(
-            f"| {kind.op} | {kind.setting} | {_text(kind.gbps, 1)} | {_text(kind.of_limit, 2)} "
-            f"| {_text(kind.times_twin, 1)} | {rival} |"
-        )
-    return "\n".join(lines)
+    return KINDS.text(map(asdict, kinds))
 
 
 def _text(span: Span, digits: int) -> str:
@@ -115,18 +117,12 @@ def read_summary(text: str) -> list[OpSummary]:
     Raises:
         UserError: when it holds no such table.
     """
-    lines = text.splitlines()
-    head = KINDS.splitlines()[0]
-    if head not in lines:
-        raise UserError(f"no table that begins with {head}")
     kinds = []
-    for words in lines[lines.index(head) + 2 :]:
-        if not words.startswith("|"):
-            break
-        op, setting, *numbers, rival = (cell.strip() for cell in words.strip("|").split("|"))
-        gbps, of_limit, twin = (_span(number) for number in numbers)
-        times, _, name = rival.partition(" x ")
-        kinds.append(OpSummary(op, setting, gbps, of_limit, twin, _span(times) if name else (0.0, 0.0), name))
+    for row in table_after(text, head=KINDS.head().splitlines()[0]):
+        gbps, of_limit, twin = (_span(row[column.title]) for column in KINDS.columns[2:5])
+        times, _, name = row["x others"].partition(" x ")
+        rival = _span(times) if name else (0.0, 0.0)
+        kinds.append(OpSummary(row["operation"], row["setting"], gbps, of_limit, twin, rival, name))
     return kinds
 
 

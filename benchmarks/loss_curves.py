@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.loss_logs import LossCurves, LossPoint, interpolated, read_run
 from megatron.base.errors import UserError
+from megatron.base.markdown import markdown_table
 from megatron.training.plots import (
     curve_style,
     label_iterations,
@@ -69,7 +70,7 @@ def table(runs: Sequence[LossCurves], baseline: LossCurves | None, smooth: int) 
     goal = math.nan if baseline is None or not compared[baseline.name] else compared[baseline.name][-1].loss
     if baseline is not None and not math.isnan(goal):
         heads += [f"{goal:.4f} after", unit, f"times {baseline.name}"]
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    rows = []
     span = span_of(runs, smooth)
     for run in runs:
         last = run.train[-1]
@@ -82,8 +83,8 @@ def table(runs: Sequence[LossCurves], baseline: LossCurves | None, smooth: int) 
             else:
                 times = f"{theirs.hours / own.hours:.2f}" if own.hours else ""
                 cells += [str(own.iteration), f"{own.hours / length:.3g}", times]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return markdown_table(heads, rows)
 
 
 def _compared(runs: Sequence[LossCurves], baseline: LossCurves | None) -> dict[str, list[LossPoint]]:

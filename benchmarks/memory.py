@@ -15,15 +15,18 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from benchmarks import REPO
+from benchmarks.tables import Cells, Column, Table
+from benchmarks.train_sides import Shape
+from benchmarks.train_steps import random_batch, run_config
 from megatron.compression.linalg import matrix_shape
 from megatron.compression.state import CompressorState
 from megatron.config.run import RunConfig
-from megatron.data.batch import Batch
 from megatron.topology.launch import LaunchEnvironment, init_process_group, pick_device, shutdown
 from megatron.topology.topology import build_topology
 from megatron.training.assembly import Engines, build_engines, layout_of
@@ -49,24 +52,10 @@ PROCESSES = 4
 
 def config_of(specs: list[str], options: argparse.Namespace) -> RunConfig:
     """The configuration of a case: 2 stages x 2 replicas, four micro-batches each."""
-    return RunConfig.from_dict(
-        {
-            "model": {
-                "num_layers": options.layers,
-                "hidden_size": options.hidden,
-                "num_attention_heads": max(1, options.hidden // 64),
-                "seq_length": options.seq,
-                "max_position_embeddings": options.seq,
-                "attention_dropout": 0.0,
-                "hidden_dropout": 0.0,
-            },
-            "training": {"micro_batch_size": 1, "global_batch_size": 8, "train_iters": STEPS},
-            "optimizer": {"lr": 1e-4},
-            "tokenizer": {"vocab_size": options.vocab},
-            "parallel": {"pipeline_model_parallel_size": 2},
-            "compression": {"compress": specs},
-        }
-    ).resolve(PROCESSES, cuda_available=torch.cuda.is_available())
+    shape = Shape(options.layers, options.hidden, options.seq, 8, options.vocab)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    parallel = {"pipeline_model_parallel_size": 2, "distributed_backend": backend}
+    return run_config(shape, "fp32", parallel, 1, PROCESSES, 128, specs)
 
 
 def held_bytes(state: CompressorState) -> int:
@@ -105,15 +94,8 @@ def run_case(options: argparse.Namespace) -> None:
     device = pick_device(backend, env.local_rank)
     topology = build_topology(layout_of(config, env.world_size), device)
     engines = build_engines(config, topology, options.vocab)
-    tokens = torch.randint(0, options.vocab, (1, options.seq + 1), generator=torch.Generator().manual_seed(env.rank))
-    ids, mask = torch.arange(1), torch.ones(1, options.seq)
-    batch = Batch(
-        sample_ids_b=ids,
-        draw_ids_b=ids,
-        tokens_bs=tokens[:, :-1].contiguous(),
-        labels_bs=tokens[:, 1:].contiguous(),
-        loss_mask_bs=mask,
-    ).to(device)
+    generator = torch.Generator().manual_seed(env.rank)
+    batch = random_batch(torch.arange(1), options.seq, options.vocab, generator).to(device)
     for step in range(STEPS):
         train_step(engines, [batch] * 4, step, 1e-4, 0.01)
     held = sum(held_bytes(state) for state in engines.compressor_states())
@@ -148,6 +130,21 @@ def launch(case: str, options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def _mb(name: str) -> Callable[[Cells], float]:
+    """A function that converts bytes to MB."""
+    return lambda row: float(row[name]) / 1e6
+
+
+TABLE = Table(
+    Column("case", "case"),
+    Column("peak MB", _mb("peak"), ".0f"),
+    Column("above dense MB", _mb("above"), "+.0f"),
+    Column("held MB", _mb("held"), ".1f"),
+    Column("formula MB", _mb("formula"), ".1f"),
+    Column("held / formula", lambda row: row["held"] / row["formula"] if row["formula"] else None, ".2f"),
+)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8, help="of the model (8)")
@@ -160,16 +157,12 @@ def main() -> None:
         run_case(options)
         return
     print(f"L{options.layers} h{options.hidden} s{options.seq}, vocabulary {options.vocab}, fp32, PP 2 x DP 2\n")
-    print("| case | peak MB | above dense MB | held MB | formula MB | held / formula |\n|---|---|---|---|---|---|")
+    print(TABLE.head())
     dense = 0.0
     for case in CASES:
         found = launch(case, options)
         dense = dense or found["peak"]
-        peak, above, held, formula = (
-            x / 1e6 for x in (found["peak"], found["peak"] - dense, found["held"], found["formula"])
-        )
-        ratio = f"{held / formula:.2f}" if formula else ""
-        print(f"| {case} | {peak:.0f} | {above:+.0f} | {held:.1f} | {formula:.1f} | {ratio} |", flush=True)
+        print(TABLE.line({"case": case, **found, "above": found["peak"] - dense}), flush=True)
 
 
 if __name__ == "__main__":

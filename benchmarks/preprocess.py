@@ -13,11 +13,11 @@ import json
 import os
 import sysconfig
 import tempfile
-import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from megatron.data.indexed import IndexedWriter, best_dtype
+from benchmarks.turns import in_turns, timed
+from megatron.data.indexed import IndexedDataset, IndexedWriter, best_dtype
 from megatron.data.preprocess.encoding import EncodeOptions
 from megatron.data.preprocess.pipeline import EncodingJob, run
 from megatron.data.preprocess.reading import InputRange
@@ -45,13 +45,12 @@ def train_vocabulary(corpus: Path, folder: Path) -> tuple[Path, Path]:
     return folder / "vocab.json", folder / "merges.txt"
 
 
-def plain_loop(corpus: Path, vocab_file: Path, merge_file: Path, prefix: Path) -> int:
-    """Encodes one document at a time, which is the baseline. Returns the number of documents."""
+def plain_loop(corpus: Path, vocab_file: Path, merge_file: Path, prefix: Path) -> None:
+    """Encodes one document at a time, which is the baseline."""
     from tokenizers import ByteLevelBPETokenizer
 
     tokenizer = ByteLevelBPETokenizer(str(vocab_file), str(merge_file))
     eod = tokenizer.token_to_id("<|endoftext|>")
-    documents = 0
     with (
         open(corpus, encoding="utf-8") as lines,
         IndexedWriter(prefix, dtype=best_dtype(tokenizer.get_vocab_size())) as writer,
@@ -61,12 +60,10 @@ def plain_loop(corpus: Path, vocab_file: Path, merge_file: Path, prefix: Path) -
             if ids:
                 ids.append(eod)
             writer.add_document(ids)
-            documents += 1
-    return documents
 
 
-def pipeline(corpus: Path, vocab_file: Path, merge_file: Path, prefix: Path) -> int:
-    """Runs the tool with one worker. Returns the number of documents."""
+def pipeline(corpus: Path, vocab_file: Path, merge_file: Path, prefix: Path) -> None:
+    """Runs the tool with one worker."""
     options = EncodeOptions(
         json_keys=("text",),
         tokenizer_type="GPT2BPETokenizer",
@@ -81,7 +78,7 @@ def pipeline(corpus: Path, vocab_file: Path, merge_file: Path, prefix: Path) -> 
         lang="english",
     )
     job = EncodingJob(options, "mmap", False, 1)
-    return run(job, [InputRange(str(corpus))], [str(prefix)], lambda totals, messages: None).documents
+    run(job, [InputRange(str(corpus))], [str(prefix)], lambda totals, messages: None)
 
 
 def main() -> None:
@@ -105,23 +102,17 @@ def main() -> None:
         else:
             files = train_vocabulary(corpus, folder)
         megabytes = corpus.stat().st_size / 1e6
-        rates = []
-        ways: list[tuple[str, Callable[[Path, Path, Path, Path], int]]] = [
-            ("loop", plain_loop),
-            ("tool", pipeline),
-        ]
-        for label, way in ways:
-            best = float("inf")
-            for _ in range(args.repeats):
-                start = time.perf_counter()
-                documents = way(corpus, *files, folder / label)
-                best = min(best, time.perf_counter() - start)
-            rates.append(documents / best)
-            print(f"{label}: {documents / best:9.1f} docs/s {megabytes / best:7.2f} MB/s")
+        ways = {"loop": plain_loop, "tool": pipeline}
+        sides = (partial(timed, partial(way, corpus, *files, folder / label)) for label, way in ways.items())
+        turns = in_turns(*sides, turns=args.repeats)
+        documents = IndexedDataset(folder / "tool").num_documents
+        for side, label in enumerate(ways):
+            seconds = turns.best(side)
+            print(f"{label}: {documents / seconds:9.1f} docs/s {megabytes / seconds:7.2f} MB/s")
         same = all(
             (folder / f"loop.{end}").read_bytes() == (folder / f"tool.{end}").read_bytes() for end in ("bin", "idx")
         )
-        print(f"ratio: {rates[1] / rates[0]:.2f}; files equal: {same}")
+        print(f"ratio: {turns.best(0) / turns.best(1):.2f}; files equal: {same}")
 
 
 if __name__ == "__main__":

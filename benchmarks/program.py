@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from benchmarks import REPO
 from benchmarks.train_sides import Shape, peer_training
+from benchmarks.turns import in_turns
 from megatron.data.indexed import IndexedWriter
 
 WARM_UP = 2
@@ -79,12 +81,12 @@ def compare_programs(shape: Shape, threads: int, iterations: int, runs: int) -> 
         prefix, tokens = Path(folder) / "text", shape.samples * shape.seq
         write_text(prefix, shape.vocab - 1, (iterations + 2 * WARM_UP) * tokens + 2)
         commands = our_command(prefix, shape), their_command(prefix, shape)
-        pairs = [tuple(seconds(command, iterations, threads) for command in commands) for _ in range(runs)]
+        turns = in_turns(*(partial(seconds, command, iterations, threads) for command in commands), turns=runs)
     return {
         "shape": shape.name,
-        "tokens_per_second": tokens / statistics.median(own for own, _ in pairs),
-        "hugging_face_tokens_per_second": tokens / statistics.median(other for _, other in pairs),
-        "ratio": statistics.median(other / own for own, other in pairs),
+        "tokens_per_second": tokens / turns.median(),
+        "hugging_face_tokens_per_second": tokens / turns.median(1),
+        "ratio": turns.ratio(),
     }
 
 

@@ -20,6 +20,7 @@ from benchmarks.convergence_figures import Outcome, draw_outcomes
 from benchmarks.network.cases import BENCHES
 from benchmarks.network.report import figure as draw_network
 from megatron.base.errors import UserError
+from megatron.base.markdown import table_after
 from megatron.training.plots import COLORS, new_figure, save_figure
 
 Time = tuple[str, float, float]
@@ -29,26 +30,6 @@ BENCHMARKS = REPO / "docs" / "benchmarks.md"
 COMPRESSION = REPO / "docs" / "compression.md"
 MACHINE = re.compile(r"`make bench-kernels[^`]*`, ([\d-]+), (.*?)\. Shapes", re.DOTALL)
 LINK = re.compile(r"(?P<name>.+) \((?P<rate>[\d.]+) Mb/s here\)")
-
-
-def table_after(text: str, mark: str) -> list[dict[str, str]]:
-    """The first table after a mark in a text, its rows by column.
-
-    Raises:
-        UserError: when there is no mark, or no table after it.
-    """
-    _, found, rest = text.partition(mark)
-    lines = rest.splitlines()
-    start = next((number for number, line in enumerate(lines) if line.startswith("|")), None)
-    if not found or start is None:
-        raise UserError(f"no table after {mark!r}; write where it went")
-    cells = []
-    for line in lines[start:]:
-        if not line.startswith("|"):
-            break
-        cells.append([cell.strip() for cell in line.strip().strip("|").split("|")])
-    head, _, *rows = cells
-    return [dict(zip(head, row, strict=True)) for row in rows]
 
 
 def network_rows(text: str) -> list[dict[str, Any]]:

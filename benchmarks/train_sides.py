@@ -114,30 +114,34 @@ class PlainGPT(nn.Module):
         return functional.cross_entropy(logits_bsv.flatten(0, 1), labels_bs.flatten())
 
 
+def hugging_face(shape: Shape, use_cache: bool = False) -> Any:
+    """A random model of transformers, without dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    if shape.llama:
+        llama = LlamaConfig(
+            vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.ffn,
+            num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.groups,
+            max_position_embeddings=shape.seq, use_cache=use_cache, tie_word_embeddings=False,
+        )  # fmt: skip
+        llama._attn_implementation = "sdpa"
+        return LlamaForCausalLM(llama)
+    gpt2 = GPT2Config(
+        vocab_size=shape.vocab, n_positions=shape.seq, n_embd=shape.hidden, n_layer=shape.layers,
+        n_head=shape.heads, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, use_cache=use_cache,
+    )  # fmt: skip
+    gpt2._attn_implementation = "sdpa"
+    return GPT2LMHeadModel(gpt2)
+
+
 class _HuggingFace(nn.Module):
     """Computes its model; the result is the loss."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()
-        if shape.llama:
-            llama = LlamaConfig(
-                vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.ffn,
-                num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.groups,
-                max_position_embeddings=shape.seq, use_cache=False, tie_word_embeddings=False,
-            )  # fmt: skip
-            llama._attn_implementation = "sdpa"
-            self.model: Any = LlamaForCausalLM(llama)
-            return
-        gpt2 = GPT2Config(
-            vocab_size=shape.vocab, n_positions=shape.seq, n_embd=shape.hidden, n_layer=shape.layers,
-            n_head=shape.heads, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, use_cache=False,
-        )  # fmt: skip
-        gpt2._attn_implementation = "sdpa"
-        self.model = GPT2LMHeadModel(gpt2)
+        self.model = hugging_face(shape)
 
     def forward(self, tokens_bs: Tensor, labels_bs: Tensor) -> Tensor:
         # It shifts the labels itself; what it does without the last position is as much work but for one token.

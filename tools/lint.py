@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
@@ -24,24 +25,24 @@ IMPORTS = ["-c", "from importlinter.cli import lint_imports_command as main; mai
 """import-linter, which has no module that Python can run. Its contracts are in pyproject.toml."""
 
 
-def steps(fix: bool) -> list[tuple[str, list[str]]]:
-    """Name and arguments of Python of every check."""
-    sources = [name for name in SOURCES if (REPO / name).exists()]
-    return [
+def steps(fix: bool, files: Sequence[str] = ()) -> list[tuple[str, list[str]]]:
+    """Name and arguments of Python of every check; of given files, of those that look at single files."""
+    sources = list(files) or [name for name in SOURCES if (REPO / name).exists()]
+    each = [
         ("ruff rules", ["-m", "ruff", "check", "--quiet", *(["--fix"] if fix else []), *sources]),
         ("ruff format", ["-m", "ruff", "format", "--quiet", *([] if fix else ["--diff"]), *sources]),
         ("types", ["-m", "mypy", "--no-error-summary", *(name for name in sources if name != "setup.py")]),
-        ("imports", IMPORTS),
-        ("sizes", ["tools/check_sizes.py"]),
     ]
+    return each if files else [*each, ("imports", IMPORTS), ("sizes", ["tools/check_sizes.py"])]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fix", action="store_true", help="let ruff mend what it can, and rewrite in its format")
+    parser.add_argument("files", nargs="*", help="check only these, without imports and sizes (the whole tree)")
     options = parser.parse_args()
     failed = []
-    for name, arguments in steps(options.fix):
+    for name, arguments in steps(options.fix, [str(Path(file).resolve()) for file in options.files]):
         done = subprocess.run([sys.executable, *arguments], cwd=REPO)
         print(f"[lint] {name}: {'ok' if done.returncode == 0 else 'FAILED'}", flush=True)
         if done.returncode != 0:

@@ -25,6 +25,7 @@ if __name__ == "__main__":
 
 from megatron.base.atomic import write_whole
 from megatron.base.errors import UserError
+from megatron.base.markdown import markdown_table
 from megatron.base.values import Values
 
 COLUMNS = ("forward", "backward", "optimizer", "encode", "decode", "wait")
@@ -175,10 +176,7 @@ def doubts(traces: Sequence[RankTrace]) -> list[str]:
 
 def summary(traces: Sequence[RankTrace]) -> str:
     """Milliseconds per iteration of each rank in each kind of span, as a table."""
-    lines = [
-        "| rank | iteration ms | " + " | ".join(COLUMNS) + " | sent MB |",
-        "|---|---|" + "---|" * (len(COLUMNS) + 1),
-    ]
+    rows = []
     for trace in sorted(traces, key=lambda trace: trace.rank):
         spans = [event for event in trace.events if event.get("ph") == "X"]
         iterations = max(sum(event["name"] == "iteration" for event in spans), 1)
@@ -188,8 +186,8 @@ def summary(traces: Sequence[RankTrace]) -> str:
 
         sent = sum(event["args"]["sent bytes"] for event in trace.events if event.get("ph") == "b") / iterations
         figures = [milliseconds(name) for name in ("iteration", *COLUMNS)]
-        lines.append(f"| {trace.rank} ({trace.label}) | " + " | ".join(figures) + f" | {sent / 1e6:.2f} |")
-    return "\n".join(lines)
+        rows.append([f"{trace.rank} ({trace.label})", *figures, f"{sent / 1e6:.2f}"])
+    return markdown_table(["rank", "iteration ms", *COLUMNS, "sent MB"], rows)
 
 
 def write(content: dict[str, Any], path: Path) -> None:

@@ -37,6 +37,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(REPO))
 
 from megatron.base.errors import UserError  # noqa: E402
+from megatron.base.markdown import markdown_table  # noqa: E402
 from megatron.training.plots import COLORS, label_iterations, new_figure, picture_format, save_figure  # noqa: E402
 from megatron.training.records import Record, finite_figures, read_records  # noqa: E402
 
@@ -101,7 +102,7 @@ def lost(found: dict[str, Series]) -> list[str]:
 
 def table(found: dict[str, Series]) -> str:
     """Means over layers and records, and over the last quarter of the records."""
-    lines = ["| matrix | kept | kept, last quarter | energy | energy, last quarter |", "|---|---|---|---|---|"]
+    lines = []
     for kind in sorted(found["energy"]):
         cells = [kind]
         for figure in ("kept", "energy"):
@@ -111,8 +112,8 @@ def table(found: dict[str, Series]) -> str:
                 f"{statistics.fmean(finite_figures(x for row in part for x in row)):.3f}" if part else ""
                 for part in (rows, last)
             ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown_table(("matrix", "kept", "kept, last quarter", "energy", "energy, last quarter"), lines)
 
 
 def draw(found: dict[str, Series], density: float, out: Path) -> None:

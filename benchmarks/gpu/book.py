@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-Cells = dict[str, Any]
+from benchmarks.tables import Cells, Column
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,6 @@ class Claim:
     def met(self) -> int:
         """Number of the values that meet the claim."""
         return sum(value >= self.least for value in self.values)
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of a section's table: its title, the cell it shows, and the format of its numbers."""
-
-    title: str
-    key: str
-    form: str = ""
-
-    def text(self, cells: Mapping[str, Any]) -> str:
-        """The text of a cell in the table; empty where there is none."""
-        value = cells.get(self.key)
-        return "" if value is None else format(value, self.form)
 
 
 class SectionLog:

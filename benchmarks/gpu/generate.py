@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from benchmarks.generate import gpt2, loaded, synchronizer, weights_of
+from benchmarks.generate import LENGTH, loaded, weights_of
 from benchmarks.generate import measure as measure_model
-from benchmarks.gpu.book import Cells, Claim, Column, SectionLog, Setting
+from benchmarks.gpu.book import Claim, SectionLog, Setting
+from benchmarks.tables import Cells, Column
+from benchmarks.train_sides import Shape, hugging_face
 
 TITLE = "Generation, bf16, greedy, one prompt"
 NOTE = (
@@ -30,63 +31,41 @@ LIMIT_SECONDS = 75.0
 PATIENCE_SECONDS = 45.0
 
 
-@dataclass(frozen=True)
-class GPTShape:
-    """A model of GPT-2's architecture.
-
-    Args:
-        name: name of the row.
-        layers, hidden, vocab: sizes of the model.
-        turns: number of measured runs of each side.
-    """
-
-    name: str
-    layers: int
-    hidden: int
-    vocab: int
-    turns: int
-
-    @property
-    def heads(self) -> int:
-        return max(1, self.hidden // 64)
+SMALL, LARGE = "GPT-2 small (L12 h768)", "GPT-2 form, 1.3B (L24 h2048)"
+REAL = {SMALL: (Shape(12, 768, LENGTH, 1), 3), LARGE: (Shape(24, 2048, LENGTH, 1), 2)}
+TOY = {"toy": (Shape(2, 64, LENGTH, 1, vocab=512), 2)}
+"""Shapes, and numbers of measured runs of each side, by the name of the row."""
 
 
-SMALL = GPTShape("GPT-2 small (L12 h768)", 12, 768, 50257, 3)
-LARGE = GPTShape("GPT-2 form, 1.3B (L24 h2048)", 24, 2048, 50257, 2)
-TOY = GPTShape("toy", 2, 64, 512, 2)
-
-
-def _models(setting: Setting) -> tuple[GPTShape, ...]:
-    return (TOY,) if setting.toy else (SMALL, LARGE)
+def _models(setting: Setting) -> dict[str, tuple[Shape, int]]:
+    return TOY if setting.toy else REAL
 
 
 def keys(setting: Setting) -> list[str]:
     """The models."""
-    return [model.name for model in _models(setting)]
+    return list(_models(setting))
 
 
 def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None:
     """Measures both sides on the same weights."""
     if importlib.util.find_spec("transformers") is None:
         raise SystemExit("transformers is not installed")
-    device, sync = torch.device(setting.device), synchronizer(setting.device)
+    device = torch.device(setting.device)
     prompt, new = (8, 8) if setting.toy else (64, 128)
-    for model in _models(setting):
-        if model.name not in wanted:
+    for name, (shape, turns) in _models(setting).items():
+        if name not in wanted:
             continue
-        report.begin(model.name)
+        report.begin(name)
         with device:
-            theirs = gpt2(model.layers, model.hidden, model.heads, model.vocab).to(torch.bfloat16)
+            theirs = hugging_face(shape, use_cache=True).eval().to(torch.bfloat16)
         ours = loaded(theirs, torch.bfloat16, device)
         generator = torch.Generator().manual_seed(1)
-        prompts = torch.randint(0, model.vocab - 1, (1, prompt), generator=generator).tolist()
-        own, other, ratio, equal = measure_model(ours, theirs, prompts, new, model.turns, sync)
+        prompts = torch.randint(0, shape.vocab - 1, (1, prompt), generator=generator).tolist()
+        found = measure_model(ours, theirs, prompts, new, turns)
         size = sum(weight.numel() * weight.element_size() for weight in weights_of(ours))
         limit = setting.copy_bytes_per_s / size
-        report.row(
-            model.name, model=model.name, tokens_per_s=own, their_tokens_per_s=other, ratio=ratio, limit=limit,
-            of_limit=own / limit, equal=equal,
-        )  # fmt: skip
+        shares = {"limit": limit, "of_limit": found["tokens_per_s"] / limit}
+        report.row(name, model=name, **found, **shares)
 
 
 def tidy() -> None:
@@ -96,8 +75,8 @@ def tidy() -> None:
 def claims(rows: Mapping[str, Cells]) -> list[Claim]:
     """Claims: a multiple of Hugging Face's rate at the small size, a share of the bound at the large one."""
     made = []
-    if SMALL.name in rows:
-        made.append(Claim("generate, GPT-2 small: tokens/s over Hugging Face", 5.0, (rows[SMALL.name]["ratio"],)))
-    if LARGE.name in rows:
-        made.append(Claim("generate, 1.3B: of the bound", 0.4, (rows[LARGE.name]["of_limit"],)))
+    if SMALL in rows:
+        made.append(Claim("generate, GPT-2 small: tokens/s over Hugging Face", 5.0, (rows[SMALL]["ratio"],)))
+    if LARGE in rows:
+        made.append(Claim("generate, 1.3B: of the bound", 0.4, (rows[LARGE]["of_limit"],)))
     return made

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from benchmarks.device_clock import clock_of
-from benchmarks.gpu.book import Cells, Claim, Column, SectionLog, Setting
-from benchmarks.kernels import (
+from benchmarks.gpu.book import Claim, SectionLog, Setting
+from benchmarks.kernel_cases import (
     MODELS,
     RANKS,
     KernelCase,
@@ -21,9 +22,8 @@ from benchmarks.kernels import (
     norm_cases,
     residual_case,
 )
-from benchmarks.kernels import (
-    measure as measure_case,
-)
+from benchmarks.kernels import measure as measure_case
+from benchmarks.tables import Cells, Column
 from megatron.kernels import native
 
 TITLE = "Kernels"
@@ -125,12 +125,9 @@ def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None
         report.begin(key)
         row = measure_case(case, clock, setting.device)
         limit = row.traffic / setting.copy_bytes_per_s
-        report.row(
-            key, op=row.op, model=row.model, shape=row.shape, setting=row.setting, us=1e6 * row.seconds,
-            gbps=row.traffic / row.seconds / 1e9, limit=1e6 * limit, of_limit=limit / row.seconds,
-            of_copy=row.of_limit, times_twin=row.times_twin, rival=row.rival, how=row.how,
-            times_rival=row.times_rival if row.rival else None,
-        )  # fmt: skip
+        own = {"us": 1e6 * row.seconds, "gbps": row.traffic / row.seconds / 1e9, "limit": 1e6 * limit}
+        own |= {"of_limit": limit / row.seconds, "of_copy": row.of_limit}
+        report.row(key, **{**asdict(row), **own, "times_rival": row.times_rival if row.rival else None})
 
 
 def tidy() -> None:

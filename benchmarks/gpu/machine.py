@@ -1,19 +1,16 @@
-"""The machine of the benchmark: names and versions, and the two rates that all limits come from."""
+"""The device of the benchmark: its name, and the rates that all limits come from."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import platform
-import shutil
 import subprocess
 import sys
-from datetime import datetime, timezone
 
 import torch
 
 from benchmarks import REPO
 from benchmarks.device_clock import clock_of
+from benchmarks.record import device_name
 
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 """FLOP/s of dense bf16 products, by the vendor; of other devices the measured rate is taken."""
@@ -31,7 +28,7 @@ def probe(device: str) -> dict[str, object]:
 
 
 def measured(device: str) -> dict[str, object]:
-    """Names of the device, and measured rates of a large copy and of a large product in bf16."""
+    """Name of the device, and measured rates of a large copy and of a large product in bf16."""
     clock = clock_of(device, 0.3)
     source = torch.ones(COPY_BYTES[device] // 4, device=device)
     target = torch.empty_like(source)
@@ -40,56 +37,15 @@ def measured(device: str) -> dict[str, object]:
     a, b = (torch.randn(n, n, device=device).to(torch.bfloat16) for _ in range(2))
     product = 2 * n**3 / clock.time([lambda: a @ b]).seconds
     cuda = device == "cuda"
-    name = torch.cuda.get_device_name() if cuda else f"{platform.machine()} CPU, toy sizes"
-    memory = torch.cuda.get_device_properties(0).total_memory if cuda else 0
+    name = device_name(device) + ("" if cuda else ", toy sizes")
     return {
         "device": name,
-        "memory_bytes": memory,
+        "memory_bytes": torch.cuda.get_device_properties(0).total_memory if cuda else 0,
         "copy_bytes_per_s": copied,
         "product_flops": product,
         "peak_flops": next((peak for word, peak in PEAKS.items() if word in name), product),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda or "none",
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "none",
     }
-
-
-def sources() -> str:
-    """A digest of the sources that are measured, and that measure."""
-    digest = hashlib.sha256()
-    for folder in ("megatron", "benchmarks"):
-        for path in sorted((REPO / folder).rglob("*")):
-            if path.suffix in (".py", ".cu", ".cpp", ".h", ".inl") and path.is_file():
-                digest.update(path.relative_to(REPO).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def commit() -> str:
-    """The commit of git, where the tree is a repository."""
-    try:
-        head = _printed("git", "rev-parse", "--short=12", "HEAD")
-        return head + (" and changes" if _printed("git", "status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "not a git tree"
-
-
-def driver() -> str:
-    """Version of the GPU's driver."""
-    if shutil.which("nvidia-smi") is None:
-        return "none"
-    try:
-        return _printed("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def today() -> str:
-    """The date and the time."""
-    return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-
-
-def _printed(*words: str) -> str:
-    return subprocess.run(words, capture_output=True, text=True, check=True, cwd=REPO, timeout=60).stdout.strip()
 
 
 if __name__ == "__main__":

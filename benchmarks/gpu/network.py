@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 
-from benchmarks.gpu.book import Cells, Claim, Column, SectionLog, Setting
+from benchmarks.gpu.book import Claim, SectionLog, Setting
 from benchmarks.lab.hosts import LabError, check_permission
 from benchmarks.lab.removal import clean
 from benchmarks.network.cases import FP32, Bench, NetworkCase
@@ -15,6 +15,7 @@ from benchmarks.network.cuda_cases import CUDA_BENCHES
 from benchmarks.network.run import Measurement
 from benchmarks.network.run import measure as measure_layout
 from benchmarks.network.setups import Setup
+from benchmarks.tables import Cells, Column
 
 TITLE = "Slow networks"
 NOTE = (
@@ -24,7 +25,7 @@ NOTE = (
 )
 COLUMNS = (
     Column("layout", "layout"),
-    Column("link", "link"),
+    Column("link", "setup"),
     Column("case", "case"),
     Column("s / iteration", "seconds", ".3f"),
     Column("limit, s", "limit", ".3f"),
@@ -109,18 +110,7 @@ def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None
 
 def _cells(row: Measurement) -> Cells:
     limit = None if row.rate is None else row.host_mb * 8e6 / row.rate
-    return {
-        "layout": row.layout,
-        "link": row.setup,
-        "case": row.case,
-        "seconds": row.seconds,
-        "limit": limit,
-        "of_limit": None if limit is None else limit / row.seconds,
-        "tokens_per_s": row.tokens_per_s,
-        "host_mb": row.host_mb,
-        "coded_s": row.coded_s,
-        "waited_s": row.waited_s,
-    }
+    return {**asdict(row), "limit": limit, "of_limit": None if limit is None else limit / row.seconds}
 
 
 def tidy() -> None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.gpu.book import Book, Claim, Section
+from benchmarks.tables import Table
+from megatron.base.markdown import markdown_table
 
 Header = Mapping[str, Any]
 
@@ -31,13 +33,9 @@ def heading(header: Header) -> str:
 def table(section: Section, book: Book, order: Sequence[str]) -> str:
     """A table of the finished rows, and the reasons why others are missing."""
     rows = [book.rows[key] for key in order if key in book.rows]
-    shown = [column for column in section.COLUMNS if any(cells.get(column.key) is not None for cells in rows)]
     lines = [f"## {section.TITLE}", "", section.NOTE, ""]
     if rows:
-        lines.append("| " + " | ".join(column.title for column in shown) + " |")
-        lines.append("|" + "---|" * len(shown))
-        lines += ["| " + " | ".join(column.text(cells) for column in shown) + " |" for cells in rows]
-        lines.append("")
+        lines += [Table(*section.COLUMNS).filled(rows).text(rows), ""]
     # One line for all that have the same reason.
     missing: dict[str, list[str]] = {}
     for key in order:
@@ -51,12 +49,12 @@ def table(section: Section, book: Book, order: Sequence[str]) -> str:
 
 def wanted(claims: Sequence[Claim]) -> str:
     """A table of all claims, and how many rows meet them."""
-    lines = ["## Wanted", "", "| what | wanted | measured | rows that have it |", "|---|---|---|---|"]
+    rows = []
     for claim in claims:
         low, high = min(claim.values), max(claim.values)
         measured = f"{low:.2f}" if len(claim.values) == 1 else f"{low:.2f} to {high:.2f}"
-        lines.append(f"| {claim.what} | >= {claim.least:g} | {measured} | {claim.met} of {len(claim.values)} |")
-    return "\n".join(lines)
+        rows.append((claim.what, f">= {claim.least:g}", measured, f"{claim.met} of {len(claim.values)}"))
+    return "## Wanted\n\n" + markdown_table(("what", "wanted", "measured", "rows that have it"), rows)
 
 
 def merged(claims: Sequence[Claim]) -> list[Claim]:

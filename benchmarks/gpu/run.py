@@ -13,18 +13,18 @@ results.json and each section's log to --out.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from benchmarks import chosen
 from benchmarks.gpu import machine, report
 from benchmarks.gpu.book import Book, Setting, kept, opened
 from benchmarks.gpu.run_section import run_section
 from benchmarks.gpu.section import NAMES, path_of, section_of
+from benchmarks.record import header, write_record
 from megatron.data.interrupt import stopped_in_order
 
 
@@ -45,10 +45,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=Path("bench_out/gpu"), help="folder of tables, figures and logs")
     options = parser.parse_args(words)
-    options.only = [name.strip() for name in options.only.split(",")]
-    for name in options.only:
-        if name not in NAMES:
-            parser.error(f"--only {name}: choose from {', '.join(NAMES)}")
+    options.only = chosen(parser, "--only", options.only, NAMES)
     options.limits = {}
     for word in options.limit:
         name, _, seconds = word.partition("=")
@@ -60,21 +57,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def header_of(device: str) -> dict[str, object]:
-    """The header of the report: the machine's, and the code's."""
-    return {
-        **machine.probe(device),
-        "driver": machine.driver(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "date": machine.today(),
-        "commit": machine.commit(),
-        "sources": machine.sources(),
-    }
-
-
-def write(out: Path, header: dict[str, object], books: dict[str, Book], setting: Setting) -> str:
+def write(out: Path, made_with: dict[str, object], books: dict[str, Book], setting: Setting) -> str:
     """Writes the report and the results; returns the claims that were measured."""
-    parts, claims, results = [report.heading(header)], [], {}
+    parts, claims, results = [report.heading(made_with)], [], {}
     for name, book in books.items():
         section = section_of(name)
         parts.append(report.table(section, book, section.keys(setting)))
@@ -85,8 +70,7 @@ def write(out: Path, header: dict[str, object], books: dict[str, Book], setting:
     parts += [closing] if closing else []
     (out / "report.md").write_text("\n\n".join(parts) + "\n")
     values = [{"what": c.what, "at_least": c.least, "measured": c.values, "met": c.met} for c in claims]
-    content = {"header": header, "sections": results, "wanted": values}
-    (out / "results.json").write_text(json.dumps(content, indent=1) + "\n")
+    write_record(out / "results.json", made_with, sections=results, wanted=values)
     return closing
 
 
@@ -94,11 +78,12 @@ def measure(options: argparse.Namespace) -> tuple[str, dict[str, Book]]:
     """Runs the sections one after another; writes the report anew after each."""
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    header = header_of(options.device)
-    copied, peak, memory = (float(str(header[key])) for key in ("copy_bytes_per_s", "peak_flops", "memory_bytes"))
+    found = machine.probe(options.device)
+    made_with = {**header(str(found["device"])), **found}
+    copied, peak, memory = (float(str(found[key])) for key in ("copy_bytes_per_s", "peak_flops", "memory_bytes"))
     setting = Setting(options.device, out, copied, peak, memory)
-    print(report.heading(header).partition("\n\n")[2], flush=True)
-    made_by = {key: str(header[key]) for key in ("device", "torch", "cuda", "sources")}
+    print(report.heading(made_with).partition("\n\n")[2], flush=True)
+    made_by = {key: str(made_with[key]) for key in ("device", "torch", "cuda", "sources")}
     books: dict[str, Book] = {}
     for name in NAMES:
         path = path_of(out, name)
@@ -112,7 +97,7 @@ def measure(options: argparse.Namespace) -> tuple[str, dict[str, Book]]:
         for name in options.only:
             limit = options.limits.get(name, section_of(name).LIMIT_SECONDS)
             books[name] = run_section(name, setting, rows[name], books[name], limit, bar)
-            closing = write(out, header, books, setting)
+            closing = write(out, made_with, books, setting)
     return closing, {name: books[name] for name in options.only}
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 
-from benchmarks.gpu.book import Cells, Claim, Column, SectionLog, Setting
-from benchmarks.train import Side, SideError, SideOf
+from benchmarks.gpu.book import Claim, SectionLog, Setting
+from benchmarks.tables import Cells, Column
 from benchmarks.train_sides import Shape
+from benchmarks.train_steps import process_step
+from benchmarks.turns import Side, SideError, in_turns
 
 TITLE = "Training, bf16, one device"
 NOTE = (
@@ -95,8 +97,9 @@ class _Match:
             cuda = self.setting.device == "cuda"
             # The compiler of a CPU would take most of a toy's time.
             threads = max(1, (os.cpu_count() or 1) // 2) if cuda else 1  # weights are drawn on the processor
-            side = SideOf(kind, self.shape, "bf16", threads, self.setting.device, compiled=cuda, divisor=128)
-            self.sides[kind] = Side(side)
+            device = self.setting.device
+            build = partial(process_step, kind, self.shape, "bf16", threads, device, compiled=cuda, divisor=128)
+            self.sides[kind] = Side(kind, build, device)
             self.sides[kind].begin()
         return self.sides[kind]
 
@@ -121,7 +124,7 @@ class _Match:
                 self._beside(ours, kind)
             if OURS in self.left:  # no peer's turns have given it
                 self.report.begin(key_of(self.shape, OURS))
-                self._alone(ours, [ours.step() for _ in range(WARM + TURNS)][WARM:])
+                self._alone(ours, in_turns(ours.step, turns=TURNS, warm=WARM).median())
         except SideError as error:  # ours: no other row can be had, either
             for kind in self.left:
                 self.report.failed(key_of(self.shape, kind), str(error))
@@ -136,7 +139,7 @@ class _Match:
         try:
             theirs = self._ready(kind)
             counts = [max(1, min(20, int(TURN_SECONDS / side.step(WARM)))) for side in (ours, theirs)]
-            pairs = [(ours.step(counts[0]), theirs.step(counts[1])) for _ in range(TURNS)]
+            turns = in_turns(partial(ours.step, counts[0]), partial(theirs.step, counts[1]), turns=TURNS)
             their_bytes = theirs.close()
         except SideError as error:
             if error.kind == OURS:
@@ -146,22 +149,21 @@ class _Match:
             self.left.remove(kind)
             return
         self.left.remove(kind)
-        own = [own for own, _ in pairs]
         if OURS in self.left:
-            self._alone(ours, own)
+            self._alone(ours, turns.median())
         self.report.row(
             key,
-            **self._cells(ours, kind, own),
-            their_tokens_per_s=self._tokens() / statistics.median(theirs for _, theirs in pairs),
-            ratio=statistics.median(theirs / own for own, theirs in pairs),
+            **self._cells(ours, kind, turns.median()),
+            their_tokens_per_s=self._tokens() / turns.median(1),
+            ratio=turns.ratio(),
             their_gib=their_bytes / 2**30,
         )
 
     def _tokens(self) -> int:
         return self.shape.samples * self.shape.seq
 
-    def _cells(self, ours: Side, beside: str, own: Sequence[float]) -> Cells:
-        seconds, flops = statistics.median(own), self.shape.flops()
+    def _cells(self, ours: Side, beside: str, seconds: float) -> dict[str, object]:
+        flops = self.shape.flops()
         return {
             "shape": self.shape.name,
             "beside": beside,
@@ -172,9 +174,9 @@ class _Match:
             "gib": ours.peak_bytes() / 2**30,
         }
 
-    def _alone(self, ours: Side, own: Sequence[float]) -> None:
+    def _alone(self, ours: Side, seconds: float) -> None:
         self.left.remove(OURS)
-        self.report.row(key_of(self.shape, OURS), **self._cells(ours, "", own))
+        self.report.row(key_of(self.shape, OURS), **self._cells(ours, "", seconds))
 
 
 def tidy() -> None:

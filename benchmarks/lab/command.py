@@ -25,9 +25,8 @@ from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from benchmarks.lab.hosts import Lab, LabError, Traffic, check_permission, say
+from benchmarks.lab.hosts import Lab, LabError, Traffic, check_permission, run_with_hosts, say
 from benchmarks.lab.removal import clean
-from megatron.data.interrupt import stopped_in_order
 
 MAX_RATE = 600 * 10**9
 """Bits per second; tc counts the bytes that wait at a link, 50 ms of them, in 32 bits."""
@@ -178,25 +177,19 @@ def _clean() -> int:
     return 1 if left else 0
 
 
+def _run() -> int:
+    options = parse_options()
+    if options.command == ["clean"]:
+        return _clean()
+    command = checked_command(options.command)
+    with Lab(parse_rates(options.rate, options.hosts), options.cpus_per_host, options.device) as lab:
+        before, start = lab.traffic(), time.monotonic()
+        status = lab.run(command, options.ranks_per_host, options.timeout)
+        seconds = time.monotonic() - start
+        counted = [now - then for now, then in zip(lab.traffic(), before, strict=True)]
+        print(report(lab.rates, counted, seconds), flush=True)
+    return status
+
+
 def main() -> int:
-    try:
-        options = parse_options()
-        if options.command == ["clean"]:
-            return _clean()
-        command = checked_command(options.command)
-        with (
-            stopped_in_order(even_ignored=True),
-            Lab(parse_rates(options.rate, options.hosts), options.cpus_per_host, options.device) as lab,
-        ):
-            before, start = lab.traffic(), time.monotonic()
-            status = lab.run(command, options.ranks_per_host, options.timeout)
-            seconds = time.monotonic() - start
-            counted = [now - then for now, then in zip(lab.traffic(), before, strict=True)]
-            print(report(lab.rates, counted, seconds), flush=True)
-        return status
-    except LabError as error:
-        say(f"error: {error}")
-        return 1
-    except KeyboardInterrupt:
-        say("interrupted; the hosts are removed")
-        return 130
+    return run_with_hosts("netlab", _run)

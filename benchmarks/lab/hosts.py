@@ -11,13 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
 from benchmarks.lab.cpu_limit import CpuLimit, CpuLimitError
 from benchmarks.lab.removal import kill, remove
-from megatron.data.interrupt import undisturbed
+from megatron.data.interrupt import stopped_in_order, undisturbed
 
 SUBNET = "10.77.0"
 """The same in every laboratory: a bridge without an address joins nothing but its own hosts."""
@@ -245,9 +245,27 @@ def check_permission() -> None:
     call("ip", "netns", "del", probe)
 
 
-def say(text: str) -> None:
-    """Prints a line of the laboratory's own, apart from what its hosts print."""
-    print(f"netlab: {text}", file=sys.stderr, flush=True)
+def say(text: str, name: str = "netlab") -> None:
+    """Prints a line of a program's own, apart from what its hosts print."""
+    print(f"{name}: {text}", file=sys.stderr, flush=True)
+
+
+def run_with_hosts(name: str, body: Callable[[], int]) -> int:
+    """Runs a program that makes hosts; returns its exit status. Signals end it once the hosts are removed.
+
+    Args:
+        name: name of the program in messages.
+        body: the program, which returns its status.
+    """
+    try:
+        with stopped_in_order(even_ignored=True):
+            return body()
+    except (LabError, subprocess.SubprocessError) as error:
+        say(f"error: {error}", name)
+        return 1
+    except KeyboardInterrupt:
+        say("interrupted; the hosts are removed", name)
+        return 130
 
 
 def _end(started: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -16,16 +16,19 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from benchmarks.convergence import final_loss, prepare, run, tokenizer_flags
+from benchmarks import chosen
 from benchmarks.lep.figure import draw_losses
 from benchmarks.lep.frozen import KINDS, FrozenPipeline
+from benchmarks.runs import final_loss, flags, has_ended, prepare
+from benchmarks.runs import train as train_unless_ended
+from megatron.base.markdown import markdown_table
 from megatron.config.data import DataConfig
 from megatron.data.build import build_datasets
 from megatron.data.loader import build_loader
@@ -57,38 +60,18 @@ def model_flags(width: int, options: argparse.Namespace) -> dict[str, Any]:
         "log-interval": 10,
         "eval-iters": 8,
         "distributed-backend": "gloo",
+        **({"bf16": True} if options.bf16 else {}),
     }
-
-
-def _flags(values: Mapping[str, Any]) -> list[str]:
-    return [text for name, value in values.items() for text in (f"--{name}", str(value))]
-
-
-def _data_flags(out: Path) -> list[str]:
-    data = out / "data"
-    files = {"train": "train", "valid": "heldout", "test": "heldout"}
-    return [f"--{part}-data-path={data / name}_text_document" for part, name in files.items()] + tokenizer_flags(out)
-
-
-def _ended(log: Path) -> bool:
-    return log.exists() and any(event.get("kind") == "test" for event in read_records(log))
 
 
 def dense(out: Path, width: int, options: argparse.Namespace) -> None:
     """Trains a model without compression, on one process; resumes an earlier call."""
-    folder, log = out / f"dense-{width}", out / f"dense-{width}.jsonl"
-    if _ended(log):
-        return
-    print(f"dense, width {width} ...", flush=True)
+    name, log = f"dense-{width}", out / f"dense-{width}.jsonl"
     iterations = options.dense_iterations
     values = {**model_flags(width, options), "seed": 1, "train-iters": iterations, "eval-interval": iterations}
-    saving = {"save": folder, "load": folder, "save-interval": max(iterations // 10, 1), "keep-last": 1}
-    flags = [*_flags({**values, **saving}), *_data_flags(out), "--log-json-file", str(log)]
-    run(
-        ["pretrain_gpt.py", *flags, *(["--bf16"] if options.bf16 else [])],
-        out / "logs" / f"dense-{width}.log",
-        options.threads,
-    )
+    saving = {"save": out / name, "load": out / name, "save-interval": max(iterations // 10, 1), "keep-last": 1}
+    words = flags({**values, **saving}, (), out, log)
+    train_unless_ended(words, f"dense, width {width}", log, out / "logs" / f"{name}.log", threads=options.threads)
 
 
 def frozen(out: Path, width: int, options: argparse.Namespace) -> None:
@@ -133,55 +116,46 @@ def trained_log(out: Path, width: int, kind: str, seed: int) -> Path:
 
 def train(out: Path, width: int, kind: str, seed: int, options: argparse.Namespace) -> None:
     """Runs one training on 4 pipeline stages, unless its log is complete. ``kind`` is one of KINDS, or dense."""
-    log = trained_log(out, width, kind, seed)
-    if _ended(log):
-        return
-    log.unlink(missing_ok=True)
-    print(f"{kind}, width {width}, seed {seed} ...", flush=True)
-    iterations = options.train_iterations
+    log, iterations = trained_log(out, width, kind, seed), options.train_iterations
     values = {**model_flags(width, options), "seed": seed, "train-iters": iterations, "eval-interval": iterations}
     values |= {"pipeline-model-parallel-size": STAGES, "eval-iters": 16}
-    flags = [*_flags(values), *_data_flags(out), "--log-json-file", str(log), *(["--bf16"] if options.bf16 else [])]
-    if kind != "dense":
-        when = ",when=epilogue" if options.when == "epilogue" else ""
-        feedback = "off" if kind == "none" else kind
-        flags += ["--compress", f"pp-backward=lowrank,rank={RANK}{when},error-feedback={feedback}"]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={STAGES}", "pretrain_gpt.py"]
-    run([*launcher, *flags], out / "logs" / f"{log.stem}.log")
+    when = ",when=epilogue" if options.when == "epilogue" else ""
+    feedback = "off" if kind == "none" else kind
+    specs = [] if kind == "dense" else [f"pp-backward=lowrank,rank={RANK}{when},error-feedback={feedback}"]
+    words, name = flags(values, specs, out, log), f"{kind}, width {width}, seed {seed}"
+    train_unless_ended(words, name, log, out / "logs" / f"{log.stem}.log", ranks=STAGES)
 
 
 def frozen_table(out: Path) -> str:
     """The errors with frozen weights as Markdown."""
     heads = ["width", "when", "residual", "matrices", "vectors", "mean: matrices", "mean: vectors", "residual/gradient"]
-    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    rows: list[list[object]] = []
     for path in sorted(out.glob("frozen-*.json"), key=lambda path: (json.loads(path.read_text())["width"], path.name)):
         found = json.loads(path.read_text())
         when = "all" if path.stem.endswith("-all") else "epilogue"
         for kind in KINDS:
             each = [statistics.fmean(one[kind][group] for one in found["errors"]) for group in ("matrices", "vectors")]
             mean = [found["of_mean"][kind][group] for group in ("matrices", "vectors")]
-            cells = [str(found["width"]), when, kind, *(f"{x:.3f}" for x in (*each, *mean, found["ratios"][kind]))]
-            lines.append(f"| {' | '.join(cells)} |")
+            rows.append([found["width"], when, kind, *(f"{x:.3f}" for x in (*each, *mean, found["ratios"][kind]))])
         kappas = ", ".join(f"{name} {value:.3f}" for name, value in found["kappa"].items())
-        lines.append(f"| {found['width']} | | kappa | {kappas} | | | | |")
-    return "\n".join(lines)
+        rows.append([found["width"], "", "kappa", kappas, *[""] * 4])
+    return markdown_table(heads, rows)
 
 
 def trained_table(out: Path, width: int, seeds: Sequence[int]) -> str:
     """Validation losses of the paired runs as Markdown."""
-    lines = ["| residual | seeds | validation loss | vs dense, by seed | mean |", "|---|---|---|---|---|"]
+    rows: list[list[object]] = []
     losses: dict[str, dict[int, float]] = {}
     for kind in ("dense", *KINDS):
         logs = {seed: trained_log(out, width, kind, seed) for seed in seeds}
-        losses[kind] = {seed: final_loss(read_records(log)) for seed, log in logs.items() if _ended(log)}
+        losses[kind] = {seed: final_loss(read_records(log)) for seed, log in logs.items() if has_ended(log)}
         if not losses[kind]:
             continue
         changes = [losses[kind][s] / losses["dense"][s] - 1 for s in losses[kind] if s in losses["dense"]]
         mean = statistics.fmean(losses[kind].values())
-        cells = [kind, str(len(losses[kind])), f"{mean:.4f}", " ".join(f"{change:+.2%}" for change in changes)]
-        cells.append(f"{statistics.fmean(changes):+.2%}" if changes else "")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        cells = [kind, len(losses[kind]), f"{mean:.4f}", " ".join(f"{change:+.2%}" for change in changes)]
+        rows.append([*cells, f"{statistics.fmean(changes):+.2%}" if changes else ""])
+    return markdown_table(("residual", "seeds", "validation loss", "vs dense, by seed", "mean"), rows)
 
 
 def losses_of(out: Path, width: int, seeds: Sequence[int]) -> dict[str, list[dict[int, float]]]:
@@ -189,7 +163,7 @@ def losses_of(out: Path, width: int, seeds: Sequence[int]) -> dict[str, list[dic
     found: dict[str, list[dict[int, float]]] = {}
     for kind in ("dense", *KINDS):
         for log in (trained_log(out, width, kind, seed) for seed in seeds):
-            if _ended(log):
+            if has_ended(log):
                 trained = (event for event in read_records(log) if event["kind"] == "train" and "lm_loss" in event)
                 found.setdefault(kind, []).append({event["iteration"]: event["lm_loss"] for event in trained})
     return found
@@ -219,12 +193,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="of the parts that one process runs (2)")
     parser.add_argument("--bf16", action="store_true", help="train in bf16: faster where the processor has it")
     options = parser.parse_args()
-    parts = [part.strip() for part in options.only.split(",")]
-    if unknown := [part for part in parts if part not in PARTS]:
-        parser.error(f"--only: no part is named {unknown[0]!r}; the choices are {', '.join(PARTS)}")
-    trained = [kind.strip() for kind in options.kinds.split(",")]
-    if unknown := [kind for kind in trained if kind not in kinds]:
-        parser.error(f"--kinds: no run is named {unknown[0]!r}; the choices are {', '.join(kinds)}")
+    parts = chosen(parser, "--only", options.only, PARTS)
+    trained = chosen(parser, "--kinds", options.kinds, kinds)
     widths, seeds = ([int(n) for n in text.split(",")] for text in (options.widths, options.seeds))
     torch.set_num_threads(options.threads)
     out = options.out.resolve()

@@ -6,20 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tables import Column, Table
 from megatron.training.plots import curve_style, new_figure, save_figure
 
 Row = dict[str, Any]
-
-
-def _baseline(rows: Sequence[Row], row: Row, case: str) -> float | None:
-    """Seconds of a case on the same link."""
-    same = [r["seconds"] for r in rows if (r["layout"], r["setup"], r["case"]) == (row["layout"], row["setup"], case)]
-    return same[0] if same else None
-
-
-def _times(rows: Sequence[Row], row: Row, case: str) -> str:
-    base = _baseline(rows, row, case)
-    return "" if base is None else f"{base / row['seconds']:.2f}"
 
 
 def rate_of(rate: float | None) -> str:
@@ -27,34 +17,38 @@ def rate_of(rate: float | None) -> str:
     return "unshaped" if rate is None else f"{rate / 1e6:.3g} Mb/s"
 
 
+def _figures(rows: Sequence[Row], row: Row) -> Row:
+    """A row with its speed-ups over uncompressed traffic on the same link."""
+    link = [other for other in rows if (other["layout"], other["setup"]) == (row["layout"], row["setup"])]
+    seconds = {other["case"]: other["seconds"] for other in reversed(link)}
+    return {**row, **{case: seconds[case] / row["seconds"] for case in _UNCOMPRESSED if case in seconds}}
+
+
+_UNCOMPRESSED = ("fp32 traffic", "bf16 traffic")
+
+TABLE = Table(
+    Column("case", "case"),
+    Column("s / iteration", "seconds", ".2f"),
+    Column("predicted", "predicted_s", ".2f"),
+    Column("tokens/s", "tokens_per_s", ".0f"),
+    Column("compute s", "compute_s", ".2f"),
+    Column("coding s", "coded_s", ".3f"),
+    Column("exposed s", "waited_s", ".2f"),
+    Column("MB a host", "host_mb", ".2f"),
+    Column("x fp32", "fp32 traffic", ".2f"),
+    Column("x bf16", "bf16 traffic", ".2f"),
+)
+
+
 def table(rows: Sequence[Row]) -> str:
     """Tables of each layout and link: time, its parts, bytes, and speed-ups."""
-    parts = []
-    links = dict.fromkeys((row["layout"], row["setup"]) for row in rows)
-    for layout, setup in sorted(links, key=lambda link: list(links).index(link)):
-        own = [row for row in rows if (row["layout"], row["setup"]) == (layout, setup)]
-        parts.append(f"### {layout}, {setup} ({rate_of(own[0]['rate'])} here)\n")
-        parts.append(
-            "| case | s / iteration | predicted | tokens/s | compute s | coding s | exposed s | MB a host "
-            "| x fp32 | x bf16 |"
-        )
-        parts.append("|---|---|---|---|---|---|---|---|---|---|")
-        for row in own:
-            cells = [
-                row["case"],
-                f"{row['seconds']:.2f}",
-                "" if row["predicted_s"] is None else f"{row['predicted_s']:.2f}",
-                f"{row['tokens_per_s']:.0f}",
-                f"{row['compute_s']:.2f}",
-                f"{row['coded_s']:.3f}",
-                f"{row['waited_s']:.2f}",
-                f"{row['host_mb']:.2f}",
-                _times(rows, row, "fp32 traffic"),
-                _times(rows, row, "bf16 traffic"),
-            ]
-            parts.append("| " + " | ".join(cells) + " |")
-        parts.append("")
-    return "\n".join(parts).rstrip()
+    links: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        links.setdefault((row["layout"], row["setup"]), []).append(_figures(rows, row))
+    return "\n\n".join(
+        f"### {layout}, {setup} ({rate_of(own[0]['rate'])} here)\n\n{TABLE.text(own)}"
+        for (layout, setup), own in links.items()
+    )
 
 
 LAYOUTS = {

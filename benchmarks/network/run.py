@@ -18,7 +18,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -26,18 +25,20 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.lab.hosts import Lab, LabError, Traffic
+from benchmarks import chosen
+from benchmarks.lab.hosts import Lab, LabError, run_with_hosts
 from benchmarks.network.cases import BENCHES, FP32, Bench, NetworkCase, plan_of
 from benchmarks.network.cuda_cases import CUDA_BENCHES
 from benchmarks.network.report import figure, rate_of, table
 from benchmarks.network.setups import Setup
 from benchmarks.network.worker import config_of
-from megatron.data.interrupt import stopped_in_order
+from benchmarks.record import device_name, header, write_record
 from megatron.planner.choice import choice_of
 from megatron.planner.cluster import Cluster, write_cluster
 from megatron.planner.measure import described
@@ -206,6 +207,7 @@ def measure(
         wanted: a filter of the cases.
         long_seconds: time of a step above which it is not repeated.
     """
+    tokens = bench.micro_batch * bench.micro_batches * bench.dp * bench.model[2]
     with workers(bench) as (lab, ranks):
         reference = ranks.ask(START_SECONDS, do="build", case=asdict(FP32), steps=3)
         computed = {key: statistics.median(step[key] for step in reference[1:]) for key in reference[0]}
@@ -216,14 +218,10 @@ def measure(
         )
         # On a shared GPU what a rank computes with depends on the others.
         cluster = described_hosts(name, bench, ranks, out) if bench.device == "cpu" else None
-        links: list[tuple[str, float | None]] = [("unshaped", None)] if unshaped else []
-        for setup in setups:
-            links.append((setup.name, link_rate(bench, setup, computed)))
-            here = rate_of(links[-1][1])
-            print(f"  {setup.name}: {setup.arithmetic}; ratio {setup.ratio:.3f}, here {here}", flush=True)
+        links = ({"unshaped": None} if unshaped else {}) | _rates(bench, setups, computed)
         for case in bench.cases:
             built = False
-            for setup_name, rate in links:
+            for setup_name, rate in links.items():
                 if not wanted(setup_name, case.name):
                     continue
                 if not built:
@@ -237,7 +235,14 @@ def measure(
                     answer += ranks.ask(STEP_SECONDS, do="steps", steps=steps - 1)
                 sent = [now - then for now, then in zip(lab.traffic(), before, strict=True)]
                 expected = predicted(bench, case, cluster and linked(cluster, rate))
-                found = summarize(name, bench, setup_name, rate, case, answer, sent, expected)
+                median = {key: statistics.median(step[key] for step in answer) for key in answer[0]}
+                found = Measurement(
+                    name, setup_name, rate, case.name, median["seconds"], tokens / median["seconds"],
+                    median["compute_s"], median["coded_s"], median["waited_s"],
+                    max(traffic.sent for traffic in sent) / 1e6 / len(answer), answer[-1]["loss"], expected,
+                    {key.removeprefix("waited "): s for key, s in median.items() if key.startswith("waited ") and s},
+                    None if case.levels is None else bench.sent_in_two_levels(case.levels[1]) / PAYLOAD / 1e6,
+                )  # fmt: skip
                 foreseen = "" if expected is None else f" (predicted {expected:.2f})"
                 print(f"  {setup_name}: {case.name}: {found.seconds:.2f} s{foreseen}{_compared(found)}", flush=True)
                 yield found
@@ -251,57 +256,33 @@ def _compared(found: Measurement) -> str:
     return f", a host sends {found.host_mb:.2f} MB: {off:+.1%} of the formula's {found.formula_mb:.2f} MB"
 
 
+def _rates(bench: Bench, setups: Sequence[Setup], computed: dict[str, float]) -> dict[str, float | None]:
+    """Rates of links by the names of their set-ups, which are printed."""
+    rates: dict[str, float | None] = {}
+    for setup in setups:
+        rates[setup.name] = rate = link_rate(bench, setup, computed)
+        print(f"  {setup.name}: {setup.arithmetic}; ratio {setup.ratio:.3f}, here {rate_of(rate)}", flush=True)
+    return rates
+
+
 def shape(lab: Lab, rate: float | None) -> None:
     """Gives all links a rate."""
     for host in range(len(lab.rates)):
         lab.shape(host, None if rate is None else int(rate))
 
 
-def summarize(
-    name: str,
-    bench: Bench,
-    setup: str,
-    rate: float | None,
-    case: NetworkCase,
-    answer: Sequence[dict[str, float]],
-    sent: Sequence[Traffic],
-    expected: float | None,
-) -> Measurement:
-    """Summarizes steps by their medians."""
-    median = {key: statistics.median(step[key] for step in answer) for key in answer[0]}
-    tokens = bench.micro_batch * bench.micro_batches * bench.dp * bench.model[2]
-    return Measurement(
-        name,
-        setup,
-        rate,
-        case.name,
-        median["seconds"],
-        tokens / median["seconds"],
-        median["compute_s"],
-        median["coded_s"],
-        median["waited_s"],
-        max(traffic.sent for traffic in sent) / 1e6 / len(answer),
-        answer[-1]["loss"],
-        expected,
-        {key.removeprefix("waited "): value for key, value in median.items() if key.startswith("waited ") and value},
-        None if case.levels is None else bench.sent_in_two_levels(case.levels[1]) / PAYLOAD / 1e6,
-    )
-
-
-def chosen(bench: Bench, words: str | None) -> Bench:
+def with_cases(bench: Bench, words: str | None) -> Bench:
     """A layout with only the cases whose names contain one of some words."""
     if words is None:
         return bench
     wanted = [word.strip().lower() for word in words.split(",") if word.strip()]
-    return replace(
-        bench, cases=tuple(case for case in bench.cases if any(word in case.name.lower() for word in wanted))
-    )
+    return replace(bench, cases=tuple(c for c in bench.cases if any(word in c.name.lower() for word in wanted)))
 
 
-def write(found: Sequence[Measurement], out: Path) -> None:
+def write(found: Sequence[Measurement], out: Path, device: str) -> None:
     """Writes all measurements, as tables and a plot."""
     rows = [asdict(row) for row in found]
-    (out / "rows.json").write_text(json.dumps(rows, indent=1))
+    write_record(out / "rows.json", header(device_name(device)), rows=rows)
     (out / "table.md").write_text(table(rows) + "\n")
     figure(rows, out / "network.png")
 
@@ -329,44 +310,29 @@ def parse() -> argparse.Namespace:
     if cuda and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device; leave it out to train over gloo")
     layouts = CUDA_BENCHES if cuda else BENCHES
-    names = options.layouts.split(",") if options.layouts else list(layouts)
-    unknown = [name for name in names if name not in layouts]
-    if unknown:
-        parser.error(f"--layouts {unknown[0]}: choose from {', '.join(layouts)}")
-    benches = {name: chosen(layouts[name], options.cases) for name in names}
-    empty = [name for name, bench in benches.items() if not bench.cases]
-    if empty:
-        known = "; ".join(case.name for case in layouts[empty[0]].cases)
-        parser.error(f"--cases {options.cases}: {empty[0]} has none of such a name; it has {known}")
-    options.benches, options.out = (
-        benches,
-        Path(options.out or ("bench_out/network-cuda" if cuda else "bench_out/network")),
-    )
+    names = chosen(parser, "--layouts", options.layouts, layouts)
+    options.benches = {name: with_cases(layouts[name], options.cases) for name in names}
+    for name, bench in options.benches.items():
+        if not bench.cases:
+            known = "; ".join(case.name for case in layouts[name].cases)
+            parser.error(f"--cases {options.cases}: {name} has none of such a name; it has {known}")
+    options.out = Path(options.out or ("bench_out/network-cuda" if cuda else "bench_out/network"))
     return options
 
 
-def main() -> int:
-    options = parse()
+def measure_layouts(options: argparse.Namespace) -> int:
+    """Measures the chosen layouts, and writes what is measured after each."""
     out = options.out
     out.mkdir(parents=True, exist_ok=True)
     found: list[Measurement] = []
-    try:
-        with stopped_in_order(even_ignored=True):
-            for name, bench in options.benches.items():
-                setups = list(dict.fromkeys([bench.setups[0], bench.setups[-1]])) if options.quick else bench.setups
-                with closing(measure(name, bench, setups, options.steps, out)) as rows:
-                    found += rows
-                write(found, out)
-    except (LabError, subprocess.SubprocessError) as error:
-        print(f"bench-network: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("bench-network: interrupted; the hosts are removed", file=sys.stderr)
-        return 130
-    print("\n" + table([asdict(row) for row in found]))
-    print(f"\nwritten to {out}")
+    for name, bench in options.benches.items():
+        setups = list(dict.fromkeys([bench.setups[0], bench.setups[-1]])) if options.quick else bench.setups
+        with closing(measure(name, bench, setups, options.steps, out)) as rows:
+            found += rows
+        write(found, out, options.device)
+    print(f"\n{table([asdict(row) for row in found])}\n\nwritten to {out}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_with_hosts("bench-network", partial(measure_layouts, parse())))

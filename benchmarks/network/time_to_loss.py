@@ -17,14 +17,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import REPO
-from benchmarks.convergence import MODEL, prepare, slug, tokenizer_flags
-from benchmarks.lab.hosts import Lab, LabError
+from benchmarks import REPO, chosen, runs
+from benchmarks.convergence import MODEL
+from benchmarks.lab.hosts import Lab, LabError, run_with_hosts
 from benchmarks.loss_curves import main as plot_loss_curves
 from benchmarks.network.cases import PIPELINE, NetworkCase
 from benchmarks.network.report import rate_of
 from benchmarks.network.setups import aqsgd_pipeline
-from megatron.data.interrupt import stopped_in_order
 from megatron.training.records import read_records
 
 HOSTS = 4
@@ -49,13 +48,7 @@ def flags(out: Path, case: NetworkCase, iterations: int, log: Path) -> list[str]
         "log-interval": 5,
         "seed": 1,
     }
-    words = [text for name, value in values.items() for text in (f"--{name}", str(value))]
-    for spec in case.specs:
-        words += ["--compress", spec]
-    data = out / "data"
-    words += ["--train-data-path", str(data / "train_text_document"), "--log-json-file", str(log)]
-    words += [f"--{part}-data-path={data / 'heldout_text_document'}" for part in ("valid", "test")]
-    return [str(REPO / "pretrain_gpt.py"), *words, *tokenizer_flags(out)]
+    return [str(REPO / "pretrain_gpt.py"), *runs.flags(values, case.specs, out, log)]
 
 
 def train(lab: Lab, out: Path, case: NetworkCase, iterations: int, log: Path) -> None:
@@ -99,7 +92,7 @@ def compare(out: Path, cases: Sequence[NetworkCase], link: str, iterations: int)
         for host in range(HOSTS):
             lab.shape(host, int(rate))
         for case in cases:
-            log = out / "runs" / f"{slug(case.name)}-{iterations}.jsonl"
+            log = out / "runs" / f"{runs.slug(case.name)}-{iterations}.jsonl"
             train(lab, out, case, iterations, log)
             print(f"{case.name}: {seconds_per_iteration(log):.2f} s an iteration", flush=True)
             logs.append((case.name, log))
@@ -122,24 +115,17 @@ def main() -> int:
     )
     options = parser.parse_args()
     known = {case.name: case for case in PIPELINE}
-    names = [part.strip() for part in options.cases.split(";")] if options.cases else list(USUAL)
-    for name in names:
-        if name not in known:
-            parser.error(f"--cases: no case is named {name!r}; the choices are: {'; '.join(known)}")
+    names = chosen(parser, "--cases", options.cases or ";".join(USUAL), known, ";")
     if options.iterations < WARM:
         parser.error(f"--iterations {options.iterations}: give at least {WARM}")
     out = options.out.resolve()
-    try:
-        prepare(out, options.train_bytes)
-        with stopped_in_order(even_ignored=True):
-            compare(out, [known[name] for name in names], options.link, options.iterations)
-    except LabError as error:
-        print(f"bench-time-to-loss: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("bench-time-to-loss: interrupted; the hosts are removed", file=sys.stderr)
-        return 130
-    return 0
+
+    def measure() -> int:
+        runs.prepare(out, options.train_bytes)
+        compare(out, [known[name] for name in names], options.link, options.iterations)
+        return 0
+
+    return run_with_hosts("bench-time-to-loss", measure)
 
 
 if __name__ == "__main__":

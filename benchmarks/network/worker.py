@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.network.peers import peer_step
+from benchmarks.train_steps import random_batch
 from megatron.comm.ledger import Ledger
 from megatron.config.run import RunConfig
 from megatron.data.batch import Batch
@@ -44,23 +45,15 @@ def config_of(
 
 def batches_of(plan: dict[str, Any], config: RunConfig, topology: Topology) -> list[Batch]:
     """The same micro-batches at every step, so that codecs with a memory meet their samples again."""
-    count = plan["micro_batches"]
-    size, length, vocab = config.training.micro_batch_size, config.model.seq_length, plan["vocab"]
-    made = []
-    for number in range(count):
-        first = (topology.dp.rank * count + number) * size
-        ids = torch.arange(first, first + size)
-        tokens = torch.randint(0, vocab, (size, length + 1), generator=torch.Generator().manual_seed(first))
-        made.append(
-            Batch(
-                sample_ids_b=ids,
-                draw_ids_b=ids,
-                tokens_bs=tokens[:, :-1].contiguous(),
-                labels_bs=tokens[:, 1:].contiguous(),
-                loss_mask_bs=torch.ones(size, length),
-            ).to(topology.device)
-        )
-    return made
+    count, size = plan["micro_batches"], config.training.micro_batch_size
+    firsts = [(topology.dp.rank * count + number) * size for number in range(count)]
+    return [
+        random_batch(
+            torch.arange(first, first + size), config.model.seq_length, plan["vocab"],
+            torch.Generator().manual_seed(first),
+        ).to(topology.device)
+        for first in firsts
+    ]  # fmt: skip
 
 
 def our_step(plan: dict[str, Any], config: RunConfig, topology: Topology, batches: list[Batch]) -> Step:

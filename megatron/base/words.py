@@ -1,4 +1,4 @@
-"""Words of and for users: how names are compared, the known name nearest to a misspelt one, texts cut for messages."""
+"""Words of and for users: how names are compared, the known name nearest to a misspelled one, texts cut short."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def spell(name: str) -> str:
 
 
 def nearest(name: str, known: Sequence[str], prefix: str = "") -> str:
-    """The words "; the nearest is ..." for a misspelt ``name``, or nothing when no known name is near."""
+    """The words "; the nearest is ..." for a misspelled ``name``, or nothing when no known name is near."""
     import difflib
 
     spelled = {spell(candidate): candidate for candidate in known}

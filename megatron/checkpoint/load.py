@@ -172,15 +172,6 @@ def saved_shapes(root: str | Path, iteration: Iteration, prefix: str) -> dict[st
     return {n: (tuple(t.size), t.properties.dtype) for n, t in tensors.items() if n.startswith(prefix)}
 
 
-def saved_world_size(root: str | Path, iteration: Iteration) -> int:
-    """The number of ranks that wrote a checkpoint.
-
-    Raises:
-        UserError: when the checkpoint is missing or damaged.
-    """
-    return open_checkpoint(Path(root), iteration)[1].world_size
-
-
 def load_tensors(
     root: str | Path,
     iteration: Iteration,

@@ -12,7 +12,7 @@ from megatron.config.compression import Run
 
 
 def check_compression(config: Run, world_size: int, note: Callable[[str], None]) -> None:
-    """Raises UserError for a compressor that cannot work in this run; notes one that has nothing to do."""
+    """Checks that every compressor can work in this run (else UserError); notes those that have nothing to do."""
     specs = config.compression.specs(RunLength(config.training.planned_iters))
     flags = {name: value for section in config.to_dict().values() for name, value in section.items()}
     _check_probe(config, specs)
@@ -48,7 +48,7 @@ def _check_probe(config: Run, specs: Mapping[Point, Spec]) -> None:
 
 
 def _nothing_to_do(config: Run, world_size: int, point: Point) -> str:
-    """Why a point has no traffic in this run; empty when it has."""
+    """The reason why a point has no traffic in this run; empty when it has."""
     parallel = config.parallel
     if point in (Point.PP_FWD, Point.PP_BWD) and parallel.pipeline_model_parallel_size == 1:
         return "there is one pipeline stage"
@@ -80,7 +80,7 @@ def _check_stages(config: Run, spec: Spec, where: str, note: Callable[[str], Non
 
 
 def _check_rank(config: Run, spec: Spec, where: str) -> None:
-    """Every matrix that is reduced or sent is as wide as the model on one of its sides."""
+    """Checks the rank of factors: every matrix that is reduced or sent has the hidden size on one of its sides."""
     rank = max((getattr(options, "rank", 0) for options in spec.variants()), default=0)
     hidden = config.model.hidden_size
     if rank > hidden:

@@ -11,11 +11,11 @@ from megatron.base.option import derived, option
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """A checkpoint folder holds iter_NNNNNNN folders and the name of the last complete one."""
+    """Checkpoints: their folder holds iter_NNNNNNN folders and the name of the last complete one."""
 
     save: str | None = derived("nothing is saved", "Folder to save into.", metavar="FOLDER")
     save_interval: int | None = derived(
-        "only at the end", "Save at every iteration that this number divides.", unit="iterations", minimum=1
+        "only at the end", "Number of iterations between checkpoints.", unit="iterations", minimum=1
     )
     load: str | None = derived("start afresh", "Folder to resume from.", metavar="FOLDER")
     ckpt_step: int | None = derived(
@@ -24,7 +24,7 @@ class CheckpointConfig:
     overwrite_checkpoints: bool = option(
         False,
         "Save into a folder that holds checkpoints of another run; those of iterations that this run saves, too, are "
-        "replaced. Without it such a folder is refused, unless --load goes on from it.",
+        "replaced. Without it such a folder is refused, unless --load resumes from it.",
     )
     finetune: bool = option(False, "Load the weights only: counters, optimizer, random state and schedules start anew.")
     no_save_optim: bool = option(False, "Do not save the optimizer.")
@@ -71,7 +71,7 @@ class CheckpointConfig:
 
 
 def check_checkpoint(checkpoint: CheckpointConfig) -> None:
-    """Raise UserError for settings that need another flag."""
+    """Checks that settings have the flags that they need (else UserError)."""
     needs = (
         (checkpoint.save_interval is not None, "--save-interval", checkpoint.save, "--save"),
         (checkpoint.async_save, "--async-save", checkpoint.save, "--save"),

@@ -1,4 +1,4 @@
-"""Collecting what flags and YAML files say, spelling by spelling, into values of fields."""
+"""Values of fields, collected from flags and YAML files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Target = FieldOption | OldFlag
 
 
 class FlagTable:
-    """All spellings that are understood, and what each of them means.
+    """The accepted spellings of flags and fields, and the meaning of each.
 
     own: section name -> dataclass made of `option` fields; `sections` are these and the translator's. Two spellings
     that clash are a programming error and raise ValueError.
@@ -47,29 +47,29 @@ class FlagTable:
             yield old.name, old
 
     def by_flag(self, flag: str) -> Target | None:
-        """The meaning of a flag, however it is spelt."""
+        """The meaning of a flag, in any spelling."""
         return self._by_flag.get(spell(flag))
 
     def by_field_name(self, name: str) -> FieldOption | None:
-        """The field of this name, however it is spelt."""
+        """The field of this name, in any spelling."""
         return self._by_field_name.get(spell(name))
 
     def all_flags(self) -> list[str]:
-        """Every spelling, normalized, without dashes, sorted."""
+        """All spellings, normalized, without dashes, sorted."""
         return sorted(self._by_flag)
 
     def nearest_flag(self, flag: str) -> str:
-        """Words that name the nearest flag to an unknown one; flags that work come first."""
+        """The part of a message that names the flag nearest to an unknown one, preferably one that has an effect."""
         working = [name for name, target in self._by_flag.items() if not _hidden(target)]
         return nearest(flag, [*working, "config", "help"], "--") or nearest(flag, list(self._by_flag), "--")
 
     def nearest_key(self, key: str) -> str:
-        """Words that name the nearest field to an unknown YAML key."""
+        """The part of a message that names the field nearest to an unknown YAML key."""
         return nearest(key, [described.name for described in self.fields.values()]) or self.nearest_flag(key)
 
 
 def _check_declared(cls: type, described: FieldOption) -> None:
-    """Raise TypeError for a field of which no flag can be made."""
+    """Checks that a flag can be made of a field (else TypeError)."""
     where = f"{cls.__name__}.{described.name}"
     if not described.option.help:
         raise TypeError(f"{where} has no option(): every field of a section needs one")
@@ -84,7 +84,7 @@ def _hidden(target: Target) -> bool:
 
 @dataclass
 class Source:
-    """What one source (the command line, or one YAML file) says.
+    """The values of one source: the command line, or one YAML file.
 
     rules: what its old flags mean together with others.
     """
@@ -97,7 +97,7 @@ class Source:
     switched_on: set[str] = field(default_factory=set)
 
     def flag(self, target: Target, spelling: str, texts: Sequence[str]) -> None:
-        """Take a flag with the words that follow it. `spelling` is how messages call it."""
+        """Adds a flag with the words that follow it. Messages name it by `spelling`."""
         self._refuse_opposite(spelling, texts)
         if isinstance(target, FieldOption):
             self._set(target, from_text(target, texts, spelling), spelling)
@@ -111,12 +111,12 @@ class Source:
         self._note(meaning.note)
 
     def plain(self, target: FieldOption, value: Any, spelling: str) -> None:
-        """Take a value that a YAML file gives under a field's own name. None leaves the default."""
+        """Adds a value that a YAML file gives under a field's own name. None leaves the default."""
         if value is not None:
             self._set(target, from_plain(target, value, spelling), spelling)
 
     def _refuse_opposite(self, spelling: str, texts: Sequence[str]) -> None:
-        """Raise UserError when --x and --no-x are both given; a switch that is given as false says nothing."""
+        """Checks that --x and --no-x are not both given (else UserError); a switch given as false does not count."""
         name = spell(spelling)
         if list(map(str.lower, texts)) in (["false"], ["no"], ["off"], ["0"]):
             self.switched_on.discard(name)
@@ -148,7 +148,7 @@ class Source:
 
 
 def collect_yaml(table: FlagTable, content: dict[str, Any], path: str) -> Source:
-    """What a YAML mapping says: section -> names, or names directly; field names and flags alike.
+    """Collects a YAML mapping: section -> names, or names directly; field names and flags alike.
 
     Raises UserError naming the file and the key.
     """
@@ -188,7 +188,7 @@ def _take_key(given: Source, name: str, value: Any, path: str, shown: str, secti
 
 
 def _word(item: Any, where: str) -> str:
-    """A plain value as a command line would have it."""
+    """A plain value as a word of a command line."""
     if isinstance(item, bool):
         return str(item).lower()
     if isinstance(item, int) and item.bit_length() > 200:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # the compressors import torch, which reading flags does with
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionConfig:
-    """One spec for each communication point."""
+    """The compressors: one spec for each communication point."""
 
     compress: list[str] = option(  # noqa: RUF009
         [],
@@ -36,11 +36,13 @@ class CompressionConfig:
         metavar="FILE",
     )
     eval_compressed: bool = option(
-        False, "Evaluate through the compressors of pp-forward and tp-forward, as eval=on in each; usually raw."
+        False,
+        "Compress pp-forward and tp-forward in evaluation too, as eval=on does for each; else evaluation is "
+        "uncompressed.",
     )
 
     def specs(self, length: RunLength) -> dict[Point, Spec]:
-        """What serves each point.
+        """The compressor of each point.
 
         Raises:
             UserError: for a spec that cannot be read or cannot work.
@@ -55,7 +57,7 @@ class CompressionConfig:
 
 
 class Run(Protocol):
-    """What the checks of compressors look at: a RunConfig, which this file is too far below to import."""
+    """The part of RunConfig that checks of compressors read; this file is too far below to import RunConfig."""
 
     @property
     def model(self) -> ModelConfig: ...

@@ -1,4 +1,4 @@
-"""Where samples come from and in which order."""
+"""Datasets and the order of samples."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron.base.option import derived, option
 
 _BLEND = "PATH ..., or WEIGHT PATH WEIGHT PATH ..."
 LEAST_WEIGHT, MOST_WEIGHT = 1e-12, 1e12
-"""Of a data set in a blend, and of a share of --split; sums and quotients of them are exact enough."""
+"""Bounds of a dataset's weight in a blend, and of a share of --split; their sums and quotients are exact enough."""
 
 
 @dataclass(frozen=True)
 class DatasetBlend:
-    """Prefixes of datasets, and the weight that was given to each.
+    """Prefixes of datasets and their weights.
 
     Args:
         paths: one or several prefixes.
@@ -30,7 +30,7 @@ class DatasetBlend:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """A path is the prefix of a .bin/.idx pair."""
+    """Datasets and how they are read. A path is the prefix of a .bin/.idx pair."""
 
     data_path: list[str] = option(  # noqa: RUF009
         [], "Dataset prefix, or a blend of several; divided by --split.", metavar=_BLEND, contents="blend"
@@ -68,7 +68,7 @@ class DataConfig:
         "Samples in order (single) or reshuffled each epoch (cyclic).",
     )
     reset_position_ids: bool = option(False, "Restart positions after each end of document.")
-    reset_attention_mask: bool = option(False, "Attend only inside the own document.")
+    reset_attention_mask: bool = option(False, "Attend only within a document.")
     eod_mask_loss: bool = option(False, "No loss where the input is an end of document.")
     sample_order: Literal["lazy", "fixed", "megatron"] = option(
         "lazy",
@@ -78,17 +78,17 @@ class DataConfig:
 
     @property
     def shares(self) -> tuple[float, float, float]:
-        """The shares of training, validation and test under --data-path, of any sum. Raises UserError."""
+        """Shares of training, validation and test under --data-path, of any sum. Raises UserError as `parse_split`."""
         return parse_split(self.split)
 
     @property
     def blend(self) -> DatasetBlend | None:
-        """What --data-path names, if anything. Raises UserError as `parse_blend`."""
+        """Datasets of --data-path, if it is given. Raises UserError as `parse_blend`."""
         return parse_blend(self.data_path, "--data-path")
 
     @property
     def separate_blends(self) -> tuple[DatasetBlend | None, DatasetBlend | None, DatasetBlend | None]:
-        """What each of --train-data-path, --valid-data-path and --test-data-path names. Raises UserError."""
+        """Datasets of --train-data-path, --valid-data-path and --test-data-path. Raises UserError as `parse_blend`."""
         return (
             parse_blend(self.train_data_path, "--train-data-path"),
             parse_blend(self.valid_data_path, "--valid-data-path"),
@@ -97,7 +97,7 @@ class DataConfig:
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """The shares of training, validation and test, as they were given, from text such as "969,30,1".
+    """Parses the shares of training, validation and test, such as "969,30,1".
 
     Fewer than three numbers leave the rest at 0. Raises UserError for anything else.
     """
@@ -121,7 +121,7 @@ def _ascii_number(word: str) -> float:
 
 
 def parse_blend(words: Sequence[str], flag: str) -> DatasetBlend | None:
-    """The datasets of "PATH", "PATH PATH ..." or "WEIGHT PATH WEIGHT PATH ..."; None for no words.
+    """Parses "PATH", "PATH PATH ..." or "WEIGHT PATH WEIGHT PATH ..."; None for no words.
 
     Raises UserError naming the flag for other forms and for weights that are none.
     """
@@ -156,7 +156,7 @@ def _weight(word: str, path: str, flag: str) -> float:
 
 
 def check_data(data: DataConfig, *, skip_train: bool) -> None:
-    """Raise UserError for a split, blends and dataset flags that cannot be read or do not go together."""
+    """Checks the split, the blends and the dataset flags (else UserError)."""
     _ = data.shares, data.blend, data.separate_blends  # what cannot be read is refused here
     parts = (
         (data.train_data_path, "--train-data-path"),
@@ -171,7 +171,7 @@ def check_data(data: DataConfig, *, skip_train: bool) -> None:
 
 
 def check_data_given(data: DataConfig) -> None:
-    """Raise UserError when no dataset is given. `resolve` does not ask: not every program reads one."""
+    """Checks that a dataset is given (else UserError). `resolve` does not: not every program reads one."""
     if not (data.data_path or data.train_data_path or data.valid_data_path or data.test_data_path):
         raise UserError(
             "no dataset: give its prefix (without .bin or .idx) with --data-path, or with --train-data-path, "

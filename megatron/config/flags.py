@@ -30,7 +30,7 @@ _EPILOG = (
 
 @dataclass(kw_only=True)
 class ParsedSections:
-    """What a command line says.
+    """The sections that a command line gives.
 
     sections: section name -> dataclass instance.
     notes: lines to show the user once (flags without effect, old names).
@@ -71,13 +71,13 @@ class FlagParser:
         self._argparse = _build_argparse(table, prog, description)
 
     def parse(self, argv: Sequence[str], *, check: bool = True) -> ParsedSections:
-        """Parse a command line without the program's name.
+        """Parses a command line, without the program's name.
 
         With `check`, required fields must be there and each field must be within its bounds. Raises
         UserError in one line for anything that is not understood; prints and exits for --help.
         """
         words = [word for word in argv if word != "\\"]
-        namespace = self._argparse.parse_args(self._normalise(words), namespace=argparse.Namespace(events=[]))
+        namespace = self._argparse.parse_args(self._normalize(words), namespace=argparse.Namespace(events=[]))
         flags = Source(self.table)
         if len(words) != len(argv):
             flags.notes.append(_BACKSLASH)
@@ -99,8 +99,8 @@ class FlagParser:
         """The text of --help."""
         return self._argparse.format_help()
 
-    def _normalise(self, argv: Sequence[str]) -> list[str]:
-        """Rewrite every flag to the spelling that argparse knows; raise UserError for unknown ones."""
+    def _normalize(self, argv: Sequence[str]) -> list[str]:
+        """Rewrites every flag to the spelling that argparse knows. Raises UserError for an unknown one."""
         words = []
         for word in argv:
             if not word.startswith("--"):
@@ -132,12 +132,12 @@ def _in(path: str, section: str) -> bool:
 
 
 def build_parser(sections: dict[str, type], prog: str, description: str, *, old: Sequence[OldFlag] = ()) -> FlagParser:
-    """A parser for any program: one group of flags a section (name -> dataclass of `option` fields)."""
+    """Builds the parser of a program: a group of flags for each section (name -> dataclass of `option` fields)."""
     return FlagParser(FlagTable(sections, Translator(flags=tuple(old))), prog, description)
 
 
 def run_table() -> FlagTable:
-    """All flags of training runs."""
+    """The flags of training runs."""
     return FlagTable(run_sections(), TRANSLATOR)
 
 
@@ -147,7 +147,7 @@ def build_run_parser(prog: str = "pretrain_gpt.py") -> FlagParser:
 
 
 def parse_args(argv: Sequence[str], *, prog: str = "pretrain_gpt.py") -> ParsedRun:
-    """Parse a training run's command line (without the program's name); see `RunConfig.resolve` for the rest.
+    """Parses a training run's command line, without the program's name; `RunConfig.resolve` does the rest.
 
     Raises UserError in one line; prints and exits for --help. Values of the run are not checked yet, so that
     those of a checkpoint can be merged first.
@@ -239,7 +239,7 @@ def _add(
 
 
 class _Record(argparse.Action):
-    """Notes (target, spelling, words) in the namespace's list of events."""
+    """Appends (target, spelling, words) to the namespace's list of events."""
 
     def __init__(self, *args: Any, target: Target, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -257,7 +257,7 @@ class _Record(argparse.Action):
 
 
 class _ListCompressors(argparse.Action):
-    """Prints what --compress can be told, files of --compress-module before it included, and exits."""
+    """Prints the values of --compress, those of earlier --compress-module files included, and exits."""
 
     def __call__(
         self,
@@ -307,7 +307,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 def metavar_of(described: FieldOption) -> str:
-    """How the value of a flag is called in the help text; empty for a switch."""
+    """Name of a flag's value in the help text; empty for a switch."""
     if described.is_switch:
         return ""
     if described.option.metavar:
@@ -334,7 +334,7 @@ def help_details(described: FieldOption) -> str:
 
 
 def default_text(described: FieldOption) -> str:
-    """The default in words; empty for a switch that is off."""
+    """Default value in the help text; empty for a switch that is off."""
     if described.is_switch:
         return described.option.when_unset
     if described.option.required:
@@ -347,7 +347,7 @@ def default_text(described: FieldOption) -> str:
 
 
 def number_text(value: Any) -> str:
-    """A default value as a person writes it: 2**32, 1e-05, 0.1, text as it is."""
+    """Short text of a default value: 2**32, 1e-05, 0.1, text as it is."""
     if isinstance(value, float) and value >= 2**16 and value.is_integer():
         whole = int(value)
         if whole & (whole - 1) == 0:

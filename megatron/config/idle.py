@@ -16,7 +16,7 @@ from megatron.config.training import why_not_compiled
 
 @dataclass(frozen=True)
 class Idle:
-    """Fields that share a condition.
+    """Fields that have no effect under one condition.
 
     fields: dotted names.
     holds: whether they have nothing to act on, in a resolved run of so many processes.
@@ -248,7 +248,7 @@ RULES: Sequence[Idle] = (
 
 
 def idle_notes(given: RunConfig, resolved: RunConfig, explicit: Collection[str], world_size: int) -> list[str]:
-    """A line for each reason why flags that were given have no effect.
+    """Notes on given flags that have no effect, one for each reason.
 
     Args:
         given: the configuration as it was given.

@@ -1,4 +1,4 @@
-"""What is printed and recorded."""
+"""Logs: what is printed and recorded."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class LoggingConfig:
     )
     log_comm: bool = option(
         False,
-        "With each log line another one: bytes, times and health of the residuals at each communication point.",
+        "After each log line, log the bytes, times and residuals of each communication point.",
     )
     peak_tflops: float | None = derived(
         "the device's, where its name is known",
-        "Peak rate of one device at the precision trained in, of which the log's MFU (model FLOPs utilization) is a "
-        "share.",
+        "Peak rate of one device at the training precision, to which the log's MFU (model FLOPs utilization) "
+        "is relative.",
         unit="TFLOP/s",
         above=0,
         may_differ=_OF_ONE,
@@ -103,7 +103,7 @@ class LoggingConfig:
         may_differ="each rank writes a file of its own, on whatever disk is near",
     )
     profile_step_start: int = option(10, "First iteration of the trace, counted from 0.", minimum=0)
-    profile_step_end: int = option(12, "Iteration behind the trace's last.", minimum=1)
+    profile_step_end: int = option(12, "First iteration after the trace.", minimum=1)
     progress_bar: Literal["auto", "on", "off"] = option(
         "auto",
         "A progress bar: only on a terminal (auto), always or never.",
@@ -112,7 +112,7 @@ class LoggingConfig:
 
 
 def check_logs(logging: LoggingConfig, parallel: ParallelConfig) -> None:
-    """Raise UserError for a trace of nothing, and for records of gradients that cannot be written."""
+    """Checks the range of the trace and the records of gradients (else UserError)."""
     start, end = logging.profile_step_start, logging.profile_step_end
     if end <= start:
         raise UserError(

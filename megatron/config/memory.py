@@ -1,4 +1,4 @@
-"""The least memory that a run needs on one rank, by arithmetic alone: what cannot fit is said before it is tried."""
+"""Lower bound of the memory that a rank needs, by arithmetic alone, so that what cannot fit is refused at startup."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
 
 @dataclass(frozen=True)
 class Need:
-    """One part of it: how many bytes, what for, and the flags that decide it."""
+    """One part of the memory: its bytes, its purpose, and the flags that decide it."""
 
     nbytes: int
     what: str
@@ -24,7 +24,7 @@ class Need:
 
 
 def in_words(nbytes: int) -> str:
-    """A number of bytes for people, such as 1.5 GB."""
+    """Text of a number of bytes, such as 1.5 GB."""
     size, unit = float(nbytes), 0
     while size >= 1000 and unit < len(_UNITS) - 1:
         size, unit = size / 1000, unit + 1
@@ -32,7 +32,7 @@ def in_words(nbytes: int) -> str:
 
 
 def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = None) -> list[Need]:
-    """What a rank of the first pipeline stage holds at least.
+    """The least memory of a rank of the first pipeline stage, by part.
 
     Counted are parameters, gradients, optimizer, the widest activations of one micro-batch, and the tokens of a step;
     what else there is depends on the machine, the compressors and the schedule.
@@ -87,20 +87,40 @@ def _width(config: RunConfig) -> int:
     return 2 if precision.fp16 or precision.bf16 else 8 if precision.fp64 else 4
 
 
-def _bytes_of_a_parameter(config: RunConfig, world_size: int) -> int:
-    """The parameter, its gradient, and the optimizer's numbers, of which the sharded one holds a share."""
+@dataclass(frozen=True)
+class ParameterBytes:
+    """Bytes that a rank holds for one parameter.
+
+    Args:
+        weight: the parameter itself.
+        gradient: its gradient, accumulated.
+        optimizer: moments, and the fp32 copy of a 16-bit parameter; the distributed optimizer divides these.
+    """
+
+    weight: int
+    gradient: int
+    optimizer: int
+
+
+def parameter_bytes(config: RunConfig) -> ParameterBytes:
+    """Bytes of one parameter in training."""
     width = _width(config)
-    if config.validation.skip_train:
-        return width
     gradient = max(width, 4) if config.parallel.accumulate_allreduce_grads_in_fp32 else width
     moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
-    optimizer = moments * max(width, 4) + (4 if width == 2 else 0)
+    return ParameterBytes(width, gradient, moments * max(width, 4) + (4 if width == 2 else 0))
+
+
+def _bytes_of_a_parameter(config: RunConfig, world_size: int) -> int:
+    """Bytes of a parameter on one rank, of the optimizer's share if it is sharded."""
+    each = parameter_bytes(config)
+    if config.validation.skip_train:
+        return each.weight
     replicas = config.data_parallel_size(world_size) if config.parallel.use_distributed_optimizer else 1
-    return width + gradient + optimizer // replicas
+    return each.weight + each.gradient + each.optimizer // replicas
 
 
 def check_memory(config: RunConfig, world_size: int, there_is: int, where: str, vocab_size: int | None = None) -> None:
-    """Raise UserError, with the bytes, for a run that needs more memory than there is.
+    """Checks that a run fits into memory (else UserError, with the bytes).
 
     Args:
         config, world_size, vocab_size: see ``least_needs``.

@@ -1,4 +1,4 @@
-"""--use-checkpoint-args: the model's shape comes from the checkpoint."""
+"""--use-checkpoint-args: the model's shape is taken from the checkpoint."""
 
 from __future__ import annotations
 

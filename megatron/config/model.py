@@ -1,4 +1,4 @@
-"""The model's shape and its initialization."""
+"""The shape of the model and its initialization."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ModelConfig:
     )
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = option(
         "learned_absolute",
-        "How positions enter the model.",
+        "Kind of position embedding.",
         checkpoint="shape",
     )
     rotary_base: float = option(
@@ -81,39 +81,39 @@ class ModelConfig:
     )
     rotary_scaling: Literal["none", "linear", "llama3"] = option(
         "none",
-        "Longer rotary wavelengths, for texts longer than those that a model was first trained on: all of them "
-        "(linear), or the long ones (llama3).",
+        "Scale the rotary wavelengths for sequences longer than those of pretraining: all of them (linear), or "
+        "only the long ones (llama3).",
         checkpoint="shape",
     )
     rotary_scaling_factor: float = option(
         8.0,
-        "How much longer --rotary-scaling makes them.",
+        "Factor of --rotary-scaling.",
         minimum=1,
         aliases=("rope-scaling-factor",),
         checkpoint="shape",
     )
     rotary_scaling_original_length: int = option(
         8192,
-        "Of --rotary-scaling llama3: the length of the texts that the model was first trained on.",
+        "With --rotary-scaling llama3: sequence length of pretraining.",
         unit="tokens",
         minimum=1,
         checkpoint="shape",
     )
     rotary_scaling_low_turns: float = option(
         1.0,
-        "Of --rotary-scaling llama3: wavelengths that turn fewer times in the original length are scaled in full.",
+        "With --rotary-scaling llama3: wavelengths that turn fewer times in the original length are scaled in full.",
         above=0,
         checkpoint="shape",
     )
     rotary_scaling_high_turns: float = option(
         4.0,
-        "Of --rotary-scaling llama3: wavelengths that turn more often in the original length stay as they are.",
+        "With --rotary-scaling llama3: wavelengths that turn more often in the original length are not scaled.",
         above=0,
         checkpoint="shape",
     )
     sliding_window: int | None = derived(
         "all earlier positions",
-        "Positions that attention looks at, the newest and those before it.",
+        "Sliding-window attention: a token attends to this many positions, its own included.",
         unit="tokens",
         minimum=1,
         checkpoint="shape",
@@ -121,7 +121,7 @@ class ModelConfig:
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "Normalization layer.", checkpoint="shape")
     norm_epsilon: float = option(
         1e-5,
-        "Added to the variance before its root.",
+        "Epsilon of the normalization layers, added to the variance.",
         above=0,
         aliases=("layernorm-epsilon",),
         checkpoint="shape",
@@ -176,7 +176,7 @@ class ModelConfig:
     )
 
     def residual_dtype(self, params_dtype: torch.dtype) -> torch.dtype:
-        """The format of the residual stream, which pipeline stages exchange, beside parameters of another."""
+        """Dtype of the residual stream, which pipeline stages exchange; it may differ from that of the parameters."""
         import torch
 
         return torch.promote_types(params_dtype, torch.float32) if self.fp32_residual_connection else params_dtype
@@ -197,7 +197,7 @@ class ModelConfig:
 
 
 def resolve_model(model: ModelConfig) -> ModelConfig:
-    """The same with every derived size filled. Raises UserError where one cannot be."""
+    """Fills every derived size. Raises UserError where that is impossible."""
     hidden, heads = model.hidden_size, model.num_attention_heads
     if is_unset(model.kv_channels):
         if hidden % heads != 0:
@@ -219,7 +219,7 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
 
 
 def check_model(model: ModelConfig) -> None:
-    """Raise UserError for a model that cannot be built on any layout."""
+    """Checks that the model can be built on some layout (else UserError)."""
     if model.num_attention_heads % model.num_query_groups != 0:
         raise UserError(
             f"--num-query-groups {model.num_query_groups} does not divide --num-attention-heads "
@@ -282,7 +282,7 @@ def _check_rotary_scaling(model: ModelConfig) -> None:
 
 
 def check_vocabulary(vocab_size: int, multiple: int, tensor: int) -> None:
-    """Raise UserError when padding leaves a tensor-parallel rank no entry of the vocabulary.
+    """Checks that every tensor-parallel rank has entries of the vocabulary after padding (else UserError).
 
     Args:
         vocab_size: entries without padding.

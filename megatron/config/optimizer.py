@@ -13,7 +13,7 @@ from megatron.config.training import TrainingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Decay and warm-up are counted as the run is: in iterations or in samples."""
+    """The optimizer and its schedules. Decay and warm-up are counted as the run is: in iterations or in samples."""
 
     optimizer: Literal["adam", "sgd"] = option(
         "adam",
@@ -58,7 +58,7 @@ class OptimizerConfig:
     clip_grad: float = option(1.0, "Gradients are clipped to this global norm; 0 turns clipping off.", minimum=0)
     adam_beta1: float = option(0.9, "Decay of Adam's first moment.", minimum=0, below=1)
     adam_beta2: float = option(0.999, "Decay of Adam's second moment.", minimum=0, below=1)
-    adam_eps: float = option(1e-8, "Added to the root of Adam's second moment.", above=0)
+    adam_eps: float = option(1e-8, "Adam's epsilon, added to the root of the second moment.", above=0)
     sgd_momentum: float = option(0.9, "Momentum of --optimizer sgd.", minimum=0, below=1)
     use_apex: bool = option(False, "Use apex's FusedAdam and FusedLayerNorm where apex is installed.")
     override_opt_param_scheduler: bool = option(
@@ -76,7 +76,7 @@ class OptimizerConfig:
 
 
 def check_length(training: TrainingConfig, optimizer: OptimizerConfig) -> None:
-    """Raise UserError when the run is counted in iterations and in samples, or makes no step at all."""
+    """Checks that the run is counted in iterations or in samples, and has a step (else UserError)."""
     if training.train_iters is not None and training.train_samples is not None:
         raise UserError("--train-iters and --train-samples exclude each other; leave one of them out")
     if training.train_iters is not None:
@@ -110,7 +110,7 @@ def _in_iterations(flag: str) -> str:
 def resolve_optimizer(
     optimizer: OptimizerConfig, training: TrainingConfig, seq_length: int, note: Note
 ) -> OptimizerConfig:
-    """The same with the schedules' lengths filled. Raises UserError where they contradict the run's."""
+    """Fills the lengths of the schedules. Raises UserError where they contradict the run's."""
     for tokens_name, samples_name, unset in (
         ("lr_decay_tokens", "lr_decay_samples", None),
         ("lr_warmup_tokens", "lr_warmup_samples", 0),
@@ -148,7 +148,7 @@ def _iters(samples_flag: str) -> str:
 
 
 def check_schedules(optimizer: OptimizerConfig) -> None:
-    """Raise UserError for learning-rate and weight-decay schedules that contradict themselves."""
+    """Checks the learning-rate and weight-decay schedules for contradictions (else UserError)."""
     if optimizer.min_lr > optimizer.lr:
         raise UserError(f"--min-lr {optimizer.min_lr:g} is above --lr {optimizer.lr:g}; lower it")
     if optimizer.lr_warmup_fraction is not None:

@@ -1,4 +1,4 @@
-"""The layout over processes, and how gradients are reduced."""
+"""The parallel layout and the reduction of gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.config.precision import PrecisionConfig
 
 MOST_PROCESSES = 1 << 20
 MOST_MINUTES = 60 * 24 * 366
-"""Of waiting: what every library's clock can count."""
+"""Longest time-out, which every library's clock can count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class ParallelConfig:
     )
     virtual_pipeline_model_parallel_size: int | None = derived(
         "no interleaving",
-        "Interleave: the number of chunks each stage holds (the other way to say it).",
+        "Interleave: number of chunks per stage, in place of --num-layers-per-virtual-pipeline-stage.",
         unit="chunks",
         minimum=1,
     )
@@ -48,7 +48,7 @@ class ParallelConfig:
     )
     async_tensor_model_parallel_allreduce: bool = option(
         True,
-        "Do not overlap the tensor-parallel reduction of input gradients with the weight gradients.",
+        "Do not overlap the tensor-parallel all-reduce of input gradients with the computation of weight gradients.",
         flag="no-async-tensor-model-parallel-allreduce",
         off_switch=True,
     )
@@ -64,12 +64,12 @@ class ParallelConfig:
         "Data parallelism: our contiguous buckets (local) or torch's DistributedDataParallel (torch).",
         flag="DDP-impl",
     )
-    overlap_grad_reduce: bool = option(False, "Reduce gradients while backward goes on.")
+    overlap_grad_reduce: bool = option(False, "Overlap the reduction of gradients with the backward pass.")
     ddp_bucket_size: int | None = derived(
         "chosen from the model's size", "Size of a gradient bucket.", unit="elements", minimum=1
     )
     no_allreduce: bool = option(
-        False, "Do not sum gradients over the replicas, to time a step without it; the replicas drift apart."
+        False, "Do not all-reduce gradients over the data-parallel group, to time a step without it; replicas diverge."
     )
     use_distributed_optimizer: bool = option(False, "Shard the optimizer state over the data-parallel processes.")
     accumulate_allreduce_grads_in_fp32: bool = option(
@@ -88,8 +88,9 @@ class ParallelConfig:
     )
     peer_timeout_seconds: float = option(
         20.0,
-        "How long a process may give no sign of life before the others take it for dead. Computing, compiling and "
-        "waiting for disks are no silence; raise it to attach a debugger, which stops the whole process.",
+        "How long a process may send no heartbeat before the others count it as dead. Heartbeats continue "
+        "while it computes, compiles or waits for a disk; raise it to attach a debugger, which stops the whole "
+        "process.",
         unit="seconds",
         minimum=3,
         maximum=86_400,
@@ -103,7 +104,7 @@ class ParallelConfig:
     )
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Processes that hold the same shard and see different samples.
+        """Number of processes that hold the same shard and see different samples.
 
         Raises UserError when the tensor- and pipeline-parallel sizes do not divide `world_size`.
         """
@@ -120,7 +121,7 @@ class ParallelConfig:
 def resolve_parallel(
     parallel: ParallelConfig, model: ModelConfig, precision: PrecisionConfig, cuda_available: bool, note: Note
 ) -> ParallelConfig:
-    """The same with every derived value filled. Raises UserError where one cannot be."""
+    """Fills every derived value. Raises UserError where that is impossible."""
     if precision.bf16 and not parallel.accumulate_allreduce_grads_in_fp32:
         if parallel.ddp_impl == "torch":
             raise UserError(
@@ -159,7 +160,7 @@ def resolve_parallel(
 
 
 def check_layout(parallel: ParallelConfig, model: ModelConfig, world_size: int) -> None:
-    """Raise UserError when processes, layers, heads or the sequence cannot be divided as asked."""
+    """Checks that processes, layers, heads and the sequence divide as asked (else UserError)."""
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     parallel.data_parallel_size(world_size)
     for size, flag in (
@@ -184,7 +185,7 @@ def check_layout(parallel: ParallelConfig, model: ModelConfig, world_size: int) 
 
 
 def check_parallel(parallel: ParallelConfig, cuda_available: bool) -> None:
-    """Raise UserError for a backend or a schedule that cannot be. Expects derived values to be filled."""
+    """Checks the backend and the schedule (else UserError). Expects derived values to be filled."""
     if parallel.distributed_backend == "nccl" and not cuda_available:
         raise UserError("--distributed-backend nccl needs CUDA, which is not there; use --distributed-backend gloo")
     _check_interleaving(parallel)
@@ -209,7 +210,7 @@ def _check_interleaving(parallel: ParallelConfig) -> None:
 
 
 def check_torch_ddp(parallel: ParallelConfig, precision: PrecisionConfig) -> None:
-    """Raise UserError for what --DDP-impl torch cannot do."""
+    """Checks that --DDP-impl torch can do what is asked (else UserError)."""
     if parallel.ddp_impl != "torch":
         return
     contradictions = (

@@ -44,7 +44,7 @@ class PrecisionConfig:
 
 
 def check_precision(precision: PrecisionConfig, accumulates_in_fp32: bool) -> None:
-    """Raise UserError for number formats and loss scales that contradict each other."""
+    """Checks number formats and loss scales for contradictions (else UserError)."""
     formats = [
         flag for flag, on in (("--fp16", precision.fp16), ("--bf16", precision.bf16), ("--fp64", precision.fp64)) if on
     ]

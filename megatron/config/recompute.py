@@ -13,7 +13,7 @@ from megatron.config.parallel import ParallelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig:
-    """What is recomputed in backward instead of being kept."""
+    """Activations that are recomputed in the backward pass instead of being kept."""
 
     recompute_granularity: Literal["full", "selective"] | None = derived(
         "nothing is recomputed",
@@ -34,14 +34,14 @@ class RecomputeConfig:
 
 
 def resolve_recompute(recompute: RecomputeConfig) -> RecomputeConfig:
-    """The same with the method that --recompute-granularity full implies."""
+    """Fills the method that --recompute-granularity full implies."""
     if recompute.recompute_granularity == "full" and recompute.recompute_method is None:
         return replace(recompute, recompute_method="uniform")
     return recompute
 
 
 def check_recompute(recompute: RecomputeConfig, parallel: ParallelConfig, model: ModelConfig) -> None:
-    """Raise UserError for settings that need another one, and for more layers than there are."""
+    """Checks that settings have those that they need, and the number of layers (else UserError)."""
     if recompute.recompute_granularity != "full":
         if recompute.recompute_method is not None:
             raise UserError(

@@ -29,7 +29,7 @@ from megatron.config.validation import ValidationConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything a run is told. Immutable: use `dataclasses.replace` to change a section.
+    """The configuration of a run. Immutable: use `dataclasses.replace` to change a section.
 
     A configuration is unresolved until `resolve` has filled what follows from other settings; only a
     resolved one may be given to the engines.
@@ -49,7 +49,7 @@ class RunConfig:
     compression: CompressionConfig = field(default_factory=CompressionConfig)
 
     def resolve(self, world_size: int, *, cuda_available: bool = False, notes: list[str] | None = None) -> RunConfig:
-        """A new configuration with every derived value filled, checked against `world_size` processes.
+        """Fills every derived value and checks the result against `world_size` processes; returns a new configuration.
 
         What was decided for the user is appended to `notes`, one line each. Resolving a resolved
         configuration for the same world size changes nothing. Raises UserError, one line that names the
@@ -103,7 +103,7 @@ class RunConfig:
 
     @classmethod
     def load_yaml(cls, path: str | Path) -> RunConfig:
-        """Read what `to_yaml` wrote. Raises UserError naming the file when it cannot be read."""
+        """Reads a file of `to_yaml`. Raises UserError naming the file when it cannot be read."""
         return cls.from_dict(read_yaml(path), where=str(path))
 
     def describe(self) -> str:
@@ -176,7 +176,7 @@ def _fill(given: RunConfig, world_size: int, cuda_available: bool, note: Note) -
 
 
 def _check(run: RunConfig, world_size: int, cuda_available: bool, note: Note) -> None:
-    """Raises UserError for sections that do not go together."""
+    """Checks that the sections go together (else UserError)."""
     from megatron.config.check_compression import check_compression  # imports torch, which reading flags does without
 
     check_parallel(run.parallel, cuda_available)
@@ -211,7 +211,7 @@ def run_sections() -> dict[str, type]:
 
 
 def run_around(model: ModelConfig, **sections: Any) -> RunConfig:
-    """An unresolved configuration of a model alone: what else resolving asks for is the least there is.
+    """An unresolved configuration of a model alone; whatever else `resolve` requires has its smallest value.
 
     Args:
         model: of the run.

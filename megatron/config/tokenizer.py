@@ -25,7 +25,7 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """Which files are needed depends on the type."""
+    """The tokenizer. Its type decides which files are needed."""
 
     tokenizer_type: (
         Literal[
@@ -82,14 +82,14 @@ class TokenizerConfig:
     )
 
     def with_type(self) -> TokenizerConfig:
-        """The same with the type that the files imply where none is given: GPT-2's of a vocabulary and merges."""
+        """Fills the type that the files imply where none is given: GPT-2's for a vocabulary and merges."""
         if self.tokenizer_type is None and self.vocab_file is not None and self.merge_file is not None:
             return replace(self, tokenizer_type="GPT2BPETokenizer")
         return self
 
 
 def check_tokenizer(tokenizer: TokenizerConfig) -> None:
-    """Raise UserError for a tokenizer without the files it needs."""
+    """Checks that the tokenizer has the files it needs (else UserError)."""
     kind = tokenizer.tokenizer_type
     if kind is None:
         return

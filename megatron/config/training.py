@@ -14,19 +14,19 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.validation import ValidationConfig
 
 MOST_DRAWN = 10**14
-"""Samples, of any data set; with the tokens of each they fit into 64 bits."""
+"""Most samples of a dataset; with the tokens of each they fit into 64 bits."""
 _MOST_MICRO_BATCHES = 1 << 16
 
 MOST_ITERATIONS = 10**9
 MOST_BATCH = 1 << 20
-"""Samples of a batch, global or micro."""
+"""Most samples of a batch, global or micro."""
 MOST_SAMPLES = 10**12
 MOST_TOKENS = 10**16
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """The run's length is counted in iterations or in samples, never in both."""
+    """Batch sizes and length of the run, which is counted in iterations or in samples, never in both."""
 
     micro_batch_size: int = required(
         "Samples in one forward pass of one data-parallel replica.", unit="samples", minimum=1, maximum=MOST_BATCH
@@ -62,7 +62,7 @@ class TrainingConfig:
         maximum=MOST_TOKENS,
     )
     exit_interval: int | None = derived(
-        "never", "Save and exit at every iteration that this number divides.", unit="iterations", minimum=1
+        "never", "Save and exit at iterations that are multiples of this number.", unit="iterations", minimum=1
     )
     exit_duration_in_mins: float | None = derived("never", "Save and exit after this long.", unit="minutes", above=0)
     exit_signal_handler: bool = option(False, "Save and exit on SIGTERM or SIGUSR1.")
@@ -122,7 +122,7 @@ class TrainingConfig:
 def resolve_training(
     training: TrainingConfig, model: ModelConfig, parallel: ParallelConfig, world_size: int, note: Note
 ) -> TrainingConfig:
-    """The same with length and batch size filled. Raises UserError where they cannot be."""
+    """Fills the length and the batch size. Raises UserError where that is impossible."""
     if training.train_tokens is not None:
         if training.train_iters is not None:
             raise UserError("--train-iters and --train-tokens exclude each other; leave one of them out")
@@ -147,7 +147,7 @@ def resolve_training(
 
 
 def batch_sizes(training: TrainingConfig) -> Sequence[int]:
-    """All global batch sizes of the run in order: one, or the steps of the ramp-up. Unit: samples.
+    """Global batch sizes of the run in order, in samples: one, or the steps of the ramp-up.
 
     Raises UserError for a ramp-up whose steps do not reach the final size.
     """
@@ -171,7 +171,7 @@ def _ramp(training: TrainingConfig) -> str:
 
 
 def check_batches(training: TrainingConfig, parallel: ParallelConfig, world_size: int) -> None:
-    """Raise UserError when a global batch does not divide into micro-batches as the layout needs."""
+    """Checks that global batches divide into micro-batches as the layout needs (else UserError)."""
     replicas = parallel.data_parallel_size(world_size)
     together = training.micro_batch_size * replicas
     ramped = training.rampup_batch_size is not None
@@ -201,7 +201,7 @@ def check_batches(training: TrainingConfig, parallel: ParallelConfig, world_size
 
 
 def check_samples(training: TrainingConfig, validation: ValidationConfig) -> None:
-    """Raise UserError for a run that draws more samples than can be counted, or fewer than one batch."""
+    """Checks that the run draws at least one batch, and no more samples than can be counted (else UserError)."""
     size = training.global_batch_size
     iterations = training.train_iters or (training.train_samples or 0) // batch_sizes(training)[0]
     for samples, flags in (
@@ -222,7 +222,7 @@ def check_samples(training: TrainingConfig, validation: ValidationConfig) -> Non
 
 
 def why_not_compiled(training: TrainingConfig, parallel: ParallelConfig, model: ModelConfig) -> str | None:
-    """Why torch.compile cannot take this run's layers, and what to do; None where it can."""
+    """The reason why torch.compile cannot compile this run's layers, and the fix; None where it can."""
     tensor = parallel.tensor_model_parallel_size
     if tensor > 1:
         return (
@@ -240,7 +240,7 @@ def why_not_compiled(training: TrainingConfig, parallel: ParallelConfig, model: 
 
 
 def check_compile(training: TrainingConfig, parallel: ParallelConfig, model: ModelConfig) -> None:
-    """Raise UserError for --compile on where layers cannot be compiled."""
+    """Checks that layers can be compiled where --compile on asks for it (else UserError)."""
     why = why_not_compiled(training, parallel, model)
     if training.compile == "on" and why is not None:
         raise UserError(f"--compile on: {why}")

@@ -9,12 +9,10 @@ from megatron.base.option import option
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig:
-    """When the model is evaluated and on how much."""
+    """Intervals and sizes of evaluations."""
 
     eval_iters: int = option(
         100, "Batches of each evaluation; 0 turns evaluation off.", unit="iterations", minimum=0, maximum=10**6
     )
-    eval_interval: int = option(
-        1000, "Evaluate at every iteration that this number divides.", unit="iterations", minimum=1
-    )
+    eval_interval: int = option(1000, "Number of iterations between evaluations.", unit="iterations", minimum=1)
     skip_train: bool = option(False, "Evaluate only.")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 
 from megatron.compression.points import Point
+from megatron.config.memory import parameter_bytes
 from megatron.config.recompute import RecomputeConfig
 from megatron.parallel.pipeline.schedule import PipelineOp, epilogue, training_schedule
 from megatron.planner.choice import Choice
@@ -46,7 +47,7 @@ def _late(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> Cou
 def memory(stages: Stages, choice: Choice) -> dict[str, float]:
     """Bytes on the fullest rank, by what fills them."""
     fullest: dict[str, float] = {}
-    book = stages.book
+    book, each = stages.book, parameter_bytes(stages.config)
     for rank in sorted({0, choice.pp // 2, choice.pp - 1}):
         saved = [
             sum(n * book.piece(choice, name).saved_bytes for name, n in stages.pieces_of(choice, virtual).items())
@@ -59,9 +60,9 @@ def memory(stages: Stages, choice: Choice) -> dict[str, float]:
         summed = choice.dp > 1 and Point.DP_GRAD in book.specs(choice)
         reductions = [(n, book.reduction(choice, name, rank)) for name, n in contents.items() if n and summed]
         filled = {
-            "parameters": float(elements * stages.param_bytes),
-            "gradients": float(elements * stages.grad_bytes),
-            "optimizer": owned * (12.0 if stages.param_bytes < 4 else 8.0),
+            "parameters": float(elements * each.weight),
+            "gradients": float(elements * each.gradient),
+            "optimizer": float(owned * each.optimizer),
             "activations": held * max(saved),
             "work space": _working_bytes(stages, choice, contents),
             "compressors": sum(n * part.state_bytes for n, part in reductions) + _channel_bytes(stages, choice, rank),

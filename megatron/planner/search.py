@@ -131,15 +131,12 @@ def search(
     """
     config, cluster = predictor.config, predictor.cluster
     limit = (cluster.device.memory_gib if memory_gib is None else memory_gib) * 2**30
-    queue = [
-        (predictor.lower_bound(choice), number, choice)
-        for number, choice in enumerate(dict.fromkeys([*choices(config, cluster, spec_sets), *_given(config, cluster)]))
-    ]
+    possible = dict.fromkeys([*choices(config, cluster, spec_sets), *_given(config, cluster)])
+    queue = [(predictor.lower_bound(choice), number, choice) for number, choice in enumerate(possible)]
     considered = len(queue)
     heapq.heapify(queue)
     best: dict[tuple[int, int, int], Prediction] = {}
-    predicted = too_large = 0
-    smallest = float("inf")
+    predicted, too_large, smallest = 0, 0, math.inf
     refusal: str | None = None
     while queue:
         bound, _, choice = heapq.heappop(queue)
@@ -161,17 +158,11 @@ def search(
         prediction = predictor.predict(choice)
         if prediction.seconds >= (most if own is None else own.seconds):
             continue
-        refused = _refusal(config, choice)
-        if refused is not None:
-            refusal = refused
-        else:
+        if (refused := _refusal(config, choice)) is None:
             best[choice.layout] = prediction
+        refusal = refused or refusal
     if not considered:
-        raise UserError(
-            f"no layout of {cluster.gpus} devices divides {config.model.num_layers} layers, "
-            f"{config.model.num_attention_heads} heads and a global batch of {config.training.global_batch_size}; "
-            "change --global-batch-size, or gpus in the cluster file"
-        )
+        raise UserError(_undivided(config, cluster))
     if not best and refusal is not None:
         raise UserError(f"training would refuse what fits: {refusal}")
     if not best:
@@ -181,6 +172,15 @@ def search(
         )
     fastest = sorted(best.values(), key=lambda one: one.seconds)
     return Found(fastest[:top], considered, predicted, too_large)
+
+
+def _undivided(config: RunConfig, cluster: Cluster) -> str:
+    """The message that no layout divides the model and the batch."""
+    return (
+        f"no layout of {cluster.gpus} devices divides {config.model.num_layers} layers, "
+        f"{config.model.num_attention_heads} heads and a global batch of {config.training.global_batch_size}; "
+        "change --global-batch-size, or gpus in the cluster file"
+    )
 
 
 def _slowest(best: Mapping[tuple[int, int, int], Prediction], top: int) -> float:

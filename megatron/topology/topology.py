@@ -53,14 +53,6 @@ class Topology:
         return self.layout.coordinates(self.rank)
 
     @property
-    def is_first_stage(self) -> bool:
-        return self.coordinates.pp == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.coordinates.pp == self.layout.pp - 1
-
-    @property
     def is_last_rank(self) -> bool:
         """Whether this is the rank that logs: it is on the last stage, where the loss is."""
         return self.rank == self.layout.world_size - 1
@@ -115,9 +107,8 @@ def build_topology(
         raise ValueError(f"layout {layout} needs {layout.world_size} ranks, the world has {dist.get_world_size()}")
     rank = dist.get_rank()
     backend = "nccl" if device.type == "cuda" else "gloo"
-    shape = (layout.pp, layout.dp, layout.tp)
     timeout = _default_timeout(device)
-    dims = ("pp", "dp", "tp")
+    shape, dims = (layout.pp, layout.dp, layout.tp), ("pp", "dp", "tp")
     overrides: Any = {dim: (backend, _options(device, timeout)) for dim in dims}
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=dims, backend_override=overrides)
 

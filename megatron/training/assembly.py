@@ -149,7 +149,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         vocab_size: entries of the tokenizer.
         length: length of the run, for warm-ups that are a part of it.
     """
-    layout, device, dtype = topology.layout, topology.device, config.precision.params_dtype
+    layout, parallel = topology.layout, config.parallel
     clock = clock_of(topology.device)
     ledger = Ledger(clock, build_traces(config.logging, topology, clock))
     specs = config.compression.specs(length or RunLength(config.training.planned_iters))
@@ -158,25 +158,12 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         topology.tp,
         ledger,
         plan,
-        sequence_parallel=config.parallel.sequence_parallel,
-        asynchronous=config.parallel.async_tensor_model_parallel_allreduce,
+        sequence_parallel=parallel.sequence_parallel,
+        asynchronous=parallel.async_tensor_model_parallel_allreduce,
     )
-    stages = build_stages(
-        config.model,
-        config.recompute,
-        layout,
-        topology.coordinates.pp,
-        vocab_size,
-        comm,
-        device,
-        dtype,
-        config.training.seed,
-    )
-    if _compiles(config, device):
-        for stage in stages:
-            stage.compile_layers()
-    torch_ddp = config.parallel.ddp_impl == "torch" and layout.dp > 1
-    sharded = config.parallel.use_distributed_optimizer and layout.dp > 1
+    stages = _build_stages(config, topology, vocab_size, comm)
+    torch_ddp = parallel.ddp_impl == "torch" and layout.dp > 1
+    sharded = parallel.use_distributed_optimizer and layout.dp > 1
     buffers = _build_buffers(config, layout, stages, sharded)
     ledger.observers += build_experiments(config.logging, topology, buffers)
     sync = GradientSync(
@@ -185,23 +172,11 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         plan,
         ledger,
         sharded,
-        config.parallel.overlap_grad_reduce,
-        reduce=not (torch_ddp or config.parallel.no_allreduce),
+        parallel.overlap_grad_reduce,
+        reduce=not (torch_ddp or parallel.no_allreduce),
         clip_grad=config.optimizer.clip_grad,
     )
-    optimizer = Optimizer(
-        buffers,
-        topology,
-        config.optimizer,
-        _build_loss_scale(config),
-        plan,
-        ledger,
-        sharded=sharded,
-        log_params_norm=config.logging.log_params_norm,
-        log_num_zeros=config.logging.log_num_zeros_in_grad,
-    )
     channel = _build_channel(config, topology, plan, ledger) if layout.pp > 1 else None
-    replicas = TorchReplicas(stages[0], topology.dp, ledger) if torch_ddp else None
     return Engines(
         config=config,
         topology=topology,
@@ -212,11 +187,52 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         buffers=buffers,
         sync=sync,
         pipeline=PipelineEngine(layout, topology.coordinates.pp, channel, sync.before_last_backward),
-        optimizer=optimizer,
-        replicas=replicas,
+        optimizer=_build_optimizer(config, topology, buffers, plan, ledger, sharded),
+        replicas=TorchReplicas(stages[0], topology.dp, ledger) if torch_ddp else None,
         channel=channel,
         comm=comm,
         plan=plan,
+    )
+
+
+def _build_stages(config: RunConfig, topology: Topology, vocab_size: int, comm: TensorComm) -> list[GPTStage]:
+    """This rank's model chunks, whose layers are compiled where they are to be."""
+    stages = build_stages(
+        config.model,
+        config.recompute,
+        topology.layout,
+        topology.coordinates.pp,
+        vocab_size,
+        comm,
+        topology.device,
+        config.precision.params_dtype,
+        config.training.seed,
+    )
+    if _compiles(config, topology.device):
+        for stage in stages:
+            stage.compile_layers()
+    return stages
+
+
+def _build_optimizer(
+    config: RunConfig,
+    topology: Topology,
+    buffers: list[FlatBuffer],
+    plan: CompressionPlan,
+    ledger: Ledger,
+    sharded: bool,
+) -> Optimizer:
+    """The optimizer over this rank's buffers."""
+    return Optimizer(
+        buffers,
+        topology,
+        config.optimizer,
+        _build_loss_scale(config),
+        plan,
+        ledger,
+        sharded=sharded,
+        log_params_norm=config.logging.log_params_norm,
+        log_num_zeros=config.logging.log_num_zeros_in_grad,
     )
 
 

@@ -74,7 +74,7 @@ def model_tflops(
     return model_flops_per_sample(shape, causal=causal) * global_batch_size / (seconds * world_size * 1e12)
 
 
-def model_flops_utilisation(tflops: float, peak_tflops: float) -> float:
+def model_flops_utilization(tflops: float, peak_tflops: float) -> float:
     """MFU: honest TFLOP/s per device over the device's peak at the precision used, from 0 to 1."""
     if peak_tflops <= 0:
         raise ValueError(f"the peak rate must be positive, got {peak_tflops}")

@@ -14,7 +14,7 @@ import torch
 from megatron.config.run import RunConfig
 from megatron.training.assembly import Engines
 from megatron.training.batch_size import BatchSizeSchedule
-from megatron.training.flops import ModelShape, benchmark_tflops, model_flops_utilisation, model_tflops
+from megatron.training.flops import ModelShape, benchmark_tflops, model_flops_utilization, model_tflops
 from megatron.training.forecast import FIRST_ESTIMATE, Forecast, format_estimate, format_size, model_size
 from megatron.training.metrics import LOSS, Evaluation, MetricsWindow, StepMetrics
 from megatron.training.peaks import peak_tflops
@@ -213,7 +213,7 @@ class Reporter:
                 self.shape, global_batch_size=size, seconds=seconds, world_size=world_size, recompute=recompute
             ),
             model_tflops=rate,
-            mfu=model_flops_utilisation(rate, self.peak_tflops) if self.peak_tflops is not None else None,
+            mfu=model_flops_utilization(rate, self.peak_tflops) if self.peak_tflops is not None else None,
         )
 
     def validation(self, loss: float, *, samples: int | None = None, split: str = "validation") -> None:

@@ -123,7 +123,8 @@ def train_step(
     vote: float = 0.0,
     timers: Timers | None = None,
 ) -> StepMetrics:
-    """Runs one training step: forward and backward of all micro-batches, reduction, update.
+    """Runs one training step: forward and backward of all micro-batches, reduction, update. Returns its metrics, the
+    same on every rank, without the run's position.
 
     Args:
         engines: engines of this rank.
@@ -132,15 +133,12 @@ def train_step(
         lr, weight_decay: learning rate and weight decay of this step.
         vote: a number to be all-reduced over the ranks, together with others.
         timers: where the parts of the step are timed.
-
-    Returns:
-        The step's metrics, the same on every rank; the run's position is not filled in.
     """
     ledger = engines.ledger
     timers = timers or Timers(clock=ledger.clock)
-    config, layout, count = engines.config, engines.topology.layout, len(batches)
+    samples = len(batches) * engines.topology.layout.dp * engines.config.training.micro_batch_size
     last_chunk = _forward_backward(engines, batches, iteration, timers)
-    expected_tokens = count * layout.dp * config.training.micro_batch_size * config.model.seq_length
+    expected_tokens = samples * engines.config.model.seq_length
     reduction = "grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce"
     with ledger.computing(), timers(reduction, level=1):
         reports = engines.holds_loss and engines.topology.tp.rank == 0
@@ -166,8 +164,8 @@ def train_step(
     return StepMetrics(
         iteration=iteration + 1,
         losses={LOSS: totals.loss},
-        global_batch_size=count * layout.dp * config.training.micro_batch_size,
-        seq_length=config.model.seq_length,
+        global_batch_size=samples,
+        seq_length=engines.config.model.seq_length,
         loss_scale=totals.loss_scale,
         grad_norm=totals.grad_norm,
         params_norm=totals.params_norm,

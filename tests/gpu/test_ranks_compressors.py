@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 NAMES = (
     "powersgd bf16 overlapped",
     "powersgd fp16 sharded",
-    "stable top-k with neighbours, overlapped bf16",
+    "stable top-k with neighbors, overlapped bf16",
     "embedding top-k fused, fp16",
     "fixpoint gradients",
     "quantized adam, bf16 sharded",

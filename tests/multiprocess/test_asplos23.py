@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from ASPLOS23.experiments import names_in, read_experiment, read_model
 from ASPLOS23.report import breakdown
-from ASPLOS23.run import main, names_in, read_experiment, read_model
+from ASPLOS23.run import main
 from megatron.config.flags import parse_args
 from megatron.training.records import read_records
 from tests.support.cli import run_cli

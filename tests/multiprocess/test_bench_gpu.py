@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from benchmarks.gpu import generate, kernels, network, train
 from benchmarks.gpu.book import Setting
 from benchmarks.lab.hosts import LabError, check_permission
-from benchmarks.train import Side, SideError, SideOf
 from benchmarks.train_sides import Shape
+from benchmarks.train_steps import process_step
+from benchmarks.turns import Side, SideError
 from tests.support.cli import run_cli
 
 pytestmark = pytest.mark.multiprocess
@@ -81,8 +83,8 @@ SECTIONS = {"train": train, "kernels": kernels, "generate": generate, "network":
 
 def test_a_side_that_fails_is_named_with_its_reason() -> None:
     bad, gone = (
-        Side(SideOf("ours", Shape(2, 64, 16, 2, vocab=0), "bf16", 1)),
-        Side(SideOf("nanogpt", Shape(2, 64, 16, 2, vocab=100), "bf16", 1)),
+        Side("ours", partial(process_step, "ours", Shape(2, 64, 16, 2, vocab=0), "bf16", 1)),
+        Side("nanogpt", partial(process_step, "nanogpt", Shape(2, 64, 16, 2, vocab=100), "bf16", 1)),
     )
     try:
         with pytest.raises(SideError, match=r"^ours: \w+: .*vocab") as error:

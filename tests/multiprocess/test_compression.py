@@ -99,7 +99,7 @@ LOSSY: dict[str, tuple[int, Changes]] = {
     "powersgd fp16 sharded": (2, _run("dp-grad=powersgd,rank=2", precision="fp16", use_distributed_optimizer=True)),
     "powersgd without state": (2, _run("dp-grad=powersgd,rank=2,warm-start=off,error-feedback=off")),
     "stable top-k": (4, _run("dp-grad=stable-topk,density=0.3,interval=4", pp=2)),
-    "stable top-k with neighbours, overlapped bf16": (
+    "stable top-k with neighbors, overlapped bf16": (
         4,
         _run("dp-grad=stable-topk,density=0.05,interval=4,range=3,flush=rotate", tp=2, precision="bf16", **OVERLAP),
     ),
@@ -315,7 +315,7 @@ def _clipped_sum(layout: dict[str, int], max_norm: float) -> tuple[list[float], 
     "layout", [{}, {"pipeline_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}], ids=str
 )
 def test_each_replica_is_clipped_by_the_norm_of_its_whole_model(layout: dict[str, int]) -> None:
-    """Quantised momenta: by a plain computation from whole tensors, on any layout."""
+    """Quantized momenta: by a plain computation from whole tensors, on any layout."""
     ranks = 2 * max(layout.values(), default=1)
     results = run_ranks(ranks, _clipped_sum, layout, 400.0)
     for norms, worst in results:

@@ -7,7 +7,8 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 
-from benchmarks.gpu.book import Cells, Claim, Column, SectionLog, Setting
+from benchmarks.gpu.book import Claim, SectionLog, Setting
+from benchmarks.tables import Cells, Column
 
 TITLE, NOTE, COLUMNS = "Ends", "How rows end.", (Column("row", "name"), Column("value", "value", ".2f"))
 LIMIT_SECONDS, PATIENCE_SECONDS = 600.0, 20.0

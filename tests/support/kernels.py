@@ -48,7 +48,7 @@ def check_codec(x: Tensor, other: Tensor | None, grid: Grid, role: Role, seed: i
         found.append((codes, scales, moved))
     (codes, scales, moved), (wanted_codes, wanted_scales, wanted_moved) = found
     if grid.method is ScaleMethod.L2 or grid.is_sign:
-        # Sums in another order may round to the neighbouring number; then the codes have another grid.
+        # Sums in another order may round to the neighboring number; then the codes have another grid.
         torch.testing.assert_close(scales.float(), wanted_scales.float(), rtol=2**-7, atol=0, equal_nan=True)
         if not same(scales, wanted_scales):
             return

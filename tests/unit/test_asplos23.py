@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from ASPLOS23 import run as runner
+from ASPLOS23.experiments import names_in, read_experiment, read_model
 from ASPLOS23.progress import run_shown
-from ASPLOS23.run import main, names_in, read_experiment, read_model
+from ASPLOS23.run import main
 
 _COMM = {"dp-grad": {"raw_bytes": 2e6, "wire_bytes": 1e6, "coded_s": 0.1, "waited_s": 0.2}, "control": {}}
 _TRAIN = {"lm_loss": 4.0, "seconds_per_iteration": 1.0, "memory_bytes": 5e6, "comm": _COMM}

@@ -56,7 +56,7 @@ def library_documents(folder: Path) -> Iterator[Document]:
         if LEFT_OUT.intersection(relative.parts) or path.name.startswith("_sysconfigdata"):
             continue
         try:
-            with tokenize.open(path) as stream:  # honours the file's coding line
+            with tokenize.open(path) as stream:  # honors the file's coding line
                 text = stream.read()
         except (OSError, SyntaxError, UnicodeDecodeError):
             continue

@@ -1,4 +1,4 @@
-"""Command lines of other systems, and old ones of ours, in flags of ours.
+"""Translation of flags of other systems, and of our old ones, into our flags.
 
 Each flag by itself is translated before its words are read as values (`OldFlag`), and what flags mean together before
 sections are built (`Rule`, `Dialect`): nothing behind knows of other flags than ours.
@@ -12,4 +12,4 @@ from megatron.config.translate.rules import Translator
 from megatron.config.translate.shortcuts import SHORTCUTS
 
 TRANSLATOR = Translator(flags=(*SHORTCUTS, *KNOWN_FLAGS), dialects=(DEEPSPEED, AQSGD, LEGACY))
-"""What the command line of a training run understands."""
+"""Flags of other systems that the command line of a training run accepts."""

@@ -1,4 +1,4 @@
-"""Flags of Megatron-DeepSpeed that say what ours say otherwise: ZeRO stages, checkpoint tags, and DeepSpeed's file."""
+"""Translation of flags of Megatron-DeepSpeed: ZeRO stages, checkpoint tags, and DeepSpeed's file."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class DeepSpeedConfig:
         "available is refused by name.",
         metavar="FILE",
     )
-    load_tag: str | None = derived("the newest", "Same as --ckpt-step N, of a tag global_stepN.", metavar="TAG")
+    load_tag: str | None = derived("the newest", "Same as --ckpt-step N for the tag global_stepN.", metavar="TAG")
 
 
 def _translate(given: Theirs, explicit: Explicit, note: Note) -> None:
-    """Adds what the flags mean. Raises UserError for what is not available or contradicts another flag."""
+    """Translates the flags. Raises UserError for what is not available or contradicts another flag."""
     if given.zero_stage is not None:
         _zero(given, "zero_stage", given.zero_stage, f"--zero-stage {given.zero_stage:g}", note)
     if given.load_tag is not None:
@@ -63,7 +63,7 @@ _IDLE = """
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer aio comms_logger flops_profiler tensorboard wandb
     csv_monitor activation_checkpointing checkpoint disable_allgather
 """
-"""Keys that change neither what is trained nor how it is saved."""
+"""Keys that change neither training nor saving."""
 
 _IDLE_ZERO = """
     stage allgather_partitions allgather_bucket_size overlap_comm reduce_scatter reduce_bucket_size
@@ -85,7 +85,7 @@ _PRECISION = ("loss_scale_window", "hysteresis", "min_loss_scale")
 
 _BY = "deepspeed_config"
 _AUTO = "auto"
-"""What a file says where flags decide."""
+"""Keys of a file for which flags decide."""
 
 
 class _File:
@@ -107,7 +107,7 @@ class _File:
         self.idle: list[str] = []
 
     def take(self) -> None:
-        """Takes every key. Raises UserError for the first that is not available or contradicts a flag."""
+        """Translates every key. Raises UserError for the first that is not available or contradicts a flag."""
         for key, value in self.content.items():
             if value == _AUTO or value is None:
                 continue
@@ -166,7 +166,7 @@ class _File:
         self._set(key, "optimizer.clip_grad", self._read(_NUMBER, key, value))
 
     def _accumulation(self) -> None:
-        """The steps follow from the batch sizes and the number of replicas; here they are only checked."""
+        """Checks the number of accumulation steps, which follows from the batch sizes and the number of replicas."""
         steps = self.content.get("gradient_accumulation_steps")
         if steps in (None, _AUTO):
             return

@@ -1,4 +1,4 @@
-"""Flags of the systems that this one succeeds, and what they mean as compressor specs."""
+"""Translation of the compression flags of Optimus-CC, Radius and AQ-SGD into compressor specs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LegacyConfig:
     density: float = option(0.01, "Share that a Top-K --grad-comp-type sends.", minimum=0, maximum=1)
     stable_topk_interval: int = option(100, "Steps between dense ones.", minimum=1)
     stable_topk_threshold: int = option(200, "Iterations that a Top-K --grad-comp-type leaves dense.", minimum=0)
-    stable_topk_warmup_method: Literal["Dense"] = option("Dense", "Of --stable-topk-threshold.")
+    stable_topk_warmup_method: Literal["Dense"] = option("Dense", "Kind of warm-up during --stable-topk-threshold.")
     stable_topk_range: int = option(50, "Neighbors of a chosen coordinate that are sent as well.", minimum=0)
     stable_topk_density_warmup_steps: int = option(
         20000, "Steps over which the density of the classic Top-K falls.", minimum=0
@@ -158,11 +158,11 @@ NEEDS = {
     "dp_bits": "--dp-mode sharded_ps_compressed",
     "log_gradients_output_dir": "--log-gradients",
 }
-"""What a flag has no effect without; every other one is looked at in any case."""
+"""The flag without which a flag has no effect; every other one is translated in any case."""
 
 
 def _translate(old: Theirs, explicit: Explicit, note: Note) -> None:
-    """Adds what the old flags stand for.
+    """Translates the flags.
 
     Raises UserError for a compressor that the old systems named but that does not exist here.
     """

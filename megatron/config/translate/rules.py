@@ -1,4 +1,4 @@
-"""How a flag of another system, or an old one of ours, is turned into flags of ours.
+"""Rules by which flags of other systems, and our old ones, are translated into our flags.
 
 One flag by itself: an `OldFlag` says, in words for fields of ours, what it means, or refuses. Those that mean something
 only together: a `Rule` looks at all values once every source was read; a `Dialect` is a section of such flags.
@@ -17,7 +17,7 @@ from megatron.base.option import field_options
 from megatron.base.words import Note
 
 SWITCH, VALUE, VALUES = "switch", "value", "values"
-"""How many words follow a flag: none (or true or false), one, any number."""
+"""Number of words that follow a flag: none (or true or false), one, any number."""
 
 GIVEN = "{value}"
 """In the tables, stands for the word that follows a flag."""
@@ -34,18 +34,18 @@ class Explicit(dict[str, Any]):
         self.levels: dict[str, int] = {}
 
     def add(self, values: Mapping[str, Any], level: int) -> None:
-        """Take what a source says; sources come in ascending order."""
+        """Adds the values of a source; sources come in ascending order of precedence."""
         self.update(values)
         self.levels.update(dict.fromkeys(values, level))
 
 
 Rule = Callable[[Explicit, Note], None]
-"""Adds what given values mean together. Reports with the note; raises UserError for what cannot be meant."""
+"""Translates given values that belong together, and notes what it did. Raises UserError for what is impossible."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Meaning:
-    """What a flag and its words mean.
+    """The meaning of a flag and its words.
 
     sets: dotted field -> word, as if the field's own flag were given.
     note: a line to report; empty for none.
@@ -72,7 +72,7 @@ class OldFlag(ABC):
 
     @abstractmethod
     def meaning(self, words: Sequence[str]) -> Meaning:
-        """What it means with the words that follow it; raises UserError when that is refused."""
+        """Its meaning with the words that follow it. Raises UserError when that is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +88,11 @@ class Shortcut(OldFlag):
 
     @property
     def takes_value(self) -> bool:
-        """Whether a word follows it."""
+        """Whether a word follows the flag."""
         return self.arity == VALUE
 
     def meaning(self, words: Sequence[str]) -> Meaning:
-        """That of what it stands for; nothing for a switch that is given as false."""
+        """Meaning of the flags that it stands for; nothing for a switch that is given as false."""
         if not self.takes_value and _is_false(words):
             return Meaning()
         sets = {path: words[0] if word == GIVEN else word for path, word in self.sets.items()}
@@ -162,7 +162,7 @@ class Dialect:
     needs: Mapping[str, str] = field(default_factory=dict)
 
     def apply(self, explicit: Explicit, note: Note) -> None:
-        """The section's `Rule`: its values are gone afterwards, and what they mean is there."""
+        """Applies the section's `Rule`: afterwards our flags' values are there in place of the section's."""
         theirs = Theirs(self, explicit)
         self.translate(theirs, explicit, note)
         for name in theirs.unread():
@@ -196,7 +196,7 @@ class Theirs:
         return [name for name in self.names if name not in self._read | self._idle]
 
     def settle(self, name: str, path: str, value: Any, where: str) -> None:
-        """Set the field `path` of ours to what their field `name` means.
+        """Sets our field `path` to the meaning of their field `name`.
 
         What a higher source says about either wins. Raises UserError, starting with `where`, when one source says
         two things.
@@ -233,7 +233,7 @@ class Translator:
         return {dialect.section: dialect.config for dialect in self.dialects}
 
     def translate(self, explicit: Explicit, rules: Sequence[Rule], note: Note) -> None:
-        """Turn all values that were given into values of ours alone.
+        """Translates all given values into values of our own fields.
 
         rules: those of the flags that were given.
         """

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from megatron.base.atomic import atomic_write, check_writable
 from megatron.base.errors import UserError
@@ -119,15 +120,24 @@ def train(
     given = texts(names, keys, watch)
     chosen = given if documents is None else islice(given, documents * len(keys))
     tokenizer.train_from_iterator(_then(chosen, merging), trainer)
+    _write(tokenizer.model, folder)
+    return int(tokenizer.get_vocab_size())
+
+
+def _write(model: Any, folder: Path) -> None:
+    """Writes the two files of a model of ``tokenizers``, each whole or not at all.
+
+    Raises:
+        UserError: when there is no space for them.
+    """
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         try:
-            tokenizer.model.save(temporary)
+            model.save(temporary)
         except Exception as error:  # of no type of its own
             raise UserError(f"--output-dir {folder}: {error}; free some space, or name another folder") from error
         for name in VOCABULARY_FILES:
             with atomic_write(folder / name) as stream:
                 stream.write((Path(temporary) / name).read_bytes())
-    return int(tokenizer.get_vocab_size())
 
 
 def _then(given: Iterator[str], done: Callable[[], None]) -> Iterator[str]:

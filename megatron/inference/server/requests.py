@@ -77,7 +77,7 @@ class Fields(Values):
             raise RequestError(f"{name} is not offered here; leave it out")
 
     def known(self, names: Sequence[str]) -> None:
-        """Refuses unknown fields: a misspelt one would silently do nothing."""
+        """Refuses unknown fields: a misspelled one would silently do nothing."""
         unknown = sorted(set(self) - set(names))
         if unknown:
             hint = nearest(unknown[0], names)

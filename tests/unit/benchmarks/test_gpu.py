@@ -19,8 +19,8 @@ from benchmarks.network.cases import plan_of
 from benchmarks.network.cuda_cases import CUDA_BENCHES
 from benchmarks.network.run import link_rate
 from benchmarks.network.worker import config_of
-from benchmarks.train import run_config
 from benchmarks.train_sides import PlainGPT, Shape, _HuggingFace
+from benchmarks.train_steps import run_config
 from tests.support import bench_section
 from tests.support.cleanup import have_ended
 
@@ -170,7 +170,7 @@ def test_all_that_is_wanted_of_real_rows_has_rows(tmp_path: Path) -> None:
             assert network.key_of(name, link, bench.cases[0].name) in layouts
     operations = {case.op for case in kernels.cases(setting)}
     assert operations >= {*kernels.WANTED, "abs_topk", "orthonormalize", "M - P Q^T"}
-    assert set(generate.keys(setting)) == {generate.SMALL.name, generate.LARGE.name}
+    assert set(generate.keys(setting)) == {generate.SMALL, generate.LARGE}
     limits = [section_of(name).LIMIT_SECONDS for name in NAMES]
     assert sum(limits) <= 450  # and half a minute for what is around them: under eight minutes
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import kernel_table
-from benchmarks import kernels as bench_kernels
+from benchmarks import kernel_cases, kernel_table
 from benchmarks.device_clock import Call, Time
+from benchmarks.kernel_cases import MESSAGE_RANKS, KernelCase, Runs, message_cases
 from benchmarks.kernel_table import OpSummary, Row, draw, kinds_of, read_summary, summary
-from benchmarks.kernels import MESSAGE_RANKS, KernelCase, Runs, message_cases
+from benchmarks.kernels import measure
 from megatron.base.errors import UserError
 
 ROWS = [
@@ -25,12 +25,12 @@ ROWS = [
 
 def test_low_rank_messages_and_their_twins_are_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank-8 matrix comes back from the message, and from what plain torch makes of it."""
-    monkeypatch.setitem(bench_kernels.MODELS, "tiny", 96)
+    monkeypatch.setitem(kernel_cases.MODELS, "tiny", 96)
     torch.manual_seed(0)
     matrix = torch.randn(1024, 8) @ torch.randn(8, 96)
-    drawn = bench_kernels.drawn
+    drawn = kernel_cases.drawn
     monkeypatch.setattr(
-        bench_kernels, "drawn", lambda size, device: matrix.clone() if size == (1024, 96) else drawn(size, device)
+        kernel_cases, "drawn", lambda size, device: matrix.clone() if size == (1024, 96) else drawn(size, device)
     )
     cases = list(message_cases("tiny", "cpu", quick=False))
     assert [case.op for case in cases] == ["low-rank compress", "low-rank decompress"] * len(MESSAGE_RANKS)
@@ -39,7 +39,7 @@ def test_low_rank_messages_and_their_twins_are_the_same_work(monkeypatch: pytest
     scale = matrix.abs().max()
     assert compress.rival is not None
     for message in (compress.run().wire, compress.twin(), compress.rival()):
-        back = bench_kernels.product(message, matrix.shape, 8)
+        back = kernel_cases.product(message, matrix.shape, 8)
         assert (back - matrix).abs().max() < 1e-4 * scale
     for back in (decompress.run(), decompress.twin()):
         assert (back - matrix).abs().max() < 1e-4 * scale
@@ -64,7 +64,7 @@ def test_what_is_changed_in_place_has_a_limit_of_its_own() -> None:
     """A copy's speed for what is copied, the speed of scaling for the rest."""
     clock = _Clock(2.0, 1.0, 4.0, 8.0, sets=3)
     runs = Runs(lambda: None, lambda: None, 10**9, 3 * 10**3, in_place=10**3)
-    row = bench_kernels.measure(KernelCase("op", "m", "s", "", lambda: runs), clock, "cpu")
+    row = measure(KernelCase("op", "m", "s", "", lambda: runs), clock, "cpu")
     assert row.of_limit == pytest.approx((2.0 + 1.0) / 4.0)
     assert (row.gbps, row.times_twin) == (0.25, 2.0)
     assert (row.seconds, row.traffic, row.how) == (4.0, 3000, "clock")
@@ -73,11 +73,11 @@ def test_what_is_changed_in_place_has_a_limit_of_its_own() -> None:
 
 def test_every_operation_counts_its_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand, for 8 bits of 64 x 64 numbers: 4 bytes read, 1 written and a scale for each 64, and what moves."""
-    monkeypatch.setitem(bench_kernels.MODELS, "tiny", 64)
+    monkeypatch.setitem(kernel_cases.MODELS, "tiny", 64)
     n, message = 64 * 64, 64 * 64 + 64 * 4
     counted = {}
     for dtype in (torch.float32, torch.bfloat16):
-        for case in bench_kernels.grid_cases("tiny", (64, 64), 8, "cpu", dtype):
+        for case in kernel_cases.grid_cases("tiny", (64, 64), 8, "cpu", dtype):
             runs = case.build()
             runs.run()
             runs.twin()
@@ -93,14 +93,14 @@ def test_every_operation_counts_its_traffic(monkeypatch: pytest.MonkeyPatch) -> 
         ("quantize, delta", "8 bits bf16, group"): (2 * n, 6 * n + message, 4 * n),
         ("quantize, feedback", "8 bits bf16, group"): (2 * n, 6 * n + message, 4 * n),
     }
-    monkeypatch.setitem(bench_kernels.MODELS, "tiny", 384)
-    for case in bench_kernels.gradient_cases("tiny", "cpu", quick=True):
+    monkeypatch.setitem(kernel_cases.MODELS, "tiny", 384)
+    for case in kernel_cases.gradient_cases("tiny", "cpu", quick=True):
         runs = case.build()
         runs.run()
         runs.twin()
         if runs.rival is not None:
             runs.rival()
-    norm, histogram = bench_kernels.norm_cases("tiny", "64 x 64", (64, 64), "cpu")
+    norm, histogram = kernel_cases.norm_cases("tiny", "64 x 64", (64, 64), "cpu")
     assert (norm.build().traffic, histogram.build().traffic) == (4 * n, 4 * n)  # every 4th number is in every sector
 
 

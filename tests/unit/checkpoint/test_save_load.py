@@ -19,8 +19,8 @@ from megatron.checkpoint.load import (
     load_config_yaml,
     load_per_rank,
     load_tensors,
+    open_checkpoint,
     saved_config,
-    saved_world_size,
 )
 from megatron.checkpoint.logical import LogicalShard, shard_of_local
 from megatron.checkpoint.save import save_checkpoint
@@ -65,7 +65,7 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
     assert load_per_rank(tmp_path, 3, 0) == {"rank": 0}
     assert load_per_rank(tmp_path, 3, 1) is None
     assert load_config_yaml(tmp_path, 3) == "seed: 1\n"
-    assert saved_world_size(tmp_path, 3) == 1
+    assert open_checkpoint(tmp_path, 3)[1].world_size == 1
     assert any("successfully saved checkpoint at iteration       3" in line for line in lines)
 
 

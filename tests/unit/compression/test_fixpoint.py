@@ -94,7 +94,7 @@ def test_what_is_not_finite_stays_visible(bad: float) -> None:
 
 
 def test_a_rotation_spreads_outliers() -> None:
-    """One large number in each group: without the rotation its neighbours vanish."""
+    """One large number in each group: without the rotation its neighbors vanish."""
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     x[:, 7] = 100.0
     plain, rotated = (_round_trip(x, bits=4, rotation=rotation) for rotation in (0, 64))

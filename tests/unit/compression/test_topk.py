@@ -22,7 +22,7 @@ def _noise(seed: int, shape: tuple[int, ...] = SHAPE) -> Tensor:
 
 
 def _choice(update: np.ndarray, density: float, radius: int) -> np.ndarray:
-    """Mask of the largest magnitudes of each parameter and of their neighbours, one at a time."""
+    """Mask of the largest magnitudes of each parameter and of their neighbors, one at a time."""
     mask = np.zeros(update.shape, dtype=bool)
     for row, values in zip(mask, np.abs(update), strict=True):
         best = sorted(range(len(values)), key=lambda i: (-values[i], i))[: max(int(density * len(values)), 1)]

@@ -238,7 +238,7 @@ _COMMON_WITHOUT_FIELD = {
 }
 
 
-def test_every_flag_of_megatron_deepspeed_is_recognised() -> None:
+def test_every_flag_of_megatron_deepspeed_is_recognized() -> None:
     table = build_run_parser().table
     lines = (HERE / "megatron_deepspeed_flags.txt").read_text(encoding="utf-8").splitlines()[1:]
     # 314 arguments, two of which have a second spelling.

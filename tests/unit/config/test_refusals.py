@@ -360,7 +360,7 @@ def test_a_run_without_a_dataset_is_refused_where_one_is_needed(by_iterations: l
     check_data_given(parse_args([*by_iterations, "--train-data-path", "a"]).resolve(1).data)
 
 
-def test_each_accepted_neighbour_resolves(by_iterations: list[str]) -> None:
+def test_each_accepted_neighbor_resolves(by_iterations: list[str]) -> None:
     """The settings next to the refused ones work, so that a check does not refuse too much."""
     for flags, world_size in (
         (

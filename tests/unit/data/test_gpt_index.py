@@ -37,7 +37,7 @@ def positions(order: SampleOrder, sample_id: int) -> list[tuple[int, int]]:
 @settings(max_examples=80, deadline=None)
 @given(lengths=LENGTHS, seq_length=st.integers(1, 40), epochs=st.integers(1, 5), seed=st.integers(0, 2**32 - 1))
 def test_lazy_epochs_hold_every_token_once(lengths: list[int], seq_length: int, epochs: int, seed: int) -> None:
-    """Put end to end, the samples are epochs of whole documents; neighbours share one token."""
+    """Put end to end, the samples are epochs of whole documents; neighbors share one token."""
     total = sum(lengths)
     samples = (epochs * total - 1) // seq_length
     order = LazyOrder(documents(lengths, 100), seq_length, seed, samples)
@@ -149,7 +149,7 @@ def test_permutation_is_a_bijection(n: int, key: int) -> None:
 
 
 def test_permutation_mixes() -> None:
-    """No place is favoured: over many keys each input reaches each output about equally often."""
+    """No place is favored: over many keys each input reaches each output about equally often."""
     n, keys = 13, 6000
     counts = np.zeros((n, n))
     for key in range(keys):

@@ -118,7 +118,7 @@ def test_every_flipped_bit_of_the_index_is_refused_or_harmless(tmp_path: Path, i
             messages.append(str(error))
     assert all("data." in message and "\n" not in message for message in messages)
     # What is left over: another type of the same size, and a document start that still lies between its
-    # neighbours.
+    # neighbors.
     assert accepted < 12
 
 

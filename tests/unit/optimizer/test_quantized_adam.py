@@ -1,4 +1,4 @@
-"""Quantised Adam against a plain loop in fp64 written from its formulas (1-bit Adam, algorithm 1, at b bits)."""
+"""Quantized Adam against a plain loop in fp64 written from its formulas (1-bit Adam, algorithm 1, at b bits)."""
 
 from __future__ import annotations
 

@@ -103,6 +103,26 @@ def test_what_cannot_be_planned_is_refused() -> None:
         predictor.predict(choice)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "each"),
+    [
+        ({}, {}, 8),
+        ({}, {"bf16": True}, 12),
+        ({"optimizer": "sgd"}, {}, 4),
+        ({"optimizer": "sgd", "sgd_momentum": 0.0}, {}, 0),
+        ({}, {"fp64": True}, 16),
+    ],
+)
+def test_the_memory_of_the_optimizer_is_that_of_the_run(
+    optimizer: dict[str, Any], precision: dict[str, Any], each: int
+) -> None:
+    """Bytes of moments, and of the fp32 copy of a 16-bit parameter."""
+    predictor, choice = predictor_of(small_run(optimizer=optimizer, precision=precision))
+    memory = predictor.predict(choice).memory
+    elements = memory["parameters"] / (2 if "bf16" in precision else 8 if precision else 4)
+    assert memory["optimizer"] == each * elements / (choice.dp if choice.sharded else 1)
+
+
 def test_the_memory_of_samples_counts() -> None:
     specs = ("pp-forward=delta,bits=4,cache=100",)
     config = small_run(specs=specs, parallel={"pipeline_model_parallel_size": 2}, data={"sample_order": "fixed"})

@@ -62,8 +62,7 @@ def test_finishing_work_runs_once(alone: Group) -> None:
 def test_a_single_process_is_every_end_of_the_mesh() -> None:
     topology = single_process()
     assert topology.layout.world_size == 1
-    assert topology.is_first_stage
-    assert topology.is_last_stage
+    assert topology.coordinates.pp == topology.layout.pp - 1 == 0
     assert topology.is_last_rank
     assert topology.embedding is None
     groups = (topology.world, topology.control, topology.tp, topology.dp, topology.pp)

@@ -16,7 +16,7 @@ def _grid(layout: Layout) -> np.ndarray:
 
 
 @given(layouts)
-def test_tensor_parallel_ranks_are_neighbours_then_data_then_pipeline(layout: Layout) -> None:
+def test_tensor_parallel_ranks_are_neighbors_then_data_then_pipeline(layout: Layout) -> None:
     grid = _grid(layout)
     for (pp, dp, tp), rank in np.ndenumerate(grid):
         assert layout.coordinates(int(rank)) == Coordinates(tp=tp, dp=dp, pp=pp)

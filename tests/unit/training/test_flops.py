@@ -12,7 +12,7 @@ from megatron.training.flops import (
     ModelShape,
     benchmark_tflops,
     model_flops_per_sample,
-    model_flops_utilisation,
+    model_flops_utilization,
     model_tflops,
 )
 
@@ -115,7 +115,7 @@ def test_causal_attention_counts_the_pairs_of_the_mask(window: int | None) -> No
     assert difference == 3 * 3 * 4 * masked_pairs * 4 * 10
 
 
-def test_utilisation() -> None:
-    assert model_flops_utilisation(103.4, 312.0) == pytest.approx(0.3314, abs=1e-4)
+def test_utilization() -> None:
+    assert model_flops_utilization(103.4, 312.0) == pytest.approx(0.3314, abs=1e-4)
     with pytest.raises(ValueError, match="positive"):
-        model_flops_utilisation(1.0, 0.0)
+        model_flops_utilization(1.0, 0.0)
