@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from benchmarks.lab.hosts import LabError, check_permission
 from benchmarks.train import Side, SideError, SideOf
 from benchmarks.train_sides import Shape
 from tests.support.cli import run_cli
+from tests.support.spawn import context_of_tests
 
 pytestmark = pytest.mark.multiprocess
 
@@ -80,6 +82,8 @@ SECTIONS = {"train": train, "kernels": kernels, "generate": generate, "network":
 
 
 def test_a_side_that_fails_is_named_with_its_reason() -> None:
+    context_of_tests()  # whose server, once it runs, is the sides' too
+    forkserver.ensure_running()
     bad, gone = (
         Side(SideOf("ours", Shape(2, 64, 16, 2, vocab=0), "bf16", 1)),
         Side(SideOf("nanogpt", Shape(2, 64, 16, 2, vocab=100), "bf16", 1)),
