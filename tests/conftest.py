@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the processes started
@@ -13,6 +14,11 @@ from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
 
+if hasattr(os, "SCHED_BATCH"):
+    # Inherited by all processes started. A thread of gloo that wakes up while another one holds its lock polls until
+    # it has it. Where ranks share processors, it would keep the other one from going on: woken up, it comes first.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
 settings.register_profile("dev", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
@@ -22,7 +28,7 @@ BESIDE = frozenset(
     f"test_{name}.py"
     for name in (
         *("asplos23", "bench_gpu", "bench_memory", "bench_network", "bench_train", "evaluate_lm", "faults"),
-        *("generation_server", "gradient_records", "lsf", "netlab", "slurm", "trace"),
+        *("finetune_example", "generation_server", "gradient_records", "lsf", "netlab", "slurm", "trace"),
     )
 )
 """Files of tests/multiprocess that mostly wait, for processes to start or for limits to pass."""
@@ -55,16 +61,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduler(config, log)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``--unit`` what starts ranks is not even imported."""
+    return True if config.getoption("--unit") and "multiprocess" in collection_path.parent.parts else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skips what this machine or this call cannot run, with the reason. What takes longest comes first."""
     if config.getoption("--unit"):
-        quick = [
-            item for item in items if "multiprocess" not in item.path.parts and not item.get_closest_marker("slow")
-        ]
+        quick = [item for item in items if not item.get_closest_marker("slow")]
         kept = set(quick)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = quick
-    items.sort(key=lambda item: ("multiprocess" not in item.path.parts, item.path.name in BESIDE))
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(
+        key=lambda item: ("multiprocess" not in item.path.parts, item.path.name in BESIDE, item.path not in slow)
+    )
     no_gpu = pytest.mark.skip(reason="needs a CUDA device")
     no_faults = pytest.mark.skip(reason="long fault injection: run `make test-faults`")
     for item in items:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal
 
 from megatron.base.kinds import Kind
@@ -139,9 +138,16 @@ def is_unset(value: object) -> bool:
     return value is None
 
 
-def field_options(section: str, cls: type) -> Iterator[FieldOption]:
+def field_options(section: str, cls: type) -> tuple[FieldOption, ...]:
     """The declared fields of the dataclass ``cls``, in order."""
+    return _declared(section, typing.cast(typing.Hashable, cls))
+
+
+@cache
+def _declared(section: str, cls: Any) -> tuple[FieldOption, ...]:
+    """``field_options``, of which every check and every line of help asks again."""
     hints = typing.get_type_hints(cls)
+    fields = []
     for field in dataclasses.fields(cls):
         described = field.metadata.get(_METADATA_KEY, _UNDECLARED)
         element, is_list = _element_type(hints[field.name])
@@ -152,7 +158,8 @@ def field_options(section: str, cls: type) -> Iterator[FieldOption]:
             default = field.default_factory()
         else:
             default = field.default
-        yield FieldOption(section, field.name, described, element, is_list, default, choices)
+        fields.append(FieldOption(section, field.name, described, element, is_list, default, choices))
+    return tuple(fields)
 
 
 def _element_type(hint: Any) -> tuple[type, bool]:

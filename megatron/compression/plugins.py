@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Sequence
-from importlib.metadata import entry_points
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from megatron.base.errors import UserError
@@ -26,11 +27,17 @@ def build_registry(modules: Sequence[str] = ()) -> Registry:
         UserError: when a file or an entry point cannot be used.
     """
     registry = Registry(BUILTIN)
-    for found in entry_points(group=ENTRY_POINTS):
+    for found in installed():
         _register(registry, found.load, f"entry point {found.name}")
     for name in modules:
         _register(registry, lambda path=name: _load(path), f"--compress-module {name}")
     return registry
+
+
+@cache
+def installed() -> tuple[EntryPoint, ...]:
+    """The entry points of installed packages, for which the metadata of every package is read."""
+    return tuple(entry_points(group=ENTRY_POINTS))
 
 
 def _register(registry: Registry, load: object, where: str) -> None:

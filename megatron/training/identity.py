@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 import megatron
 from megatron.base.option import FieldOption, field_options
 from megatron.base.regular import contents
-from megatron.compression.plugins import ENTRY_POINTS
+from megatron.compression.plugins import installed
 from megatron.config.data import DatasetBlend, parse_blend
 from megatron.data.indexed import dataset_files
 from megatron.training.meeting import Identity
@@ -36,13 +35,11 @@ def _code() -> dict[str, str]:
     for root in megatron.__path__:
         for path in sorted(Path(root).rglob("*.py")):
             digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    installed = [
-        f"{found.name} {found.dist.version if found.dist else ''}".strip() for found in entry_points(group=ENTRY_POINTS)
-    ]
+    plugins = [f"{found.name} {found.dist.version if found.dist else ''}".strip() for found in installed()]
     return {
         "the code of the package megatron (a digest of its files)": digest.hexdigest(),
         "the version of torch": torch.__version__,
-        "the list of installed compressors": ", ".join(sorted(installed)) or "empty",
+        "the list of installed compressors": ", ".join(sorted(plugins)) or "empty",
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from benchmarks.train_sides import Shape
 from benchmarks.train_steps import process_step
 from benchmarks.turns import Side, SideError
 from tests.support.cli import run_cli
+from tests.support.spawn import context_of_tests
 
 pytestmark = pytest.mark.multiprocess
 
@@ -82,6 +84,8 @@ SECTIONS = {"train": train, "kernels": kernels, "generate": generate, "network":
 
 
 def test_a_side_that_fails_is_named_with_its_reason() -> None:
+    context_of_tests()  # whose server, once it runs, is the sides' too
+    forkserver.ensure_running()
     bad, gone = (
         Side("ours", partial(process_step, "ours", Shape(2, 64, 16, 2, vocab=0), "bf16", 1)),
         Side("nanogpt", partial(process_step, "nanogpt", Shape(2, 64, 16, 2, vocab=100), "bf16", 1)),

@@ -137,16 +137,13 @@ def cover(seed: int = 0) -> tuple[list[Case], int]:
     impossible, cases = set(), []
     while missing:
         wanted = min(missing)
-        found: list[Case] = []
-        for _ in range(60):
-            case = {name: source.choice(values) for name, values in FACTORS.items()} | dict(wanted)
-            if works(case):
-                found.append(case)
-        if not found:
+        drawn = [{name: source.choice(values) for name, values in FACTORS.items()} | dict(wanted) for _ in range(60)]
+        drawn.sort(key=lambda case: len(missing.intersection(pairs(case))), reverse=True)
+        best = next(filter(works, drawn), None)  # whether a case works takes longest to know
+        if best is None:
             impossible.add(wanted)
             missing.discard(wanted)
             continue
-        best = max(found, key=lambda case: len(missing.intersection(pairs(case))))
         cases.append(best)
         missing.difference_update(pairs(best))
     return cases, len(impossible)

@@ -44,6 +44,7 @@ PRELOAD = (
     "torch.distributed.tensor",
     "megatron.training.pretrain",
     "pytest",
+    "tests.support.preloaded",  # the last one
 )
 
 

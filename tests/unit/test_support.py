@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 from pathlib import Path
 
@@ -53,3 +54,24 @@ def test_fault_tests_run_only_when_asked_for(pytester: pytest.Pytester, argument
     pytester.makepyfile(MARKED_TESTS)
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider", *arguments)
     result.assert_outcomes(passed=passed, skipped=2 - passed)
+
+
+def test_unit_leaves_out_what_is_slow_and_does_not_import_what_starts_ranks(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(CONFTEST.read_text())
+    pytester.makeini("[pytest]\nmarkers = slow\ntestpaths = unit multiprocess")
+    for folder in ("unit", "multiprocess"):
+        pytester.mkdir(folder)
+    slow = "import pytest\n\n@pytest.mark.slow\ndef test_search():\n    pass\n\ndef test_short():\n    pass\n"
+    (pytester.path / "unit" / "test_a.py").write_text(slow)
+    (pytester.path / "multiprocess" / "test_b.py").write_text("raise ImportError\n")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--import-mode=importlib", "--unit")
+    result.assert_outcomes(passed=1, deselected=1)
+
+
+def test_unit_tests_start_no_ranks() -> None:
+    """They may use what reads a command's result or names a port, but not what starts one."""
+    starting = {"run_ranks", "run_cli", "launch_ranks_cli", "RankProcesses", "Forked", "train"}
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("tests.support"):
+                assert not starting & {alias.name for alias in node.names}, path

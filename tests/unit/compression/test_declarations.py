@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,20 @@ ALONE = ("edgc", "quantized_adam", "delta", "topk")
 """Files that nothing else names: each needs something of the engines."""
 
 
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def _classes(path: Path) -> set[str]:
-    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)}
+    return {node.name for node in _tree(path).body if isinstance(node, ast.ClassDef)}
 
 
+@cache
 def _named(path: Path) -> set[str]:
     """The names that a file's code uses; prose may say what it likes."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Name):
             found.add(node.id)
         elif isinstance(node, ast.Attribute):
@@ -61,7 +68,7 @@ def test_no_file_compares_the_name_of_a_compressor() -> None:
     for path in sorted(PACKAGE.rglob("*.py")):
         if path.name in ("error_feedback.py", "legacy.py"):
             continue  # whose own words they are: a kind of residual, and switches of other systems
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_tree(path)):
             if isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute | ast.Name):
                 own = node.left.attr if isinstance(node.left, ast.Attribute) else node.left.id
                 words = {leaf.value for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)}

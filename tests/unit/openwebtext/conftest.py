@@ -25,7 +25,7 @@ def site() -> Iterator[str]:
     Site.asked, Site.at_once, Site.most_at_once = Counter(), Counter(), Counter()
     server = ThreadingHTTPServer(("0.0.0.0", 0), Site)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)  # how soon it sees its end
     thread.start()
     yield str(server.server_address[1])
     server.shutdown()

@@ -166,6 +166,7 @@ def test_a_stopped_rank_that_was_asked_to_end_is_found() -> None:
             child.kill()
 
 
+@pytest.mark.slow
 def test_the_line_of_the_rank_is_the_last_one_after_restarts_too(tmp_path: Path) -> None:
     """All of torch's launcher, with ranks that fail at once in the way that the project's programs do."""
     script = tmp_path / "fail.py"
