@@ -216,7 +216,7 @@ LOSSY: dict[str, tuple[int, Changes]] = {
 
 
 LONG = ("powersgd", "stable top-k", "top-k", "stochastic gradients", "lowrank", "delta lowbits, evicting")
-"""100 steps; the others take 20."""
+"""200 steps; the others take 20."""
 
 
 def _train_and_compare(changes: Changes, iterations: int, every: int) -> tuple[Trace, list[str]]:
@@ -238,7 +238,7 @@ def _train_and_compare(changes: Changes, iterations: int, every: int) -> tuple[T
 @pytest.mark.parametrize("name", LOSSY)
 def test_replicas_agree_and_the_loss_falls(name: str) -> None:
     ranks, changes = LOSSY[name]
-    iterations = 100 if name in LONG else 20
+    iterations = 200 if name in LONG else 20
     results = run_ranks(ranks, _train_and_compare, changes, iterations, max(iterations // 20, 1))
     assert [found for _, found in results] == [[]] * ranks
     losses = results[-1][0].losses
