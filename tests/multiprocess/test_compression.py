@@ -468,7 +468,7 @@ def test_the_documented_compressor_trains(tmp_path: Path) -> None:
         pipeline_model_parallel_size=2,
         train_iters=20,
         compress_module=tmp_path / "mine.py",
-        compress=["pp-forward=float8", "dp-grad=random-rows,share=0.5,error-feedback=on"],
+        compress=["pp-forward=tensor-float8", "dp-grad=random-rows,share=0.5,error-feedback=on"],
         log_json_file=log,
     )
     train(4, flags)
