@@ -124,10 +124,11 @@ def test_what_is_not_finite_stays_visible(bad: float, dtype: str) -> None:
 
 
 def test_messages_may_lie_anywhere() -> None:
-    """As the parts of a gathered buffer do."""
+    """As the parts of a gathered buffer do; what fills them up to 4 bytes is zero."""
     form = Float8Format(Float8Config(scale_dtype="bf16"))
     x = torch.randn(333, generator=torch.Generator().manual_seed(0))
-    size = form.nbytes(x.shape)
-    room = torch.zeros(size + 3, dtype=torch.uint8)
-    room[3:] = form.encode(x, None, wire=torch.empty(size, dtype=torch.uint8))
+    room = torch.full((form.nbytes(x.shape) + 3,), 77, dtype=torch.uint8)
+    room[3:] = form.encode(x, None, wire=room[3:].clone())
+    assert room.numel() == 3 + 3 * 2 + 333 + 1
+    assert room[-1] == 0
     assert torch.equal(form.decode(room[3:], x.shape), _round_trip(x, scale_dtype="bf16"))
