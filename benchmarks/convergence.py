@@ -50,6 +50,11 @@ CASES: dict[str, list[str]] = {
     "delta by token fw2/bw8": ["pp-forward=delta,predict=token,bits=2", "pp-backward=fixpoint,bits=8"],
     "fixpoint fw4/bw8": ["pp-forward=fixpoint,bits=4", "pp-backward=fixpoint,bits=8"],
     "fixpoint fw2/bw4": ["pp-forward=fixpoint,bits=2", "pp-backward=fixpoint,bits=4"],
+    "fixpoint fw8/bw8": ["pp-forward=fixpoint,bits=8", "pp-backward=fixpoint,bits=8"],
+    "float8 fw e4m3/bw e5m2": ["pp-forward=float8", "pp-backward=float8,format=e5m2"],
+    "float8 gradients": ["dp-grad=float8"],
+    "parameters fixpoint 4, group 2048": ["param-gather=fixpoint,bits=4,group=2048"],
+    "parameters float8": ["param-gather=float8"],
     "CB+FE, delta fw4, Radius d=0.1": [MEAN, "embedding=fused", "pp-forward=delta,bits=4", f"{RADIUS},density=0.1"],
 }
 
@@ -88,6 +93,11 @@ def continued(log: Path) -> Path:
     return log.with_suffix(".continuation")
 
 
+def is_sharded(case: str) -> bool:
+    """Whether a case gathers parameters, which a sharded optimizer alone does."""
+    return any(spec.startswith("param-gather=") for spec in CASES[case])
+
+
 def train(out: Path, case: str, seed: int, iterations: int) -> None:
     """Trains one case with one seed, and measures its continuations, unless both are done."""
     log = log_of(out, case, seed, iterations)
@@ -95,6 +105,7 @@ def train(out: Path, case: str, seed: int, iterations: int) -> None:
         return
     log.unlink(missing_ok=True)
     values = {**MODEL, "seed": seed, "train-iters": iterations, "eval-interval": max(iterations // 8, 1)}
+    values |= {"use-distributed-optimizer": True} if is_sharded(case) else {}
     saved = out / "checkpoints" / log.stem
     shutil.rmtree(saved, ignore_errors=True)
     words = runs.flags({**values, "save": saved, "no-save-optim": True}, CASES[case], out, log)
@@ -121,7 +132,7 @@ def bytes_per_iteration(events: Sequence[Mapping[str, Any]]) -> dict[str, float]
     return {p: statistics.fmean(comm.get(p, {}).get("wire_bytes", 0.0) for comm in trained) for p in points}
 
 
-POINTS = ("pp-forward", "pp-backward", "dp-grad", "embedding")
+POINTS = ("pp-forward", "pp-backward", "dp-grad", "embedding", "param-gather")
 
 
 def outcomes(out: Path, cases: list[str], seeds: list[int], iterations: int) -> list[Outcome]:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
 from megatron.compression.state import CompressorState
-from megatron.kernels import ops, reference
+from megatron.kernels import float8, ops, reference
+from megatron.kernels.float8 import Float8
 from megatron.kernels.grid import Grid, Role, ScaleLayout
 
 TP, MICRO_BATCH, SEQUENCE = 8, 8, 1024
@@ -99,6 +100,7 @@ def codec_cases(model: str, device: str, quick: bool) -> Iterator[KernelCase]:
                 model, size, f"{bits} bits, channel", Grid(bits, ScaleLayout.CHANNEL, hidden), device
             )
             yield from _scale_cases(model, size, f"{bits} bits, tensor", Grid(bits, ScaleLayout.TENSOR), device)
+    yield from float8_cases(model, size, device, plain=quick)
 
 
 def _message(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -157,6 +159,54 @@ def grid_cases(
         yield case("quantize, stochastic", lambda x: _encode(x, grid, seed=7))
         rotated = dataclasses.replace(grid, rotation=64)
         yield case("quantize, rotated", lambda x: _encode(x, rotated))
+
+
+def float8_cases(
+    model: str, size: Size, device: str, dtype: torch.dtype = torch.float32, *, plain: bool = False
+) -> Iterator[KernelCase]:
+    """Cases of both formats with scales of tiles; unless ``plain``, also of other scales and uses."""
+    groups = {"tile": 128, "row": size[1], "tensor": size[0] * size[1]}
+    kinds = [("e4m3", 3, "tile"), ("e5m2", 2, "tile")]
+    if not plain:
+        kinds += [("e4m3", 3, "row"), ("e4m3", 3, "tensor")]
+    for name, mantissa, scale in kinds:
+
+        def case(op: str, build: partial[Runs], setting: str = f"{name}{kind_of(dtype)}, {scale}") -> KernelCase:
+            return KernelCase(
+                op, model, f"{size[0]} x {size[1]}", setting, lambda: build(drawn(size, device, dtype))
+            )  # fmt: skip
+
+        form = Float8(mantissa, groups[scale])
+        yield case("quantize", partial(_encode_float8, form=form))
+        yield case("dequantize", partial(_decode_float8, form=form))
+        if not plain and scale == "tile" and dtype == torch.float32:
+            yield case("dequantize, add", partial(_decode_float8, form=form, added=1))
+            yield case("quantize, stochastic", partial(_encode_float8, form=form, seed=7))
+
+
+def _float8_message(x: Tensor, form: Float8) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(x.numel(), dtype=torch.uint8, device=x.device)
+    return codes, torch.empty(form.scale_count(x.numel()), device=x.device)
+
+
+def _encode_float8(x: Tensor, form: Float8, seed: int | None = None) -> Runs:
+    codes, scales = _float8_message(x, form)
+    return Runs(
+        lambda: ops.float8_encode(x, codes, scales, form, seed),
+        lambda: float8.float8_encode(x, codes, scales, form, seed), nbytes(x), nbytes(x, codes, scales),
+    )  # fmt: skip
+
+
+def _decode_float8(x: Tensor, form: Float8, added: int = 0) -> Runs:
+    codes, scales = _float8_message(x, form)
+    ops.float8_encode(x, codes, scales, form)
+    out = torch.zeros_like(x)
+    moved = 2 * nbytes(out) if added else 0
+    return Runs(
+        lambda: ops.float8_decode(codes, scales, out, form, added),
+        lambda: float8.float8_decode(codes, scales, out, form, added),
+        nbytes(x), nbytes(codes, scales) + (moved or nbytes(out)), moved,
+    )  # fmt: skip
 
 
 def message_cases(model: str, device: str, quick: bool) -> Iterator[KernelCase]:

@@ -17,6 +17,7 @@ from benchmarks.kernel_cases import (
     KernelCase,
     basis_case,
     choice_cases,
+    float8_cases,
     grid_cases,
     matrices,
     norm_cases,
@@ -84,6 +85,7 @@ def cases(setting: Setting) -> Iterator[KernelCase]:
         for dtype in (torch.float32, torch.bfloat16):
             for bits in (4,) if toy else PLAIN_BITS:
                 yield from grid_cases(model, size, bits, device, dtype, plain=bits not in BITS)
+            yield from float8_cases(model, size, device, dtype)
             yield from norm_cases(model, f"{size[0]} x {size[1]}", size, device, dtype)
     for elements in (1000,) if toy else ELEMENTS:
         for density in DENSITIES:

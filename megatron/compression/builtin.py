@@ -10,6 +10,7 @@ from megatron.compression import (
     delta,
     edgc,
     fixpoint,
+    float8,
     identity,
     lowrank_codec,
     powersgd,
@@ -18,7 +19,7 @@ from megatron.compression import (
 )
 from megatron.compression.registry import Registration, Registry
 
-MODULES = (identity, fixpoint, cast, lowrank_codec, delta, powersgd, edgc, topk, quantized_adam)
+MODULES = (identity, fixpoint, float8, cast, lowrank_codec, delta, powersgd, edgc, topk, quantized_adam)
 """Files with a function ``register(registry)``."""
 
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from megatron.base.errors import UserError
 from megatron.compression.api import Codec, CodecTraits, Content, Payload
-from megatron.compression.fixpoint import FixpointConfig, Quantizer, message_seed
+from megatron.compression.fixpoint import FixpointConfig, Quantizer
+from megatron.compression.message import message_seed
 from megatron.compression.options import opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry

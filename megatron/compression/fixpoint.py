@@ -6,9 +6,8 @@ peaks. Scales are fp32 or bf16 without an epsilon, so tiny gradients keep their 
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import UserError
-from megatron.compression.api import Codec, CodecTraits, Payload
+from megatron.compression.message import FormatCodec, ScaledCodes, noise_seed
 from megatron.compression.options import SEED, opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
@@ -97,11 +96,7 @@ class FixpointSumConfig(FixpointConfig):
 
 
 class Quantizer:
-    """A format of quantized numbers, without state. 32 and 64-bit inputs are quantized in fp32.
-
-    A message is the scales, the codes, and up to 3 bytes that make its length a multiple of 4, so that messages that
-    adjacent in memory keep their scales aligned.
-    """
+    """A format of quantized numbers, without state. 32 and 64-bit inputs are quantized in fp32."""
 
     def __init__(self, config: FixpointConfig) -> None:
         self.config = config
@@ -127,18 +122,12 @@ class Quantizer:
             rotation=self.config.rotation,
         )
 
+    def _layout(self, grid: Grid, count: int) -> ScaledCodes:
+        return ScaledCodes(grid.scale_count(count), self.scale_dtype, grid.code_bytes(count))
+
     def nbytes(self, shape: torch.Size) -> int:
         """Bytes of a tensor's message."""
-        grid, count = self._grid(shape), shape.numel()
-        return -(-(grid.scale_count(count) * self.scale_dtype.itemsize + grid.code_bytes(count)) // 4) * 4
-
-    def _parts(self, wire: Tensor, grid: Grid, count: int) -> tuple[Tensor, Tensor]:
-        """Codes and scales of a message."""
-        if not wire.numel():
-            return wire, torch.empty(0, dtype=self.scale_dtype, device=wire.device)
-        scale_bytes = grid.scale_count(count) * self.scale_dtype.itemsize
-        codes = wire[scale_bytes : scale_bytes + grid.code_bytes(count)]
-        return codes, wire[:scale_bytes].view(self.scale_dtype)
+        return self._layout(self._grid(shape), shape.numel()).nbytes
 
     def encode(
         self,
@@ -160,11 +149,10 @@ class Quantizer:
             wire: where to write it, as long as ``nbytes`` says; a new tensor unless given.
         """
         x = x.detach().contiguous()
-        grid, count = self._grid(x.shape), x.numel()
+        grid = self._grid(x.shape)
         if wire is None:
             wire = torch.empty(self.nbytes(x.shape), dtype=torch.uint8, device=x.device)
-        codes, scales = self._parts(wire, grid, count)
-        wire[scales.numel() * scales.element_size() + codes.numel() :] = 0
+        codes, scales = self._layout(grid, x.numel()).to_write(wire)
         stochastic = self.config.rounding == "stochastic"
         narrow = x.float() if x.dtype == torch.float64 else x
         quantize_pack(narrow, codes, scales, grid, role, other, seed if stochastic else None)
@@ -180,7 +168,7 @@ class Quantizer:
         if out is None:
             out = torch.empty(shape, dtype=torch.float32, device=wire.device)
         grid = self._grid(shape)
-        unpack_dequantize(*self._parts(_aligned(wire), grid, shape.numel()), out, grid)
+        unpack_dequantize(*self._layout(grid, shape.numel()).to_read(wire), out, grid)
         return out
 
     def add_to(self, out: Tensor, wire: Tensor, negative: bool = False) -> Tensor:
@@ -189,20 +177,9 @@ class Quantizer:
         With a message of ``Role.DELTA`` that moves the reference to what the sender holds.
         """
         grid = self._grid(out.shape)
-        codes, scales = self._parts(_aligned(wire), grid, out.numel())
+        codes, scales = self._layout(grid, out.numel()).to_read(wire)
         unpack_dequantize(codes, -scales if negative else scales, out, grid, Role.ADD)
         return out
-
-
-def _aligned(wire: Tensor) -> Tensor:
-    """Returns the message, copied if its start is not aligned to 4 bytes, as its scales need."""
-    return wire.clone() if wire.storage_offset() % 4 else wire
-
-
-def message_seed(seed: int, *parts: object) -> int:
-    """A seed of 63 bits, from a run's seed and the name of the message."""
-    digest = hashlib.blake2b(repr((seed, *parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def _levels_problem(config: FixpointConfig) -> str:
@@ -216,35 +193,17 @@ def _levels_problem(config: FixpointConfig) -> str:
     )
 
 
-class FixpointCodec(Codec):
+class FixpointCodec(FormatCodec):
     """Quantized messages."""
 
-    traits = CodecTraits(steady=("messages",))
     config: FixpointConfig
 
     def __init__(self, config: FixpointConfig | None = None) -> None:
-        super().__init__(config or FixpointConfig())
-        self.quantizer = Quantizer(self.config)
+        config = config or FixpointConfig()
+        super().__init__(config, Quantizer(config))
 
     def check(self, point: Point, flags: Mapping[str, Any]) -> str:
         return _levels_problem(self.config)
-
-    def empty_payload(
-        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
-    ) -> Payload:
-        return Payload(torch.empty(self.quantizer.nbytes(shape), dtype=torch.uint8, device=device))
-
-    def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
-        seed = None
-        if self.config.rounding == "stochastic":
-            seed = message_seed(self.config.seed, state.count("messages"), key)
-            state.stage("messages", state.count("messages") + 1)
-        return Payload(self.quantizer.encode(x, seed))
-
-    def decode(
-        self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
-    ) -> Tensor:
-        return self.quantizer.decode(payload.wire, shape).to(dtype)
 
 
 class FixpointRounds(TwoStepSum):
@@ -263,9 +222,7 @@ class FixpointRounds(TwoStepSum):
         return _levels_problem(self.config) if point in (Point.TP_FWD, Point.TP_BWD) else ""
 
     def seed(self, state: CompressorState, message: int) -> int | None:
-        if self.config.rounding == "nearest":
-            return None
-        return message_seed(self.config.seed, state.count("messages"), message)
+        return noise_seed(self.config, state, message)
 
 
 def register(registry: Registry) -> None:

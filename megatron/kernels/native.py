@@ -145,4 +145,6 @@ OPERATORS = (
     "sample_histogram",
     "orthonormalize",
     "cross_entropy",
+    "float8_encode",
+    "float8_decode",
 )

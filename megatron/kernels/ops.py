@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.kernels import native, reference
+from megatron.kernels import float8, native, reference
 from megatron.kernels.grid import Grid, Role
 
 
@@ -49,6 +49,23 @@ def unpack_dequantize(
 
 def _numbers(grid: Grid) -> tuple[int, int, int, bool, int, int]:
     return grid.bits, grid.layout, grid.group, grid.symmetric, grid.method, grid.rotation
+
+
+def float8_encode(x: Tensor, codes: Tensor, scales: Tensor, form: float8.Float8, seed: int | None = None) -> None:
+    """See ``float8.float8_encode``."""
+    if native.serves(x, scales):
+        stochastic = seed is not None
+        native.operators().float8_encode(x, codes, scales, form.mantissa, form.group, stochastic, seed or 0)
+    else:
+        float8.float8_encode(x, codes, scales, form, seed)
+
+
+def float8_decode(codes: Tensor, scales: Tensor, out: Tensor, form: float8.Float8, added: int = 0) -> None:
+    """See ``float8.float8_decode``."""
+    if native.serves(codes, scales, out):
+        native.operators().float8_decode(codes, scales, out, form.mantissa, form.group, added)
+    else:
+        float8.float8_decode(codes, scales, out, form, added)
 
 
 def _none(like: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 
 from megatron.kernels import native, ops
 from megatron.kernels.grid import Grid, Role, ScaleLayout, ScaleMethod
+from tests.support import float8 as float8_checks
 from tests.support import kernels as checks
 
 pytestmark = [
@@ -97,3 +98,26 @@ def test_a_product_adds_in_a_wider_total(dtype: torch.dtype) -> None:
 def test_cross_entropy(dtype: torch.dtype) -> None:
     for tokens, columns, valid in ((1, 1, 1), (3, 40, 33), (4, 1111, 1100), (300, 50_304, 50_257), (5, 50_257, 50_257)):
         checks.check_cross_entropies(DEVICE, dtype, tokens, columns, valid, 3.0)
+
+
+@pytest.mark.parametrize("mantissa", float8_checks.MANTISSAS)
+def test_codes_of_8_bit_floats_are_torchs(mantissa: int) -> None:
+    float8_checks.check_codes(DEVICE, mantissa)
+
+
+def test_8_bit_floats_give_the_twins_bits() -> None:
+    float8_checks.check_formats(DEVICE, (0, 1, 999, 70_001))
+    float8_checks.check_large_groups(DEVICE)
+    float8_checks.check_unaligned(DEVICE)
+
+
+def test_8_bit_floats_equal_the_cpus() -> None:
+    x = checks.noise((123_457,), 0, "cpu")
+    for _, form, scale in float8_checks.formats():
+        found = []
+        for device in ("cpu", DEVICE):
+            codes, scales = float8_checks.message(x.numel(), form, scale, device)
+            ops.float8_encode(x.to(device), codes, scales, form, 11)
+            found.append((codes.cpu(), scales.cpu()))
+        assert torch.equal(found[0][0], found[1][0])
+        assert torch.equal(found[0][1], found[1][1])

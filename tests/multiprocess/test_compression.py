@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron.compression.edgc import RankByEntropy, RankController
 from megatron.compression.points import Point
 from megatron.parallel.data.buffer import ParamSlot
+from megatron.parallel.data.gradients import own_share
 from megatron.training.assembly import Engines
 from megatron.training.coverage import coverage_notes
 from megatron.training.replica_check import disagreements
@@ -151,6 +152,38 @@ LOSSY: dict[str, tuple[int, Changes]] = {
             use_distributed_optimizer=True,
         ),
     ),
+    "parameters bf16 in 4 bits, long groups": (
+        4,
+        _run("param-gather=fixpoint,bits=4,group=2048", tp=2, precision="bf16", use_distributed_optimizer=True),
+    ),
+    "parameters and gradients in 8-bit floats": (
+        4,
+        _run(
+            "param-gather=float8",
+            "dp-grad=float8,format=e5m2,error-feedback=on",
+            pp=2,
+            precision="fp16",
+            use_distributed_optimizer=True,
+            **OVERLAP,
+        ),
+    ),
+    "gradients in 8-bit floats": (
+        4,
+        _run("dp-grad=float8,rounding=stochastic", "embedding=float8,format=e5m2", pp=2, precision="bf16"),
+    ),
+    "activations in 8-bit floats": (
+        4,
+        _run(
+            "pp-forward=float8,scale=row",
+            "pp-backward=float8,format=e5m2,rounding=stochastic",
+            "tp-forward=float8,scale=row",
+            "tp-backward=float8,tile=32,scale-dtype=e8m0",
+            tp=2,
+            pp=2,
+            sequence_parallel=True,
+        ),
+    ),
+    "8-bit floats on tensor-parallel ranks": (4, _run("tp-forward=float8", "tp-backward=float8,scale=tensor", tp=2)),
     "delta": (2, _run("pp-forward=delta,bits=2", "pp-backward=fixpoint,bits=4", pp=2, **FIXED)),
     "delta lowbits, evicting": (4, _run("pp-forward=delta-lowbits,bits=4,cache=5,memory=2", pp=2, **FIXED)),
     "delta bf16 virtual stochastic": (
@@ -253,6 +286,30 @@ def test_gathered_differences_follow_the_optimizer(dense: Trace) -> None:
     assert ours.losses == pytest.approx(dense.losses, rel=2e-3)
     assert ours.losses != exact.losses
     assert ours.bytes_by_point["param-gather"] < 0.27 * exact.bytes_by_point["param-gather"]
+
+
+def _gathered(changes: Changes, iterations: int) -> tuple[list[int], Trace]:
+    """The numbers in this rank's share of each bucket, and what a run sent."""
+    engines = tiny_engines(changes)
+    found = [own_share(bucket, engines.topology.dp, True) for buffer in engines.buffers for bucket in buffer.buckets]
+    return [share.stop - share.start for share in found], tiny_train(engines, iterations)
+
+
+@pytest.mark.parametrize(
+    ("spec", "group", "bits"),
+    [("fixpoint,bits=4,group=2048", 2048, 4), ("float8", 128, 8)],
+    ids=["4 bits", "8-bit float"],
+)
+def test_gathered_differences_send_what_the_formula_says(spec: str, group: int, bits: int) -> None:
+    """To the byte: a scale of 4 bytes for each group, the codes of whole eights, all rounded up to 4 bytes."""
+    ranks, iterations = 4, 3
+    changes = _run(f"param-gather={spec}", precision="bf16", use_distributed_optimizer=True, **OVERLAP)
+    for shares, trace in run_ranks(ranks, _gathered, changes, iterations):
+        assert len(shares) > 1
+        eights = 8 if bits < 8 else 1
+        messages = [-(-(-(-n // group) * 4 + -(-n // eights) * eights * bits // 8) // 4) * 4 for n in shares]
+        assert trace.bytes_by_point["param-gather"] == iterations * (ranks - 1) * sum(messages)
+        assert trace.raw_by_point["param-gather"] == iterations * (ranks - 1) * sum(shares) * 2
 
 
 def _quantized_adam(clip: float, bits: int, warmup: int = 4) -> Changes:
@@ -468,7 +525,7 @@ def test_the_documented_compressor_trains(tmp_path: Path) -> None:
         pipeline_model_parallel_size=2,
         train_iters=20,
         compress_module=tmp_path / "mine.py",
-        compress=["pp-forward=float8", "dp-grad=random-rows,share=0.5,error-feedback=on"],
+        compress=["pp-forward=tensor-float8", "dp-grad=random-rows,share=0.5,error-feedback=on"],
         log_json_file=log,
     )
     train(4, flags)

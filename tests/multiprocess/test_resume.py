@@ -102,6 +102,14 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"use_distributed_optimizer": True, "compress": ["param-gather=fixpoint,bits=4,rounding=stochastic"]},
     ),
+    "parameters and gradients in 8-bit floats": (
+        2,
+        {
+            "bf16": True,
+            "use_distributed_optimizer": True,
+            "compress": ["param-gather=float8,rounding=stochastic", "dp-grad=float8,format=e5m2,error-feedback=on"],
+        },
+    ),
     "quantized adam, stopped when it is on": (
         4,
         {"tensor_model_parallel_size": 2, "compress": ["dp-grad=quantized-adam,bits=4,warmup=2,rounding=stochastic"]},
@@ -287,6 +295,29 @@ def test_resume_at_another_layout_agrees(prefix: Path, tmp_path: Path, name: str
     for iteration, (loss, norm) in whole.items():
         assert parts[iteration][0] == pytest.approx(loss, rel=1e-5), iteration
         assert parts[iteration][1] == pytest.approx(norm, rel=1e-4), iteration
+
+
+@pytest.mark.parametrize(
+    ("spec", "layout", "later"),
+    [
+        ("fixpoint,bits=4,group=2048", {}, 0.01),
+        ("float8", {"tensor_model_parallel_size": 2}, 0.01),
+        ("float8,format=e5m2,scale-dtype=e8m0", {"tensor_model_parallel_size": 2}, 1e-5),
+    ],
+    ids=["4 bits, dp2 to dp4", "8-bit floats, dp2 to tp2 dp2", "powers of two, dp2 to tp2 dp2"],
+)
+def test_gathered_differences_go_on_at_another_layout(
+    prefix: Path, tmp_path: Path, spec: str, layout: dict[str, Any], later: float
+) -> None:
+    """The next iteration has the model's values, which are not the optimizer's. Then each layout has its own groups;
+    where scales are powers of two, floats do not depend on them, and the run goes on as before."""
+    common = {"use_distributed_optimizer": True, "compress": [f"param-gather={spec}"], "check_replicas": 1}
+    common |= {"global_batch_size": 4, "lr": 0.01}
+    whole, parts = _stop_and_go_on(prefix, tmp_path, (2, 4), common, {**common, **layout})
+    assert sorted(parts) == sorted(whole) == list(range(1, 9))
+    assert parts[5] == pytest.approx(whole[5], rel=1e-5)
+    for iteration, (loss, _) in whole.items():
+        assert parts[iteration][0] == pytest.approx(loss, rel=later), iteration
 
 
 def test_precision_changes_keep_the_best_values(prefix: Path, tmp_path: Path) -> None:

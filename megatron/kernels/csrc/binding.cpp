@@ -301,6 +301,54 @@ void cross_entropy(const Tensor &logits, const Tensor &labels, int64_t valid, co
   device.done();
 }
 
+mcc_float8 float8_of(int64_t count, const Tensor &codes, const Tensor &scales, int64_t mantissa, int64_t group) {
+  STD_TORCH_CHECK(mantissa == 2 || mantissa == 3, "the mantissa must have 2 or 3 bits, has ", mantissa);
+  STD_TORCH_CHECK(group >= 1, "group must be at least 1, is ", group);
+  check_plain(codes, "codes");
+  check_plain(scales, "scales");
+  const int64_t groups = (count + group - 1) / group;
+  STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Byte && codes.numel() == count, "codes must be uint8, one for each number");
+  STD_TORCH_CHECK(scales.numel() == groups && scales.scalar_type() != ScalarType::Half,
+                  "scales must be fp32, bf16 or uint8 (powers of two), one for each of ", groups, " groups");
+  mcc_float8 c = {};
+  c.codes = static_cast<uint8_t *>(codes.data_ptr());
+  c.scales = scales.data_ptr();
+  c.scale_dtype = scales.scalar_type() == ScalarType::Byte ? int(MCC_E8M0) : dtype_of(scales, "scales");
+  c.count = count;
+  c.group = group;
+  c.mantissa = int(mantissa);
+  return c;
+}
+
+template <class Device>
+void float8_encode(const Tensor &x, const Tensor &codes, const Tensor &scales, int64_t mantissa, int64_t group,
+                   bool stochastic, int64_t seed) {
+  check_plain(x, "x");
+  mcc_float8 c = float8_of(x.numel(), codes, scales, mantissa, group);
+  c.x = x.data_ptr();
+  c.x_dtype = dtype_of(x, "x");
+  c.stochastic = stochastic;
+  c.seed = uint64_t(seed);
+  Device device(x);
+  device->float8_encode(&device.context, &c);
+  device.done();
+}
+
+template <class Device>
+void float8_decode(const Tensor &codes, const Tensor &scales, const Tensor &out, int64_t mantissa, int64_t group,
+                   int64_t added) {
+  check_plain(out, "out");
+  STD_TORCH_CHECK(added >= -1 && added <= 1, "added must be -1, 0 or 1, is ", added);
+  STD_TORCH_CHECK(!added || out.scalar_type() == ScalarType::Float, "out must be fp32 to accumulate in");
+  mcc_float8 c = float8_of(out.numel(), codes, scales, mantissa, group);
+  c.out = out.data_ptr();
+  c.out_dtype = dtype_of(out, "out");
+  c.added = int(added);
+  Device device(out);
+  device->float8_decode(&device.context, &c);
+  device.done();
+}
+
 /* Which sources this was compiled from (setup.py). */
 #ifndef MCC_SOURCES
 #define MCC_SOURCES 0ll
@@ -327,6 +375,10 @@ STABLE_TORCH_LIBRARY(MCC_NAMESPACE, m) {
   m.def(
       "cross_entropy(Tensor(a!) logits, Tensor labels, int valid, Tensor(b!) lse, Tensor(c!)? target, Tensor? weights) "
       "-> ()");
+  m.def(
+      "float8_encode(Tensor x, Tensor(a!) codes, Tensor(b!) scales, int mantissa, int group, bool stochastic, int seed) "
+      "-> ()");
+  m.def("float8_decode(Tensor codes, Tensor scales, Tensor(a!) out, int mantissa, int group, int added) -> ()");
 }
 
 template <class Device>
@@ -341,6 +393,8 @@ void implement(torch::stable::detail::StableLibrary &m) {
   m.impl("sample_histogram", TORCH_BOX(&sample_histogram<Device>));
   m.impl("orthonormalize", TORCH_BOX(&orthonormalize<Device>));
   m.impl("cross_entropy", TORCH_BOX(&cross_entropy<Device>));
+  m.impl("float8_encode", TORCH_BOX(&float8_encode<Device>));
+  m.impl("float8_decode", TORCH_BOX(&float8_decode<Device>));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(MCC_NAMESPACE, CompositeExplicitAutograd, m) { m.impl("sources", TORCH_BOX(&sources)); }

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-enum mcc_dtype { MCC_FP32 = 0, MCC_BF16 = 1, MCC_FP16 = 2 };
+enum mcc_dtype { MCC_FP32 = 0, MCC_BF16 = 1, MCC_FP16 = 2, MCC_E8M0 = 3 /* of scales alone: powers of two */ };
 enum mcc_layout { MCC_GROUP = 0, MCC_CHANNEL = 1, MCC_TENSOR = 2 };
 enum mcc_method { MCC_MAX = 0, MCC_L2 = 1 };
 /* What the second tensor of an encoder is, and what a decoder does with its numbers. */
@@ -43,6 +43,21 @@ typedef struct {
   int x_dtype, other_dtype, out_dtype, scale_dtype;
 } mcc_codec;
 
+/* 8-bit floats with a scale for every ``group`` of consecutive numbers. */
+typedef struct {
+  const void *x;    /* numbers to encode; unused by decoders */
+  void *out;        /* decoders: where the numbers go */
+  uint8_t *codes;
+  void *scales;
+  int64_t count;    /* numbers */
+  int64_t group;    /* at least 1 */
+  uint64_t seed;    /* of the noise */
+  int mantissa;     /* bits of it: 3 (e4m3) or 2 (e5m2) */
+  int stochastic;   /* round by noise instead of to nearest */
+  int added;        /* decoders: 0 writes, 1 adds to out in fp32, -1 subtracts */
+  int x_dtype, out_dtype, scale_dtype;
+} mcc_float8;
+
 /* What a call runs in. CPU kernels use none of it. */
 typedef struct {
   void *stream;                                     /* CUDA's */
@@ -70,6 +85,8 @@ typedef struct {
    * weight * (e^(logit - lse) - 1 where the label is), and those that do not count by 0. */
   void (*cross_entropy)(const mcc_context *, void *logits, int dtype, int64_t tokens, int64_t columns, int64_t valid,
                         const int64_t *labels, float *lse, float *target, const float *weights);
+  void (*float8_encode)(const mcc_context *, const mcc_float8 *);
+  void (*float8_decode)(const mcc_context *, const mcc_float8 *);
 } mcc_table;
 
 /* The table for this processor, chosen once; "baseline" etc. in *name. */

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import convergence_figures
-from benchmarks.convergence import CASES, continued, curves, log_of, outcomes, table
+from benchmarks.convergence import CASES, continued, curves, is_sharded, log_of, outcomes, table
 
 
 def _log(path: Path, loss: float, sent: float, finished: bool = True) -> None:
@@ -47,6 +47,11 @@ def test_every_case_is_made_of_specs_that_can_be_read() -> None:
 
     for specs in CASES.values():
         assert len(read_specs(specs, Registry(BUILTIN), RunLength(1000))) == len(specs)
+
+
+def test_gathered_parameters_have_a_sharded_optimizer() -> None:
+    sharded = [case for case in CASES if is_sharded(case)]
+    assert sharded == ["parameters fixpoint 4, group 2048", "parameters float8"]
 
 
 def _validated(path: Path, losses: dict[int, float]) -> None:

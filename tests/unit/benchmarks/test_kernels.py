@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import kernel_cases, kernel_table
 from benchmarks.device_clock import Call, Time
-from benchmarks.kernel_cases import MESSAGE_RANKS, KernelCase, Runs, message_cases
+from benchmarks.kernel_cases import MESSAGE_RANKS, KernelCase, Runs, float8_cases, message_cases
 from benchmarks.kernel_table import OpSummary, Row, draw, kinds_of, read_summary, summary
 from benchmarks.kernels import measure
 from megatron.base.errors import UserError
@@ -92,6 +92,21 @@ def test_every_operation_counts_its_traffic(monkeypatch: pytest.MonkeyPatch) -> 
         ("dequantize", "8 bits bf16, group"): (2 * n, 2 * n + message, 0),
         ("quantize, delta", "8 bits bf16, group"): (2 * n, 6 * n + message, 4 * n),
         ("quantize, feedback", "8 bits bf16, group"): (2 * n, 6 * n + message, 4 * n),
+    }
+    counted.clear()
+    for case in float8_cases("tiny", (64, 128), "cpu"):
+        runs = case.build()
+        runs.run()
+        runs.twin()
+        counted[case.op, case.setting] = (runs.input_bytes, runs.traffic, runs.in_place)
+    m = 64 * 128
+    once, twice = (4 * m, 5 * m + 64 * 4, 0), (4 * m, 9 * m + 64 * 4, 8 * m)
+    assert counted == {
+        **{(op, f"{kind}, tile"): once for op in ("quantize", "dequantize") for kind in ("e4m3", "e5m2")},
+        **{("quantize, stochastic", f"{kind}, tile"): once for kind in ("e4m3", "e5m2")},
+        **{("dequantize, add", f"{kind}, tile"): twice for kind in ("e4m3", "e5m2")},
+        **{(op, "e4m3, row"): once for op in ("quantize", "dequantize")},
+        **{(op, "e4m3, tensor"): (4 * m, 5 * m + 4, 0) for op in ("quantize", "dequantize")},
     }
     monkeypatch.setitem(kernel_cases.MODELS, "tiny", 384)
     for case in kernel_cases.gradient_cases("tiny", "cpu", quick=True):

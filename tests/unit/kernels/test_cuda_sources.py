@@ -17,6 +17,7 @@ from torch.utils import cpp_extension
 import setup as build
 from megatron.kernels import native
 from megatron.kernels.grid import Grid, Role, ScaleLayout, ScaleMethod
+from tests.support import float8 as float8_checks
 from tests.support import kernels as checks
 
 pytestmark = pytest.mark.slow
@@ -140,6 +141,14 @@ def test_cross_entropy(device: str, dtype: torch.dtype) -> None:
         (2, 5000, 4999),
     ):
         checks.check_cross_entropies(device, dtype, tokens, columns, valid, 3.0)
+
+
+def test_float8(device: str) -> None:
+    for mantissa in float8_checks.MANTISSAS:
+        float8_checks.check_codes(device, mantissa)
+    float8_checks.check_formats(device, (0, 1, 999, 2600))
+    float8_checks.check_large_groups(device)
+    float8_checks.check_unaligned(device)
 
 
 NVCC = shutil.which("nvcc")

@@ -205,6 +205,8 @@ def _operands() -> dict[str, tuple[object, ...]]:
         "sample_histogram": (x, 2, torch.zeros(5, dtype=torch.int64), torch.zeros(2, dtype=torch.float64)),
         "orthonormalize": (matrix, torch.zeros(2, 9, 3)),
         "cross_entropy": (rows, torch.tensor([1, 0, 6, -1]), 7, torch.ones(4), torch.ones(4), torch.ones(4)),
+        "float8_encode": (x, torch.zeros(64, dtype=torch.uint8), torch.zeros(2), 3, 32, False, 0),
+        "float8_decode": (torch.zeros(64, dtype=torch.uint8), torch.zeros(2), x, 3, 32, 1),
     }
 
 
@@ -260,6 +262,13 @@ def test_operators_compile_in_one_graph() -> None:
         ("gather_packed", 1, torch.tensor([1, 64])),
         ("scatter_add_packed", 1, torch.tensor([-1, 5])),
         ("orthonormalize", 0, torch.randn(2, 3, 9)),
+        ("float8_encode", 1, torch.zeros(63, dtype=torch.uint8)),
+        ("float8_encode", 2, torch.zeros(2).half()),
+        ("float8_encode", 3, 4),
+        ("float8_encode", 4, 0),
+        ("float8_decode", 1, torch.zeros(1)),
+        ("float8_decode", 2, torch.zeros(64).bfloat16()),
+        ("float8_decode", 5, 2),
     ],
 )
 def test_operands_that_do_not_fit_are_refused(name: str, place: int, value: object) -> None:

@@ -83,6 +83,8 @@ def test_saved_bytes_are_those_of_a_real_run() -> None:
         ("dp-grad=none", 4.0, 4.0),
         ("dp-grad=cast", 2.0, 2.0),
         ("dp-grad=fixpoint,bits=4,group=64", 0.5 + 4 / 64, 0.5 + 4 / 64),
+        ("dp-grad=float8,tile=64,rounding=stochastic", 1.0 + 4 / 64, 1.0 + 4 / 64),
+        ("dp-grad=float8,format=e5m2,scale-dtype=e8m0", 1.0 + 1 / 128, 1.0 + 1 / 128),
         ("dp-grad=stable-topk,density=0.1,interval=10", 0.4, 4.0),
     ],
 )
@@ -95,6 +97,24 @@ def test_gradients_are_sent_as_the_compressor_says(spec: str, of_matrices: float
     sent = sum(halves[collective.kind] * collective.nbytes for collectives in part.rounds for collective in collectives)
     matrices = 12 * 64**2
     assert sent == pytest.approx(of_matrices * matrices + of_vectors * (elements - matrices), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("spec", "bits"),
+    [
+        ("fixpoint,bits=4,group=2048", 4 + 32 / 2048),
+        ("float8", 8 + 32 / 128),
+        ("float8,scale=row", 8 + 32 / 2**20),
+        ("float8,tile=32,scale-dtype=e8m0", 8 + 8 / 32),
+    ],
+)
+def test_gathered_parameters_are_what_the_formula_says(spec: str, bits: float) -> None:
+    parallel = {"use_distributed_optimizer": True}
+    predictor, choice = predictor_of(small_run(specs=(f"param-gather={spec}",), parallel=parallel))
+    cost = predictor.book.gathered(choice, 2**20)
+    assert cost.nbytes == 2**20 * bits / 8
+    assert cost.encode_s > 0
+    assert cost.decode_s > 0
 
 
 def test_what_cannot_be_planned_is_refused() -> None:

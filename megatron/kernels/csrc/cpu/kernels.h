@@ -14,10 +14,13 @@ inline int thread_count() {
 
 #define MCC_FN inline
 #include "../numbers.h"
+#include "../float8.h"
 
 #include "portable.h"
 
 #include "quantize.inl"
+
+#include "float8.inl"
 
 #include "topk.inl"
 
@@ -30,7 +33,7 @@ inline int thread_count() {
 extern const mcc_table table;
 const mcc_table table = {
     quantize, dequantize, abs_topk, dilate, gather, scatter_add, finite_norm, histogram, orthonormalize,
-    cross_entropy,
+    cross_entropy, float8_encode, float8_decode,
 };
 
 }  // namespace MCC_ISA

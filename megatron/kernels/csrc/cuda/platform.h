@@ -21,6 +21,7 @@ namespace cuda {
 
 #define MCC_FN __host__ __device__ __forceinline__
 #include "../numbers.h"
+#include "../float8.h"
 
 constexpr int kWarp = 32;
 constexpr unsigned kAll = 0xffffffffu;

@@ -15,10 +15,12 @@ void histogram(const mcc_context *, const void *, int, int64_t, int64_t, int64_t
 void orthonormalize(const mcc_context *, const float *, int64_t, int64_t, int64_t, float *);
 void cross_entropy(const mcc_context *, void *, int, int64_t, int64_t, int64_t, const int64_t *, float *, float *,
                    const float *);
+void float8_encode(const mcc_context *, const mcc_float8 *);
+void float8_decode(const mcc_context *, const mcc_float8 *);
 
 static const mcc_table table = {
     quantize, dequantize, abs_topk, dilate, gather, scatter_add, finite_norm, histogram, orthonormalize,
-    cross_entropy,
+    cross_entropy, float8_encode, float8_decode,
 };
 
 }  // namespace cuda

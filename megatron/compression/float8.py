@@ -1,0 +1,111 @@
+"""8-bit floats with shared scales: a format for numbers whose sizes differ within a group.
+
+A code of fixed point is off by half a step of its group's grid, whatever the number's size. One of a float is off by a
+share of the number itself, 1/16 at e4m3 and 1/8 at e5m2, for numbers down to 2^-14 and 2^-29 of the group's largest.
+Scales are fp32, bf16, or powers of two (e8m0; with tile=32 the MXFP8 of the OCP microscaling specification).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron.compression.message import FormatCodec, ScaledCodes, noise_seed
+from megatron.compression.options import SEED, opt
+from megatron.compression.points import Point
+from megatron.compression.registry import Registration, Registry
+from megatron.compression.state import CompressorState
+from megatron.compression.two_step import TwoStepSum
+from megatron.kernels.float8 import Float8
+from megatron.kernels.ops import float8_decode, float8_encode
+
+_MANTISSAS = {"e4m3": 3, "e5m2": 2}
+_SCALES = {"fp32": torch.float32, "bf16": torch.bfloat16, "e8m0": torch.uint8}
+
+
+@dataclass(frozen=True)
+class Float8Config:
+    """8-bit floats, with a scale for each tile, row or tensor."""
+
+    format: Literal["e4m3", "e5m2"] = opt("e4m3", "3 bits of mantissa, or 2 and more range")
+    scale: Literal["tile", "row", "tensor"] = opt("tile", "what shares a scale")
+    tile: int = opt(128, "numbers in a tile, along the last dimension", minimum=8, maximum=1 << 20)
+    scale_dtype: Literal["fp32", "bf16", "e8m0"] = opt("fp32", "of the scales on the wire; e8m0: powers of two")
+    rounding: Literal["nearest", "stochastic"] = opt("nearest", "stochastic is unbiased, and seeded")
+    seed: int = opt(714, "seed of stochastic rounding", minimum=0, maximum=SEED)
+
+
+class Float8Format:
+    """A format of 8-bit floats, without state. 64-bit inputs are encoded from fp32."""
+
+    def __init__(self, config: Float8Config) -> None:
+        self.config = config
+
+    def _form(self, shape: torch.Size) -> Float8:
+        count = shape.numel()
+        row = shape[-1] if len(shape) else 1
+        group = {"tile": self.config.tile, "row": row, "tensor": count}[self.config.scale]
+        return Float8(_MANTISSAS[self.config.format], max(min(group, count), 1))
+
+    def _layout(self, form: Float8, count: int) -> ScaledCodes:
+        return ScaledCodes(form.scale_count(count), _SCALES[self.config.scale_dtype], count)
+
+    def nbytes(self, shape: torch.Size) -> int:
+        """Bytes of a tensor's message."""
+        return self._layout(self._form(shape), shape.numel()).nbytes
+
+    def encode(self, x: Tensor, seed: int | None, *, wire: Tensor) -> Tensor:
+        """Writes the message, uint8, to ``wire``; ``seed`` draws the noise of stochastic rounding."""
+        x = x.detach().contiguous()
+        form = self._form(x.shape)
+        codes, scales = self._layout(form, x.numel()).to_write(wire)
+        float8_encode(x.float() if x.dtype == torch.float64 else x, codes, scales, form, seed)
+        return wire
+
+    def decode(self, wire: Tensor, shape: torch.Size, out: Tensor | None = None) -> Tensor:
+        """Decodes a message to fp32, or to ``out``; groups that were not finite are NaN."""
+        if out is None:
+            out = torch.empty(shape, dtype=torch.float32, device=wire.device)
+        self._decode(wire, out, 0)
+        return out
+
+    def add_to(self, out: Tensor, wire: Tensor, negative: bool = False) -> Tensor:
+        """Adds a decoded message to ``out`` (fp32 or fp64), or subtracts it, in place."""
+        self._decode(wire, out, -1 if negative else 1)
+        return out
+
+    def _decode(self, wire: Tensor, out: Tensor, added: int) -> None:
+        form = self._form(out.shape)
+        float8_decode(*self._layout(form, out.numel()).to_read(wire), out, form, added)
+
+
+class Float8Codec(FormatCodec):
+    """Messages of 8-bit floats."""
+
+    config: Float8Config
+
+    def __init__(self, config: Float8Config | None = None) -> None:
+        config = config or Float8Config()
+        super().__init__(config, Float8Format(config))
+
+
+class Float8Rounds(TwoStepSum):
+    """The two-step all-reduce with messages of 8-bit floats, summed in fp32."""
+
+    config: Float8Config
+
+    def __init__(self, config: Float8Config | None = None) -> None:
+        super().__init__(config or Float8Config())
+        self.format = Float8Format(self.config)
+
+    def seed(self, state: CompressorState, message: int) -> int | None:
+        return noise_seed(self.config, state, message)
+
+
+def register(registry: Registry) -> None:
+    """Registers ``float8``."""
+    points = frozenset(Point) - {Point.CONTROL}
+    registry.register("float8", Registration(Float8Config, codec=Float8Codec, rounds=Float8Rounds, points=points))

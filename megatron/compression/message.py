@@ -1,0 +1,100 @@
+"""Messages of numbers that share scales: their layout, the seeds of their noise, and a codec of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.compression.api import Codec, CodecTraits, Payload
+from megatron.compression.state import CompressorState
+from megatron.compression.two_step import Format
+
+
+@dataclass(frozen=True)
+class ScaledCodes:
+    """The layout of a message: scales, codes, and up to 3 bytes that make its length a multiple of 4, so that messages
+    that are adjacent in memory keep their scales aligned."""
+
+    scale_count: int
+    scale_dtype: torch.dtype
+    code_bytes: int
+
+    @property
+    def _scale_bytes(self) -> int:
+        return self.scale_count * self.scale_dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the message."""
+        return -(-(self._scale_bytes + self.code_bytes) // 4) * 4
+
+    def to_write(self, wire: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and scales of a message that is to be written; its last bytes are zeroed."""
+        wire[self._scale_bytes + self.code_bytes :] = 0
+        return self._parts(wire)
+
+    def to_read(self, wire: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and scales of a message; copies if its start is not aligned to 4 bytes, as its scales need."""
+        return self._parts(wire.clone() if wire.storage_offset() % 4 else wire)
+
+    def _parts(self, wire: Tensor) -> tuple[Tensor, Tensor]:
+        if not wire.numel():  # may lie where no scale could
+            return wire, torch.empty(0, dtype=self.scale_dtype, device=wire.device)
+        codes = wire[self._scale_bytes : self._scale_bytes + self.code_bytes]
+        return codes, wire[: self._scale_bytes].view(self.scale_dtype)
+
+
+class Rounding(Protocol):
+    """Options of rounding."""
+
+    @property
+    def rounding(self) -> str:
+        """nearest or stochastic."""
+
+    @property
+    def seed(self) -> int:
+        """The seed of stochastic rounding."""
+
+
+def message_seed(seed: int, *parts: object) -> int:
+    """A seed of 63 bits, from a run's seed and the name of the message."""
+    digest = hashlib.blake2b(repr((seed, *parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def noise_seed(config: Rounding, state: CompressorState, name: Hashable) -> int | None:
+    """The seed of a step's message; None where numbers are rounded to nearest."""
+    return None if config.rounding == "nearest" else message_seed(config.seed, state.count("messages"), name)
+
+
+class FormatCodec(Codec):
+    """Messages of a format."""
+
+    traits = CodecTraits(steady=("messages",))
+
+    def __init__(self, config: Rounding, format: Format) -> None:
+        super().__init__(config)
+        self.format = format
+
+    def empty_payload(
+        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
+    ) -> Payload:
+        return Payload(torch.empty(self.format.nbytes(shape), dtype=torch.uint8, device=device))
+
+    def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
+        seed = noise_seed(self.config, state, key)
+        if seed is not None:
+            state.stage("messages", state.count("messages") + 1)
+        payload = self.empty_payload(x.shape, x.dtype, x.device, state, key)
+        self.format.encode(x, seed, wire=payload.wire)
+        return payload
+
+    def decode(
+        self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
+    ) -> Tensor:
+        return self.format.decode(payload.wire, shape).to(dtype)
