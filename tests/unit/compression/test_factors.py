@@ -182,3 +182,17 @@ def test_both_ends_of_a_message_hold_the_same_factors(factors: Any) -> None:
         got = codec.decode(arrived, x.shape, x.dtype, CompressorState(), 0)
         assert got.dtype == dtype
         assert torch.equal(got, dense(codec.reconstruct(payload, x, state, 0), x))
+
+
+@pytest.mark.parametrize("factors", BITS)
+def test_the_sharded_optimizer_gets_the_same_sums(factors: Any) -> None:
+    """A rank that reads only its share of the result needs all of the factors all the same."""
+    compressor, totals = PowerSGD(PowerSGDConfig(rank=4, factors=factors)), []
+    for sharded in (False, True):
+        xs = [_noise((2, 16, 24), rank) for rank in range(4)]
+        totals.append([result.total for result in run_lockstep(compressor, xs, _states(4), sharded)])
+    assert all(torch.equal(plain, shared) for plain, shared in zip(*totals, strict=True))
+
+
+def _states(ranks: int) -> list[CompressorState]:
+    return [CompressorState() for _ in range(ranks)]
