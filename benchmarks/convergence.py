@@ -30,6 +30,7 @@ CB = "pp-backward=lowrank,rank=16"
 MEAN = f"{CB},when=epilogue,error-feedback=lazy-mean"
 RADIUS = "dp-grad=stable-topk,interval=5,flush=rotate,warmup=200"
 SC = "dp-grad=powersgd,rank=16,stages=first:1,warmup=40"
+POWERSGD = "dp-grad=powersgd,rank=16,warmup=40"
 
 CASES: dict[str, list[str]] = {
     "dense": [],
@@ -41,6 +42,9 @@ CASES: dict[str, list[str]] = {
     "CB of all, rank 4, no LEP": ["pp-backward=lowrank,rank=4,error-feedback=off"],
     "CB+FE": [MEAN, "embedding=fused"],
     "CB+FE+SC": [MEAN, "embedding=fused", SC],
+    "PowerSGD": [POWERSGD],
+    "PowerSGD, factors of 8 bits": [f"{POWERSGD},factors=fixpoint8"],
+    "PowerSGD, factors of 4 bits": [f"{POWERSGD},factors=fixpoint4"],
     "Radius d=0.5": [f"{RADIUS},density=0.5"],
     "Radius d=0.1": [f"{RADIUS},density=0.1"],
     "Radius d=0.01": [f"{RADIUS},density=0.01"],

@@ -83,7 +83,7 @@ def family_of(case: str) -> str:
     """The panel of a case."""
     if "+" in case:
         return "several points at once"
-    return next((name for name in ("CB", "Radius") if case.startswith(name)), "fixed point and differences")
+    return next((name for name in ("CB", "Radius", "PowerSGD") if case.startswith(name)), "fixed point and differences")
 
 
 def draw_curves(means: Means, path: Path) -> None:

@@ -67,6 +67,15 @@ LEVELS = (
     NetworkCase("torch DDP", peer="ddp"),
     NetworkCase("torch DDP, fp16 hook", peer="ddp-fp16"),
 )
+_POWERSGD = "dp-grad=powersgd,rank=32"
+FACTORS = (
+    FP32,
+    NetworkCase("torch DDP, powerSGD_hook, rank 32", peer="ddp-powersgd", rank=32),
+    NetworkCase("powersgd, rank 32", (_POWERSGD,)),
+    NetworkCase("powersgd, rank 32, bf16 factors", (f"{_POWERSGD},factors=bf16",)),
+    NetworkCase("powersgd, rank 32, 8-bit factors", (f"{_POWERSGD},factors=fixpoint8",)),
+    NetworkCase("powersgd, rank 32, 4-bit factors", (f"{_POWERSGD},factors=fixpoint4",)),
+)
 MIXED = (
     FP32,
     CAST,
@@ -142,6 +151,8 @@ BENCHES = {
     # AQ-SGD's own number of stages and of micro-batches (run_lm.sh: a batch of 32 in micro-batches of one).
     "pp8": Bench(8, 1, 1, 8, (8, 512, 256), 32, tuple(aqsgd_pipeline()[0::2]), PIPELINE),
     "dp4": Bench(4, 1, 1, 1, (4, 256, 256), 4, (*aqsgd_data(4), radius_data()), DATA, "gradients"),
+    # Short iterations: the hook spends more than two thirds of its step on the wire.
+    "dp4-short": Bench(4, 1, 1, 1, (4, 256, 256), 2, tuple(aqsgd_data(4, 2)[:1]), FACTORS, "gradients"),
     "dp8": Bench(8, 1, 1, 1, (4, 256, 256), 4, (*aqsgd_data(8)[:1], radius_data()), DATA, "gradients"),
     # Links of their own rates. Short sequences, as it is the sums that are compared.
     "dp2x2": Bench(2, 2, 1, 1, (4, 512, 32), 1, tuple(as_named()[1:]), LEVELS, "gradients"),

@@ -55,6 +55,7 @@ LAYOUTS = {
     "pp4": "4 pipeline stages",
     "pp8": "8 pipeline stages",
     "dp4": "4 replicas",
+    "dp4-short": "4 replicas, 2 micro-batches an iteration",
     "dp8": "8 replicas",
     "dp2x2": "2 hosts of 2 replicas",
     "3d": "TP 2 x PP 2 x DP 2",

@@ -61,13 +61,14 @@ def aqsgd_pipeline() -> list[Setup]:
     ]
 
 
-def aqsgd_data(replicas: int) -> list[Setup]:
-    """AQ-SGD with data parallelism: a stage's fp32 gradients after 32 micro-batches of one sequence."""
-    compute = 32 * 6 * _layer_flops(1024, 1600, 1024, 4) / V100_FP32
+def aqsgd_data(replicas: int, micro_batches: int = 32) -> list[Setup]:
+    """AQ-SGD with data parallelism: a stage's fp32 gradients after its 32 micro-batches of one sequence, or fewer."""
+    compute = micro_batches * 6 * _layer_flops(1024, 1600, 1024, 4) / V100_FP32
     sent = 2 * (replicas - 1) / replicas * 6 * 12 * 1600**2 * 4 * 8
+    fewer = "" if micro_batches == 32 else f", {micro_batches} micro-batches"
     return [
         Setup(
-            f"AQ-SGD {name}",
+            f"AQ-SGD {name}{fewer}",
             sent / _RATES[name] / compute,
             f"an iteration: {sent / 8e9:.2f} GB in {sent / _RATES[name]:.1f} s, computed in {compute:.1f} s",
         )

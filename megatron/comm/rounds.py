@@ -93,23 +93,22 @@ class PackedReduction:
             self._serve(requests)
 
     def _serve(self, requests: dict[int, Request]) -> None:
-        """Starts the collectives of one round; small all-reduces share one."""
-        kinds: dict[tuple[Level, torch.dtype], list[tuple[int, Tensor]]] = {}
+        """Starts the collectives of one round; those of one kind share one."""
+        kinds: dict[tuple[Op, Level, torch.dtype], list[tuple[int, Tensor]]] = {}
         for index, request in requests.items():
-            if request.op is Op.REDUCE and len(requests) > 1:
-                kinds.setdefault((request.level, request.tensor.dtype), []).append((index, request.tensor))
+            if request.op is not Op.BROADCAST and len(requests) > 1:
+                kind = request.op, request.level, request.tensor.dtype
+                kinds.setdefault(kind, []).append((index, request.tensor))
             else:
                 pending, result = start_request(request, self.group, self.sharded)
                 self._started(pending, [(index, result)], request.level)
-        for (level, _), members in kinds.items():
-            group = group_at(self.group, level)
-            if len(members) == 1:
-                self._started(group.all_reduce(members[0][1]), members, level)
-                continue
-            flat = torch.cat([tensor.view(-1) for _, tensor in members])
-            parts = flat.split([tensor.numel() for _, tensor in members])
-            views = [(i, part.view(tensor.shape)) for (i, tensor), part in zip(members, parts, strict=True)]
-            self._started(group.all_reduce(flat), views, level)
+        for (op, level, _), members in kinds.items():
+            tensors = [tensor for _, tensor in members]
+            size = group_at(self.group, level).size
+            packed = tensors[0] if len(tensors) == 1 else _pack(op, tensors, size)
+            pending, result = start_request(Request(packed, op, level=level), self.group)
+            results = [result] if len(tensors) == 1 else _unpack(op, result, tensors)
+            self._started(pending, [(index, part) for (index, _), part in zip(members, results, strict=True)], level)
 
     def _started(self, pending: Pending, results: list[tuple[int, Tensor]], level: Level) -> None:
         if group_at(self.group, level).size > 1:
@@ -125,7 +124,7 @@ class PackedReduction:
             results: dict[int, Tensor | None] = {}
             for communication, members in pending:
                 self.ledger.wait(self.point, communication)
-                results.update(members)
+                results.update((index, result.contiguous()) for index, result in members)
             self._resume(dict(sorted(results.items())))
 
     def finish(self) -> None:
@@ -145,6 +144,26 @@ class PackedReduction:
         for generator in self._generators:
             generator.close()
         self._pending = []
+
+
+def _pack(op: Op, tensors: Sequence[Tensor], size: int) -> Tensor:
+    """Tensors of one dtype as one, for a collective over ``size`` ranks."""
+    if op is Op.EXCHANGE:
+        return torch.cat([tensor.view(size, tensor.numel() // size) for tensor in tensors], dim=1)
+    return torch.cat([tensor.view(-1) for tensor in tensors])
+
+
+def _unpack(op: Op, result: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The results of the tensors, as views of the packed collective's."""
+    if op is Op.REDUCE:
+        parts = result.split([tensor.numel() for tensor in tensors])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    size = result.shape[0]
+    if op is Op.EXCHANGE:
+        parts = result.split([tensor.numel() // size for tensor in tensors], dim=1)
+        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    parts = result.split([tensor.numel() for tensor in tensors], dim=1)
+    return [part.view(size, *tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def start_request(request: Request, group: Group, sharded: bool = False) -> tuple[Pending, Tensor]:

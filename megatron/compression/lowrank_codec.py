@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron.compression.api import Codec, Payload
 from megatron.compression.approximation import Approximation, Factors, dense
+from megatron.compression.factors import FactorFormat, wire_dtype
 from megatron.compression.linalg import matrix_shape, random_bases
 from megatron.compression.options import SEED, opt
 from megatron.compression.points import Point
@@ -25,69 +27,89 @@ class LowRankConfig:
     rank: int = opt(16, "columns of the factors", minimum=1, scheduled=True)
     warm_start: bool = opt(True, "begin each message at the last one's factor")
     seed: int = opt(714, "seed of the first factor", minimum=0, maximum=SEED)
+    factors: Literal["fp32", "bf16", "fixpoint8", "fixpoint4"] = opt(
+        "fp32", "how P and Q are sent: in full, in half precision, or quantized to 8 or 4 bits"
+    )
 
 
 class LowRankCodec(Codec):
-    """Sends P (n x r, orthonormal) and Q = M^T P (m x r) of the matrix M (tokens x hidden), in fp32, as one message.
+    """Sends P (n x r, orthonormal) and Q = M^T P (m x r) of the matrix M (tokens x hidden) as one message.
+
+    Where a format loses digits, both ends orthonormalize P as it was decoded, and Q is made with that: projecting on
+    any orthonormal basis is exact, so an error of P only tilts the subspace.
 
     A message that would not be smaller than the matrix is the matrix itself.
     """
 
     config: LowRankConfig
 
+    def __init__(self, config: LowRankConfig | None = None) -> None:
+        super().__init__(config or LowRankConfig())
+        self.factors = FactorFormat(self.config.factors)
+
+    def _nbytes(self, rank: int, shape: torch.Size, dtype: torch.dtype) -> int:
+        n, m = matrix_shape(shape)
+        return self.factors.nbytes(rank * n, dtype) + self.factors.nbytes(rank * m, dtype)
+
     def _rank(self, shape: torch.Size) -> int | None:
         """The rank of the factors; None where the matrix itself is no larger than they are."""
         n, m = matrix_shape(shape)
         rank = min(n, m, self.config.rank)
-        return rank if rank * (n + m) < n * m else None
+        return rank if self._nbytes(rank, shape, torch.float32) < n * m * 4 else None
 
     def should_compress(self, shape: torch.Size, dtype: torch.dtype) -> bool:
-        rank, (n, m) = self._rank(shape), matrix_shape(shape)
-        return rank is not None and rank * (n + m) * _wide(dtype).itemsize < n * m * dtype.itemsize
+        rank = self._rank(shape)
+        return rank is not None and self._nbytes(rank, shape, dtype) < shape.numel() * dtype.itemsize
 
     def empty_payload(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
     ) -> Payload:
-        rank, (n, m) = self._rank(shape), matrix_shape(shape)
+        rank = self._rank(shape)
         if rank is None:
             return Payload(torch.empty(shape, dtype=dtype, device=device))
-        return Payload(torch.empty(rank * (n + m), dtype=_wide(dtype), device=device))
+        return Payload(self.factors.empty(self._nbytes(rank, shape, dtype), dtype, device))
 
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
         rank, (n, m) = self._rank(x.shape), matrix_shape(x.shape)
         if rank is None:
             return Payload(x.detach().clone(memory_format=torch.contiguous_format))
-        matrix_1nm = x.reshape(1, n, m).to(_wide(x.dtype))
+        matrix_1nm = x.reshape(1, n, m).to(wire_dtype(x.dtype))
         q_1mr = state.get("q") if self.config.warm_start else None
         if q_1mr is not None and q_1mr.shape[1] == m and q_1mr.shape[2] > rank:
             q_1mr = q_1mr[:, :, :rank]
         elif q_1mr is None or q_1mr.shape != (1, m, rank):
             q_1mr = random_bases(1, m, rank, self.config.seed, f"{n}x{m}", matrix_1nm)
         p_1nr = orthonormalize(matrix_1nm @ orthonormalize(q_1mr))
-        q_1mr = matrix_1nm.transpose(1, 2) @ p_1nr
+        p_wire = self.factors.encode(p_1nr)
+        q_1mr = matrix_1nm.transpose(1, 2) @ self._basis(p_wire, (1, n, rank), matrix_1nm.dtype)
         if self.config.warm_start:
             state.stage("q", q_1mr)
-        return Payload(torch.cat([p_1nr.flatten(), q_1mr.flatten()]))
+        return Payload(torch.cat([p_wire, self.factors.encode(q_1mr)]))
 
     def decode(
         self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
     ) -> Tensor:
-        factors = self._factors(payload, shape)
-        return payload.wire if factors is None else dense(factors, payload.wire.new_empty(shape)).to(dtype)
+        factors = self._factors(payload, shape, dtype)
+        if factors is None:
+            return payload.wire
+        return dense(factors, payload.wire.new_empty(shape, dtype=wire_dtype(dtype))).to(dtype)
 
     def reconstruct(self, payload: Payload, x: Tensor, state: CompressorState, key: Hashable) -> Tensor | Approximation:
-        return self._factors(payload, x.shape) or payload.wire
+        return self._factors(payload, x.shape, x.dtype) or payload.wire
 
-    def _factors(self, payload: Payload, shape: torch.Size) -> Factors | None:
+    def _basis(self, wire: Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> Tensor:
+        """P as the receiver computes it."""
+        p_1nr = self.factors.decode(wire, shape, dtype)
+        return p_1nr if self.factors.exact else orthonormalize(p_1nr)
+
+    def _factors(self, payload: Payload, shape: torch.Size, dtype: torch.dtype) -> Factors | None:
         """The factors in a message; None where the matrix itself was sent."""
         rank, (n, m) = self._rank(shape), matrix_shape(shape)
         if rank is None:
             return None
-        return Factors(payload.wire[: n * rank].view(1, n, rank), payload.wire[n * rank :].view(1, m, rank))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+        split = self.factors.nbytes(n * rank, dtype) // payload.wire.element_size()
+        p_1nr = self._basis(payload.wire[:split], (1, n, rank), dtype)
+        return Factors(p_1nr, self.factors.decode(payload.wire[split:], (1, m, rank), dtype))
 
 
 def register(registry: Registry) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron.compression.api import Aggregate, Peers, Request, RoundCompressor, SumTraits
 from megatron.compression.approximation import Factors
+from megatron.compression.factors import FactorFormat
 from megatron.compression.linalg import matrix_shape, random_bases
 from megatron.compression.options import SEED, opt
 from megatron.compression.points import Point
@@ -28,6 +30,9 @@ class PowerSGDConfig:
         1.0, "shapes whose factors are not smaller than the matrix by more than this are sent as they are", minimum=0
     )
     seed: int = opt(714, "seed of the first factors", minimum=0, maximum=SEED)
+    factors: Literal["fp32", "bf16", "fixpoint8", "fixpoint4"] = opt(
+        "fp32", "how P and Q are sent: in full, in half precision, or quantized to 8 or 4 bits"
+    )
 
 
 class PowerSGD(RoundCompressor):
@@ -35,25 +40,33 @@ class PowerSGD(RoundCompressor):
 
     For k stacked matrices M (n x m): P = sum of M Q, orthonormalize P, Q = sum of M^T P; the sum is P Q^T and a
     rank's own contribution P (M^T P)^T. Sends r (n + m) numbers of n m.
+
+    What a format of the factors loses: all ranks decode the same P, and projecting on the orthonormal basis of any P is
+    exact, so an error of P only tilts the subspace. An error of Q is one of the sum. The rank that made it has it in
+    its own contribution, so error feedback makes up for both.
     """
 
-    traits = SumTraits(batched=True, steady=("draws",))
+    traits = SumTraits(batched=True, steady=("draws", "messages"))
     config: PowerSGDConfig
+
+    def __init__(self, config: PowerSGDConfig | None = None) -> None:
+        super().__init__(config or PowerSGDConfig())
+        self.factors = FactorFormat(self.config.factors)
 
     def should_compress(self, shape: tuple[int, ...]) -> bool:
         if len(shape) < 2:
             return False
         n, m = matrix_shape(shape)
-        return n * m > self.config.min_ratio * min(n, m, self.config.rank) * (n + m)
+        rank = min(n, m, self.config.rank)
+        return n * m * 4 > self.config.min_ratio * (self.factors.nbytes(rank * n) + self.factors.nbytes(rank * m))
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
         n, m = matrix_shape(x.shape[1:])
         matrices_knm = x.view(x.shape[0], n, m)
         q_kmr = self._start(x, min(n, m, self.config.rank), state)
-        p_knr = yield Request(matrices_knm @ orthonormalize(q_kmr))
+        p_knr, _ = yield from self.factors.all_reduce(matrices_knm @ orthonormalize(q_kmr), state, peers)
         p_knr = orthonormalize(p_knr)
-        own_kmr = matrices_knm.transpose(1, 2) @ p_knr
-        q_kmr = yield Request(own_kmr.clone())
+        q_kmr, own_kmr = yield from self.factors.all_reduce(matrices_knm.transpose(1, 2) @ p_knr, state, peers)
         if self.config.warm_start:
             state.stage("q", q_kmr)
         return Aggregate(total=Factors(p_knr, q_kmr), local=Factors(p_knr, own_kmr))

@@ -27,7 +27,7 @@ def test_resume_at_another_layout_agrees(prefix: Path, tmp_path: Path, name: str
 
 
 def test_residuals_go_to_other_layouts(tmp_path: Path) -> None:
-    compressor_state.test_other_replicas_share_the_residuals_and_other_stages_take_theirs(tmp_path)
+    compressor_state.test_other_replicas_share_the_residuals_and_other_stages_take_theirs("fixpoint4", tmp_path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -22,6 +22,7 @@ def test_published_ratios() -> None:
     assert by_name["AQ-SGD 100 Mb/s"].ratio == pytest.approx(0.5243 / (1.671e12 / 7.85e12), rel=1e-3)
     assert by_name["AQ-SGD 100 Mb/s"].ratio == pytest.approx(100 * by_name["AQ-SGD 10 Gb/s"].ratio)
     assert aqsgd_data(4)[0].ratio == pytest.approx(1.5 * 6 * 12 * 1600**2 * 32 / 1e9 / 6.81, rel=1e-3)
+    assert aqsgd_data(4, 2)[0].ratio == pytest.approx(16 * aqsgd_data(4)[0].ratio)
     assert radius_data().ratio == pytest.approx(0.636 / 0.707, rel=1e-2)
     assert optimus_pipeline().ratio < 0.05
 
@@ -51,6 +52,7 @@ def test_toy_runs_on_shaped_hosts(tmp_path: Path) -> None:
         FP32,
         NetworkCase("bf16 traffic", ("dp-grad=cast",)),
         NetworkCase("torch DDP, powerSGD_hook, rank 4", peer="ddp-powersgd", rank=4),
+        NetworkCase("powersgd, 8-bit factors", ("dp-grad=powersgd,rank=4,factors=fixpoint8",)),
     )
     bench = Bench(2, 1, 1, 1, (2, 64, 32), 2, (), cases, "gradients")
     rows = list(measure("toy", bench, [Setup("slow", 30.0, "for the test")], 1, tmp_path))
@@ -62,6 +64,7 @@ def test_toy_runs_on_shaped_hosts(tmp_path: Path) -> None:
     # A ring of two sends all of it once; frames and the control messages come on top.
     assert 1.0 < slow["fp32 traffic"].host_mb / (parameters * 4 / 1e6) < 1.3
     assert 0.4 < slow["bf16 traffic"].host_mb / slow["fp32 traffic"].host_mb < 0.7
+    assert slow["powersgd, 8-bit factors"].host_mb < 0.6 * slow["torch DDP, powerSGD_hook, rank 4"].host_mb
     assert slow["fp32 traffic"].waited_s > slow["fp32 traffic"].compute_s
     assert slow["fp32 traffic"].loss < 7.7
     plain = [asdict(row) for row in rows]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable
+from collections.abc import Callable, Generator, Hashable
 
 import pytest
 import torch
@@ -20,10 +20,11 @@ from megatron.compression.builtin import BUILTIN
 from megatron.compression.delta import DeltaConfig
 from megatron.compression.identity import IdentityRounds
 from megatron.compression.points import Point
+from megatron.compression.powersgd import PowerSGD, PowerSGDConfig
 from megatron.compression.registry import Registration
 from megatron.compression.spec import Spec
 from megatron.compression.state import CompressorState
-from megatron.topology.group import Group
+from megatron.topology.group import Group, Pending, Work
 from tests.support.spawn import run_ranks
 
 
@@ -91,6 +92,43 @@ def _mixed_rounds() -> list[str]:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_algorithms_of_several_rounds_run_together(ranks: int) -> None:
     assert run_ranks(ranks, _mixed_rounds) == [[]] * ranks
+
+
+class CountingGroup(Group):
+    """A group that notes its operations."""
+
+    def __init__(self) -> None:
+        whole = _group()
+        super().__init__(whole.pg, whole.ranks, whole.rank, whole.name, whole.backend)
+        self.operations: list[str] = []
+
+    def start(self, what: str, sent: int, call: Callable[[], Work | None]) -> Pending:
+        self.operations.append(what)
+        return super().start(what, sent, call)
+
+
+def _quantized_factors() -> tuple[list[str], list[float]]:
+    """Operations of a reduction of three stacks of matrices and a vector; and its result's differences from that of
+    each stack alone."""
+    compressor, group = PowerSGD(PowerSGDConfig(rank=2, factors="fixpoint8")), CountingGroup()
+    shapes = [(2, 8, 6), (1, 6, 8), (3, 5, 4)]
+
+    def reduced(members: list[int], over: Group) -> list[Tensor]:
+        jobs = [TensorReduction(compressor, _values(9 * i + group.rank, shapes[i]), CompressorState()) for i in members]
+        exact = TensorReduction(IdentityRounds(), _values(group.rank, (5,)), CompressorState())
+        PackedReduction([*jobs, exact], over, Ledger(), Point.DP_GRAD).finish()
+        return [job.x for job in jobs]
+
+    together = reduced([0, 1, 2], group)
+    alone = [reduced([i], _group())[0] for i in range(3)]
+    return group.operations, [float((a - b).abs().max()) for a, b in zip(together, alone, strict=True)]
+
+
+def test_messages_of_one_round_share_collectives() -> None:
+    """However many shapes there are, the factors of all take two exchanges and two gathers."""
+    for operations, differences in run_ranks(3, _quantized_factors):
+        assert sorted(operations) == ["all-gather", "all-gather", "all-reduce", "all-to-all", "all-to-all"]
+        assert differences == [0.0, 0.0, 0.0]
 
 
 def _reduce_in_odd_orders(sharded: bool) -> list[str]:

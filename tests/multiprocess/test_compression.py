@@ -98,6 +98,21 @@ LOSSY: dict[str, tuple[int, Changes]] = {
     "powersgd": (4, _run("dp-grad=powersgd,rank=2", pp=2)),
     "powersgd bf16 overlapped": (4, _run("dp-grad=powersgd,rank=2", tp=2, precision="bf16", **OVERLAP)),
     "powersgd fp16 sharded": (2, _run("dp-grad=powersgd,rank=2", precision="fp16", use_distributed_optimizer=True)),
+    "powersgd, factors of 4 bits": (4, _run("dp-grad=powersgd,rank=2,factors=fixpoint4", pp=2)),
+    "powersgd, factors of 8 bits, sharded bf16": (
+        4,
+        _run(
+            "dp-grad=powersgd,rank=2,factors=fixpoint8,error-feedback=aggregate",
+            tp=2,
+            precision="bf16",
+            use_distributed_optimizer=True,
+            **OVERLAP,
+        ),
+    ),
+    "tensor powersgd, bf16 factors": (
+        2,
+        _run("tp-forward=powersgd,rank=12,factors=bf16", "tp-backward=powersgd,rank=12,factors=bf16", tp=2),
+    ),
     "powersgd without state": (2, _run("dp-grad=powersgd,rank=2,warm-start=off,error-feedback=off")),
     "stable top-k": (4, _run("dp-grad=stable-topk,density=0.3,interval=4", pp=2)),
     "stable top-k with neighbors, overlapped bf16": (
@@ -221,6 +236,7 @@ LOSSY: dict[str, tuple[int, Changes]] = {
         _run("dp-grad=edgc,rank=8,window=4,sample-every=1,rule=formula", use_distributed_optimizer=True, **OVERLAP),
     ),
     "lowrank": (2, _run("pp-backward=lowrank,rank=2,error-feedback=lazy", pp=2)),
+    "lowrank, factors of 4 bits": (2, _run("pp-backward=lowrank,rank=2,factors=fixpoint4,error-feedback=lazy", pp=2)),
     "lowrank gpipe": (
         2,
         _run("pp-backward=lowrank,rank=2,when=epilogue,error-feedback=lazy", pp=2, pipeline_schedule="gpipe"),
@@ -248,7 +264,15 @@ LOSSY: dict[str, tuple[int, Changes]] = {
 }
 
 
-LONG = ("powersgd", "stable top-k", "top-k", "stochastic gradients", "lowrank", "delta lowbits, evicting")
+LONG = (
+    "powersgd",
+    "powersgd, factors of 4 bits",
+    "stable top-k",
+    "top-k",
+    "stochastic gradients",
+    "lowrank",
+    "delta lowbits, evicting",
+)
 """200 steps; the others take 20."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -81,12 +82,14 @@ def test_the_same_layout_gets_everything_back(tmp_path: Path) -> None:
     assert kinds == {"residual", "q", "#draws"}
 
 
-def test_other_replicas_share_the_residuals_and_other_stages_take_theirs(tmp_path: Path) -> None:
-    saved = run_ranks(4, _save, _changes("dp-grad=powersgd,rank=2"), tmp_path)
+@pytest.mark.parametrize("factors", ["fp32", "fixpoint4"])
+def test_other_replicas_share_the_residuals_and_other_stages_take_theirs(factors: str, tmp_path: Path) -> None:
+    spec = f"dp-grad=powersgd,rank=2,factors={factors}"
+    saved = run_ranks(4, _save, _changes(spec), tmp_path)
     wanted = _sums(saved)
     assert len(wanted) > 8
     for layout in ({"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}):
-        loaded = run_ranks(4, _load, _changes("dp-grad=powersgd,rank=2", **layout), tmp_path)
+        loaded = run_ranks(4, _load, _changes(spec, **layout), tmp_path)
         found = _sums([boxes for boxes, _ in loaded])
         assert found.keys() <= wanted.keys()
         missing = {name for name in wanted if name not in found}

@@ -78,6 +78,16 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
             ],
         },
     ),
+    "quantized factors": (
+        4,
+        {
+            "pipeline_model_parallel_size": 2,
+            "compress": [
+                "dp-grad=powersgd,rank=2,factors=fixpoint4",
+                "pp-backward=lowrank,rank=2,factors=fixpoint8,error-feedback=lazy",
+            ],
+        },
+    ),
     "delta codecs over several epochs, with evictions": (
         4,
         {

@@ -27,12 +27,14 @@ STOCHASTIC = FixpointConfig(bits=4, rounding="stochastic")
 
 MORE_CODECS: dict[str, Callable[[], Codec]] = {
     "lowrank with residual": lambda: ErrorFeedbackCodec(LowRankCodec(LowRankConfig(rank=2))),
+    "lowrank, quantized factors": lambda: ErrorFeedbackCodec(LowRankCodec(LowRankConfig(rank=2, factors="fixpoint4"))),
     "fixpoint with mean residual": lambda: ErrorFeedbackCodec(FixpointCodec(STOCHASTIC), "lazy-mean"),
     "delta by token": lambda: TokenDeltaCodec(DeltaConfig(predict="token", rounding="stochastic")),
     "delta that evicts": lambda: DeltaCodec(DeltaConfig(cache=7, rounding="stochastic")),
 }
 MORE_ROUNDS: dict[str, Callable[[], RoundCompressor]] = {
     "powersgd with residual": lambda: ErrorFeedback(PowerSGD(PowerSGDConfig(rank=2))),
+    "powersgd, quantized factors": lambda: ErrorFeedback(PowerSGD(PowerSGDConfig(rank=2, factors="fixpoint8"))),
     "stochastic with residual": lambda: ErrorFeedback(FixpointRounds(STOCHASTIC)),
     "stable top-k with residual": lambda: ErrorFeedback(StableTopK(StableTopKConfig(interval=3, flush="mean"))),
     "stable top-k in turns": lambda: ErrorFeedback(StableTopK(StableTopKConfig(interval=3, flush="rotate"))),

@@ -309,6 +309,26 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
     assert digest("baseline") == digest("avx2") == digest("")
 
 
+def test_orthonormalizing_one_matrix_creates_no_threads() -> None:
+    """A parallel region inside another one, even of a single thread, would create threads at every call. Here the stack
+    of a new thread does not fit into the memory that is left once the pool of threads is there."""
+    script = (
+        "import resource, torch\n"
+        "from megatron.kernels import ops\n"
+        "torch.set_num_threads(2)\n"
+        "many_knr, one_1nr = torch.randn(4, 4096, 32), torch.randn(1, 4096, 32)\n"
+        "ops.orthonormalize(many_knr)\n"
+        "pages = int(open('/proc/self/statm').read().split()[0])\n"
+        "limit = pages * resource.getpagesize() + (64 << 20)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+        "ops.orthonormalize(one_1nr)\n"
+        "print('done')\n"
+    )
+    env = {"OMP_NUM_THREADS": "2", "OMP_STACKSIZE": "256M", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env)
+    assert done.stdout == "done\n", done.stderr
+
+
 @pytest.mark.slow
 def test_without_the_kernels_everything_works() -> None:
     script = (

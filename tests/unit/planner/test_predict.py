@@ -116,6 +116,19 @@ def test_corrections_multiply_what_they_name() -> None:
     assert slower.parts["optimizer"] - plain.parts["optimizer"] == pytest.approx(4 * update)
 
 
+def test_bytes_of_factors_are_those_of_their_format() -> None:
+    sent = {}
+    for factors in ("fp32", "bf16", "fixpoint8", "fixpoint4"):
+        config = small_run(4, (f"dp-grad=powersgd,rank=8,factors={factors}",))
+        predictor, choice = predictor_of(config, dataclasses.replace(CLUSTER, gpus=4, gpus_per_node=4))
+        sent[factors] = predictor.predict(choice).sent["dp-grad"]
+    exact = 2 * sent["bf16"] - sent["fp32"]
+    assert 0 < exact < 0.1 * sent["fp32"]
+    numbers = sent["fp32"] - exact
+    assert (sent["fixpoint8"] - exact) / numbers == pytest.approx(8.125 / 32, rel=5e-3)
+    assert (sent["fixpoint4"] - exact) / numbers == pytest.approx(4.25 / 32, rel=5e-3)
+
+
 def test_top_k_sends_its_choice_to_every_replica() -> None:
     """Each rank's own coordinates go to all others, so the bytes grow with the replicas."""
     sent = {}

@@ -192,8 +192,13 @@ inline void orthonormalize_one(const float *x, int64_t n, int64_t r, float *q, b
 
 void orthonormalize(const mcc_context *, const float *x, int64_t k, int64_t n, int64_t r, float *q) {
   if (k == 0 || n == 0 || r == 0) return;
-  const bool many = k >= thread_count();
-#pragma omp parallel for schedule(dynamic) if (many && k * n * r > kSerial)
-  for (int64_t i = 0; i < k; ++i)
-    orthonormalize_one(x + i * n * r, n, r, q + i * n * r, !many && n * r > kSerial);
+  if (k >= thread_count()) {
+#pragma omp parallel for schedule(dynamic) if (k * n * r > kSerial)
+    for (int64_t i = 0; i < k; ++i) orthonormalize_one(x + i * n * r, n, r, q + i * n * r, false);
+    return;
+  }
+  /* No parallel region may surround these, not even one of a single thread: libgomp keeps its pool of threads for
+   * outermost regions, and a nested one creates threads of its own each time. They compete for the cores with the
+   * pool's, which spin for milliseconds after the matrix product before. */
+  for (int64_t i = 0; i < k; ++i) orthonormalize_one(x + i * n * r, n, r, q + i * n * r, n * r > kSerial);
 }

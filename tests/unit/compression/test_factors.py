@@ -1,0 +1,198 @@
+"""Formats of thin factors: bytes, what is lost, and what makes up for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.compression.api import Op, Peers, RoundCompressor
+from megatron.compression.approximation import dense
+from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback
+from megatron.compression.factors import FactorFormat
+from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
+from megatron.compression.powersgd import PowerSGD, PowerSGDConfig
+from megatron.compression.state import CompressorState
+from tests.support.lockstep import run_lockstep
+
+FORMATS: tuple[Any, ...] = ("bf16", "fixpoint8", "fixpoint4")
+BITS = {"fp32": 32.0, "bf16": 16.0, "fixpoint8": 8 + 16 / 128, "fixpoint4": 4 + 16 / 64}
+"""Of a number on the wire, with its share of a scale in bf16."""
+GPT2_LAYER = ((2304, 768), (768, 768), (3072, 768), (768, 3072))
+
+
+def _noise(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def _sent(compressor: RoundCompressor, x: Tensor, ranks: int) -> int:
+    """Bytes that all of ``ranks`` send for an all-reduce, where each contributes ``x``."""
+    sent, state = 0, CompressorState()
+    rounds = compressor.rounds(x, state, Peers(0, ranks))
+    request = next(rounds)
+    while True:
+        size = request.tensor.numel() * request.tensor.element_size()
+        sent += {Op.REDUCE: 2 * (ranks - 1) * size, Op.EXCHANGE: (ranks - 1) * size}.get(request.op, 0)
+        sent += ranks * (ranks - 1) * size if request.op is Op.GATHER else 0
+        result = torch.stack([request.tensor] * ranks) if request.op is Op.GATHER else request.tensor
+        try:
+            request = rounds.send(result)
+        except StopIteration:
+            return sent
+
+
+@pytest.mark.parametrize("rank", [4, 32])
+@pytest.mark.parametrize("factors", BITS)
+def test_bytes_are_those_of_the_format(factors: Any, rank: int) -> None:
+    """Scales, and the padding of every part, cost no more than the documented table says, at small ranks too."""
+    compressor = PowerSGD(PowerSGDConfig(rank=rank, factors=factors))
+    ranks = 4
+    for shape in GPT2_LAYER:
+        numbers = rank * sum(shape)
+        wanted = 2 * (ranks - 1) * numbers * BITS[factors] / 8
+        assert wanted <= _sent(compressor, torch.zeros(1, *shape), ranks) <= 1.005 * wanted
+
+
+def test_a_quarter_and_an_eighth_of_gpt2_smalls_factors() -> None:
+    """The table of docs/compression.md: rank 32, four replicas, all ranks together."""
+    matrices = [*(GPT2_LAYER * 12), (50304, 768), (1024, 768)]
+    exact = 6 * 4 * (12 * (2304 + 768 + 3072 + 768 + 4 * 768) + 2 * 768)
+    megabytes = {}
+    for factors in BITS:
+        form = FactorFormat(factors)  # type: ignore[arg-type]
+        megabytes[factors] = (6 * sum(form.nbytes(32 * n) + form.nbytes(32 * m) for n, m in matrices) + exact) / 1e6
+    assert {name: round(mb, 1) for name, mb in megabytes.items()} == {
+        "fp32": 156.8, "bf16": 79.8, "fixpoint8": 42.0, "fixpoint4": 23.3
+    }  # fmt: skip
+
+
+def test_smaller_factors_pay_where_numbers_do_not() -> None:
+    shape = (64, 64)
+    for factors, pays in {"fp32": False, "bf16": True, "fixpoint8": True, "fixpoint4": True}.items():
+        assert PowerSGD(PowerSGDConfig(rank=40, factors=factors)).should_compress(shape) == pays  # type: ignore[arg-type]
+        codec = LowRankCodec(LowRankConfig(rank=40, factors=factors))  # type: ignore[arg-type]
+        assert codec.should_compress(torch.Size((16, 4, 64)), torch.float32) == pays
+    assert not LowRankCodec(LowRankConfig(rank=40, factors="bf16")).should_compress(torch.Size(shape), torch.bfloat16)
+    assert LowRankCodec(LowRankConfig(rank=40, factors="fixpoint8")).should_compress(torch.Size(shape), torch.bfloat16)
+
+
+def _decoded(codec: LowRankCodec, x: Tensor, messages: int = 1) -> Tensor:
+    """What the receiver gets of the last of some equal messages."""
+    sender, receiver = CompressorState(), CompressorState()
+    for _ in range(messages):
+        payload = codec.encode(x, sender, 0)
+        sender.commit()
+    return codec.decode(payload, x.shape, x.dtype, receiver, 0)
+
+
+def _summed(factors: Any, x: Tensor, steps: int = 1, **more: Any) -> Tensor:
+    """The last of some equal all-reduces over two ranks, halved."""
+    states = [CompressorState(), CompressorState()]
+    compressor = PowerSGD(PowerSGDConfig(factors=factors, **more))
+    for _ in range(steps):
+        total = run_lockstep(compressor, [x.clone(), x.clone()], states)[0].total
+        for state in states:
+            state.commit()
+    return total / 2
+
+
+BOTH: dict[str, Callable[..., Tensor]] = {
+    "message": lambda factors, x, rank: _decoded(LowRankCodec(LowRankConfig(rank=rank, factors=factors)), x[0], 8)[
+        None
+    ],
+    "all-reduce": lambda factors, x, rank: _summed(factors, x, 8, rank=rank),
+}
+
+
+@pytest.mark.parametrize("way", BOTH)
+@pytest.mark.parametrize("factors", FORMATS)
+def test_small_singular_values_keep_their_direction(factors: Any, way: str) -> None:
+    """Columns of the factors share no scale: what is much smaller than the first one is still there."""
+    small = 5e-2 if factors == "fixpoint4" else 1e-3
+    left, right = (torch.linalg.qr(_noise((size, 2), seed))[0] for size, seed in ((512, 0), (256, 1)))
+    x = (left * torch.tensor([1.0, small])) @ right.T
+    got = BOTH[way](factors, x[None], 2)[0]
+    found = left.T @ got @ right
+    assert float(found[0, 0]) == pytest.approx(1.0, rel=0.05)
+    assert float(found[1, 1]) == pytest.approx(small, rel=0.15)
+
+
+@pytest.mark.parametrize("way", BOTH)
+def test_an_error_of_p_only_tilts_the_subspace(way: str) -> None:
+    """A basis of all of the space cannot be tilted: only the error of Q is left, whatever P has lost."""
+    x = _noise((1, 64, 64), 3)
+    error = float((BOTH[way]("fixpoint4", x, 64) - x).norm() / x.norm())
+    once, code = FactorFormat("fixpoint4"), _noise((1, 64, 64), 4)
+    quantized = once.decode(once.encode(code), (1, 64, 64), torch.float32)
+    alone = float((quantized - code).norm() / code.norm())
+    # A sum is quantized twice; what this one adds to itself has the same error at both ranks.
+    assert error < (1.1 if way == "message" else 1.6) * alone
+
+
+@pytest.mark.parametrize("factors", FORMATS)
+@pytest.mark.parametrize("kind", ["local", "aggregate"])
+def test_error_feedback_covers_what_the_format_loses(factors: Any, kind: Any) -> None:
+    """Sums of 40 steps and residuals are what was meant, to the rounding of fp64; and the residual does not grow."""
+    ranks, shape = 3, (2, 40, 24)
+    compressor = ErrorFeedback(PowerSGD(PowerSGDConfig(rank=4, factors=factors)), kind)
+    states = [CompressorState() for _ in range(ranks)]
+    meant, sent = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+    norms = []
+    for step in range(40):
+        xs = [_noise(shape, ranks * step + rank, torch.float64) for rank in range(ranks)]
+        meant += torch.stack(xs).sum(dim=0)
+        totals = [result.total for result in run_lockstep(compressor, xs, states)]
+        assert all(torch.equal(total, totals[0]) for total in totals)
+        sent += totals[0]
+        for state in states:
+            state.commit()
+        left = torch.stack([state.tensors[RESIDUAL] for state in states]).sum(dim=0)
+        torch.testing.assert_close(sent + left, meant, rtol=0, atol=1e-10)
+        norms.append(float(left.norm()))
+    assert max(norms[20:]) < 2 * max(norms[:20])
+
+
+@pytest.mark.parametrize("factors", FORMATS)
+def test_zeros_stay_zeros_and_infinities_are_seen(factors: Any) -> None:
+    assert not _summed(factors, torch.zeros(2, 12, 8), 2, rank=2).any()
+    codec = LowRankCodec(LowRankConfig(rank=2, factors=factors))
+    assert not _decoded(codec, torch.zeros(12, 8), 2).any()
+    for bad in (torch.inf, torch.nan):
+        x = _noise((1, 12, 8), 0)
+        x[0, 3, 3] = bad
+        states = [CompressorState(), CompressorState()]
+        compressor = PowerSGD(PowerSGDConfig(rank=2, factors=factors))
+        total = run_lockstep(compressor, [x, _noise((1, 12, 8), 1)], states)[0].total
+        assert not torch.isfinite(total).all()
+
+
+@pytest.mark.parametrize("factors", FORMATS)
+def test_both_ends_of_a_message_hold_the_same_factors(factors: Any) -> None:
+    """What the sender believes that it sent is what arrives, bit by bit."""
+    codec = LowRankCodec(LowRankConfig(rank=3, factors=factors))
+    for dtype in (torch.float32, torch.float64):
+        state, x = CompressorState(), _noise((10, 3, 20), 5, dtype)
+        payload = codec.encode(x, state, 0)
+        arrived = codec.empty_payload(x.shape, x.dtype, x.device, CompressorState(), 0)
+        assert arrived.nbytes == payload.nbytes < x.numel() * x.element_size() // 4
+        arrived.wire.copy_(payload.wire)
+        got = codec.decode(arrived, x.shape, x.dtype, CompressorState(), 0)
+        assert got.dtype == dtype
+        assert torch.equal(got, dense(codec.reconstruct(payload, x, state, 0), x))
+
+
+@pytest.mark.parametrize("factors", BITS)
+def test_the_sharded_optimizer_gets_the_same_sums(factors: Any) -> None:
+    """A rank that reads only its share of the result needs all of the factors all the same."""
+    compressor, totals = PowerSGD(PowerSGDConfig(rank=4, factors=factors)), []
+    for sharded in (False, True):
+        xs = [_noise((2, 16, 24), rank) for rank in range(4)]
+        totals.append([result.total for result in run_lockstep(compressor, xs, _states(4), sharded)])
+    assert all(torch.equal(plain, shared) for plain, shared in zip(*totals, strict=True))
+
+
+def _states(ranks: int) -> list[CompressorState]:
+    return [CompressorState() for _ in range(ranks)]
