@@ -103,7 +103,7 @@ class Workspace:
             tokens: of each row.
             compute: the computation, of ``tokens_b1`` and the cache.
         """
-        self.tokens_b1.copy_(torch.tensor(tokens, dtype=torch.int64).unsqueeze(1))
+        self.tokens_b1.copy_(torch.tensor([[token] for token in tokens]))
         result = self.replayer.compute(self.cache.shape, compute)
         self.cache.advance()
         return result

@@ -72,10 +72,11 @@ class KVCache:
 
     def begin_step(self) -> None:
         """Begins a step of one position for each row; part of what is recorded."""
-        extent, newest_b1 = self._extent, self._lengths_b.unsqueeze(1)
+        extent = self._extent
         if self._block == 1 and min(self.lengths) + 1 == extent and not self._slides:
             self.mask = None
             return
+        newest_b1 = self._lengths_b.unsqueeze(1)
         positions = torch.arange(extent, device=newest_b1.device)
         seen = positions <= newest_b1
         if self._window is not None:
