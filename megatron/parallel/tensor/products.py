@@ -64,8 +64,7 @@ class TensorwiseProducts:
 
     def output(self, x: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> tuple[Tensor, Scales]:
         x_ti = _rows(x)
-        most = torch.stack((fp8.largest(x_ti, by_rows=False), fp8.largest(weight_oi, by_rows=False)))
-        scales = fp8.scale_of(self.comm.maxima_(most), fp8.E4M3).unbind()
+        scales = _e4m3_scales(x_ti, weight_oi, by_rows=False, shared_by=self.comm)
         own, weight = fp8.quantize(x_ti, scales[0], fp8.E4M3), fp8.quantize(weight_oi, scales[1], fp8.E4M3)
         return _shaped(fp8.scaled_product(own, weight, bias_o, fast=True), x), scales
 
@@ -110,8 +109,7 @@ class RowwiseProducts:
 
     def _factors(self, a_mk: Tensor, b_nk: Tensor, split: bool) -> tuple[fp8.Quantized, fp8.Quantized]:
         """Both factors of a product, whose inner dimension may be split over the ranks."""
-        most = torch.cat((fp8.largest(a_mk, by_rows=True), fp8.largest(b_nk, by_rows=True)))
-        scales = fp8.scale_of(self.comm.maxima_(most) if split else most, fp8.E4M3).split((len(a_mk), len(b_nk)))
+        scales = _e4m3_scales(a_mk, b_nk, by_rows=True, shared_by=self.comm if split else None)
         return fp8.quantize(a_mk, scales[0], fp8.E4M3), fp8.quantize(b_nk, scales[1], fp8.E4M3)
 
 
@@ -120,6 +118,19 @@ def products_of(recipe: Recipe | None, comm: TensorComm, split_inputs: bool) -> 
     if recipe is None:
         return EXACT
     return (TensorwiseProducts if recipe == "tensorwise" else RowwiseProducts)(comm, split_inputs)
+
+
+def _e4m3_scales(a_mk: Tensor, b_nk: Tensor, by_rows: bool, shared_by: TensorComm | None) -> tuple[Tensor, Tensor]:
+    """Scales of two factors; their maxima are those of all ranks of ``shared_by``, in one exchange.
+
+    Each has memory of its own, at whose start matrix units may want it.
+    """
+    most = [fp8.largest(x, by_rows) for x in (a_mk, b_nk)]
+    if shared_by is not None and shared_by.size > 1:
+        together = shared_by.maxima_(torch.cat([x.flatten() for x in most]))
+        parts = together.split([x.numel() for x in most])
+        most = [part.view(x.shape) for part, x in zip(parts, most, strict=True)]
+    return fp8.scale_of(most[0], fp8.E4M3), fp8.scale_of(most[1], fp8.E4M3)
 
 
 def _rows(x: Tensor) -> Tensor:

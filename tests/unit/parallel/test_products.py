@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.tensor import TensorComm
+from megatron.kernels import fp8
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.topology.topology import single_process
 from tests.support.tiny import tiny_engines
@@ -146,3 +147,20 @@ def test_a_model_leaves_embedding_and_head_as_they_are(recipe: str) -> None:
     (plain,) = tiny_engines({"precision": {"bf16": True}}).stages
     x = noise(16, stage.config.hidden_size, 3).unsqueeze(1)
     assert torch.equal(stage.logits(x), plain.logits(x))
+
+
+def test_scales_begin_where_their_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the middle of another tensor's: matrix units may ask for aligned ones."""
+    given: list[Tensor] = []
+
+    def product(a: fp8.Quantized, b: fp8.Quantized, *args: Any, **kwargs: Any) -> Tensor:
+        given.extend((a.scale, b.scale))
+        return fp8.reference_product(a, b)
+
+    monkeypatch.setattr(fp8, "scaled_product", product)
+    for recipe, products in (("tensorwise", 3), ("rowwise", 2)):
+        given.clear()
+        layer = _column(bias=False)
+        layer.compute_in_fp8(recipe)  # type: ignore[arg-type]
+        _gradients(layer, noise(S * B, IN, 1).view(S, B, IN), noise(S * B, OUT, 2).view(S, B, OUT))
+        assert [scale.storage_offset() for scale in given] == [0] * 2 * products
