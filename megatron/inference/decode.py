@@ -43,11 +43,12 @@ class Decoder:
             self._space = None
             return self._read(numbers, [row[-self.model.window :] for row in rows], keep=self.cached and fits)
         self._drop(numbers)
+        if len(numbers) == len(self._held):
+            return self._step(self._space, [row[-1] for row in rows])
         newest = {number: row[-1] for number, row in zip(numbers, rows, strict=True)}
-        tokens = [newest.get(number, self.model.tokenizer.eod) for number in self._held]
-        logits_bv = self._step(self._space, tokens)
-        if logits_bv is None or len(newest) == len(self._held):
-            return logits_bv
+        logits_bv = self._step(self._space, [newest.get(number, 0) for number in self._held])
+        if logits_bv is None:
+            return None
         places = [at for at, number in enumerate(self._held) if number in newest]
         return logits_bv[torch.tensor(places, device=logits_bv.device)]
 

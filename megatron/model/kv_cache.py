@@ -44,6 +44,7 @@ class KVCache:
         self._window = window
         self._block = block
         self.lengths: list[int] = []
+        self._seen = 0
         self._lengths_b = torch.zeros(shape[0], dtype=torch.int64, device=device)
         self._growing_b = torch.ones(shape[0], dtype=torch.int64, device=device)
         self._growing = set(range(shape[0]))
@@ -72,7 +73,7 @@ class KVCache:
 
     def begin_step(self) -> None:
         """Begins a step of one position for each row; part of what is recorded."""
-        extent = self._extent
+        self._seen = extent = self._extent
         if self._block == 1 and min(self.lengths) + 1 == extent and not self._slides:
             self.mask = None
             return
@@ -100,7 +101,7 @@ class KVCache:
             return key_bgsd, value_bgsd
         keys[self._rows_b, :, self._lengths_b] = key_bgsd[:, :, 0]
         values[self._rows_b, :, self._lengths_b] = value_bgsd[:, :, 0]
-        return keys[:, :, : self._extent], values[:, :, : self._extent]
+        return keys[:, :, : self._seen], values[:, :, : self._seen]
 
     def start(self, lengths: Sequence[int]) -> None:
         """Sets the rows' lengths after the pass over the prompts."""
