@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -12,17 +14,24 @@ from benchmarks.generate import measure as measure_model
 from benchmarks.gpu.book import Claim, SectionLog, Setting
 from benchmarks.tables import Cells, Column
 from benchmarks.train_sides import Shape, hugging_face
+from benchmarks.turns import synchronize
+from megatron.inference.generate import generate
+from megatron.inference.model import LoadedModel
+from megatron.inference.sampling import Sampling
+from megatron.inference.steps import Workspaces
 
 TITLE = "Generation, bf16, greedy, one prompt"
 NOTE = (
     "Both sides have the same random weights and take turns in one process; prompts of 64 tokens, 128 new ones. The"
-    " limit is that of one token a step: the bytes of all weights at the rate of a large copy."
+    " limit is that of one token a step: the bytes of all weights at the rate of a large copy. Without graphs, ours"
+    " launches each kernel of a token by itself."
 )
 COLUMNS = (
     Column("model", "model"),
     Column("tokens/s", "tokens_per_s", ",.1f"),
     Column("Hugging Face", "their_tokens_per_s", ",.1f"),
     Column("ratio", "ratio", ".2f"),
+    Column("without graphs", "eager_tokens_per_s", ",.1f"),
     Column("limit, tokens/s", "limit", ",.0f"),
     Column("measured/limit", "of_limit", ".3f"),
     Column("equal tokens", "equal", ".0%"),
@@ -64,8 +73,19 @@ def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None
         found = measure_model(ours, theirs, prompts, new, turns)
         size = sum(weight.numel() * weight.element_size() for weight in weights_of(ours))
         limit = setting.copy_bytes_per_s / size
+        found["eager_tokens_per_s"] = _rate(replace(ours, workspaces=Workspaces()), prompts, new)
         shares = {"limit": limit, "of_limit": found["tokens_per_s"] / limit}
         report.row(name, model=name, **found, **shares)
+
+
+def _rate(model: LoadedModel, prompts: Sequence[Sequence[int]], new: int) -> float:
+    """Tokens per second of the second of two runs."""
+    for _ in range(2):
+        synchronize(model.device.type)
+        start = time.perf_counter()
+        generate(model, prompts, new, Sampling(greedy=True))
+        synchronize(model.device.type)
+    return len(prompts) * new / (time.perf_counter() - start)
 
 
 def tidy() -> None:

@@ -11,7 +11,7 @@ from typing import cast
 from benchmarks.gpu.book import Section, SectionLog, setting_of
 from megatron.data.interrupt import stopped_in_order
 
-NAMES = ("train", "kernels", "generate", "network")
+NAMES = ("train", "fp8", "kernels", "generate", "network")
 
 
 def section_of(name: str) -> Section:

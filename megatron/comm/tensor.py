@@ -12,6 +12,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.comm.gather import PendingGather
@@ -144,6 +145,14 @@ class TensorComm:
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
         self.ledger.wait(Point.CONTROL, pending)
         return out.view(self.group.size, *x.shape)
+
+    def maxima_(self, x: Tensor) -> Tensor:
+        """Takes the ranks' largest values, in place; a small exchange, never compressed."""
+        if self.group.size > 1:
+            pending = self.group.all_reduce(x, dist.ReduceOp.MAX)
+            self.ledger.sent(Point.CONTROL, pending.sent_bytes)
+            self.ledger.wait(Point.CONTROL, pending)
+        return x
 
     def own_part(self, x: Tensor) -> Tensor:
         """This rank's equal part of dimension 0 (a view)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option
@@ -19,6 +19,11 @@ class PrecisionConfig:
     fp16: bool = option(False, "Train in fp16 with a loss scale.")
     bf16: bool = option(False, "Train in bf16; gradients accumulate in fp32.")
     fp64: bool = option(False, "Train in float64 everywhere: a test mode that shows errors hidden by rounding.")
+    fp8: Literal["tensorwise", "rowwise"] | None = derived(
+        "all products in the training precision",
+        "With --bf16, on GPUs of compute capability 8.9 or more: compute the products of the layers' linear parts from "
+        "8-bit numbers, with one scale for each tensor, or one for each row (and weight gradients in bf16).",
+    )
     loss_scale: float | None = derived(
         "a dynamic scale", "Constant loss scale for --fp16; a power of two is best.", above=0
     )
@@ -52,6 +57,8 @@ def check_precision(precision: PrecisionConfig, accumulates_in_fp32: bool) -> No
         raise UserError(f"{' and '.join(formats)} exclude each other; keep one number format")
     if precision.fp64 and accumulates_in_fp32:
         raise UserError("--fp64 and --accumulate-allreduce-grads-in-fp32 exclude each other; leave the latter out")
+    if precision.fp8 is not None and not precision.bf16:
+        raise UserError(f"--fp8 {precision.fp8} needs --bf16, in which all but the linear parts is; add it")
     if precision.loss_scale is not None and not precision.fp16:
         raise UserError("--loss-scale is for --fp16 only; leave it out or add --fp16")
     if precision.min_loss_scale > precision.initial_loss_scale:
@@ -59,3 +66,9 @@ def check_precision(precision: PrecisionConfig, accumulates_in_fp32: bool) -> No
             f"--min-loss-scale {precision.min_loss_scale:g} is above --initial-loss-scale "
             f"{precision.initial_loss_scale:g}; lower the former"
         )
+
+
+def check_fp8(precision: PrecisionConfig, on_cuda: bool) -> None:
+    """Raise UserError for 8-bit products where there is no CUDA."""
+    if precision.fp8 is not None and not on_cuda:
+        raise UserError(f"--fp8 {precision.fp8} needs GPUs, and this run is on CPUs; leave it out")

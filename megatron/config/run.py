@@ -20,7 +20,7 @@ from megatron.config.logs import LoggingConfig, check_logs
 from megatron.config.model import ModelConfig, check_model, check_vocabulary, resolve_model
 from megatron.config.optimizer import OptimizerConfig, check_length, check_schedules, resolve_optimizer
 from megatron.config.parallel import ParallelConfig, check_layout, check_parallel, check_torch_ddp, resolve_parallel
-from megatron.config.precision import PrecisionConfig, check_precision
+from megatron.config.precision import PrecisionConfig, check_fp8, check_precision
 from megatron.config.recompute import RecomputeConfig, check_recompute, resolve_recompute
 from megatron.config.tokenizer import TokenizerConfig, check_tokenizer
 from megatron.config.training import TrainingConfig, check_batches, check_compile, check_samples, resolve_training
@@ -180,6 +180,7 @@ def _check(run: RunConfig, world_size: int, cuda_available: bool, note: Note) ->
     from megatron.config.check_compression import check_compression  # imports torch, which reading flags does without
 
     check_parallel(run.parallel, cuda_available)
+    check_fp8(run.precision, run.parallel.distributed_backend == "nccl")
     check_recompute(run.recompute, run.parallel, run.model)
     check_compile(run.training, run.parallel, run.model)
     check_torch_ddp(run.parallel, run.precision)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron.inference.model import LoadedModel
+from megatron.inference.steps import Workspace, rows_to_keep
 from megatron.model.context import ForwardContext
-from megatron.model.kv_cache import KVCache
 
 
 class Decoder:
@@ -20,7 +20,7 @@ class Decoder:
 
     Args:
         model: a loaded model; every rank of it makes the same calls.
-        positions: most positions that the rows will reach; the cache gets no larger than the window.
+        positions: most positions that the rows will reach; the cache need not hold more than the window.
         cached: whether to keep keys and values; without, every call reads the rows whole.
     """
 
@@ -28,45 +28,66 @@ class Decoder:
         self.model = model
         self.positions = min(positions, model.window)
         self.cached = cached
-        self._cache: KVCache | None = None
+        self._space: Workspace | None = None
         self._held: list[int] = []
 
-    def newest(self, numbers: Sequence[int], rows: Sequence[Sequence[int]]) -> Tensor | None:
-        """Hidden states (1, b, h) of the last token of some rows; None but on the last stage.
+    def logits(self, numbers: Sequence[int], rows: Sequence[Sequence[int]]) -> Tensor | None:
+        """Logits (b, vocabulary) behind the last token of some rows; None but on the last stage.
 
         Args:
             numbers: numbers of the rows: those of the last call, or fewer.
             rows: tokens of the rows.
         """
         fits = max(map(len, rows)) <= self.model.window
-        if self._cache is None or not fits:
-            self._cache = None
+        if self._space is None or not fits:
+            self._space = None
             return self._read(numbers, [row[-self.model.window :] for row in rows], keep=self.cached and fits)
         self._drop(numbers)
-        tokens_b1 = torch.tensor([row[-1:] for row in rows], device=self.model.device)
-        context = ForwardContext(position_ids_bs=self._cache.positions_b1, cache=self._cache)
-        x_1bh = self.model.hidden(tokens_b1, context)
-        self._cache.advance()
-        return x_1bh
+        if len(numbers) == len(self._held):
+            return self._step(self._space, [row[-1] for row in rows])
+        newest = {number: row[-1] for number, row in zip(numbers, rows, strict=True)}
+        logits_bv = self._step(self._space, [newest.get(number, 0) for number in self._held])
+        if logits_bv is None:
+            return None
+        places = [at for at, number in enumerate(self._held) if number in newest]
+        return logits_bv[torch.tensor(places, device=logits_bv.device)]
+
+    def _step(self, space: Workspace, tokens: Sequence[int]) -> Tensor | None:
+        """Logits behind the newest tokens of all rows that are held."""
+        ends = self.model.stage.part.last
+
+        def compute() -> Tensor:
+            space.cache.begin_step()
+            context = ForwardContext(position_ids_bs=space.cache.positions_b1, cache=space.cache)
+            x_1bh = self.model.hidden(space.tokens_b1, context)
+            return space.tokens_b1 if x_1bh is None else self.model.stage.logits(x_1bh)[0]
+
+        result = space.step(tokens, compute)
+        return result if ends else None
 
     def _read(self, numbers: Sequence[int], rows: Sequence[Sequence[int]], *, keep: bool) -> Tensor | None:
         lengths = [len(row) for row in rows]
         longest, padding = max(lengths), self.model.tokenizer.eod
         tokens_bs = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows], device=self.model.device)
         if keep:
-            self._cache, self._held = self.model.new_cache(len(rows), self.positions), list(numbers)
-        x_sbh = self.model.hidden(tokens_bs, ForwardContext(cache=self._cache))
-        if self._cache is not None:
-            self._cache.advance(lengths)
+            self._space, self._held = self.model.workspace(len(rows), self.positions), list(numbers)
+        cache = None if self._space is None else self._space.cache
+        x_sbh = self.model.hidden(tokens_bs, ForwardContext(cache=cache))
+        if cache is not None:
+            cache.start(lengths)
         if x_sbh is None:
             return None
         last_b = torch.tensor(lengths, device=x_sbh.device) - 1
-        return x_sbh[last_b, torch.arange(len(rows), device=x_sbh.device)].unsqueeze(0)
+        x_1bh = x_sbh[last_b, torch.arange(len(rows), device=x_sbh.device)].unsqueeze(0)
+        return self.model.stage.logits(x_1bh)[0]
 
     def _drop(self, numbers: Sequence[int]) -> None:
-        """Drops rows that have ended; nothing moves in memory when none has."""
-        assert self._cache is not None
-        if len(numbers) < len(self._held):
-            place = {number: at for at, number in enumerate(self._held)}
-            self._cache.keep([place[number] for number in numbers])
-            self._held = list(numbers)
+        """Drops rows that have ended; nothing moves in memory when none has, or few of recorded ones."""
+        assert self._space is not None
+        wanted = set(numbers)
+        kept = rows_to_keep(self._held, wanted, self.model.workspaces.record is not None)
+        if kept is not None:
+            self._space.shrink(kept)
+            self._held = [self._held[at] for at in kept]
+        elif len(wanted) < len(self._held):
+            self._space.cache.grow_only([at for at, number in enumerate(self._held) if number in wanted])

@@ -95,19 +95,17 @@ def generate(
     for count in range(max_new_tokens):
         if not active:
             break
-        hidden_1bh = decoder.newest(active, [rows[i] for i in active])
         # The other ranks take part in the logits, and receive the chosen tokens.
+        logits_bv = decoder.logits(active, [rows[i] for i in active])
         chosen = torch.zeros((2, len(active)), dtype=torch.int64)
-        if hidden_1bh is not None:
-            logits_bv = model.stage.logits(hidden_1bh)[0]
-            if model.is_sampling_rank:
-                numbers = torch.stack([torch.rand((), generator=draws[i], dtype=torch.float64) for i in active])
-                chosen[0] = sampling.after(count).choose(logits_bv[:, :known], numbers)
-                tokens = _details(logits_bv, chosen[0], top, known)
-                for column, (i, token) in enumerate(zip(active, tokens, strict=True)):
-                    if token.id != eod:
-                        results[i].details.append(token)
-                        chosen[1, column] = on_token is not None and on_token(i, token)
+        if logits_bv is not None and model.is_sampling_rank:
+            numbers = torch.stack([torch.rand((), generator=draws[i], dtype=torch.float64) for i in active])
+            chosen[0] = sampling.after(count).choose(logits_bv[:, :known], numbers)
+            tokens = _details(logits_bv, chosen[0], top, known)
+            for column, (i, token) in enumerate(zip(active, tokens, strict=True)):
+                if token.id != eod:
+                    results[i].details.append(token)
+                    chosen[1, column] = on_token is not None and on_token(i, token)
         model.broadcast(chosen, model.sampling_rank)
         active = _grow(results, active, chosen, eod)
     for empty, result in zip(started_empty, results, strict=True):

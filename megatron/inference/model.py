@@ -27,6 +27,7 @@ from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig, run_around
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import TrainingConfig
+from megatron.inference.steps import Workspace, Workspaces, record_on_cuda
 from megatron.model.context import ForwardContext
 from megatron.model.gpt import GPTStage
 from megatron.model.kv_cache import KVCache
@@ -51,6 +52,7 @@ class LoadedModel:
         topology: the ranks that hold the other parts.
         ledger: bytes sent between them.
         channel: channel of activations to the next stage; None where there is none.
+        workspaces: memory of generation, and whether its steps are recorded.
     """
 
     stage: GPTStage
@@ -60,6 +62,7 @@ class LoadedModel:
     topology: Topology = field(default_factory=single_process)
     ledger: Ledger = field(default_factory=Ledger)
     channel: PipelineChannel | None = None
+    workspaces: Workspaces = field(default_factory=Workspaces)
 
     @property
     def window(self) -> int:
@@ -102,11 +105,16 @@ class LoadedModel:
             return None
         return x_sbh
 
-    def new_cache(self, rows: int, positions: int) -> KVCache:
-        """An empty cache for rows of at most so many positions."""
+    def workspace(self, rows: int, positions: int) -> Workspace:
+        """An empty cache for rows of at most so many positions, and what computes steps on it."""
         model = self.config.model
-        shape = (rows, model.num_query_groups // self.topology.layout.tp, positions, model.kv_channels)
-        return KVCache(self.stage.part.layers, shape, self.stage.dtype, self.device, model.sliding_window)
+
+        def cache(capacity: int) -> KVCache:
+            shape = (rows, model.num_query_groups // self.topology.layout.tp, capacity, model.kv_channels)
+            window, block = model.sliding_window, self.workspaces.block
+            return KVCache(self.stage.part.layers, shape, self.stage.dtype, self.device, window, block)
+
+        return self.workspaces.take(rows, positions, cache)
 
     def broadcast(self, x: Tensor, src: int) -> Tensor:
         """Broadcasts a CPU tensor from rank ``src``, in place."""
@@ -195,7 +203,10 @@ def load_model(
         channel = PipelineChannel(
             *links, plan, ledger, torch.Size(), config.model.residual_dtype(dtype), topology.device
         )
-    return LoadedModel(stage.eval(), built, config, chosen, topology, ledger, channel)
+    # What ranks exchange is not recorded.
+    records = topology.device.type == "cuda" and topology.layout.world_size == 1
+    workspaces = Workspaces(record_on_cuda if records else None)
+    return LoadedModel(stage.eval(), built, config, chosen, topology, ledger, channel, workspaces)
 
 
 def load_weights(

@@ -19,6 +19,8 @@ from megatron.model.norm import Norm
 from megatron.model.rotary import rotary_tables
 from megatron.parallel.tensor.cross_entropy import head_loss
 from megatron.parallel.tensor.embedding import VocabParallelEmbedding, VocabShard, rows_of
+from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.tensor.products import Recipe
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
 
 TIED_NAME = "embedding.word_embeddings.weight"
@@ -165,6 +167,15 @@ class GPTStage(nn.Module):
         """
         for layer in self._layers():
             layer.compile(dynamic=False, backend=backend)
+
+    def compute_in_fp8(self, recipe: Recipe | None) -> None:
+        """Computes the layers' linear parts from 8-bit numbers from now on (None: in the parameters' type).
+
+        The embedding and the output layer stay as they are.
+        """
+        for module in self.layers.modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                module.compute_in_fp8(recipe)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Tokens (b, s) on the first stage, else activations (s, b, h), to activations (s, b, h)."""

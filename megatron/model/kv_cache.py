@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,11 +14,15 @@ class KVCache:
     A row's position ``j`` is valid where ``j`` is below its length. What lies behind comes from the padding of shorter
     prompts; it is masked, and overwritten as the row grows.
 
+    All memory is there from the start, and where a step writes and what it masks are tensors: steps of equal
+    ``shape`` launch the same work on the same memory, so they can be recorded once and replayed.
+
     Args:
         layers: global numbers of the stage's layers.
         shape: shape of each layer's keys, and of its values: (rows, key-value heads on this rank, positions, channels).
         dtype, device: those of keys and values.
         window: positions that attention looks at; None for all.
+        block: a step looks at a multiple of this many positions, so that the shape changes as seldom.
     """
 
     def __init__(
@@ -28,6 +32,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         window: int | None = None,
+        block: int = 1,
     ) -> None:
         def space() -> Tensor:
             # Zeros: a masked position has weight 0, and 0 times what lies in fresh memory may be no number.
@@ -37,15 +42,51 @@ class KVCache:
         self._rows_b = torch.arange(shape[0], device=device)
         self.capacity = shape[2]
         self._window = window
+        self._block = block
         self.lengths: list[int] = []
-        self._lengths_b = torch.zeros(0, dtype=torch.int64, device=device)
+        self._seen = 0
+        self._lengths_b = torch.zeros(shape[0], dtype=torch.int64, device=device)
+        self._growing_b = torch.ones(shape[0], dtype=torch.int64, device=device)
+        self._growing = set(range(shape[0]))
         self.mask: Tensor | None = None
         """Mask of the positions that each row's newest one may attend to, (b, 1, 1, positions); None for all."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self._rows_b)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows, and positions that the next step looks at."""
+        return self.rows, self._extent
 
     @property
     def positions_b1(self) -> Tensor:
         """Position of each row's next token, int64."""
         return self._lengths_b.unsqueeze(1)
+
+    @property
+    def _extent(self) -> int:
+        longest = max(self.lengths) + 1
+        return min(-(-longest // self._block) * self._block, self.capacity)
+
+    def begin_step(self) -> None:
+        """Begins a step of one position for each row; part of what is recorded."""
+        self._seen = extent = self._extent
+        if self._block == 1 and min(self.lengths) + 1 == extent and not self._slides:
+            self.mask = None
+            return
+        newest_b1 = self._lengths_b.unsqueeze(1)
+        positions = torch.arange(extent, device=newest_b1.device)
+        seen = positions <= newest_b1
+        if self._window is not None:
+            seen &= positions > newest_b1 - self._window
+        self.mask = seen[:, None, None]
+
+    @property
+    def _slides(self) -> bool:
+        return self._window is not None and max(self.lengths) >= self._window
 
     def extend(self, layer: int, key_bgsd: Tensor, value_bgsd: Tensor) -> tuple[Tensor, Tensor]:
         """Adds positions to a layer's keys and values, and returns all that may be attended to.
@@ -60,32 +101,35 @@ class KVCache:
             return key_bgsd, value_bgsd
         keys[self._rows_b, :, self._lengths_b] = key_bgsd[:, :, 0]
         values[self._rows_b, :, self._lengths_b] = value_bgsd[:, :, 0]
-        until = max(self.lengths) + 1
-        return keys[:, :, :until], values[:, :, :until]
+        return keys[:, :, : self._seen], values[:, :, : self._seen]
 
-    def advance(self, lengths: Sequence[int] | None = None) -> None:
-        """Sets the rows' lengths after a forward pass; by default one more than before."""
-        self.lengths = [length + 1 for length in self.lengths] if lengths is None else list(lengths)
-        self._refresh()
+    def start(self, lengths: Sequence[int]) -> None:
+        """Sets the rows' lengths after the pass over the prompts."""
+        self.lengths = list(lengths)
+        self._lengths_b.copy_(torch.tensor(self.lengths, dtype=torch.int64))
+
+    def advance(self) -> None:
+        """Adds the step's position to the rows that grow."""
+        self.lengths = [length + (row in self._growing) for row, length in enumerate(self.lengths)]
+        self._lengths_b += self._growing_b
+
+    def grow_only(self, rows: Collection[int]) -> None:
+        """Lets all rows but these stay as long as they are: each further step writes over their next position."""
+        self._growing = set(rows)
+        self._growing_b.copy_(torch.tensor([int(row in self._growing) for row in range(self.rows)], dtype=torch.int64))
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drops all rows but these."""
+        """Drops all rows but these, which grow; what is left has other memory."""
         index = torch.tensor(rows, dtype=torch.int64, device=self._rows_b.device)
         self._held = {n: (keys[index], values[index]) for n, (keys, values) in self._held.items()}
-        self._rows_b = self._rows_b[: len(rows)]
+        self._rows_b, self._growing = self._rows_b[: len(rows)], set(range(len(rows)))
+        self._lengths_b, self._growing_b = self._lengths_b[index], torch.ones_like(index)
         self.lengths = [self.lengths[row] for row in rows]
-        self._refresh()
 
-    def _refresh(self) -> None:
-        device = self._rows_b.device
-        self._lengths_b = torch.tensor(self.lengths, dtype=torch.int64, device=device)
-        longest, window = max(self.lengths), self._window
-        slides = window is not None and longest >= window
-        if min(self.lengths) == longest and not slides:
-            self.mask = None
-            return
-        positions, newest_b1 = torch.arange(longest + 1, device=device), self._lengths_b.unsqueeze(1)
-        seen = positions <= newest_b1
-        if window is not None:
-            seen &= positions > newest_b1 - window
-        self.mask = seen[:, None, None]
+    def clear(self) -> None:
+        """Makes it as new, in the same memory."""
+        for keys, values in self._held.values():
+            keys.zero_()
+            values.zero_()
+        self.lengths, self.mask = [], None
+        self.grow_only(range(self.rows))

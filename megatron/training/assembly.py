@@ -196,7 +196,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
 
 
 def _build_stages(config: RunConfig, topology: Topology, vocab_size: int, comm: TensorComm) -> list[GPTStage]:
-    """This rank's model chunks, whose layers are compiled where they are to be."""
+    """This rank's model chunks, whose layers compute in 8 bits and are compiled where they are to be."""
     stages = build_stages(
         config.model,
         config.recompute,
@@ -208,8 +208,10 @@ def _build_stages(config: RunConfig, topology: Topology, vocab_size: int, comm: 
         config.precision.params_dtype,
         config.training.seed,
     )
-    if _compiles(config, topology.device):
-        for stage in stages:
+    compiles = _compiles(config, topology.device)
+    for stage in stages:
+        stage.compute_in_fp8(config.precision.fp8)
+        if compiles:
             stage.compile_layers()
     return stages
 

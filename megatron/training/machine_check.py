@@ -12,16 +12,18 @@ from megatron.base.errors import UserError
 from megatron.compression.schedule import RunLength
 from megatron.config.memory import check_memory, memory_of_this_machine
 from megatron.config.run import RunConfig
+from megatron.kernels.fp8 import EIGHT_BIT_UNITS
 from megatron.topology.launch import LaunchEnvironment
 
 
 def check_machine(config: RunConfig, env: LaunchEnvironment) -> None:
-    """Checks memory, the kill switch and the folders that compressors write to.
+    """Checks memory, the units that --fp8 needs, the kill switch and the folders that compressors write to.
 
     Raises:
         UserError: when the machine cannot run it.
     """
     check_room(config, env)
+    _check_units(config, env)
     switch = config.training.kill_switch_file
     if switch is not None and os.path.lexists(switch):
         raise UserError(f"--kill-switch-file {switch} exists already, so the run would end at once; remove it first")
@@ -53,6 +55,19 @@ def check_room(config: RunConfig, env: LaunchEnvironment, vocab_size: int | None
         there_is = memory_of_this_machine() // ranks
         where = "on this machine" if ranks == 1 else f"on this machine for each of its {ranks} ranks"
     check_memory(config, env.world_size, there_is, where, vocab_size)
+
+
+def _check_units(config: RunConfig, env: LaunchEnvironment) -> None:
+    """Checks that this rank's GPU computes with 8-bit numbers where the run does."""
+    if config.precision.fp8 is None:
+        return
+    device = env.local_rank % torch.cuda.device_count()
+    if (capability := torch.cuda.get_device_capability(device)) < EIGHT_BIT_UNITS:
+        raise UserError(
+            f"--fp8 {config.precision.fp8}: {torch.cuda.get_device_name(device)} has compute capability "
+            f"{capability[0]}.{capability[1]}, and 8-bit products need {EIGHT_BIT_UNITS[0]}.{EIGHT_BIT_UNITS[1]} "
+            "(Ada, Hopper); leave it out"
+        )
 
 
 def _check_folder(folder: str, where: str) -> None:

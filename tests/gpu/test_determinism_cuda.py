@@ -10,6 +10,7 @@ import pytest
 
 from megatron.training.pretrain import main
 from tests.support.corpus import tiny_flags, write_documents
+from tests.support.device import has_8_bit_units
 from tests.support.one_gpu import be_a_host
 from tests.support.spawn import run_ranks
 
@@ -53,6 +54,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "documents apart": (1, {"reset_attention_mask": True, "reset_position_ids": True}),
     "rope, swiglu, grouped queries": (1, {"position_embedding_type": "rope", "swiglu": True, "num_query_groups": 2}),
     "tp2 with sequence parallelism": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "tensorwise 8-bit products": (1, {"fp8": "tensorwise"}),
+    "rowwise 8-bit products, tp2": (2, {"fp8": "rowwise", "tensor_model_parallel_size": 2}),
     "dp2, sharded": (2, {"use_distributed_optimizer": True}),
     "dp2, powersgd": (2, {"compress": ["dp-grad=powersgd,rank=4"]}),
     "dp2, stable-topk": (2, {"compress": ["dp-grad=stable-topk,interval=3"]}),
@@ -64,6 +67,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_two_runs_and_a_resumed_one_give_the_same_bits(case: str, tmp_path: Path) -> None:
     world_size, changes = CASES[case]
+    if "fp8" in changes and not has_8_bit_units():
+        pytest.skip("no 8-bit units")
     write_documents(tmp_path / "tiny", documents=400)
     length = {"train_iters": 12}
     _train(world_size, tmp_path, "first", **changes, **length)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import generate, kernels, network, train
+from benchmarks.gpu import fp8, generate, kernels, network, train
 from benchmarks.gpu.book import Setting
 from benchmarks.lab.hosts import LabError, check_permission
 from benchmarks.train_sides import Shape
@@ -80,7 +80,7 @@ def _goes_on(out: Path, before: dict) -> None:
     assert f"## {generate.TITLE}" in (out / "report.md").read_text()
 
 
-SECTIONS = {"train": train, "kernels": kernels, "generate": generate, "network": network}
+SECTIONS = {"train": train, "fp8": fp8, "kernels": kernels, "generate": generate, "network": network}
 
 
 def test_a_side_that_fails_is_named_with_its_reason() -> None:

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from megatron.kernels.fp8 import EIGHT_BIT_UNITS
 from megatron.topology.launch import open_queues, pick_device
 
 VARIABLE = "MEGATRON_TEST_DEVICE"
@@ -21,6 +22,11 @@ def device_of_tests() -> torch.device:
 def backend_of_tests() -> Literal["nccl", "gloo"]:
     """What connects the ranks."""
     return "nccl" if device_of_tests().type == "cuda" else "gloo"
+
+
+def has_8_bit_units() -> bool:
+    """Whether there is a GPU that multiplies 8-bit floating-point numbers."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= EIGHT_BIT_UNITS
 
 
 def own_device(rank: int) -> torch.device:

@@ -27,10 +27,10 @@ _refused = partial(_known, refused=True)
 _HARMLESS = [
     # Precision and kernels
     _harmless(
-        "only FP8 training reads it, and there is none here",
-        switches="no-fp8-wgrad",
+        "--fp8 takes each scale from the tensor's own largest magnitude, at once and without a margin",
         values="fp8-margin fp8-interval fp8-amax-history-len fp8-amax-compute-algo",
     ),
+    _harmless("--fp8 rowwise computes weight gradients in bf16", switches="no-fp8-wgrad"),
     _harmless(
         "there is one implementation of the layers, in plain PyTorch",
         switches="use-mcore-models",
@@ -197,7 +197,6 @@ _REFUSED = [
         "LAMB is not available; use --optimizer adam",
         values="lamb-beta1=0.9 lamb-beta2=0.9 lamb-eps=1e-6",
     ),
-    _refused("FP8 training is not available; use --bf16", switches="fp8-e4m3 fp8-hybrid", values="fp8-format"),
     _refused(
         "this form of the layer is not available; leave it out",
         switches="apply-layernorm-1p apply-residual-connection-post-layernorm",

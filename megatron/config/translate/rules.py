@@ -80,11 +80,13 @@ class Shortcut(OldFlag):
     """A flag that stands for others: an old name, or a switch that sets a field to a certain value.
 
     sets, note, rule: its meaning, where GIVEN is the word given to the flag.
+    choices: the words that may be given, and what GIVEN is for each in `sets`; empty where it is any word, itself.
     """
 
     sets: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
     rule: Rule | None = None
+    choices: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def takes_value(self) -> bool:
@@ -95,7 +97,10 @@ class Shortcut(OldFlag):
         """Meaning of the flags that it stands for; nothing for a switch that is given as false."""
         if not self.takes_value and _is_false(words):
             return Meaning()
-        sets = {path: words[0] if word == GIVEN else word for path, word in self.sets.items()}
+        if self.choices and words[0].lower() not in self.choices:
+            raise UserError(f"--{self.name} {words[0]}: choose from {', '.join(self.choices)}")
+        given = self.choices.get(words[0].lower(), words[0]) if words else ""
+        sets = {path: given if word == GIVEN else word for path, word in self.sets.items()}
         return Meaning(sets=sets, note=self.note.replace(GIVEN, " ".join(words)), rule=self.rule)
 
 

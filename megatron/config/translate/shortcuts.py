@@ -8,6 +8,8 @@ from megatron.config.translate.rules import GIVEN, VALUE, Explicit, Shortcut, ol
 
 _POSITION = "model.position_embedding_type"
 _SCALING = "model.rotary_scaling"
+_RECIPES = {"hybrid": "tensorwise", "e4m3": "rowwise"}
+"""Formats of 8-bit numbers, as Megatron-LM names them, and the recipe that has them."""
 
 
 def _without_position_embedding(explicit: Explicit, note: Note) -> None:
@@ -77,6 +79,17 @@ SHORTCUTS: tuple[Shortcut, ...] = (
         help="One pipeline stage; refused with --pipeline-model-parallel-size above 1.",
         rule=_needs_one_stage,
         note="--no-pipeline-parallel is known but has no effect here: one stage is no pipeline",
+    ),
+    Shortcut(
+        name="fp8-format",
+        arity=VALUE,
+        help="Megatron-LM's: hybrid is the same as --fp8 tensorwise, e4m3 as --fp8 rowwise.",
+        sets={"precision.fp8": GIVEN},
+        choices=_RECIPES,
+    ),
+    *(
+        Shortcut(name=f"fp8-{format}", help=f"Same as --fp8 {recipe}.", sets={"precision.fp8": recipe})
+        for format, recipe in _RECIPES.items()
     ),
     old_name("model-parallel-size", "parallel.tensor_model_parallel_size"),
     old_name("warmup", "optimizer.lr_warmup_fraction"),

@@ -10,34 +10,64 @@ from torch import Tensor, nn
 
 from megatron.comm.tensor import TensorComm, leave_parallel_region
 from megatron.compression.points import Point
+from megatron.kernels.fp8 import fits
+from megatron.parallel.tensor.products import EXACT, LinearProducts, Recipe, products_of
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
 
 
-class _ColumnLinear(torch.autograd.Function):
-    """x @ W^T + b for a slice of W's rows; the input gradient's all-reduce overlaps with the weight gradient."""
+class _Linear(torch.autograd.Function):
+    """x W^T + b for a part of W.
+
+    With ``comm`` the parts are W's rows, and the input gradient's all-reduce overlaps with the weight gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_sbh: Tensor, weight: Tensor, bias: Tensor | None, comm: TensorComm) -> Tensor:
-        ctx.save_for_backward(x_sbh, weight)
-        ctx.comm, ctx.has_bias = comm, bias is not None
-        full = comm.gather(x_sbh, Point.TP_FWD) if comm.sequence_parallel else x_sbh
-        return F.linear(full, weight, bias)
+    def forward(
+        ctx: Any, x_sbh: Tensor, weight: Tensor, bias: Tensor | None, products: LinearProducts, comm: TensorComm | None
+    ) -> Tensor:
+        full = comm.gather(x_sbh, Point.TP_FWD) if comm is not None and comm.sequence_parallel else x_sbh
+        out, scales = products.output(full, weight, bias)
+        ctx.save_for_backward(x_sbh, weight, *scales)
+        ctx.comm, ctx.products, ctx.has_bias = comm, products, bias is not None
+        return out
 
     @staticmethod
-    def backward(ctx: Any, grad_sbo: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
-        x_sbh, weight = ctx.saved_tensors
-        comm: TensorComm = ctx.comm
-        gathering = comm.start_gather(x_sbh, Point.TP_BWD) if comm.sequence_parallel else None
-        grad_x = grad_sbo @ weight
+    def backward(ctx: Any, grad_sbo: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+        x_sbh, weight, *scales = ctx.saved_tensors
+        comm: TensorComm | None = ctx.comm
+        products: LinearProducts = ctx.products
+        gathering = comm.start_gather(x_sbh, Point.TP_BWD) if comm is not None and comm.sequence_parallel else None
+        grad_x, more = products.grad_input(grad_sbo, weight, tuple(scales))
         full = x_sbh if gathering is None else gathering.wait()
-        pending = comm.start_reduce(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)
-        grad_rows = grad_sbo.reshape(-1, grad_sbo.shape[-1])
-        grad_weight = grad_rows.t() @ full.reshape(-1, full.shape[-1])
-        grad_bias = grad_rows.sum(dim=0) if ctx.has_bias else None
-        return pending.wait(), grad_weight, grad_bias, None
+        pending = None if comm is None else comm.start_reduce(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)
+        grad_weight = products.grad_weight(grad_sbo, full, (*scales, *more))
+        grad_bias = grad_sbo.reshape(-1, grad_sbo.shape[-1]).sum(dim=0) if ctx.has_bias else None
+        return grad_x if pending is None else pending.wait(), grad_weight, grad_bias, None, None
 
 
-class ColumnParallelLinear(ShardedModule):
+class _SplitLinear(ShardedModule):
+    """What both kinds of split layers have.
+
+    Args:
+        comm: the tensor-parallel points.
+    """
+
+    def __init__(self, comm: TensorComm) -> None:
+        super().__init__()
+        self.comm = comm
+        self.products: LinearProducts = EXACT
+
+    def _product(self, x_sbh: Tensor, weight: Tensor, bias: Tensor | None, comm: TensorComm | None) -> Tensor:
+        """x W^T + b, from 8-bit numbers where asked for and the sizes suit them; ``comm`` as in ``_Linear``."""
+        tokens = x_sbh.shape[0] * x_sbh.shape[1] * (comm.size if comm is not None and comm.sequence_parallel else 1)
+        products = self.products if fits(tokens, *weight.shape) else EXACT
+        if products is EXACT and comm is None:
+            return F.linear(x_sbh, weight, bias)
+        result: Tensor = _Linear.apply(x_sbh, weight, bias, products, comm)
+        return result
+
+
+class ColumnParallelLinear(_SplitLinear):
     """A linear layer split by outputs: (s, b, in) -> (s, b, out / tp).
 
     Args:
@@ -56,8 +86,7 @@ class ColumnParallelLinear(ShardedModule):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        super().__init__()
-        self.comm = comm
+        super().__init__(comm)
         dim = len(logical_shape) - 2
         local_out = logical_shape[dim] // comm.size
         local_shape = (*logical_shape[:dim], local_out, logical_shape[-1])
@@ -71,13 +100,14 @@ class ColumnParallelLinear(ShardedModule):
     def forward(self, x_sbh: Tensor) -> Tensor:
         weight = self.weight.flatten(0, -2)
         bias = None if self.bias is None else self.bias.flatten()
-        if self.comm.size == 1:
-            return F.linear(x_sbh, weight, bias)
-        result: Tensor = _ColumnLinear.apply(x_sbh, weight, bias, self.comm)
-        return result
+        return self._product(x_sbh, weight, bias, self.comm if self.comm.size > 1 else None)
+
+    def compute_in_fp8(self, recipe: Recipe | None) -> None:
+        """Computes the products from 8-bit numbers from now on; None: in the type of the parameters."""
+        self.products = products_of(recipe, self.comm, split_inputs=False)
 
 
-class RowParallelLinear(ShardedModule):
+class RowParallelLinear(_SplitLinear):
     """A linear layer split by inputs, whose products are all-reduced: (s, b, in / tp) -> (s, b, out).
 
     Returns the product without its bias, for the caller to add together with dropout and residual: the bias must be
@@ -93,8 +123,7 @@ class RowParallelLinear(ShardedModule):
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        super().__init__()
-        self.comm = comm
+        super().__init__(comm)
         local_in = in_features // comm.size
         self.weight = nn.Parameter(torch.empty((out_features, local_in), device=device, dtype=dtype))
         self.specs["weight"] = ParamSpec((out_features, in_features), 1, local_in * comm.rank)
@@ -105,5 +134,9 @@ class RowParallelLinear(ShardedModule):
 
     def forward(self, x_sbi: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.comm.size == 1:
-            return F.linear(x_sbi, self.weight, self.bias), None
-        return leave_parallel_region(F.linear(x_sbi, self.weight), self.comm), self.bias
+            return self._product(x_sbi, self.weight, self.bias, None), None
+        return leave_parallel_region(self._product(x_sbi, self.weight, None, None), self.comm), self.bias
+
+    def compute_in_fp8(self, recipe: Recipe | None) -> None:
+        """Computes the products from 8-bit numbers from now on; None: in the type of the parameters."""
+        self.products = products_of(recipe, self.comm, split_inputs=True)

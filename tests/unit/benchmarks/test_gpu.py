@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import generate, kernels, network, run, train
+from benchmarks.gpu import fp8, generate, kernels, network, run, train
 from benchmarks.gpu import run_section as run_section_module
 from benchmarks.gpu.book import Book, Claim, SectionLog, Setting, kept, opened
 from benchmarks.gpu.report import merged, table, wanted
@@ -141,6 +141,23 @@ def test_claims_of_training_compare_the_right_sides() -> None:
     }
 
 
+def test_claims_of_8_bit_products_compare_with_bf16() -> None:
+    fast, small = {"model": train.GPT_2_7B.name}, {"model": fp8.SMALL.name}
+    rows = {
+        "a": {**fast, "products": "bf16", "of_limit": 0.4},
+        "b": {**fast, "products": "tensorwise", "of_limit": 0.5, "ratio": 1.2},
+        "c": {**fast, "products": "rowwise", "of_limit": 0.5, "ratio": 1.1},
+        "d": {**small, "products": "bf16", "loss": 1.0},
+        "e": {**small, "products": "rowwise", "loss": 1.002, "loss_ratio": 1.002},
+    }
+    found = {claim.what.split(": ")[1]: (claim.met, *claim.values) for claim in fp8.claims(rows)}
+    assert found == {
+        "of the peak": (0, 0.4),
+        "tokens/s over bf16": (1, 1.2),
+        "bf16's loss over its": (0, pytest.approx(0.998, abs=1e-4)),
+    }
+
+
 def test_claims_of_networks_are_times_as_fast() -> None:
     seconds = {"bf16 traffic": 9.6, "fixpoint 4/8 bits": 4.0, "fixpoint 4/8 bits, eager 1F1B": 3.2}
     rows = {network.key_of("pp4", "100 Mb/s", case): {"seconds": value} for case, value in seconds.items()}
@@ -189,7 +206,7 @@ def test_cases_on_cuda_resolve(layout: str) -> None:
     assert [link_rate(bench, setup, {}) for setup in bench.setups] == [10e9, 1e9, 100e6]
 
 
-@pytest.mark.parametrize("shape", [*train.REAL, *train.TOY], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", [*train.REAL, *train.TOY, train.GPT_2_7B, fp8.SMALL], ids=lambda shape: shape.name)
 def test_real_trainings_resolve(shape: Shape) -> None:
     config = run_config(shape, "bf16", {"distributed_backend": "nccl"}, shape.batch, 1, 128)
     assert config.training.global_batch_size == shape.samples
@@ -222,7 +239,7 @@ def test_the_plain_model_is_a_gpt2() -> None:
 def test_bad_words_are_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for words, message in (
-        (["--only", "trains"], "--only trains: choose from train, kernels, generate, network"),
+        (["--only", "trains"], "--only trains: choose from train, fp8, kernels, generate, network"),
         (["--limit", "train=fast"], "--limit train=fast: write SECTION=SECONDS"),
         (["--limit", "all=5"], "--limit all=5: write SECTION=SECONDS"),
         ([], "--device cuda: torch sees no CUDA device; --device cpu runs toy sizes"),

@@ -67,6 +67,7 @@ SHORTCUT_VALUES = {
     "warmup-steps": "5",
     "pp-mode": "gpipe",
     "rotary-seq-len-interpolation-factor": "2",
+    "fp8-format": "hybrid",
 }
 MEANT = {
     "--model-parallel-size": "--tensor-model-parallel-size",

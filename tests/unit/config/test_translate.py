@@ -54,3 +54,23 @@ def test_no_file_but_the_translator_imports_a_dialect() -> None:
         if any(isinstance(node, ast.ImportFrom) and node.module in modules for node in nodes):
             importers.add(path.relative_to(PACKAGE).as_posix())
     assert importers == {"config/translate/__init__.py"}
+
+
+@pytest.mark.parametrize(
+    ("words", "recipe"),
+    [
+        ("--fp8 tensorwise", "tensorwise"),
+        ("--fp8-format hybrid", "tensorwise"),
+        ("--fp8-format E4M3", "rowwise"),
+        ("--fp8-hybrid", "tensorwise"),
+        ("--fp8-e4m3", "rowwise"),
+        ("--fp8-e4m3 false", None),
+    ],
+)
+def test_names_of_8_bit_formats_are_recipes(words: str, recipe: str | None) -> None:
+    assert PARSER.parse(words.split(), check=False).sections["precision"].fp8 == recipe
+
+
+def test_another_format_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^--fp8-format int8: choose from hybrid, e4m3$"):
+        PARSER.parse(["--fp8-format", "int8"], check=False)

@@ -67,6 +67,16 @@ def test_one_graph_serves_all_layers_and_steps(model: str, recompute: str) -> No
         assert _graphs() == (2, 0)
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_8_bit_products_are_in_the_same_graph(recipe: str) -> None:
+    changes: dict[str, dict[str, Any]] = {"precision": {"bf16": True, "fp8": recipe}, "model": LLAMA}
+    wanted = _losses(tiny_engines(changes))
+    engines = tiny_engines(changes)
+    engines.stages[0].compile_layers(backend="aot_eager")
+    assert _losses(engines) == wanted
+    assert _graphs() == (1, 0)
+
+
 def test_compiled_code_gives_the_losses_of_eager_layers() -> None:
     """By torch's own generator of code, as --compile on asks for it."""
     changes: dict[str, dict[str, Any]] = {"model": {**LLAMA, **DROPOUT, "num_layers": 2}}

@@ -64,3 +64,18 @@ def test_ranks_of_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     gpu.total_memory = 100_000
     with pytest.raises(UserError, match=r"there are 100 kB on its GPU \(NVIDIA Small\);"):
         check_room(config, LaunchEnvironment(0, 4, 0))
+
+
+def test_8_bit_products_need_a_gpu_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--bf16", "--fp8", "rowwise", "--distributed-backend", "nccl"]
+    config = parse_args([*tiny_flags(Path("data")), *flags]).resolve(1, cuda_available=True)
+    gpu = SimpleNamespace(total_memory=10**12, name="NVIDIA Large")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0) if device == 0 else (8, 0))
+    check_machine(config, LaunchEnvironment(0, 1, 0))
+    with pytest.raises(
+        UserError, match=r"^--fp8 rowwise: GPU 1 has compute capability 8\.0.* need 8\.9.*; leave it out"
+    ):
+        check_machine(config, LaunchEnvironment(1, 2, 1, 2))

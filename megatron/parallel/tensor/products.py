@@ -1,0 +1,143 @@
+"""The matrix products of a linear layer: in the type of its factors, or from 8-bit numbers (``--fp8``).
+
+Each rank scales its own product back, so any scales give the sum of the ranks. All the same a maximum over a dimension
+that is split is the maximum over all of its ranks: the layer then quantizes the same numbers to the same codes on any
+number of tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.comm.tensor import TensorComm
+from megatron.kernels import fp8
+
+Recipe = Literal["tensorwise", "rowwise"]
+Scales = tuple[Tensor, ...]
+
+
+class LinearProducts(Protocol):
+    """The products of x W^T + b and of its gradients, for x (..., in), W (out, in) and gradients (..., out)."""
+
+    def output(self, x: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> tuple[Tensor, Scales]:
+        """x W^T + b, and what the gradients' products need besides x and W."""
+
+    def grad_input(self, grad: Tensor, weight_oi: Tensor, scales: Scales) -> tuple[Tensor, Scales]:
+        """Gradient of x, and what the weight's gradient needs besides."""
+
+    def grad_weight(self, grad: Tensor, x: Tensor, scales: Scales) -> Tensor:
+        """Gradient of W, with the scales of both methods above."""
+
+
+class ExactProducts:
+    """In the type of the factors."""
+
+    def output(self, x: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> tuple[Tensor, Scales]:
+        return F.linear(x, weight_oi, bias_o), ()
+
+    def grad_input(self, grad: Tensor, weight_oi: Tensor, scales: Scales) -> tuple[Tensor, Scales]:
+        return grad @ weight_oi, ()
+
+    def grad_weight(self, grad: Tensor, x: Tensor, scales: Scales) -> Tensor:
+        return _rows(grad).t() @ _rows(x)
+
+
+EXACT = ExactProducts()
+
+
+@dataclass(frozen=True)
+class TensorwiseProducts:
+    """From 8-bit numbers with one scale for each tensor, for all three products: gradients in e5m2, the rest in e4m3.
+
+    Args:
+        comm: the tensor-parallel ranks.
+        split_inputs: the layer is split by inputs, not by outputs.
+    """
+
+    comm: TensorComm
+    split_inputs: bool
+
+    def output(self, x: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> tuple[Tensor, Scales]:
+        x_ti = _rows(x)
+        scales = _e4m3_scales(x_ti, weight_oi, by_rows=False, shared_by=self.comm)
+        own, weight = fp8.quantize(x_ti, scales[0], fp8.E4M3), fp8.quantize(weight_oi, scales[1], fp8.E4M3)
+        return _shaped(fp8.scaled_product(own, weight, bias_o, fast=True), x), scales
+
+    def grad_input(self, grad: Tensor, weight_oi: Tensor, scales: Scales) -> tuple[Tensor, Scales]:
+        grad_to = _rows(grad)
+        most = fp8.largest(grad_to, by_rows=False)
+        scale = fp8.scale_of(most if self.split_inputs else self.comm.maxima_(most), fp8.E5M2)
+        own = fp8.quantize(grad_to, scale, fp8.E5M2)
+        product = fp8.scaled_product(own, fp8.quantize(weight_oi.t(), scales[1], fp8.E4M3))
+        return _shaped(product, grad), (scale,)
+
+    def grad_weight(self, grad: Tensor, x: Tensor, scales: Scales) -> Tensor:
+        x_scale, _, grad_scale = scales
+        own = fp8.quantize(_rows(grad).t(), grad_scale, fp8.E5M2)
+        return fp8.scaled_product(own, fp8.quantize(_rows(x).t(), x_scale, fp8.E4M3))
+
+
+@dataclass(frozen=True)
+class RowwiseProducts:
+    """From e4m3 numbers with a scale for each row of either factor; the weight's gradient in the type of the factors.
+
+    The gradient of the weight sums over tokens, whose gradients differ by orders of magnitude: it stays exact.
+
+    Args:
+        comm: the tensor-parallel ranks.
+        split_inputs: the layer is split by inputs, not by outputs.
+    """
+
+    comm: TensorComm
+    split_inputs: bool
+
+    def output(self, x: Tensor, weight_oi: Tensor, bias_o: Tensor | None) -> tuple[Tensor, Scales]:
+        factors = self._factors(_rows(x), weight_oi, self.split_inputs)
+        return _shaped(fp8.scaled_product(*factors, bias_o, fast=True), x), ()
+
+    def grad_input(self, grad: Tensor, weight_oi: Tensor, scales: Scales) -> tuple[Tensor, Scales]:
+        factors = self._factors(_rows(grad), weight_oi.t(), not self.split_inputs)
+        return _shaped(fp8.scaled_product(*factors), grad), ()
+
+    def grad_weight(self, grad: Tensor, x: Tensor, scales: Scales) -> Tensor:
+        return EXACT.grad_weight(grad, x, scales)
+
+    def _factors(self, a_mk: Tensor, b_nk: Tensor, split: bool) -> tuple[fp8.Quantized, fp8.Quantized]:
+        """Both factors of a product, whose inner dimension may be split over the ranks."""
+        scales = _e4m3_scales(a_mk, b_nk, by_rows=True, shared_by=self.comm if split else None)
+        return fp8.quantize(a_mk, scales[0], fp8.E4M3), fp8.quantize(b_nk, scales[1], fp8.E4M3)
+
+
+def products_of(recipe: Recipe | None, comm: TensorComm, split_inputs: bool) -> LinearProducts:
+    """The products of a recipe; None: exact ones."""
+    if recipe is None:
+        return EXACT
+    return (TensorwiseProducts if recipe == "tensorwise" else RowwiseProducts)(comm, split_inputs)
+
+
+def _e4m3_scales(a_mk: Tensor, b_nk: Tensor, by_rows: bool, shared_by: TensorComm | None) -> tuple[Tensor, Tensor]:
+    """Scales of two factors; their maxima are those of all ranks of ``shared_by``, in one exchange.
+
+    Each has memory of its own, at whose start matrix units may want it.
+    """
+    most = [fp8.largest(x, by_rows) for x in (a_mk, b_nk)]
+    if shared_by is not None and shared_by.size > 1:
+        together = shared_by.maxima_(torch.cat([x.flatten() for x in most]))
+        parts = together.split([x.numel() for x in most])
+        most = [part.view(x.shape) for part, x in zip(parts, most, strict=True)]
+    return fp8.scale_of(most[0], fp8.E4M3), fp8.scale_of(most[1], fp8.E4M3)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _shaped(rows: Tensor, like: Tensor) -> Tensor:
+    # Not a view in autograd's eyes: the sum over ranks may work in place on what a custom function returned.
+    shaped: Tensor = torch.ops.aten._unsafe_view(rows, (*like.shape[:-1], rows.shape[-1]))
+    return shaped

@@ -1,0 +1,158 @@
+"""8-bit products on several ranks: the codes of one rank, and runs on other layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.comm.ledger import Ledger
+from megatron.comm.policy import CompressionPlan
+from megatron.comm.tensor import TensorComm
+from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.topology.group import Group
+from megatron.topology.topology import single_process
+from tests.support.spawn import run_ranks
+from tests.support.tiny import Trace, tiny_run
+
+pytestmark = pytest.mark.multiprocess
+
+S, B, H, OUT = 8, 4, 32, 64
+CPU = torch.device("cpu")
+RECIPES = ["tensorwise", "rowwise"]
+TINY = 2.0**-24
+"""Times the largest number of a tensor: rounds to zero in 8 bits, beside it."""
+
+
+def _noise(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def _second_half_tiny(x: Tensor, dim: int) -> Tensor:
+    """The same with one half, which is another rank's, so small that only its own scale would keep it."""
+    x = x.clone()
+    x.narrow(dim, x.shape[dim] // 2, x.shape[dim] // 2).mul_(TINY)
+    return x
+
+
+class _Layers:
+    """A column-parallel and a row-parallel layer with the parts of given weights."""
+
+    def __init__(self, comm: TensorComm, recipe: Any, w1: Tensor, w2: Tensor) -> None:
+        self.first = ColumnParallelLinear((OUT, H), False, comm, CPU, torch.bfloat16)
+        self.second = RowParallelLinear(OUT, H, False, comm, CPU, torch.bfloat16)
+        self.own = slice(comm.rank * OUT // comm.size, (comm.rank + 1) * OUT // comm.size)
+        with torch.no_grad():
+            self.first.weight.copy_(w1[self.own])
+            self.second.weight.copy_(w2[:, self.own])
+        for layer in (self.first, self.second):
+            layer.compute_in_fp8(recipe)
+
+
+def _column(layers: _Layers, x: Tensor, grad: Tensor, part: slice) -> dict[str, Tensor]:
+    given = x[part].clone().requires_grad_()
+    out = layers.first(given)
+    out.backward(grad[..., layers.own])
+    assert given.grad is not None
+    assert layers.first.weight.grad is not None
+    return {"output": out.detach(), "input": given.grad, "weight": layers.first.weight.grad}
+
+
+def _row(layers: _Layers, x: Tensor, grad: Tensor, part: slice) -> dict[str, Tensor]:
+    given = x[..., layers.own].clone().requires_grad_()
+    out = layers.second(F.relu(given))[0]
+    out.backward(grad[part])
+    assert given.grad is not None
+    assert layers.second.weight.grad is not None
+    return {"output": out.detach(), "input": given.grad, "weight": layers.second.weight.grad}
+
+
+def _cases() -> list[tuple[str, Any, Tensor, Tensor, Tensor, Tensor]]:
+    """What is split with one half tiny, and in the products nothing but that half: their factors' others are zero."""
+    w1, w2, x, inner, grad = (
+        _noise(seed, *shape)
+        for seed, shape in enumerate([(OUT, H), (H, OUT), (S, B, H), (S, B, OUT), (S, B, H)], start=1)
+    )
+    first = OUT // 2
+    only_first = torch.cat((torch.zeros(first, H), torch.ones(OUT - first, H))).bfloat16()
+    return [
+        ("column, plain", _column, w1, w2, x, inner),
+        ("column, small weights", _column, _second_half_tiny(w1, 0), w2, x, inner),
+        ("column, small gradients", _column, w1 * only_first, w2, x, _second_half_tiny(inner, 2)),
+        ("row, plain", _row, w1, w2, inner, grad),
+        ("row, small inputs", _row, w1, w2 * only_first.t(), _second_half_tiny(inner, 2), grad),
+        ("row, small weights", _row, w1, _second_half_tiny(w2, 1), inner, grad),
+    ]
+
+
+def _against_one_rank(recipe: str, sequence_parallel: bool) -> list[str]:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    group = Group(dist.group.WORLD, tuple(range(size)), rank, "tensor-parallel", "gloo")
+    comm = TensorComm(group, Ledger(), CompressionPlan({}), sequence_parallel)
+    alone = TensorComm(single_process("cpu").tp, Ledger(), CompressionPlan({}))
+    own = slice(rank * S // size, (rank + 1) * S // size) if sequence_parallel else slice(None)
+    wrong = []
+    for name, run, w1, w2, x, grad in _cases():
+        layers, whole = _Layers(comm, recipe, w1, w2), _Layers(alone, recipe, w1, w2)
+        found, wanted = run(layers, x, grad, own), run(whole, x, grad, slice(None))
+        # What of the whole layer's results is this rank's.
+        if run is _column:
+            parts = {"output": (..., layers.own), "input": (own,), "weight": (layers.own,)}
+        else:
+            parts = {"output": (own,), "input": (..., layers.own), "weight": (..., layers.own)}
+        for what, at in parts.items():
+            theirs = wanted[what][at]
+            # Sums of the ranks' rounded sums; what is zero there is zero here.
+            close = torch.allclose(found[what], theirs, rtol=2.0**-6, atol=2.0**-7 * float(theirs.abs().max()))
+            if not close:
+                wrong.append(f"{name}: {what}")
+    return wrong
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_ranks_round_to_the_codes_of_one(recipe: str, sequence_parallel: bool) -> None:
+    assert run_ranks(2, _against_one_rank, recipe, sequence_parallel) == [[], []]
+
+
+LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
+    "tp2": {"parallel": {"tensor_model_parallel_size": 2}},
+    "tp2 sp, recomputed": {
+        "parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        "recompute": {"recompute_granularity": "full", "recompute_method": "uniform"},
+    },
+    "pp2": {"parallel": {"pipeline_model_parallel_size": 2}},
+    "dp2 sharded": {"parallel": {"use_distributed_optimizer": True}},
+}
+
+
+def _traces(recipe: str | None, names: list[str]) -> list[Trace]:
+    return [tiny_run({**LAYOUTS.get(name, {}), "precision": {"bf16": True, "fp8": recipe}}, 3) for name in names]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layouts_agree(recipe: str) -> None:
+    """Where sums are in another order, to bf16's rounding, which now and then makes another code."""
+    (alone,) = _traces(recipe, ["one process"])
+    (plain,) = _traces(None, ["one process"])
+    assert alone.losses != plain.losses
+    names = list(LAYOUTS)
+    for traces in run_ranks(2, _traces, recipe, names, timeout=120):
+        for name, trace in zip(names, traces, strict=True):
+            assert trace.losses == pytest.approx(alone.losses, rel=2e-3), name
+            assert trace.grad_norms == pytest.approx(alone.grad_norms, rel=2e-2), name
+            if name == "dp2 sharded":
+                assert trace.losses == alone.losses
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recomputation_repeats_the_codes(recipe: str) -> None:
+    kept, again = (
+        tiny_run({"precision": {"bf16": True, "fp8": recipe}, "recompute": recompute}, 3)
+        for recompute in ({}, {"recompute_granularity": "full", "recompute_method": "uniform"})
+    )
+    assert (kept.losses, kept.grad_norms) == (again.losses, again.grad_norms)

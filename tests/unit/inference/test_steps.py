@@ -1,0 +1,180 @@
+"""Steps of generation that are recorded once for their shape: the same tokens, and as few recordings as said."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.inference import steps
+from megatron.inference.generate import Token, generate
+from megatron.inference.model import LoadedModel, load_model
+from megatron.inference.sampling import Sampling
+from megatron.inference.steps import Record, Recording, Replayer, Workspaces, rows_to_keep
+from megatron.model.kv_cache import KVCache
+from tests.support.tape import Recorder
+from tests.unit.checkpoint.convert.support import MODELS, NOT_CLASSIC, saved_model
+from tests.unit.inference.support import trained_model
+
+CPU = torch.device("cpu")
+GREEDY = Sampling(greedy=True)
+PROMPTS = [[3, 8, 13], [5], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
+
+
+@pytest.fixture(autouse=True)
+def _short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "BLOCK", 4)
+
+
+def recorded(model: LoadedModel, record: Record) -> LoadedModel:
+    return dataclasses.replace(model, workspaces=Workspaces(record))
+
+
+def never_ending(model: LoadedModel) -> LoadedModel:
+    """The same, whose texts are as long as they may be."""
+    with torch.no_grad():
+        model.stage.output_weight[model.tokenizer.eod] = 0.0
+    return model
+
+
+@pytest.mark.parametrize("name", [*MODELS, *NOT_CLASSIC])
+def test_every_kind_of_model_gives_the_same_tokens(name: str, tmp_path: Path) -> None:
+    """Rows of unequal lengths, past a sliding window and then past the model's own, two times in the same memory."""
+    model = load_model(saved_model(tmp_path, {**MODELS, **NOT_CLASSIC}[name]), device=torch.device("cpu"))
+    recorder = Recorder()
+    replaying = recorded(model, recorder)
+    for prompts in (PROMPTS, [[2, 2], [9, 8, 7], [6]]):
+        wanted = generate(model, prompts, 14, GREEDY, top=2)
+        found = generate(replaying, prompts, 14, GREEDY, top=2)
+        assert [sample.tokens for sample in found] == [sample.tokens for sample in wanted]
+        for ours, theirs in zip(found, wanted, strict=True):
+            for one, other in zip(ours.details, theirs.details, strict=True):
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+    assert recorder.replayed > 0
+
+
+def test_a_shape_is_recorded_once_and_kept_for_the_next_texts() -> None:
+    model = never_ending(trained_model())
+    recorder = Recorder()
+    replaying = recorded(model, recorder)
+    # Positions 3 to 11 are computed in steps, of 4, 8 and 12 positions; the first step of each is as it is.
+    (first,) = generate(replaying, [[1, 2, 3]], 10, GREEDY)
+    assert len(first.tokens) == 13
+    assert (recorder.recorded, recorder.replayed) == (2, 6)  # one position of 4: seen, but not recorded
+    (again,) = generate(replaying, [[1, 2, 3]], 10, GREEDY)
+    assert again.tokens == first.tokens
+    assert (recorder.recorded, recorder.replayed) == (3, 6 + 9)
+    for prompt in ([1], [9, 2]):  # other positions of the shapes that are recorded
+        (found,), (wanted,) = (generate(one, [prompt], 9, GREEDY) for one in (replaying, model))
+        assert found.tokens == wanted.tokens
+        logprobs = [[token.logprob for token in sample.details] for sample in (found, wanted)]
+        assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-5)
+    assert recorder.recorded == 3
+    generate(replaying, [[4], [5, 6]], 4, GREEDY)  # two rows: other memory
+    assert recorder.recorded > 3
+    before = recorder.recorded
+    (last,) = generate(replaying, [[1, 2, 3]], 10, GREEDY)
+    assert last.tokens == first.tokens
+    assert recorder.recorded == before + 2
+
+
+def test_a_text_that_ends_at_once_is_not_recorded() -> None:
+    recorder = Recorder()
+    generate(recorded(never_ending(trained_model()), recorder), [[1, 2, 3, 4]], 2, GREEDY)
+    assert (recorder.recorded, recorder.replayed) == (0, 0)
+
+
+def test_rows_that_end_leave_the_others_what_they_are() -> None:
+    model = never_ending(trained_model())
+    prompts = [[3], [8, 13], [5], [1, 2, 3], [7]]
+    counts = [11, 3, 9, 5, 11]
+
+    def stopping() -> Callable[[int, Token], bool]:
+        told = [0] * len(counts)
+
+        def enough(row: int, token: Token) -> bool:
+            told[row] += 1
+            return told[row] == counts[row]
+
+        return enough
+
+    recorder = Recorder()
+    wanted = generate(model, prompts, 11, GREEDY, on_token=stopping())
+    found = generate(recorded(model, recorder), prompts, 11, GREEDY, on_token=stopping())
+    assert [sample.tokens for sample in found] == [sample.tokens for sample in wanted]
+    assert [len(sample.tokens) - len(prompt) for sample, prompt in zip(found, prompts, strict=True)] == counts
+    assert recorder.replayed > 5
+
+
+def test_rows_that_ended_stay_where_they_are_and_others_grow() -> None:
+    cache = KVCache([0], (3, 1, 8, 2), torch.float32, torch.device("cpu"), block=4)
+    cache.start([2, 5, 3])
+    cache.grow_only([0, 2])
+    cache.advance()
+    assert cache.lengths == cache.positions_b1.flatten().tolist() == [3, 5, 4]
+    assert cache.shape == (3, 8)
+    cache.keep([2, 0])
+    cache.advance()
+    assert cache.lengths == cache.positions_b1.flatten().tolist() == [5, 4]
+    cache.clear()
+    cache.start([1, 1])
+    cache.advance()
+    assert cache.lengths == cache.positions_b1.flatten().tolist() == [2, 2]
+
+
+def test_recordings_go_with_their_memory() -> None:
+    space = Workspaces(Recorder()).take(2, 8, lambda capacity: KVCache([0], (2, 1, 8, 2), torch.float32, CPU))
+    space.cache.start([1, 1])
+    results = [space.step([0, 0], lambda: torch.zeros(2)) for _ in range(2)]
+    space.cache.lengths = [1, 1]  # the same shape again
+    results += [space.step([0, 0], lambda: torch.zeros(2)) for _ in range(2)]
+    kept = weakref.ref(results[-1])
+    results.clear()
+    gc.collect()
+    assert kept() is not None
+    space.shrink([1])
+    gc.collect()
+    assert kept() is None
+
+
+def test_rows_stay_in_memory_until_half_have_ended() -> None:
+    assert rows_to_keep([4, 5, 6, 7], {4, 5, 6, 7}, recorded=True) is None
+    assert rows_to_keep([4, 5, 6, 7], {4, 6, 7}, recorded=True) is None
+    assert rows_to_keep([4, 5, 6, 7], {5, 7}, recorded=True) == [1, 3]
+    assert rows_to_keep([4, 5, 6, 7], {4, 6, 7}, recorded=False) == [0, 2, 3]
+
+
+def test_what_cannot_be_recorded_is_computed_as_it_is_and_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    model, asked = never_ending(trained_model()), []
+
+    def refuse(compute: Callable[[], Tensor]) -> Recording:
+        asked.append(1)
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    replaying = recorded(model, refuse)
+    wanted = generate(model, [[1, 2, 3]], 10, GREEDY)
+    for _ in range(2):
+        assert generate(replaying, [[1, 2, 3]], 10, GREEDY)[0].tokens == wanted[0].tokens
+    assert generate(replaying, PROMPTS, 5, GREEDY)[0].tokens == generate(model, PROMPTS, 5, GREEDY)[0].tokens
+    assert len(asked) == 1
+    note = "note: tokens are generated without CUDA graphs, slower: operation not permitted when stream is capturing\n"
+    assert capsys.readouterr().err == note
+
+
+def test_without_a_recorder_steps_are_computed_each_time() -> None:
+    calls: list[int] = []
+
+    def step() -> Tensor:
+        calls.append(1)
+        return torch.zeros(1)
+
+    replayer = Replayer(Workspaces())
+    for _ in range(3):
+        replayer.compute((1, 4), step)
+    assert len(calls) == 3
