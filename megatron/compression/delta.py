@@ -120,6 +120,12 @@ class TokenDeltaCodec(Codec):
             learn(state, key.tokens_sb.flatten(), rows_nh, key.vocab_size, self.config.horizon)
 
 
+def _memory(config: DeltaConfig) -> FixpointConfig:
+    """The format of remembered rows. Their default grid is the one that rows in checkpoints of any age have."""
+    grid = "symmetric" if config.grid == "auto" else config.grid
+    return replace(config, bits=max(config.cache_bits, 1), rounding="nearest", grid=grid)
+
+
 class DeltaCodec(Codec):
     """Differences from the sample's last visit; keeps one row for each sample at each end (``SampleCache``)."""
 
@@ -136,7 +142,7 @@ class DeltaCodec(Codec):
         )
         self.difference = Quantizer(self.config)
         self.first = Quantizer(replace(self.config, bits=min(self.config.first_bits, 8)))
-        self.memory = Quantizer(replace(self.config, bits=max(self.config.cache_bits, 1), rounding="nearest"))
+        self.memory = Quantizer(_memory(self.config))
 
     def check(self, point: Point, flags: Mapping[str, Any]) -> str:
         if flags["sample_order"] != "fixed":

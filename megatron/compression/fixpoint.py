@@ -22,7 +22,7 @@ from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.state import CompressorState
 from megatron.compression.two_step import TwoStepSum
-from megatron.kernels.grid import Grid, Role, ScaleLayout, ScaleMethod
+from megatron.kernels.grid import Grid, GridKind, Role, ScaleLayout, ScaleMethod
 from megatron.kernels.ops import quantize_pack, unpack_dequantize
 
 _ROTATIONS = tuple(1 << power for power in range(3, 11))
@@ -39,13 +39,19 @@ class FixpointConfig:
     rotation: int = opt(0, "block of a Hadamard rotation that spreads outliers, 8 to 1024; 0 for none", minimum=0)
     scale_method: Literal["max", "l2"] = opt("max", "largest magnitude, or twice the root mean square")
     scale_dtype: Literal["fp32", "bf16"] = opt("fp32", "dtype of the scales on the wire")
-    grid: Literal["symmetric", "asymmetric"] = opt("symmetric", "asymmetric clips the positive peak, as AQ-SGD does")
+    grid: Literal["auto", "symmetric", "asymmetric", "midrise", "minmax"] = opt(
+        "auto",
+        "auto is midrise at 2 and 3 bits, else symmetric; asymmetric clips the positive peak, as AQ-SGD does; "
+        "minmax sends the least and the greatest number of each group",
+    )
     rounding: Literal["nearest", "stochastic"] = opt("nearest", "stochastic is unbiased, and seeded")
     seed: int = opt(714, "seed of stochastic rounding", minimum=0, maximum=SEED)
 
     def __post_init__(self) -> None:
         if self.group % 8:
             raise UserError(f"group={self.group}: must be a multiple of 8; use {-(-self.group // 8) * 8}")
+        if self.grid == "minmax" and self.scale_method == "l2":
+            raise UserError("scale-method=l2: grid=minmax has limits instead of a scale; leave scale-method out")
         if not self.rotation:
             return
         if self.rotation not in _ROTATIONS:
@@ -96,6 +102,17 @@ class FixpointSumConfig(FixpointConfig):
         return replace(self, bits=bits, levels="flat")
 
 
+def _kind(grid: str, bits: int) -> GridKind:
+    """The levels that a grid of the options has at a number of bits.
+
+    A mid-rise grid uses every code. On numbers without outliers, such as rotated ones, it has the least error at 2 and
+    3 bits; the more bits, the less it gains. One bit is the sign and the mean magnitude, whatever the rounding.
+    """
+    if grid == "auto":
+        return GridKind.MIDRISE if bits in (2, 3) else GridKind.SYMMETRIC
+    return GridKind[grid.upper()]
+
+
 class Quantizer:
     """A format of quantized numbers, without state. 32 and 64-bit inputs are quantized in fp32.
 
@@ -122,7 +139,7 @@ class Quantizer:
             bits=self.config.bits,
             layout=_LAYOUTS[self.config.scale],
             group=channels if self.config.scale == "channel" else self.config.group,
-            symmetric=self.config.grid == "symmetric",
+            kind=_kind(self.config.grid, self.config.bits),
             method=ScaleMethod.L2 if self.config.scale_method == "l2" else ScaleMethod.MAX,
             rotation=self.config.rotation,
         )
