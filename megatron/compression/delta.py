@@ -43,7 +43,14 @@ class DeltaConfig(FixpointConfig):
         "sample", "differences from the sample's last visit, for runs of several epochs, or from the token's mean"
     )
     horizon: int = opt(64, "with predict=token, activations of a token after which it forgets older ones", minimum=1)
-    bits: int = opt(4, "bits of each number of a difference", minimum=1, maximum=8, scheduled=True)
+    bits: float = opt(
+        4,
+        "bits of each number of a difference; with a fraction as in fixpoint",
+        minimum=1,
+        maximum=8,
+        scheduled=True,
+        whole_ramp=True,
+    )
     first_bits: int = opt(
         16,
         "bits of each number at a first visit: 1 to 8, 16 (the run's half precision, else bf16), or 32 (as is)",

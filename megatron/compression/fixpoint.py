@@ -21,9 +21,11 @@ from megatron.compression.options import SEED, opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.state import CompressorState
+from megatron.compression.tiles import Mixture, Outliers, map_bytes, mixture
 from megatron.compression.two_step import TwoStepSum
 from megatron.kernels.grid import Grid, GridKind, Role, ScaleLayout, ScaleMethod
 from megatron.kernels.ops import quantize_pack, unpack_dequantize
+from megatron.kernels.reference import pack_bits, unpack_bits
 
 _ROTATIONS = tuple(1 << power for power in range(3, 11))
 _LAYOUTS = {"group": ScaleLayout.GROUP, "channel": ScaleLayout.CHANNEL, "tensor": ScaleLayout.TENSOR}
@@ -33,10 +35,21 @@ _LAYOUTS = {"group": ScaleLayout.GROUP, "channel": ScaleLayout.CHANNEL, "tensor"
 class FixpointConfig:
     """1 to 8 bits a number, with a scale for each group, channel or tensor."""
 
-    bits: int = opt(8, "bits of each number", minimum=1, maximum=8, scheduled=True)
+    bits: float = opt(
+        8,
+        "bits of each number; with a fraction, such as 3.8, tiles have 3 or 4, which is chosen by their error",
+        minimum=1,
+        maximum=8,
+        scheduled=True,
+        whole_ramp=True,
+    )
     scale: Literal["group", "channel", "tensor"] = opt("group", "what shares a scale")
     group: int = opt(64, "numbers in a group, along the last dimension; a multiple of 8", minimum=8, maximum=1 << 20)
     rotation: int = opt(0, "block of a Hadamard rotation that spreads outliers, 8 to 1024; 0 for none", minimum=0)
+    rotate_when: Literal["always", "outlier"] = opt("always", "which blocks a rotation takes")
+    outlier_ratio: float = opt(
+        2.0, "largest over second-largest magnitude above which rotate-when=outlier rotates a block", minimum=1
+    )
     scale_method: Literal["max", "l2"] = opt("max", "largest magnitude, or twice the root mean square")
     scale_dtype: Literal["fp32", "bf16"] = opt("fp32", "dtype of the scales on the wire")
     grid: Literal["auto", "symmetric", "asymmetric", "midrise", "minmax"] = opt(
@@ -52,7 +65,22 @@ class FixpointConfig:
             raise UserError(f"group={self.group}: must be a multiple of 8; use {-(-self.group // 8) * 8}")
         if self.grid == "minmax" and self.scale_method == "l2":
             raise UserError("scale-method=l2: grid=minmax has limits instead of a scale; leave scale-method out")
+        whole = int(self.bits)
+        if self.bits != whole:
+            tile = max(self.group, self.rotation)
+            if self.scale != "group":
+                raise UserError(
+                    f"bits={self.bits:g}: tiles of {whole} and {whole + 1} bits have scales of their own; use "
+                    f"scale=group, or bits={whole}"
+                )
+            if (self.bits - whole) * tile <= 1:
+                raise UserError(
+                    f"bits={self.bits:g}: the map of tiles takes 1/{tile} of a bit, which leaves none a bit more; use "
+                    f"bits={whole}, or at least {whole + 2 / tile:g}"
+                )
         if not self.rotation:
+            if self.rotate_when == "outlier":
+                raise UserError("rotate-when=outlier: there is no rotation; add rotation=64, or leave rotate-when out")
             return
         if self.rotation not in _ROTATIONS:
             raise UserError(f"rotation={self.rotation}: must be 0 or a power of two from 8 to 1024; use 64")
@@ -64,11 +92,11 @@ class FixpointConfig:
             raise UserError(f"group={self.group}: must be a power of two with a rotation; use group={self.rotation}")
 
     @property
-    def of_levels(self) -> tuple[int | None, int]:
+    def of_levels(self) -> tuple[int | None, float]:
         """Bits of sums inside a node (None: sums have one level), and of all other messages."""
         return None, self.bits
 
-    def of_bits(self, bits: int) -> FixpointConfig:
+    def of_bits(self, bits: float) -> FixpointConfig:
         """The options of messages with so many bits."""
         return replace(self, bits=bits)
 
@@ -89,16 +117,16 @@ class FixpointSumConfig(FixpointConfig):
                 "levels=8/4; or levels=flat"
             )
         if self.bits != 8:
-            raise UserError(f"bits={self.bits}: levels={self.levels} sets the bits; leave bits out")
+            raise UserError(f"bits={self.bits:g}: levels={self.levels} sets the bits; leave bits out")
 
     @property
-    def of_levels(self) -> tuple[int | None, int]:
+    def of_levels(self) -> tuple[int | None, float]:
         if self.levels == "flat":
             return super().of_levels
         inside, across = self.levels.split("/")
         return int(inside), int(across)
 
-    def of_bits(self, bits: int) -> FixpointConfig:
+    def of_bits(self, bits: float) -> FixpointConfig:
         return replace(self, bits=bits, levels="flat")
 
 
@@ -113,11 +141,43 @@ def _kind(grid: str, bits: int) -> GridKind:
     return GridKind[grid.upper()]
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """The parts of a message, in their order: scales of each stream, maps, codes of each stream.
+
+    Args:
+        streams: grids, and how many numbers each codes.
+        outliers: which blocks are rotated; None where the grids say it.
+        mixture: which numbers are in the first stream; None for one stream.
+        blocks: blocks that ``outliers`` has a map of.
+    """
+
+    streams: tuple[tuple[Grid, int], ...]
+    outliers: Outliers | None
+    mixture: Mixture | None
+    blocks: int
+
+    @property
+    def maps(self) -> tuple[int, int]:
+        """Bytes of the map of rotated blocks and of that of tiles with one more bit."""
+        return map_bytes(self.blocks), map_bytes(self.mixture.tiles) if self.mixture else 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether the message is what the kernels make of the tensor."""
+        return self.outliers is None and self.mixture is None
+
+    def sizes(self, scale_bytes: int) -> list[int]:
+        """Bytes of the parts."""
+        scales = [grid.scale_count(count) * scale_bytes for grid, count in self.streams]
+        return [*scales, *self.maps, *(grid.code_bytes(count) for grid, count in self.streams)]
+
+
 class Quantizer:
     """A format of quantized numbers, without state. 32 and 64-bit inputs are quantized in fp32.
 
-    A message is the scales, the codes, and up to 3 bytes that make its length a multiple of 4, so that messages that
-    adjacent in memory keep their scales aligned.
+    A message is the scales, maps of what was chosen tile by tile, the codes, and up to 3 bytes that make its length a
+    multiple of 4, so that messages that adjacent in memory keep their scales aligned.
     """
 
     def __init__(self, config: FixpointConfig) -> None:
@@ -127,35 +187,47 @@ class Quantizer:
     @property
     def plain(self) -> Quantizer:
         """The format of numbers that are rotated already."""
-        return Quantizer(replace(self.config, rotation=0)) if self.config.rotation else self
+        if not self.config.rotation or self.config.rotate_when == "outlier":
+            return self
+        return Quantizer(replace(self.config, rotation=0))
 
     def coded(self, count: int) -> int:
         """Rotated numbers in a message of so many."""
-        return self._grid(torch.Size((count,))).coded(count)
+        return self._grid(torch.Size((count,)), int(self.config.bits)).coded(count)
 
-    def _grid(self, shape: torch.Size) -> Grid:
+    def _grid(self, shape: torch.Size, bits: int) -> Grid:
         channels = shape[-1] if len(shape) else 1
         return Grid(
-            bits=self.config.bits,
+            bits=bits,
             layout=_LAYOUTS[self.config.scale],
             group=channels if self.config.scale == "channel" else self.config.group,
-            kind=_kind(self.config.grid, self.config.bits),
+            kind=_kind(self.config.grid, bits),
             method=ScaleMethod.L2 if self.config.scale_method == "l2" else ScaleMethod.MAX,
-            rotation=self.config.rotation,
+            rotation=self.config.rotation if self.config.rotate_when == "always" else 0,
         )
+
+    def _layout(self, shape: torch.Size) -> _Layout:
+        count, bits = shape.numel(), int(self.config.bits)
+        grid, mixed, outliers = self._grid(shape, bits), None, None
+        if bits != self.config.bits:
+            mixed = mixture(grid, self._grid(shape, bits + 1), self.config.bits, count)
+        if self.config.rotate_when == "outlier":
+            outliers = Outliers(self.config.rotation, self.config.outlier_ratio)
+        streams = mixed.streams if mixed else ((grid, count),)
+        return _Layout(streams, outliers, mixed, outliers.blocks(count) if outliers else 0)
 
     def nbytes(self, shape: torch.Size) -> int:
         """Bytes of a tensor's message."""
-        grid, count = self._grid(shape), shape.numel()
-        return -(-(grid.scale_count(count) * self.scale_dtype.itemsize + grid.code_bytes(count)) // 4) * 4
+        return -(-sum(self._layout(shape).sizes(self.scale_dtype.itemsize)) // 4) * 4
 
-    def _parts(self, wire: Tensor, grid: Grid, count: int) -> tuple[Tensor, Tensor]:
-        """Codes and scales of a message."""
-        if not wire.numel():
-            return wire, torch.empty(0, dtype=self.scale_dtype, device=wire.device)
-        scale_bytes = grid.scale_count(count) * self.scale_dtype.itemsize
-        codes = wire[scale_bytes : scale_bytes + grid.code_bytes(count)]
-        return codes, wire[:scale_bytes].view(self.scale_dtype)
+    def _parts(self, wire: Tensor, layout: _Layout) -> _Parts:
+        sizes = layout.sizes(self.scale_dtype.itemsize)
+        found = list(wire[: sum(sizes)].split(sizes))
+        streams = len(layout.streams)
+        # An empty part may lie where no scale could.
+        empty = torch.empty(0, dtype=self.scale_dtype, device=wire.device)
+        scales = [part.view(self.scale_dtype) if part.numel() else empty for part in found[:streams]]
+        return _Parts(scales, found[streams], found[streams + 1], found[streams + 2 :])
 
     def encode(
         self,
@@ -177,15 +249,53 @@ class Quantizer:
             wire: where to write it, as long as ``nbytes`` says; a new tensor unless given.
         """
         x = x.detach().contiguous()
-        grid, count = self._grid(x.shape), x.numel()
+        layout = self._layout(x.shape)
         if wire is None:
             wire = torch.empty(self.nbytes(x.shape), dtype=torch.uint8, device=x.device)
-        codes, scales = self._parts(wire, grid, count)
-        wire[scales.numel() * scales.element_size() + codes.numel() :] = 0
-        stochastic = self.config.rounding == "stochastic"
+        wire[sum(layout.sizes(self.scale_dtype.itemsize)) :] = 0
+        parts = self._parts(wire, layout)
+        seed = seed if self.config.rounding == "stochastic" else None
         narrow = x.float() if x.dtype == torch.float64 else x
-        quantize_pack(narrow, codes, scales, grid, role, other, seed if stochastic else None)
+        if layout.plain:
+            quantize_pack(narrow, parts.codes[0], parts.scales[0], layout.streams[0][0], role, other, seed)
+            return wire
+        given_n = narrow.view(-1).float()
+        if other is not None and role is not Role.PLAIN:
+            other_n = other.view(-1).float()
+            given_n = given_n - other_n if role is Role.DELTA else given_n + other_n
+        self._encode_tiles(given_n, parts, layout, seed)
+        if other is not None and role is not Role.PLAIN:
+            decoded_n = self._decode_tiles(parts, layout)
+            moved_n = other_n + decoded_n if role is Role.DELTA else given_n - decoded_n
+            other.copy_(moved_n.view(other.shape))
         return wire
+
+    def _encode_tiles(self, x_n: Tensor, parts: _Parts, layout: _Layout, seed: int | None) -> None:
+        if layout.outliers:
+            rotated_k = layout.outliers.find(x_n)
+            parts.rotated.copy_(pack_bits(rotated_k, 1))
+            x_n = layout.outliers.rotate(x_n, rotated_k)
+        sources = [x_n]
+        if layout.mixture:
+            chosen_t = layout.mixture.choose(x_n)
+            parts.chosen.copy_(pack_bits(chosen_t, 1))
+            sources = list(layout.mixture.split(x_n, chosen_t))
+        for i, (source_n, (grid, _)) in enumerate(zip(sources, layout.streams, strict=True)):
+            own = None if seed is None else (seed + i) & SEED
+            quantize_pack(source_n.contiguous(), parts.codes[i], parts.scales[i], grid, Role.PLAIN, None, own)
+
+    def _decode_tiles(self, parts: _Parts, layout: _Layout) -> Tensor:
+        """The numbers of a message, flat."""
+        values = [torch.empty(count, device=parts.codes[0].device) for _, count in layout.streams]
+        for i, (value_n, (grid, _)) in enumerate(zip(values, layout.streams, strict=True)):
+            unpack_dequantize(parts.codes[i], parts.scales[i], value_n, grid)
+        x_n = values[0]
+        if layout.mixture:
+            chosen_t = unpack_bits(parts.chosen, 1, layout.mixture.tiles) > 0
+            x_n = layout.mixture.join(values[0], values[1], chosen_t)
+        if layout.outliers:
+            x_n = layout.outliers.rotate(x_n, unpack_bits(parts.rotated, 1, layout.blocks) > 0)
+        return x_n
 
     def decode(self, wire: Tensor, shape: torch.Size, out: Tensor | None = None) -> Tensor:
         """Decodes a message to fp32; groups that were not finite are NaN or infinite.
@@ -196,8 +306,11 @@ class Quantizer:
         """
         if out is None:
             out = torch.empty(shape, dtype=torch.float32, device=wire.device)
-        grid = self._grid(shape)
-        unpack_dequantize(*self._parts(_aligned(wire), grid, shape.numel()), out, grid)
+        layout = self._layout(shape)
+        parts = self._parts(_aligned(wire), layout)
+        if not layout.plain:
+            return out.copy_(self._decode_tiles(parts, layout).view(shape))
+        unpack_dequantize(parts.codes[0], parts.scales[0], out, layout.streams[0][0])
         return out
 
     def add_to(self, out: Tensor, wire: Tensor, negative: bool = False) -> Tensor:
@@ -205,10 +318,23 @@ class Quantizer:
 
         With a message of ``Role.DELTA`` that moves the reference to what the sender holds.
         """
-        grid = self._grid(out.shape)
-        codes, scales = self._parts(_aligned(wire), grid, out.numel())
-        unpack_dequantize(codes, -scales if negative else scales, out, grid, Role.ADD)
+        layout = self._layout(out.shape)
+        parts = self._parts(_aligned(wire), layout)
+        if not layout.plain:
+            return out.add_(self._decode_tiles(parts, layout).view(out.shape), alpha=-1 if negative else 1)
+        scales = -parts.scales[0] if negative else parts.scales[0]
+        unpack_dequantize(parts.codes[0], scales, out, layout.streams[0][0], Role.ADD)
         return out
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Where the parts of a message lie; see ``_Layout``."""
+
+    scales: list[Tensor]
+    rotated: Tensor
+    chosen: Tensor
+    codes: list[Tensor]
 
 
 def _aligned(wire: Tensor) -> Tensor:
