@@ -74,6 +74,9 @@ class DeltaConfig(FixpointConfig):
                 raise UserError(
                     f"{name}={getattr(self, field.name)}: means nothing with predict={self.predict}; drop it"
                 )
+        if self.grid == "signed" and 1 in (self.first_bits, self.cache_bits):
+            name = "first-bits" if self.first_bits == 1 else "cache-bits"
+            raise UserError(f"{name}=1: has no level on one side of zero with grid=signed; use 2, or leave grid out")
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ class TokenDeltaCodec(Codec):
 def _memory(config: DeltaConfig) -> FixpointConfig:
     """The format of remembered rows. Their default grid is the one that rows in checkpoints of any age have."""
     grid = "symmetric" if config.grid == "auto" else config.grid
-    return replace(config, bits=max(config.cache_bits, 1), rounding="nearest", grid=grid)
+    return replace(config, bits=config.cache_bits or 8, rounding="nearest", grid=grid)
 
 
 class DeltaCodec(Codec):

@@ -52,10 +52,10 @@ class FixpointConfig:
     )
     scale_method: Literal["max", "l2"] = opt("max", "largest magnitude, or twice the root mean square")
     scale_dtype: Literal["fp32", "bf16"] = opt("fp32", "dtype of the scales on the wire")
-    grid: Literal["auto", "symmetric", "asymmetric", "midrise", "minmax"] = opt(
+    grid: Literal["auto", "symmetric", "asymmetric", "signed", "midrise", "minmax"] = opt(
         "auto",
-        "auto is midrise at 2 and 3 bits, else symmetric; asymmetric clips the positive peak, as AQ-SGD does; "
-        "minmax sends the least and the greatest number of each group",
+        "auto is signed at 2 and 3 bits (midrise at 2 with a rotation), else symmetric; asymmetric clips the positive "
+        "peak, as AQ-SGD does; minmax sends the least and the greatest number of each group",
     )
     rounding: Literal["nearest", "stochastic"] = opt("nearest", "stochastic is unbiased, and seeded")
     seed: int = opt(714, "seed of stochastic rounding", minimum=0, maximum=SEED)
@@ -65,6 +65,10 @@ class FixpointConfig:
             raise UserError(f"group={self.group}: must be a multiple of 8; use {-(-self.group // 8) * 8}")
         if self.grid == "minmax" and self.scale_method == "l2":
             raise UserError("scale-method=l2: grid=minmax has limits instead of a scale; leave scale-method out")
+        if self.grid == "signed" and self.bits < 2:
+            raise UserError(
+                f"grid=signed: {self.bits:g} bits have no level on one side of zero; use 2, or leave grid out"
+            )
         whole = int(self.bits)
         if self.bits != whole:
             tile = max(self.group, self.rotation)
@@ -130,15 +134,18 @@ class FixpointSumConfig(FixpointConfig):
         return replace(self, bits=bits, levels="flat")
 
 
-def _kind(grid: str, bits: int) -> GridKind:
+def _kind(grid: str, bits: int, rotated: bool) -> GridKind:
     """The levels that a grid of the options has at a number of bits.
 
-    A mid-rise grid uses every code. On numbers without outliers, such as rotated ones, it has the least error at 2 and
-    3 bits; the more bits, the less it gains. One bit is the sign and the mean magnitude, whatever the rounding.
+    At few bits a symmetric grid's unused code is dear. A mid-rise grid has the least error on numbers without outliers,
+    such as rotated ones, and a great one on others, as it lacks a zero; a signed grid is nearly as good, or better, on
+    all. One bit is the sign and the mean magnitude, whatever the rounding.
     """
-    if grid == "auto":
-        return GridKind.MIDRISE if bits in (2, 3) else GridKind.SYMMETRIC
-    return GridKind[grid.upper()]
+    if grid != "auto":
+        return GridKind[grid.upper()]
+    if bits not in (2, 3):
+        return GridKind.SYMMETRIC
+    return GridKind.MIDRISE if bits == 2 and rotated else GridKind.SIGNED
 
 
 @dataclass(frozen=True)
@@ -197,13 +204,14 @@ class Quantizer:
 
     def _grid(self, shape: torch.Size, bits: int) -> Grid:
         channels = shape[-1] if len(shape) else 1
+        rotation = self.config.rotation if self.config.rotate_when == "always" else 0
         return Grid(
             bits=bits,
             layout=_LAYOUTS[self.config.scale],
             group=channels if self.config.scale == "channel" else self.config.group,
-            kind=_kind(self.config.grid, bits),
+            kind=_kind(self.config.grid, bits, rotation > 0),
             method=ScaleMethod.L2 if self.config.scale_method == "l2" else ScaleMethod.MAX,
-            rotation=self.config.rotation if self.config.rotate_when == "always" else 0,
+            rotation=rotation,
         )
 
     def _layout(self, shape: torch.Size) -> _Layout:

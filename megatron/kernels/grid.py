@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 
@@ -21,9 +22,10 @@ class ScaleMethod(enum.IntEnum):
     """The definition of a scale."""
 
     MAX = 0
-    """The largest magnitude; with one symmetric bit the mean one. For a mid-rise grid, what makes its outermost level
-    the largest magnitude where rounding is stochastic, and otherwise the multiple of the root mean square that is best
-    for normal numbers, if that is less than the largest magnitude."""
+    """The largest magnitude; with one symmetric bit the mean one.
+
+    For mid-rise and signed grids, to nearest, a multiple of the root mean square where that is less; but a number that
+    stands out sets the scale of a signed grid. With stochastic rounding, what makes their levels hold every number."""
     L2 = 1
     """Twice the root mean square."""
 
@@ -39,6 +41,8 @@ class GridKind(enum.IntEnum):
     """(k + 1/2)/2^(b-1): every code is used, and zero is none of the levels."""
     MINMAX = 3
     """2^b levels from the least number to the greatest. Both are on the wire, as two scales."""
+    SIGNED = 4
+    """The asymmetric levels of a scale with a sign: level -1 is the largest number, wherever that lies."""
 
 
 class Role(enum.IntEnum):
@@ -56,6 +60,12 @@ class Role(enum.IntEnum):
 
 MIDRISE_RMS = (1.5958, 1.9914, 2.3441, 2.6816, 3.0102, 3.33, 3.6395, 3.9376)
 """Scales of mid-rise grids of 1 to 8 bits with the least error on normal numbers, in root mean squares."""
+
+SIGNED_RMS = (math.inf, 2.1, 2.5, math.inf, math.inf, math.inf, math.inf, math.inf)
+"""The same of signed grids; from 4 bits on the largest magnitude is about as good."""
+
+STANDS_OUT = 4.0
+"""A number stands out if it is larger than so many root mean squares of the others of its group."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,7 @@ class Grid:
         """Whether a scale takes a sum, whose last digit may differ between implementations."""
         if self.kind is GridKind.MINMAX:
             return False
-        return self.method is ScaleMethod.L2 or self.is_sign or self.kind is GridKind.MIDRISE
+        return self.method is ScaleMethod.L2 or self.is_sign or self.kind in (GridKind.MIDRISE, GridKind.SIGNED)
 
     @property
     def top(self) -> int:

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron.kernels.grid import MIDRISE_RMS, Grid, GridKind, Role, ScaleLayout, ScaleMethod
+from megatron.kernels.grid import MIDRISE_RMS, SIGNED_RMS, STANDS_OUT, Grid, GridKind, Role, ScaleLayout, ScaleMethod
 
 
 def pack_bits(codes_n: Tensor, bits: int) -> Tensor:
@@ -89,15 +89,36 @@ def _scales(x_n: Tensor, grid: Grid, stochastic: bool) -> Tensor:
     if grid.is_sign and grid.method is not ScaleMethod.L2:
         return (groups_gn.abs().sum(dim=1, dtype=torch.float64) / sizes_g).float()
     most_g = groups_gn.abs().amax(dim=1)
-    if grid.method is ScaleMethod.MAX and grid.kind is not GridKind.MIDRISE:
+    if grid.method is ScaleMethod.MAX and grid.kind in (GridKind.SYMMETRIC, GridKind.ASYMMETRIC):
         return most_g
     if grid.method is ScaleMethod.MAX and stochastic:
-        outer_g = most_g * ((1 << grid.bits) / ((1 << grid.bits) - 1))
-        return torch.where(most_g.isfinite(), outer_g.clamp(max=torch.finfo(torch.float32).max), most_g)
-    root_g = (groups_gn.double().square().sum(dim=1) / sizes_g).sqrt()
+        return _outer(groups_gn, most_g, grid)
+    sum_g = groups_gn.double().square().sum(dim=1)
+    root_g = (sum_g / sizes_g).sqrt()
     if grid.method is ScaleMethod.L2:
         return (root_g * 2.0).float()
-    return torch.minimum((root_g * MIDRISE_RMS[grid.bits - 1]).float(), most_g)
+    if grid.kind is GridKind.MIDRISE:
+        return torch.minimum((root_g * MIDRISE_RMS[grid.bits - 1]).float(), most_g)
+    rest_g = ((sum_g - most_g.double().square()).clamp(min=0.0) / (sizes_g - 1).clamp(min=1.0)).sqrt()
+    stands_out_g = most_g.double() > rest_g * STANDS_OUT
+    usual_g = torch.minimum((root_g * SIGNED_RMS[grid.bits - 1]).float(), most_g)
+    return torch.where(stands_out_g | (most_g == 0), most_g, usual_g) * _peak_signs(groups_gn)
+
+
+def _peak_signs(groups_gn: Tensor) -> Tensor:
+    """-1 where the largest number of a group is positive, else 1, so that its level is -1."""
+    return torch.where(groups_gn.amax(dim=1) > -groups_gn.amin(dim=1), -1.0, 1.0)
+
+
+def _outer(groups_gn: Tensor, most_g: Tensor, grid: Grid) -> Tensor:
+    """Scales of mid-rise and signed grids whose levels hold every number."""
+    if grid.kind is GridKind.MIDRISE:
+        signs_g, outer_g = torch.ones_like(most_g), most_g * ((1 << grid.bits) / ((1 << grid.bits) - 1))
+    else:
+        signs_g, half = _peak_signs(groups_gn), 1 << (grid.bits - 1)
+        opposite_g = torch.minimum(groups_gn.amax(dim=1), -groups_gn.amin(dim=1)).clamp(min=0.0)
+        outer_g = torch.maximum(most_g, opposite_g * (half / (half - 1))) if half > 1 else most_g
+    return torch.where(most_g.isfinite(), outer_g.clamp(max=torch.finfo(torch.float32).max), most_g) * signs_g
 
 
 def _limits(groups_gn: Tensor, count: int) -> Tensor:
@@ -145,7 +166,7 @@ def _codes(x_n: Tensor, scale_g: Tensor, grid: Grid, seed: int | None) -> Tensor
     if base_g is not None:
         x_n = x_n - _spread(base_g, x_n.numel(), grid)
     # A number over a tensor would be torch's reciprocal times the number, which rounds twice.
-    steps_g = torch.where(length_g > 0, torch.full_like(length_g, grid.top) / length_g, 0.0)
+    steps_g = torch.where(length_g.abs() > 0, torch.full_like(length_g, grid.top) / length_g, 0.0)
     steps_n = x_n * _spread(steps_g, x_n.numel(), grid) - grid.shift
     low, high = grid.limits
     if seed is not None:

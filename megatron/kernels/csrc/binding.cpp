@@ -60,7 +60,7 @@ mcc_codec codec_of(int64_t count, const Tensor &codes, const Tensor &scales, int
                    int64_t kind, int64_t method, int64_t rotation) {
   STD_TORCH_CHECK(bits >= 1 && bits <= 8, "bits must be 1 to 8, is ", bits);
   STD_TORCH_CHECK(layout >= MCC_GROUP && layout <= MCC_TENSOR, "no such layout of scales: ", layout);
-  STD_TORCH_CHECK(kind >= MCC_SYMMETRIC && kind <= MCC_MINMAX, "no such kind of grid: ", kind);
+  STD_TORCH_CHECK(kind >= MCC_SYMMETRIC && kind <= MCC_SIGNED, "no such kind of grid: ", kind);
   STD_TORCH_CHECK(method == MCC_MAX || method == MCC_L2, "no such scale method: ", method);
   STD_TORCH_CHECK(rotation == 0 || (rotation >= 8 && rotation <= 1024 && (rotation & (rotation - 1)) == 0),
                   "rotation must be 0 or a power of two from 8 to 1024, is ", rotation);

@@ -15,8 +15,9 @@ extern "C" {
 
 enum mcc_dtype { MCC_FP32 = 0, MCC_BF16 = 1, MCC_FP16 = 2 };
 enum mcc_layout { MCC_GROUP = 0, MCC_CHANNEL = 1, MCC_TENSOR = 2 };
-/* The levels: k/(2^(b-1) - 1) of the scale, k/2^(b-1), (k + 1/2)/2^(b-1), or from the least number to the greatest. */
-enum mcc_kind { MCC_SYMMETRIC = 0, MCC_ASYMMETRIC = 1, MCC_MIDRISE = 2, MCC_MINMAX = 3 };
+/* The levels: k/(2^(b-1) - 1) of the scale, k/2^(b-1), (k + 1/2)/2^(b-1), from the least number to the greatest, or
+ * k/2^(b-1) of a scale with a sign. */
+enum mcc_kind { MCC_SYMMETRIC = 0, MCC_ASYMMETRIC = 1, MCC_MIDRISE = 2, MCC_MINMAX = 3, MCC_SIGNED = 4 };
 enum mcc_method { MCC_MAX = 0, MCC_L2 = 1 };
 /* What the second tensor of an encoder is, and what a decoder does with its numbers. */
 enum mcc_role { MCC_PLAIN = 0, MCC_DELTA = 1, MCC_FEEDBACK = 2, MCC_ADD = 3 };

@@ -96,7 +96,7 @@ MCC_FN void store_scale(const mcc_grid &g, void *scales, int dtype, int64_t i, S
 }
 
 /* Steps per unit: what a number is multiplied by before it is rounded. */
-MCC_FN float step_of(const mcc_grid &g, float scale) { return scale > 0 ? float(top_of(g)) / scale : 0.0f; }
+MCC_FN float step_of(const mcc_grid &g, float scale) { return scale > 0 || scale < 0 ? float(top_of(g)) / scale : 0.0f; }
 /* Units per step: what a level is multiplied by. */
 MCC_FN float unit_of(const mcc_grid &g, float scale) { return is_sign(g) ? scale : scale / float(top_of(g)); }
 
@@ -126,12 +126,13 @@ struct Extent {
 MCC_FN uint32_t ordered(uint32_t u) { return u ^ (uint32_t(int32_t(u) >> 31) | 0x80000000u); }
 MCC_FN float from_ordered(uint32_t k) { return float_of(k & 0x80000000u ? k ^ 0x80000000u : ~k); }
 
+MCC_FN bool takes_range(const mcc_grid &g) { return is_minmax(g) || (g.kind == MCC_SIGNED && g.method == MCC_MAX); }
 MCC_FN bool takes_sum(const mcc_grid &g) {
-  const bool midrise = g.kind == MCC_MIDRISE && !g.stochastic;
-  return !is_minmax(g) && (g.method == MCC_L2 || is_sign(g) || midrise);
+  const bool fitted = (g.kind == MCC_MIDRISE || g.kind == MCC_SIGNED) && !g.stochastic;
+  return !is_minmax(g) && (g.method == MCC_L2 || is_sign(g) || fitted);
 }
 MCC_FN bool sums_squares(const mcc_grid &g) { return g.method == MCC_L2 || !is_sign(g); }
-MCC_FN bool takes_most(const mcc_grid &g) { return !is_minmax(g) && g.method == MCC_MAX && !is_sign(g); }
+MCC_FN bool takes_most(const mcc_grid &g) { return !takes_range(g) && g.method == MCC_MAX && !is_sign(g); }
 
 MCC_FN void join(Extent &e, const Extent &other) {
   e.most = other.most > e.most ? other.most : e.most;
@@ -152,12 +153,34 @@ MCC_FN double midrise_rms(int bits) {
                      : 3.9376;
 }
 
+constexpr float kLargest = 0x1.fffffep127f;
+constexpr double kStandsOut = 4.0; /* root mean squares of the others */
+
+/* The scale of n numbers on a signed grid: that of least error, or one whose levels hold them all. */
+MCC_FN float signed_scale(const mcc_grid &g, double sum, float low, float high, int64_t n) {
+  const bool positive = high > -low;
+  const float most = positive ? high : -low, opposite = positive ? -low : high, sign = positive ? -1.0f : 1.0f;
+  if (!g.stochastic) {
+    const double square = double(most) * double(most), left = sum - square > 0 ? sum - square : 0.0;
+    const double rest = sqrt(left / double(n > 1 ? n - 1 : 1));
+    if ((g.bits != 2 && g.bits != 3) || most == 0.0f || double(most) > rest * kStandsOut) return sign * most;
+    const float usual = float(sqrt(sum / double(n)) * (g.bits == 2 ? 2.1 : 2.5));
+    return sign * (usual < most ? usual : most);
+  }
+  const int half = 1 << (g.bits - 1);
+  if (half == 1 || !(opposite > 0.0f) || bits_of(most) >= 0x7f800000u) return sign * most;
+  const float needed = opposite * (float(half) / float(half - 1)), outer = needed > most ? needed : most;
+  return sign * (outer < kLargest ? outer : kLargest);
+}
+
 /* The scale of n numbers. */
 MCC_FN Scale scale_of(const mcc_grid &g, const Extent &e, int64_t n) {
   if (n == 0) return {0.0f, 0.0f};
-  if (is_minmax(g)) {
+  if (takes_range(g)) {
     if (e.least < 0x007fffffu || e.greatest > 0xff800000u) return {float_of(0x7fc00000u), float_of(0x7fc00000u)};
-    return {from_ordered(e.least) + 0.0f, from_ordered(e.greatest) + 0.0f}; /* no negative zeros */
+    const float low = from_ordered(e.least) + 0.0f, high = from_ordered(e.greatest) + 0.0f; /* no negative zeros */
+    if (is_minmax(g)) return {low, high};
+    return {signed_scale(g, e.sum, low, high, n) + 0.0f, 0.0f};
   }
   if (takes_sum(g)) {
     const double mean = e.sum / double(n);
@@ -170,7 +193,7 @@ MCC_FN Scale scale_of(const mcc_grid &g, const Extent &e, int64_t n) {
   const float most = float_of(e.most);
   if (g.kind != MCC_MIDRISE || e.most >= 0x7f800000u) return {most, 0.0f};
   const float outer = most * (float(1 << g.bits) / float((1 << g.bits) - 1));
-  return {outer < 0x1.fffffep127f ? outer : 0x1.fffffep127f, 0.0f};
+  return {outer < kLargest ? outer : kLargest, 0.0f};
 }
 
 MCC_FN uint32_t mixed(uint32_t x) {

@@ -134,6 +134,8 @@ class TestCodec:
 
 TOGETHER: list[dict[str, Any]] = [
     {"rotation": 8, "rotate_when": "outlier", "outlier_ratio": 1.2},
+    {"bits": 2, "group": 8},
+    {"bits": 3, "group": 8, "rounding": "stochastic"},
     {"bits": 2.4, "group": 8, "grid": "midrise", "rounding": "stochastic"},
     {"bits": 3.8, "group": 8, "grid": "minmax", "rotation": 16, "rotate_when": "outlier", "scale_dtype": "bf16"},
     {"bits": 4.5, "group": 16, "rotation": 8},

@@ -254,7 +254,7 @@ def test_operators_compile_in_one_graph() -> None:
         ("quantize_pack", 2, torch.zeros(31, dtype=torch.uint8)),
         ("quantize_pack", 5, 9),
         ("quantize_pack", 7, 12),
-        ("quantize_pack", 8, 4),
+        ("quantize_pack", 8, 5),
         ("quantize_pack", 8, 3),
         ("quantize_pack", 10, 24),
         ("unpack_dequantize", 1, torch.zeros(2)),

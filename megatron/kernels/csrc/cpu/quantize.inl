@@ -1,7 +1,7 @@
 /* Quantise, pack, unpack, dequantise: one pass over memory, in chunks that stay in the first-level cache. */
 
 inline void measure(const mcc_grid &g, const float *v, int64_t n, Extent &e) {
-  if (is_minmax(g)) {
+  if (takes_range(g)) {
     uint32_t least = e.least, greatest = e.greatest;
 #pragma omp simd reduction(min : least) reduction(max : greatest)
     for (int64_t i = 0; i < n; ++i) {
@@ -10,7 +10,6 @@ inline void measure(const mcc_grid &g, const float *v, int64_t n, Extent &e) {
       greatest = k > greatest ? k : greatest;
     }
     e.least = least, e.greatest = greatest;
-    return;
   }
   if (takes_sum(g)) {
     double s = 0;
@@ -257,7 +256,7 @@ struct Columns {
 
   Columns(const mcc_grid &g, int64_t n)
       : most(size_t(takes_most(g) ? n : 0), 0),
-        least(size_t(is_minmax(g) ? n : 0), 0xffffffffu),
+        least(size_t(takes_range(g) ? n : 0), 0xffffffffu),
         greatest(least.size(), 0),
         sum(size_t(takes_sum(g) ? n : 0), 0.0) {}
 

@@ -133,15 +133,15 @@ __global__ void measure_channels(mcc_codec c) {
       const float v = given_at(c, row * c.grid.group + column);
       measure<1>(c.grid, &v, 1, e);
     }
-  const bool minmax = is_minmax(c.grid);
-  most[y][x] = minmax ? e.greatest : e.most;
+  const bool range = takes_range(c.grid);
+  most[y][x] = range ? e.greatest : e.most;
   least[y][x] = e.least;
   sum[y][x] = e.sum;
   __syncthreads();
   if (y != 0 || column >= c.grid.group) return;
   for (int i = 1; i < 8; ++i) {
     Extent other;
-    (minmax ? other.greatest : other.most) = most[i][x];
+    (range ? other.greatest : other.most) = most[i][x];
     other.least = least[i][x];
     other.sum = sum[i][x];
     join(e, other);

@@ -128,7 +128,7 @@ __device__ __forceinline__ void rotate_lanes(float *v, int block) {
 /* Adds ``count`` numbers to the extent of their set, of which ``valid`` count. */
 template <int kCount>
 __device__ __forceinline__ void measure(const mcc_grid &g, const float *v, int64_t valid, Extent &e) {
-  if (is_minmax(g)) {
+  if (takes_range(g)) {
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       if (j >= valid) continue;
@@ -136,7 +136,6 @@ __device__ __forceinline__ void measure(const mcc_grid &g, const float *v, int64
       e.least = k < e.least ? k : e.least;
       e.greatest = k > e.greatest ? k : e.greatest;
     }
-    return;
   }
   /* The others are zeros, which change neither a sum nor the largest magnitude. */
   if (takes_sum(g)) {
@@ -154,11 +153,10 @@ __device__ __forceinline__ void measure(const mcc_grid &g, const float *v, int64
 
 /* Joins the extents of two lanes, on both. All lanes of a warp call it. */
 __device__ __forceinline__ void join_lanes(const mcc_grid &g, Extent &e, int distance) {
-  if (is_minmax(g)) {
+  if (takes_range(g)) {
     const uint32_t least = __shfl_xor_sync(kAll, e.least, distance), greatest = __shfl_xor_sync(kAll, e.greatest, distance);
     e.least = least < e.least ? least : e.least;
     e.greatest = greatest > e.greatest ? greatest : e.greatest;
-    return;
   }
   if (takes_most(g)) {
     const uint32_t other = __shfl_xor_sync(kAll, e.most, distance);
@@ -169,13 +167,12 @@ __device__ __forceinline__ void join_lanes(const mcc_grid &g, Extent &e, int dis
 
 /* Joins the extents of a block, on every thread; each calls it. */
 __device__ __forceinline__ void join_block(const mcc_grid &g, Extent &e, uint32_t *room, double *sums) {
-  if (is_minmax(g)) {
+  if (takes_range(g)) {
     e.greatest = block_max(e.greatest, room);
     e.least = ~block_max(~e.least, room);
-    return;
   }
-  e.most = block_max(e.most, room);
-  e.sum = block_sum(e.sum, sums);
+  if (takes_most(g)) e.most = block_max(e.most, room);
+  if (takes_sum(g)) e.sum = block_sum(e.sum, sums);
 }
 
 /* Which scale a word of eight numbers has: one, or eight in turn by channels. Groups are of whole words. */
