@@ -71,7 +71,7 @@ class FixpointConfig:
             )
         whole = int(self.bits)
         if self.bits != whole:
-            tile = max(self.group, self.rotation)
+            tile = max(self.group, self.rotation if self.rotate_when == "always" else 0)
             if self.scale != "group":
                 raise UserError(
                     f"bits={self.bits:g}: tiles of {whole} and {whole + 1} bits have scales of their own; use "
@@ -170,7 +170,7 @@ class _Layout:
         return map_bytes(self.blocks), map_bytes(self.mixture.tiles) if self.mixture else 0
 
     @property
-    def plain(self) -> bool:
+    def direct(self) -> bool:
         """Whether the message is what the kernels make of the tensor."""
         return self.outliers is None and self.mixture is None
 
@@ -187,16 +187,20 @@ class Quantizer:
     multiple of 4, so that messages that adjacent in memory keep their scales aligned.
     """
 
-    def __init__(self, config: FixpointConfig) -> None:
+    def __init__(self, config: FixpointConfig, rotated: bool = False) -> None:
         self.config = config
+        self.rotated = rotated
         self.scale_dtype = torch.float32 if config.scale_dtype == "fp32" else torch.bfloat16
 
     @property
     def plain(self) -> Quantizer:
         """The format of numbers that are rotated already."""
-        if not self.config.rotation or self.config.rotate_when == "outlier":
-            return self
-        return Quantizer(replace(self.config, rotation=0))
+        return Quantizer(self.config, rotated=True) if self._rotates else self
+
+    @property
+    def _rotates(self) -> bool:
+        """Whether every block is rotated."""
+        return self.config.rotation > 0 and self.config.rotate_when == "always"
 
     def coded(self, count: int) -> int:
         """Rotated numbers in a message of so many."""
@@ -204,21 +208,21 @@ class Quantizer:
 
     def _grid(self, shape: torch.Size, bits: int) -> Grid:
         channels = shape[-1] if len(shape) else 1
-        rotation = self.config.rotation if self.config.rotate_when == "always" else 0
         return Grid(
             bits=bits,
             layout=_LAYOUTS[self.config.scale],
             group=channels if self.config.scale == "channel" else self.config.group,
-            kind=_kind(self.config.grid, bits, rotation > 0),
+            kind=_kind(self.config.grid, bits, self._rotates),
             method=ScaleMethod.L2 if self.config.scale_method == "l2" else ScaleMethod.MAX,
-            rotation=rotation,
+            rotation=self.config.rotation if self._rotates and not self.rotated else 0,
         )
 
     def _layout(self, shape: torch.Size) -> _Layout:
         count, bits = shape.numel(), int(self.config.bits)
         grid, mixed, outliers = self._grid(shape, bits), None, None
         if bits != self.config.bits:
-            mixed = mixture(grid, self._grid(shape, bits + 1), self.config.bits, count)
+            tile = max(self.config.group, self.config.rotation if self._rotates else 0)
+            mixed = mixture(grid, self._grid(shape, bits + 1), tile, self.config.bits, grid.coded(count))
         if self.config.rotate_when == "outlier":
             outliers = Outliers(self.config.rotation, self.config.outlier_ratio)
         streams = mixed.streams if mixed else ((grid, count),)
@@ -264,7 +268,7 @@ class Quantizer:
         parts = self._parts(wire, layout)
         seed = seed if self.config.rounding == "stochastic" else None
         narrow = x.float() if x.dtype == torch.float64 else x
-        if layout.plain:
+        if layout.direct:
             quantize_pack(narrow, parts.codes[0], parts.scales[0], layout.streams[0][0], role, other, seed)
             return wire
         given_n = narrow.view(-1).float()
@@ -273,7 +277,7 @@ class Quantizer:
             given_n = given_n - other_n if role is Role.DELTA else given_n + other_n
         self._encode_tiles(given_n, parts, layout, seed)
         if other is not None and role is not Role.PLAIN:
-            decoded_n = self._decode_tiles(parts, layout)
+            decoded_n = self._decode_tiles(parts, layout)[: given_n.numel()]
             moved_n = other_n + decoded_n if role is Role.DELTA else given_n - decoded_n
             other.copy_(moved_n.view(other.shape))
         return wire
@@ -285,6 +289,7 @@ class Quantizer:
             x_n = layout.outliers.rotate(x_n, rotated_k)
         sources = [x_n]
         if layout.mixture:
+            x_n = torch.nn.functional.pad(x_n, (0, layout.mixture.count - x_n.numel()))
             chosen_t = layout.mixture.choose(x_n)
             parts.chosen.copy_(pack_bits(chosen_t, 1))
             sources = list(layout.mixture.split(x_n, chosen_t))
@@ -316,8 +321,8 @@ class Quantizer:
             out = torch.empty(shape, dtype=torch.float32, device=wire.device)
         layout = self._layout(shape)
         parts = self._parts(_aligned(wire), layout)
-        if not layout.plain:
-            return out.copy_(self._decode_tiles(parts, layout).view(shape))
+        if not layout.direct:
+            return out.copy_(self._decode_tiles(parts, layout)[: shape.numel()].view(shape))
         unpack_dequantize(parts.codes[0], parts.scales[0], out, layout.streams[0][0])
         return out
 
@@ -328,8 +333,9 @@ class Quantizer:
         """
         layout = self._layout(out.shape)
         parts = self._parts(_aligned(wire), layout)
-        if not layout.plain:
-            return out.add_(self._decode_tiles(parts, layout).view(out.shape), alpha=-1 if negative else 1)
+        if not layout.direct:
+            values_n = self._decode_tiles(parts, layout)[: out.numel()]
+            return out.add_(values_n.view(out.shape), alpha=-1 if negative else 1)
         scales = -parts.scales[0] if negative else parts.scales[0]
         unpack_dequantize(parts.codes[0], scales, out, layout.streams[0][0], Role.ADD)
         return out

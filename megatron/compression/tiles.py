@@ -115,9 +115,12 @@ class Mixture:
         return chosen_t.to(torch.uint8).sort(descending=True, stable=True).indices
 
 
-def mixture(low: Grid, high: Grid, bits: float, count: int) -> Mixture | None:
-    """As many tiles of more bits as codes and map have room for in ``bits`` bits a number; None if that is none."""
-    tile = max(low.group, low.rotation)
+def mixture(low: Grid, high: Grid, tile: int, bits: float, count: int) -> Mixture | None:
+    """As many tiles of more bits as codes and map have room for in ``bits`` bits a number; None if that is none.
+
+    Args:
+        count: all numbers, with those that fill up the last block of a rotation.
+    """
     whole = Mixture(low, high, tile, count, 0)
     budget = int(bits * (-(-low.coded(count) // 8)))
     spare = budget - map_bytes(whole.tiles) - low.code_bytes(count)

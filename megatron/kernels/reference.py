@@ -99,8 +99,8 @@ def _scales(x_n: Tensor, grid: Grid, stochastic: bool) -> Tensor:
         return (root_g * 2.0).float()
     if grid.kind is GridKind.MIDRISE:
         return torch.minimum((root_g * MIDRISE_RMS[grid.bits - 1]).float(), most_g)
-    rest_g = ((sum_g - most_g.double().square()).clamp(min=0.0) / (sizes_g - 1).clamp(min=1.0)).sqrt()
-    stands_out_g = most_g.double() > rest_g * STANDS_OUT
+    square_g = most_g.double().square()
+    stands_out_g = square_g * (sizes_g - 1) > (sum_g - square_g) * STANDS_OUT**2
     usual_g = torch.minimum((root_g * SIGNED_RMS[grid.bits - 1]).float(), most_g)
     return torch.where(stands_out_g | (most_g == 0), most_g, usual_g) * _peak_signs(groups_gn)
 

@@ -161,9 +161,8 @@ MCC_FN float signed_scale(const mcc_grid &g, double sum, float low, float high, 
   const bool positive = high > -low;
   const float most = positive ? high : -low, opposite = positive ? -low : high, sign = positive ? -1.0f : 1.0f;
   if (!g.stochastic) {
-    const double square = double(most) * double(most), left = sum - square > 0 ? sum - square : 0.0;
-    const double rest = sqrt(left / double(n > 1 ? n - 1 : 1));
-    if ((g.bits != 2 && g.bits != 3) || most == 0.0f || double(most) > rest * kStandsOut) return sign * most;
+    const double square = double(most) * double(most), others = (sum - square) * (kStandsOut * kStandsOut);
+    if ((g.bits != 2 && g.bits != 3) || most == 0.0f || square * double(n - 1) > others) return sign * most;
     const float usual = float(sqrt(sum / double(n)) * (g.bits == 2 ? 2.1 : 2.5));
     return sign * (usual < most ? usual : most);
   }

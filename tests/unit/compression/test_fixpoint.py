@@ -138,6 +138,17 @@ def test_a_signed_grid_reaches_the_peak_on_either_side_and_keeps_zeros(bits: int
     torch.testing.assert_close(alone, x[:8] * torch.eye(8)[3])
 
 
+def test_rotating_outliers_lies_between_no_rotation_and_all() -> None:
+    """On heavy-tailed numbers; ordinary ones it leaves alone."""
+    x = _groups("tails")
+    options: tuple[dict[str, Any], ...] = ({"rotation": 64}, {"rotation": 64, "rotate_when": "outlier"}, {})
+    errors = [float((_round_trip(x, bits=4, **rotation) - x).norm() / x.norm()) for rotation in options]
+    assert errors == pytest.approx([0.100, 0.145, 0.181], abs=0.006)
+    normal = _groups("normal")
+    same = (_round_trip(normal, bits=4, **options[1]) == _round_trip(normal, bits=4)).all(dim=1)
+    assert 0.99 < float(same.float().mean()) < 1.0
+
+
 def test_a_short_last_group_has_a_scale_of_its_own_numbers() -> None:
     """Scales by mean or root mean square are those of the numbers that the group has."""
     x = torch.full((70,), 3.0)

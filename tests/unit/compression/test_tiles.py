@@ -14,6 +14,7 @@ from megatron.base.errors import UserError
 from megatron.compression.fixpoint import FixpointConfig, Quantizer
 from megatron.compression.tiles import Outliers
 from megatron.kernels.grid import Role
+from megatron.kernels.reference import rotate
 
 
 def _quantizer(**options: Any) -> Quantizer:
@@ -126,6 +127,21 @@ def test_roles_are_those_of_whole_messages(options: dict[str, Any], dtype: torch
     assert float((received - x.float()).norm()) < 0.6 * float((kept - x.float()).norm())
     quantizer.add_to(received, wire, negative=True)
     torch.testing.assert_close(received, kept, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [0, 5, 100, 128, 1000])
+@pytest.mark.parametrize("options", [{"bits": 3.5, "group": 8}, {"bits": 2}, {"bits": 2.7, "group": 128}], ids=str)
+def test_messages_of_rotated_numbers_are_those_of_the_numbers(options: dict[str, Any], count: int) -> None:
+    """Sums of several steps stay rotated in between; the last message is decoded as one of the numbers themselves."""
+    quantizer, x = _quantizer(rotation=64, **options), _noise(count)
+    coded = torch.Size((quantizer.coded(count),))
+    wire = quantizer.encode(x, None)
+    rotated = quantizer.plain.decode(wire, coded)
+    assert quantizer.plain.nbytes(coded) == quantizer.nbytes(x.shape) == wire.numel()
+    back = rotate(rotated, 64)[:count] if count else rotated
+    torch.testing.assert_close(back, quantizer.decode(wire, x.shape), rtol=0, atol=1e-5)
+    again = quantizer.decode(quantizer.plain.encode(rotated, None), x.shape)
+    assert float((again - x).norm()) <= 0.75 * float(x.norm())
 
 
 @pytest.mark.parametrize("options", TILED, ids=str)

@@ -52,6 +52,37 @@ inline __m128i unpack_16(const uint8_t *in, int bits) {
   return _mm_and_si128(spread, _mm_set1_epi8(3));
 }
 
+/* What ``measure`` does, of whole 16s. */
+inline void measure_16s(const mcc_grid &g, const float *v, int64_t n, Extent &e) {
+  if (takes_most(g)) {
+    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+    __m512i most = _mm512_setzero_si512();
+    for (int64_t i = 0; i < n; i += 16)
+      most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_loadu_si512(v + i), magnitude));
+    e.most = _mm512_reduce_max_epu32(most);
+  }
+  if (takes_range(g)) {
+    const __m512i sign = _mm512_set1_epi32(int32_t(0x80000000u));
+    __m512i least = _mm512_set1_epi32(-1), greatest = _mm512_setzero_si512();
+    for (int64_t i = 0; i < n; i += 16) {
+      const __m512i u = _mm512_loadu_si512(v + i);
+      const __m512i k = _mm512_xor_si512(u, _mm512_or_si512(_mm512_srai_epi32(u, 31), sign));
+      least = _mm512_min_epu32(least, k);
+      greatest = _mm512_max_epu32(greatest, k);
+    }
+    e.least = _mm512_reduce_min_epu32(least), e.greatest = _mm512_reduce_max_epu32(greatest);
+  }
+  if (takes_sum(g)) { /* of squares: a sign's is not taken here */
+    __m512d sum0 = _mm512_setzero_pd(), sum1 = sum0;
+    for (int64_t i = 0; i < n; i += 16) {
+      const __m512d a = _mm512_cvtps_pd(_mm256_loadu_ps(v + i)), b = _mm512_cvtps_pd(_mm256_loadu_ps(v + i + 8));
+      sum0 = _mm512_add_pd(sum0, _mm512_mul_pd(a, a));
+      sum1 = _mm512_add_pd(sum1, _mm512_mul_pd(b, b));
+    }
+    e.sum = _mm512_reduce_add_pd(_mm512_add_pd(sum0, sum1));
+  }
+}
+
 /* Levels of 16 numbers, plus the code of level 0. */
 template <bool kBased>
 struct Levels {
@@ -85,7 +116,7 @@ inline void quantize_64(const mcc_codec &c, const float *v, const Shared *shared
       factor = {*shared->at(0).by, *shared->at(0).base};
     } else {
       Extent e;
-      measure(g, v + i, group, e);
+      measure_16s(g, v + i, group, e);
       factor = factor_of(g, true, keep_scale(c, (begin + i) / group, e, group));
     }
     const __m512 step = _mm512_set1_ps(factor.by), base = _mm512_set1_ps(factor.base);
