@@ -31,6 +31,7 @@ class Option:
     unit: what a number counts.
     minimum, maximum: inclusive bounds; above, below: exclusive ones.
     scheduled: a compressor's number that may change over the run.
+    whole_ramp: a ramp of it goes through whole numbers only.
     when_unset: for a derived field, what takes its place.
     no_effect: why giving the flag changes nothing here; reported once when it is given.
     contents: "file" for paths of files and "blend" for weights and prefixes of datasets, whose contents must be the
@@ -54,6 +55,7 @@ class Option:
     below: float | None = None
     required: bool = False
     scheduled: bool = False
+    whole_ramp: bool = False
     when_unset: str = ""
     no_effect: str = ""
     contents: str = ""

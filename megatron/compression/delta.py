@@ -44,7 +44,14 @@ class DeltaConfig(FixpointConfig):
         "sample", "differences from the sample's last visit, for runs of several epochs, or from the token's mean"
     )
     horizon: int = opt(64, "with predict=token, activations of a token after which it forgets older ones", minimum=1)
-    bits: int = opt(4, "bits of each number of a difference", minimum=1, maximum=8, scheduled=True)
+    bits: float = opt(
+        4,
+        "bits of each number of a difference; with a fraction as in fixpoint",
+        minimum=1,
+        maximum=8,
+        scheduled=True,
+        whole_ramp=True,
+    )
     first_bits: int = opt(
         16,
         "bits of each number at a first visit: 1 to 8, 16 (the run's half precision, else bf16), or 32 (as is)",
@@ -68,6 +75,9 @@ class DeltaConfig(FixpointConfig):
                 raise UserError(
                     f"{name}={getattr(self, field.name)}: means nothing with predict={self.predict}; drop it"
                 )
+        if self.grid == "signed" and 1 in (self.first_bits, self.cache_bits):
+            name = "first-bits" if self.first_bits == 1 else "cache-bits"
+            raise UserError(f"{name}=1: has no level on one side of zero with grid=signed; use 2, or leave grid out")
 
 
 @dataclass(frozen=True)
@@ -121,6 +131,12 @@ class TokenDeltaCodec(Codec):
             learn(state, key.tokens_sb.flatten(), rows_nh, key.vocab_size, self.config.horizon)
 
 
+def _memory(config: DeltaConfig) -> FixpointConfig:
+    """The format of remembered rows. Their default grid is the one that rows in checkpoints of any age have."""
+    grid = "symmetric" if config.grid == "auto" else config.grid
+    return replace(config, bits=config.cache_bits or 8, rounding="nearest", grid=grid)
+
+
 class DeltaCodec(Codec):
     """Differences from the sample's last visit; keeps one row for each sample at each end (``SampleCache``)."""
 
@@ -137,7 +153,7 @@ class DeltaCodec(Codec):
         )
         self.difference = Quantizer(self.config)
         self.first = Quantizer(replace(self.config, bits=min(self.config.first_bits, 8)))
-        self.memory = Quantizer(replace(self.config, bits=max(self.config.cache_bits, 1), rounding="nearest"))
+        self.memory = Quantizer(_memory(self.config))
 
     def check(self, point: Point, flags: Mapping[str, Any]) -> str:
         if flags["sample_order"] != "fixed":

@@ -20,9 +20,11 @@ from megatron.compression.options import SEED, opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.state import CompressorState
+from megatron.compression.tiles import Mixture, Outliers, map_bytes, mixture
 from megatron.compression.two_step import TwoStepSum
-from megatron.kernels.grid import Grid, Role, ScaleLayout, ScaleMethod
+from megatron.kernels.grid import Grid, GridKind, Role, ScaleLayout, ScaleMethod
 from megatron.kernels.ops import quantize_pack, unpack_dequantize
+from megatron.kernels.reference import pack_bits, unpack_bits
 
 _ROTATIONS = tuple(1 << power for power in range(3, 11))
 _LAYOUTS = {"group": ScaleLayout.GROUP, "channel": ScaleLayout.CHANNEL, "tensor": ScaleLayout.TENSOR}
@@ -32,20 +34,56 @@ _LAYOUTS = {"group": ScaleLayout.GROUP, "channel": ScaleLayout.CHANNEL, "tensor"
 class FixpointConfig:
     """1 to 8 bits a number, with a scale for each group, channel or tensor."""
 
-    bits: int = opt(8, "bits of each number", minimum=1, maximum=8, scheduled=True)
+    bits: float = opt(
+        8,
+        "bits of each number; with a fraction, such as 3.8, tiles have 3 or 4, which is chosen by their error",
+        minimum=1,
+        maximum=8,
+        scheduled=True,
+        whole_ramp=True,
+    )
     scale: Literal["group", "channel", "tensor"] = opt("group", "what shares a scale")
     group: int = opt(64, "numbers in a group, along the last dimension; a multiple of 8", minimum=8, maximum=1 << 20)
     rotation: int = opt(0, "block of a Hadamard rotation that spreads outliers, 8 to 1024; 0 for none", minimum=0)
+    rotate_when: Literal["always", "outlier"] = opt("always", "which blocks a rotation takes")
+    outlier_ratio: float = opt(
+        2.0, "largest over second-largest magnitude above which rotate-when=outlier rotates a block", minimum=1
+    )
     scale_method: Literal["max", "l2"] = opt("max", "largest magnitude, or twice the root mean square")
     scale_dtype: Literal["fp32", "bf16"] = opt("fp32", "dtype of the scales on the wire")
-    grid: Literal["symmetric", "asymmetric"] = opt("symmetric", "asymmetric clips the positive peak, as AQ-SGD does")
+    grid: Literal["auto", "symmetric", "asymmetric", "signed", "midrise", "minmax"] = opt(
+        "auto",
+        "auto is signed at 2 and 3 bits (midrise at 2 with a rotation), else symmetric; asymmetric clips the positive "
+        "peak, as AQ-SGD does; minmax sends the least and the greatest number of each group",
+    )
     rounding: Literal["nearest", "stochastic"] = opt("nearest", "stochastic is unbiased, and seeded")
     seed: int = opt(714, "seed of stochastic rounding", minimum=0, maximum=SEED)
 
     def __post_init__(self) -> None:
         if self.group % 8:
             raise UserError(f"group={self.group}: must be a multiple of 8; use {-(-self.group // 8) * 8}")
+        if self.grid == "minmax" and self.scale_method == "l2":
+            raise UserError("scale-method=l2: grid=minmax has limits instead of a scale; leave scale-method out")
+        if self.grid == "signed" and self.bits < 2:
+            raise UserError(
+                f"grid=signed: {self.bits:g} bits have no level on one side of zero; use 2, or leave grid out"
+            )
+        whole = int(self.bits)
+        if self.bits != whole:
+            tile = max(self.group, self.rotation if self.rotate_when == "always" else 0)
+            if self.scale != "group":
+                raise UserError(
+                    f"bits={self.bits:g}: tiles of {whole} and {whole + 1} bits have scales of their own; use "
+                    f"scale=group, or bits={whole}"
+                )
+            if (self.bits - whole) * tile <= 1:
+                raise UserError(
+                    f"bits={self.bits:g}: the map of tiles takes 1/{tile} of a bit, which leaves none a bit more; use "
+                    f"bits={whole}, or at least {whole + 2 / tile:g}"
+                )
         if not self.rotation:
+            if self.rotate_when == "outlier":
+                raise UserError("rotate-when=outlier: there is no rotation; add rotation=64, or leave rotate-when out")
             return
         if self.rotation not in _ROTATIONS:
             raise UserError(f"rotation={self.rotation}: must be 0 or a power of two from 8 to 1024; use 64")
@@ -57,11 +95,11 @@ class FixpointConfig:
             raise UserError(f"group={self.group}: must be a power of two with a rotation; use group={self.rotation}")
 
     @property
-    def of_levels(self) -> tuple[int | None, int]:
+    def of_levels(self) -> tuple[int | None, float]:
         """Bits of sums inside a node (None: sums have one level), and of all other messages."""
         return None, self.bits
 
-    def of_bits(self, bits: int) -> FixpointConfig:
+    def of_bits(self, bits: float) -> FixpointConfig:
         """The options of messages with so many bits."""
         return replace(self, bits=bits)
 
@@ -82,52 +120,117 @@ class FixpointSumConfig(FixpointConfig):
                 "levels=8/4; or levels=flat"
             )
         if self.bits != 8:
-            raise UserError(f"bits={self.bits}: levels={self.levels} sets the bits; leave bits out")
+            raise UserError(f"bits={self.bits:g}: levels={self.levels} sets the bits; leave bits out")
 
     @property
-    def of_levels(self) -> tuple[int | None, int]:
+    def of_levels(self) -> tuple[int | None, float]:
         if self.levels == "flat":
             return super().of_levels
         inside, across = self.levels.split("/")
         return int(inside), int(across)
 
-    def of_bits(self, bits: int) -> FixpointConfig:
+    def of_bits(self, bits: float) -> FixpointConfig:
         return replace(self, bits=bits, levels="flat")
+
+
+def _kind(grid: str, bits: int, rotated: bool) -> GridKind:
+    """The levels that a grid of the options has at a number of bits.
+
+    At few bits a symmetric grid's unused code is dear. A mid-rise grid has the least error on numbers without outliers,
+    such as rotated ones, and a great one on others, as it lacks a zero; a signed grid is nearly as good, or better, on
+    all. One bit is the sign and the mean magnitude, whatever the rounding.
+    """
+    if grid != "auto":
+        return GridKind[grid.upper()]
+    if bits not in (2, 3):
+        return GridKind.SYMMETRIC
+    return GridKind.MIDRISE if bits == 2 and rotated else GridKind.SIGNED
+
+
+_Parts = tuple[list[Tensor], list[Tensor]]
+"""Scales and codes of a message, as ``_Layout.message`` orders them."""
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How a tensor is coded.
+
+    Args:
+        streams: grids, and how many numbers each codes.
+        outliers: which blocks are rotated; None where the grids say it.
+        mixture: which numbers are in the first stream; None for one stream.
+        blocks: blocks that ``outliers`` has a map of.
+        scale_dtype: dtype of the scales.
+    """
+
+    streams: tuple[tuple[Grid, int], ...]
+    outliers: Outliers | None
+    mixture: Mixture | None
+    blocks: int
+    scale_dtype: torch.dtype
+
+    @property
+    def direct(self) -> bool:
+        """Whether the message is what the kernels make of the tensor."""
+        return self.outliers is None and self.mixture is None
+
+    @property
+    def message(self) -> ScaledCodes:
+        """The layout of the message: scales of each stream, codes of each stream, and the maps of the rotated blocks
+        and of the tiles with one more bit."""
+        scales = tuple(grid.scale_count(count) for grid, count in self.streams)
+        codes = tuple(grid.code_bytes(count) for grid, count in self.streams)
+        maps = map_bytes(self.blocks), map_bytes(self.mixture.tiles if self.mixture else 0)
+        return ScaledCodes(scales, self.scale_dtype, (*codes, *maps))
 
 
 class Quantizer:
     """A format of quantized numbers, without state. 32 and 64-bit inputs are quantized in fp32."""
 
-    def __init__(self, config: FixpointConfig) -> None:
+    def __init__(self, config: FixpointConfig, rotated: bool = False) -> None:
         self.config = config
+        self.rotated = rotated
         self.scale_dtype = torch.float32 if config.scale_dtype == "fp32" else torch.bfloat16
 
     @property
     def plain(self) -> Quantizer:
         """The format of numbers that are rotated already."""
-        return Quantizer(replace(self.config, rotation=0)) if self.config.rotation else self
+        return Quantizer(self.config, rotated=True) if self._rotates else self
+
+    @property
+    def _rotates(self) -> bool:
+        """Whether every block is rotated."""
+        return self.config.rotation > 0 and self.config.rotate_when == "always"
 
     def coded(self, count: int) -> int:
         """Rotated numbers in a message of so many."""
-        return self._grid(torch.Size((count,))).coded(count)
+        return self._grid(torch.Size((count,)), int(self.config.bits)).coded(count)
 
-    def _grid(self, shape: torch.Size) -> Grid:
+    def _grid(self, shape: torch.Size, bits: int) -> Grid:
         channels = shape[-1] if len(shape) else 1
         return Grid(
-            bits=self.config.bits,
+            bits=bits,
             layout=_LAYOUTS[self.config.scale],
             group=channels if self.config.scale == "channel" else self.config.group,
-            symmetric=self.config.grid == "symmetric",
+            kind=_kind(self.config.grid, bits, self._rotates),
             method=ScaleMethod.L2 if self.config.scale_method == "l2" else ScaleMethod.MAX,
-            rotation=self.config.rotation,
+            rotation=self.config.rotation if self._rotates and not self.rotated else 0,
         )
 
-    def _layout(self, grid: Grid, count: int) -> ScaledCodes:
-        return ScaledCodes(grid.scale_count(count), self.scale_dtype, grid.code_bytes(count))
+    def _layout(self, shape: torch.Size) -> _Layout:
+        count, bits = shape.numel(), int(self.config.bits)
+        grid, mixed, outliers = self._grid(shape, bits), None, None
+        if bits != self.config.bits:
+            tile = max(self.config.group, self.config.rotation if self._rotates else 0)
+            mixed = mixture(grid, self._grid(shape, bits + 1), tile, self.config.bits, grid.coded(count))
+        if self.config.rotate_when == "outlier":
+            outliers = Outliers(self.config.rotation, self.config.outlier_ratio)
+        streams = mixed.streams if mixed else ((grid, count),)
+        return _Layout(streams, outliers, mixed, outliers.blocks(count) if outliers else 0, self.scale_dtype)
 
     def nbytes(self, shape: torch.Size) -> int:
         """Bytes of a tensor's message."""
-        return self._layout(self._grid(shape), shape.numel()).nbytes
+        return self._layout(shape).message.nbytes
 
     def encode(
         self,
@@ -149,14 +252,55 @@ class Quantizer:
             wire: where to write it, as long as ``nbytes`` says; a new tensor unless given.
         """
         x = x.detach().contiguous()
-        grid = self._grid(x.shape)
+        layout = self._layout(x.shape)
         if wire is None:
             wire = torch.empty(self.nbytes(x.shape), dtype=torch.uint8, device=x.device)
-        codes, scales = self._layout(grid, x.numel()).to_write(wire)
-        stochastic = self.config.rounding == "stochastic"
+        scales, codes = parts = layout.message.to_write(wire)
+        seed = seed if self.config.rounding == "stochastic" else None
         narrow = x.float() if x.dtype == torch.float64 else x
-        quantize_pack(narrow, codes, scales, grid, role, other, seed if stochastic else None)
+        if layout.direct:
+            quantize_pack(narrow, codes[0], scales[0], layout.streams[0][0], role, other, seed)
+            return wire
+        given_n = narrow.view(-1).float()
+        if other is not None and role is not Role.PLAIN:
+            other_n = other.view(-1).float()
+            given_n = given_n - other_n if role is Role.DELTA else given_n + other_n
+        self._encode_tiles(given_n, parts, layout, seed)
+        if other is not None and role is not Role.PLAIN:
+            decoded_n = self._decode_tiles(parts, layout)[: given_n.numel()]
+            moved_n = other_n + decoded_n if role is Role.DELTA else given_n - decoded_n
+            other.copy_(moved_n.view(other.shape))
         return wire
+
+    def _encode_tiles(self, x_n: Tensor, parts: _Parts, layout: _Layout, seed: int | None) -> None:
+        scales, (*codes, rotated, chosen) = parts
+        if layout.outliers:
+            rotated_k = layout.outliers.find(x_n)
+            rotated.copy_(pack_bits(rotated_k, 1))
+            x_n = layout.outliers.rotate(x_n, rotated_k)
+        sources = [x_n]
+        if layout.mixture:
+            x_n = torch.nn.functional.pad(x_n, (0, layout.mixture.count - x_n.numel()))
+            chosen_t = layout.mixture.choose(x_n)
+            chosen.copy_(pack_bits(chosen_t, 1))
+            sources = list(layout.mixture.split(x_n, chosen_t))
+        for i, (source_n, (grid, _)) in enumerate(zip(sources, layout.streams, strict=True)):
+            own = None if seed is None else (seed + i) & SEED
+            quantize_pack(source_n.contiguous(), codes[i], scales[i], grid, Role.PLAIN, None, own)
+
+    def _decode_tiles(self, parts: _Parts, layout: _Layout) -> Tensor:
+        """The numbers of a message, flat."""
+        scales, (*codes, rotated, chosen) = parts
+        values = [torch.empty(count, device=rotated.device) for _, count in layout.streams]
+        for i, (value_n, (grid, _)) in enumerate(zip(values, layout.streams, strict=True)):
+            unpack_dequantize(codes[i], scales[i], value_n, grid)
+        x_n = values[0]
+        if layout.mixture:
+            chosen_t = unpack_bits(chosen, 1, layout.mixture.tiles) > 0
+            x_n = layout.mixture.join(values[0], values[1], chosen_t)
+        if layout.outliers:
+            x_n = layout.outliers.rotate(x_n, unpack_bits(rotated, 1, layout.blocks) > 0)
+        return x_n
 
     def decode(self, wire: Tensor, shape: torch.Size, out: Tensor | None = None) -> Tensor:
         """Decodes a message to fp32; groups that were not finite are NaN or infinite.
@@ -167,8 +311,11 @@ class Quantizer:
         """
         if out is None:
             out = torch.empty(shape, dtype=torch.float32, device=wire.device)
-        grid = self._grid(shape)
-        unpack_dequantize(*self._layout(grid, shape.numel()).to_read(wire), out, grid)
+        layout = self._layout(shape)
+        scales, codes = parts = layout.message.to_read(wire)
+        if not layout.direct:
+            return out.copy_(self._decode_tiles(parts, layout)[: shape.numel()].view(shape))
+        unpack_dequantize(codes[0], scales[0], out, layout.streams[0][0])
         return out
 
     def add_to(self, out: Tensor, wire: Tensor, negative: bool = False) -> Tensor:
@@ -176,9 +323,13 @@ class Quantizer:
 
         With a message of ``Role.DELTA`` that moves the reference to what the sender holds.
         """
-        grid = self._grid(out.shape)
-        codes, scales = self._layout(grid, out.numel()).to_read(wire)
-        unpack_dequantize(codes, -scales if negative else scales, out, grid, Role.ADD)
+        layout = self._layout(out.shape)
+        scales, codes = parts = layout.message.to_read(wire)
+        if not layout.direct:
+            values_n = self._decode_tiles(parts, layout)[: out.numel()]
+            return out.add_(values_n.view(out.shape), alpha=-1 if negative else 1)
+        signed = -scales[0] if negative else scales[0]
+        unpack_dequantize(codes[0], signed, out, layout.streams[0][0], Role.ADD)
         return out
 
 

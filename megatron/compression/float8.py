@@ -51,7 +51,7 @@ class Float8Format:
         return Float8(_MANTISSAS[self.config.format], max(min(group, count), 1))
 
     def _layout(self, form: Float8, count: int) -> ScaledCodes:
-        return ScaledCodes(form.scale_count(count), _SCALES[self.config.scale_dtype], count)
+        return ScaledCodes((form.scale_count(count),), _SCALES[self.config.scale_dtype], (count,))
 
     def nbytes(self, shape: torch.Size) -> int:
         """Bytes of a tensor's message."""
@@ -61,7 +61,7 @@ class Float8Format:
         """Writes the message, uint8, to ``wire``; ``seed`` draws the noise of stochastic rounding."""
         x = x.detach().contiguous()
         form = self._form(x.shape)
-        codes, scales = self._layout(form, x.numel()).to_write(wire)
+        (scales,), (codes,) = self._layout(form, x.numel()).to_write(wire)
         float8_encode(x.float() if x.dtype == torch.float64 else x, codes, scales, form, seed)
         return wire
 
@@ -79,7 +79,8 @@ class Float8Format:
 
     def _decode(self, wire: Tensor, out: Tensor, added: int) -> None:
         form = self._form(out.shape)
-        float8_decode(*self._layout(form, out.numel()).to_read(wire), out, form, added)
+        (scales,), (codes,) = self._layout(form, out.numel()).to_read(wire)
+        float8_decode(codes, scales, out, form, added)
 
 
 class Float8Codec(FormatCodec):

@@ -18,35 +18,42 @@ from megatron.compression.two_step import Format
 @dataclass(frozen=True)
 class ScaledCodes:
     """The layout of a message: scales, codes, and up to 3 bytes that make its length a multiple of 4, so that messages
-    that are adjacent in memory keep their scales aligned."""
+    that are adjacent in memory keep their scales aligned.
 
-    scale_count: int
+    Args:
+        scales: number of scales of each stream of codes.
+        scale_dtype: dtype of all of them.
+        codes: bytes of each part behind the scales: codes, and what else says how to read them.
+    """
+
+    scales: tuple[int, ...]
     scale_dtype: torch.dtype
-    code_bytes: int
+    codes: tuple[int, ...]
 
     @property
-    def _scale_bytes(self) -> int:
-        return self.scale_count * self.scale_dtype.itemsize
+    def _sizes(self) -> list[int]:
+        return [*(count * self.scale_dtype.itemsize for count in self.scales), *self.codes]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the message."""
-        return -(-(self._scale_bytes + self.code_bytes) // 4) * 4
+        return -(-sum(self._sizes) // 4) * 4
 
-    def to_write(self, wire: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scales of a message that is to be written; its last bytes are zeroed."""
-        wire[self._scale_bytes + self.code_bytes :] = 0
+    def to_write(self, wire: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Scales and codes of a message that is to be written; its last bytes are zeroed."""
+        wire[sum(self._sizes) :] = 0
         return self._parts(wire)
 
-    def to_read(self, wire: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scales of a message; copies if its start is not aligned to 4 bytes, as its scales need."""
+    def to_read(self, wire: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Scales and codes of a message; copies if its start is not aligned to 4 bytes, as its scales need."""
         return self._parts(wire.clone() if wire.storage_offset() % 4 else wire)
 
-    def _parts(self, wire: Tensor) -> tuple[Tensor, Tensor]:
-        if not wire.numel():  # may lie where no scale could
-            return wire, torch.empty(0, dtype=self.scale_dtype, device=wire.device)
-        codes = wire[self._scale_bytes : self._scale_bytes + self.code_bytes]
-        return codes, wire[: self._scale_bytes].view(self.scale_dtype)
+    def _parts(self, wire: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        parts = wire[: sum(self._sizes)].split(self._sizes)
+        # An empty part may lie where no scale could.
+        none = torch.empty(0, dtype=self.scale_dtype, device=wire.device)
+        scales = [part.view(self.scale_dtype) if part.numel() else none for part in parts[: len(self.scales)]]
+        return scales, list(parts[len(self.scales) :])
 
 
 class Rounding(Protocol):

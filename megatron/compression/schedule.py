@@ -138,24 +138,31 @@ class Schedule:
         steps: (first iteration, value) in order, the first from iteration 0.
         ramp: (from, to, n): geometrically within the n iterations after the compressor's warm-up; its k-th value is
             from (to / from) ^ ((k + 1) / (n + 1)), as Lin et al. 2018 (section 3.4) let a density fall.
+        whole: the ramp's values are rounded to whole numbers.
     """
 
     steps: tuple[tuple[int, float], ...] = ()
     ramp: tuple[float, float, int] | None = None
+    whole: bool = False
 
     def at(self, iteration: int, warmup: int = 0) -> float:
         """The value at an iteration (0-based), for a compressor that is on from iteration ``warmup``."""
         if self.ramp is not None:
             start, end, length = self.ramp
             done = min(max(iteration - warmup, 0) + 1, length + 1) / (length + 1)
-            return end if done == 1.0 else start * (end / start) ** done
+            value = end if done == 1.0 else start * (end / start) ** done
+            return float(round(value)) if self.whole else value
         return [value for first, value in self.steps if first <= iteration][-1]
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The values of the steps, or the ends of the ramp."""
+        return self.ramp[:2] if self.ramp is not None else tuple(value for _, value in self.steps)
 
     @property
     def extremes(self) -> tuple[float, float]:
         """The least and the greatest value."""
-        values = self.ramp[:2] if self.ramp is not None else tuple(value for _, value in self.steps)
-        return min(values), max(values)
+        return min(self.values), max(self.values)
 
 
 _LEAST, _MOST = 1e-30, 1e30

@@ -176,6 +176,9 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
             raise UserError(f"{name} has no option {key!r}{nearest(key, own)}; its options are: {', '.join(own)}")
     schedules = _schedules(registration, name, given, length)
     options = options_from_words(registration.config, given, name)
+    for field_name, schedule in schedules.items():
+        for number in schedule.values:
+            replace(options, **{field_name: type(getattr(options, field_name))(number)})
     spec = Spec(
         point,
         name,
@@ -204,7 +207,11 @@ def _schedules(registration: Registration, name: str, given: dict[str, str], len
         if not options[key].option.scheduled:
             able = ", ".join(flag for flag, option in options.items() if option.option.scheduled) or "none"
             raise UserError(f"{key}={text}: {key} cannot change over the run; of {name}'s options can: {able}")
-        schedule = read_schedule(text, length)
+        schedule = replace(read_schedule(text, length), whole=options[key].option.whole_ramp)
+        if schedule.ramp and schedule.whole and any(value % 1 for value in schedule.values):
+            raise UserError(
+                f"{key}={text}: a ramp of {key} goes through whole numbers; use those, or steps for a fraction"
+            )
         for value in schedule.extremes:
             options_from_words(registration.config, {key: f"{value:g}"}, name)
         found[options[key].name] = schedule

@@ -47,8 +47,8 @@ def unpack_dequantize(
         reference.unpack_dequantize(codes, scales, other, out, grid, role)
 
 
-def _numbers(grid: Grid) -> tuple[int, int, int, bool, int, int]:
-    return grid.bits, grid.layout, grid.group, grid.symmetric, grid.method, grid.rotation
+def _numbers(grid: Grid) -> tuple[int, int, int, int, int, int]:
+    return grid.bits, grid.layout, grid.group, grid.kind, grid.method, grid.rotation
 
 
 def float8_encode(x: Tensor, codes: Tensor, scales: Tensor, form: float8.Float8, seed: int | None = None) -> None:

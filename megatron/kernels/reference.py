@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron.kernels.grid import Grid, Role, ScaleLayout, ScaleMethod
+from megatron.kernels.grid import MIDRISE_RMS, SIGNED_RMS, STANDS_OUT, Grid, GridKind, Role, ScaleLayout, ScaleMethod
 
 
 def pack_bits(codes_n: Tensor, bits: int) -> Tensor:
@@ -69,23 +69,77 @@ def rotate(x_n: Tensor, block: int) -> Tensor:
     return x_n.reshape(-1) * (1.0 / torch.sqrt(torch.tensor(float(block))).to(x_n.device))
 
 
-def _scales(x_n: Tensor, grid: Grid) -> Tensor:
-    """Scales of flat numbers, fp32. Sums may differ by one unit in the last place from other implementations'."""
-    count = x_n.numel()
+def _scales(x_n: Tensor, grid: Grid, stochastic: bool) -> Tensor:
+    """Scales of flat numbers, fp32, (groups) or (groups, 2); see ``Grid.sums`` for those that are not exact."""
+    count, groups = x_n.numel(), grid.groups(x_n.numel())
+    if count == 0 or groups == 0:
+        return torch.zeros(groups * grid.scale_size, device=x_n.device)
     if grid.layout is ScaleLayout.CHANNEL:
         groups_gn = x_n.view(-1, grid.group).t()
     elif grid.layout is ScaleLayout.TENSOR:
         groups_gn = x_n.view(1, count)
     else:
-        groups = -(-count // grid.group)
         groups_gn = torch.nn.functional.pad(x_n, (0, groups * grid.group - count)).view(groups, grid.group)
-    if groups_gn.numel() == 0:
-        return torch.zeros(grid.scale_count(0) if count == 0 else groups_gn.shape[0], device=x_n.device)
+    if grid.kind is GridKind.MINMAX:
+        return _limits(groups_gn, count).flatten()
+    # The last group may be short; zeros in its other places change no sum and no magnitude.
+    sizes_g = torch.full((groups,), groups_gn.shape[1], dtype=torch.float64, device=x_n.device)
+    if grid.layout is ScaleLayout.GROUP:
+        sizes_g[-1] = count - (groups - 1) * grid.group
+    if grid.is_sign and grid.method is not ScaleMethod.L2:
+        return (groups_gn.abs().sum(dim=1, dtype=torch.float64) / sizes_g).float()
+    most_g = groups_gn.abs().amax(dim=1)
+    if grid.method is ScaleMethod.MAX and grid.kind in (GridKind.SYMMETRIC, GridKind.ASYMMETRIC):
+        return most_g
+    if grid.method is ScaleMethod.MAX and stochastic:
+        return _outer(groups_gn, most_g, grid)
+    sum_g = groups_gn.double().square().sum(dim=1)
+    root_g = (sum_g / sizes_g).sqrt()
     if grid.method is ScaleMethod.L2:
-        return (groups_gn.double().square().mean(dim=1).sqrt() * 2.0).float()
-    if grid.is_sign:
-        return groups_gn.abs().mean(dim=1, dtype=torch.float64).float()
-    return groups_gn.abs().amax(dim=1)
+        return (root_g * 2.0).float()
+    if grid.kind is GridKind.MIDRISE:
+        return torch.minimum((root_g * MIDRISE_RMS[grid.bits - 1]).float(), most_g)
+    square_g = most_g.double().square()
+    stands_out_g = square_g * (sizes_g - 1) > (sum_g - square_g) * STANDS_OUT**2
+    usual_g = torch.minimum((root_g * SIGNED_RMS[grid.bits - 1]).float(), most_g)
+    return torch.where(stands_out_g | (most_g == 0), most_g, usual_g) * _peak_signs(groups_gn)
+
+
+def _peak_signs(groups_gn: Tensor) -> Tensor:
+    """-1 where the largest number of a group is positive, else 1, so that its level is -1."""
+    return torch.where(groups_gn.amax(dim=1) > -groups_gn.amin(dim=1), -1.0, 1.0)
+
+
+def _outer(groups_gn: Tensor, most_g: Tensor, grid: Grid) -> Tensor:
+    """Scales of mid-rise and signed grids whose levels hold every number."""
+    if grid.kind is GridKind.MIDRISE:
+        signs_g, outer_g = torch.ones_like(most_g), most_g * ((1 << grid.bits) / ((1 << grid.bits) - 1))
+    else:
+        signs_g, half = _peak_signs(groups_gn), 1 << (grid.bits - 1)
+        opposite_g = torch.minimum(groups_gn.amax(dim=1), -groups_gn.amin(dim=1)).clamp(min=0.0)
+        outer_g = torch.maximum(most_g, opposite_g * (half / (half - 1))) if half > 1 else most_g
+    return torch.where(most_g.isfinite(), outer_g.clamp(max=torch.finfo(torch.float32).max), most_g) * signs_g
+
+
+def _limits(groups_gn: Tensor, count: int) -> Tensor:
+    """The least and the greatest number of each group, (groups, 2); places after the ``count``-th do not count."""
+    spare = groups_gn.numel() - count
+    low_g, high_g = groups_gn.amin(dim=1), groups_gn.amax(dim=1)
+    if spare:
+        last_n = groups_gn[-1, : groups_gn.shape[1] - spare]
+        low_g[-1], high_g[-1] = last_n.amin(), last_n.amax()
+    return torch.stack([low_g, high_g], dim=1) + 0.0  # no negative zeros
+
+
+def _to_wire(scale_g: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
+    """Scales in their type on the wire: to nearest, but the limits of a minmax grid never inwards."""
+    if grid.kind is not GridKind.MINMAX or dtype == torch.float32:
+        return scale_g.to(dtype)
+    upper_g = torch.arange(scale_g.numel(), device=scale_g.device) % 2 == 1
+    bits_g = scale_g.view(torch.int32)
+    outwards_g = (scale_g < 0) != upper_g
+    whole_g = torch.where(outwards_g, bits_g + 0xFFFF, bits_g) & -0x10000
+    return torch.where(scale_g.isnan(), scale_g, whole_g.view(torch.float32)).to(dtype)
 
 
 def _spread(scale_g: Tensor, count: int, grid: Grid) -> Tensor:
@@ -97,14 +151,24 @@ def _spread(scale_g: Tensor, count: int, grid: Grid) -> Tensor:
     return scale_g.repeat_interleave(grid.group)[:count]
 
 
+def _bases(scale_g: Tensor, grid: Grid) -> tuple[Tensor | None, Tensor]:
+    """The level that code 0 of a minmax grid has (None of others), and the length that ``Grid.top`` steps have."""
+    if grid.kind is not GridKind.MINMAX:
+        return None, scale_g
+    low_g, high_g = scale_g.view(-1, 2).unbind(dim=1)
+    return low_g, high_g - low_g
+
+
 def _codes(x_n: Tensor, scale_g: Tensor, grid: Grid, seed: int | None) -> Tensor:
     if grid.is_sign:
         return (x_n >= 0).to(torch.uint8)
+    base_g, length_g = _bases(scale_g, grid)
+    if base_g is not None:
+        x_n = x_n - _spread(base_g, x_n.numel(), grid)
     # A number over a tensor would be torch's reciprocal times the number, which rounds twice.
-    steps_g = torch.where(scale_g > 0, torch.full_like(scale_g, grid.top) / scale_g, 0.0)
-    steps_n = x_n * _spread(steps_g, x_n.numel(), grid)
-    low = -grid.top if grid.symmetric else -grid.offset
-    high = grid.top if grid.symmetric else grid.offset - 1
+    steps_g = torch.where(length_g.abs() > 0, torch.full_like(length_g, grid.top) / length_g, 0.0)
+    steps_n = x_n * _spread(steps_g, x_n.numel(), grid) - grid.shift
+    low, high = grid.limits
     if seed is not None:
         steps_n = (steps_n + noise(x_n.numel(), seed, x_n.device)).floor()
     else:
@@ -117,9 +181,11 @@ def _values(codes_n: Tensor, scale_g: Tensor, grid: Grid) -> Tensor:
     levels_n = codes_n.to(torch.float32)
     if grid.is_sign:
         return (levels_n * 2 - 1) * _spread(scale_g, codes_n.numel(), grid)
+    base_g, length_g = _bases(scale_g, grid)
     # CUDA divides a tensor by a number as a product with its reciprocal, which rounds twice.
-    unit_g = scale_g / torch.full_like(scale_g, grid.top)
-    return (levels_n - grid.offset) * _spread(unit_g, codes_n.numel(), grid)
+    unit_g = length_g / torch.full_like(length_g, grid.top)
+    values_n = (levels_n - (grid.offset - grid.shift)) * _spread(unit_g, codes_n.numel(), grid)
+    return values_n if base_g is None else values_n + _spread(base_g, codes_n.numel(), grid)
 
 
 def quantize_pack(
@@ -132,7 +198,8 @@ def quantize_pack(
         other: the reference (``Role.DELTA``) or the residual (``Role.FEEDBACK``), as large; updated in place.
         codes: uint8, ``grid.code_bytes`` long; written.
         scales: fp32 or bf16, ``grid.scale_count`` long; written. Codes are made with what it holds after rounding. A
-            scale of zeros is 0; one of a group with an infinite or NaN number is that, and decodes to NaN.
+            scale of zeros is 0; one of a group with an infinite or NaN number is that, and decodes to NaN. Those of a
+            minmax grid are pairs, the least number and the greatest.
         role: what is encoded: x, x - other, or x + other.
         seed: seed of stochastic rounding (unbiased); None rounds to nearest, ties to even.
     """
@@ -144,7 +211,7 @@ def quantize_pack(
     count, coded = given_n.numel(), grid.coded(given_n.numel())
     coded_n = torch.nn.functional.pad(given_n, (0, coded - count))
     coded_n = rotate(coded_n, grid.rotation) if grid.rotation and count else coded_n
-    scales.copy_(_scales(coded_n, grid))
+    scales.copy_(_to_wire(_scales(coded_n, grid, seed is not None), grid, scales.dtype))
     codes_n = _codes(coded_n, scales.float(), grid, seed)
     codes.copy_(pack_bits(codes_n, grid.bits))
     if role is Role.PLAIN or other is None:

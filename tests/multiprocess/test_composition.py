@@ -40,6 +40,7 @@ FACTORS: dict[str, list[str]] = {
     "pp-forward": [
         "none",
         "fixpoint,bits=5",
+        "fixpoint,bits=4.5,group=16,grid=minmax,rotation=16,rotate-when=outlier",
         "delta,bits=3,cache=5",
         "delta-lowbits,first-bits=8",
         "lowrank,rank=12",

@@ -142,6 +142,17 @@ LOSSY: dict[str, tuple[int, Changes]] = {
         _run("dp-grad=quantized-adam,bits=8,warmup=8", "embedding=fused", pp=2, precision="fp16"),
     ),
     "fixpoint pipeline": (4, _run("pp-forward=fixpoint,bits=8", "pp-backward=fixpoint,bits=8", pp=2, tp=2)),
+    "fixpoint of tiles": (
+        4,
+        _run(
+            "pp-forward=fixpoint,bits=4.5,group=16,grid=minmax,rotation=16,rotate-when=outlier,rounding=stochastic",
+            "pp-backward=fixpoint,bits=5.5,group=8,scale-dtype=bf16",
+            "dp-grad=fixpoint,bits=3.8,rotation=32,error-feedback=on",
+            "param-gather=fixpoint,bits=6.2,grid=minmax",
+            pp=2,
+            use_distributed_optimizer=True,
+        ),
+    ),
     "fixpoint pipeline bf16 virtual": (
         2,
         _run("pp-forward=fixpoint,bits=3", "pp-backward=fixpoint,bits=5", pp=2, precision="bf16", **VIRTUAL),

@@ -95,7 +95,10 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
             "sample_order": "fixed",
             "seq_length": 64,
             "max_position_embeddings": 64,
-            "compress": ["pp-forward=delta-lowbits,bits=3,cache=9,rounding=stochastic", "pp-backward=fixpoint,bits=6"],
+            "compress": [
+                "pp-forward=delta-lowbits,bits=3,cache=9,rounding=stochastic",
+                "pp-backward=fixpoint,bits=6@0/4.5@3,group=16,grid=minmax,rotation=16,rotate-when=outlier",
+            ],
         },
     ),
     "delta by token, in evaluation too": (

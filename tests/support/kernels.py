@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels import ops, reference
-from megatron.kernels.grid import Grid, Role, ScaleLayout, ScaleMethod
+from megatron.kernels.grid import Grid, GridKind, Role, ScaleLayout, ScaleMethod
 
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *HALVES)
@@ -47,7 +47,7 @@ def check_codec(x: Tensor, other: Tensor | None, grid: Grid, role: Role, seed: i
         run(x, moved, codes, scales, grid, role, seed)
         found.append((codes, scales, moved))
     (codes, scales, moved), (wanted_codes, wanted_scales, wanted_moved) = found
-    if grid.method is ScaleMethod.L2 or grid.is_sign:
+    if grid.sums:
         # Sums in another order may round to the neighboring number; then the codes have another grid.
         torch.testing.assert_close(scales.float(), wanted_scales.float(), rtol=2**-7, atol=0, equal_nan=True)
         if not same(scales, wanted_scales):
@@ -96,17 +96,17 @@ def _check_decoding(
 
 
 def grids() -> Iterator[Grid]:
-    """Every width with every layout, method and grid, and rotations."""
+    """Every width with every layout, method and kind of grid, and rotations."""
     for bits in range(1, 9):
-        for symmetric in (True, False):
-            for method in ScaleMethod:
-                yield Grid(bits, ScaleLayout.GROUP, 64 if bits % 2 else 24, symmetric, method)
-                yield Grid(bits, ScaleLayout.GROUP, 2048, symmetric, method)
-                yield Grid(bits, ScaleLayout.CHANNEL, 40, symmetric, method)
-                yield Grid(bits, ScaleLayout.TENSOR, 64, symmetric, method)
-            yield Grid(bits, ScaleLayout.GROUP, 256 if bits % 2 else 32, symmetric, ScaleMethod.MAX, 64)
-            yield Grid(bits, ScaleLayout.TENSOR, 64, symmetric, ScaleMethod.MAX, 128)
-            yield Grid(bits, ScaleLayout.GROUP, 64, symmetric, ScaleMethod.MAX, 512 if bits % 2 else 256)
+        for kind in GridKind:
+            for method in ScaleMethod if kind is not GridKind.MINMAX else (ScaleMethod.MAX,):
+                yield Grid(bits, ScaleLayout.GROUP, 64 if bits % 2 else 24, kind, method)
+                yield Grid(bits, ScaleLayout.GROUP, 2048, kind, method)
+                yield Grid(bits, ScaleLayout.CHANNEL, 40, kind, method)
+                yield Grid(bits, ScaleLayout.TENSOR, 64, kind, method)
+            yield Grid(bits, ScaleLayout.GROUP, 256 if bits % 2 else 32, kind, ScaleMethod.MAX, 64)
+            yield Grid(bits, ScaleLayout.TENSOR, 64, kind, ScaleMethod.MAX, 128)
+            yield Grid(bits, ScaleLayout.GROUP, 64, kind, ScaleMethod.MAX, 512 if bits % 2 else 256)
 
 
 def check_topk(x_kn: Tensor, count: int) -> None:
@@ -154,8 +154,8 @@ def check_whole_64s(device: str, bits: int) -> None:
     for n in (64, 192, 1024, 4096 + 64):
         plain = noise((n,), n, device)
         for layout, group in _WHOLE:
-            for symmetric in (True, False):
-                grid = Grid(bits, layout, group, symmetric)
+            for kind in GridKind:
+                grid = Grid(bits, layout, group, kind)
                 for x in (plain, spoil(plain, n), plain.bfloat16()):
                     check_codec(x, None, grid, Role.PLAIN, None, torch.float32)
                 check_codec(plain, None, grid, Role.PLAIN, 3, torch.bfloat16)

@@ -57,9 +57,10 @@ void check_same(const Tensor &a, const Tensor &b, const char *what) {
 int64_t up(int64_t n, int64_t block) { return (n + block - 1) / block * block; }
 
 mcc_codec codec_of(int64_t count, const Tensor &codes, const Tensor &scales, int64_t bits, int64_t layout, int64_t group,
-                   bool symmetric, int64_t method, int64_t rotation) {
+                   int64_t kind, int64_t method, int64_t rotation) {
   STD_TORCH_CHECK(bits >= 1 && bits <= 8, "bits must be 1 to 8, is ", bits);
   STD_TORCH_CHECK(layout >= MCC_GROUP && layout <= MCC_TENSOR, "no such layout of scales: ", layout);
+  STD_TORCH_CHECK(kind >= MCC_SYMMETRIC && kind <= MCC_SIGNED, "no such kind of grid: ", kind);
   STD_TORCH_CHECK(method == MCC_MAX || method == MCC_L2, "no such scale method: ", method);
   STD_TORCH_CHECK(rotation == 0 || (rotation >= 8 && rotation <= 1024 && (rotation & (rotation - 1)) == 0),
                   "rotation must be 0 or a power of two from 8 to 1024, is ", rotation);
@@ -78,12 +79,13 @@ mcc_codec codec_of(int64_t count, const Tensor &codes, const Tensor &scales, int
   check_plain(scales, "scales");
   STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Byte && codes.numel() == up(coded, 8) / 8 * bits,
                   "codes must be uint8, ceil(n / 8) * bits long");
+  groups *= kind == MCC_MINMAX ? 2 : 1;
   STD_TORCH_CHECK(scales.numel() == groups && scales.scalar_type() != ScalarType::Half,
-                  "scales must be fp32 or bf16, one for each of ", groups, " groups");
+                  "scales must be fp32 or bf16, ", groups, " of them");
   mcc_codec c = {};
   c.grid.bits = int(bits);
   c.grid.layout = int(layout);
-  c.grid.symmetric = symmetric;
+  c.grid.kind = int(kind);
   c.grid.method = int(method);
   c.grid.rotation = int(rotation);
   c.grid.group = group;
@@ -141,11 +143,11 @@ struct Cuda : Call {
 
 template <class Device>
 void quantize_pack(const Tensor &x, const Tensor &other, const Tensor &codes, const Tensor &scales, int64_t role,
-                   int64_t bits, int64_t layout, int64_t group, bool symmetric, int64_t method, int64_t rotation,
+                   int64_t bits, int64_t layout, int64_t group, int64_t kind, int64_t method, int64_t rotation,
                    bool stochastic, int64_t seed) {
   check_plain(x, "x");
   STD_TORCH_CHECK(role >= MCC_PLAIN && role <= MCC_FEEDBACK, "no such role: ", role);
-  mcc_codec c = codec_of(x.numel(), codes, scales, bits, layout, group, symmetric, method, rotation);
+  mcc_codec c = codec_of(x.numel(), codes, scales, bits, layout, group, kind, method, rotation);
   c.x = x.data_ptr();
   c.x_dtype = dtype_of(x, "x");
   c.role = int(role);
@@ -164,11 +166,11 @@ void quantize_pack(const Tensor &x, const Tensor &other, const Tensor &codes, co
 
 template <class Device>
 void unpack_dequantize(const Tensor &codes, const Tensor &scales, const Tensor &other, const Tensor &out, int64_t role,
-                       int64_t bits, int64_t layout, int64_t group, bool symmetric, int64_t method, int64_t rotation) {
+                       int64_t bits, int64_t layout, int64_t group, int64_t kind, int64_t method, int64_t rotation) {
   check_plain(out, "out");
   STD_TORCH_CHECK(role == MCC_PLAIN || role == MCC_DELTA || role == MCC_ADD, "no such role: ", role);
   STD_TORCH_CHECK(role != MCC_ADD || out.scalar_type() == ScalarType::Float, "out must be fp32 to accumulate in");
-  mcc_codec c = codec_of(out.numel(), codes, scales, bits, layout, group, symmetric, method, rotation);
+  mcc_codec c = codec_of(out.numel(), codes, scales, bits, layout, group, kind, method, rotation);
   c.out = out.data_ptr();
   c.out_dtype = dtype_of(out, "out");
   c.role = int(role);
@@ -360,10 +362,10 @@ int64_t sources() { return MCC_SOURCES; }
 STABLE_TORCH_LIBRARY(MCC_NAMESPACE, m) {
   m.def(
       "quantize_pack(Tensor x, Tensor(a!) other, Tensor(b!) codes, Tensor(c!) scales, int role, int bits, int layout, "
-      "int group, bool symmetric, int method, int rotation, bool stochastic, int seed) -> ()");
+      "int group, int kind, int method, int rotation, bool stochastic, int seed) -> ()");
   m.def(
       "unpack_dequantize(Tensor codes, Tensor scales, Tensor(a!) other, Tensor(b!) out, int role, int bits, int layout, "
-      "int group, bool symmetric, int method, int rotation) -> ()");
+      "int group, int kind, int method, int rotation) -> ()");
   m.def("sources() -> int");
   m.def("abs_topk(Tensor x, Tensor(a!) indices) -> ()");
   m.def("dilate(Tensor mask, int radius, Tensor(a!) out) -> ()");

@@ -15,6 +15,9 @@ extern "C" {
 
 enum mcc_dtype { MCC_FP32 = 0, MCC_BF16 = 1, MCC_FP16 = 2, MCC_E8M0 = 3 /* of scales alone: powers of two */ };
 enum mcc_layout { MCC_GROUP = 0, MCC_CHANNEL = 1, MCC_TENSOR = 2 };
+/* The levels: k/(2^(b-1) - 1) of the scale, k/2^(b-1), (k + 1/2)/2^(b-1), from the least number to the greatest, or
+ * k/2^(b-1) of a scale with a sign. */
+enum mcc_kind { MCC_SYMMETRIC = 0, MCC_ASYMMETRIC = 1, MCC_MIDRISE = 2, MCC_MINMAX = 3, MCC_SIGNED = 4 };
 enum mcc_method { MCC_MAX = 0, MCC_L2 = 1 };
 /* What the second tensor of an encoder is, and what a decoder does with its numbers. */
 enum mcc_role { MCC_PLAIN = 0, MCC_DELTA = 1, MCC_FEEDBACK = 2, MCC_ADD = 3 };
@@ -23,7 +26,7 @@ enum mcc_role { MCC_PLAIN = 0, MCC_DELTA = 1, MCC_FEEDBACK = 2, MCC_ADD = 3 };
 typedef struct {
   int bits;         /* 1 to 8 */
   int layout;       /* mcc_layout */
-  int symmetric;    /* both peaks representable */
+  int kind;         /* mcc_kind */
   int method;       /* mcc_method */
   int rotation;     /* block of the Hadamard rotation, a power of two; 0 for none */
   int stochastic;   /* round by noise instead of to nearest */
@@ -37,7 +40,7 @@ typedef struct {
   void *other;      /* MCC_DELTA: the reference; MCC_FEEDBACK: the residual; updated in place */
   void *out;        /* decoders: where the numbers go; may be null for MCC_DELTA */
   uint8_t *codes;
-  void *scales;
+  void *scales;     /* two for each group when kind is MCC_MINMAX, the least number and the greatest */
   int64_t count;    /* numbers */
   int role;         /* mcc_role */
   int x_dtype, other_dtype, out_dtype, scale_dtype;

@@ -43,29 +43,157 @@ MCC_FN uint16_t float_to_fp16(float x) {
   return uint16_t(sign | value);
 }
 
-MCC_FN int top_of(const mcc_grid &g) { return g.symmetric ? (1 << (g.bits - 1)) - 1 : 1 << (g.bits - 1); }
-MCC_FN bool is_sign(const mcc_grid &g) { return g.bits == 1 && g.symmetric; }
+MCC_FN bool is_minmax(const mcc_grid &g) { return g.kind == MCC_MINMAX; }
+MCC_FN bool is_sign(const mcc_grid &g) { return g.bits == 1 && g.kind == MCC_SYMMETRIC; }
+/* Steps from zero to the scale; of a minmax grid, from its least level to its greatest. */
+MCC_FN int top_of(const mcc_grid &g) {
+  return is_minmax(g) ? (1 << g.bits) - 1 : (1 << (g.bits - 1)) - (g.kind == MCC_SYMMETRIC ? 1 : 0);
+}
+/* Lowest and highest level of a grid that is not a sign's; half a step less than those of a mid-rise grid. */
+MCC_FN float lowest(const mcc_grid &g) { return is_minmax(g) ? 0.0f : float(-top_of(g)); }
+MCC_FN float highest(const mcc_grid &g) {
+  return float(g.kind == MCC_SYMMETRIC || is_minmax(g) ? top_of(g) : top_of(g) - 1);
+}
+/* The code of level 0, and the steps that the levels lie above whole ones. */
+MCC_FN int32_t offset_of(const mcc_grid &g) { return is_minmax(g) ? 0 : 1 << (g.bits - 1); }
+MCC_FN float shift_of(const mcc_grid &g) { return g.kind == MCC_MIDRISE ? 0.5f : 0.0f; }
+
+/* What the wire says of a set of numbers: its scale, or the least and the greatest of them. */
+struct Scale {
+  float first, second;
+};
 
 MCC_FN float load_scale(const void *scales, int dtype, int64_t i) {
   return dtype == MCC_FP32 ? static_cast<const float *>(scales)[i]
                            : bf16_to_float(static_cast<const uint16_t *>(scales)[i]);
 }
 
-/* Stores a scale in its type and returns what the receiver will read. */
-MCC_FN float store_scale(void *scales, int dtype, int64_t i, float scale) {
+/* The next number in bf16 that is not closer to zero (``outwards``) or not farther from it; NaN stays NaN. */
+MCC_FN float bf16_towards(float x, bool outwards) {
+  const uint32_t u = bits_of(x);
+  return (u & 0x7fffffffu) > 0x7f800000u ? x : float_of((outwards ? u + 0xffffu : u) & 0xffff0000u);
+}
+
+/* What the receiver will read: to nearest, but the limits of a minmax grid never inwards. */
+MCC_FN Scale rounded(const mcc_grid &g, int dtype, Scale s) {
+  if (dtype == MCC_FP32) return s;
+  if (!is_minmax(g)) return {bf16_to_float(float_to_bf16(s.first)), 0.0f};
+  return {bf16_towards(s.first, s.first < 0), bf16_towards(s.second, !(s.second < 0))};
+}
+
+/* Stores what ``rounded`` returned. */
+MCC_FN void store_scale(const mcc_grid &g, void *scales, int dtype, int64_t i, Scale s) {
+  const int64_t at = is_minmax(g) ? 2 * i : i;
   if (dtype == MCC_FP32) {
-    static_cast<float *>(scales)[i] = scale;
-    return scale;
+    float *to = static_cast<float *>(scales) + at;
+    to[0] = s.first;
+    if (is_minmax(g)) to[1] = s.second;
+  } else {
+    uint16_t *to = static_cast<uint16_t *>(scales) + at;
+    to[0] = float_to_bf16(s.first);
+    if (is_minmax(g)) to[1] = float_to_bf16(s.second);
   }
-  uint16_t h = float_to_bf16(scale);
-  static_cast<uint16_t *>(scales)[i] = h;
-  return bf16_to_float(h);
 }
 
 /* Steps per unit: what a number is multiplied by before it is rounded. */
-MCC_FN float step_of(const mcc_grid &g, float scale) { return scale > 0 ? float(top_of(g)) / scale : 0.0f; }
+MCC_FN float step_of(const mcc_grid &g, float scale) { return scale > 0 || scale < 0 ? float(top_of(g)) / scale : 0.0f; }
 /* Units per step: what a level is multiplied by. */
 MCC_FN float unit_of(const mcc_grid &g, float scale) { return is_sign(g) ? scale : scale / float(top_of(g)); }
+
+/* A step or a unit, and the number that code 0 of a minmax grid stands for. */
+struct Factor {
+  float by, base;
+};
+
+MCC_FN Factor factor_of(const mcc_grid &g, bool steps, Scale s) {
+  const float length = is_minmax(g) ? s.second - s.first : s.first;
+  return {steps ? step_of(g, length) : unit_of(g, length), is_minmax(g) ? s.first : 0.0f};
+}
+
+MCC_FN Factor load_factor(const mcc_grid &g, bool steps, const void *scales, int dtype, int64_t i) {
+  if (!is_minmax(g)) return factor_of(g, steps, {load_scale(scales, dtype, i), 0.0f});
+  return factor_of(g, steps, {load_scale(scales, dtype, 2 * i), load_scale(scales, dtype, 2 * i + 1)});
+}
+
+/* What a scale is made of: the largest magnitude's bits (so that NaN counts as the largest), a sum, or the least and the
+ * greatest number as integers of the same order. */
+struct Extent {
+  uint32_t most = 0, least = 0xffffffffu, greatest = 0;
+  double sum = 0;
+};
+
+/* Numbers' order as integers'. */
+MCC_FN uint32_t ordered(uint32_t u) { return u ^ (uint32_t(int32_t(u) >> 31) | 0x80000000u); }
+MCC_FN float from_ordered(uint32_t k) { return float_of(k & 0x80000000u ? k ^ 0x80000000u : ~k); }
+
+MCC_FN bool takes_range(const mcc_grid &g) { return is_minmax(g) || (g.kind == MCC_SIGNED && g.method == MCC_MAX); }
+MCC_FN bool takes_sum(const mcc_grid &g) {
+  const bool fitted = (g.kind == MCC_MIDRISE || g.kind == MCC_SIGNED) && !g.stochastic;
+  return !is_minmax(g) && (g.method == MCC_L2 || is_sign(g) || fitted);
+}
+MCC_FN bool sums_squares(const mcc_grid &g) { return g.method == MCC_L2 || !is_sign(g); }
+MCC_FN bool takes_most(const mcc_grid &g) { return !takes_range(g) && g.method == MCC_MAX && !is_sign(g); }
+
+MCC_FN void join(Extent &e, const Extent &other) {
+  e.most = other.most > e.most ? other.most : e.most;
+  e.least = other.least < e.least ? other.least : e.least;
+  e.greatest = other.greatest > e.greatest ? other.greatest : e.greatest;
+  e.sum += other.sum;
+}
+
+/* Scales of mid-rise grids with the least error on normal numbers, in root mean squares. */
+MCC_FN double midrise_rms(int bits) {
+  return bits == 1   ? 1.5958
+         : bits == 2 ? 1.9914
+         : bits == 3 ? 2.3441
+         : bits == 4 ? 2.6816
+         : bits == 5 ? 3.0102
+         : bits == 6 ? 3.33
+         : bits == 7 ? 3.6395
+                     : 3.9376;
+}
+
+constexpr float kLargest = 0x1.fffffep127f;
+constexpr double kStandsOut = 4.0; /* root mean squares of the others */
+
+/* The scale of n numbers on a signed grid: that of least error, or one whose levels hold them all. */
+MCC_FN float signed_scale(const mcc_grid &g, double sum, float low, float high, int64_t n) {
+  const bool positive = high > -low;
+  const float most = positive ? high : -low, opposite = positive ? -low : high, sign = positive ? -1.0f : 1.0f;
+  if (!g.stochastic) {
+    const double square = double(most) * double(most), others = (sum - square) * (kStandsOut * kStandsOut);
+    if ((g.bits != 2 && g.bits != 3) || most == 0.0f || square * double(n - 1) > others) return sign * most;
+    const float usual = float(sqrt(sum / double(n)) * (g.bits == 2 ? 2.1 : 2.5));
+    return sign * (usual < most ? usual : most);
+  }
+  const int half = 1 << (g.bits - 1);
+  if (half == 1 || !(opposite > 0.0f) || bits_of(most) >= 0x7f800000u) return sign * most;
+  const float needed = opposite * (float(half) / float(half - 1)), outer = needed > most ? needed : most;
+  return sign * (outer < kLargest ? outer : kLargest);
+}
+
+/* The scale of n numbers. */
+MCC_FN Scale scale_of(const mcc_grid &g, const Extent &e, int64_t n) {
+  if (n == 0) return {0.0f, 0.0f};
+  if (takes_range(g)) {
+    if (e.least < 0x007fffffu || e.greatest > 0xff800000u) return {float_of(0x7fc00000u), float_of(0x7fc00000u)};
+    const float low = from_ordered(e.least) + 0.0f, high = from_ordered(e.greatest) + 0.0f; /* no negative zeros */
+    if (is_minmax(g)) return {low, high};
+    return {signed_scale(g, e.sum, low, high, n) + 0.0f, 0.0f};
+  }
+  if (takes_sum(g)) {
+    const double mean = e.sum / double(n);
+    if (!sums_squares(g)) return {float(mean), 0.0f};
+    const double root = sqrt(mean);
+    if (g.method == MCC_L2) return {float(root * 2.0), 0.0f};
+    const float scale = float(root * midrise_rms(g.bits)), most = float_of(e.most);
+    return {scale < most ? scale : most, 0.0f};
+  }
+  const float most = float_of(e.most);
+  if (g.kind != MCC_MIDRISE || e.most >= 0x7f800000u) return {most, 0.0f};
+  const float outer = most * (float(1 << g.bits) / float((1 << g.bits) - 1));
+  return {outer < kLargest ? outer : kLargest, 0.0f};
+}
 
 MCC_FN uint32_t mixed(uint32_t x) {
   x ^= x >> 16;
@@ -85,11 +213,6 @@ struct Noise {
 constexpr float kMagic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer, which its low bits then hold */
 constexpr int32_t kMagicBits = 0x4b400000;
 
-
-/* Lowest and highest level of a grid that is not a sign's. */
-MCC_FN float lowest(const mcc_grid &g) { return float(g.symmetric ? -top_of(g) : -(1 << (g.bits - 1))); }
-MCC_FN float highest(const mcc_grid &g) { return float(g.symmetric ? top_of(g) : (1 << (g.bits - 1)) - 1); }
-
 /* The code of a number times its step; NaN takes the lowest level. */
 MCC_FN uint8_t nearest_code(float y, float low, float high, int32_t offset) {
   y = y > low ? y : low;
@@ -103,8 +226,4 @@ MCC_FN uint8_t stochastic_code(float y, float low, float high, int32_t offset, f
   y = y < high + 0.5f ? y : high + 0.5f;
   const float nearest = (y + kMagic) - kMagic;
   return uint8_t(int32_t(nearest > y ? nearest - 1.0f : nearest) + offset);
-}
-
-MCC_FN float value_of(const mcc_grid &g, uint8_t code, float unit) {
-  return is_sign(g) ? float(int32_t(code) * 2 - 1) * unit : float(int32_t(code) - (1 << (g.bits - 1))) * unit;
 }

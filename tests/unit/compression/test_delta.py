@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron.base.errors import UserError
 from megatron.compression.delta import DeltaCodec, DeltaConfig
 from megatron.compression.fixpoint import FixpointConfig, Quantizer
 from megatron.compression.row_store import DamagedRowError, RowFileError, RowStore
@@ -120,6 +121,22 @@ def test_differences_are_small_messages_and_better_than_fixed_point() -> None:
     direct = Quantizer(FixpointConfig(bits=2))
     plain = float((direct.decode(direct.encode(x, None), x.shape) - x).norm() / x.norm())
     assert error < plain / 10
+
+
+@pytest.mark.parametrize("option", ["first_bits", "cache_bits"])
+def test_a_signed_grid_needs_two_bits(option: str) -> None:
+    with pytest.raises(UserError, match="=1: has no level on one side of zero with grid=signed; use 2"):
+        DeltaConfig(grid="signed", **{option: 1})  # type: ignore[arg-type]
+
+
+def test_the_grid_of_remembered_rows_is_that_of_earlier_checkpoints() -> None:
+    """Rows that a checkpoint holds decode to what they were: the default grid of messages may become a better one."""
+    row = _activation((1,), 0)[:, 0]
+    for bits in (1, 2, 3, 4):
+        before = Quantizer(FixpointConfig(bits=bits, grid="symmetric"))
+        wire = before.encode(row, None)
+        codec = DeltaCodec(DeltaConfig(bits=2, cache_bits=bits))
+        assert torch.equal(codec.memory.decode(wire, row.shape), before.decode(wire, row.shape))
 
 
 def test_the_oldest_sample_goes_first_and_a_visit_makes_it_young() -> None:

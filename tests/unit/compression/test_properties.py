@@ -17,6 +17,7 @@ from megatron.compression.api import Codec, Payload, RoundCompressor
 from megatron.compression.approximation import dense
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback, ErrorFeedbackCodec, MessageResidual
+from megatron.compression.fixpoint import FixpointConfig
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
 from tests.support.lockstep import run_lockstep
@@ -131,9 +132,21 @@ class TestCodec:
         assert contents(sender) == contents(resumed[0])
 
 
+TOGETHER: list[dict[str, Any]] = [
+    {"rotation": 8, "rotate_when": "outlier", "outlier_ratio": 1.2},
+    {"bits": 2, "group": 8},
+    {"bits": 3, "group": 8, "rounding": "stochastic"},
+    {"bits": 2.4, "group": 8, "grid": "midrise", "rounding": "stochastic"},
+    {"bits": 3.8, "group": 8, "grid": "minmax", "rotation": 16, "rotate_when": "outlier", "scale_dtype": "bf16"},
+    {"bits": 4.5, "group": 16, "rotation": 8},
+]
+"""Options of quantized messages that do something only with others."""
+
+
 def variants(cls: type[Any]) -> list[Any]:
-    """Options classes' instances: the defaults, and each option alone at its bounds, a large rank and every choice."""
-    found = [cls()]
+    """Options classes' instances: the defaults; each option alone at its bounds, a large rank, every choice, and a
+    number between the bounds that has a fraction; and options that need each other."""
+    found = [cls(), *(cls(**options) for options in TOGETHER if issubclass(cls, FixpointConfig))]
     for field in field_options("", cls):
         bounds: Any = field.option
         values: Any = field.choices
@@ -141,6 +154,8 @@ def variants(cls: type[Any]) -> list[Any]:
             values = (False, True)
         elif not values:
             values = (bounds.minimum, 512 if bounds.maximum is None else bounds.maximum)
+            if field.element is float and None not in values:
+                values = (*values, 0.3 * bounds.minimum + 0.7 * values[1])
         for value in values:
             if value is None or (isinstance(field.default, str) and not isinstance(value, str)):
                 continue

@@ -48,9 +48,21 @@ def test_the_plan_follows() -> None:
     assert plan.codec(Point.PP_FWD) is first
 
 
+def test_bits_go_in_steps_with_fractions_and_ramp_through_whole_numbers() -> None:
+    for text, wanted in (
+        ("bits=8@0/4.5@7/3@9", [8, 8, 4.5, 4.5, 3]),
+        ("bits=8~4@4", [7, 6, 5, 5, 4, 4]),
+    ):
+        spec = _spec(f"pp-forward=fixpoint,{text}")
+        start = 5 if "@7" in text else 0
+        assert [spec.options_at(start + i).bits for i in range(len(wanted))] == wanted
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("pp-forward=fixpoint,bits=8~4.5@9", ["bits=8~4.5@9", "whole numbers", "steps for a fraction"]),
+        ("pp-forward=fixpoint,scale=channel,bits=8@0/3.5@5/2@9", ["bits=3.5", "use scale=group, or bits=3"]),
         ("dp-grad=powersgd,rank=8@5", ["begin at iteration 0"]),
         ("dp-grad=powersgd,rank=8@0/4@300/2@100", ["one after the other"]),
         ("dp-grad=powersgd,rank=8@0/0@10", ["rank is 0", "at least 1"]),

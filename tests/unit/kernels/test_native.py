@@ -195,8 +195,8 @@ def _operands() -> dict[str, tuple[object, ...]]:
     rows, matrix = torch.randn(4, 8), torch.randn(2, 9, 3)
     index = torch.tensor([1, 5])
     return {
-        "quantize_pack": (x, torch.zeros(64), codes, scales, 1, 4, 0, 64, True, 0, 0, False, 0),
-        "unpack_dequantize": (codes, scales, torch.zeros(64), x, 1, 4, 0, 64, True, 0, 0),
+        "quantize_pack": (x, torch.zeros(64), codes, scales, 1, 4, 0, 64, 0, 0, 0, False, 0),
+        "unpack_dequantize": (codes, scales, torch.zeros(64), x, 1, 4, 0, 64, 0, 0, 0),
         "abs_topk": (rows, torch.zeros(4, 2, dtype=torch.int64)),
         "dilate": (mask, 2, mask.clone()),
         "gather_packed": (x, index, torch.zeros(2)),
@@ -238,9 +238,9 @@ def test_operators_compile_in_one_graph() -> None:
         codes = torch.empty(grid.code_bytes(x.numel()), dtype=torch.uint8)
         scales = torch.empty(grid.scale_count(x.numel()))
         empty = x.new_empty(0)
-        torch.ops.megatron_cc.quantize_pack(x, empty, codes, scales, 0, 4, 0, 64, True, 0, 0, False, 0)
+        torch.ops.megatron_cc.quantize_pack(x, empty, codes, scales, 0, 4, 0, 64, 0, 0, 0, False, 0)
         out = torch.empty_like(x)
-        torch.ops.megatron_cc.unpack_dequantize(codes, scales, empty, out, 0, 4, 0, 64, True, 0, 0)
+        torch.ops.megatron_cc.unpack_dequantize(codes, scales, empty, out, 0, 4, 0, 64, 0, 0, 0)
         return out * 2
 
     assert native.problem() is None
@@ -256,6 +256,8 @@ def test_operators_compile_in_one_graph() -> None:
         ("quantize_pack", 2, torch.zeros(31, dtype=torch.uint8)),
         ("quantize_pack", 5, 9),
         ("quantize_pack", 7, 12),
+        ("quantize_pack", 8, 5),
+        ("quantize_pack", 8, 3),
         ("quantize_pack", 10, 24),
         ("unpack_dequantize", 1, torch.zeros(2)),
         ("abs_topk", 1, torch.zeros(4, 9, dtype=torch.int64)),
@@ -285,14 +287,16 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
     script = (
         "import torch, hashlib\n"
         "from megatron.kernels import ops\n"
-        "from megatron.kernels.grid import Grid, ScaleLayout, Role\n"
+        "from megatron.kernels.grid import Grid, GridKind, ScaleLayout, Role\n"
         "x = torch.randn(5003, generator=torch.Generator().manual_seed(0))\n"
         "digest = hashlib.sha256()\n"
         "for bits in range(1, 9):\n"
-        "    for grid in (Grid(bits), Grid(bits, ScaleLayout.TENSOR), Grid(bits, rotation=64)):\n"
+        "    layouts = (ScaleLayout.GROUP, ScaleLayout.TENSOR)\n"
+        "    kinds = [Grid(bits, layout, 64, kind) for kind in GridKind for layout in layouts]\n"
+        "    for grid, seed in ((grid, seed) for grid in (Grid(bits, rotation=64), *kinds) for seed in (3, None)):\n"
         "        codes = torch.empty(grid.code_bytes(5003), dtype=torch.uint8)\n"
         "        scales, left = torch.empty(grid.scale_count(5003)), torch.zeros(5003)\n"
-        "        ops.quantize_pack(x, codes, scales, grid, Role.FEEDBACK, left, seed=3)\n"
+        "        ops.quantize_pack(x, codes, scales, grid, Role.FEEDBACK, left, seed=seed)\n"
         "        for t in (codes, scales, left):\n"
         "            digest.update(t.numpy().tobytes())\n"
         "digest.update(ops.abs_topk(x.view(1, -1), 700).numpy().tobytes())\n"

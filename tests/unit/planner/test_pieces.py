@@ -85,6 +85,7 @@ def test_saved_bytes_are_those_of_a_real_run() -> None:
         ("dp-grad=fixpoint,bits=4,group=64", 0.5 + 4 / 64, 0.5 + 4 / 64),
         ("dp-grad=float8,tile=64,rounding=stochastic", 1.0 + 4 / 64, 1.0 + 4 / 64),
         ("dp-grad=float8,format=e5m2,scale-dtype=e8m0", 1.0 + 1 / 128, 1.0 + 1 / 128),
+        ("dp-grad=fixpoint,bits=3.6,grid=minmax,rotation=64,rotate-when=outlier", *[3.6 / 8 + 8 / 64 + 1 / 8 / 64] * 2),
         ("dp-grad=stable-topk,density=0.1,interval=10", 0.4, 4.0),
     ],
 )

@@ -1,5 +1,5 @@
-/* What is used most, in registers: 2, 4 or 8 bits, scales of the largest magnitude, to nearest, 64 numbers at a time. The
- * same operations in the same order as in quantize.inl, so the same bits. */
+/* What is used most, in registers: 2, 4 or 8 bits, to nearest, 64 numbers at a time. The same operations in the same order
+ * as in quantize.inl, so the same bits. */
 
 #if MCC_AVX512
 
@@ -52,36 +52,85 @@ inline __m128i unpack_16(const uint8_t *in, int bits) {
   return _mm_and_si128(spread, _mm_set1_epi8(3));
 }
 
+/* What ``measure`` does, of whole 16s. */
+inline void measure_16s(const mcc_grid &g, const float *v, int64_t n, Extent &e) {
+  if (takes_most(g)) {
+    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+    __m512i most = _mm512_setzero_si512();
+    for (int64_t i = 0; i < n; i += 16)
+      most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_loadu_si512(v + i), magnitude));
+    e.most = _mm512_reduce_max_epu32(most);
+  }
+  if (takes_range(g)) {
+    const __m512i sign = _mm512_set1_epi32(int32_t(0x80000000u));
+    __m512i least = _mm512_set1_epi32(-1), greatest = _mm512_setzero_si512();
+    for (int64_t i = 0; i < n; i += 16) {
+      const __m512i u = _mm512_loadu_si512(v + i);
+      const __m512i k = _mm512_xor_si512(u, _mm512_or_si512(_mm512_srai_epi32(u, 31), sign));
+      least = _mm512_min_epu32(least, k);
+      greatest = _mm512_max_epu32(greatest, k);
+    }
+    e.least = _mm512_reduce_min_epu32(least), e.greatest = _mm512_reduce_max_epu32(greatest);
+  }
+  if (takes_sum(g)) { /* of squares: a sign's is not taken here */
+    __m512d sum0 = _mm512_setzero_pd(), sum1 = sum0;
+    for (int64_t i = 0; i < n; i += 16) {
+      const __m512d a = _mm512_cvtps_pd(_mm256_loadu_ps(v + i)), b = _mm512_cvtps_pd(_mm256_loadu_ps(v + i + 8));
+      sum0 = _mm512_add_pd(sum0, _mm512_mul_pd(a, a));
+      sum1 = _mm512_add_pd(sum1, _mm512_mul_pd(b, b));
+    }
+    e.sum = _mm512_reduce_add_pd(_mm512_add_pd(sum0, sum1));
+  }
+}
+
+/* Levels of 16 numbers, plus the code of level 0. */
+template <bool kBased>
+struct Levels {
+  __m512 low, high, shift;
+  __m512i zero;
+  explicit Levels(const mcc_grid &g)
+      : low(_mm512_set1_ps(lowest(g))),
+        high(_mm512_set1_ps(highest(g))),
+        shift(_mm512_set1_ps(shift_of(g))),
+        zero(_mm512_set1_epi32(kMagicBits - offset_of(g))) {}
+
+  __m512i of(__m512 x, __m512 step, __m512 base) const {
+    __m512 y = _mm512_mul_ps(kBased ? _mm512_sub_ps(x, base) : x, step);
+    y = _mm512_sub_ps(y, shift);
+    y = _mm512_min_ps(_mm512_max_ps(y, low), high); /* NaN takes the second: the lowest level */
+    return _mm512_sub_epi32(_mm512_castps_si512(_mm512_add_ps(y, _mm512_set1_ps(kMagic))), zero);
+  }
+};
+
 /* Scales and packed codes of whole groups, from ``begin`` on; codes alone where one step is ``shared`` by all. */
-inline void quantize_64(const mcc_codec &c, const float *v, const float *shared, int64_t begin, int64_t n) {
+template <bool kBased>
+inline void quantize_64(const mcc_codec &c, const float *v, const Shared *shared, int64_t begin, int64_t n) {
   const mcc_grid &g = c.grid;
-  const __m512 low = _mm512_set1_ps(lowest(g)), high = _mm512_set1_ps(highest(g)), magic = _mm512_set1_ps(kMagic);
-  const __m512i shift = _mm512_set1_epi32(kMagicBits - (1 << (g.bits - 1))), sign = _mm512_set1_epi32(0x7fffffff);
+  const Levels<kBased> levels(g);
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   uint8_t *out = c.codes + begin / 8 * g.bits;
   const int64_t group = shared ? n : g.group;
   for (int64_t i = 0; i < n; i += group) {
-    __m512 step;
+    Factor factor;
     if (shared) {
-      step = _mm512_set1_ps(*shared);
+      factor = {*shared->at(0).by, *shared->at(0).base};
     } else {
-      __m512i most = _mm512_setzero_si512();
-      for (int64_t j = i; j < i + group; j += 16)
-        most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_loadu_si512(v + j), sign));
-      const float largest = float_of(_mm512_reduce_max_epu32(most));
-      step = _mm512_set1_ps(step_of(g, store_scale(c.scales, c.scale_dtype, (begin + i) / group, largest)));
+      Extent e;
+      measure_16s(g, v + i, group, e);
+      factor = factor_of(g, true, keep_scale(c, (begin + i) / group, e, group));
     }
+    const __m512 step = _mm512_set1_ps(factor.by), base = _mm512_set1_ps(factor.base);
     for (int64_t j = i; j < i + group; j += 64, out += 8 * g.bits) {
       __m512i level[4];
-      for (int k = 0; k < 4; ++k) {
-        __m512 y = _mm512_mul_ps(_mm512_loadu_ps(v + j + 16 * k), step);
-        y = _mm512_min_ps(_mm512_max_ps(y, low), high); /* NaN takes the second: the lowest level */
-        level[k] = _mm512_sub_epi32(_mm512_castps_si512(_mm512_add_ps(y, magic)), shift);
-      }
+      for (int k = 0; k < 4; ++k) level[k] = levels.of(_mm512_loadu_ps(v + j + 16 * k), step, base);
       const __m512i words0 = _mm512_packs_epi32(level[0], level[1]), words1 = _mm512_packs_epi32(level[2], level[3]);
       pack_64(_mm512_permutexvar_epi32(order, _mm512_packus_epi16(words0, words1)), g.bits, out);
     }
   }
+}
+
+inline void quantize_64(const mcc_codec &c, const float *v, const Shared *shared, int64_t begin, int64_t n) {
+  is_minmax(c.grid) ? quantize_64<true>(c, v, shared, begin, n) : quantize_64<false>(c, v, shared, begin, n);
 }
 
 /* Packs and unpacks the whole 64s among n codes; returns how many those are. */
@@ -106,26 +155,27 @@ inline int64_t unpack_whole_64(const uint8_t *in, int64_t n, int bits, uint8_t *
 }
 
 template <int kQuarter>
-inline void dequantize_16(const uint8_t *in, int bits, __m512i offset, __m512 unit, bool add, float *out) {
-  const __m512i level = _mm512_sub_epi32(_mm512_cvtepu8_epi32(unpack_16<kQuarter>(in, bits)), offset);
-  const __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(level), unit);
+inline void dequantize_16(const uint8_t *in, int bits, __m512 zero, __m512 unit, __m512 base, bool add, float *out) {
+  const __m512 level = _mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(unpack_16<kQuarter>(in, bits))), zero);
+  const __m512 value = _mm512_add_ps(_mm512_mul_ps(level, unit), base);
   float *to = out + 16 * kQuarter;
   _mm512_storeu_ps(to, add ? _mm512_add_ps(_mm512_loadu_ps(to), value) : value);
 }
 
-inline void dequantize_64(const mcc_codec &c, const float *shared, int64_t begin, int64_t n) {
+inline void dequantize_64(const mcc_codec &c, const Shared *shared, int64_t begin, int64_t n) {
   const mcc_grid &g = c.grid;
-  const __m512i offset = _mm512_set1_epi32(1 << (g.bits - 1));
+  const __m512 zero = _mm512_set1_ps(float(offset_of(g)) - shift_of(g));
   const bool add = c.role == MCC_ADD;
   float *out = static_cast<float *>(c.out) + begin;
   const uint8_t *in = c.codes + begin / 8 * g.bits;
   for (int64_t i = 0; i < n; i += 64, in += 8 * g.bits) {
-    const float one = shared ? *shared : unit_of(g, load_scale(c.scales, c.scale_dtype, (begin + i) / g.group));
-    const __m512 unit = _mm512_set1_ps(one);
-    dequantize_16<0>(in, g.bits, offset, unit, add, out + i);
-    dequantize_16<1>(in, g.bits, offset, unit, add, out + i);
-    dequantize_16<2>(in, g.bits, offset, unit, add, out + i);
-    dequantize_16<3>(in, g.bits, offset, unit, add, out + i);
+    const Factor factor = shared ? Factor{*shared->at(0).by, *shared->at(0).base}
+                                 : load_factor(g, false, c.scales, c.scale_dtype, (begin + i) / g.group);
+    const __m512 unit = _mm512_set1_ps(factor.by), base = _mm512_set1_ps(factor.base);
+    dequantize_16<0>(in, g.bits, zero, unit, base, add, out + i);
+    dequantize_16<1>(in, g.bits, zero, unit, base, add, out + i);
+    dequantize_16<2>(in, g.bits, zero, unit, base, add, out + i);
+    dequantize_16<3>(in, g.bits, zero, unit, base, add, out + i);
   }
 }
 
@@ -135,7 +185,7 @@ inline int64_t pack_whole_64(const uint8_t *, int64_t, int, uint8_t *) { return 
 inline int64_t unpack_whole_64(const uint8_t *, int64_t, int, uint8_t *) { return 0; }
 inline bool quantizes_64(const mcc_codec &, int64_t) { return false; }
 inline bool dequantizes_64(const mcc_codec &, int64_t) { return false; }
-inline void quantize_64(const mcc_codec &, const float *, const float *, int64_t, int64_t) {}
-inline void dequantize_64(const mcc_codec &, const float *, int64_t, int64_t) {}
+inline void quantize_64(const mcc_codec &, const float *, const Shared *, int64_t, int64_t) {}
+inline void dequantize_64(const mcc_codec &, const Shared *, int64_t, int64_t) {}
 
 #endif

@@ -1,25 +1,28 @@
 /* Quantise, pack, unpack, dequantise: one pass over memory, in chunks that stay in the first-level cache. */
 
-#include "groups512.inl"
-
-/* What a scale is made of: the largest magnitude's bits (so that NaN counts as the largest), or a sum. */
-struct Extent {
-  uint32_t most = 0;
-  double sum = 0;
-};
-
 inline void measure(const mcc_grid &g, const float *v, int64_t n, Extent &e) {
-  if (g.method == MCC_L2) {
+  if (takes_range(g)) {
+    uint32_t least = e.least, greatest = e.greatest;
+#pragma omp simd reduction(min : least) reduction(max : greatest)
+    for (int64_t i = 0; i < n; ++i) {
+      const uint32_t k = ordered(bits_of(v[i]));
+      least = k < least ? k : least;
+      greatest = k > greatest ? k : greatest;
+    }
+    e.least = least, e.greatest = greatest;
+  }
+  if (takes_sum(g)) {
     double s = 0;
+    if (sums_squares(g)) {
 #pragma omp simd reduction(+ : s)
-    for (int64_t i = 0; i < n; ++i) s += double(v[i]) * double(v[i]);
-    e.sum += s;
-  } else if (is_sign(g)) {
-    double s = 0;
+      for (int64_t i = 0; i < n; ++i) s += double(v[i]) * double(v[i]);
+    } else {
 #pragma omp simd reduction(+ : s)
-    for (int64_t i = 0; i < n; ++i) s += double(float_of(bits_of(v[i]) & 0x7fffffffu));
+      for (int64_t i = 0; i < n; ++i) s += double(float_of(bits_of(v[i]) & 0x7fffffffu));
+    }
     e.sum += s;
-  } else {
+  }
+  if (takes_most(g)) {
     uint32_t m = e.most;
 #pragma omp simd reduction(max : m)
     for (int64_t i = 0; i < n; ++i) {
@@ -30,41 +33,147 @@ inline void measure(const mcc_grid &g, const float *v, int64_t n, Extent &e) {
   }
 }
 
-inline float scale_of(const mcc_grid &g, const Extent &e, int64_t n) {
-  if (n == 0) return 0.0f;
-  if (g.method == MCC_L2) return float(std::sqrt(e.sum / double(n)) * 2.0);
-  return is_sign(g) ? float(e.sum / double(n)) : float_of(e.most);
-}
+/* Factors of numbers: one for all (kEach = 0), or one for each (1). */
+struct Factors {
+  const float *by, *base;
+};
 
-/* Codes of n numbers; ``step`` is one number (kEach = 0) or n of them (1). */
-template <int kEach>
-inline void quantize_run(const mcc_grid &g, const float *__restrict v, const float *__restrict step, int64_t n,
-                         int64_t index, uint8_t *__restrict codes) {
-  if (is_sign(g)) {
-    for (int64_t i = 0; i < n; ++i) codes[i] = v[i] >= 0.0f;
-    return;
-  }
-  const int32_t offset = 1 << (g.bits - 1);
-  const float low = lowest(g), high = highest(g);
+/* Codes of n numbers, kBased where their grid begins at a base. */
+template <int kEach, bool kBased>
+inline void quantize_levels(const mcc_grid &g, const float *__restrict v, Factors step, int64_t n, int64_t index,
+                            uint8_t *__restrict codes) {
+  const int32_t offset = offset_of(g);
+  const float low = lowest(g), high = highest(g), shift = shift_of(g);
+  const float *by = step.by, *base = step.base;
+  const auto steps = [&](int64_t i) { return (kBased ? v[i] - base[i * kEach] : v[i]) * by[i * kEach] - shift; };
   if (!g.stochastic) {
-    for (int64_t i = 0; i < n; ++i) codes[i] = nearest_code(v[i] * step[i * kEach], low, high, offset);
+    for (int64_t i = 0; i < n; ++i) codes[i] = nearest_code(steps(i), low, high, offset);
     return;
   }
   const Noise noise(g.seed);
   for (int64_t i = 0; i < n; ++i)
-    codes[i] = stochastic_code(v[i] * step[i * kEach], low, high, offset, noise.at(uint32_t(index + i)));
+    codes[i] = stochastic_code(steps(i), low, high, offset, noise.at(uint32_t(index + i)));
 }
 
 template <int kEach>
-inline void dequantize_run(const mcc_grid &g, const uint8_t *__restrict codes, const float *__restrict unit, int64_t n,
-                           float *__restrict v) {
+inline void quantize_run(const mcc_grid &g, const float *v, Factors step, int64_t n, int64_t index, uint8_t *codes) {
   if (is_sign(g)) {
-    for (int64_t i = 0; i < n; ++i) v[i] = float(int32_t(codes[i]) * 2 - 1) * unit[i * kEach];
+    for (int64_t i = 0; i < n; ++i) codes[i] = v[i] >= 0.0f;
+  } else if (is_minmax(g)) {
+    quantize_levels<kEach, true>(g, v, step, n, index, codes);
+  } else {
+    quantize_levels<kEach, false>(g, v, step, n, index, codes);
+  }
+}
+
+template <int kEach>
+inline void dequantize_run(const mcc_grid &g, const uint8_t *__restrict codes, Factors unit, int64_t n,
+                           float *__restrict v) {
+  const float *by = unit.by, *base = unit.base;
+  if (is_sign(g)) {
+    for (int64_t i = 0; i < n; ++i) v[i] = float(int32_t(codes[i]) * 2 - 1) * by[i * kEach];
+  } else if (is_minmax(g)) {
+    for (int64_t i = 0; i < n; ++i) v[i] = float(int32_t(codes[i])) * by[i * kEach] + base[i * kEach];
+  } else {
+    const float zero = float(offset_of(g)) - shift_of(g);
+    for (int64_t i = 0; i < n; ++i) v[i] = (float(int32_t(codes[i])) - zero) * by[i * kEach];
+  }
+}
+
+/* Walsh-Hadamard transform of consecutive blocks, over the root of their size: its own inverse. */
+inline void rotate(float *v, int64_t n, int64_t block) {
+  const float scale = 1.0f / std::sqrt(float(block));
+  for (int64_t b = 0; b < n; b += block) {
+    for (int64_t h = 1; h < block; h *= 2) {
+      for (int64_t i = 0; i < block; i += 2 * h) {
+        float *x = v + b + i, *y = x + h;
+        for (int64_t j = 0; j < h; ++j) {
+          float sum = x[j] + y[j], difference = x[j] - y[j];
+          x[j] = sum;
+          y[j] = difference;
+        }
+      }
+    }
+    for (int64_t i = 0; i < block; ++i) v[b + i] *= scale;
+  }
+}
+
+struct Buffers {
+  alignas(64) float value[kChunk], kept[kChunk], other[kChunk], decoded[kChunk];
+  alignas(64) uint8_t codes[kChunk + 8];
+};
+
+/* What is to be encoded of [begin, begin + n): x, or its difference to the reference, or its sum with the residual;
+ * rotated, and padded to whole blocks by zeros. */
+inline const float *source(const mcc_codec &c, int64_t begin, int64_t n, int64_t padded, Buffers &b) {
+  const bool copies = c.role != MCC_PLAIN || c.grid.rotation;
+  if (!copies) return view(b.value, c.x, c.x_dtype, begin, n);
+  const float *x = view(b.value, c.x, c.x_dtype, begin, n);
+  if (c.role == MCC_DELTA) {
+    const float *o = view(b.other, c.other, c.other_dtype, begin, n);
+    for (int64_t i = 0; i < n; ++i) b.value[i] = x[i] - o[i];
+  } else if (c.role == MCC_FEEDBACK) {
+    const float *o = view(b.other, c.other, c.other_dtype, begin, n);
+    for (int64_t i = 0; i < n; ++i) b.value[i] = x[i] + o[i];
+  } else if (x != b.value) {
+    std::memcpy(b.value, x, size_t(n) * 4);
+  }
+  if (c.grid.rotation) {
+    if (c.role == MCC_FEEDBACK) std::memcpy(b.kept, b.value, size_t(n) * 4);
+    std::fill(b.value + n, b.value + padded, 0.0f);
+    rotate(b.value, padded, c.grid.rotation);
+  }
+  return b.value;
+}
+
+/* Factors of all channels, or of the tensor; none where groups have their own. */
+struct Shared {
+  std::vector<float> by, base;
+
+  Shared(const mcc_codec &c, bool steps) {
+    const int64_t n = c.grid.layout == MCC_GROUP ? 0 : c.grid.layout == MCC_TENSOR ? 1 : c.grid.group;
+    by.resize(size_t(n)), base.resize(size_t(n));
+    for (int64_t i = 0; i < n; ++i) {
+      const Factor f = load_factor(c.grid, steps, c.scales, c.scale_dtype, i);
+      by[size_t(i)] = f.by, base[size_t(i)] = f.base;
+    }
+  }
+  Factors at(int64_t i) const { return {by.data() + i, base.data() + i}; }
+};
+
+/* Calls run(offset, n, factors, each) for the pieces of [begin, begin + n) whose factors lie together. */
+template <class Run>
+inline void by_scale(const mcc_codec &c, bool steps, const Shared &shared, int64_t begin, int64_t n, Run run) {
+  if (c.grid.layout == MCC_TENSOR) {
+    run(int64_t(0), n, shared.at(0), 0);
     return;
   }
-  const int32_t offset = 1 << (g.bits - 1);
-  for (int64_t i = 0; i < n; ++i) v[i] = float(int32_t(codes[i]) - offset) * unit[i * kEach];
+  int64_t group = begin / c.grid.group, end = (group + 1) * c.grid.group - begin;
+  if (c.grid.layout == MCC_CHANNEL) {
+    /* A group is a row here. */
+    for (int64_t i = 0; i < n; i = end, end += c.grid.group)
+      run(i, std::min(end, n) - i, shared.at(i == 0 ? begin - group * c.grid.group : 0), 1);
+    return;
+  }
+  for (int64_t i = 0; i < n; ++group, i = end, end += c.grid.group) {
+    const Factor factor = load_factor(c.grid, steps, c.scales, c.scale_dtype, group);
+    run(i, std::min(end, n) - i, Factors{&factor.by, &factor.base}, 0);
+  }
 }
+
+inline int64_t padded_count(const mcc_codec &c, int64_t n) {
+  const int64_t block = c.grid.rotation;
+  return block ? (n + block - 1) / block * block : n;
+}
+
+/* Stores the scale of n numbers; returns what the receiver will read. */
+inline Scale keep_scale(const mcc_codec &c, int64_t i, const Extent &e, int64_t n) {
+  const Scale s = rounded(c.grid, c.scale_dtype, scale_of(c.grid, e, n));
+  store_scale(c.grid, c.scales, c.scale_dtype, i, s);
+  return s;
+}
+
+#include "groups512.inl"
 
 /* Eight codes make kBits bytes, the first code in the lowest bits. ``codes`` is padded by zeros to whole eights; ``out``
  * has room for 8 bytes more. */
@@ -140,128 +249,64 @@ inline void unpack(const uint8_t *in, int64_t n, int bits, uint8_t *codes) {
 #undef MCC_UNPACK
 }
 
-/* Walsh-Hadamard transform of consecutive blocks, over the root of their size: its own inverse. */
-inline void rotate(float *v, int64_t n, int64_t block) {
-  const float scale = 1.0f / std::sqrt(float(block));
-  for (int64_t b = 0; b < n; b += block) {
-    for (int64_t h = 1; h < block; h *= 2) {
-      for (int64_t i = 0; i < block; i += 2 * h) {
-        float *x = v + b + i, *y = x + h;
-        for (int64_t j = 0; j < h; ++j) {
-          float sum = x[j] + y[j], difference = x[j] - y[j];
-          x[j] = sum;
-          y[j] = difference;
-        }
-      }
+/* Extents of columns, each array only where the grid needs it. */
+struct Columns {
+  std::vector<uint32_t> most, least, greatest;
+  std::vector<double> sum;
+
+  Columns(const mcc_grid &g, int64_t n)
+      : most(size_t(takes_most(g) ? n : 0), 0),
+        least(size_t(takes_range(g) ? n : 0), 0xffffffffu),
+        greatest(least.size(), 0),
+        sum(size_t(takes_sum(g) ? n : 0), 0.0) {}
+
+  void take(const mcc_grid &g, int64_t at, const float *v, int64_t n) {
+    for (int64_t i = 0; i < (least.empty() ? 0 : n); ++i) {
+      const uint32_t k = ordered(bits_of(v[i]));
+      uint32_t &low = least[size_t(at + i)], &high = greatest[size_t(at + i)];
+      low = k < low ? k : low;
+      high = k > high ? k : high;
     }
-    for (int64_t i = 0; i < block; ++i) v[b + i] *= scale;
+    for (int64_t i = 0; i < (most.empty() ? 0 : n); ++i) {
+      const uint32_t u = bits_of(v[i]) & 0x7fffffffu;
+      uint32_t &m = most[size_t(at + i)];
+      m = u > m ? u : m;
+    }
+    for (int64_t i = 0; i < (sum.empty() ? 0 : n); ++i) {
+      const double wide = double(float_of(bits_of(v[i]) & 0x7fffffffu));
+      sum[size_t(at + i)] += sums_squares(g) ? wide * wide : wide;
+    }
   }
-}
 
-struct Buffers {
-  alignas(64) float value[kChunk], kept[kChunk], other[kChunk], decoded[kChunk];
-  alignas(64) uint8_t codes[kChunk + 8];
+  Extent at(int64_t i) const {
+    Extent e;
+    if (!most.empty()) e.most = most[size_t(i)];
+    if (!least.empty()) e.least = least[size_t(i)], e.greatest = greatest[size_t(i)];
+    if (!sum.empty()) e.sum = sum[size_t(i)];
+    return e;
+  }
 };
-
-/* What is to be encoded of [begin, begin + n): x, or its difference to the reference, or its sum with the residual;
- * rotated, and padded to whole blocks by zeros. */
-inline const float *source(const mcc_codec &c, int64_t begin, int64_t n, int64_t padded, Buffers &b) {
-  const bool copies = c.role != MCC_PLAIN || c.grid.rotation;
-  if (!copies) return view(b.value, c.x, c.x_dtype, begin, n);
-  const float *x = view(b.value, c.x, c.x_dtype, begin, n);
-  if (c.role == MCC_DELTA) {
-    const float *o = view(b.other, c.other, c.other_dtype, begin, n);
-    for (int64_t i = 0; i < n; ++i) b.value[i] = x[i] - o[i];
-  } else if (c.role == MCC_FEEDBACK) {
-    const float *o = view(b.other, c.other, c.other_dtype, begin, n);
-    for (int64_t i = 0; i < n; ++i) b.value[i] = x[i] + o[i];
-  } else if (x != b.value) {
-    std::memcpy(b.value, x, size_t(n) * 4);
-  }
-  if (c.grid.rotation) {
-    if (c.role == MCC_FEEDBACK) std::memcpy(b.kept, b.value, size_t(n) * 4);
-    std::fill(b.value + n, b.value + padded, 0.0f);
-    rotate(b.value, padded, c.grid.rotation);
-  }
-  return b.value;
-}
-
-inline float factor_of(const mcc_codec &c, bool steps, int64_t group) {
-  const float scale = load_scale(c.scales, c.scale_dtype, group);
-  return steps ? step_of(c.grid, scale) : unit_of(c.grid, scale);
-}
-
-/* Steps or units of all channels, or of the tensor; none where groups have their own. */
-inline std::vector<float> shared_factors(const mcc_codec &c, bool steps) {
-  const int64_t n = c.grid.layout == MCC_GROUP ? 0 : c.grid.layout == MCC_TENSOR ? 1 : c.grid.group;
-  std::vector<float> factors(static_cast<size_t>(n));
-  for (int64_t i = 0; i < n; ++i) factors[size_t(i)] = factor_of(c, steps, i);
-  return factors;
-}
-
-/* Calls run(offset, n, factors, each) for the pieces of [begin, begin + n) whose factors lie together. */
-template <class Run>
-inline void by_scale(const mcc_codec &c, bool steps, const float *shared, int64_t begin, int64_t n, Run run) {
-  if (c.grid.layout == MCC_TENSOR) {
-    run(int64_t(0), n, shared, 0);
-    return;
-  }
-  int64_t group = begin / c.grid.group, end = (group + 1) * c.grid.group - begin;
-  if (c.grid.layout == MCC_CHANNEL) {
-    /* A group is a row here. */
-    for (int64_t i = 0; i < n; i = end, end += c.grid.group)
-      run(i, std::min(end, n) - i, shared + (i == 0 ? begin - group * c.grid.group : 0), 1);
-    return;
-  }
-  for (int64_t i = 0; i < n; ++group, i = end, end += c.grid.group) {
-    const float factor = factor_of(c, steps, group);
-    run(i, std::min(end, n) - i, &factor, 0);
-  }
-}
-
-inline int64_t padded_count(const mcc_codec &c, int64_t n) {
-  const int64_t block = c.grid.rotation;
-  return block ? (n + block - 1) / block * block : n;
-}
 
 /* Scales of columns; rows are split alike for any number of threads, so that sums do not depend on it. */
 inline void channel_scales(const mcc_codec &c) {
   const mcc_grid &g = c.grid;
   const int64_t rows = c.count / g.group, splits = std::min<int64_t>(16, std::max<int64_t>(rows, 1));
   const int64_t share = (rows + splits - 1) / splits;
-  const bool sums = g.method == MCC_L2 || is_sign(g);
-  std::vector<uint32_t> most(size_t(splits * g.group), 0);
-  std::vector<double> sum(sums ? most.size() : 0, 0.0);
+  std::vector<Columns> columns(size_t(splits), Columns(g, g.group));
 #pragma omp parallel for schedule(static) if (c.count > kSerial)
   for (int64_t split = 0; split < splits; ++split) {
     Buffers b;
-    uint32_t *own = most.data() + split * g.group;
-    double *added = sum.data() + (sums ? split * g.group : 0);
     for (int64_t row = split * share; row < std::min(rows, (split + 1) * share); ++row) {
       for (int64_t column = 0; column < g.group; column += kChunk) {
         const int64_t n = std::min(kChunk, g.group - column);
-        const float *v = source(c, row * g.group + column, n, n, b);
-        if (!sums) {
-          for (int64_t i = 0; i < n; ++i) {
-            const uint32_t u = bits_of(v[i]) & 0x7fffffffu;
-            own[column + i] = u > own[column + i] ? u : own[column + i];
-          }
-          continue;
-        }
-        for (int64_t i = 0; i < n; ++i) {
-          const double wide = double(float_of(bits_of(v[i]) & 0x7fffffffu));
-          added[column + i] += g.method == MCC_L2 ? wide * wide : wide;
-        }
+        columns[size_t(split)].take(g, column, source(c, row * g.group + column, n, n, b), n);
       }
     }
   }
   for (int64_t i = 0; i < g.group; ++i) {
     Extent e;
-    for (int64_t split = 0; split < splits; ++split) {
-      e.most = std::max(e.most, most[size_t(split * g.group + i)]);
-      if (sums) e.sum += sum[size_t(split * g.group + i)];
-    }
-    store_scale(c.scales, c.scale_dtype, i, scale_of(g, e, rows));
+    for (const Columns &part : columns) join(e, part.at(i));
+    keep_scale(c, i, e, rows);
   }
 }
 
@@ -286,20 +331,16 @@ inline void wide_scales(const mcc_codec &c, int64_t total) {
       measure(g, source(c, at, n, wide, b), wide, extents[size_t(p)]);
     }
     Extent whole;
-    for (const Extent &e : extents) {
-      whole.most = std::max(whole.most, e.most);
-      whole.sum += e.sum;
-    }
-    /* A short last group is as if padded by zeros. */
-    store_scale(c.scales, c.scale_dtype, group, scale_of(g, whole, size));
+    for (const Extent &e : extents) join(whole, e);
+    keep_scale(c, group, whole, end - begin);
   }
 }
 
-inline void update_other(const mcc_codec &c, const float *units, int64_t begin, int64_t n, int64_t padded, const float *v,
+inline void update_other(const mcc_codec &c, const Shared &units, int64_t begin, int64_t n, int64_t padded, const float *v,
                          Buffers &b) {
   if (c.role == MCC_PLAIN) return;
   float *decoded = b.decoded;
-  by_scale(c, false, units, begin, padded, [&](int64_t i, int64_t m, const float *f, int each) {
+  by_scale(c, false, units, begin, padded, [&](int64_t i, int64_t m, Factors f, int each) {
     each ? dequantize_run<1>(c.grid, b.codes + i, f, m, decoded + i)
          : dequantize_run<0>(c.grid, b.codes + i, f, m, decoded + i);
   });
@@ -320,7 +361,7 @@ void quantize(const mcc_context *, const mcc_codec *codec) {
   const int64_t total = padded_count(c, c.count);
   const bool wide = g.layout != MCC_GROUP || g.group > kChunk || (g.rotation && kChunk % g.group);
   if (wide) wide_scales(c, total);
-  const std::vector<float> steps = shared_factors(c, true), units = shared_factors(c, false);
+  const Shared steps(c, true), units(c, false);
   int64_t chunk = kChunk;
   if (!wide) {
     /* Whole groups, whole blocks, whole eights. */
@@ -337,7 +378,7 @@ void quantize(const mcc_context *, const mcc_codec *codec) {
       const int64_t n = std::max<int64_t>(std::min(padded, c.count - begin), 0);
       const float *v = source(c, begin, n, padded, b);
       if (wide == (g.layout == MCC_TENSOR) && quantizes_64(c, padded)) {
-        quantize_64(c, v, wide ? steps.data() : nullptr, begin, padded);
+        quantize_64(c, v, wide ? &steps : nullptr, begin, padded);
         continue;
       }
       if (!wide) {
@@ -345,20 +386,18 @@ void quantize(const mcc_context *, const mcc_codec *codec) {
           const int64_t m = std::min(g.group, padded - i);
           Extent e;
           measure(g, v + i, m, e);
-          const int64_t group = (begin + i) / g.group;
-          const float scale = store_scale(c.scales, c.scale_dtype, group, scale_of(g, e, g.group));
-          const float step = step_of(g, scale);
-          quantize_run<0>(g, v + i, &step, m, begin + i, b.codes + i);
+          const Factor step = factor_of(g, true, keep_scale(c, (begin + i) / g.group, e, m));
+          quantize_run<0>(g, v + i, Factors{&step.by, &step.base}, m, begin + i, b.codes + i);
         }
       } else {
-        by_scale(c, true, steps.data(), begin, padded, [&](int64_t i, int64_t m, const float *f, int each) {
+        by_scale(c, true, steps, begin, padded, [&](int64_t i, int64_t m, Factors f, int each) {
           each ? quantize_run<1>(g, v + i, f, m, begin + i, b.codes + i)
                : quantize_run<0>(g, v + i, f, m, begin + i, b.codes + i);
         });
       }
       std::memset(b.codes + padded, 0, 8);
       pack(b.codes, padded, g.bits, c.codes + begin / 8 * g.bits);
-      update_other(c, units.data(), begin, n, padded, v, b);
+      update_other(c, units, begin, n, padded, v, b);
     }
   }
 }
@@ -367,7 +406,7 @@ void dequantize(const mcc_context *, const mcc_codec *codec) {
   const mcc_codec &c = *codec;
   const mcc_grid &g = c.grid;
   const int64_t total = padded_count(c, c.count), chunks = (total + kChunk - 1) / kChunk;
-  const std::vector<float> units = shared_factors(c, false);
+  const Shared units(c, false);
 #pragma omp parallel if (total > kSerial)
   {
     Buffers b;
@@ -376,13 +415,13 @@ void dequantize(const mcc_context *, const mcc_codec *codec) {
       const int64_t begin = k * kChunk, padded = std::min(kChunk, total - begin);
       const int64_t n = std::max<int64_t>(std::min(padded, c.count - begin), 0);
       if (padded == n && dequantizes_64(c, n)) {
-        dequantize_64(c, g.layout == MCC_TENSOR ? units.data() : nullptr, begin, n);
+        dequantize_64(c, g.layout == MCC_TENSOR ? &units : nullptr, begin, n);
         continue;
       }
       unpack(c.codes + begin / 8 * g.bits, padded, g.bits, b.codes);
       const bool direct = c.role == MCC_PLAIN && c.out_dtype == MCC_FP32 && padded == n && !g.rotation;
       float *v = direct ? static_cast<float *>(c.out) + begin : b.value;
-      by_scale(c, false, units.data(), begin, padded, [&](int64_t i, int64_t m, const float *f, int each) {
+      by_scale(c, false, units, begin, padded, [&](int64_t i, int64_t m, Factors f, int each) {
         each ? dequantize_run<1>(g, b.codes + i, f, m, v + i) : dequantize_run<0>(g, b.codes + i, f, m, v + i);
       });
       if (direct) continue;

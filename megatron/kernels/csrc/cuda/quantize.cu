@@ -48,19 +48,13 @@ __global__ void quantize_lanes(mcc_codec c, int64_t coded) {
 #pragma unroll
     for (int j = 0; j < kEach; ++j) v[j] = given[j];
     if (kRotated) rotate_lanes(v, g.rotation);
-    Extent e = {0, 0.0};
-    measure<kEach>(g, v, e);
-    for (int d = 1; d < lanes; d *= 2) {
-      const uint32_t other = __shfl_xor_sync(kAll, e.most, d);
-      e.most = other > e.most ? other : e.most;
-      if (g.method == MCC_L2 || is_sign(g)) e.sum += __shfl_xor_sync(kAll, e.sum, d);
-    }
-    float scale = scale_of(g, e, g.group);
-    if (begin < coded && (w & (lanes - 1)) == 0)
-      scale = store_scale(c.scales, c.scale_dtype, w >> shift, scale);
-    else if (c.scale_dtype != MCC_FP32)
-      scale = bf16_to_float(float_to_bf16(scale));
-    const float step = step_of(g, scale), unit = unit_of(g, scale);
+    Extent e;
+    measure<kEach>(g, v, coded - begin, e);
+    for (int d = 1; d < lanes; d *= 2) join_lanes(g, e, d);
+    const int64_t group = w >> shift, rest = coded - group * g.group;
+    const Scale scale = rounded(g, c.scale_dtype, scale_of(g, e, rest < g.group ? rest : g.group));
+    if (begin < coded && (w & (lanes - 1)) == 0) store_scale(g, c.scales, c.scale_dtype, group, scale);
+    const Factor step = factor_of(g, true, scale), unit = factor_of(g, false, scale);
     codes_of<true>(g, v, &step, begin, codes);
     if (begin + kEach > coded) clear_tail(begin, coded, codes);
     if (begin < coded) write_codes(c.codes + w * g.bits, g.bits, codes);
@@ -77,16 +71,17 @@ __global__ void quantize_words(mcc_codec c) {
   const int64_t words = (c.count + kEach - 1) / kEach;
   constexpr int kScales = kChannels ? kEach : 1;
   for (int64_t w = thread_index(); w < words; w += thread_total()) {
-    float v[kEach], decoded[kEach], steps[kScales], units[kScales];
+    float v[kEach], decoded[kEach];
+    Factor steps[kScales], units[kScales];
     uint8_t codes[kEach];
     const int64_t begin = w * kEach;
     given_eight(c, begin, v);
     const Place place(c.grid, begin);
 #pragma unroll
     for (int j = 0; j < kScales; ++j) {
-      const float scale = load_scale(c.scales, c.scale_dtype, kChannels ? place.at(j) : place.first);
-      steps[j] = step_of(c.grid, scale);
-      units[j] = unit_of(c.grid, scale);
+      const int64_t at = kChannels ? place.at(j) : place.first;
+      steps[j] = load_factor(c.grid, true, c.scales, c.scale_dtype, at);
+      units[j] = load_factor(c.grid, false, c.scales, c.scale_dtype, at);
     }
     codes_of<!kChannels>(c.grid, v, steps, begin, codes);
     if (begin + kEach > c.count) clear_tail(begin, c.count, codes);
@@ -98,62 +93,60 @@ __global__ void quantize_words(mcc_codec c) {
 }
 
 /* One block of threads for each piece of a group: partial extents, in an order that does not depend on the launch. */
-__global__ void measure_pieces(mcc_codec c, int64_t size, int64_t pieces, int64_t piece, uint32_t *most, double *sum) {
+__global__ void measure_pieces(mcc_codec c, int64_t size, int64_t pieces, int64_t piece, Extent *parts) {
   __shared__ uint32_t room[33];
   __shared__ double sums[33];
   const int64_t group = blockIdx.x / pieces, part = blockIdx.x % pieces;
   const int64_t end = (group + 1) * size < c.count ? (group + 1) * size : c.count;
   const int64_t first = group * size + part * piece, stop = first + piece < end ? first + piece : end;
-  Extent e = {0, 0.0};
+  Extent e;
   for (int64_t begin = first + threadIdx.x * kEach; begin < stop; begin += int64_t(blockDim.x) * kEach) {
     float v[kEach];
-    given_eight(c, begin, v); /* zeros, which change no scale, beyond the last number */
-    measure<kEach>(c.grid, v, e);
+    given_eight(c, begin, v); /* zeros beyond the last number */
+    measure<kEach>(c.grid, v, stop - begin, e);
   }
-  const uint32_t whole = block_max(e.most, room);
-  const double total = block_sum(e.sum, sums);
-  if (threadIdx.x == 0) {
-    most[blockIdx.x] = whole;
-    sum[blockIdx.x] = total;
-  }
+  join_block(c.grid, e, room, sums);
+  if (threadIdx.x == 0) parts[blockIdx.x] = e;
 }
 
-__global__ void combine_pieces(mcc_codec c, int64_t size, int64_t pieces, const uint32_t *most, const double *sum) {
-  const int64_t group = blockIdx.x;
+__global__ void combine_pieces(mcc_codec c, int64_t size, int64_t pieces, const Extent *parts) {
+  const int64_t group = blockIdx.x, rest = c.count - group * size;
   __shared__ uint32_t room[33];
   __shared__ double sums[33];
-  Extent e = {0, 0.0};
-  for (int64_t p = threadIdx.x; p < pieces; p += blockDim.x) {
-    const uint32_t own = most[group * pieces + p];
-    e.most = own > e.most ? own : e.most;
-    e.sum += sum[group * pieces + p];
-  }
-  e.most = block_max(e.most, room);
-  e.sum = block_sum(e.sum, sums);
-  if (threadIdx.x == 0) store_scale(c.scales, c.scale_dtype, group, scale_of(c.grid, e, size));
+  Extent e;
+  for (int64_t p = threadIdx.x; p < pieces; p += blockDim.x) join(e, parts[group * pieces + p]);
+  join_block(c.grid, e, room, sums);
+  if (threadIdx.x != 0) return;
+  store_scale(c.grid, c.scales, c.scale_dtype, group,
+              rounded(c.grid, c.scale_dtype, scale_of(c.grid, e, rest < size ? rest : size)));
 }
 
 /* 32 columns to a block of 32 x 8 threads, which take the rows in turn. */
 __global__ void measure_channels(mcc_codec c) {
-  __shared__ uint32_t most[8][33];
+  __shared__ uint32_t most[8][33], least[8][33];
   __shared__ double sum[8][33];
   const int x = threadIdx.x % 32, y = threadIdx.x / 32;
   const int64_t column = int64_t(blockIdx.x) * 32 + x, rows = c.count / c.grid.group;
-  Extent e = {0, 0.0};
+  Extent e;
   if (column < c.grid.group)
     for (int64_t row = y; row < rows; row += 8) {
       const float v = given_at(c, row * c.grid.group + column);
-      measure<1>(c.grid, &v, e);
+      measure<1>(c.grid, &v, 1, e);
     }
-  most[y][x] = e.most;
+  const bool range = takes_range(c.grid);
+  most[y][x] = range ? e.greatest : e.most;
+  least[y][x] = e.least;
   sum[y][x] = e.sum;
   __syncthreads();
   if (y != 0 || column >= c.grid.group) return;
   for (int i = 1; i < 8; ++i) {
-    e.most = most[i][x] > e.most ? most[i][x] : e.most;
-    e.sum += sum[i][x];
+    Extent other;
+    (range ? other.greatest : other.most) = most[i][x];
+    other.least = least[i][x];
+    other.sum = sum[i][x];
+    join(e, other);
   }
-  store_scale(c.scales, c.scale_dtype, column, scale_of(c.grid, e, rows));
+  store_scale(c.grid, c.scales, c.scale_dtype, column, rounded(c.grid, c.scale_dtype, scale_of(c.grid, e, rows)));
 }
 
 /* Blocks too large for a warp: the rotated numbers of a chunk of kBlock, in shared memory; every thread calls it. */
@@ -215,14 +208,15 @@ __global__ void dequantize_words(mcc_codec c) {
   constexpr int kScales = kChannels ? kEach : 1;
   for (int64_t w = thread_index(); w < (kRotated ? whole : words); w += thread_total()) {
     uint8_t codes[kEach];
-    float v[kEach], units[kScales], other[kEach];
+    float v[kEach], other[kEach];
+    Factor units[kScales];
     const int64_t begin = w * kEach;
     if (!kRotated || begin < coded) {
       const Place place(c.grid, begin);
       read_codes(c.codes + w * c.grid.bits, c.grid.bits, codes);
 #pragma unroll
       for (int j = 0; j < kScales; ++j)
-        units[j] = unit_of(c.grid, load_scale(c.scales, c.scale_dtype, kChannels ? place.at(j) : place.first));
+        units[j] = load_factor(c.grid, false, c.scales, c.scale_dtype, kChannels ? place.at(j) : place.first);
       values_of<!kChannels>(c.grid, codes, units, v);
     }
     if (kRotated) {
@@ -249,10 +243,10 @@ void write_scales(const mcc_context *context, const mcc_codec &c) {
   const int64_t size = g.layout == MCC_TENSOR ? c.count : g.group;
   const int64_t groups = g.layout == MCC_TENSOR ? 1 : blocks_for(c.count, size);
   const int64_t piece = 1 << 14, pieces = blocks_for(size < 1 ? 1 : size, piece);
-  uint32_t *most = static_cast<uint32_t *>(context->workspace(context->owner, size_t(groups * pieces * 4)));
-  double *sum = static_cast<double *>(context->workspace(context->owner, size_t(groups * pieces * 8)));
-  MCC_LAUNCH(measure_pieces, grid_of(groups * pieces), 256, context, c, size, pieces, piece, most, sum);
-  MCC_LAUNCH(combine_pieces, grid_of(groups), 256, context, c, size, pieces, most, sum);
+  const size_t bytes = size_t(groups * pieces) * sizeof(Extent);
+  Extent *parts = static_cast<Extent *>(context->workspace(context->owner, bytes));
+  MCC_LAUNCH(measure_pieces, grid_of(groups * pieces), 256, context, c, size, pieces, piece, parts);
+  MCC_LAUNCH(combine_pieces, grid_of(groups), 256, context, c, size, pieces, parts);
 }
 
 unsigned word_blocks(int64_t count) {

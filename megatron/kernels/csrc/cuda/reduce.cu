@@ -58,13 +58,6 @@ void finite_norm(const mcc_context *context, const void *x, int dtype, int64_t c
   MCC_LAUNCH(norm_whole, 1, kThreads, context, sums, most, pieces, out);
 }
 
-/* Finite numbers' order as integers'. */
-__device__ __forceinline__ uint32_t ordered(float x) {
-  const uint32_t u = bits_of(x);
-  return u & 0x80000000u ? ~u : u | 0x80000000u;
-}
-__device__ __forceinline__ float from_ordered(uint32_t u) { return float_of(u & 0x80000000u ? u & 0x7fffffffu : ~u); }
-
 __global__ void begin_range(uint32_t *limits, int64_t bins, int64_t *counts) {
   for (int64_t b = thread_index(); b < bins; b += thread_total()) counts[b] = 0;
   if (thread_index() == 0) {
@@ -91,7 +84,7 @@ __global__ void find_range(const void *x, int dtype, int64_t samples, int64_t st
   __shared__ uint32_t room[33];
   uint32_t below = 0, above = 0; /* both as maxima; 0 stands for none */
   for_samples(x, dtype, samples, stride, [&](float v) {
-    const uint32_t o = ordered(v);
+    const uint32_t o = ordered(bits_of(v));
     below = ~o > below ? ~o : below;
     above = o > above ? o : above;
   });

@@ -125,21 +125,24 @@ __device__ __forceinline__ void rotate_lanes(float *v, int block) {
   for (int j = 0; j < kEach; ++j) v[j] *= scale;
 }
 
-/* Largest magnitude's bits and sum of a set of numbers, as its grid's scale needs them. */
-struct Extent {
-  uint32_t most;
-  double sum;
-};
-
+/* Adds ``count`` numbers to the extent of their set, of which ``valid`` count. */
 template <int kCount>
-__device__ __forceinline__ void measure(const mcc_grid &g, const float *v, Extent &e) {
-  if (g.method == MCC_L2) {
+__device__ __forceinline__ void measure(const mcc_grid &g, const float *v, int64_t valid, Extent &e) {
+  if (takes_range(g)) {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) e.sum += double(v[j]) * double(v[j]);
-  } else if (is_sign(g)) {
+    for (int j = 0; j < kCount; ++j) {
+      if (j >= valid) continue;
+      const uint32_t k = ordered(bits_of(v[j]));
+      e.least = k < e.least ? k : e.least;
+      e.greatest = k > e.greatest ? k : e.greatest;
+    }
+  }
+  /* The others are zeros, which change neither a sum nor the largest magnitude. */
+  if (takes_sum(g)) {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) e.sum += double(fabsf(v[j]));
-  } else {
+    for (int j = 0; j < kCount; ++j) e.sum += sums_squares(g) ? double(v[j]) * double(v[j]) : double(fabsf(v[j]));
+  }
+  if (takes_most(g)) {
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       const uint32_t u = bits_of(v[j]) & 0x7fffffffu;
@@ -148,10 +151,28 @@ __device__ __forceinline__ void measure(const mcc_grid &g, const float *v, Exten
   }
 }
 
-__device__ __forceinline__ float scale_of(const mcc_grid &g, const Extent &e, int64_t n) {
-  if (n == 0) return 0.0f;
-  if (g.method == MCC_L2) return float(sqrt(e.sum / double(n)) * 2.0);
-  return is_sign(g) ? float(e.sum / double(n)) : float_of(e.most);
+/* Joins the extents of two lanes, on both. All lanes of a warp call it. */
+__device__ __forceinline__ void join_lanes(const mcc_grid &g, Extent &e, int distance) {
+  if (takes_range(g)) {
+    const uint32_t least = __shfl_xor_sync(kAll, e.least, distance), greatest = __shfl_xor_sync(kAll, e.greatest, distance);
+    e.least = least < e.least ? least : e.least;
+    e.greatest = greatest > e.greatest ? greatest : e.greatest;
+  }
+  if (takes_most(g)) {
+    const uint32_t other = __shfl_xor_sync(kAll, e.most, distance);
+    e.most = other > e.most ? other : e.most;
+  }
+  if (takes_sum(g)) e.sum += __shfl_xor_sync(kAll, e.sum, distance);
+}
+
+/* Joins the extents of a block, on every thread; each calls it. */
+__device__ __forceinline__ void join_block(const mcc_grid &g, Extent &e, uint32_t *room, double *sums) {
+  if (takes_range(g)) {
+    e.greatest = block_max(e.greatest, room);
+    e.least = ~block_max(~e.least, room);
+  }
+  if (takes_most(g)) e.most = block_max(e.most, room);
+  if (takes_sum(g)) e.sum = block_sum(e.sum, sums);
 }
 
 /* Which scale a word of eight numbers has: one, or eight in turn by channels. Groups are of whole words. */
@@ -173,30 +194,35 @@ struct Place {
 
 /* Eight codes by the steps of their scales (all equal without channels). ``begin`` counts for the noise. */
 template <bool kOne>
-__device__ __forceinline__ void codes_of(const mcc_grid &g, const float *v, const float *steps, int64_t begin,
+__device__ __forceinline__ void codes_of(const mcc_grid &g, const float *v, const Factor *steps, int64_t begin,
                                          uint8_t *codes) {
-  const float low = lowest(g), high = highest(g);
-  const int32_t offset = 1 << (g.bits - 1);
+  const float low = lowest(g), high = highest(g), shift = shift_of(g);
+  const int32_t offset = offset_of(g);
   if (is_sign(g)) {
 #pragma unroll
     for (int j = 0; j < kEach; ++j) codes[j] = v[j] >= 0.0f;
-  } else if (!g.stochastic) {
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) codes[j] = nearest_code(v[j] * steps[kOne ? 0 : j], low, high, offset);
-  } else {
-    const Noise noise(g.seed);
-#pragma unroll
-    for (int j = 0; j < kEach; ++j)
-      codes[j] = stochastic_code(v[j] * steps[kOne ? 0 : j], low, high, offset, noise.at(uint32_t(begin + j)));
+    return;
   }
+  float y[kEach];
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) y[j] = (v[j] - steps[kOne ? 0 : j].base) * steps[kOne ? 0 : j].by - shift;
+  if (!g.stochastic) {
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) codes[j] = nearest_code(y[j], low, high, offset);
+    return;
+  }
+  const Noise noise(g.seed);
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) codes[j] = stochastic_code(y[j], low, high, offset, noise.at(uint32_t(begin + j)));
 }
 
 /* Eight numbers by the units of their scales. */
 template <bool kOne>
-__device__ __forceinline__ void values_of(const mcc_grid &g, const uint8_t *codes, const float *units, float *v) {
-  const int32_t factor = is_sign(g) ? 2 : 1, offset = is_sign(g) ? 1 : 1 << (g.bits - 1);
+__device__ __forceinline__ void values_of(const mcc_grid &g, const uint8_t *codes, const Factor *units, float *v) {
+  const float factor = is_sign(g) ? 2.0f : 1.0f, zero = is_sign(g) ? 1.0f : float(offset_of(g)) - shift_of(g);
 #pragma unroll
-  for (int j = 0; j < kEach; ++j) v[j] = float(int32_t(codes[j]) * factor - offset) * units[kOne ? 0 : j];
+  for (int j = 0; j < kEach; ++j)
+    v[j] = (float(int32_t(codes[j])) * factor - zero) * units[kOne ? 0 : j].by + units[kOne ? 0 : j].base;
 }
 
 /* The codes of places after the last number are zeros. */

@@ -1,0 +1,175 @@
+"""Quantized messages that decide tile by tile: bits under a budget, and rotations of outliers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron.base.errors import UserError
+from megatron.compression.fixpoint import FixpointConfig, Quantizer
+from megatron.compression.tiles import Outliers
+from megatron.kernels.grid import Role
+from megatron.kernels.reference import rotate
+
+
+def _quantizer(**options: Any) -> Quantizer:
+    return Quantizer(FixpointConfig(**options))
+
+
+def _round_trip(x: Tensor, seed: int | None = None, **options: Any) -> Tensor:
+    quantizer = _quantizer(**options)
+    wire = quantizer.encode(x, seed)
+    assert wire.numel() == quantizer.nbytes(x.shape)
+    return quantizer.decode(wire, x.shape)
+
+
+def _noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    count=st.integers(0, 3000),
+    tenths=st.integers(11, 79),
+    group=st.sampled_from([8, 24, 64]),
+    grid=st.sampled_from(["auto", "minmax"]),
+)
+def test_bytes_are_within_the_budget_and_use_it(count: int, tenths: int, group: int, grid: str) -> None:
+    """Codes and their map: never more than bits x numbers, and less by no more than one tile's bit and a byte begun."""
+    bits = tenths / 10
+    whole = tenths // 10
+    if (bits - whole) * group <= 1:
+        return
+    shape = torch.Size((count,))
+    options = {"group": group, "grid": grid}
+    scales = -(-count // group) * 4 * (2 if grid == "minmax" else 1)
+    used = _quantizer(bits=bits, **options).nbytes(shape) - scales
+    eights = -(-count // 8)
+    assert eights * whole <= used < eights * bits + 4  # to whole multiples of 4 bytes
+    if count // group > 8 / (bits - whole):
+        assert used > eights * bits - 1 - group // 8
+
+
+@pytest.mark.parametrize("rotation", [0, 32])
+def test_the_tiles_with_the_greatest_error_get_the_bit(rotation: int) -> None:
+    """They and the others are what the two widths make of them."""
+    x = _noise(40, 32)
+    loud = torch.arange(40) % 3 == 1
+    x[loud] *= 10
+    mixed = _round_trip(x, bits=3.3, group=32, rotation=rotation)
+    low, high = (_round_trip(x, bits=bits, group=32, rotation=rotation) for bits in (3, 4))
+    has_more = (mixed == high).all(dim=1)
+    assert torch.equal(torch.where(has_more.unsqueeze(1), high, low), mixed)
+    count = (int(40 * 4 * 3.3) - 5 - 40 * 4 * 3) // 4
+    assert int(has_more.sum()) == count
+    assert bool(loud[has_more].all())
+    error = (low - x).square().sum(dim=1)
+    assert float(error[has_more].min()) >= float(error[~has_more].max())
+
+
+def test_a_fraction_of_a_bit_lies_between_the_whole_ones() -> None:
+    x = _noise(512, 64) * _noise(512, 1, seed=1).exp()
+    errors = [float((_round_trip(x, bits=bits) - x).norm()) for bits in (3, 3.3, 3.8, 4)]
+    assert errors == sorted(errors, reverse=True)
+    # Where the bits are given by error, most of the gain comes with the first of them.
+    assert errors[0] - errors[1] > 0.4 * (errors[0] - errors[3])
+
+
+def test_only_outliers_are_rotated() -> None:
+    x = _noise(60, 64)
+    stands_out = torch.arange(60) % 4 == 2
+    x[stands_out, 9] = 50.0
+    x = torch.cat([x.view(-1), _noise(7)])  # a short block is not
+    x[-1] = 50.0
+    options: dict[str, Any] = {"bits": 4, "rotation": 64, "rotate_when": "outlier", "outlier_ratio": 3.0}
+    found = _round_trip(x, **options)
+    plain, rotated = _round_trip(x, bits=4), _round_trip(x, bits=4, rotation=64)
+    wanted = torch.where(stands_out.unsqueeze(1), rotated[: 60 * 64].view(60, 64), plain[: 60 * 64].view(60, 64))
+    torch.testing.assert_close(found, torch.cat([wanted.view(-1), plain[60 * 64 :]]), rtol=0, atol=1e-5)
+    assert _quantizer(**options).nbytes(x.shape) == _quantizer(bits=4).nbytes(x.shape) + 8
+    assert float((found - x).norm()) < 0.8 * float((plain - x).norm())
+
+
+def test_what_stands_out_is_the_ratio_of_the_two_largest() -> None:
+    x = torch.ones(4, 8)
+    x[0, 0], x[1, 0], x[2, 0], x[3, 0] = -2.1, 1.9, torch.inf, 0.0
+    assert Outliers(8, 2.0).find(x.view(-1)).tolist() == [True, False, False, False]
+    assert Outliers(8, 2.0).find(torch.zeros(8)).tolist() == [False]
+    assert Outliers(8, 2.0).find(torch.eye(8)[0]).tolist() == [True]
+
+
+TILED: tuple[dict[str, Any], ...] = (
+    {"bits": 3.5, "group": 8},
+    {"bits": 5, "rotation": 16, "rotate_when": "outlier", "outlier_ratio": 1.1},
+    {"bits": 2.5, "group": 16, "grid": "minmax", "rotation": 8, "rotate_when": "outlier", "rounding": "stochastic"},
+    {"bits": 6.3, "group": 16, "rotation": 64, "scale_dtype": "bf16", "rounding": "stochastic"},
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("options", TILED, ids=str)
+def test_roles_are_those_of_whole_messages(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """A residual keeps what was not sent; a reference moves to what the receiver has; messages add and subtract."""
+    quantizer, x = _quantizer(**options), _noise(9, 31).to(dtype)
+    kept = _noise(9, 31, seed=1)
+    left = kept.clone()
+    sent = quantizer.decode(quantizer.encode(x, 5, Role.FEEDBACK, left), x.shape)
+    torch.testing.assert_close(sent + left, x.float() + kept, rtol=0, atol=1e-5)
+    moved, received = kept.clone(), kept.clone()
+    wire = quantizer.encode(x, 5, Role.DELTA, moved)
+    quantizer.add_to(received, wire)
+    assert torch.equal(moved, received)
+    assert float((received - x.float()).norm()) < 0.6 * float((kept - x.float()).norm())
+    quantizer.add_to(received, wire, negative=True)
+    torch.testing.assert_close(received, kept, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [0, 5, 100, 128, 1000])
+@pytest.mark.parametrize("options", [{"bits": 3.5, "group": 8}, {"bits": 2}, {"bits": 2.7, "group": 128}], ids=str)
+def test_messages_of_rotated_numbers_are_those_of_the_numbers(options: dict[str, Any], count: int) -> None:
+    """Sums of several steps stay rotated in between; the last message is decoded as one of the numbers themselves."""
+    quantizer, x = _quantizer(rotation=64, **options), _noise(count)
+    coded = torch.Size((quantizer.coded(count),))
+    wire = quantizer.encode(x, None)
+    rotated = quantizer.plain.decode(wire, coded)
+    assert quantizer.plain.nbytes(coded) == quantizer.nbytes(x.shape) == wire.numel()
+    back = rotate(rotated, 64)[:count] if count else rotated
+    torch.testing.assert_close(back, quantizer.decode(wire, x.shape), rtol=0, atol=1e-5)
+    again = quantizer.decode(quantizer.plain.encode(rotated, None), x.shape)
+    assert float((again - x).norm()) <= 0.75 * float(x.norm())
+
+
+@pytest.mark.parametrize("options", TILED, ids=str)
+def test_zeros_stay_zero_and_what_is_not_finite_stays_visible(options: dict[str, Any]) -> None:
+    assert torch.equal(_round_trip(torch.zeros(300), 3, **options), torch.zeros(300))
+    x = _noise(300)
+    x[70] = torch.nan
+    y = _round_trip(x, 3, **options)
+    assert not torch.isfinite(y[64:80]).all()
+    assert torch.isfinite(y[128:]).all()
+
+
+@pytest.mark.parametrize("options", TILED[2:], ids=str)
+def test_stochastic_rounding_is_unbiased(options: dict[str, Any]) -> None:
+    x = _noise(128)
+    mean = torch.stack([_round_trip(x, seed, **options) for seed in range(600)]).mean(dim=0)
+    step = float(x.max() - x.min()) / 3
+    assert float((mean - x).abs().max()) < 5 * step / 2 / 600**0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"bits": 3.8, "scale": "channel"}, "use scale=group, or bits=3"),
+        ({"bits": 3.01}, "takes 1/64 of a bit, .* use bits=3, or at least 3.03125"),
+        ({"rotate_when": "outlier"}, "there is no rotation; add rotation=64"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        FixpointConfig(**options)
