@@ -78,7 +78,9 @@ def checked(flags: ZeroShotFlags) -> Callable[[LoadedModel], str]:
         return lambda model: lambada.evaluate(model, texts, path, flags.strict_lambada, batch)
     if flags.task == "CONTINUATION":
         documents = lambada.read_texts(path)
-        places = continuation.Places(flags.samples, flags.prompt_tokens, flags.continuation_tokens, flags.choices)
+        places = continuation.QuestionOptions(
+            flags.samples, flags.prompt_tokens, flags.continuation_tokens, flags.choices
+        )
         return lambda model: continuation.evaluate(model, documents, path, places, batch)
     read = wikitext.read_text(path)
     return lambda model: wikitext.evaluate(model, read, path, flags.overlapping_eval or None, batch)

@@ -16,7 +16,7 @@ from megatron.inference.model import LoadedModel
 
 
 @dataclass(frozen=True)
-class Places:
+class QuestionOptions:
     """The places of a text that are asked about.
 
     Args:
@@ -40,58 +40,58 @@ class Question:
     continuations: tuple[tuple[int, ...], ...]
 
 
-def questions_of(documents: Sequence[Sequence[int]], places: Places) -> list[Question]:
+def questions_of(documents: Sequence[Sequence[int]], options: QuestionOptions) -> list[Question]:
     """Questions about documents, given as tokens: places that do not overlap, none across the end of a document.
 
     The wrong continuations are the true ones of other places, as far away as can be. There are fewer questions than
     asked for when the text is short; one is left out where a wrong continuation would equal the true one.
     """
-    length = places.prompt + places.continuation
+    length = options.prompt + options.continuation
     cuts = [tuple(tokens[i : i + length]) for tokens in documents for i in range(0, len(tokens) - length + 1, length)]
-    taken = min(places.samples, len(cuts))
+    taken = min(options.samples, len(cuts))
     cuts = [cuts[i * len(cuts) // taken] for i in range(taken)]
-    ends = [cut[places.prompt :] for cut in cuts]
+    ends = [cut[options.prompt :] for cut in cuts]
     questions = []
     for i, cut in enumerate(cuts):
-        others = [ends[(i + k * taken // places.choices) % taken] for k in range(1, places.choices)]
+        others = [ends[(i + k * taken // options.choices) % taken] for k in range(1, options.choices)]
         if ends[i] not in others:
-            questions.append(Question(cut[: places.prompt], (ends[i], *others)))
+            questions.append(Question(cut[: options.prompt], (ends[i], *others)))
     return questions
 
 
-def evaluate(model: LoadedModel, texts: Sequence[str], path: str, places: Places, batch: int) -> str:
+def evaluate(model: LoadedModel, texts: Sequence[str], path: str, options: QuestionOptions, batch: int) -> str:
     """Evaluates the texts; returns the result line.
 
     Args:
         model: the model, on every rank.
         texts: documents.
         path: path of the texts, for messages.
-        places: the places that are asked about.
+        options: the places that are asked about.
         batch: windows in a forward pass.
 
     Raises:
         UserError: when the model reads too few tokens, or the texts are too short.
     """
-    length = places.prompt + places.continuation
+    length = options.prompt + options.continuation
     if length > model.window + 1:
         raise UserError(
-            f"--prompt-tokens {places.prompt} and --continuation-tokens {places.continuation} are more than the "
+            f"--prompt-tokens {options.prompt} and --continuation-tokens {options.continuation} are more than the "
             f"{model.window} tokens that the model reads, and the one after them; give fewer"
         )
-    questions = questions_of([model.tokenizer.tokenize(text) for text in texts], places)
+    questions = questions_of([model.tokenizer.tokenize(text) for text in texts], options)
     if not questions:
         raise UserError(f"--valid-data {path}: no text has {length} tokens in two places that differ; give more text")
     rows = [[(*one.prompt, *end) for end in one.continuations] for one in questions]
-    first = [Window(row[0], places.continuation) for row in rows]
-    every = [Window(tokens, places.continuation) for row in rows for tokens in row]
+    first = [Window(row[0], options.continuation) for row in rows]
+    every = [Window(tokens, options.continuation) for row in rows for tokens in row]
     found_n = scores(model, first, batch, matched, "greedy")
-    losses_nc = scores(model, every, batch, losses, "ranking").view(len(rows), places.choices)
-    exact = float((found_n == places.continuation).double().mean())
+    losses_nc = scores(model, every, batch, losses, "ranking").view(len(rows), options.choices)
+    exact = float((found_n == options.continuation).double().mean())
     best = float((losses_nc[:, :1] < losses_nc[:, 1:]).all(dim=1).double().mean())
     return (
         f" validation results on CONTINUATION | exact match: {exact:.4E} +- {_error(exact, len(rows)):.1E} | "
         f"matched tokens: {float(found_n.mean()):.4E} | ranking accuracy: {best:.4E} +- {_error(best, len(rows)):.1E} "
-        f"(by chance {1 / places.choices:.2f}) | total examples: {len(rows):.4E}"
+        f"(by chance {1 / options.choices:.2f}) | total examples: {len(rows):.4E}"
     )
 
 

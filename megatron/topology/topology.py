@@ -116,25 +116,10 @@ def build_topology(
         ranks = next(r for r in ranks_of_groups if rank in r)
         return Group(mesh.get_group(dim), ranks, ranks.index(rank), name, backend)
 
-    def extra(ranks_of_groups: Iterable[tuple[int, ...]], name: str, used_backend: str) -> Group | None:
-        mine = None
-        for ranks in ranks_of_groups:  # every rank takes part in making every group, in the same order
-            pg = dist.new_group(list(ranks), backend=used_backend, timeout=timeout)
-            if rank in ranks:
-                mine = Group(pg, ranks, ranks.index(rank), name, used_backend)
-        return mine
-
-    def link(name: str) -> Group:
-        upwards = extra(layout.pp_groups(), name, backend)
-        downwards = extra(layout.pp_groups(), name, backend) if layout.chunks > 1 else None
-        assert upwards is not None
-        made = PipelineGroup(upwards, downwards) if downwards else upwards
-        _open(made, device, ring=layout.chunks > 1)
-        return made
-
     everyone = tuple(range(layout.world_size))
     world = Group(dist.group.WORLD, everyone, rank, "world", backend)
-    control = extra([everyone], "control", "gloo")
+    make = _GroupMaker(rank, backend, timeout)
+    control = make([everyone], "control", "gloo")
     assert control is not None
     pipeline = along("pp", layout.pp_groups(), "pipeline")
     split = layout.pp > 1
@@ -148,21 +133,55 @@ def build_topology(
         tp=along("tp", layout.tp_groups(), "tensor-parallel"),
         dp=along("dp", layout.dp_groups(), "data-parallel"),
         pp=pipeline,
-        embedding=extra(layout.embedding_groups(), "embedding", backend) if split else None,
-        fused_embedding=extra(layout.fused_embedding_groups(), "embedding replicas", backend) if split else None,
-        forward_link=link("pipeline-forward") if split else pipeline,
-        backward_link=link("pipeline-backward") if split else pipeline,
+        embedding=make(layout.embedding_groups(), "embedding") if split else None,
+        fused_embedding=make(layout.fused_embedding_groups(), "embedding replicas") if split else None,
+        forward_link=_link(layout, device, make, "pipeline-forward") if split else pipeline,
+        backward_link=_link(layout, device, make, "pipeline-backward") if split else pipeline,
     )
-    node_of = gather_texts(control.pg, node) if by_node else []
-    kinds = {
+    if by_node:
+        _cut_by_node(topology, by_node, node, make)
+    return topology
+
+
+@dataclass(frozen=True)
+class _GroupMaker:
+    """Makes groups beside the mesh's; every rank of the world calls it alike."""
+
+    rank: int
+    backend: str
+    timeout: timedelta
+
+    def __call__(self, groups: Iterable[tuple[int, ...]], name: str, backend: str = "") -> Group | None:
+        """Makes all groups of a kind, in their order; returns this rank's, None where it is in none."""
+        mine = None
+        for ranks in groups:
+            pg = dist.new_group(list(ranks), backend=backend or self.backend, timeout=self.timeout)
+            if self.rank in ranks:
+                mine = Group(pg, ranks, ranks.index(self.rank), name, backend or self.backend)
+        return mine
+
+
+def _link(layout: Layout, device: torch.device, make: _GroupMaker, name: str) -> Group:
+    """The group of one direction of the pipeline's messages."""
+    upwards = make(layout.pp_groups(), name)
+    downwards = make(layout.pp_groups(), name) if layout.chunks > 1 else None
+    assert upwards is not None
+    made = PipelineGroup(upwards, downwards) if downwards else upwards
+    _open(made, device, ring=layout.chunks > 1)
+    return made
+
+
+def _cut_by_node(topology: Topology, kinds: Collection[str], node: str, make: _GroupMaker) -> None:
+    """Gives the groups of some kinds (of ``NODE_SPLITS``) their ranks by node."""
+    layout, node_of = topology.layout, gather_texts(topology.control.pg, node)
+    groups = {
         "dp": (topology.dp, layout.dp_groups()),
         "embedding": (topology.embedding, layout.embedding_groups()),
         "fused_embedding": (topology.fused_embedding, layout.fused_embedding_groups()),
     }
-    for kind, (group, groups) in kinds.items():
-        if kind in by_node and (kind == "dp" or split):
-            split_by_node(group, list(groups), node_of, lambda ranks, name: extra(ranks, name, backend))
-    return topology
+    for kind, (group, ranks_of_groups) in groups.items():
+        if kind in kinds and (kind == "dp" or layout.pp > 1):
+            split_by_node(group, list(ranks_of_groups), node_of, make)
 
 
 def _default_timeout(device: torch.device) -> timedelta:

@@ -30,7 +30,7 @@ def _lines(root: Path, folder: Path, layout: Layout | None) -> list[str]:
     return [
         wikitext.evaluate(model, wikitext.read_text(text), text, 7, 3),
         lambada.evaluate(model, lambada.read_texts(lines), lines, True, 3),
-        continuation.evaluate(model, lambada.read_texts(lines), lines, continuation.Places(9, 6, 5, 3), 4),
+        continuation.evaluate(model, lambada.read_texts(lines), lines, continuation.QuestionOptions(9, 6, 5, 3), 4),
     ]
 
 

@@ -141,10 +141,12 @@ def test_a_strict_word_of_several_tokens_must_be_found_whole() -> None:
 
 @given(
     documents=st.lists(st.lists(st.integers(0, 5), max_size=40), max_size=6),
-    places=st.builds(continuation.Places, st.integers(1, 20), st.integers(1, 5), st.integers(1, 4), st.integers(2, 5)),
+    places=st.builds(
+        continuation.QuestionOptions, st.integers(1, 20), st.integers(1, 5), st.integers(1, 4), st.integers(2, 5)
+    ),
 )
 def test_questions_are_places_of_the_text_and_their_wrong_answers_come_from_elsewhere(
-    documents: list[list[int]], places: continuation.Places
+    documents: list[list[int]], places: continuation.QuestionOptions
 ) -> None:
     length = places.prompt + places.continuation
     cuts = [tuple(one[i : i + length]) for one in documents for i in range(0, len(one) - length + 1, length)]
