@@ -27,7 +27,6 @@ from megatron.checkpoint.save import (
     CONFIG,
     Log,
     ignore_single_process_warning,
-    per_rank_name,
     silent,
 )
 from megatron.checkpoint.storage import ShardReader, check_file_sizes, check_items, read_item
@@ -147,19 +146,6 @@ def saved_config(
         raise UserError(f"--load {root} holds no checkpoint; name the folder that --save wrote to")
     text = load_config_yaml(root, chosen, None if iteration is None else flag)
     return RunConfig.from_yaml(text, f"{root}, iteration {chosen}"), chosen
-
-
-def load_per_rank(root: str | Path, iteration: Iteration, rank: int) -> dict[str, Any] | None:
-    """Reads what ``rank`` saved for itself; None when no such rank took part or it saved nothing.
-
-    Raises:
-        UserError: when the checkpoint is missing or damaged.
-    """
-    name = per_rank_name(rank)
-    _, manifest = open_checkpoint(Path(root), iteration)
-    if name not in manifest.blobs:
-        return None
-    return _read_plain(Path(root), iteration, lambda m: m.blobs[name])
 
 
 def saved_shapes(root: str | Path, iteration: Iteration, prefix: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

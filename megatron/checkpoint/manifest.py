@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -55,7 +54,6 @@ class Manifest:
         files: every other file's size in bytes.
         documents: the small files that are read whole (common.json, config.yaml), as items.
         tensors: a global tensor's shape, type and stored boxes, by name.
-        blobs: opaque bytes, by name.
         items: places of the stored boxes, by name and offsets.
     """
 
@@ -64,15 +62,12 @@ class Manifest:
     files: dict[str, int]
     documents: dict[str, StoredItem]
     tensors: dict[str, TensorStorageMetadata]
-    blobs: dict[str, StoredItem]
     items: dict[tuple[str, tuple[int, ...]], StoredItem]
 
     def metadata(self) -> Metadata:
         """The manifest as torch.distributed.checkpoint's object."""
-        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = dict(self.tensors)
-        entries.update(dict.fromkeys(self.blobs, BytesStorageMetadata()))
         storage = {MetadataIndex(name, offsets): item for (name, offsets), item in self.items.items()}
-        return Metadata(entries, storage_data=storage)
+        return Metadata(dict(self.tensors), storage_data=storage)
 
     def items_of(self, names: Iterable[str]) -> list[StoredItem]:
         """The stored items of some tensors, in the order of the files."""
@@ -99,7 +94,7 @@ class Manifest:
             "world_size": self.world_size,
             "files": self.files,
             "documents": {name: _row(item) for name, item in self.documents.items()},
-            "blobs": {name: _row(item) for name, item in self.blobs.items()},
+            "blobs": {},  # the format has a place for bytes that are no tensors; nothing writes them
             "tensors": tensors,
         }
         return _seal(content)
@@ -157,7 +152,6 @@ def _from_content(content: dict[str, Any]) -> Manifest:
         files=files,
         documents={name: _item(row, files) for name, row in content["documents"].items()},
         tensors={},
-        blobs={name: _item(row, files) for name, row in content["blobs"].items()},
         items={},
     )
     for name, entry in content["tensors"].items():

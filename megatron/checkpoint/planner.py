@@ -8,7 +8,6 @@ others waiting.
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 from collections import defaultdict
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ class _Task:
 
 
 class ShardSavePlanner(DefaultSavePlanner):
-    """Plans a save of ``LogicalShard`` and ``bytes`` values.
+    """Plans a save of ``LogicalShard`` values.
 
     Boxes held by several ranks are written by one; boxes that overlap in part are cut. Each rank gets about
     the same number of bytes, as far as it holds them.
@@ -58,14 +57,12 @@ class ShardSavePlanner(DefaultSavePlanner):
         self.global_plan, self.metadata = create_default_global_save_plan(plans)
         return self.global_plan, self.metadata
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Resolves an item to its memory."""
-        value = self.state_dict[write_item.index.fqn]
-        if isinstance(value, LogicalShard):
-            assert write_item.tensor_data is not None
-            chunk = write_item.tensor_data.chunk
-            return value.view(chunk.offsets, chunk.sizes)
-        return io.BytesIO(value)
+        shard: LogicalShard = self.state_dict[write_item.index.fqn]
+        assert write_item.tensor_data is not None
+        chunk = write_item.tensor_data.chunk
+        return shard.view(chunk.offsets, chunk.sizes)
 
 
 class ShardLoadPlanner(DefaultLoadPlanner):
@@ -98,19 +95,16 @@ def divide_plans(plans: list[SavePlan]) -> list[SavePlan]:
         ValueError: when ranks disagree on a tensor's shape or type, or together do not hold all of it.
     """
     holders: dict[str, dict[Box, list[tuple[int, WriteItem]]]] = defaultdict(lambda: defaultdict(list))
-    kept: list[list[WriteItem]] = [[] for _ in plans]
     for rank, plan in enumerate(plans):
         for item in plan.items:
-            if item.tensor_data is None:
-                kept[rank].append(item)
-            else:
-                chunk = item.tensor_data.chunk
-                box = (tuple(chunk.offsets), tuple(chunk.sizes))
-                holders[item.index.fqn][box].append((rank, item))
+            assert item.tensor_data is not None
+            chunk = item.tensor_data.chunk
+            box = (tuple(chunk.offsets), tuple(chunk.sizes))
+            holders[item.index.fqn][box].append((rank, item))
     tasks = [task for name, by_box in holders.items() for task in _tasks_of(name, by_box)]
-    _assign(tasks, kept)
     return [
-        dataclasses.replace(plan, items=sorted(items, key=_file_order)) for plan, items in zip(plans, kept, strict=True)
+        dataclasses.replace(plan, items=sorted(items, key=_file_order))
+        for plan, items in zip(plans, _assign(tasks, len(plans)), strict=True)
     ]
 
 
@@ -137,16 +131,18 @@ def _tasks_of(name: str, by_box: dict[Box, list[tuple[int, WriteItem]]]) -> list
     return tasks
 
 
-def _assign(tasks: list[_Task], items: list[list[WriteItem]]) -> None:
-    """Adds each task's item to the list of the owner that has the least bytes to write so far.
+def _assign(tasks: list[_Task], ranks: int) -> list[list[WriteItem]]:
+    """The items that each rank writes: each task's is the owner's that has the least bytes to write so far.
 
     Boxes that only one rank holds come first, then the others from large to small.
     """
-    load = [0] * len(items)
+    items: list[list[WriteItem]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
     for task in sorted(tasks, key=lambda task: (len(task.owners) > 1, -task.num_bytes)):
         rank = min(task.owners, key=lambda r: load[r])
         load[rank] += task.num_bytes
         items[rank].append(task.item)
+    return items
 
 
 def _file_order(item: WriteItem) -> tuple[str, tuple[int, ...]]:

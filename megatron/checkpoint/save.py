@@ -33,11 +33,6 @@ def silent(line: str) -> None:
     """Logs nothing."""
 
 
-def per_rank_name(rank: int) -> str:
-    """Name under which a rank's own state is stored."""
-    return f"per_rank/{rank:05d}"
-
-
 def ignore_single_process_warning() -> None:
     """Ignores a warning of torch about saving or loading without a process group; here that is deliberate."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
@@ -82,7 +77,7 @@ class _SaveRequest:
 
     root: Path
     iteration: int
-    state: dict[str, LogicalShard | bytes]
+    tensors: dict[str, LogicalShard]
     documents: dict[str, bytes]
     problem: str | None
     group: dist.ProcessGroup | None
@@ -132,7 +127,6 @@ def save_checkpoint(
     iteration: int,
     tensors: Mapping[str, LogicalShard],
     common: Mapping[str, Any],
-    per_rank: Mapping[str, Any] | None,
     config_yaml: str,
     group: dist.ProcessGroup | None = None,
     async_: bool = False,
@@ -148,7 +142,6 @@ def save_checkpoint(
         tensors: tensors of this rank, by global name. Together the ranks hold every element of each tensor;
             what several hold is written once.
         common: values of plain types and small tensors, the same on every rank; rank 0's are kept.
-        per_rank: values of plain types and small tensors of this rank alone; None: nothing.
         config_yaml: the resolved configuration, kept beside the tensors.
         group: gloo ranks; None: this process alone. With ``async_`` nothing else may use it until the save
             is done.
@@ -165,28 +158,22 @@ def save_checkpoint(
     """
     problem = None
     documents: dict[str, bytes] = {}
-    state: dict[str, LogicalShard | bytes] = dict(tensors)
     try:
         documents = {COMMON: encode_plain(dict(common)), CONFIG: config_yaml.encode()}
-        if per_rank is not None:
-            state[per_rank_name(rank_of(group))] = encode_plain(dict(per_rank))
     except TypeError as error:
         problem = str(error)  # raised with the others, who are about to communicate
-    if async_:
-        state = {name: _staged(value) for name, value in state.items()}
-    job = _SaveRequest(Path(root), iteration, state, documents, problem, group, keep_last, log)
+    held = {name: _staged(shard) if async_ else shard for name, shard in tensors.items()}
+    job = _SaveRequest(Path(root), iteration, held, documents, problem, group, keep_last, log)
     if async_:
         return SaveHandle(job.run)
     job.run()
     return None
 
 
-def _staged(value: LogicalShard | bytes) -> LogicalShard | bytes:
-    """Copies a value, so that training cannot change it."""
-    if isinstance(value, bytes):
-        return value
-    boxes = [TensorBox(box.offsets, box.tensor.detach().to("cpu", copy=True)) for box in value.boxes]
-    return LogicalShard(value.global_shape, value.dtype, boxes)
+def _staged(shard: LogicalShard) -> LogicalShard:
+    """Copies a tensor, so that training cannot change it."""
+    boxes = [TensorBox(box.offsets, box.tensor.detach().to("cpu", copy=True)) for box in shard.boxes]
+    return LogicalShard(shard.global_shape, shard.dtype, boxes)
 
 
 def _prepare(job: _SaveRequest) -> str | None:
@@ -209,7 +196,9 @@ def _write(job: _SaveRequest) -> str | None:
         ignore_single_process_warning()
     communicating(
         "saving a checkpoint",
-        lambda: dcp.save(job.state, storage_writer=writer, planner=planner, process_group=job.group, no_dist=alone),
+        lambda: dcp.save(
+            dict(job.tensors), storage_writer=writer, planner=planner, process_group=job.group, no_dist=alone
+        ),
     )
     problem = planner.problem or writer.problem
     return problem and f"{problem} (rank {rank_of(job.group)})"

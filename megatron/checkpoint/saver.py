@@ -57,7 +57,6 @@ class CheckpointSaver:
         iteration: int,
         tensors: Mapping[str, LogicalShard],
         common: Mapping[str, Any],
-        per_rank: Mapping[str, Any] | None,
         config_yaml: str,
     ) -> None:
         """Saves, or starts to once the previous save is done. See ``save_checkpoint``."""
@@ -67,7 +66,6 @@ class CheckpointSaver:
             iteration,
             tensors,
             common,
-            per_rank,
             config_yaml,
             self._write_group,
             self.async_,

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
@@ -122,11 +121,11 @@ class ShardWriter(StorageWriter):
         with path.open("wb", buffering=0) as stream:
             for item in items:
                 value = planner.resolve_data(item)
-                if isinstance(value, Tensor):
-                    before = header(value.dtype, value.shape)
-                    write_all(stream, memoryview(before))
-                    offset += len(before)
-                data = bytes_of(value) if isinstance(value, Tensor) else value.getbuffer()
+                assert isinstance(value, Tensor)
+                before = header(value.dtype, value.shape)
+                write_all(stream, memoryview(before))
+                offset += len(before)
+                data = bytes_of(value)
                 write_all(stream, data)
                 stored = StoredItem(path.name, offset, len(data), zlib.crc32(data))
                 results.append(WriteResult(item.index, len(data), stored))
@@ -153,8 +152,7 @@ class ShardWriter(StorageWriter):
             files={},
             documents={},
             tensors={n: entry for n, entry in entries.items() if isinstance(entry, TensorStorageMetadata)},
-            blobs={i.fqn: s for i, s in stored.items() if isinstance(entries[i.fqn], BytesStorageMetadata)},
-            items={(i.fqn, tuple(i.offset)): s for i, s in stored.items() if i.offset is not None},
+            items={(i.fqn, tuple(i.offset or ())): s for i, s in stored.items()},
         )
         for name, data in {**self.documents, TORCH_METADATA: torch_metadata(manifest)}.items():
             write_synced(self.folder / name, data)

@@ -14,7 +14,7 @@ from megatron.compression.options import opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.state import CompressorState
-from megatron.compression.two_step import TwoStepSum
+from megatron.compression.two_step import Format, TwoStepSum
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -26,7 +26,7 @@ class CastConfig:
     dtype: Literal["bf16", "fp16"] = opt("bf16", "on the wire; fp16 overflows beyond 65504")
 
 
-class HalfFormat:
+class HalfFormat(Format):
     """A format of half-precision numbers, and up to 2 bytes that make a message's length a multiple of 4."""
 
     def __init__(self, config: CastConfig) -> None:

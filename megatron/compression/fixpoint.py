@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -21,7 +22,7 @@ from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.state import CompressorState
 from megatron.compression.tiles import Mixture, Outliers, map_bytes, mixture
-from megatron.compression.two_step import TwoStepSum
+from megatron.compression.two_step import Format, TwoStepSum
 from megatron.kernels.grid import Grid, GridKind, Role, ScaleLayout, ScaleMethod
 from megatron.kernels.ops import quantize_pack, unpack_dequantize
 from megatron.kernels.reference import pack_bits, unpack_bits
@@ -169,30 +170,31 @@ class _Layout:
     blocks: int
     scale_dtype: torch.dtype
 
-    @property
+    @cached_property
     def direct(self) -> bool:
         """Whether the message is what the kernels make of the tensor."""
         return self.outliers is None and self.mixture is None
 
-    @property
+    @cached_property
     def message(self) -> ScaledCodes:
-        """The layout of the message: scales of each stream, codes of each stream, and the maps of the rotated blocks
-        and of the tiles with one more bit."""
+        """The layout of the message: scales of each stream, codes of each stream, and, unless it is direct, the maps of
+        the rotated blocks and of the tiles with one more bit."""
         scales = tuple(grid.scale_count(count) for grid, count in self.streams)
         codes = tuple(grid.code_bytes(count) for grid, count in self.streams)
-        maps = map_bytes(self.blocks), map_bytes(self.mixture.tiles if self.mixture else 0)
+        maps = () if self.direct else (map_bytes(self.blocks), map_bytes(self.mixture.tiles if self.mixture else 0))
         return ScaledCodes(scales, self.scale_dtype, (*codes, *maps))
 
 
-class Quantizer:
+class Quantizer(Format):
     """A format of quantized numbers, without state. 32 and 64-bit inputs are quantized in fp32."""
 
     def __init__(self, config: FixpointConfig, rotated: bool = False) -> None:
         self.config = config
         self.rotated = rotated
         self.scale_dtype = torch.float32 if config.scale_dtype == "fp32" else torch.bfloat16
+        self._layouts: dict[torch.Size, _Layout] = {}
 
-    @property
+    @cached_property
     def plain(self) -> Quantizer:
         """The format of numbers that are rotated already."""
         return Quantizer(self.config, rotated=True) if self._rotates else self
@@ -218,6 +220,12 @@ class Quantizer:
         )
 
     def _layout(self, shape: torch.Size) -> _Layout:
+        layout = self._layouts.get(shape)
+        if layout is None:
+            layout = self._layouts[shape] = self._new_layout(shape)
+        return layout
+
+    def _new_layout(self, shape: torch.Size) -> _Layout:
         count, bits = shape.numel(), int(self.config.bits)
         grid, mixed, outliers = self._grid(shape, bits), None, None
         if bits != self.config.bits:

@@ -18,7 +18,7 @@ from megatron.compression.options import SEED, opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.state import CompressorState
-from megatron.compression.two_step import TwoStepSum
+from megatron.compression.two_step import Format, TwoStepSum
 from megatron.kernels.float8 import Float8
 from megatron.kernels.ops import float8_decode, float8_encode
 
@@ -38,7 +38,7 @@ class Float8Config:
     seed: int = opt(714, "seed of stochastic rounding", minimum=0, maximum=SEED)
 
 
-class Float8Format:
+class Float8Format(Format):
     """A format of 8-bit floats, without state. 64-bit inputs are encoded from fp32."""
 
     def __init__(self, config: Float8Config) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -30,18 +31,23 @@ class ScaledCodes:
     scale_dtype: torch.dtype
     codes: tuple[int, ...]
 
-    @property
+    @cached_property
     def _sizes(self) -> list[int]:
         return [*(count * self.scale_dtype.itemsize for count in self.scales), *self.codes]
 
-    @property
+    @cached_property
+    def _filled(self) -> int:
+        return sum(self._sizes)
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the message."""
-        return -(-sum(self._sizes) // 4) * 4
+        return -(-self._filled // 4) * 4
 
     def to_write(self, wire: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Scales and codes of a message that is to be written; its last bytes are zeroed."""
-        wire[sum(self._sizes) :] = 0
+        if self._filled < self.nbytes:
+            wire[self._filled :] = 0
         return self._parts(wire)
 
     def to_read(self, wire: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -49,11 +55,14 @@ class ScaledCodes:
         return self._parts(wire.clone() if wire.storage_offset() % 4 else wire)
 
     def _parts(self, wire: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        parts = wire[: sum(self._sizes)].split(self._sizes)
-        # An empty part may lie where no scale could.
-        none = torch.empty(0, dtype=self.scale_dtype, device=wire.device)
-        scales = [part.view(self.scale_dtype) if part.numel() else none for part in parts[: len(self.scales)]]
+        whole = wire if wire.numel() == self._filled else wire[: self._filled]
+        parts = whole.split(self._sizes)
+        scales = [self._scales_in(part) for part in parts[: len(self.scales)]]
         return scales, list(parts[len(self.scales) :])
+
+    def _scales_in(self, part: Tensor) -> Tensor:
+        # An empty part may lie where no scale could.
+        return part.view(self.scale_dtype) if part.numel() else part.new_empty(0, dtype=self.scale_dtype)
 
 
 class Rounding(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,18 +34,17 @@ class Format(Protocol):
     def add_to(self, out: Tensor, wire: Tensor, negative: bool = False) -> Tensor:
         """Adds a decoded message, or subtracts it, in place."""
 
-
-@runtime_checkable
-class TransformingFormat(Format, Protocol):
-    """A format that encodes a linear transform of its input, such as a rotation; sums are taken of the transformed
-    numbers, and only what comes out of the last one is transformed back."""
-
     @property
     def plain(self) -> Format:
-        """The same messages, as those of the transformed numbers."""
+        """The same messages, as those of the numbers that a linear transform such as a rotation has made of the input.
+
+        Sums are taken of these, and only what comes out of the last one is transformed back.
+        """
+        return self
 
     def coded(self, count: int) -> int:
         """Transformed numbers of a message of so many."""
+        return count
 
 
 @dataclass(frozen=True)
@@ -74,18 +73,18 @@ class Messages(Approximation):
 
 @dataclass(frozen=True)
 class _Contribution(Approximation):
-    """What a rank has put into a sum: the messages that it made, less those that it was sent and summed up in them.
+    """What a rank has put into a sum: its messages of the whole tensor, and the errors of the sums that it shortened.
 
     Over all ranks this leaves what the last messages hold, whatever was lost in between: each rank accounts for what
-    its own messages lost.
+    its own messages lost. The error of a sum is a tensor, or the messages of the sum less those that it was taken of.
 
     Args:
-        made: messages of this rank; the first ones are of the whole tensor.
-        taken: messages to this rank whose sums it made messages of.
+        made: messages of the whole tensor; then errors, and messages of sums.
+        taken: messages to this rank that such sums were taken of.
     """
 
-    made: Sequence[Messages]
-    taken: Sequence[Messages]
+    made: Sequence[Approximation]
+    taken: Sequence[Approximation]
 
     def write_to(self, out: Tensor) -> None:
         self.made[0].write_to(out)
@@ -94,11 +93,11 @@ class _Contribution(Approximation):
     def subtract_from(self, x: Tensor, share: float = 1.0) -> None:
         self._subtract(x, self.made, share)
 
-    def _subtract(self, x: Tensor, made: Sequence[Messages], share: float) -> None:
-        for messages in made:
-            messages.subtract_from(x, share)
-        for messages in self.taken:
-            messages.subtract_from(x, -share)
+    def _subtract(self, x: Tensor, made: Sequence[Approximation], share: float) -> None:
+        for part in made:
+            part.subtract_from(x, share)
+        for part in self.taken:
+            part.subtract_from(x, -share)
 
 
 @dataclass(frozen=True)
@@ -131,16 +130,11 @@ class _Hop:
     rows: Sequence[tuple[int, ...]]
     place: int
 
-    @property
-    def plain(self) -> Format:
-        """The format of transformed numbers."""
-        return self.format.plain if isinstance(self.format, TransformingFormat) else self.format
-
     def encode(
         self, parts: Mapping[int, Tensor], longest: int, seeds: Mapping[int, int | None], transformed: bool
     ) -> Tensor:
         """Messages of parts, a row for each rank; that of a shorter part does not fill its place."""
-        format, device = self.plain if transformed else self.format, next(iter(parts.values())).device
+        format, device = self.format.plain if transformed else self.format, next(iter(parts.values())).device
         size = self.format.nbytes(torch.Size((longest,)))
         wires = torch.zeros((len(self.rows), len(self.rows[0]), size), dtype=torch.uint8, device=device)
         for row, numbers in zip(wires, self.rows, strict=True):
@@ -159,12 +153,27 @@ class _Hop:
         sums = {}
         for index, part in enumerate(self.rows[self.place]):
             count, format = flat[spans[part]].numel(), self.format
-            if transformed and isinstance(format, TransformingFormat):
+            if transformed:
                 count, format = format.coded(count), format.plain
             sums[part] = flat.new_zeros(count)
             for row in received:
                 format.add_to(sums[part], row[index])
         return sums
+
+    def errors(self, sent: Messages, sums: Mapping[int, Tensor], taken: list[Approximation]) -> Sequence[Approximation]:
+        """What messages of sums lost; the last of the messages ``taken`` are those that the sums were taken of.
+
+        The error of transformed numbers is left in messages. Another one is computed in place of the sums, and the
+        messages behind it are dropped: this reads less.
+        """
+        if self.format.plain is not self.format:
+            return [sent]
+        taken.pop()
+        numbers = [number for row in self.rows for number in row]
+        return [
+            _Share(span, self.format.add_to(sums[number].neg_(), wire))
+            for number, wire, span in zip(numbers, sent.wires, sent.spans, strict=True)
+        ]
 
 
 class TwoStepSum(RoundCompressor):
@@ -194,14 +203,15 @@ class TwoStepSum(RoundCompressor):
         spans = [slice(i * part, (i + 1) * part) for i in range(peers.size)]
         shares = peers.sharded and part * peers.size == flat.numel()
         parts = {i: flat[span] for i, span in enumerate(spans)}
-        made: list[Messages] = []
-        taken: list[Messages] = []
+        made: list[Approximation] = []
+        taken: list[Approximation] = []
         for number, hop in enumerate(hops):
             # Nodes hold like sums, so each draws noise of its own for them.
             first = 0 if number == 0 else 1 + peers.size * (1 + _node(peers))
             seeds = {i: self.seed(state, first + i) for i in parts}
             wires = hop.encode(parts, part, seeds, transformed=number > 0)
-            made.append(hop.messages(wires, spans, hop.rows))
+            sent = hop.messages(wires, spans, hop.rows)
+            made += hop.errors(sent, parts, taken) if number else [sent]
             received = yield Request(wires, Op.EXCHANGE, level=hop.level)
             taken.append(hop.messages(received, spans, [hop.rows[hop.place]] * len(hop.rows)))
             parts = hop.summed(received, flat, spans, transformed=not (shares and hop is hops[-1]))
@@ -211,7 +221,8 @@ class TwoStepSum(RoundCompressor):
         else:
             own = replace(hops[-1], rows=[(peers.rank,)])
             wire = own.encode(parts, part, {peers.rank: self.seed(state, peers.size)}, transformed=True)
-            made.append(own.messages(wire, spans, own.rows))
+            total = own.messages(wire, spans, own.rows)
+            made += own.errors(total, parts, taken)
             wire = wire.view(-1)
             for hop in reversed(hops):
                 wire = yield Request(wire, Op.GATHER, level=hop.level)

@@ -145,7 +145,7 @@ class RunCheckpoints:
         if not self.config.no_save_optim:
             tensors |= optimizer_tensors(self.engines.optimizer)
             tensors |= self.compressors.tensors()
-        self.saver.save(iteration, tensors, self.parts.state_dict(), None, self.config_yaml)
+        self.saver.save(iteration, tensors, self.parts.state_dict(), self.config_yaml)
         self.saved_iteration = iteration
 
     def poll(self) -> None:

@@ -45,7 +45,7 @@ def _save(changes: dict[str, dict[str, Any]], root: Path) -> Boxes:
     engines = tiny_engines(changes)
     tiny_train(engines, 4)
     state = _of(engines)
-    save_checkpoint(root, 4, state.tensors(), {}, None, "", engines.topology.control.pg)
+    save_checkpoint(root, 4, state.tensors(), {}, "", engines.topology.control.pg)
     return _boxes(state)
 
 

@@ -78,6 +78,6 @@ def write_ours(weights: Weights, root: Path, done: Callable[[int], None]) -> Non
     tensors: dict[str, LogicalShard] = {MODEL + name: LazyShard(entry, done) for name, entry in weights.entries.items()}
     text = config.resolve(1).to_yaml()
     try:
-        save_checkpoint(root, weights.iteration, tensors, {"separate_main": False}, None, text)
+        save_checkpoint(root, weights.iteration, tensors, {"separate_main": False}, text)
     except CheckpointException as error:  # torch wraps what stops it, Ctrl-C too
         raise next(iter(error.failures.values()))[0] from error

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.base.errors import UserError
 from megatron.checkpoint import storage
 from megatron.checkpoint.find import read_tracker
-from megatron.checkpoint.load import load_common, load_per_rank, load_tensors
+from megatron.checkpoint.load import load_common, load_tensors
 from megatron.checkpoint.logical import LogicalShard, shard_of_flat_range, shard_of_local
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.save import save_checkpoint
@@ -126,11 +126,9 @@ def save_layouts(root: str) -> None:
             load_tensors(path, iteration, held.shards(), group)
             held.check()
         name = Path(root) / f"{world}-{number}"
-        common, own = {"layout": layout}, {"rank": rank}
-        save_checkpoint(name, 5, Rank(rank, *layout, seed=7).shards(), common, own, "", group)
+        common = {"layout": layout}
+        save_checkpoint(name, 5, Rank(rank, *layout, seed=7).shards(), common, "", group)
         assert load_common(name, 5) == common
-        assert load_per_rank(name, 5, rank) == own
-        assert load_per_rank(name, 5, world) is None
 
 
 def test_every_layout_loads_every_other(tmp_path: Path) -> None:
@@ -149,7 +147,7 @@ def fail_while_saving(root: str, failing: int, async_: bool) -> str:
     """One rank's disk is full during the second save."""
     rank = dist.get_rank()
     saver = CheckpointSaver(root, dist.group.WORLD, async_=async_)
-    saver.save(1, Rank(rank, 1, 2, 1, seed=1).shards(), {}, None, "")
+    saver.save(1, Rank(rank, 1, 2, 1, seed=1).shards(), {}, "")
     saver.wait()
 
     def full(stream: object, data: object) -> None:
@@ -159,7 +157,7 @@ def fail_while_saving(root: str, failing: int, async_: bool) -> str:
     if rank == failing:
         storage.write_all = full
     try:
-        saver.save(2, Rank(rank, 1, 2, 1, seed=2).shards(), {}, None, "")
+        saver.save(2, Rank(rank, 1, 2, 1, seed=2).shards(), {}, "")
         for _ in range(100_000):
             saver.poll()
         return "no error"
@@ -177,7 +175,7 @@ def fail_while_saving(root: str, failing: int, async_: bool) -> str:
     held.whole = whole_model(1)
     load_tensors(root, 1, held.shards(), dist.group.WORLD)
     held.check()
-    saver.save(3, Rank(rank, 1, 2, 1, seed=3).shards(), {}, None, "")
+    saver.save(3, Rank(rank, 1, 2, 1, seed=3).shards(), {}, "")
     saver.wait()
     assert read_tracker(root) == 3
     return message
@@ -194,7 +192,7 @@ def test_a_full_disk_on_one_rank_fails_on_all(tmp_path: Path, failing: int, asyn
 def save_two(root: str) -> None:
     for iteration in (1, 2):
         held = Rank(dist.get_rank(), 2, 1, 1, seed=iteration)
-        save_checkpoint(root, iteration, held.shards(), {}, None, "", dist.group.WORLD)
+        save_checkpoint(root, iteration, held.shards(), {}, "", dist.group.WORLD)
 
 
 def load_damaged(root: str) -> list[str]:
@@ -262,7 +260,7 @@ def load_another_run_on_rank_1(root: str) -> tuple[str, bool]:
     rank = dist.get_rank()
     for run in (0, 1):
         shards = Rank(rank, 2, 1, 1, seed=run).shards()
-        save_checkpoint(Path(root) / str(run), 1, shards, {}, None, "", dist.group.WORLD)
+        save_checkpoint(Path(root) / str(run), 1, shards, {}, "", dist.group.WORLD)
     held = Rank(rank, 2, 1, 1)
     with pytest.raises(UserError) as error:
         load_tensors(Path(root) / str(rank), 1, held.shards(), dist.group.WORLD)
@@ -281,7 +279,7 @@ def save_async(root: str) -> None:
     saver = CheckpointSaver(Path(root) / "async", dist.group.WORLD, async_=True)
     for iteration in (1, 2, 3):
         held = Rank(rank, 2, 1, 1, seed=iteration)
-        saver.save(iteration, held.shards(), {"i": iteration}, {"rank": rank}, "")
+        saver.save(iteration, held.shards(), {"i": iteration}, "")
         for x in held.params.values():
             x.zero_()
         for _ in range(10):
@@ -295,7 +293,6 @@ def save_async(root: str) -> None:
             iteration,
             held.shards(),
             {"i": iteration},
-            {"rank": rank},
             "",
             dist.group.WORLD,
         )
@@ -316,7 +313,7 @@ def lose_a_rank(root: str) -> None:
         storage.write_all = lambda stream, data: os._exit(9)
     held = Rank(dist.get_rank(), 2, 1, 1, seed=1)
     try:
-        save_checkpoint(root, 3, held.shards(), {}, None, "", dist.group.WORLD)
+        save_checkpoint(root, 3, held.shards(), {}, "", dist.group.WORLD)
     except CommunicationError as error:
         (Path(root) / "message").write_text(str(error))
 

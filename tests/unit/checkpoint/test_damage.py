@@ -13,7 +13,7 @@ import torch
 
 from megatron.base.errors import UserError
 from megatron.checkpoint.find import complete_iterations
-from megatron.checkpoint.load import load_common, load_config_yaml, load_per_rank, load_tensors
+from megatron.checkpoint.load import load_common, load_config_yaml, load_tensors
 from megatron.checkpoint.logical import LogicalShard, shard_of_local
 from megatron.checkpoint.save import save_checkpoint
 
@@ -29,7 +29,7 @@ def root(tmp_path: Path) -> Path:
     """Two checkpoints; tests damage the second."""
     for iteration in (1, 2):
         x = torch.arange(12.0).view(3, 4) * iteration
-        save_checkpoint(tmp_path, iteration, shards(x, torch.ones(5)), {"i": iteration}, {"rank": 0}, "a: 1\n")
+        save_checkpoint(tmp_path, iteration, shards(x, torch.ones(5)), {"i": iteration}, "a: 1\n")
     return tmp_path
 
 
@@ -44,7 +44,6 @@ def load_everything(root: Path) -> None:
         raise
     load_common(root, 2)
     load_config_yaml(root, 2)
-    load_per_rank(root, 2, 0)
 
 
 def assert_refused(root: Path, name: str) -> None:
@@ -69,10 +68,10 @@ def test_every_truncation_is_found(root: Path, name: str) -> None:
 
 
 def _stored(shard: Path) -> Sequence[int]:
-    """Where the bytes of tensors and blobs lie; between them are headers that only other tools read."""
+    """Where the bytes of tensors lie; between them are headers that only other tools read."""
     content = json.loads((shard.parent / "metadata.json").read_text())["content"]
     chunks = [chunk for tensor in content["tensors"].values() for chunk in tensor["chunks"]]
-    items = [chunk[2:] for chunk in chunks] + list(content["blobs"].values())
+    items = [chunk[2:] for chunk in chunks]
     return [at for _, offset, length, _ in items for at in range(offset, offset + length)]
 
 
@@ -154,6 +153,12 @@ def reseal(path: Path, **changes: object) -> None:
 def test_a_table_of_contents_that_lies_is_refused(root: Path, changes: dict[str, object]) -> None:
     reseal(root / "iter_0000002" / "metadata.json", **changes)
     assert_refused(root, "metadata.json")
+
+
+def test_bytes_that_are_no_tensors_are_passed_over(root: Path) -> None:
+    """Nothing writes them; the format of checkpoints has a place for them."""
+    reseal(root / "iter_0000002" / "metadata.json", blobs={"per_rank/00000": ["shard_00000.bin", 0, 4, 0]})
+    load_everything(root)
 
 
 def test_without_another_checkpoint_the_message_says_so(root: Path) -> None:

@@ -38,7 +38,7 @@ def shards(x: torch.Tensor) -> dict[str, LogicalShard]:
 
 def save(root: Path, iteration: int, generation: int, size: int = SIZE) -> None:
     """Saves a tensor that holds ``generation`` everywhere; its common part says the same."""
-    save_checkpoint(root, iteration, shards(torch.full((size,), float(generation))), {"g": generation}, None, "")
+    save_checkpoint(root, iteration, shards(torch.full((size,), float(generation))), {"g": generation}, "")
 
 
 def load(root: Path, size: int = SIZE) -> tuple[int, int]:
@@ -109,12 +109,12 @@ def test_a_really_full_disk(small_disk: Path, async_: bool) -> None:
     size = 100_000
     saver = CheckpointSaver(small_disk, async_=async_)
     for iteration in (1, 2):
-        saver.save(iteration, shards(torch.full((size,), float(iteration))), {"g": iteration}, None, "")
+        saver.save(iteration, shards(torch.full((size,), float(iteration))), {"g": iteration}, "")
     saver.wait()
     before = snapshot(small_disk)
 
     def third() -> None:
-        saver.save(3, shards(torch.full((size,), 3.0)), {"g": 3}, None, "")
+        saver.save(3, shards(torch.full((size,), 3.0)), {"g": 3}, "")
         saver.wait()
 
     with pytest.raises(UserError, match=r"shard_00000.bin: No space left on device"):

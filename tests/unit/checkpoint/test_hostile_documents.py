@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from megatron.base.errors import UserError
 from megatron.checkpoint.files import TRACKER
 from megatron.checkpoint.find import complete_iterations, read_tracker
-from megatron.checkpoint.load import load_common, load_per_rank, saved_config
+from megatron.checkpoint.load import load_common, saved_config
 from megatron.checkpoint.stored import StoredTensors
 from megatron.optimizer.schedules import LRSchedule
 from megatron.training.persistence import RunCheckpoints, find_saved
@@ -85,7 +85,6 @@ def _use(checkpoints: RunCheckpoints, root: Path) -> str | None:
         lambda: complete_iterations(root),
         lambda: saved_config(root),
         lambda: load_common(root, 2),
-        lambda: load_per_rank(root, 2, 0),
         lambda: _read_all(StoredTensors(root, 2)),
         lambda: _load(checkpoints),
     ]

@@ -70,7 +70,7 @@ def test_any_layout_loads_what_any_other_saved(
     saved = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
     loaded = torch.full(shape, -1).to(dtype)
     with tempfile.TemporaryDirectory() as root:
-        save_checkpoint(root, 1, {"x": laid_out(saved, before)}, {}, None, "")
+        save_checkpoint(root, 1, {"x": laid_out(saved, before)}, {}, "")
         load_tensors(root, 1, {"x": laid_out(loaded, after)})
     assert torch.equal(saved, loaded)
 

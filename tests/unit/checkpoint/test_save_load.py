@@ -17,7 +17,6 @@ from megatron.checkpoint.find import complete_iterations, read_tracker
 from megatron.checkpoint.load import (
     load_common,
     load_config_yaml,
-    load_per_rank,
     load_tensors,
     open_checkpoint,
     saved_config,
@@ -45,7 +44,7 @@ def shards(tensors: dict[str, Tensor]) -> dict[str, LogicalShard]:
 
 def save(root: Path, iteration: int, value: float | None = None, **options: Any) -> None:
     value = float(iteration) if value is None else value
-    save_checkpoint(root, iteration, shards(model(value)), COMMON, {"rank": 0}, "seed: 1\n", **options)
+    save_checkpoint(root, iteration, shards(model(value)), COMMON, "seed: 1\n", **options)
 
 
 def assert_holds(root: Path, iteration: int, value: float | None = None) -> None:
@@ -62,8 +61,6 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
     assert_holds(tmp_path, 3)
     assert read_tracker(tmp_path) == 3
     assert load_common(tmp_path, 3) == COMMON
-    assert load_per_rank(tmp_path, 3, 0) == {"rank": 0}
-    assert load_per_rank(tmp_path, 3, 1) is None
     assert load_config_yaml(tmp_path, 3) == "seed: 1\n"
     assert open_checkpoint(tmp_path, 3)[1].world_size == 1
     assert any("successfully saved checkpoint at iteration       3" in line for line in lines)
@@ -77,10 +74,9 @@ def test_layout_of_the_folder(tmp_path: Path) -> None:
     assert sorted(files) == [".metadata", "common.json", "config.yaml", "metadata.json", "shard_00000.bin"]
     assert json.loads(files["common.json"].read_text())["iteration"] == 3
     json.loads(files["metadata.json"].read_text())
-    state = len(json.dumps({"rank": 0}, indent=1)) + 1
     headers = sum(len(header(x.dtype, x.shape)) for x in model().values())
     assert headers < 3 * 500
-    assert files["shard_00000.bin"].stat().st_size == 7 * 4 * 4 + 4 * 2 + 8 + state + headers
+    assert files["shard_00000.bin"].stat().st_size == 7 * 4 * 4 + 4 * 2 + 8 + headers
 
 
 def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +300,7 @@ def test_types_are_converted_and_logged(tmp_path: Path) -> None:
 
 def test_loads_into_parameters_and_strided_memory(tmp_path: Path) -> None:
     x = torch.arange(12.0).view(3, 4)
-    save_checkpoint(tmp_path, 1, shards({"x": x}), {}, None, "")
+    save_checkpoint(tmp_path, 1, shards({"x": x}), {}, "")
     target = torch.nn.Parameter(torch.zeros(4, 3))
     load_tensors(tmp_path, 1, {"x": shard_of_local(target.t(), (0, 0), (3, 4))})
     assert torch.equal(target.detach(), x.t())
@@ -312,16 +308,16 @@ def test_loads_into_parameters_and_strided_memory(tmp_path: Path) -> None:
 
 def test_a_tensor_without_elements(tmp_path: Path) -> None:
     tensors = {"x": torch.zeros(0, 4), "y": torch.ones(2)}
-    save_checkpoint(tmp_path, 1, shards(tensors), {}, None, "")
+    save_checkpoint(tmp_path, 1, shards(tensors), {}, "")
     load_tensors(tmp_path, 1, shards(tensors))
 
 
 def test_incomplete_tensors_and_odd_values_are_refused(tmp_path: Path) -> None:
     half = {"x": shard_of_local(torch.zeros(2), (0,), (4,))}
     with pytest.raises(UserError, match=r"not saved.*cannot save x: the ranks hold 2 of its 4"):
-        save_checkpoint(tmp_path, 1, half, {}, None, "")
+        save_checkpoint(tmp_path, 1, half, {}, "")
     with pytest.raises(UserError, match=r"state\['f'\] is a function"):
-        save_checkpoint(tmp_path, 1, {}, {"f": shards}, None, "")
+        save_checkpoint(tmp_path, 1, {}, {"f": shards}, "")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -330,7 +326,7 @@ def test_saver(tmp_path: Path, async_: bool) -> None:
     saver = CheckpointSaver(tmp_path, async_=async_, keep_last=2)
     for iteration in (1, 2, 3):
         tensors = model(float(iteration))
-        saver.save(iteration, shards(tensors), COMMON, None, "")
+        saver.save(iteration, shards(tensors), COMMON, "")
         for x in tensors.values():
             x.zero_()  # training goes on
         saver.poll()
@@ -342,7 +338,7 @@ def test_saver(tmp_path: Path, async_: bool) -> None:
 
 def test_async_files_equal_the_synchronous_ones(tmp_path: Path) -> None:
     save(tmp_path / "a", 1)
-    handle = save_checkpoint(tmp_path / "b", 1, shards(model(1.0)), COMMON, {"rank": 0}, "seed: 1\n", async_=True)
+    handle = save_checkpoint(tmp_path / "b", 1, shards(model(1.0)), COMMON, "seed: 1\n", async_=True)
     assert handle is not None
     handle.wait()
     assert handle.done()
@@ -353,7 +349,7 @@ def test_async_files_equal_the_synchronous_ones(tmp_path: Path) -> None:
 def test_an_async_failure_surfaces_at_a_later_step(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     saver = CheckpointSaver(tmp_path / "file", async_=True)
-    saver.save(1, shards(model(1.0)), COMMON, None, "")
+    saver.save(1, shards(model(1.0)), COMMON, "")
 
     def train() -> None:
         for _ in range(10_000):

@@ -42,7 +42,7 @@ def _save(root: Path) -> dict[str, torch.Tensor]:
     parts = torch.randn(5, 4)
     pieces = [TensorBox((0, 0), parts[:2]), TensorBox((2, 0), parts[2:])]
     shards["model.parts"] = LogicalShard((5, 4), parts.dtype, pieces)
-    save_checkpoint(root, 3, shards, {"a": 1}, {"rank": 0}, "b: 2\n")
+    save_checkpoint(root, 3, shards, {"a": 1}, "b: 2\n")
     return {**tensors, "model.parts": parts}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.base.errors import UserError
+from megatron.compression import fixpoint
 from megatron.compression.fixpoint import FixpointConfig, Quantizer
+from megatron.kernels.grid import Grid
 from megatron.kernels.reference import pack_bits, unpack_bits
 
 
@@ -244,3 +247,12 @@ def test_a_rotation_spreads_outliers() -> None:
 def test_grids_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         FixpointConfig(**options)
+
+
+def test_the_layout_of_a_message_is_made_once() -> None:
+    """Messages may be so short that making their layout would take as long as coding them."""
+    quantizer, x = Quantizer(FixpointConfig(bits=4)), torch.ones(24)
+    with patch.object(fixpoint, "Grid", wraps=Grid) as made:
+        for _ in range(2):
+            quantizer.add_to(x, quantizer.encode(x, None))
+    assert made.call_count == 1

@@ -15,7 +15,7 @@ from megatron.base.errors import UserError
 from megatron.compression.api import Level, Op, Peers, Request
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback
-from megatron.compression.fixpoint import FixpointConfig, FixpointRounds, FixpointSumConfig
+from megatron.compression.fixpoint import FixpointConfig, FixpointRounds, FixpointSumConfig, Quantizer
 from megatron.compression.options import CompressorFault
 from megatron.compression.points import Point
 from megatron.compression.quantized_adam import QuantizedAdam, QuantizedAdamConfig
@@ -299,3 +299,23 @@ def test_momenta_stay_whole_where_only_shares_are_read() -> None:
                 state.commit()
         own.append([result.total.chunk(4)[rank] for rank, result in enumerate(results)])
     assert all(torch.equal(whole, share) for whole, share in zip(*own, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_sum_in_one_level_decodes_each_message_once(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Besides the sum itself, the residual decodes what the rank has sent, and its message of the sum."""
+    added: list[int] = []
+    add_to = Quantizer.add_to
+
+    def counted(self: Quantizer, out: Tensor, wire: Tensor, negative: bool = False) -> Tensor:
+        added.append(out.numel())
+        return add_to(self, out, wire, negative)
+
+    monkeypatch.setattr(Quantizer, "add_to", counted)
+    rounds = FixpointRounds(FixpointSumConfig(bits=8)).rounds(noise(24, 1), CompressorState(), Peers(0, ranks))
+    sent = next(rounds)
+    own = rounds.send(sent.tensor)
+    with pytest.raises(StopIteration) as end:
+        rounds.send(torch.stack([own.tensor] * ranks))
+    end.value.value.local.subtract_from(noise(24, 1))
+    assert sum(added) == 24 + 24 // ranks + 24

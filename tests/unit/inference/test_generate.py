@@ -137,6 +137,6 @@ def test_checkpoints_that_hold_more_than_the_model_can_be_used(tmp_path: Path) -
     engines = tiny_engines({})
     tensors = model_tensors(engines.stages)
     more = {name: shard_of_local(torch.zeros(3), (0,), (3,)) for name in ("optimizer.exp_avg.x", "compressor.state|x")}
-    save_checkpoint(tmp_path, 3, {**tensors, **more}, {"separate_main": False}, None, engines.config.to_yaml())
+    save_checkpoint(tmp_path, 3, {**tensors, **more}, {"separate_main": False}, engines.config.to_yaml())
     model = load_model(tmp_path, device=torch.device("cpu"))
     assert torch.equal(model.stage.output_weight, engines.stages[0].output_weight)

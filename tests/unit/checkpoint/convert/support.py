@@ -89,7 +89,7 @@ def saved_model(folder: Path, model: dict[str, Any], precision: dict[str, Any] |
     with torch.no_grad():
         for parameter in engines.stages[0].parameters():
             parameter.add_(torch.randn(parameter.shape), alpha=0.1)
-    save_checkpoint(folder, 7, model_tensors(engines.stages), {"separate_main": False}, None, engines.config.to_yaml())
+    save_checkpoint(folder, 7, model_tensors(engines.stages), {"separate_main": False}, engines.config.to_yaml())
     return folder
 
 
