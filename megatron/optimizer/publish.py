@@ -82,10 +82,12 @@ class ParamPublisher:
 
     def _add_differences(self, iteration: int) -> None:
         gathers = []
-        for number, (buffer, bucket) in enumerate(self._buckets):
+        for buffer, bucket in self._buckets:
             own = self._difference(buffer, bucket)
             raw = own.numel() * buffer.params_flat.element_size()
-            gathers.append(self._start(self.plan.codec(Point.PARAM_GATHER), own, (iteration, number), None, raw))
+            # Both stages of the tied embedding must draw the same noise for it, whatever their other buckets are.
+            key = iteration, bucket.slots[0].logical_name
+            gathers.append(self._start(self.plan.codec(Point.PARAM_GATHER), own, key, None, raw))
         for gather, (buffer, bucket) in zip(gathers, self._buckets, strict=True):
             differences = gather.wait()
             with self.ledger.decoding(Point.PARAM_GATHER):
