@@ -276,7 +276,7 @@ def _feedback(point: Point, registration: Registration, name: str, given: str | 
 _TOGETHER = (
     "any compressors at different points, on any tensor-, pipeline- and data-parallel layout, with any precision",
     "--use-distributed-optimizer: all but compressors at embedding; param-gather has traffic only with it",
-    "--sequence-parallel: its gathers at tp-forward and tp-backward take fixpoint, not powersgd",
+    "--sequence-parallel: its gathers at tp-forward and tp-backward take all but powersgd",
     "--DDP-impl torch: nothing at dp-grad, and no fused embedding",
 )
 
