@@ -121,18 +121,21 @@ class TensorComm:
         return pending
 
     def _reduction(self, x: Tensor, point: Point) -> TensorReduction:
-        """One reduction. Its state lasts for it alone, with the iteration in it, so that each draws other noise."""
+        """One reduction."""
         compressor = self.plan.rounds(point)
         if not self._on[point] or (compressor.traits.batched and not compressor.should_compress(tuple(x.shape))):
             return TensorReduction(_EXACT_ROUNDS, x, CompressorState())
-        state = CompressorState(counters=dict.fromkeys(("draws", "messages"), self._iteration))
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return TensorReduction(compressor, (x.unsqueeze(0) if compressor.traits.batched else x).to(wide), state)
+        return TensorReduction(compressor, (x.unsqueeze(0) if compressor.traits.batched else x).to(wide), self._state())
+
+    def _state(self) -> CompressorState:
+        """A state that lasts for one collective, with the iteration in it, so that each iteration draws other noise."""
+        return CompressorState(counters=dict.fromkeys(("draws", "messages"), self._iteration))
 
     def start_gather(self, x: Tensor, point: Point) -> PendingGather:
         """Starts an all-gather of ``x`` along dimension 0."""
         codec = self.plan.codec(point) if self._on[point] else _EXACT_CODEC
-        return PendingGather(codec, x, CompressorState(), None, self.group, self.ledger, point)
+        return PendingGather(codec, x, self._state(), None, self.group, self.ledger, point)
 
     def gather(self, x: Tensor, point: Point) -> Tensor:
         """All-gathers ``x`` along dimension 0."""

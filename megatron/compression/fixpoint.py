@@ -82,6 +82,11 @@ class FixpointConfig:
                     f"bits={self.bits:g}: the map of tiles takes 1/{tile} of a bit, which leaves none a bit more; use "
                     f"bits={whole}, or at least {whole + 2 / tile:g}"
                 )
+        if self.outlier_ratio != type(self).outlier_ratio and self.rotate_when != "outlier":
+            raise UserError(
+                f"outlier-ratio={self.outlier_ratio:g}: means nothing with rotate-when={self.rotate_when}; add "
+                "rotate-when=outlier, or leave outlier-ratio out"
+            )
         if not self.rotation:
             if self.rotate_when == "outlier":
                 raise UserError("rotate-when=outlier: there is no rotation; add rotation=64, or leave rotate-when out")

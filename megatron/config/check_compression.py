@@ -32,6 +32,8 @@ def check_compression(config: Run, world_size: int, note: Callable[[str], None])
             _check_embedding(config, spec, where)
         if point in (Point.TP_FWD, Point.TP_BWD):
             _check_tensor(config, spec, where)
+        if point is Point.PARAM_GATHER:
+            _check_gather(config, spec, where)
 
 
 def _check_probe(config: Run, specs: Mapping[Point, Spec]) -> None:
@@ -105,4 +107,16 @@ def _check_tensor(config: Run, spec: Spec, where: str) -> None:
     if config.parallel.sequence_parallel and spec.registration.codec is None:
         raise UserError(
             f"{where}: --sequence-parallel gathers activations, which {spec.name} cannot carry; use fixpoint"
+        )
+
+
+def _check_gather(config: Run, spec: Spec, where: str) -> None:
+    """Checks that both stages of the tied embedding get the same values of it."""
+    stages, parallel = config.parallel.pipeline_model_parallel_size, config.parallel
+    tied = stages > 1 and not config.model.untie_embeddings_and_output_weights
+    ends = {spec.activation.covers_stage(stage, stages) for stage in (0, stages - 1)}
+    if tied and parallel.use_distributed_optimizer and not spec.identity and len(ends) > 1:
+        raise UserError(
+            f"{where}: stages: the first and the last stage hold the same embedding and must both gather it compressed "
+            "or neither; write stages=all, or --untie-embeddings-and-output-weights"
         )

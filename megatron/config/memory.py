@@ -94,7 +94,8 @@ class ParameterBytes:
     Args:
         weight: the parameter itself.
         gradient: its gradient, accumulated.
-        optimizer: moments, and the fp32 copy of a 16-bit parameter; the distributed optimizer divides these.
+        optimizer: moments, and the copy of a parameter that has 16 bits or is gathered compressed; the distributed
+            optimizer divides these.
     """
 
     weight: int
@@ -102,20 +103,31 @@ class ParameterBytes:
     optimizer: int
 
 
-def parameter_bytes(config: RunConfig) -> ParameterBytes:
-    """Bytes of one parameter in training."""
+def parameter_bytes(config: RunConfig, gathers_compressed: bool) -> ParameterBytes:
+    """Bytes of one parameter in training, whose updated values are gathered through a compressor or not."""
     width = _width(config)
     gradient = max(width, 4) if config.parallel.accumulate_allreduce_grads_in_fp32 else width
     moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
-    return ParameterBytes(width, gradient, moments * max(width, 4) + (4 if width == 2 else 0))
+    copies = int(width == 2 or gathers_compressed)
+    return ParameterBytes(width, gradient, (moments + copies) * max(width, 4))
+
+
+def _gathers_compressed(config: RunConfig) -> bool:
+    """Whether a compressor serves the gathers of parameters."""
+    from megatron.compression.points import Point  # imports torch, which reading flags does without
+    from megatron.compression.schedule import RunLength
+
+    spec = config.compression.specs(RunLength(config.training.planned_iters)).get(Point.PARAM_GATHER)
+    return spec is not None and not spec.identity
 
 
 def _bytes_of_a_parameter(config: RunConfig, world_size: int) -> int:
     """Bytes of a parameter on one rank, of the optimizer's share if it is sharded."""
-    each = parameter_bytes(config)
+    sharded = config.parallel.use_distributed_optimizer
+    each = parameter_bytes(config, sharded and _gathers_compressed(config))
     if config.validation.skip_train:
         return each.weight
-    replicas = config.data_parallel_size(world_size) if config.parallel.use_distributed_optimizer else 1
+    replicas = config.data_parallel_size(world_size) if sharded else 1
     return each.weight + each.gradient + each.optimizer // replicas
 
 

@@ -17,7 +17,7 @@ from megatron.optimizer.direction import begin_directions, end_directions
 from megatron.optimizer.frozen import freeze, set_steps_taken, step_frozen, steps_taken
 from megatron.optimizer.inner import make_inner, set_hyperparameters, step_inner
 from megatron.optimizer.loss_scale import LossScale
-from megatron.optimizer.publish import ParamPublisher, compresses
+from megatron.optimizer.publish import ParamPublisher, separates
 from megatron.optimizer.shards import ParamShard, own_shards
 from megatron.parallel.data.buffer import FlatBuffer
 from megatron.topology.topology import Topology
@@ -98,7 +98,7 @@ class Optimizer:
         self.sharded = sharded and topology.dp.size > 1
         self.log_params_norm = log_params_norm
         self.log_num_zeros = log_num_zeros
-        self.shards = own_shards(buffers, topology.dp, self.sharded, separate=compresses(plan, self.sharded))
+        self.shards = own_shards(buffers, topology.dp, self.sharded, separate=separates(plan, self.sharded))
         self.publisher = ParamPublisher(buffers, self.shards, topology.dp, plan, ledger, self.sharded)
         self.inner = make_inner(self.shards, config)
         self.frozen_at = 0

@@ -46,7 +46,7 @@ class ParamPublisher:
     ) -> None:
         self.group, self.ledger, self.sharded = group, ledger, sharded
         self.plan = plan
-        self.separate_main = any(shard.main.dtype != shard.model.dtype for shard in shards) or compresses(plan, sharded)
+        self.separate_main = any(shard.main.dtype != shard.model.dtype for shard in shards) or separates(plan, sharded)
         self._shards = list(shards)
         self._buckets = [(buffer, bucket) for buffer in buffers for bucket in buffer.buckets]
         self._by_slot: dict[int, list[ParamShard]] = {}
@@ -82,10 +82,12 @@ class ParamPublisher:
 
     def _add_differences(self, iteration: int) -> None:
         gathers = []
-        for number, (buffer, bucket) in enumerate(self._buckets):
+        for buffer, bucket in self._buckets:
             own = self._difference(buffer, bucket)
             raw = own.numel() * buffer.params_flat.element_size()
-            gathers.append(self._start(self.plan.codec(Point.PARAM_GATHER), own, (iteration, number), None, raw))
+            # Both stages of the tied embedding must draw the same noise for it, whatever their other buckets are.
+            key = iteration, bucket.slots[0].logical_name
+            gathers.append(self._start(self.plan.codec(Point.PARAM_GATHER), own, key, None, raw))
         for gather, (buffer, bucket) in zip(gathers, self._buckets, strict=True):
             differences = gather.wait()
             with self.ledger.decoding(Point.PARAM_GATHER):
@@ -107,3 +109,9 @@ class ParamPublisher:
 def compresses(plan: CompressionPlan, sharded: bool) -> bool:
     """Whether this rank ever gathers parameters through a compressor."""
     return sharded and plan.covers(Point.PARAM_GATHER, plan.stage)
+
+
+def separates(plan: CompressionPlan, sharded: bool) -> bool:
+    """Whether main values have memory of their own because gathers are lossy: those of all stages or none, so that
+    checkpoints hold all of them or none."""
+    return sharded and plan.compressed(Point.PARAM_GATHER)

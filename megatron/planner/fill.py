@@ -47,7 +47,9 @@ def _late(kind: str, pp: int, rank: int, chunks: int, micro_batches: int) -> Cou
 def memory(stages: Stages, choice: Choice) -> dict[str, float]:
     """Bytes on the fullest rank, by what fills them."""
     fullest: dict[str, float] = {}
-    book, each = stages.book, parameter_bytes(stages.config)
+    book = stages.book
+    gathers = book.specs(choice).get(Point.PARAM_GATHER)
+    each = parameter_bytes(stages.config, choice.sharded and gathers is not None and not gathers.identity)
     for rank in sorted({0, choice.pp // 2, choice.pp - 1}):
         saved = [
             sum(n * book.piece(choice, name).saved_bytes for name, n in stages.pieces_of(choice, virtual).items())

@@ -182,6 +182,16 @@ LOSSY: dict[str, tuple[int, Changes]] = {
         4,
         _run("param-gather=fixpoint,bits=4,group=2048", tp=2, precision="bf16", use_distributed_optimizer=True),
     ),
+    "parameters stochastic, stages of different numbers of buckets": (
+        4,
+        _run(
+            "param-gather=fixpoint,bits=4,rounding=stochastic",
+            pp=2,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            ddp_bucket_size=4350,
+        ),
+    ),
     "parameters and gradients in 8-bit floats": (
         4,
         _run(

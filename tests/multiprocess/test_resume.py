@@ -115,6 +115,18 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"use_distributed_optimizer": True, "compress": ["param-gather=fixpoint,bits=4,rounding=stochastic"]},
     ),
+    **{
+        f"parameters of the {end} stage gathered as differences": (
+            4,
+            {
+                "pipeline_model_parallel_size": 2,
+                "untie_embeddings_and_output_weights": True,
+                "use_distributed_optimizer": True,
+                "compress": [f"param-gather=fixpoint,bits=4,stages={end}:1"],
+            },
+        )
+        for end in ("first", "last")
+    },
     "parameters and gradients in 8-bit floats": (
         2,
         {

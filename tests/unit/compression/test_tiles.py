@@ -168,6 +168,7 @@ def test_stochastic_rounding_is_unbiased(options: dict[str, Any]) -> None:
         ({"bits": 3.8, "scale": "channel"}, "use scale=group, or bits=3"),
         ({"bits": 3.01}, "takes 1/64 of a bit, .* use bits=3, or at least 3.03125"),
         ({"rotate_when": "outlier"}, "there is no rotation; add rotation=64"),
+        ({"rotation": 64, "outlier_ratio": 3.0}, "outlier-ratio=3: .*add rotate-when=outlier"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:

@@ -44,6 +44,8 @@ def test_layouts_divide_it() -> None:
     assert whole / 4 < part < whole / 2
     plain, sharded = (least_needs(_config(flags, 4), 4)[0].nbytes for flags in ("", "--use-distributed-optimizer"))
     assert sharded == plain * (4 + 4 + 2) // 16
+    flags = "--use-distributed-optimizer --compress param-gather=fixpoint,bits=4"
+    assert least_needs(_config(flags, 4), 4)[0].nbytes == plain * (4 + 4 + 3) // 16
 
 
 @pytest.mark.parametrize(

@@ -251,6 +251,11 @@ BY_ITERATIONS = [
     ("--compress dp-grad=powersgd,stages=3", 2, ["stages=3", "first:N"]),
     ("--compress dp-grad=powersgd --DDP-impl torch", 2, ["dp-grad=powersgd", "use --DDP-impl local"]),
     (f"{PP2} --compress embedding=fused --use-distributed-optimizer", 4, ["embedding=fused", "leave"]),
+    (
+        f"{PP2} --compress param-gather=fixpoint,stages=first:1 --use-distributed-optimizer",
+        4,
+        ["param-gather=fixpoint", "stages", "--untie-embeddings-and-output-weights"],
+    ),
     ("--compress param-gather=powersgd", 2, ["powersgd cannot serve param-gather", "use lowrank"]),
     ("--compress control=none", 2, ["control", "the points are"]),
     ("--compress dp-grad=mine --compress-module nowhere.py", 2, ["nowhere.py", "no such file"]),

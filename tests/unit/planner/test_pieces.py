@@ -144,6 +144,13 @@ def test_the_memory_of_the_optimizer_is_that_of_the_run(
     assert memory["optimizer"] == each * elements / (choice.dp if choice.sharded else 1)
 
 
+@pytest.mark.parametrize(("specs", "each"), [((), 8), (("param-gather=none",), 8), (("param-gather=float8",), 12)])
+def test_compressed_gathers_need_a_copy_of_fp32_parameters(specs: tuple[str, ...], each: int) -> None:
+    predictor, choice = predictor_of(small_run(specs=specs, parallel={"use_distributed_optimizer": True}))
+    memory = predictor.predict(choice).memory
+    assert memory["optimizer"] == each * memory["parameters"] / 4 / choice.dp
+
+
 def test_the_memory_of_samples_counts() -> None:
     specs = ("pp-forward=delta,bits=4,cache=100",)
     config = small_run(specs=specs, parallel={"pipeline_model_parallel_size": 2}, data={"sample_order": "fixed"})
