@@ -52,8 +52,8 @@ inline __m128i unpack_16(const uint8_t *in, int bits) {
   return _mm_and_si128(spread, _mm_set1_epi8(3));
 }
 
-/* What ``measure`` does, of whole 16s. */
-inline void measure_16s(const mcc_grid &g, const float *v, int64_t n, Extent &e) {
+/* What ``measure`` does, of whole 16s; inlined, as its callers know the kind of the grid. */
+__attribute__((always_inline)) inline void measure_16s(const mcc_grid &g, const float *v, int64_t n, Extent &e) {
   if (takes_most(g)) {
     const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
     __m512i most = _mm512_setzero_si512();
@@ -103,21 +103,25 @@ struct Levels {
 };
 
 /* Scales and packed codes of whole groups, from ``begin`` on; codes alone where one step is ``shared`` by all. */
-template <bool kBased>
+template <int kKind>
 inline void quantize_64(const mcc_codec &c, const float *v, const Shared *shared, int64_t begin, int64_t n) {
-  const mcc_grid &g = c.grid;
-  const Levels<kBased> levels(g);
+  mcc_grid g = c.grid;
+  /* Known here, so that each kind has a loop without the others' branches. Shared steps need no method. */
+  g.kind = kKind, g.method = MCC_MAX, g.stochastic = 0;
+  const Levels<kKind == MCC_MINMAX> levels(g);
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   uint8_t *out = c.codes + begin / 8 * g.bits;
-  const int64_t group = shared ? n : g.group;
-  for (int64_t i = 0; i < n; i += group) {
+  const int64_t group = shared ? n : g.group, first = begin / group;
+  for (int64_t i = 0, number = first; i < n; i += group, ++number) {
     Factor factor;
     if (shared) {
       factor = {*shared->at(0).by, *shared->at(0).base};
     } else {
       Extent e;
       measure_16s(g, v + i, group, e);
-      factor = factor_of(g, true, keep_scale(c, (begin + i) / group, e, group));
+      const Scale scale = rounded(g, c.scale_dtype, scale_of(g, e, group));
+      store_scale(g, c.scales, c.scale_dtype, number, scale);
+      factor = factor_of(g, true, scale);
     }
     const __m512 step = _mm512_set1_ps(factor.by), base = _mm512_set1_ps(factor.base);
     for (int64_t j = i; j < i + group; j += 64, out += 8 * g.bits) {
@@ -130,7 +134,13 @@ inline void quantize_64(const mcc_codec &c, const float *v, const Shared *shared
 }
 
 inline void quantize_64(const mcc_codec &c, const float *v, const Shared *shared, int64_t begin, int64_t n) {
-  is_minmax(c.grid) ? quantize_64<true>(c, v, shared, begin, n) : quantize_64<false>(c, v, shared, begin, n);
+  switch (c.grid.kind) {
+    case MCC_SYMMETRIC: return quantize_64<MCC_SYMMETRIC>(c, v, shared, begin, n);
+    case MCC_ASYMMETRIC: return quantize_64<MCC_ASYMMETRIC>(c, v, shared, begin, n);
+    case MCC_MIDRISE: return quantize_64<MCC_MIDRISE>(c, v, shared, begin, n);
+    case MCC_SIGNED: return quantize_64<MCC_SIGNED>(c, v, shared, begin, n);
+    default: return quantize_64<MCC_MINMAX>(c, v, shared, begin, n);
+  }
 }
 
 /* Packs and unpacks the whole 64s among n codes; returns how many those are. */
@@ -154,16 +164,19 @@ inline int64_t unpack_whole_64(const uint8_t *in, int64_t n, int bits, uint8_t *
   return i;
 }
 
-template <int kQuarter>
+template <int kQuarter, bool kBased>
 inline void dequantize_16(const uint8_t *in, int bits, __m512 zero, __m512 unit, __m512 base, bool add, float *out) {
   const __m512 level = _mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(unpack_16<kQuarter>(in, bits))), zero);
-  const __m512 value = _mm512_add_ps(_mm512_mul_ps(level, unit), base);
+  const __m512 scaled = _mm512_mul_ps(level, unit), value = kBased ? _mm512_add_ps(scaled, base) : scaled;
   float *to = out + 16 * kQuarter;
   _mm512_storeu_ps(to, add ? _mm512_add_ps(_mm512_loadu_ps(to), value) : value);
 }
 
+template <bool kBased>
 inline void dequantize_64(const mcc_codec &c, const Shared *shared, int64_t begin, int64_t n) {
-  const mcc_grid &g = c.grid;
+  mcc_grid g = c.grid;
+  if (kBased) g.kind = MCC_MINMAX;
+  else if (is_minmax(g)) __builtin_unreachable();
   const __m512 zero = _mm512_set1_ps(float(offset_of(g)) - shift_of(g));
   const bool add = c.role == MCC_ADD;
   float *out = static_cast<float *>(c.out) + begin;
@@ -172,11 +185,15 @@ inline void dequantize_64(const mcc_codec &c, const Shared *shared, int64_t begi
     const Factor factor = shared ? Factor{*shared->at(0).by, *shared->at(0).base}
                                  : load_factor(g, false, c.scales, c.scale_dtype, (begin + i) / g.group);
     const __m512 unit = _mm512_set1_ps(factor.by), base = _mm512_set1_ps(factor.base);
-    dequantize_16<0>(in, g.bits, zero, unit, base, add, out + i);
-    dequantize_16<1>(in, g.bits, zero, unit, base, add, out + i);
-    dequantize_16<2>(in, g.bits, zero, unit, base, add, out + i);
-    dequantize_16<3>(in, g.bits, zero, unit, base, add, out + i);
+    dequantize_16<0, kBased>(in, g.bits, zero, unit, base, add, out + i);
+    dequantize_16<1, kBased>(in, g.bits, zero, unit, base, add, out + i);
+    dequantize_16<2, kBased>(in, g.bits, zero, unit, base, add, out + i);
+    dequantize_16<3, kBased>(in, g.bits, zero, unit, base, add, out + i);
   }
+}
+
+inline void dequantize_64(const mcc_codec &c, const Shared *shared, int64_t begin, int64_t n) {
+  is_minmax(c.grid) ? dequantize_64<true>(c, shared, begin, n) : dequantize_64<false>(c, shared, begin, n);
 }
 
 #else
