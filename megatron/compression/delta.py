@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron.base.errors import UserError
 from megatron.compression.api import Codec, CodecTraits, Content, Payload
 from megatron.compression.fixpoint import FixpointConfig, Quantizer
-from megatron.compression.message import message_seed
+from megatron.compression.message import FormatCodec, message_seed
 from megatron.compression.options import opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
@@ -92,31 +92,26 @@ class DeltaLowBitsConfig(DeltaConfig):
             raise UserError("predict=token: remembers no samples, so nothing of them can be quantized; use delta")
 
 
-class TokenDeltaCodec(Codec):
+class TokenDeltaCodec(FormatCodec):
     """Differences from the token's mean. A key without tokens predicts zeros."""
 
     config: DeltaConfig
+    format: Quantizer
     traits = CodecTraits(widened=False, shared=(MEANS, COUNTS), steady=("messages",), tokens=True)
 
     def __init__(self, config: DeltaConfig) -> None:
-        super().__init__(config)
-        self.difference = Quantizer(config)
-
-    def empty_payload(
-        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
-    ) -> Payload:
-        return Payload(torch.empty(self.difference.nbytes(shape), dtype=torch.uint8, device=device))
+        super().__init__(config, Quantizer(config))
 
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
         held = self._predict(x.shape, x.device, state, key)
-        wire = self.difference.encode(x.float(), _seed(self.config, state), Role.DELTA, held)
+        wire = self.format.encode(x.float(), _seed(self.config, state), Role.DELTA, held)
         self._learn(held, state, key)
         return Payload(wire)
 
     def decode(
         self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
     ) -> Tensor:
-        held = self.difference.add_to(self._predict(shape, payload.wire.device, state, key), payload.wire)
+        held = self.format.add_to(self._predict(shape, payload.wire.device, state, key), payload.wire)
         self._learn(held, state, key)
         return held.to(dtype)
 

@@ -40,13 +40,14 @@ class ChunkProgram:
         self.batches = batches
         self.seed = seed
         self.engines = engines
+        self.keys_hold_tokens = engines.keys_hold_tokens
         self.losses: list[Tensor] = []
         self.counts: list[Tensor] = []
 
     def key(self, micro_batch: int) -> Hashable:
         batch = self.batches[micro_batch]
         key = Content(batch.sample_ids_b.tolist())
-        if self.engines.keys_hold_tokens:
+        if self.keys_hold_tokens:
             assert batch.tokens_bs is not None
             tp = self.engines.topology.tp
             tokens_sb = batch.tokens_bs.t()
