@@ -10,7 +10,7 @@ inline bool quantizes_64(const mcc_codec &c, int64_t n) {
   const bool even = g.layout == MCC_TENSOR ? n % 64 == 0
                                            : g.layout == MCC_GROUP && g.group % 64 == 0 && n % g.group == 0 &&
                                                  g.group <= kChunk && g.method != MCC_L2;
-  return even_bits(g) && even && !g.stochastic && c.role == MCC_PLAIN;
+  return even_bits(g) && even && !g.stochastic;
 }
 
 inline bool dequantizes_64(const mcc_codec &c, int64_t n) {
@@ -172,14 +172,13 @@ inline void dequantize_16(const uint8_t *in, int bits, __m512 zero, __m512 unit,
   _mm512_storeu_ps(to, add ? _mm512_add_ps(_mm512_loadu_ps(to), value) : value);
 }
 
+/* The numbers of packed codes from ``begin`` on, written to ``out`` or added there. */
 template <bool kBased>
-inline void dequantize_64(const mcc_codec &c, const Shared *shared, int64_t begin, int64_t n) {
+inline void dequantize_64(const mcc_codec &c, const Shared *shared, int64_t begin, int64_t n, float *out, bool add) {
   mcc_grid g = c.grid;
   if (kBased) g.kind = MCC_MINMAX;
   else if (is_minmax(g)) __builtin_unreachable();
   const __m512 zero = _mm512_set1_ps(float(offset_of(g)) - shift_of(g));
-  const bool add = c.role == MCC_ADD;
-  float *out = static_cast<float *>(c.out) + begin;
   const uint8_t *in = c.codes + begin / 8 * g.bits;
   for (int64_t i = 0; i < n; i += 64, in += 8 * g.bits) {
     const Factor factor = shared ? Factor{*shared->at(0).by, *shared->at(0).base}
@@ -192,8 +191,9 @@ inline void dequantize_64(const mcc_codec &c, const Shared *shared, int64_t begi
   }
 }
 
-inline void dequantize_64(const mcc_codec &c, const Shared *shared, int64_t begin, int64_t n) {
-  is_minmax(c.grid) ? dequantize_64<true>(c, shared, begin, n) : dequantize_64<false>(c, shared, begin, n);
+inline void dequantize_64(const mcc_codec &c, const Shared *shared, int64_t begin, int64_t n, float *out, bool add) {
+  is_minmax(c.grid) ? dequantize_64<true>(c, shared, begin, n, out, add)
+                    : dequantize_64<false>(c, shared, begin, n, out, add);
 }
 
 #else
@@ -203,6 +203,6 @@ inline int64_t unpack_whole_64(const uint8_t *, int64_t, int, uint8_t *) { retur
 inline bool quantizes_64(const mcc_codec &, int64_t) { return false; }
 inline bool dequantizes_64(const mcc_codec &, int64_t) { return false; }
 inline void quantize_64(const mcc_codec &, const float *, const Shared *, int64_t, int64_t) {}
-inline void dequantize_64(const mcc_codec &, const Shared *, int64_t, int64_t) {}
+inline void dequantize_64(const mcc_codec &, const Shared *, int64_t, int64_t, float *, bool) {}
 
 #endif

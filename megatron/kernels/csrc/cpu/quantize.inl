@@ -38,14 +38,17 @@ struct Factors {
   const float *by, *base;
 };
 
-/* Codes of n numbers, kBased where their grid begins at a base. */
-template <int kEach, bool kBased>
+/* Codes of n numbers; kBased where their grid begins at a base, kShifted where its levels lie between whole steps. */
+template <int kEach, bool kBased, bool kShifted>
 inline void quantize_levels(const mcc_grid &g, const float *__restrict v, Factors step, int64_t n, int64_t index,
                             uint8_t *__restrict codes) {
   const int32_t offset = offset_of(g);
   const float low = lowest(g), high = highest(g), shift = shift_of(g);
   const float *by = step.by, *base = step.base;
-  const auto steps = [&](int64_t i) { return (kBased ? v[i] - base[i * kEach] : v[i]) * by[i * kEach] - shift; };
+  const auto steps = [&](int64_t i) {
+    const float y = (kBased ? v[i] - base[i * kEach] : v[i]) * by[i * kEach];
+    return kShifted ? y - shift : y;
+  };
   if (!g.stochastic) {
     for (int64_t i = 0; i < n; ++i) codes[i] = nearest_code(steps(i), low, high, offset);
     return;
@@ -60,9 +63,11 @@ inline void quantize_run(const mcc_grid &g, const float *v, Factors step, int64_
   if (is_sign(g)) {
     for (int64_t i = 0; i < n; ++i) codes[i] = v[i] >= 0.0f;
   } else if (is_minmax(g)) {
-    quantize_levels<kEach, true>(g, v, step, n, index, codes);
+    quantize_levels<kEach, true, false>(g, v, step, n, index, codes);
+  } else if (g.kind == MCC_MIDRISE) {
+    quantize_levels<kEach, false, true>(g, v, step, n, index, codes);
   } else {
-    quantize_levels<kEach, false>(g, v, step, n, index, codes);
+    quantize_levels<kEach, false, false>(g, v, step, n, index, codes);
   }
 }
 
@@ -336,14 +341,20 @@ inline void wide_scales(const mcc_codec &c, int64_t total) {
   }
 }
 
+/* Leaves in the other tensor what the message makes of it: the reference, or the residual. The codes are packed where
+ * quantize_64 has made them, else in the buffers. */
 inline void update_other(const mcc_codec &c, const Shared &units, int64_t begin, int64_t n, int64_t padded, const float *v,
-                         Buffers &b) {
+                         bool packed, Buffers &b) {
   if (c.role == MCC_PLAIN) return;
   float *decoded = b.decoded;
-  by_scale(c, false, units, begin, padded, [&](int64_t i, int64_t m, Factors f, int each) {
-    each ? dequantize_run<1>(c.grid, b.codes + i, f, m, decoded + i)
-         : dequantize_run<0>(c.grid, b.codes + i, f, m, decoded + i);
-  });
+  if (packed) {
+    dequantize_64(c, c.grid.layout == MCC_TENSOR ? &units : nullptr, begin, padded, decoded, false);
+  } else {
+    by_scale(c, false, units, begin, padded, [&](int64_t i, int64_t m, Factors f, int each) {
+      each ? dequantize_run<1>(c.grid, b.codes + i, f, m, decoded + i)
+           : dequantize_run<0>(c.grid, b.codes + i, f, m, decoded + i);
+    });
+  }
   if (c.grid.rotation) rotate(decoded, padded, c.grid.rotation);
   if (c.role == MCC_DELTA) {
     const float *o = view(b.other, c.other, c.other_dtype, begin, n);
@@ -379,6 +390,7 @@ void quantize(const mcc_context *, const mcc_codec *codec) {
       const float *v = source(c, begin, n, padded, b);
       if (wide == (g.layout == MCC_TENSOR) && quantizes_64(c, padded)) {
         quantize_64(c, v, wide ? &steps : nullptr, begin, padded);
+        update_other(c, units, begin, n, padded, v, true, b);
         continue;
       }
       if (!wide) {
@@ -397,7 +409,7 @@ void quantize(const mcc_context *, const mcc_codec *codec) {
       }
       std::memset(b.codes + padded, 0, 8);
       pack(b.codes, padded, g.bits, c.codes + begin / 8 * g.bits);
-      update_other(c, units, begin, n, padded, v, b);
+      update_other(c, units, begin, n, padded, v, false, b);
     }
   }
 }
@@ -415,7 +427,8 @@ void dequantize(const mcc_context *, const mcc_codec *codec) {
       const int64_t begin = k * kChunk, padded = std::min(kChunk, total - begin);
       const int64_t n = std::max<int64_t>(std::min(padded, c.count - begin), 0);
       if (padded == n && dequantizes_64(c, n)) {
-        dequantize_64(c, g.layout == MCC_TENSOR ? &units : nullptr, begin, n);
+        float *to = static_cast<float *>(c.out) + begin;
+        dequantize_64(c, g.layout == MCC_TENSOR ? &units : nullptr, begin, n, to, c.role == MCC_ADD);
         continue;
       }
       unpack(c.codes + begin / 8 * g.bits, padded, g.bits, b.codes);
