@@ -113,6 +113,7 @@ class Bench:
         device: cpu: fp32 over gloo, each host with a share of the processors; cuda: bf16 over NCCL, on one GPU.
         micro_batch: sequences per micro-batch.
         vocab: entries of the vocabulary.
+        bucket: elements of a gradient bucket; None for the trainer's choice.
     """
 
     hosts: int
@@ -128,6 +129,7 @@ class Bench:
     device: str = "cpu"
     micro_batch: int = 1
     vocab: int = VOCAB
+    bucket: int | None = None
 
     @property
     def dp(self) -> int:
@@ -154,8 +156,9 @@ BENCHES = {
     # Short iterations: the hook spends more than two thirds of its step on the wire.
     "dp4-short": Bench(4, 1, 1, 1, (4, 256, 256), 2, tuple(aqsgd_data(4, 2)[:1]), FACTORS, "gradients"),
     "dp8": Bench(8, 1, 1, 1, (4, 256, 256), 4, (*aqsgd_data(8)[:1], radius_data()), DATA, "gradients"),
-    # Links of their own rates. Short sequences, as it is the sums that are compared.
-    "dp2x2": Bench(2, 2, 1, 1, (4, 512, 32), 1, tuple(as_named()[1:]), LEVELS, "gradients"),
+    # Links of their own rates. Short sequences, as it is the sums that are compared, in buckets that hide one another's
+    # coding: a sum in two levels codes its numbers twice.
+    "dp2x2": Bench(2, 2, 1, 1, (4, 512, 32), 1, tuple(as_named()[1:]), LEVELS, "gradients", bucket=4_000_000),
     "3d": Bench(4, 2, 2, 2, (8, 512, 256), 4, (optimus_pipeline(), aqsgd_pipeline()[1]), MIXED, tied=True),
 }
 
@@ -191,6 +194,7 @@ def plan_of(bench: Bench) -> dict[str, Any]:
                 "tensor_model_parallel_size": bench.tp,
                 "pipeline_model_parallel_size": bench.pp,
                 "distributed_backend": "nccl" if bench.device == "cuda" else "gloo",
+                **({} if bench.bucket is None else {"ddp_bucket_size": bench.bucket}),
             },
         },
     }

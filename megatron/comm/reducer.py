@@ -208,9 +208,14 @@ class GradReducer:
                 self.compressor.observe(unit.take(bucket.flat, 1.0), unit.state)
 
     def mark_ready(self, index: int) -> None:
-        """Marks bucket ``index`` as holding its final local gradient, and launches every bucket whose turn has come."""
+        """Marks bucket ``index`` as holding its final local gradient, and launches every bucket whose turn has come.
+
+        By then the bucket before it has had the time for what it exchanges inside a node, and goes on between nodes.
+        """
         self._ready[index] = True
         while len(self._pending) < len(self.buckets) and self._ready[len(self._pending)]:
+            if self._pending and (before := self._pending[-1].reduction) is not None:
+                before.advance_inside_nodes()
             self._pending.append(self._launch(self.buckets[len(self._pending)], self.units[len(self._pending)]))
 
     def launch(self) -> None:
@@ -247,20 +252,31 @@ class GradReducer:
         return _PendingBucket(packed, used)
 
     def finish(self, finite: bool = True) -> None:
-        """Waits for all buckets and leaves the reduced gradients in them; if not ``finite``, anything."""
+        """Waits for all buckets and leaves the reduced gradients in them; if not ``finite``, anything.
+
+        Buckets take turns, a round each: what is coded for one hides the messages of the others.
+        """
         self.launch()
-        for bucket, pending in zip(self.buckets, self._pending, strict=True):
-            if pending.reduction is None:
-                continue
-            if not finite:
-                pending.reduction.abandon()
-                continue
-            pending.reduction.finish()
-            with self.ledger.decoding(Point.DP_GRAD):
-                for unit, reduction in zip(pending.units, pending.reduction.reductions, strict=False):
-                    unit.give(bucket.flat, reduction.x, self._scale)
+        waiting = [pair for pair in zip(self.buckets, self._pending, strict=True) if pair[1].reduction is not None]
+        while waiting:
+            waiting = [(bucket, pending) for bucket, pending in waiting if self._advance(bucket, pending, finite)]
         self._ready = [False] * len(self.buckets)
         self._pending = []
+
+    def _advance(self, bucket: GradBucket, pending: _PendingBucket, finite: bool) -> bool:
+        """Runs a round of a bucket's reduction, or ends it; returns whether it goes on."""
+        reduction = pending.reduction
+        assert reduction is not None
+        if not finite:
+            reduction.abandon()
+            return False
+        if reduction.advance():
+            return True
+        reduction.finish()
+        with self.ledger.decoding(Point.DP_GRAD):
+            for unit, reduced in zip(pending.units, reduction.reductions, strict=False):
+                unit.give(bucket.flat, reduced.x, self._scale)
+        return False
 
 
 def _rest(bucket: GradBucket, units: Sequence[Unit]) -> list[slice]:

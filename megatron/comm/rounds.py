@@ -31,6 +31,15 @@ class TensorReduction:
     state: CompressorState
 
 
+@dataclass(frozen=True)
+class _Started:
+    """A collective that was started, with the results that it has for some of the tensors, by their numbers."""
+
+    communication: Pending
+    results: list[tuple[int, Tensor]]
+    level: Level
+
+
 class PackedReduction:
     """A pending reduction of several tensors, whose requests of one round share a collective.
 
@@ -65,7 +74,7 @@ class PackedReduction:
             for reduction in reductions
         ]
         self._aggregates: list[Aggregate | None] = [None] * len(reductions)
-        self._pending: list[tuple[Pending, list[tuple[int, Tensor]]]] = []
+        self._pending: list[_Started] = []
         self._resume(dict.fromkeys(range(len(reductions))))
 
     def _peers_of(self, compressor: RoundCompressor) -> Peers:
@@ -115,17 +124,27 @@ class PackedReduction:
             inside = pending.sent_bytes if level is Level.NODE else 0
             self.ledger.sent(self.point, pending.sent_bytes, self._raw_left, inside)
             self._raw_left = 0
-        self._pending.append((pending, results))
+        self._pending.append(_Started(pending, results, level))
+
+    def advance(self) -> bool:
+        """Waits for the round that was started and starts the next one; returns False where there is none."""
+        pending, self._pending = self._pending, []
+        results: dict[int, Tensor | None] = {}
+        for started in pending:
+            self.ledger.wait(self.point, started.communication)
+            results.update((index, result.contiguous()) for index, result in started.results)
+        self._resume(dict(sorted(results.items())))
+        return bool(self._pending)
+
+    def advance_inside_nodes(self) -> None:
+        """Runs the rounds that come before the first one between nodes, which therefore leaves early."""
+        while self._pending and all(started.level is Level.NODE for started in self._pending):
+            self.advance()
 
     def wait(self) -> None:
         """Runs the remaining rounds."""
         while self._pending:
-            pending, self._pending = self._pending, []
-            results: dict[int, Tensor | None] = {}
-            for communication, members in pending:
-                self.ledger.wait(self.point, communication)
-                results.update((index, result.contiguous()) for index, result in members)
-            self._resume(dict(sorted(results.items())))
+            self.advance()
 
     def finish(self) -> None:
         """Waits; the reduced tensors are in the reductions then, and the compressors' states have changed."""
@@ -139,8 +158,8 @@ class PackedReduction:
 
     def abandon(self) -> None:
         """Waits for the round that was started and runs no other; all ranks of the group do the same."""
-        for communication, _ in self._pending:
-            communication.wait()
+        for started in self._pending:
+            started.communication.wait()
         for generator in self._generators:
             generator.close()
         self._pending = []

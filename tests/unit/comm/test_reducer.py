@@ -1,0 +1,116 @@
+"""The order of the reductions' rounds: buckets take turns, and messages between nodes leave during backward."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megatron.comm.ledger import Ledger
+from megatron.comm.policy import CompressionPlan
+from megatron.comm.reducer import GradBucket, GradReducer
+from megatron.compression.api import Aggregate, Level, Op, Peers, Request, RoundCompressor, SumTraits
+from megatron.compression.points import Point
+from megatron.compression.schedule import Activation
+from megatron.compression.state import CompressorState
+from megatron.topology.group import Group, Pending
+
+
+@dataclass
+class RecordingGroup:
+    """A rank's view of a group whose collectives change nothing; ``events`` has their starts and waits, in order."""
+
+    events: list[str]
+    name: str = "all"
+    size: int = 4
+    rank: int = 0
+    split: Any = None
+
+    def all_reduce(self, x: Tensor) -> Pending:
+        label = f"{self.name} {x.numel()}"
+        self.events.append(f"start {label}")
+        return Pending(None, 1, "all-reduce", lambda: self.events.append(f"wait {label}"))
+
+
+@dataclass
+class Split:
+    node: RecordingGroup
+    across: RecordingGroup
+    nodes: tuple[tuple[int, ...], ...] = ((0, 1), (2, 3))
+
+
+class Levels(RoundCompressor):
+    """An exact sum, a level at a time."""
+
+    traits = SumTraits(levels=True)
+
+    def __init__(self, *levels: Level) -> None:
+        self.levels = levels
+
+    def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
+        given = x.clone()
+        for level in self.levels:
+            x = yield Request(x, Op.REDUCE, level=level)
+        return Aggregate(x, given)
+
+
+@dataclass
+class Plan:
+    """A plan with one compressor of gradients."""
+
+    compressor: RoundCompressor
+    stage: int = 0
+    asked: list[Point] = field(default_factory=list)
+
+    def rounds(self, point: Point) -> RoundCompressor:
+        return self.compressor
+
+    def covers(self, point: Point, stage: int) -> bool:
+        return True
+
+    def activation(self, point: Point) -> Activation:
+        return Activation()
+
+
+def events_of(*levels: Level, finite: bool = True) -> tuple[list[str], list[str]]:
+    """Events of backward and of the end of a step with three buckets of 1, 2 and 3 numbers."""
+    events: list[str] = []
+    group = RecordingGroup(events)
+    group.split = Split(RecordingGroup(events, "node", 2), RecordingGroup(events, "across", 2))
+    buckets = [GradBucket(torch.ones(size)) for size in (1, 2, 3)]
+    plan = cast(CompressionPlan, Plan(Levels(*levels)))
+    reducer = GradReducer(buckets, cast(Group, group), plan, Ledger(), sharded=False)
+    reducer.begin(0, 1.0)
+    for index in range(3):
+        reducer.mark_ready(index)
+    backward = list(events)
+    reducer.finish(finite)
+    return backward, events[len(backward) :]
+
+
+def test_what_goes_between_nodes_leaves_when_the_next_bucket_is_ready() -> None:
+    backward, end = events_of(Level.NODE, Level.ACROSS)
+    first = ["start node 1", "wait node 1", "start across 1", "start node 2"]
+    assert backward == [*first, "wait node 2", "start across 2", "start node 3"]
+    assert end == ["wait across 1", "wait across 2", "wait node 3", "start across 3", "wait across 3"]
+
+
+def test_backward_waits_for_nothing_between_nodes() -> None:
+    for levels in ((Level.ALL, Level.ALL), (Level.ACROSS, Level.NODE)):
+        backward, _ = events_of(*levels)
+        assert [event.split()[0] for event in backward] == ["start"] * 3
+
+
+def test_buckets_take_turns() -> None:
+    """The second round of each is on its way while the others' first ones are waited for."""
+    _, end = events_of(Level.ALL, Level.ALL)
+    turns = [f"{what} all {size}" for size in (1, 2, 3) for what in ("wait", "start")]
+    assert end == [*turns, "wait all 1", "wait all 2", "wait all 3"]
+
+
+def test_a_step_that_is_not_taken_starts_no_further_round() -> None:
+    _, end = events_of(Level.ALL, Level.ALL, finite=False)
+    assert end == ["wait all 1", "wait all 2", "wait all 3"]
