@@ -30,6 +30,7 @@ CB = "pp-backward=lowrank,rank=16"
 MEAN = f"{CB},when=epilogue,error-feedback=lazy-mean"
 RADIUS = "dp-grad=stable-topk,interval=5,flush=rotate,warmup=200"
 SC = "dp-grad=powersgd,rank=16,stages=first:1,warmup=40"
+MINMAX = "grid=minmax,scale-dtype=bf16"
 POWERSGD = "dp-grad=powersgd,rank=16,warmup=40"
 
 CASES: dict[str, list[str]] = {
@@ -54,6 +55,13 @@ CASES: dict[str, list[str]] = {
     "delta by token fw2/bw8": ["pp-forward=delta,predict=token,bits=2", "pp-backward=fixpoint,bits=8"],
     "fixpoint fw4/bw8": ["pp-forward=fixpoint,bits=4", "pp-backward=fixpoint,bits=8"],
     "fixpoint fw2/bw4": ["pp-forward=fixpoint,bits=2", "pp-backward=fixpoint,bits=4"],
+    "fixpoint fw4/bw6": ["pp-forward=fixpoint,bits=4", "pp-backward=fixpoint,bits=6"],
+    "fixpoint minmax fw4/bw6": [f"pp-forward=fixpoint,bits=4,{MINMAX}", "pp-backward=fixpoint,bits=6"],
+    "fixpoint minmax, rotated, fw4/bw6": [
+        f"pp-forward=fixpoint,bits=4,{MINMAX},rotation=64",
+        "pp-backward=fixpoint,bits=6",
+    ],
+    "fixpoint midrise fw2/bw4": ["pp-forward=fixpoint,bits=2,grid=midrise", "pp-backward=fixpoint,bits=4"],
     "fixpoint fw8/bw8": ["pp-forward=fixpoint,bits=8", "pp-backward=fixpoint,bits=8"],
     "float8 fw e4m3/bw e5m2": ["pp-forward=float8", "pp-backward=float8,format=e5m2"],
     "float8 gradients": ["dp-grad=float8"],
