@@ -67,6 +67,12 @@ LEVELS = (
     NetworkCase("torch DDP", peer="ddp"),
     NetworkCase("torch DDP, fp16 hook", peer="ddp-fp16"),
 )
+SERVERS = (
+    FP32,
+    NetworkCase("central parameter server", ("dp-grad=parameter-server,server=central",)),
+    NetworkCase("sharded parameter servers", ("dp-grad=parameter-server,server=sharded",)),
+    NetworkCase("sharded, compressed: quantized Adam, 8 bits", ("dp-grad=quantized-adam,bits=8,warmup=2",)),
+)
 _POWERSGD = "dp-grad=powersgd,rank=32"
 FACTORS = (
     FP32,
@@ -155,6 +161,8 @@ BENCHES = {
     "dp4": Bench(4, 1, 1, 1, (4, 256, 256), 4, (*aqsgd_data(4), radius_data()), DATA, "gradients"),
     # Short iterations: the hook spends more than two thirds of its step on the wire.
     "dp4-short": Bench(4, 1, 1, 1, (4, 256, 256), 2, tuple(aqsgd_data(4, 2)[:1]), FACTORS, "gradients"),
+    # AQ-SGD's choices of --dp-mode.
+    "dp4-servers": Bench(4, 1, 1, 1, (4, 256, 256), 4, tuple(aqsgd_data(4)[:1]), SERVERS, "gradients"),
     "dp8": Bench(8, 1, 1, 1, (4, 256, 256), 4, (*aqsgd_data(8)[:1], radius_data()), DATA, "gradients"),
     # Links of their own rates. Short sequences, as it is the sums that are compared, in buckets that hide one another's
     # coding: a sum in two levels codes its numbers twice.

@@ -15,6 +15,9 @@ from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
 from megatron.topology.group import Group, Pending, num_bytes
 
+_SHARED = (Op.REDUCE, Op.GATHER, Op.EXCHANGE)
+"""Operations whose requests share a collective."""
+
 
 @dataclass
 class TensorReduction:
@@ -105,7 +108,7 @@ class PackedReduction:
         """Starts the collectives of one round; those of one kind share one."""
         kinds: dict[tuple[Op, Level, torch.dtype], list[tuple[int, Tensor]]] = {}
         for index, request in requests.items():
-            if request.op is not Op.BROADCAST and len(requests) > 1:
+            if request.op in _SHARED and len(requests) > 1:
                 kind = request.op, request.level, request.tensor.dtype
                 kinds.setdefault(kind, []).append((index, request.tensor))
             else:
@@ -209,7 +212,10 @@ def start_request(request: Request, group: Group, sharded: bool = False) -> tupl
     if request.op is Op.EXCHANGE:
         received = torch.empty_like(x)
         return group.exchange(received, x), received
-    return group.broadcast(x), x
+    if request.op is Op.COLLECT:
+        collected = torch.empty((group.size if group.rank == 0 else 0, *x.shape), dtype=x.dtype, device=x.device)
+        return group.collect(collected, x), collected
+    return (group.distribute(x) if request.op is Op.DISTRIBUTE else group.broadcast(x)), x
 
 
 def group_at(group: Group, level: Level) -> Group:

@@ -35,6 +35,10 @@ class Op(enum.Enum):
     """Broadcast: overwrite the tensor by the first rank's."""
     EXCHANGE = "exchange"
     """All-to-all: send row i of the tensor to rank i; row i of the result comes from rank i."""
+    COLLECT = "collect"
+    """Gather: the first rank gets the tensors of all along a new first dimension, which has no rows on the others."""
+    DISTRIBUTE = "distribute"
+    """Overwrite the tensor by the first rank's, which it sends to every other one itself."""
 
 
 class Level(enum.Enum):
@@ -53,7 +57,7 @@ class Request:
     """A collective that a compressor asks for.
 
     Args:
-        tensor: contiguous tensor to communicate; REDUCE and BROADCAST work in place.
+        tensor: contiguous tensor to communicate; REDUCE, BROADCAST and DISTRIBUTE work in place.
         op: what to do with it.
         shard_only: this rank will read only its own equal share of the sum (the sharded optimizer's case), so
             a reduce-scatter may serve a REDUCE. Elements outside the share are then undefined.

@@ -13,13 +13,26 @@ from megatron.compression import (
     float8,
     identity,
     lowrank_codec,
+    parameter_server,
     powersgd,
     quantized_adam,
     topk,
 )
 from megatron.compression.registry import Registration, Registry
 
-MODULES = (identity, fixpoint, float8, cast, lowrank_codec, delta, powersgd, edgc, topk, quantized_adam)
+MODULES = (
+    identity,
+    fixpoint,
+    float8,
+    cast,
+    lowrank_codec,
+    delta,
+    powersgd,
+    edgc,
+    topk,
+    quantized_adam,
+    parameter_server,
+)
 """Files with a function ``register(registry)``."""
 
 

@@ -334,6 +334,27 @@ class Group:
             "broadcast", sent, lambda: dist.broadcast(x, src=self.ranks[src], group=self.pg, async_op=True)
         )
 
+    def collect(self, out: Tensor, x: Tensor) -> Pending:
+        """Gathers the ranks' ``x`` along dimension 0 in the first rank's ``out``; the other ranks send it once."""
+        if self.size == 1:
+            out[0].copy_(x)
+            return Pending(None, 0, NOTHING)
+        first = self.rank == 0
+        rows = list(out.unbind()) if first else None
+        sent = 0 if first else num_bytes(x)
+        return self.start("gather", sent, lambda: dist.gather(x, rows, dst=self.ranks[0], group=self.pg, async_op=True))
+
+    def distribute(self, x: Tensor) -> Pending:
+        """Overwrites ``x`` by the first rank's, which sends it n - 1 times."""
+        if self.size == 1:
+            return Pending(None, 0, NOTHING)
+        first = self.rank == 0
+        rows = [x] * self.size if first else None
+        sent = (self.size - 1) * num_bytes(x) if first else 0
+        return self.start(
+            "scatter", sent, lambda: dist.scatter(x, rows, src=self.ranks[0], group=self.pg, async_op=True)
+        )
+
     def send(self, x: Tensor, dst: int, tag: int = 0) -> Pending:
         """Sends ``x`` to group rank ``dst``. ``x`` must live until the send is done."""
         return self.start(

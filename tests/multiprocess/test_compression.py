@@ -45,6 +45,12 @@ FULL_RANK = "rank=32,min-ratio=0"
 
 LOSSLESS: dict[str, tuple[int, Changes]] = {
     "identity": (4, _run("dp-grad=identity", "pp-forward=none", "pp-backward=identity", pp=2)),
+    "central parameter server": (4, _run("dp-grad=parameter-server,server=central", tp=2, **OVERLAP)),
+    "sharded parameter servers": (4, _run("dp-grad=parameter-server", pp=2)),
+    "sharded parameter servers and optimizer": (
+        2,
+        _run("dp-grad=parameter-server", use_distributed_optimizer=True, **OVERLAP),
+    ),
     "powersgd, full rank": (4, _run(f"dp-grad=powersgd,{FULL_RANK}", tp=2)),
     "powersgd, full rank, aggregate residual": (2, _run(f"dp-grad=powersgd,{FULL_RANK},error-feedback=aggregate")),
     "powersgd of a rank that does not pay": (2, _run("dp-grad=powersgd,rank=32")),

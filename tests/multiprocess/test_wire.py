@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 import sys
@@ -29,10 +28,15 @@ def _sent_bytes() -> int:
     total = 0
     for entry in Path("/proc/self/fd").iterdir():
         try:
-            with socket.socket(fileno=os.dup(int(entry.name))) as connection:
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_SENT + 16)
-        except OSError:  # not a socket, or not of TCP
+            connection = socket.socket(fileno=int(entry.name))
+        except OSError:  # not a socket
             continue
+        try:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_SENT + 16)
+        except OSError:  # not of TCP
+            continue
+        finally:
+            connection.detach()  # it is not ours to close
         sent, sent_again = struct.unpack_from("QQ", info, BYTES_SENT)
         total += sent - sent_again
     return int(total)
@@ -59,6 +63,8 @@ def _collectives() -> dict[str, tuple[int, int]]:
         "reduce-scatter": lambda: group.reduce_scatter(out, x),
         "all-gather": lambda: group.all_gather(x, out),
         "exchange": lambda: group.exchange(torch.empty_like(x).view(size, -1), x.view(size, -1)),
+        "gather": lambda: group.collect(torch.empty(size if group.rank == 0 else 0, 600_000), out),
+        "scatter": lambda: group.distribute(out),
     }
     found = {}
     for name, call in calls.items():
@@ -83,6 +89,8 @@ def test_collectives_send_what_they_say(ranks: int) -> None:
         seen = sum(result[name][1] for result in results)
         assert seen == pytest.approx(said, rel=0.005), name
         sent[name] = seen
+    for name, sender in (("gather", lambda rank: rank > 0), ("scatter", lambda rank: rank == 0)):
+        assert all((result[name][0] > 0) is sender(rank) for rank, result in enumerate(results)), name
     assert sent["reduce-scatter"] == pytest.approx(sent["all-reduce"] / 2, rel=0.005)
 
 

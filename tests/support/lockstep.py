@@ -98,7 +98,10 @@ def _serve(requests: Sequence[Request], sharded: bool) -> list[Tensor]:
         return [torch.stack(tensors) for _ in tensors]
     if requests[0].op is Op.EXCHANGE:
         return [torch.stack([x[rank] for x in tensors]) for rank in range(len(tensors))]
-    wanted = tensors[0].clone() if requests[0].op is Op.BROADCAST else torch.stack(tensors).sum(dim=0)
+    if requests[0].op is Op.COLLECT:
+        return [torch.stack(tensors), *(x.new_empty((0, *x.shape)) for x in tensors[1:])]
+    sent = requests[0].op in (Op.BROADCAST, Op.DISTRIBUTE)
+    wanted = tensors[0].clone() if sent else torch.stack(tensors).sum(dim=0)
     shares = sharded and requests[0].op is Op.REDUCE and requests[0].shard_only and requests[0].level is Level.ALL
     scatter = shares and wanted.numel() % len(tensors) == 0
     for rank, x in enumerate(tensors):

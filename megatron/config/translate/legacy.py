@@ -104,7 +104,9 @@ class LegacyConfig:
     backward_scale_method: Literal["max", "l2"] = option("max", "How --backward-compress-method finds its scales.")
     backward_scale_dims: str = option("(0,1)", "Dimensions (sample, token, channel) that share a scale.")
     dp_mode: Literal["allreduce", "central_ps", "sharded_ps", "sharded_ps_compressed"] = option(
-        "allreduce", "sharded_ps_compressed is the same as --compress dp-grad=quantized-adam."
+        "allreduce",
+        "central_ps and sharded_ps are the same as --compress dp-grad=parameter-server,server=central (or sharded), "
+        "sharded_ps_compressed as dp-grad=quantized-adam.",
     )
     dp_bits: int = option(8, "Bits of --dp-mode sharded_ps_compressed.", minimum=1, maximum=8)
     log_gradients_output_dir: str | None = derived(
@@ -173,7 +175,7 @@ def _translate(old: Theirs, explicit: Explicit, note: Note) -> None:
         *_optimus_tensor(old, note),
         *_fixpoint("pp-forward", "forward", old),
         *_fixpoint("pp-backward", "backward", old),
-        *_quantized_adam(old),
+        *_parameter_server(old),
     ]
     for flags, spec in specs:
         note(f"{flags} means --compress {spec}")
@@ -184,8 +186,6 @@ def _translate(old: Theirs, explicit: Explicit, note: Note) -> None:
         explicit["data.sample_order"] = "fixed"
         note("--forward-compress-method delta means --sample-order fixed: what is remembered must come again")
     _json_files(old, explicit, note)
-    if old.dp_mode in ("central_ps", "sharded_ps"):
-        note(f"--dp-mode {old.dp_mode}: no effect, gradients are averaged by all-reduce; the result is the same")
 
 
 def _json_files(old: Theirs, explicit: Explicit, note: Note) -> None:
@@ -330,11 +330,13 @@ def _fixpoint(point: str, way: str, old: Theirs) -> list[tuple[str, str]]:
     return [(f"--{way}-compress-method", spec)]
 
 
-def _quantized_adam(old: Theirs) -> list[tuple[str, str]]:
-    if old.dp_mode != "sharded_ps_compressed":
+def _parameter_server(old: Theirs) -> list[tuple[str, str]]:
+    if old.dp_mode == "allreduce":
         return []
-    spec = f"dp-grad=quantized-adam,bits={old.dp_bits},warmup={old.warmup_epochs}epochs"
-    return [("--dp-mode sharded_ps_compressed", spec)]
+    spec = f"parameter-server,server={old.dp_mode.removesuffix('_ps')}"
+    if old.dp_mode == "sharded_ps_compressed":
+        spec = f"quantized-adam,bits={old.dp_bits},warmup={old.warmup_epochs}epochs"
+    return [(f"--dp-mode {old.dp_mode}", f"dp-grad={spec}")]
 
 
 LEGACY = Dialect(section="legacy", config=LegacyConfig, translate=_translate, needs=NEEDS)

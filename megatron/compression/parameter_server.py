@@ -1,0 +1,82 @@
+"""Exact sums by way of parameter servers: one rank that serves all, or every rank for its own part.
+
+The modes ``central_ps`` and ``sharded_ps`` of AQ-SGD (Wang et al. 2022); its third one, with compressed parts, is
+``quantized-adam``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from megatron.compression.api import Aggregate, Op, Peers, Request, RoundCompressor
+from megatron.compression.options import opt
+from megatron.compression.points import Point
+from megatron.compression.registry import Registration, Registry
+from megatron.compression.state import CompressorState
+
+
+@dataclass(frozen=True)
+class ParameterServerConfig:
+    """An exact sum at a parameter server, to which gradients are sent and from which their sum comes back."""
+
+    server: Literal["central", "sharded"] = opt(
+        "sharded", "central: the first replica, whose link carries the gradients of all; sharded: each, for its part"
+    )
+
+
+class ParameterServer(RoundCompressor):
+    """The sum of all ranks' numbers, added up in the order of the ranks where they are served."""
+
+    config: ParameterServerConfig
+
+    def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
+        central = self.config.server == "central"
+        total = yield from (_central(x) if central else _sharded(x, peers))
+        return Aggregate(total=total, local=None)
+
+
+def _central(x: Tensor) -> Generator[Request, Tensor, Tensor]:
+    received = yield Request(x, Op.COLLECT)
+    if received.shape[0]:
+        x.copy_(_added(received))
+    return (yield Request(x, Op.DISTRIBUTE))
+
+
+def _sharded(x: Tensor, peers: Peers) -> Generator[Request, Tensor, Tensor]:
+    flat = x.view(-1)
+    part = -(-flat.numel() // peers.size)
+    padded = flat.new_zeros(part * peers.size)
+    padded[: flat.numel()] = flat
+    received = yield Request(padded.view(peers.size, part), Op.EXCHANGE)
+    own = _added(received)
+    if peers.sharded and padded.numel() == flat.numel():
+        flat[peers.rank * part : (peers.rank + 1) * part] = own
+        return x
+    gathered = yield Request(own, Op.GATHER)
+    return gathered.view(-1)[: flat.numel()].view(x.shape)
+
+
+def _added(rows: Tensor) -> Tensor:
+    """The sum of the rows, one after the other."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
+
+
+def register(registry: Registry) -> None:
+    """Registers the parameter servers, for gradients."""
+    registry.register(
+        "parameter-server",
+        Registration(
+            ParameterServerConfig,
+            rounds=ParameterServer,
+            points=frozenset({Point.DP_GRAD}),
+            no_feedback="leaves no error",
+            advice="none is an exact sum there",
+        ),
+    )
