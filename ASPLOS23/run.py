@@ -23,13 +23,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
-    sys.path.insert(0, str(REPO))
+    from _clone import start_program
 
-import numpy as np  # noqa: E402
+    start_program("ASPLOS23.run")
 
-from ASPLOS23.experiments import (  # noqa: E402
+import numpy as np
+
+from ASPLOS23.experiments import (
     CASES,
     Experiment,
     ModelCase,
@@ -38,11 +39,13 @@ from ASPLOS23.experiments import (  # noqa: E402
     read_model,
     specs_of,
 )
-from ASPLOS23.progress import run_shown  # noqa: E402
-from ASPLOS23.report import write_report  # noqa: E402
-from megatron.base.documents import read_yaml  # noqa: E402
-from megatron.base.errors import UserError  # noqa: E402
-from megatron.data.indexed import IndexedWriter  # noqa: E402
+from ASPLOS23.progress import run_shown
+from ASPLOS23.report import write_report
+from megatron.base.documents import read_yaml
+from megatron.base.errors import UserError
+from megatron.data.indexed import IndexedWriter
+
+REPO = Path(__file__).resolve().parents[1]
 
 FIRST_NODE = "FIRST_NODE"
 RENDEZVOUS = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{FIRST_NODE}:29500")
@@ -294,7 +297,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {place}: {error.strerror}; give --out a folder that can be written", file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,6 +3,8 @@
     make bench-cleaning                        20,000 synthetic documents (about three minutes)
     make bench-cleaning ARGS="--documents 2000"
 
+Prints tables, and writes their figures to --out as JSON.
+
 The documents are made of sentences of the given text (--text, default: the documentation of Python's library), so that
 their words and lengths are real. Copies with a tenth and a twentieth of their words changed are planted among them;
 "found" is the share of the planted pairs that came out, "alike" the share of the pairs that came out that are planted
@@ -13,20 +15,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks import REPO
+from benchmarks.record import device_name, header, write_record
+from benchmarks.runs import run
+from benchmarks.tables import Column, Table
+from benchmarks.turns import in_turns, timed
 from megatron.base.errors import UserError
 from megatron.data.lines import lines
 
@@ -41,7 +44,18 @@ status = tool.main(sys.argv[2:])
 print(time.perf_counter() - start)
 sys.exit(status)
 """
-"""Runs a tool in a process of its own and prints its seconds, without those of its start."""
+"""Runs a tool and prints its seconds, without those of the start of its process."""
+
+STEPS = Table(Column("step", "step"), Column("documents/s", "per_s", ",.0f"), Column("MB/s", "mb_per_s", ".1f"))
+
+FOUND = Table(
+    Column("", "side"),
+    Column("x the plain loop", "speed_up", ".1f"),
+    Column("found, 5% changed", "found_5", ".3f"),
+    Column("found, 10% changed", "found_10", ".3f"),
+    Column("of its pairs alike", "alike", ".3f"),
+    Column("pairs", "pairs", ",d"),
+)
 
 
 def sentences(path: str | None) -> list[str]:
@@ -105,17 +119,14 @@ def datasketch_loop(path: Path, threshold: float, permutations: int) -> list[tup
 
 
 def seconds(tool: str, *flags: object) -> float:
-    """How long a tool takes.
+    """How long a tool takes in a process of its own.
 
     Raises:
         SystemExit: when it fails, with what it says.
     """
-    command = [sys.executable, "-c", _TIMED, tool, *map(str, flags)]
-    env = {**os.environ, "PYTHONPATH": str(REPO)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"error: {tool} failed with status {done.returncode}\n{done.stderr[-2000:]}")
-    return float(done.stdout.split()[-1])
+    with tempfile.NamedTemporaryFile() as log:
+        run(["-c", _TIMED, tool, *map(str, flags)], Path(log.name))
+        return float(log.read().split()[-1])
 
 
 def runs_of(text: str) -> set[str]:
@@ -123,20 +134,25 @@ def runs_of(text: str) -> set[str]:
     return {text[i : i + 5] for i in range(len(text) - 4)}
 
 
-def quality(data: Path, pairs: set[tuple[str, str]]) -> tuple[dict[float, float], float]:
+def quality(data: Path, pairs: set[tuple[str, str]]) -> dict[str, float]:
     """Recall of planted pairs by the share of words changed, and precision of all pairs."""
     rows = {row["url"]: row for row in map(json.loads, lines(data))}
     planted = {tuple(sorted((row["of"], row["url"]))): row["changed"] for row in rows.values() if "of" in row}
-    recall = {
-        share: float(np.mean([pair in pairs for pair, own in planted.items() if own == share])) for share in (0.05, 0.1)
-    }
+
+    def recall(share: float) -> float:
+        return float(np.mean([pair in pairs for pair, own in planted.items() if own == share]))
 
     def alike(a: str, b: str) -> bool:
         one, other = (runs_of(rows[key]["text"]) for key in (a, b))
         return len(one & other) > 0.5 * len(one | other)
 
     right = sum(pair in planted or alike(*pair) for pair in pairs)
-    return recall, right / len(pairs) if pairs else 1.0
+    return {
+        "found_5": recall(0.05),
+        "found_10": recall(0.1),
+        "alike": right / len(pairs) if pairs else 1.0,
+        "pairs": len(pairs),
+    }
 
 
 def pairs_of(path: Path) -> set[tuple[str, str]]:
@@ -148,32 +164,54 @@ def pairs_of(path: Path) -> set[tuple[str, str]]:
     return found
 
 
-def measure(rows: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Prints the speed of each step, and what find_duplicates finds."""
+def compare(data: Path, found: Mapping[int, Path]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Lets find_duplicates and the plain loop take turns.
+
+    Args:
+        data: the documents.
+        found: files of the duplicates, by the number of bands.
+
+    Returns:
+        Seconds of each side, and the rows of the table of what they found.
+    """
+    plain: list[tuple[str, str]] = []
+    flags = ["--inputs", data, "url", "--heuristic-iter", -1, "--workers", 1]
+    sides = {"a plain loop over datasketch, 100 permutations, threshold 0.5":
+             partial(timed, lambda: plain.extend(datasketch_loop(data, 0.5, 100)))}  # fmt: skip
+    for bands, out in found.items():
+        side = partial(seconds, "find_duplicates", *flags, "--output", out, "--num-bands", bands)
+        sides[f"find_duplicates, 100 seeds in {bands} bands"] = side
+    turns = in_turns(*sides.values(), turns=1)
+    pairs = [{(min(pair), max(pair)) for pair in plain}, *map(pairs_of, found.values())]
+    rows = [
+        {"side": side, "speed_up": 1 / turns.ratio(number), **quality(data, pairs[number])}
+        for number, side in enumerate(sides)
+    ]
+    return {side: turns.median(number) for number, side in enumerate(sides)}, rows
+
+
+def measure(rows: Sequence[dict[str, Any]], folder: Path) -> dict[str, Any]:
+    """Measures the speed of each step, and what find_duplicates finds; prints both."""
     data, task, fixed = folder / "data.jsonl", folder / "task.jsonl", folder / "fixed"
     data.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     task.write_text("".join(json.dumps({"text": row["text"][200:500]}) + "\n" for row in rows[:100]))
     mean = data.stat().st_size / len(rows)
-    print(f"{len(rows):,} documents of {mean:,.0f} bytes, one process\n")
-    print("| step | documents/s | MB/s |\n|---|---|---|")
+    print(f"{len(rows):,} documents of {mean:,.0f} bytes, one process\n\n{STEPS.head()}")
+    steps: list[dict[str, Any]] = []
 
     def show(step: str, taken: float) -> None:
         rate = len(rows) / taken
-        print(f"| {step} | {rate:,.0f} | {rate * mean / 1e6:.1f} |", flush=True)
+        steps.append({"step": step, "per_s": rate, "mb_per_s": rate * mean / 1e6})
+        print(STEPS.line(steps[-1]), flush=True)
 
     one, groups, found = ["--workers", 1], folder / "groups", {20: folder / "pairs", 10: folder / "wide"}
     tasks = ["remove_256_javascript", "remove_512_non_english", "ftfy_fix_text", "general_cleaning"]
     show("cleanup_dataset", seconds("cleanup_dataset", data, folder / "clean", *one))
     fix = ["--input-files", data, "--output-path", fixed, "--tasks", *tasks, *one]
     show("cleanup_fix_dataset, four tasks", seconds("cleanup_fix_dataset", *fix))
-    find = ["--inputs", data, "url", "--heuristic-iter", -1, *one, "--output"]
-    taken = {bands: seconds("find_duplicates", *find, out, "--num-bands", bands) for bands, out in found.items()}
-    for bands in found:
-        show(f"find_duplicates, 100 seeds in {bands} bands", taken[bands])
-    start = time.perf_counter()
-    plain = datasketch_loop(data, 0.5, 100)
-    theirs = time.perf_counter() - start
-    show("a plain loop over datasketch, 100 permutations, threshold 0.5", theirs)
+    taken, compared = compare(data, found)
+    for side, of_side in taken.items():
+        show(side, of_side)
     show("group_duplicate_url", seconds("group_duplicate_url", found[20], groups))
     show("remove_group_duplicates", seconds("remove_group_duplicates", groups, data, folder / "kept"))
     ngrams = ["--task-files", task, "text", "--dedup-dataset", data, "text", "--output", folder / "filtered"]
@@ -181,21 +219,15 @@ def measure(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     number = ["--input-file", data, "--output-file", folder / "numbered", "--id-prefix", "x"]
     show("add_id", seconds("add_id", *number))
     show("merge_jsons", seconds("merge_jsons", "--json_path", fixed, "--output_file", folder / "merged"))
-    of_20, of_10 = theirs / taken[20], theirs / taken[10]
-    print(f"\nfind_duplicates with 20 bands: {of_20:.1f} x the plain loop; with 10: {of_10:.1f} x")
-    pairs = {f"{bands} bands": pairs_of(path) for bands, path in found.items()}
-    for what, some in (pairs | {"the plain loop": {(min(pair), max(pair)) for pair in plain}}).items():
-        recall, precision = quality(data, some)
-        shares = ", ".join(
-            f"{value:.3f} of copies with {share:.0%} of their words changed" for share, value in recall.items()
-        )
-        print(f"{what}: found {shares}; {precision:.3f} of its {len(some):,} pairs are alike")
+    print("\n" + FOUND.text(compared))
+    return {"documents": len(rows), "mean_bytes": mean, "steps": steps, "found": compared}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=20_000, metavar="N", help="(20000)")
     parser.add_argument("--text", metavar="FILE", help="that the documents are made of")
+    parser.add_argument("--out", type=Path, default=Path("bench_out/cleaning"), help="folder of the figures")
     options = parser.parse_args(arguments)
     try:
         if options.documents < LEAST:
@@ -205,7 +237,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"bench: error: {error}", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="bench-cleaning-") as name:
-        measure(rows, Path(name))
+        found = measure(rows, Path(name))
+    write_record(options.out / "rows.json", header(device_name("cpu")), **found)
     return 0
 
 

@@ -38,6 +38,11 @@ def header(device: str) -> dict[str, object]:
     }
 
 
+def made_by(made_with: Mapping[str, object]) -> dict[str, str]:
+    """What of a header figures depend on: rows are kept while it stays the same."""
+    return {key: str(made_with[key]) for key in ("device", "torch", "cuda", "sources")}
+
+
 def device_name(device: str) -> str:
     """Name of a device of this machine."""
     return torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU"

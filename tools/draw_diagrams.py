@@ -10,19 +10,21 @@ The schedule that is drawn is the engine's own.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
-    sys.path.insert(0, str(REPO))
+    from _clone import start_program
 
-from megatron.compression.points import Point  # noqa: E402
-from megatron.parallel.pipeline.schedule import PipelineOp, epilogue, one_f_one_b  # noqa: E402
-from megatron.training.plots import COLORS, new_figure, save_figure  # noqa: E402
+    start_program("tools.draw_diagrams")
+
+from megatron.compression.points import Point
+from megatron.parallel.pipeline.schedule import PipelineOp, epilogue, one_f_one_b
+from megatron.training.plots import COLORS, new_figure, save_figure
+
+REPO = Path(__file__).resolve().parents[1]
 
 STAGES, MICRO_BATCHES = 4, 8
 FORWARD, BACKWARD = 1.0, 2.0
@@ -189,7 +191,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, draw in DIAGRAMS.items():
         print(save_figure(draw(), options.out / f"{name}.png"))
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,11 +1,7 @@
 #!/usr/bin/env python3
 """Evaluates a checkpoint on tasks of lm-evaluation-harness; ``--help`` says how."""
 
-import sys
-from pathlib import Path
+from _clone import start_program
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from megatron.evaluation.harness_command import main
-
-    sys.exit(main())
+    start_program("megatron.evaluation.harness_command")

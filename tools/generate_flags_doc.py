@@ -7,12 +7,14 @@ import argparse
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+if __name__ == "__main__":
+    from _clone import start_program
 
-from megatron.config.reference import flags_markdown  # noqa: E402
+    start_program("tools.generate_flags_doc")
 
-DOCUMENT = ROOT / "docs" / "flags.md"
+from megatron.config.reference import flags_markdown
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,7 +31,3 @@ def main(argv: list[str] | None = None) -> int:
     DOCUMENT.write_text(wanted, encoding="utf-8")
     print(f"wrote {DOCUMENT}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,10 +7,9 @@ The same as tools/ckpt_convert.py --to classic, which does more; pipeline-parall
 """
 
 import sys
-from pathlib import Path
+
+from _clone import start_program
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from megatron.checkpoint.convert.command import main
-
-    sys.exit(main(["--model-type", "GPT", *sys.argv[1:]]))  # which makes classic the default of --to
+    sys.argv[1:1] = ["--model-type", "GPT"]  # which makes classic the default of --to
+    start_program("megatron.checkpoint.convert.command")

@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from _clone import start_program
+
+    start_program("tools.merge_traces")
 
 from megatron.base.atomic import write_whole
 from megatron.base.errors import UserError
@@ -222,7 +224,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     of = f" of {traces[0].world_size}" if len(traces) < (traces[0].world_size or 0) else ""
     print(f"\n{options.output}: {len(traces)}{of} ranks; open it at https://ui.perfetto.dev")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -32,14 +32,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-REPO = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
-    sys.path.insert(0, str(REPO))
+    from _clone import start_program
 
-from megatron.base.errors import UserError  # noqa: E402
-from megatron.base.markdown import markdown_table  # noqa: E402
-from megatron.training.plots import COLORS, label_iterations, new_figure, picture_format, save_figure  # noqa: E402
-from megatron.training.records import Record, finite_figures, read_records  # noqa: E402
+    start_program("tools.plot_grad_distribution")
+
+from megatron.base.errors import UserError
+from megatron.base.markdown import markdown_table
+from megatron.training.plots import COLORS, label_iterations, new_figure, picture_format, save_figure
+from megatron.training.records import Record, finite_figures, read_records
 
 Series = dict[str, dict[int, list[float]]]
 """By kind of matrix and iteration, the figures of the layers; nan for what was not finite."""
@@ -245,7 +246,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print("\n".join([table(found), "", *lost(found), *filter(None, (options.output, options.places))]))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,11 +1,7 @@
 #!/usr/bin/env python3
 """Plots the losses of several runs; ``--help`` says how."""
 
-import sys
-from pathlib import Path
+from _clone import start_program
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from benchmarks.loss_curves import main
-
-    sys.exit(main())
+    start_program("benchmarks.loss_curves")

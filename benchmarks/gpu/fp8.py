@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.book import Claim, SectionLog, Setting
+from benchmarks.gpu.setting import Claim, Setting
 from benchmarks.gpu.train import GPT_2_7B, SHARE
+from benchmarks.rows import RowLog
 from benchmarks.tables import Cells, Column
 from benchmarks.train_sides import Shape
 from benchmarks.train_steps import run_config
@@ -106,7 +107,7 @@ def _batches(shape: Shape, step: int, device: torch.device) -> list[Batch]:
     ]
 
 
-def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None:
+def measure(setting: Setting, wanted: Sequence[str], report: RowLog) -> None:
     """Measures speeds in turns, then losses one after another."""
     if setting.device == "cuda" and torch.cuda.get_device_capability() < EIGHT_BIT_UNITS:
         raise SystemExit("this GPU has no 8-bit units")
@@ -124,7 +125,7 @@ def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None
         report.row(loss_key(setting, products), model=_small(setting)[0].name, products=products, **cells)
 
 
-def _speeds(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None:
+def _speeds(setting: Setting, wanted: Sequence[str], report: RowLog) -> None:
     shape = TOY if setting.toy else GPT_2_7B
     report.begin(speed_key(setting, BF16))
     engines = _engines(setting, shape)
@@ -150,7 +151,7 @@ def _speeds(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None
         )  # fmt: skip
 
 
-def _loss(setting: Setting, products: str, report: SectionLog) -> float:
+def _loss(setting: Setting, products: str, report: RowLog) -> float:
     """The mean loss of the last tenth of a small model's steps."""
     shape, steps = _small(setting)
     engines = _engines(setting, shape)

@@ -11,7 +11,8 @@ import torch
 
 from benchmarks.generate import LENGTH, loaded, weights_of
 from benchmarks.generate import measure as measure_model
-from benchmarks.gpu.book import Claim, SectionLog, Setting
+from benchmarks.gpu.setting import Claim, Setting
+from benchmarks.rows import RowLog
 from benchmarks.tables import Cells, Column
 from benchmarks.train_sides import Shape, hugging_face
 from benchmarks.turns import synchronize
@@ -55,7 +56,7 @@ def keys(setting: Setting) -> list[str]:
     return list(_models(setting))
 
 
-def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None:
+def measure(setting: Setting, wanted: Sequence[str], report: RowLog) -> None:
     """Measures both sides on the same weights."""
     if importlib.util.find_spec("transformers") is None:
         raise SystemExit("transformers is not installed")

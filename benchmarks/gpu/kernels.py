@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.device_clock import clock_of
-from benchmarks.gpu.book import Claim, SectionLog, Setting
+from benchmarks.gpu.setting import Claim, Setting
 from benchmarks.kernel_cases import (
     MODELS,
     RANKS,
@@ -24,6 +24,7 @@ from benchmarks.kernel_cases import (
     residual_case,
 )
 from benchmarks.kernels import measure as measure_case
+from benchmarks.rows import RowLog
 from benchmarks.tables import Cells, Column
 from megatron.kernels import native
 
@@ -113,7 +114,7 @@ def keys(setting: Setting) -> list[str]:
     return [key_of(case) for case in cases(setting)]
 
 
-def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None:
+def measure(setting: Setting, wanted: Sequence[str], report: RowLog) -> None:
     """Measures each operation, its twin, and its rival."""
     why = native.problem()
     if why is not None or setting.device not in native.devices():

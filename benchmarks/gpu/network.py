@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 
-from benchmarks.gpu.book import Claim, SectionLog, Setting
+from benchmarks.gpu.setting import Claim, Setting
 from benchmarks.lab.hosts import LabError, check_permission
 from benchmarks.lab.removal import clean
 from benchmarks.network.cases import FP32, Bench, NetworkCase
@@ -15,6 +15,7 @@ from benchmarks.network.cuda_cases import CUDA_BENCHES
 from benchmarks.network.run import Measurement
 from benchmarks.network.run import measure as measure_layout
 from benchmarks.network.setups import Setup
+from benchmarks.rows import RowLog
 from benchmarks.tables import Cells, Column
 
 TITLE = "Slow networks"
@@ -78,7 +79,7 @@ def keys(setting: Setting) -> list[str]:
     ]
 
 
-def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None:
+def measure(setting: Setting, wanted: Sequence[str], report: RowLog) -> None:
     """Measures one pass after another; each makes its hosts and removes them."""
     try:
         check_permission()

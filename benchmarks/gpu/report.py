@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.gpu.book import Book, Claim, Section
+from benchmarks.gpu.setting import Claim, Section
+from benchmarks.rows import Book
 from benchmarks.tables import Table
 from megatron.base.markdown import markdown_table
 

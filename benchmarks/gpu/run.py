@@ -21,10 +21,11 @@ from tqdm import tqdm
 
 from benchmarks import chosen
 from benchmarks.gpu import machine, report
-from benchmarks.gpu.book import Book, Setting, kept, opened
 from benchmarks.gpu.run_section import run_section
 from benchmarks.gpu.section import NAMES, path_of, section_of
-from benchmarks.record import header, write_record
+from benchmarks.gpu.setting import Setting
+from benchmarks.record import header, made_by, write_record
+from benchmarks.rows import Book, kept, opened
 from megatron.data.interrupt import stopped_in_order
 
 
@@ -83,13 +84,12 @@ def measure(options: argparse.Namespace) -> tuple[str, dict[str, Book]]:
     copied, peak, memory = (float(str(found[key])) for key in ("copy_bytes_per_s", "peak_flops", "memory_bytes"))
     setting = Setting(options.device, out, copied, peak, memory)
     print(report.heading(made_with).partition("\n\n")[2], flush=True)
-    made_by = {key: str(made_with[key]) for key in ("device", "torch", "cuda", "sources")}
     books: dict[str, Book] = {}
     for name in NAMES:
         path = path_of(out, name)
         if name in options.only:
-            books[name] = opened(path, made_by, options.again)
-        elif (earlier := kept(path, made_by)).rows:  # stay in the report
+            books[name] = opened(path, made_by(made_with), options.again)
+        elif (earlier := kept(path, made_by(made_with))).rows:  # stay in the report
             books[name] = earlier
     rows = {name: section_of(name).keys(setting) for name in options.only}
     closing = ""

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import REPO
-from benchmarks.gpu.book import Book, Setting, setting_text
 from benchmarks.gpu.section import path_of, section_of
+from benchmarks.gpu.setting import Setting, setting_text
+from benchmarks.rows import Book
 
 POLL_SECONDS = 0.1
 _TOYS = 10

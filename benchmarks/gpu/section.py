@@ -8,7 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import cast
 
-from benchmarks.gpu.book import Section, SectionLog, setting_of
+from benchmarks.gpu.setting import Section, setting_of
+from benchmarks.rows import RowLog
 from megatron.data.interrupt import stopped_in_order
 
 NAMES = ("train", "fp8", "kernels", "generate", "network")
@@ -30,7 +31,7 @@ def main() -> int:
     setting, wanted = setting_of(sys.stdin.readline()), json.loads(sys.stdin.readline())
     try:
         with stopped_in_order():
-            section_of(name).measure(setting, wanted, SectionLog(path_of(setting.out, name)))
+            section_of(name).measure(setting, wanted, RowLog(path_of(setting.out, name)))
     except KeyboardInterrupt:
         return 130
     return 0

@@ -7,7 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from benchmarks.gpu.book import Claim, SectionLog, Setting
+from benchmarks.gpu.setting import Claim, Setting
+from benchmarks.rows import RowLog
 from benchmarks.tables import Cells, Column
 from benchmarks.train_sides import Shape
 from benchmarks.train_steps import process_step
@@ -71,7 +72,7 @@ def keys(setting: Setting) -> list[str]:
     return [key_of(shape, beside) for shape, peers in _shapes(setting).items() for beside in (OURS, *peers)]
 
 
-def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None:
+def measure(setting: Setting, wanted: Sequence[str], report: RowLog) -> None:
     """Measures one shape after another."""
     for shape, peers in _shapes(setting).items():
         left = [beside for beside in (OURS, *peers) if key_of(shape, beside) in wanted]
@@ -85,7 +86,7 @@ def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None
 class _Match:
     """Measures the rows of one shape: our side stays, peers come and go."""
 
-    def __init__(self, setting: Setting, shape: Shape, left: Sequence[str], report: SectionLog) -> None:
+    def __init__(self, setting: Setting, shape: Shape, left: Sequence[str], report: RowLog) -> None:
         self.setting, self.shape, self.report, self.left = setting, shape, report, list(left)
         self.sides: dict[str, Side] = {}
         self.ready: set[str] = set()

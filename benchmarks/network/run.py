@@ -181,6 +181,16 @@ def described_hosts(name: str, bench: Bench, ranks: Workers, out: Path) -> Clust
     return cluster
 
 
+def steps_taken(lab: Lab, ranks: Workers, steps: int, long_seconds: float) -> tuple[list[dict[str, float]], float]:
+    """The times of some steps, or of one that takes long, and the megabytes of a step that the busiest host sends."""
+    before = lab.traffic()
+    answer = ranks.ask(STEP_SECONDS, do="steps", steps=1)
+    if steps > 1 and answer[0]["seconds"] < long_seconds:
+        answer += ranks.ask(STEP_SECONDS, do="steps", steps=steps - 1)
+    sent = [now - then for now, then in zip(lab.traffic(), before, strict=True)]
+    return answer, max(traffic.sent for traffic in sent) / 1e6 / len(answer)
+
+
 Wanted = Callable[[str, str], bool]
 """Whether a case (the second word) is to be measured on a link (the first one), which begins then."""
 
@@ -229,17 +239,13 @@ def measure(
                     ranks.ask(STEP_SECONDS, do="build", case=asdict(case), steps=WARM_STEPS)
                     built = True
                 shape(lab, rate)
-                before = lab.traffic()
-                answer = ranks.ask(STEP_SECONDS, do="steps", steps=1)
-                if steps > 1 and answer[0]["seconds"] < long_seconds:
-                    answer += ranks.ask(STEP_SECONDS, do="steps", steps=steps - 1)
-                sent = [now - then for now, then in zip(lab.traffic(), before, strict=True)]
+                answer, sent_mb = steps_taken(lab, ranks, steps, long_seconds)
                 expected = predicted(bench, case, cluster and linked(cluster, rate))
                 median = {key: statistics.median(step[key] for step in answer) for key in answer[0]}
                 found = Measurement(
                     name, setup_name, rate, case.name, median["seconds"], tokens / median["seconds"],
                     median["compute_s"], median["coded_s"], median["waited_s"],
-                    max(traffic.sent for traffic in sent) / 1e6 / len(answer), answer[-1]["loss"], expected,
+                    sent_mb, answer[-1]["loss"], expected,
                     {key.removeprefix("waited "): s for key, s in median.items() if key.startswith("waited ") and s},
                     None if case.levels is None else bench.sent_in_two_levels(case.levels[1]) / PAYLOAD / 1e6,
                 )  # fmt: skip

@@ -114,13 +114,41 @@ class _Crew:
         self._lost = lost
         self.asked: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
         self.found: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+        self._ready: dict[int, tuple[Any, BaseException | None]] = {}
+        self._given = self._taken = 0
         self._ending = Event()
         self._threads: list[Thread] = []
         self._workers: list[_Worker] = []
         resource_tracker.ensure_running()  # started with a process, it would no longer block what its thread does
 
-    def grow(self) -> None:
-        """Adds a thread."""
+    def give(self, item: Any, workers: int) -> None:
+        """Gives an item to the threads, which are one more for each of the first items, ``workers`` at most."""
+        if self._given < workers:
+            self._grow()
+        self.asked.put((self._given, item))
+        self._given += 1
+
+    def take(self, most: int, idle: Callable[[], None]) -> Iterator[Any]:
+        """The results that are next in order, until at most so many items are on their way."""
+        while self._taken < self._given:
+            while not self.found.empty() or (self._taken not in self._ready and self._given - self._taken > most):
+                try:
+                    number, *answer = self.found.get(timeout=_MOMENT)
+                except Empty:
+                    idle()
+                else:
+                    if isinstance(answer[1], ProcessKilled):
+                        raise answer[1]
+                    self._ready[number] = (answer[0], answer[1])
+            if self._taken not in self._ready:
+                return
+            result, error = self._ready.pop(self._taken)
+            self._taken += 1
+            if error is not None:
+                raise error
+            yield result
+
+    def _grow(self) -> None:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             thread = Thread(target=self._main, daemon=True)
@@ -195,37 +223,10 @@ def in_processes(
         yield from map(function, items)
         return
     crew = _Crew((function, prepare, tuple(arguments)), lost)
-    ready: dict[int, tuple[Any, BaseException | None]] = {}
-    asked = given = 0
-
-    def settled(most: int) -> Iterator[R]:
-        """The results that are next in order, until at most so many are on their way."""
-        nonlocal given
-        while given < asked:
-            while not crew.found.empty() or (given not in ready and asked - given > most):
-                try:
-                    number, *answer = crew.found.get(timeout=_MOMENT)
-                except Empty:
-                    idle()
-                else:
-                    if isinstance(answer[1], ProcessKilled):
-                        raise answer[1]
-                    ready[number] = (answer[0], answer[1])
-            if given not in ready:
-                return
-            result, error = ready.pop(given)
-            given += 1
-            if error is not None:
-                raise error
-            yield result
-
     try:
         for item in items:
-            if asked < workers:
-                crew.grow()
-            crew.asked.put((asked, item))
-            asked += 1
-            yield from settled(4 * workers)
-        yield from settled(0)
+            crew.give(item, workers)
+            yield from crew.take(4 * workers, idle)
+        yield from crew.take(0, idle)
     finally:
         crew.end()

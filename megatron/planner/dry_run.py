@@ -23,7 +23,8 @@ from megatron.comm.ledger import Ledger
 from megatron.compression.api import Level
 from megatron.compression.points import Point
 from megatron.planner.cluster import Device
-from megatron.topology.group import Group, NodeSplit, Pending, Work, num_bytes
+from megatron.topology.group import Group, NodeSplit, Pending, num_bytes
+from megatron.topology.work import Work
 
 META = torch.device("meta")
 

@@ -6,20 +6,18 @@ never disagree with what was sent. A group of one rank communicates nothing and 
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.topology.errors import CommunicationError, reason
+from megatron.topology.work import Steps, Work
 
 # torch 2.13 renamed these two and warns at the old names.
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -30,61 +28,8 @@ NOTHING = "nothing"
 """Name of the operation in a group of one rank."""
 
 
-class Work(Protocol):
-    """A handle that ``Pending`` waits for: torch's, or that of steps in a thread."""
-
-    def wait(self) -> object:
-        """Returns when it is done; raises RuntimeError when it failed."""
-
-    def is_completed(self) -> bool:
-        """Whether ``wait`` would not block."""
-
-
 _STEPWISE_BYTES = 1 << 20
 """Bytes sent by one rank from which on an exchange or an all-gather over gloo goes one partner at a time."""
-
-
-class _Steps:
-    """A thread that carries out exchanges with one partner at a time, in the order of the requests.
-
-    gloo's own all-to-all sends to all partners at once, and before the receives are posted. So flows compete for every
-    link, which costs a third of a slow one's rate, and two ranks send one after the other; one partner at a time, in
-    both directions, reaches the link's rate.
-    """
-
-    def __init__(self) -> None:
-        self._asked: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
-        # A daemon: a process that has to end does not wait for peers.
-        threading.Thread(target=self._main, name="exchange", daemon=True).start()
-
-    def _main(self) -> None:
-        while True:
-            call, done = self._asked.get()
-            try:
-                call()
-            except BaseException as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-    def start(self, call: Callable[[], None]) -> Work:
-        """Carries out ``call`` after those before it."""
-        done: Future[None] = Future()
-        self._asked.put((call, done))
-        return _InThread(done)
-
-
-@dataclass(frozen=True)
-class _InThread:
-    """The handle of steps in the thread."""
-
-    done: Future[None]
-
-    def wait(self) -> None:
-        self.done.result()
-
-    def is_completed(self) -> bool:
-        return self.done.done()
 
 
 @dataclass
@@ -209,7 +154,7 @@ class Group:
         self.backend = backend
         self.split = split
         self._spare: list[Tensor] = []
-        self._steps: _Steps | None = None
+        self._steps: Steps | None = None
 
     @property
     def size(self) -> int:
@@ -242,7 +187,7 @@ class Group:
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:
         """All-gathers the ranks' ``x`` along dimension 0 into ``out``; both contiguous. Sends (n-1) times ``x``.
 
-        Over gloo a large one goes one partner at a time (``_Steps``), with the same result.
+        Over gloo a large one goes one partner at a time (``Steps``), with the same result.
         """
         if self.size == 1:
             if out.data_ptr() != x.data_ptr():
@@ -272,7 +217,7 @@ class Group:
                     work.wait()
 
         if self._steps is None:
-            self._steps = _Steps()
+            self._steps = Steps()
         return self._steps.start(steps)
 
     def _exchange(self, out: Tensor, x: Tensor, what: str, sent: int) -> Pending:

@@ -25,6 +25,7 @@ from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import fitted, model_entries
 from megatron.topology.agree import together
 from megatron.topology.launch import LaunchEnvironment, pick_device
+from megatron.topology.layout import Layout
 from megatron.topology.topology import Topology, build_topology, single_process
 from megatron.training.assembly import build_engines, groups_by_node, layout_of
 from megatron.training.batch_size import BatchSizeSchedule
@@ -117,11 +118,7 @@ def run(
     """
     device = pick_device(config.parallel.distributed_backend, env.local_rank)
     layout = layout_of(config, env.world_size)
-    topology = (
-        build_topology(layout, device, env.node, groups_by_node(config))
-        if env.world_size > 1
-        else single_process(device)
-    )
+    topology = _topology(config, layout, device, env)
 
     def log(text: str) -> None:
         if topology.is_last_rank:
@@ -161,6 +158,12 @@ def run(
         Trainer(*parts, timers, started).run()
     finally:
         reporter.close()
+
+
+def _topology(config: RunConfig, layout: Layout, device: torch.device, env: LaunchEnvironment) -> Topology:
+    if env.world_size == 1:
+        return single_process(device)
+    return build_topology(layout, device, env.node, groups_by_node(config))
 
 
 def _batch_sizes(config: RunConfig, dp_size: int) -> BatchSizeSchedule:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import fp8, generate, kernels, network, train
-from benchmarks.gpu.book import Setting
+from benchmarks.gpu.setting import Setting
 from benchmarks.lab.hosts import LabError, check_permission
 from benchmarks.train_sides import Shape
 from benchmarks.train_steps import process_step

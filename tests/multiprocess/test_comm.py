@@ -24,7 +24,8 @@ from megatron.compression.powersgd import PowerSGD, PowerSGDConfig
 from megatron.compression.registry import Registration
 from megatron.compression.spec import Spec
 from megatron.compression.state import CompressorState
-from megatron.topology.group import Group, Pending, Work
+from megatron.topology.group import Group, Pending
+from megatron.topology.work import Work
 from tests.support.spawn import run_ranks
 
 

@@ -17,7 +17,8 @@ from megatron.compression.error_feedback import ErrorFeedback
 from megatron.compression.fixpoint import Quantizer
 from megatron.optimizer import optimizer
 from megatron.topology.clock import HostClock
-from megatron.topology.group import Group, Pending, Work
+from megatron.topology.group import Group, Pending
+from megatron.topology.work import Work
 from megatron.training import assembly
 from megatron.training.step import ChunkProgram, take_batches, train_step
 from tests.support.spawn import run_ranks

@@ -7,7 +7,8 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 
-from benchmarks.gpu.book import Claim, SectionLog, Setting
+from benchmarks.gpu.setting import Claim, Setting
+from benchmarks.rows import RowLog
 from benchmarks.tables import Cells, Column
 
 TITLE, NOTE, COLUMNS = "Ends", "How rows end.", (Column("row", "name"), Column("value", "value", ".2f"))
@@ -18,7 +19,7 @@ def keys(setting: Setting) -> list[str]:
     return ["good", "raises", "dies", "hangs", "gives up", "cut short", "last"]
 
 
-def measure(setting: Setting, wanted: Sequence[str], report: SectionLog) -> None:
+def measure(setting: Setting, wanted: Sequence[str], report: RowLog) -> None:
     for key in wanted:
         report.begin(key)
         if key == "raises":

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+if __name__ == "__main__":
+    from _clone import start_program
+
+    start_program("tests.support.share_gpu")
 
 from tests.support.device import rank_variables
 
-if __name__ == "__main__":
+
+def main() -> int:
     os.environ.update(rank_variables(int(os.environ["RANK"])))
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
+    return 0

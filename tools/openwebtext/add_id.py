@@ -7,17 +7,17 @@ python tools/openwebtext/add_id.py --input-file data.jsonl --output-file numbere
 from __future__ import annotations
 
 import argparse
-import sys
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from _clone import start_program
 
+    start_program("tools.openwebtext.add_id")
+
+from megatron.data.cleaning.command import Report, Tool, add_common, check_apart
+from megatron.data.cleaning.filtering import Judged, encode, judge_all
 from megatron.data.lines import writing
-from tools.openwebtext.filtering import Judged, encode, judge_all
-from tools.openwebtext.tool import Report, Tool, add_common, check_apart
 
 
 class Numbering:
@@ -46,6 +46,3 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 main = Tool("add_id.py", __doc__, add_flags, run)
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import sys
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
@@ -21,11 +20,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from _clone import start_program
+
+    start_program("tools.openwebtext.blacklist_urls")
 
 from megatron.base.errors import UserError
+from megatron.data.cleaning.command import Report, Tool, add_common, check_apart, progress
 from megatron.data.lines import lines, writing
-from tools.openwebtext.tool import Report, Tool, add_common, check_apart, progress
 
 LISTS = Path(__file__).resolve().parent / "lists"
 
@@ -134,6 +135,3 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 main = Tool("blacklist_urls.py", __doc__, add_flags, run)
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -13,24 +13,24 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from _clone import start_program
+
+    start_program("tools.openwebtext.cleanup_dataset")
 
 from megatron.base.errors import UserError
 from megatron.config.tokenizer import TokenizerConfig
+from megatron.data.cleaning.command import Report, Tool, add_common, check_apart, check_at_least
+from megatron.data.cleaning.filtering import Judged, encode, judge_all
+from megatron.data.cleaning.language import check_language, is_language
 from megatron.data.lines import writing
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
-from tools.openwebtext.filtering import Judged, encode, judge_all
-from tools.openwebtext.language import check_language, is_language
-from tools.openwebtext.tool import Report, Tool, add_common, check_apart, check_at_least
 
 _WORD, _MARK = re.compile(r"[^\W_]+"), re.compile(r"[^\w\s]+|_+")
 
@@ -123,6 +123,3 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 main = Tool("cleanup_dataset.py", __doc__, add_flags, run, check)
-
-if __name__ == "__main__":
-    raise SystemExit(main())

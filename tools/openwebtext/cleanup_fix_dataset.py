@@ -20,20 +20,21 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from _clone import start_program
+
+    start_program("tools.openwebtext.cleanup_fix_dataset")
 
 from megatron.base.errors import UserError
+from megatron.data.cleaning.command import Report, Tool, add_common, check_apart
+from megatron.data.cleaning.filtering import Judged, encode, judge_all
+from megatron.data.cleaning.language import is_language
 from megatron.data.lines import writing
-from tools.openwebtext.filtering import Judged, encode, judge_all
-from tools.openwebtext.language import is_language
-from tools.openwebtext.tool import Report, Tool, add_common, check_apart
 
 _RUNS = re.compile(r" {2,}|(?<=\w)\n+ ?")
 
@@ -129,6 +130,3 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 main = Tool(
     "cleanup_fix_dataset.py", __doc__, add_flags, run, interrupted="the outputs of the inputs that were done stay"
 )
-
-if __name__ == "__main__":
-    raise SystemExit(main())

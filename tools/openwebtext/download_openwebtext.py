@@ -14,19 +14,20 @@ import argparse
 import datetime as dt
 import decimal
 import os
-import sys
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from _clone import start_program
+
+    start_program("tools.openwebtext.download_openwebtext")
 
 from megatron.base.errors import UserError
+from megatron.data.cleaning.command import Report, Tool, add_common, check_at_least, progress
+from megatron.data.cleaning.filtering import encode
 from megatron.data.lines import writing
-from tools.openwebtext.filtering import encode
-from tools.openwebtext.tool import Report, Tool, add_common, check_at_least, progress
 
 
 def rows(options: argparse.Namespace) -> Iterable[dict[str, Any]]:
@@ -109,6 +110,3 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 main = Tool("download_openwebtext.py", __doc__, add_flags, run, check)
-
-if __name__ == "__main__":
-    raise SystemExit(main())

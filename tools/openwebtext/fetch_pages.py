@@ -22,25 +22,26 @@ import argparse
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from _clone import start_program
+
+    start_program("tools.openwebtext.fetch_pages")
 
 from megatron.base.atomic import holding
 from megatron.base.errors import UserError
 from megatron.base.fields import check_fields
 from megatron.base.option import field_options
+from megatron.data.cleaning.command import Report, Tool, add_common, check_apart, progress
+from megatron.data.cleaning.fetching import OF_PAGES, UNREACHED, Limits, Page, fetch_all, host_of
+from megatron.data.cleaning.filtering import encode
 from megatron.data.lines import lines, writing
 from megatron.data.processes import in_processes
 from tools.openwebtext.blacklist_urls import page_of
-from tools.openwebtext.fetching import OF_PAGES, UNREACHED, Limits, Page, fetch_all, host_of
-from tools.openwebtext.filtering import encode
-from tools.openwebtext.tool import Report, Tool, add_common, check_apart, progress
 
 GOES_ON = "what is fetched is kept; the same command goes on"
 
@@ -184,7 +185,7 @@ def run(options: argparse.Namespace) -> Report:
     Raises:
         UserError: when the file cannot be read, or no page can be fetched.
     """
-    from tools.openwebtext.requesting import Fetcher
+    from megatron.data.cleaning.requesting import Fetcher
 
     limits: Limits = options.limits
     output = Path(options.output)
@@ -302,6 +303,3 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 main = Tool("fetch_pages.py", __doc__, add_flags, run, check, GOES_ON)
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -29,13 +28,15 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from _clone import start_program
+
+    start_program("tools.openwebtext.filter_ngrams")
 
 from megatron.base.errors import UserError
+from megatron.data.cleaning.command import Report, Tool, add_common, check_apart, check_at_least
+from megatron.data.cleaning.evaluation_texts import TASKS, texts_of_file, texts_of_task
+from megatron.data.cleaning.filtering import Judged, encode, judge_all
 from megatron.data.lines import lines, writing
-from tools.openwebtext.filtering import Judged, encode, judge_all
-from tools.openwebtext.ngram_tasks import TASKS, texts_of_file, texts_of_task
-from tools.openwebtext.tool import Report, Tool, add_common, check_apart, check_at_least
 
 _WORD = re.compile(r"\w+")
 _ENDS = ".!?"
@@ -242,6 +243,3 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 main = Tool("filter_ngrams.py", __doc__, add_flags, run, check)
-
-if __name__ == "__main__":
-    raise SystemExit(main())

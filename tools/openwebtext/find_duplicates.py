@@ -33,18 +33,20 @@ from pathlib import Path
 from typing import BinaryIO
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from _clone import start_program
+
+    start_program("tools.openwebtext.find_duplicates")
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.base.errors import UserError
+from megatron.data.cleaning.command import Report, Tool, add_common, check_apart, progress
+from megatron.data.cleaning.comparing import Comparison, Texts, merged
+from megatron.data.cleaning.filtering import BAD_LINE, Part, encode, in_chunks, of_each, parts_of
+from megatron.data.cleaning.fingerprints import Index, signatures
 from megatron.data.lines import writing
 from megatron.data.processes import in_processes
-from tools.openwebtext.comparing import Comparison, Texts, merged
-from tools.openwebtext.filtering import BAD_LINE, Part, encode, in_chunks, of_each, parts_of
-from tools.openwebtext.fingerprints import Index, signatures
-from tools.openwebtext.tool import Report, Tool, add_common, check_apart, progress
 
 MOST_SEEDS = 10_000
 _BUCKETS = 256
@@ -204,12 +206,16 @@ def run(options: argparse.Namespace) -> Report:
             np.save(prints, index.rows)
             prints.flush()
             of_run = (options.jaccard, options.heuristic_iter, options.seed)
-            _write_duplicates(options, texts, Comparison(spilled, places, printed, index.sizes, *of_run), report)
+            compare = Comparison(spilled, places, printed, index.sizes, *of_run)
+            _write_duplicates(options, texts, index, compare, report)
         texts.stream.close()
     return report
 
 
-def _write_duplicates(options: argparse.Namespace, texts: Texts, compare: Comparison, report: Report) -> None:
+def _write_duplicates(
+    options: argparse.Namespace, texts: Texts, index: Index, compare: Comparison, report: Report
+) -> None:
+    # Not of compare.index, which would go to every process with all its rows.
     left_out = _repeated(texts, len(texts.places))
     if left_out.any():
         report.add("repeated names, of which the first counts", int(left_out.sum()))
@@ -219,7 +225,7 @@ def _write_duplicates(options: argparse.Namespace, texts: Texts, compare: Compar
             f"name ({example!r} first); give each a name of its own (add_id.py does)",
             file=sys.stderr,
         )
-    buckets = progress(compare.index.buckets(options.num_bands, left_out), "buckets", "bucket")
+    buckets = progress(index.buckets(options.num_bands, left_out), "buckets", "bucket")
     workers = options.workers if options.jaccard_parallel else 1
     results = in_processes(compare, in_chunks(buckets, _BUCKETS), workers)
     report.add("pairs", 0)
@@ -250,6 +256,3 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 main = Tool("find_duplicates.py", __doc__, add_flags, run, check)
-
-if __name__ == "__main__":
-    raise SystemExit(main())

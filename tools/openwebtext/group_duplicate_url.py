@@ -12,18 +12,18 @@ Memory: the names that are linked.
 from __future__ import annotations
 
 import argparse
-import sys
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from _clone import start_program
+
+    start_program("tools.openwebtext.group_duplicate_url")
 
 from megatron.base.errors import UserError
+from megatron.data.cleaning.command import Report, Tool, add_common, check_apart
+from megatron.data.cleaning.filtering import BAD_LINE, encode, of_each, parts_of
 from megatron.data.lines import writing
-from tools.openwebtext.filtering import BAD_LINE, encode, of_each, parts_of
-from tools.openwebtext.tool import Report, Tool, add_common, check_apart
 
 
 def pairs_of(found: dict[str, Any], line: bytes, where: str) -> list[tuple[str, str, float]]:
@@ -88,6 +88,3 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 main = Tool("group_duplicate_url.py", __doc__, add_flags, run, check)
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -4,15 +4,7 @@
 python tools/openwebtext/group_duplicate_urls.py duplicates.jsonl groups.jsonl 0.7
 """
 
-from __future__ import annotations
-
-import sys
-from pathlib import Path
+from _clone import start_program
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from tools.openwebtext.group_duplicate_url import main
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    start_program("tools.openwebtext.group_duplicate_url")

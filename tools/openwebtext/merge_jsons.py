@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from _clone import start_program
+
+    start_program("tools.openwebtext.merge_jsons")
 
 from megatron.base.errors import UserError
+from megatron.data.cleaning.command import Report, Tool, add_common, check_apart
+from megatron.data.cleaning.filtering import Judged, judge_all
 from megatron.data.lines import writing
-from tools.openwebtext.filtering import Judged, judge_all
-from tools.openwebtext.tool import Report, Tool, add_common, check_apart
 
 
 def keep(found: dict[str, Any], line: bytes, where: str) -> Judged:
@@ -58,6 +59,3 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 main = Tool("merge_jsons.py", __doc__, add_flags, run)
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -33,7 +33,6 @@ import hashlib
 import json
 import os
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -44,10 +43,14 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from _clone import start_program
+
+    start_program("tools.openwebtext.pipeline")
 
 from megatron.base.atomic import holding, remove_leftovers
 from megatron.base.errors import UserError
+from megatron.data.cleaning.command import Report, Tool, add_common, check_apart
+from megatron.data.cleaning.filtering import Judged, encode, judge_all
 from megatron.data.lines import lines, writing
 from tools.openwebtext import (
     blacklist_urls,
@@ -61,8 +64,6 @@ from tools.openwebtext import (
 )  # fmt: skip
 from tools.openwebtext.add_id import Numbering
 from tools.openwebtext.blacklist_urls import page_of
-from tools.openwebtext.filtering import Judged, encode, judge_all
-from tools.openwebtext.tool import Report, Tool, add_common, check_apart
 
 REPORT = "report.json"
 
@@ -350,6 +351,3 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 main = Tool("pipeline.py", __doc__, add_flags, run, interrupted="what is done is kept; the same command goes on")
-
-if __name__ == "__main__":
-    raise SystemExit(main())

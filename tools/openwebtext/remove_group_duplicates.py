@@ -11,17 +11,17 @@ out.
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from _clone import start_program
+
+    start_program("tools.openwebtext.remove_group_duplicates")
 
 from megatron.base.errors import UserError
+from megatron.data.cleaning.command import Report, Tool, add_common, check_apart
+from megatron.data.cleaning.filtering import Judged, document, judge_all
 from megatron.data.lines import numbered_lines, writing
-from tools.openwebtext.filtering import Judged, document, judge_all
-from tools.openwebtext.tool import Report, Tool, add_common, check_apart
 
 
 def duplicates_in(groups: str) -> set[str]:
@@ -71,6 +71,3 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 main = Tool("remove_group_duplicates.py", __doc__, add_flags, run)
-
-if __name__ == "__main__":
-    raise SystemExit(main())

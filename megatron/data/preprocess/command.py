@@ -219,18 +219,18 @@ def preprocess(args: argparse.Namespace) -> Totals:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns 0 when the files are written, 1 with a one-line reason when not."""
+    """Runs the command; returns 0 when the files are written, 2 with a one-line reason when not."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         with stopped_in_order():
             preprocess(parse_flags(sys.argv[1:] if argv is None else argv))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     except OSError as error:
         print(f"error: {error.filename or 'output'}: {error.strerror}. Nothing was written", file=sys.stderr)
-        return 1
+        return 2
     except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)
-        return 130
+        return 230
     return 0

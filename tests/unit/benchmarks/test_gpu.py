@@ -11,14 +11,15 @@ import torch
 
 from benchmarks.gpu import fp8, generate, kernels, network, run, train
 from benchmarks.gpu import run_section as run_section_module
-from benchmarks.gpu.book import Book, Claim, SectionLog, Setting, kept, opened
 from benchmarks.gpu.report import merged, table, wanted
 from benchmarks.gpu.run_section import run_section
 from benchmarks.gpu.section import NAMES, path_of, section_of
+from benchmarks.gpu.setting import Claim, Setting
 from benchmarks.network.cases import plan_of
 from benchmarks.network.cuda_cases import CUDA_BENCHES
 from benchmarks.network.run import link_rate
 from benchmarks.network.worker import config_of
+from benchmarks.rows import Book, RowLog, kept, opened
 from benchmarks.train_sides import PlainGPT, Shape, _HuggingFace
 from benchmarks.train_steps import run_config
 from tests.support import bench_section
@@ -94,7 +95,7 @@ def test_a_section_that_cannot_begin_says_why_once(tmp_path: Path) -> None:
 def test_finished_rows_are_kept_while_they_would_be_the_same(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     opened(path, MADE_BY, False)
-    report = SectionLog(path)
+    report = RowLog(path)
     report.begin("a")
     report.row("a", value=1.0)
     report.failed("b", "no reason")
@@ -112,7 +113,7 @@ def test_finished_rows_are_kept_while_they_would_be_the_same(tmp_path: Path) -> 
 def test_a_line_that_a_kill_cut_short_does_not_take_the_next_one_with_it(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"row": "a", "cells": {"na')
-    SectionLog(path).row("b", value=1.0)
+    RowLog(path).row("b", value=1.0)
     assert Book().read(path).rows == {"b": {"value": 1.0}}
 
 

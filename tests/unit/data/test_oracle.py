@@ -19,6 +19,7 @@ from tests.unit.data.cases import order_cases, served
 ORACLE = os.environ.get("MEGATRON_CORE_ORACLE")
 pytestmark = [
     pytest.mark.oracle,
+    pytest.mark.slow,
     pytest.mark.skipif(not ORACLE, reason="MEGATRON_CORE_ORACLE names no folder with megatron-core"),
 ]
 
@@ -82,7 +83,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     return Answers(tmp_path_factory.mktemp("oracle"))
 
 
-@pytest.mark.slow
 def test_every_sample_equals_megatron_core(answers: Answers) -> None:
     for (data, case), answer in zip(answers.orders, answers.samples, strict=True):
         for mine, theirs in zip(served(data, case), answer["splits"], strict=True):

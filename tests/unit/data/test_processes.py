@@ -116,7 +116,7 @@ WRITES = """
 import itertools, sys
 from megatron.data.processes import in_processes
 from megatron.data.lines import writing
-from tools.openwebtext.tool import Report, Tool, add_common
+from megatron.data.cleaning.command import Report, Tool, add_common
 
 def run(options):
     with writing(options.output) as write:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import pickle
 import random
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,17 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import cleaning as bench
+from megatron.data.cleaning import comparing, fingerprints
+from megatron.data.cleaning.fingerprints import shingle_hashes, signatures, similarity
 from tests.support.disk import largest_file
 from tests.unit.openwebtext.support import read, refused, write
-from tools.openwebtext import (
-    comparing,
-    find_duplicates,
-    fingerprints,
-    group_duplicate_url,
-    group_duplicate_urls,
-    remove_group_duplicates,
-)  # fmt: skip
-from tools.openwebtext.fingerprints import shingle_hashes, signatures, similarity
+from tools.openwebtext import find_duplicates, group_duplicate_url, remove_group_duplicates
 
 WORDS = [f"word{number}" for number in range(3000)]
 
@@ -173,6 +171,25 @@ def test_each_pair_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     # Of the four documents of each text and its copy, equal ones are settled without their shingles.
     assert len(exact(rows, 0.5)) == 60 + 20 * 5
     assert len(asked) <= 20 * 4
+
+
+def test_processes_are_not_sent_the_fingerprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share them, in a file."""
+    sent: list[int] = []
+    in_processes = find_duplicates.in_processes
+
+    def look(function: Any, items: Any, workers: int) -> Any:
+        chunks = iter(items)
+        first = next(chunks, None)  # what it is made of may be looked up first
+        sent.append(len(pickle.dumps(function)))
+        return in_processes(function, [] if first is None else itertools.chain([first], chunks), workers)
+
+    monkeypatch.setattr(find_duplicates, "in_processes", look)
+    rows = corpus(1)
+    flags = ["--inputs", write(tmp_path / "in", rows), "url", "--output", str(tmp_path / "out"), "--workers", "2"]
+    assert find_duplicates.main([*flags, "--num-seeds", "1000", "--jaccard-parallel"]) == 0
+    assert len(sent) == 2
+    assert max(sent) < 100 * len(rows)  # of 4,000 bytes each
 
 
 def test_a_process_keeps_the_latest_shingles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,11 +350,39 @@ def test_the_bench_needs_documents(
     assert flags[1] in refused(bench, flags, capsys)
 
 
-def test_the_bench_runs(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_the_bench_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("datasketch")
-    assert bench.main(["--documents", "60"]) == 0
-    assert "find_duplicates" in capsys.readouterr().out
+    assert bench.main(["--documents", "60", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    record = json.loads((tmp_path / "rows.json").read_text())
+    assert record["header"]["sources"]
+    assert len(record["steps"]) == 10
+    for row in record["steps"]:
+        assert row["per_s"] > 0
+        assert f"| {row['step']} | " in said
+    loop, wide, narrow = record["found"]
+    assert loop["speed_up"] == 1.0
+    assert wide["found_5"] == wide["found_10"] == 1.0
+    assert 0 <= narrow["found_10"] <= 1.0
 
 
-def test_both_names_of_the_grouping_are_one_command() -> None:
-    assert group_duplicate_urls.main is group_duplicate_url.main
+@pytest.mark.slow
+def test_a_step_of_the_bench_that_fails_says_why(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"failed(.|\n)*add_id: error: .*gone"):
+        bench.seconds(
+            "add_id", "--input-file", tmp_path / "gone", "--output-file", tmp_path / "out", "--id-prefix", "x"
+        )
+
+
+@pytest.mark.slow
+def test_both_names_of_the_grouping_are_one_command(tmp_path: Path) -> None:
+    """Called as programs, from another folder."""
+    found = tmp_path / "found.jsonl"
+    found.write_text(json.dumps({"a": [{"b": 0.9}, {"c": 0.4}]}) + "\n")
+    for name in ("group_duplicate_url.py", "group_duplicate_urls.py"):
+        program = Path(group_duplicate_url.__file__).with_name(name)
+        done = subprocess.run([sys.executable, program, found, name], cwd=tmp_path, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith("group_duplicate_url: ")
+        assert read(tmp_path / name) == [{"0": ["a", "b"]}]

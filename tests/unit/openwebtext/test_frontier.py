@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.openwebtext.fetching import Frontier, Page, fetch_all, host_of
+from megatron.data.cleaning.fetching import Frontier, Page, fetch_all, host_of
 
 
 @given(

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from megatron.data.cleaning.fetching import Limits, Page, fetch_all
+from megatron.data.cleaning.requesting import Fetcher
 from tests.unit.openwebtext.site import Site
-from tools.openwebtext.fetching import Limits, Page, fetch_all
-from tools.openwebtext.requesting import Fetcher
 
 PATIENT = Limits(delay=0.0, timeout=20.0, private=True, max_bytes=1_000_000)
 HASTY = replace(PATIENT, timeout=0.4)

@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 
 from megatron.base.errors import UserError
 from megatron.data import lines as line_files
+from megatron.data.cleaning.command import Report, Tool, add_common, check_apart
+from megatron.data.cleaning.filtering import Judged, encode, in_chunks, judge_all
 from megatron.data.lines import check_output, lines, numbered_lines, writing
 from tests.support.disk import largest_file
 from tests.unit.openwebtext.support import read, write
@@ -31,8 +33,6 @@ from tools.openwebtext import (
     merge_jsons,
     pipeline,
 )  # fmt: skip
-from tools.openwebtext.filtering import Judged, encode, in_chunks, judge_all
-from tools.openwebtext.tool import Report, Tool, add_common, check_apart
 
 TEXT = "The old house by the river had been empty for many years when the new family came. " * 4
 

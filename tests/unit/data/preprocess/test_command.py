@@ -192,7 +192,7 @@ def test_a_bad_line_stops_the_run_and_writes_nothing(
 ) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(b'{"text": "1"}\n\n{"text": "2"}\n' + line + b'\n{"text": "3"}\n')
-    assert run(tmp_path) == 1
+    assert run(tmp_path) == 2
     error = capsys.readouterr().err
     assert f"{path}:4: " in error
     assert why in error
@@ -215,7 +215,7 @@ def test_bad_lines_are_skipped_and_counted(tmp_path: Path, capfd: pytest.Capture
 
 def test_a_bad_line_in_any_part_of_the_input_stops_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     text = lines_of(numbered(900)) + "{\n" + lines_of(numbered(50))
-    assert run(tmp_path, "--partitions", "3", text=text) == 1
+    assert run(tmp_path, "--partitions", "3", text=text) == 2
     assert f"{tmp_path / 'in.jsonl'}:901: broken JSON" in capfd.readouterr().err
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
@@ -225,7 +225,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, more: list[str]) -> None:
     (tmp_path / "in.jsonl").write_text(lines_of(numbered(3000)))
     with largest_file(2000):
         done = subprocess.run(command(tmp_path, "--input", str(tmp_path / "in.jsonl"), *more), capture_output=True)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.decode().splitlines()[-1] == "error: output: File too large. Nothing was written"
     assert b"Traceback" not in done.stderr
     assert os.listdir(tmp_path) == ["in.jsonl"]
@@ -234,7 +234,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, more: list[str]) -> None:
 def test_a_failed_run_leaves_the_earlier_files(tmp_path: Path) -> None:
     assert run(tmp_path, text=lines_of(numbered(5))) == 0
     before = outputs(tmp_path)
-    assert run(tmp_path, text=lines_of(numbered(7)) + "{") == 1
+    assert run(tmp_path, text=lines_of(numbered(7)) + "{") == 2
     assert outputs(tmp_path) == before
 
 
@@ -336,7 +336,7 @@ def test_a_broken_archive_is_named_with_its_line(tmp_path: Path, capsys: pytest.
     with gzip.open(path, "wt") as stream:
         stream.write(lines_of(numbered(500)))
     path.write_bytes(path.read_bytes()[:-200])
-    assert run(tmp_path, "--input", str(path)) == 1
+    assert run(tmp_path, "--input", str(path)) == 2
     assert f"{path}:" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["in.jsonl.gz"]
 
@@ -346,7 +346,7 @@ def test_an_archive_whose_library_is_missing_is_one_line(
 ) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     (tmp_path / "in.zst").touch()
-    assert run(tmp_path, "--input", str(tmp_path / "in.zst")) == 1
+    assert run(tmp_path, "--input", str(tmp_path / "in.zst")) == 2
     assert "in.zst: zstandard is missing: pip install zstandard" in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -363,7 +363,7 @@ def test_inputs(tmp_path: Path) -> None:
 
 
 def test_an_input_without_documents_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(tmp_path, text="\n \n") == 1
+    assert run(tmp_path, text="\n \n") == 2
     assert "no document" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["in.jsonl"]
 

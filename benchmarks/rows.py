@@ -1,62 +1,18 @@
-"""The rows of a section of the GPU benchmark, in a file that survives whatever ends the section."""
+"""Rows of a benchmark in a file that survives whatever ends it: the same command goes on with the missing ones."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from benchmarks.tables import Cells, Column
-
-
-@dataclass(frozen=True)
-class Setting:
-    """The setting of every section.
-
-    Args:
-        device: cuda, or cpu with toy sizes, which only show that everything runs.
-        out: folder of the results.
-        copy_bytes_per_s: bandwidth of a large copy, reads and writes together.
-        peak_flops: peak of the device's matrix products in bf16, FLOP/s.
-        memory_bytes: memory of the device.
-    """
-
-    device: str
-    out: Path
-    copy_bytes_per_s: float = 0.0
-    peak_flops: float = 0.0
-    memory_bytes: float = 0.0
-
-    @property
-    def toy(self) -> bool:
-        """Whether sizes are such that a CPU computes them in seconds."""
-        return self.device == "cpu"
+from benchmarks.tables import Cells
 
 
-@dataclass(frozen=True)
-class Claim:
-    """A claim about some rows, and their values.
-
-    Args:
-        what: the claim, in words.
-        least: smallest value at which the claim holds.
-        values: measured values.
-    """
-
-    what: str
-    least: float
-    values: tuple[float, ...]
-
-    @property
-    def met(self) -> int:
-        """Number of the values that meet the claim."""
-        return sum(value >= self.least for value in self.values)
-
-
-class SectionLog:
-    """The log of a section, one line of JSON for each event."""
+class RowLog:
+    """The log of rows that are measured, one line of JSON for each event."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,7 +29,7 @@ class SectionLog:
         self._write({"row": key, "cells": cells})
 
     def failed(self, key: str, why: str) -> None:
-        """Records a row that cannot be measured; the section continues with others."""
+        """Records a row that cannot be measured; others follow."""
         self._write({"failed": key, "why": why})
 
     def _write(self, line: Mapping[str, Any]) -> None:
@@ -81,38 +37,9 @@ class SectionLog:
             file.write(json.dumps(line) + "\n")
 
 
-class Section(Protocol):
-    """The interface of a section's module."""
-
-    TITLE: str
-    NOTE: str
-    """Explanation of the table's columns."""
-    COLUMNS: Sequence[Column]
-    LIMIT_SECONDS: float
-    """Time limit of the whole section."""
-    PATIENCE_SECONDS: float
-    """Longest silence of a section before it counts as hung."""
-
-    def keys(self, setting: Setting) -> list[str]:
-        """The rows, the most important ones first."""
-        ...
-
-    def measure(self, setting: Setting, wanted: Sequence[str], report: SectionLog) -> None:
-        """Measures some of the rows."""
-        ...
-
-    def tidy(self) -> None:
-        """Removes what a killed process of the section leaves behind."""
-        ...
-
-    def claims(self, rows: Mapping[str, Cells]) -> list[Claim]:
-        """Claims about the rows."""
-        ...
-
-
 @dataclass
 class Book:
-    """The content of a section's file.
+    """The content of such a file.
 
     Args:
         rows: finished rows, by their keys.
@@ -172,14 +99,3 @@ def opened(path: Path, made_by: Mapping[str, str], again: bool) -> Book:
     path.write_text("\n".join(lines) + "\n")
     book.lines = len(lines)
     return book
-
-
-def setting_text(setting: Setting) -> str:
-    """The setting as JSON, for a section's process."""
-    return json.dumps({**asdict(setting), "out": str(setting.out)})
-
-
-def setting_of(text: str) -> Setting:
-    """The setting of a text of ``setting_text``."""
-    values = json.loads(text)
-    return Setting(**{**values, "out": Path(values["out"])})

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.openwebtext.fingerprints import Hashes, Index, shingle_set, similarity
+from megatron.data.cleaning.fingerprints import Hashes, Index, shingle_set, similarity
 
 LEAST = 0.5
 
 _MOST_HASHES = 1 << 23
 """Of latest texts, that a process keeps (64 MB)."""
 
-_SLOTS = 21
-"""Bits of the number of similarities that a process keeps (32 MB when all are taken)."""
+_MOST_SIMILARITIES = 1 << 17
+"""Latest ones, that a process keeps for the next band in which a pair meets (about 32 MB)."""
 
 Pairs = list[tuple[int, list[tuple[int, float]]]]
 """Documents, and those that are like them: how much."""
@@ -71,34 +71,6 @@ class Texts:
         return found
 
 
-class Known:
-    """Similarities of pairs that were compared, for the next band in which they meet.
-
-    Each pair has one place, which a later pair may take: the memory is bounded however many there are.
-
-    Args:
-        documents: number of them.
-    """
-
-    def __init__(self, documents: int) -> None:
-        self._documents = documents
-        self._pairs = np.zeros(1 << _SLOTS, dtype=np.uint64)
-        self._values = np.zeros(1 << _SLOTS, dtype=np.float64)
-
-    def _place(self, a: int, b: int) -> tuple[int, int]:
-        # Never 0, which stands for none.
-        pair = min(a, b) * self._documents + max(a, b)
-        return pair, (pair * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF) >> (64 - _SLOTS)
-
-    def get(self, a: int, b: int) -> float | None:
-        pair, place = self._place(a, b)
-        return float(self._values[place]) if self._pairs[place] == pair else None
-
-    def put(self, a: int, b: int, value: float) -> None:
-        pair, place = self._place(a, b)
-        self._pairs[place], self._values[place] = pair, value
-
-
 @dataclass(frozen=True)
 class Comparison:
     """Compares the documents of buckets; what each process opens for it stays open as long as it does.
@@ -130,8 +102,9 @@ class Comparison:
         return Index(np.asarray(np.load(self.prints, mmap_mode="r")), self.sizes, self.seed)
 
     @cached_property
-    def known(self) -> Known:
-        return Known(len(self.places))
+    def compared(self) -> Callable[[int, int], float]:
+        """The similarity of two documents, the earlier one first; the latest ones are kept."""
+        return lru_cache(_MOST_SIMILARITIES)(self._compare)
 
     def __call__(self, buckets: Sequence[NDArray[np.int64]]) -> Pairs:
         """In each bucket, documents and those that are like them.
@@ -158,13 +131,9 @@ class Comparison:
     def _similarity(self, a: int, b: int) -> float:
         if self.kind == "union" and self.index.hopeless(a, b, LEAST):
             return 0.0
-        value = self.known.get(a, b)
-        if value is None:
-            value = self._compared(a, b)
-            self.known.put(a, b, value)
-        return value
+        return self.compared(min(a, b), max(a, b))
 
-    def _compared(self, a: int, b: int) -> float:
+    def _compare(self, a: int, b: int) -> float:
         if self.texts.equal(a, b):
             return 1.0
         first, second = self.texts.shingles(a), self.texts.shingles(b)

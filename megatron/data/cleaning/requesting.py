@@ -20,7 +20,7 @@ from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.exceptions import NameResolutionError
 
 from megatron.base.errors import UserError
-from tools.openwebtext.fetching import Limits, Page, host_of
+from megatron.data.cleaning.fetching import Limits, Page, host_of
 
 _ROBOTS_BYTES = 500_000
 """Of a robots.txt; what comes behind does not count."""

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.base.errors import UserError
+from megatron.data.cleaning.command import Report, progress
 from megatron.data.lines import numbered_lines
 from megatron.data.processes import in_processes
-from tools.openwebtext.tool import Report, progress
 
 T = TypeVar("T")
 

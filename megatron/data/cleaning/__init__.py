@@ -1,0 +1,1 @@
+"""What the cleaning of web text is made of; its commands are in tools/openwebtext."""

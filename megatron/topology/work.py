@@ -1,0 +1,63 @@
+"""What a pending collective waits for: torch's handle, or that of steps in a thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Work(Protocol):
+    """A handle that ``Pending`` waits for: torch's, or that of steps in a thread."""
+
+    def wait(self) -> object:
+        """Returns when it is done; raises RuntimeError when it failed."""
+
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would not block."""
+
+
+class Steps:
+    """A thread that carries out exchanges with one partner at a time, in the order of the requests.
+
+    gloo's own all-to-all sends to all partners at once, and before the receives are posted. So flows compete for every
+    link, which costs a third of a slow one's rate, and two ranks send one after the other; one partner at a time, in
+    both directions, reaches the link's rate.
+    """
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
+        # A daemon: a process that has to end does not wait for peers.
+        threading.Thread(target=self._main, name="exchange", daemon=True).start()
+
+    def _main(self) -> None:
+        while True:
+            call, done = self._asked.get()
+            try:
+                call()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+    def start(self, call: Callable[[], None]) -> Work:
+        """Carries out ``call`` after those before it."""
+        done: Future[None] = Future()
+        self._asked.put((call, done))
+        return _InThread(done)
+
+
+@dataclass(frozen=True)
+class _InThread:
+    """The handle of steps in the thread."""
+
+    done: Future[None]
+
+    def wait(self) -> None:
+        self.done.result()
+
+    def is_completed(self) -> bool:
+        return self.done.done()

@@ -1,0 +1,1 @@
+"""Programs of a clone; commands that are in the package are only called here."""
