@@ -8,13 +8,13 @@ import torch
 from megatron.base.errors import UserError
 from megatron.comm.policy import CompressionPlan
 from megatron.compression.builtin import BUILTIN
+from megatron.compression.lockstep import run_lockstep
 from megatron.compression.points import Point
 from megatron.compression.powersgd import PowerSGD, PowerSGDConfig
 from megatron.compression.registry import Registry
 from megatron.compression.schedule import RunLength, read_schedule
 from megatron.compression.spec import Spec, read_spec
 from megatron.compression.state import CompressorState
-from tests.support.lockstep import run_lockstep
 
 LENGTH = RunLength(1000, lambda epochs: round(100 * epochs))
 

@@ -16,6 +16,7 @@ from megatron.compression.api import Level, Op, Peers, Request
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback
 from megatron.compression.fixpoint import FixpointConfig, FixpointRounds, FixpointSumConfig, Quantizer
+from megatron.compression.lockstep import run_lockstep
 from megatron.compression.options import CompressorFault
 from megatron.compression.points import Point
 from megatron.compression.quantized_adam import QuantizedAdam, QuantizedAdamConfig
@@ -24,7 +25,6 @@ from megatron.compression.schedule import RunLength
 from megatron.compression.spec import read_spec
 from megatron.compression.state import CompressorState
 from megatron.kernels.reference import rotate
-from tests.support.lockstep import run_lockstep
 
 Nodes = tuple[tuple[int, ...], ...]
 
