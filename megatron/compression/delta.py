@@ -299,7 +299,8 @@ def register(registry: Registry) -> None:
                 codec=_codec,
                 points=frozenset({Point.PP_FWD}),
                 no_feedback="makes up for what it left out when the sample comes again",
-                advice="samples are met again in activations only; use fixpoint",
+                advice="samples are met again in activations only",
+                instead=("fixpoint",),
                 needs="predict=sample only with --sample-order fixed, for several epochs",
             ),
         )
