@@ -672,6 +672,26 @@ COVERED: dict[str, tuple[int, Changes, list[str]]] = {
             "warning: --compress pp-forward=cast compresses 0% of what pp-forward sends",
         ],
     ),
+    "small factors": (
+        4,
+        # A (16, 1, 32) in bf16 has 1,024 bytes, factors of rank 10 in bf16 960. An eighth of a (128, 32) is 2,048
+        # bytes, factors of rank 12 have a byte a number and a scale for 128 of a column: 1,952.
+        _run(
+            "pp-backward=lowrank,rank=11,factors=bf16",
+            "dp-grad=powersgd,rank=14,factors=fixpoint8,min-ratio=8",
+            "embedding=powersgd,rank=14,factors=fixpoint8,min-ratio=1e9",
+            pp=2,
+            precision="bf16",
+        ),
+        [
+            "warning: --compress pp-backward=lowrank compresses 0% of what pp-backward sends: there only ranks up to "
+            "10 send fewer bytes than the matrices; lower rank=11",
+            "warning: --compress dp-grad=powersgd compresses 0% of what dp-grad sends: there only ranks up to 12 "
+            "send fewer bytes than the matrices; lower rank=14",
+            "warning: --compress embedding=powersgd compresses 0% of what embedding sends: there no rank sends fewer "
+            "bytes than the matrices; leave it out",
+        ],
+    ),
     "tensor-parallel, sharded": (
         4,
         _run("tp-forward=powersgd,rank=2", "param-gather=cast", tp=2, use_distributed_optimizer=True),
