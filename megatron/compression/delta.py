@@ -97,7 +97,9 @@ class TokenDeltaCodec(FormatCodec):
 
     config: DeltaConfig
     format: Quantizer
-    traits = CodecTraits(widened=False, shared=(MEANS, COUNTS), steady=("messages",), tokens=True)
+    traits = CodecTraits(
+        widened=False, shared=(MEANS, COUNTS), steady=("messages",), means=((MEANS, COUNTS),), tokens=True
+    )
 
     def __init__(self, config: DeltaConfig) -> None:
         super().__init__(config, Quantizer(config))
