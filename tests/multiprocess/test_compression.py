@@ -377,6 +377,22 @@ def test_noise_of_few_bits_does_not_trip_clipping() -> None:
     assert clipped.losses == free.losses
 
 
+def _frozen(changes: Changes) -> tuple[list[bool], list[int]]:
+    """Whether each step was skipped, and after how many updates the second moments were frozen by then."""
+    engines, frozen = tiny_engines(changes), []
+    trace = tiny_train(engines, 16, after_step=lambda one: frozen.append(one.optimizer.frozen_at))
+    return [norm != norm for norm in trace.grad_norms], frozen
+
+
+def test_a_warm_up_of_updates_does_not_count_skipped_steps() -> None:
+    changes = _quantized_adam(1.0, bits=8, warmup=4)
+    changes["precision"] = {"fp16": True, "initial_loss_scale": 2.0**22, "hysteresis": 1}
+    for skipped, frozen in run_ranks(2, _frozen, changes):
+        assert 2 <= sum(skipped) <= 10
+        taken = [sum(not skip for skip in skipped[: step + 1]) for step in range(16)]
+        assert frozen == [4 if count > 4 else 0 for count in taken]
+
+
 def _local(whole: Tensor, slot: ParamSlot) -> Tensor:
     """This rank's part of a logical tensor, with zeros for the vocabulary's padding."""
     part, offsets = whole.new_zeros(slot.param.shape), slot.spec.offsets()
