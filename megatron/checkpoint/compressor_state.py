@@ -1,8 +1,9 @@
 """State of compressors as logical tensors: saved with the model, and re-sliced or summed on another layout.
 
 Every tensor has leading dimensions that count its holders. A residual belongs to each holder's own contribution to
-a sum: with another number of replicas the sum of the residuals is kept, shared out equally. Anything else (factors
-of a warm start) must find the same holders again, or is dropped with a warning that names it.
+a sum: with another number of replicas the sum of the residuals is kept, shared out equally. Tables of means of what
+each holder has seen become the means over all holders, so that both ends of a message stay equal. Anything else
+(factors of a warm start) must find the same holders again, or is dropped with a warning that names it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -52,6 +53,8 @@ class _Place:
         slot: the parameter; None for messages.
         leads: whether it also stands for the unit's counters.
         index_sets: names of tensors that are indices into the unit; replicas share them.
+        means: tables of means, and the counts of each.
+        cut: tensor-parallel ranks hold means of different things; else equal ones.
     """
 
     name: str
@@ -64,6 +67,8 @@ class _Place:
     slot: ParamSlot | None = None
     leads: bool = True
     index_sets: tuple[str, ...] = ()
+    means: Mapping[str, str] = field(default_factory=dict)
+    cut: bool = False
 
     def label(self, kind: str) -> str:
         """Name of a tensor in checkpoints; a sample cache is named by its holder, since each has its own size."""
@@ -86,9 +91,9 @@ class _Place:
             return tensor[self.span[0] : self.span[1]].view(self.slot.param.shape)
         return tensor
 
-    def shard(self, kind: str, part: Tensor, row: int | None = None) -> LogicalShard:
-        """A part as the box that this rank holds (or reads: that of another ``row``) of a logical tensor."""
-        row = self.holder[0] if row is None else row
+    def shard(self, kind: str, part: Tensor, at: tuple[int, int] | None = None) -> LogicalShard:
+        """A part as the box that this rank holds (or reads: that of the holder ``at``) of a logical tensor."""
+        at = self.holder if at is None else at
         if kind.endswith(_OF_SAMPLES):
             return LogicalShard(tuple(part.shape), part.dtype, [TensorBox((0,) * part.dim(), part.detach())])
         if kind in self.index_sets and self.slot is not None:
@@ -96,9 +101,9 @@ class _Place:
             return shard_of_local(part.unsqueeze(0), (0, *spec.offsets()), (1, *spec.logical_shape))
         if kind == RESIDUAL and self.slot is not None:
             spec = self.slot.spec
-            offsets, shape = (row, *spec.offsets()), (self.holders[0], *spec.logical_shape)
+            offsets, shape = (at[0], *spec.offsets()), (self.holders[0], *spec.logical_shape)
             return shard_of_local(part.unsqueeze(0), offsets, shape)
-        offsets = (row, self.holder[1], *([0] * part.dim()))
+        offsets = (*at, *([0] * part.dim()))
         return LogicalShard((*self.holders, *part.shape), part.dtype, [TensorBox(offsets, part.detach()[None, None])])
 
 
@@ -110,6 +115,7 @@ class CompressorCheckpoint:
         channel: the channel of pipeline messages.
         layout, coordinates: the mesh and this rank's place in it.
         layers_per_virtual_stage: number of layers, which names the boundaries.
+        cut: messages hold this tensor-parallel rank's share of the sequence.
     """
 
     def __init__(
@@ -119,12 +125,14 @@ class CompressorCheckpoint:
         layout: Layout,
         coordinates: Coordinates,
         layers_per_virtual_stage: int,
+        cut: bool = False,
     ) -> None:
         self.sync = sync
         self.channel = channel
         self.layout = layout
         self.at = coordinates
         self.layers = layers_per_virtual_stage
+        self.cut = cut
 
     def tensors(self) -> dict[str, LogicalShard]:
         """All committed tensors, by name."""
@@ -146,17 +154,17 @@ class CompressorCheckpoint:
         saved = saved_shapes(root, iteration, PREFIX)
         if not saved:
             return
-        wanted = [item for place in self._places() for item in _wanted(saved, place)]
-        loaded: dict[int, Tensor] = {}
-        for row in range(_largest(group, max([max(item.rows) + 1 for item in wanted] + [1]))):
-            parts = {number: item.room() for number, item in enumerate(wanted) if row in item.rows}
-            read = {wanted[number].name: wanted[number].shard(part, row) for number, part in parts.items()}
+        wanted = [_Loaded(item) for place in self._places() for item in _wanted(saved, place)]
+        for turn in range(_largest(group, max([len(one.item.sources) for one in wanted] + [1]))):
+            parts = {one.item.name: one.item.room() for one in wanted if turn < len(one.item.sources)}
+            now = [one for one in wanted if one.item.name in parts]
+            read = {one.item.name: one.item.shard(parts[one.item.name], one.item.sources[turn]) for one in now}
             load_tensors(root, iteration, read, group, strict=False, allow_unexpected=True)
-            for number, part in parts.items():
-                loaded[number] = part if number not in loaded else loaded[number].add_(part)
-        for number, part in loaded.items():
-            wanted[number].put(part)
-        _warn(set(saved), {item.name for item in wanted}, group, log)
+            for one in now:
+                one.add(parts[one.item.name], parts.get(one.item.counts))
+        for one in wanted:
+            one.put()
+        _warn(set(saved), {one.item.name for one in wanted}, group, log)
 
     def _places(self) -> Iterator[_Place]:
         dp, tp = (self.layout.dp, self.at.dp), (self.layout.tp, self.at.tp)
@@ -179,7 +187,8 @@ class CompressorCheckpoint:
                 for end, states, boundary in self._ends(way):
                     state = states.setdefault(boundary, CompressorState())
                     name = f"{way.point.value}.layer{(boundary + 1) * self.layers}.{end}"
-                    yield _Place(name, state, holders, holder)
+                    means = dict(self.channel.plan.codec(way.point).traits.means)
+                    yield _Place(name, state, holders, holder, means=means, cut=self.cut)
 
     def _of_unit(
         self, unit: Unit, slots: Mapping[int, ParamSlot], length: int, compressor: RoundCompressor
@@ -245,20 +254,36 @@ class _Wanted:
             return True
         if self._like_param and self.place.slot is not None:
             return self.shape[1:] == self.place.slot.spec.logical_shape
-        return self.shape[1] == self.place.holders[1]
+        return self.shape[1] == self.place.holders[1] or self._of_means
+
+    @property
+    def counts(self) -> str:
+        """The name of what a table of means counts; empty for anything else."""
+        return self.place.label(self.place.means[self.kind]) if self.kind in self.place.means else ""
+
+    @property
+    def _of_means(self) -> bool:
+        return self.kind in self.place.means or self.kind in self.place.means.values()
 
     @property
     def _like_param(self) -> bool:
         return self.place.slot is not None and self.kind in (RESIDUAL, *self.place.index_sets)
 
     @property
-    def rows(self) -> Sequence[int]:
+    def sources(self) -> Sequence[tuple[int, int]]:
         """The holders whose parts make up this rank's."""
+        (row, column), rows, columns = self.place.holder, self.shape[0], self.place.holders[1]
         if self.kind in self.place.index_sets or self.kind.endswith(_OF_SAMPLES):
-            return (0,)
-        if self.shape[0] == self.place.holders[0]:
-            return (self.place.holder[0],)
-        return range(self.shape[0]) if self.kind == RESIDUAL else (0,)
+            return [(0, column)]
+        same_rows = rows == self.place.holders[0]
+        if self._of_means:
+            # Where all of them must be equal, those that were saved may be means of different things.
+            alone = self.place.cut and self.shape[1] == columns
+            which = (column,) if alone else range(self.shape[1])
+            return [(at, other) for at in ((row,) if same_rows else range(rows)) for other in which]
+        if same_rows:
+            return [(row, column)]
+        return [(at, column) for at in (range(rows) if self.kind == RESIDUAL else (0,))]
 
     def room(self) -> Tensor:
         """Allocates memory for this rank's part."""
@@ -267,12 +292,12 @@ class _Wanted:
             return torch.zeros(param.shape, dtype=self.dtype, device=param.device)
         return torch.zeros(self.shape if self.kind.endswith(_OF_SAMPLES) else self.shape[2:], dtype=self.dtype)
 
-    def shard(self, part: Tensor, row: int) -> LogicalShard:
+    def shard(self, part: Tensor, at: tuple[int, int]) -> LogicalShard:
         """The part as a holder's box of the saved tensor."""
         if self.kind.endswith(_OF_SAMPLES):
             return self.place.shard(self.kind, part)
-        old = replace(self.place, holders=(self.shape[0], self.place.holders[1]))
-        return old.shard(self.kind, part, row)
+        columns = self.place.holders[1] if self._like_param else self.shape[1]
+        return replace(self.place, holders=(self.shape[0], columns)).shard(self.kind, part, at)
 
     def put(self, part: Tensor) -> None:
         """Writes the part to its place, allocating the rest of its stack or bucket."""
@@ -294,6 +319,36 @@ class _Wanted:
             rest = part.shape if place.index is not None else ()
             state.tensors[self.kind] = torch.zeros((place.whole, *rest), dtype=part.dtype, device=part.device)
         place.part(self.kind, state.tensors[self.kind]).copy_(part)
+
+
+class _Loaded:
+    """What was read of a wanted tensor so far, put together."""
+
+    def __init__(self, item: _Wanted) -> None:
+        self.item = item
+        self._value: Tensor | None = None
+        self._weights: Tensor | None = None
+
+    def add(self, part: Tensor, counts: Tensor | None) -> None:
+        """Adds a holder's part; ``counts`` are those of a table of means.
+
+        Parts that are equal stay as they are, bit by bit. Counts become the greatest: equal ones are not counted twice.
+        """
+        if self._value is None:
+            self._value, self._weights = part, counts
+        elif counts is not None and self._weights is not None:
+            self._weights = self._weights + counts
+            share = (counts / self._weights.clamp(min=1)).view(-1, *[1] * (part.dim() - 1))
+            self._value.add_(share * (part - self._value))
+        elif self.item.kind == RESIDUAL:
+            self._value.add_(part)
+        else:
+            self._value = torch.maximum(self._value, part)
+
+    def put(self) -> None:
+        """Writes it to its place."""
+        if self._value is not None:
+            self.item.put(self._value)
 
 
 def _wanted(saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]], place: _Place) -> Iterator[_Wanted]:

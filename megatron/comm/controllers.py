@@ -68,7 +68,7 @@ class Controllers:
         """
         for point, controller in self.by_point.items():
             seen = look(point)
-            compressed = self.plan.activation(point).on(iteration)
+            compressed = self.plan.on(point, iteration)
             flats = seen.flats if all_finite else []
             self._run(controller, Reduced(iteration, flats, seen.shapes, scale, compressed, self.plan.stage))
         self._tune()

@@ -40,7 +40,7 @@ class EmbeddingSync:
 
     def begin(self, iteration: int) -> None:
         """Begins a step (0-based)."""
-        self._on = self.plan.compressed(Point.EMBED_GRAD) and self.plan.activation(Point.EMBED_GRAD).on(iteration)
+        self._on = self.plan.compressed(Point.EMBED_GRAD) and self.plan.on(Point.EMBED_GRAD, iteration)
 
     @property
     def wants_update(self) -> bool:

@@ -43,12 +43,15 @@ class CompressionPlan:
     Args:
         specs: the specs by point; a point that is not named sends its traffic as it is.
         stage, stages: this rank's pipeline stage, and their number.
+
+    ``skipped`` is the number of the run's steps whose update was skipped.
     """
 
     def __init__(self, specs: Mapping[Point, Spec], stage: int = 0, stages: int = 1) -> None:
         self.specs = dict(specs)
         self.stage = stage
         self.stages = stages
+        self.skipped = 0
         self._iteration = 0
         self._tuned: dict[Point, dict[str, float]] = {}
         self._rounds: dict[tuple[Point, Any], RoundCompressor] = {}
@@ -57,6 +60,15 @@ class CompressionPlan:
     def activation(self, point: Point) -> Activation:
         """The iterations and stages in which the point's traffic is compressed."""
         return self.specs[point].activation if point in self.specs else Activation()
+
+    def on(self, point: Point, iteration: int) -> bool:
+        """Whether an iteration's reductions at a point are compressed; -1 in evaluation.
+
+        The warm-up of a compressor that freezes the optimizer's second moments counts updates: skipped steps have
+        measured nothing.
+        """
+        counts_updates = iteration >= 0 and self.rounds(point).traits.freezes_variance
+        return self.activation(point).on(iteration - self.skipped if counts_updates else iteration)
 
     def compressed(self, point: Point) -> bool:
         """Whether anything but the identity serves a point."""

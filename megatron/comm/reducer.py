@@ -163,7 +163,7 @@ class GradReducer:
             scale: the loss scale that its gradients carry.
             checks: look whether the local gradients are finite (``finite``).
         """
-        self._on = self.plan.activation(Point.DP_GRAD).on(iteration)
+        self._on = self.plan.on(Point.DP_GRAD, iteration)
         self._scale = scale
         self._checks = checks
         self._finite = []

@@ -258,6 +258,8 @@ class CodecTraits:
             samples); the rest is the sender's own.
         steady: names of counters and memories of samples that ``state.layout`` leaves out: those that do not decide
             which operations run, and those that ``launches`` accounts for itself.
+        means: names of tables of means and of their counts: a row is the mean of as many things that a rank has seen as
+            its count says. Another layout begins at the means of all ranks' tables.
         samples: how many samples each end remembers; more than 0 for a codec that gains from samples that come again,
             and from those alone: it is off in evaluation.
         tokens: keys at the pipeline's points hold the samples' tokens (``Content``).
@@ -268,6 +270,7 @@ class CodecTraits:
     widened: bool = True
     shared: tuple[str, ...] = ()
     steady: tuple[str, ...] = ()
+    means: tuple[tuple[str, str], ...] = ()
     samples: int = 0
     tokens: bool = False
     folders: tuple[str, ...] = ()

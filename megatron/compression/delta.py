@@ -97,7 +97,9 @@ class TokenDeltaCodec(FormatCodec):
 
     config: DeltaConfig
     format: Quantizer
-    traits = CodecTraits(widened=False, shared=(MEANS, COUNTS), steady=("messages",), tokens=True)
+    traits = CodecTraits(
+        widened=False, shared=(MEANS, COUNTS), steady=("messages",), means=((MEANS, COUNTS),), tokens=True
+    )
 
     def __init__(self, config: DeltaConfig) -> None:
         super().__init__(config, Quantizer(config))
@@ -299,7 +301,8 @@ def register(registry: Registry) -> None:
                 codec=_codec,
                 points=frozenset({Point.PP_FWD}),
                 no_feedback="makes up for what it left out when the sample comes again",
-                advice="samples are met again in activations only; use fixpoint",
+                advice="samples are met again in activations only",
+                instead=("fixpoint",),
                 needs="predict=sample only with --sample-order fixed, for several epochs",
             ),
         )

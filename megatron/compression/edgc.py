@@ -239,6 +239,6 @@ def register(registry: Registry) -> None:
             rounds=EDGC,
             points=frozenset({Point.DP_GRAD}),
             feedback={Point.DP_GRAD: "local"},
-            advice="elsewhere use powersgd with rank=64@0/32@1000",
+            instead=("powersgd,rank=64@0/32@1000", "lowrank,rank=64@0/32@1000", "fixpoint"),
         ),
     )

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron.base.errors import UserError
 from megatron.compression.message import FormatCodec, ScaledCodes, noise_seed
 from megatron.compression.options import SEED, opt
 from megatron.compression.points import Point
@@ -36,6 +37,12 @@ class Float8Config:
     scale_dtype: Literal["fp32", "bf16", "e8m0"] = opt("fp32", "of the scales on the wire; e8m0: powers of two")
     rounding: Literal["nearest", "stochastic"] = opt("nearest", "stochastic is unbiased, and seeded")
     seed: int = opt(714, "seed of stochastic rounding", minimum=0, maximum=SEED)
+
+    def __post_init__(self) -> None:
+        if self.tile != type(self).tile and self.scale != "tile":
+            raise UserError(
+                f"tile={self.tile}: means nothing with scale={self.scale}; use scale=tile, or leave tile out"
+            )
 
 
 class Float8Format(Format):

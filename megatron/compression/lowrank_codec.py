@@ -120,6 +120,6 @@ def register(registry: Registry) -> None:
             LowRankConfig,
             codec=LowRankCodec,
             points=frozenset({Point.PP_FWD, Point.PP_BWD}),
-            advice="for all-reduces use powersgd",
+            instead=("powersgd", "fixpoint"),
         ),
     )

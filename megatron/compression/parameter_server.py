@@ -77,6 +77,6 @@ def register(registry: Registry) -> None:
             rounds=ParameterServer,
             points=frozenset({Point.DP_GRAD}),
             no_feedback="leaves no error",
-            advice="none is an exact sum there",
+            instead=("none",),
         ),
     )

@@ -91,6 +91,6 @@ def register(registry: Registry) -> None:
             rounds=PowerSGD,
             points=frozenset({Point.DP_GRAD, Point.EMBED_GRAD, Point.TP_FWD, Point.TP_BWD}),
             feedback={Point.DP_GRAD: "local", Point.EMBED_GRAD: "local"},
-            advice="for messages use lowrank",
+            instead=("lowrank", "fixpoint"),
         ),
     )

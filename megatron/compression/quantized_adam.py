@@ -117,7 +117,7 @@ def register(registry: Registry) -> None:
             rounds=QuantizedAdam,
             points=frozenset({Point.DP_GRAD}),
             no_feedback="has a residual of its own",
-            advice="use fixpoint with error-feedback=on",
+            instead=("fixpoint,error-feedback=on", "fixpoint"),
             needs="only with --optimizer adam, beta equal to --adam-beta1, all stages, and a warm-up",
         ),
     )

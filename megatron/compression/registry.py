@@ -22,7 +22,9 @@ class Registration:
         points: points that it may serve; None for all that its contracts fit.
         feedback: the default residual by point; "off" where not named.
         no_feedback: why it cannot have a residual; empty when it can.
-        advice: what to use instead at the other points.
+        advice: why the other points are none for it; empty where its contracts say it.
+        instead: what to use at the other points: specs without the point, the best first. A refusal names the first
+            that the point takes.
         needs: which flags it works with alone, for ``--list-compressors``; ``Compressor.check`` refuses the others.
         identity: it leaves the traffic as it is.
     """
@@ -34,6 +36,7 @@ class Registration:
     feedback: Mapping[Point, str] = field(default_factory=dict)
     no_feedback: str = ""
     advice: str = ""
+    instead: tuple[str, ...] = ()
     needs: str = ""
     identity: bool = False
 
@@ -41,7 +44,7 @@ class Registration:
         """Checks that the compressor can serve a point.
 
         Raises:
-            UserError: when it cannot, with the reason and the compressors that can.
+            UserError: when it cannot, with the reason.
         """
         advice = f"; {self.advice}" if self.advice else ""
         if self.points is not None and point not in self.points:

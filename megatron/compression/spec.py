@@ -168,7 +168,8 @@ def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
         registration.check(point, name)
     except UserError as error:
         fitting = [other for other in registry.names if _serves(registry[other], point, other)]
-        raise UserError(f"{error}; {point.value} takes {', '.join(fitting)}") from None
+        use = [f"; use {other}" for other in registration.instead if _takes(point, other, registry, length)][:1]
+        raise UserError(f"{error}{''.join(use)}; {point.value} takes {', '.join(fitting)}") from None
     common = {key: given.pop(key).lower() for key in COMMON if key in given}
     own = [option.flag for option in field_options(name, registration.config)] + list(COMMON)
     for key in given:
@@ -313,6 +314,18 @@ def describe(registry: Registry) -> str:
 
 def _kind(option: FieldOption) -> str:
     return "on|off" if option.is_switch else "|".join(option.choices) or option.element.__name__
+
+
+def _takes(point: Point, spec: str, registry: Registry, length: RunLength) -> bool:
+    """Whether a point takes a spec, which is written without the point."""
+    name = spec.partition(",")[0]
+    if name not in registry.names or not _serves(registry[name], point, name):
+        return False
+    try:
+        read_spec(f"{point.value}={spec}", registry, length)
+    except UserError:
+        return False
+    return True
 
 
 def _serves(registration: Registration, point: Point, name: str) -> bool:

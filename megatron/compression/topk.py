@@ -171,9 +171,7 @@ def register(registry: Registry) -> None:
     feedback = dict.fromkeys(points, "local")
     registry.register(
         "topk",
-        Registration(
-            TopKConfig, rounds=TopK, points=points, feedback=feedback, advice="for messages use fixpoint or lowrank"
-        ),
+        Registration(TopKConfig, rounds=TopK, points=points, feedback=feedback, instead=("fixpoint",)),
     )
     registry.register(
         "stable-topk",
@@ -183,5 +181,6 @@ def register(registry: Registry) -> None:
             points=points,
             feedback=feedback,
             advice="only all-reduces of gradients share one choice of coordinates",
+            instead=("fixpoint",),
         ),
     )

@@ -206,9 +206,7 @@ class TwoStepSum(RoundCompressor):
         made: list[Approximation] = []
         taken: list[Approximation] = []
         for number, hop in enumerate(hops):
-            # Nodes hold like sums, so each draws noise of its own for them.
-            first = 0 if number == 0 else 1 + peers.size * (1 + _node(peers))
-            seeds = {i: self.seed(state, first + i) for i in parts}
+            seeds = {i: self._seed(state, peers, number, i) for i in parts}
             wires = hop.encode(parts, part, seeds, transformed=number > 0)
             sent = hop.messages(wires, spans, hop.rows)
             made += hop.errors(sent, parts, taken) if number else [sent]
@@ -220,7 +218,8 @@ class TwoStepSum(RoundCompressor):
             taken.pop()
         else:
             own = replace(hops[-1], rows=[(peers.rank,)])
-            wire = own.encode(parts, part, {peers.rank: self.seed(state, peers.size)}, transformed=True)
+            seeds = {peers.rank: self._seed(state, peers, len(hops), peers.rank)}
+            wire = own.encode(parts, part, seeds, transformed=True)
             total = own.messages(wire, spans, own.rows)
             made += own.errors(total, parts, taken)
             wire = wire.view(-1)
@@ -229,6 +228,14 @@ class TwoStepSum(RoundCompressor):
             total = own.messages(wire, spans, hops[0].rows)
         state.stage("messages", state.count("messages") + 1)
         return Aggregate(total, _Contribution(made, taken))
+
+    def _seed(self, state: CompressorState, peers: Peers, step: int, part: int) -> int | None:
+        """The seed of a part's message in a step of the sum.
+
+        Ranks hold like numbers, and nodes like sums: noise that they shared would add up, where noise of each rank's
+        own averages out.
+        """
+        return self.seed(state, (step * peers.size + peers.rank) * peers.size + part)
 
     def _hops(self, peers: Peers) -> list[_Hop]:
         """The exchanges of a sum; a level that is a single rank is left out."""
@@ -241,8 +248,3 @@ class TwoStepSum(RoundCompressor):
             _Hop(Level.ACROSS, self.format, [(rank,) for rank in across], across.index(peers.rank)),
         ]
         return [hop for hop in hops if len(hop.rows) > 1]
-
-
-def _node(peers: Peers) -> int:
-    """Number of this rank's node."""
-    return next((number for number, ranks in enumerate(peers.nodes) if peers.rank in ranks), 0)

@@ -134,8 +134,7 @@ class CostBook:
         texts = self._text(choice, Point.DP_GRAD) if covered else ()
         # Summed elsewhere, or in the only stage's embedding.
         fused = self.fused(choice) or (self.tied and choice.pp == 1 and name == "head")
-        replicas = _replicas(spec if covered else None, choice.dp)
-        nodes = _nodes(self.levels(choice, Point.DP_GRAD)) if covered else 0
+        replicas, nodes = _ranks(spec if covered else None, choice.dp, self.levels(choice, Point.DP_GRAD))
         key = (name, choice.tp, choice.sequence_parallel, choice.sharded, fused, texts, replicas, nodes)
         if key not in self._reductions:
             used = {Point.DP_GRAD: spec} if spec is not None and covered else {}
@@ -151,8 +150,8 @@ class CostBook:
         """The cost of all-reducing the tied embedding's gradient over its holders."""
         texts = self._text(choice, Point.EMBED_GRAD)
         holders = 2 * choice.dp if self.fused(choice) else 2
-        replicas = _replicas(self.specs(choice).get(Point.EMBED_GRAD), holders)
-        nodes = _nodes(self.levels(choice, Point.EMBED_GRAD))
+        levels = self.levels(choice, Point.EMBED_GRAD)
+        replicas, nodes = _ranks(self.specs(choice).get(Point.EMBED_GRAD), holders, levels)
         key = ("tied", shape, elements, texts, replicas, nodes)
         if key not in self._reductions:
             specs = {p: spec for p, spec in self.specs(choice).items() if not p.is_reduction or p is Point.EMBED_GRAD}
@@ -192,12 +191,14 @@ class CostBook:
             )
         return self._messages[key]
 
-    def gathered(self, choice: Choice, elements: int) -> MessageCost:
-        """The cost of a replica's updated parameters, as a message to the others."""
-        texts = self._text(choice, Point.PARAM_GATHER)
+    def gathered(self, choice: Choice, elements: int, stage: int) -> MessageCost:
+        """The cost of a replica's updated parameters on a stage, as a message to the others."""
+        spec = self.specs(choice).get(Point.PARAM_GATHER)
+        covered = spec is not None and spec.activation.covers_stage(stage, choice.pp)
+        texts = self._text(choice, Point.PARAM_GATHER) if covered else ()
         key = (Point.PARAM_GATHER, elements, texts)
         if key not in self._messages:
-            plan = CompressionPlan({p: s for p, s in self.specs(choice).items() if p is Point.PARAM_GATHER}, 0, 1)
+            plan = CompressionPlan({Point.PARAM_GATHER: spec} if spec is not None and covered else {}, 0, 1)
             plan.begin(STEADY)
             dtype = self.config.precision.params_dtype
             self._messages[key] = planned(
@@ -217,11 +218,16 @@ class CostBook:
         return not self.config.model.untie_embeddings_and_output_weights
 
 
-def _replicas(spec: Spec | None, size: int) -> int:
-    """Number of ranks of a dry run: two tell what any number send, unless each sends what all must have, or it depends
-    on their nodes."""
+def _ranks(spec: Spec | None, size: int, levels: Levels) -> tuple[int, int]:
+    """Ranks and nodes of a dry run; 0 nodes for a group that is not cut.
+
+    Two tell what any number send, and two nodes what any number do, unless each sends what all must have.
+    """
     traits = None if spec is None else spec.rounds().traits
-    return size if traits is not None and (traits.gathers or traits.levels) else 2
+    if traits is not None and traits.levels and levels:
+        nodes = min(levels[Level.ACROSS][1], 2)
+        return levels[Level.NODE][1] * nodes, nodes
+    return (size if traits is not None and traits.gathers else 2), 0
 
 
 def level_wires(cluster: Cluster, groups: Sequence[tuple[int, ...]], world_size: int) -> Levels:
@@ -231,11 +237,6 @@ def level_wires(cluster: Cluster, groups: Sequence[tuple[int, ...]], world_size:
         Level.NODE: (inside_wire(cluster, len(positions[0])), len(positions[0])),
         Level.ACROSS: (across_wire(cluster, 1, min(cluster.gpus_per_node, world_size)), len(positions)),
     }
-
-
-def _nodes(levels: Levels) -> int:
-    """Number of nodes of a group that is cut; 0 for one that is not."""
-    return levels[Level.ACROSS][1] if levels else 0
 
 
 def planned(texts: tuple[str, ...], run: Callable[[], _T]) -> _T:

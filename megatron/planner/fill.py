@@ -128,7 +128,9 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
         each = sum(sent_bytes(collectives, 2 * choice.dp if fused else 2, levels) for collectives in part.rounds)
         found[Point.EMBED_GRAD.value] = 2 * each / choice.pp
     if choice.sharded:
-        shares = (book.gathered(choice, -(-stages.elements(choice, rank) // choice.dp)) for rank in range(choice.pp))
+        shares = (
+            book.gathered(choice, -(-stages.elements(choice, rank) // choice.dp), rank) for rank in range(choice.pp)
+        )
         found[Point.PARAM_GATHER.value] = sum(share.nbytes for share in shares) * (choice.dp - 1) / choice.pp
     return {point: nbytes for point, nbytes in found.items() if nbytes}
 

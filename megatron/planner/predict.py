@@ -64,6 +64,7 @@ class Predictor(Stages):
         self._pipelines: dict[Choice, Pipeline] = {}
         self._bounds: dict[tuple[Choice, int], float] = {}
         self._times: dict[Choice, Sequence[StageTimes]] = {}
+        self._memory: dict[Choice, float] = {}
 
     def lower_bound(self, choice: Choice) -> float:
         """A lower bound of a choice's seconds, cheaper to compute than its prediction."""
@@ -84,8 +85,10 @@ class Predictor(Stages):
         return self._times[alone]
 
     def memory_bytes(self, choice: Choice) -> float:
-        """Bytes on the fullest rank."""
-        return sum(memory(self, choice).values())
+        """Bytes on the fullest rank; a search asks often for those of one choice, without its compressors."""
+        if choice not in self._memory:
+            self._memory[choice] = sum(memory(self, choice).values())
+        return self._memory[choice]
 
     def predict(self, choice: Choice) -> Prediction:
         """Predicts a step of a choice.
@@ -100,7 +103,8 @@ class Predictor(Stages):
         synced, embedding_s = self._synchronized(choice, wires, pipeline, times, stages)
         slowest = max(range(choice.pp), key=lambda rank: synced[rank])
         own, time = stages[slowest], times[slowest]
-        gather = self._gather_s(choice, wires, own)
+        # All ranks begin their updates together; those of a stage that gathers uncompressed may have them last.
+        gather = max(self._gather_s(choice, wires, stage, rank) for rank, stage in enumerate(stages))
         seconds = synced[slowest] + self._world_s(wires, choice) + self._update_s(choice, own) + gather
         passes = self.passes(choice, wires)
         exposed = choice.micro_batches * sum(n * passes[name][2] for name, n in own.pieces.items())
@@ -180,11 +184,11 @@ class Predictor(Stages):
         moved = stage.elements * grad + owned * (2 * grad + 24 + (param if param < 4 else 0))
         return moved / (self.cluster.device.memory_gbyte_per_s * 1e9) * self.cluster.correction("optimizer")
 
-    def _gather_s(self, choice: Choice, wires: Wires, stage: StageCost) -> float:
-        """The time of all-gathering the parameters that the replicas updated."""
+    def _gather_s(self, choice: Choice, wires: Wires, stage: StageCost, rank: int) -> float:
+        """The time of all-gathering the parameters that the replicas of a pipeline rank updated."""
         if not choice.sharded:
             return 0.0
-        share = self.book.gathered(choice, -(-stage.elements // choice.dp))
+        share = self.book.gathered(choice, -(-stage.elements // choice.dp), rank)
         coding = (share.encode_s + choice.dp * share.decode_s) * self.book.coding(choice, Point.PARAM_GATHER)
         return coding + wires.dp.collective("all-gather", share.nbytes * choice.dp, choice.dp)
 

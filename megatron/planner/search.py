@@ -17,10 +17,29 @@ from megatron.planner.predict import Prediction, Predictor
 SPEC_SETS: tuple[tuple[str, ...], ...] = (
     (),
     ("pp-forward=fixpoint,bits=8", "pp-backward=fixpoint,bits=8"),
+    ("pp-forward=float8", "pp-backward=float8"),
+    ("pp-forward=fixpoint,bits=4,grid=minmax", "pp-backward=fixpoint,bits=6"),
     ("dp-grad=powersgd,rank=32",),
+    ("dp-grad=powersgd,rank=32,factors=fixpoint8",),
+    ("dp-grad=powersgd,rank=32,factors=fixpoint8", "param-gather=fixpoint,bits=4,group=2048"),
     ("dp-grad=fixpoint,bits=4,error-feedback=on",),
+    ("dp-grad=fixpoint,bits=2,rotation=64,error-feedback=on",),
+    ("dp-grad=fixpoint,levels=8/4,error-feedback=on",),
+    ("dp-grad=fixpoint,levels=8/4,error-feedback=on", "param-gather=fixpoint,bits=4,group=2048"),
     ("pp-backward=lowrank,rank=16,when=epilogue", "dp-grad=powersgd,rank=128", "embedding=fused"),
     ("pp-forward=fixpoint,bits=4", "pp-backward=fixpoint,bits=8", "dp-grad=powersgd,rank=32", "embedding=fused"),
+    (
+        "pp-forward=fixpoint,bits=4,grid=minmax",
+        "pp-backward=fixpoint,bits=6",
+        "dp-grad=powersgd,rank=32,factors=fixpoint8",
+        "embedding=fused",
+    ),
+    (
+        "pp-forward=fixpoint,bits=4,grid=minmax",
+        "pp-backward=fixpoint,bits=6",
+        "dp-grad=fixpoint,levels=8/4,error-feedback=on",
+        "param-gather=fixpoint,bits=4,group=2048",
+    ),
 )
 """Compressors that are tried unless others are named."""
 
@@ -75,8 +94,9 @@ def choices(config: RunConfig, cluster: Cluster, spec_sets: Sequence[tuple[str, 
                         parallel = tp > 1 and model.seq_length % tp == 0
                         one = replace(base, recompute=recompute, sequence_parallel=parallel, overlap=dp > 1)
                         for sharded in (True, False) if dp > 1 else (False,):
-                            for specs in _useful(spec_sets, one):
-                                yield replace(one, sharded=sharded, specs=specs)
+                            own = replace(one, sharded=sharded)
+                            for specs in _useful(spec_sets, own):
+                                yield replace(own, specs=specs)
 
 
 def _schedules(layers: int, tp: int, pp: int, dp: int, micro_batch: int, count: int) -> Iterator[Choice]:
@@ -94,7 +114,8 @@ def _useful(spec_sets: Sequence[tuple[str, ...]], choice: Choice) -> list[tuple[
     """The sets without compressors that have no traffic; each once."""
     silent = [
         *(("pp-forward", "pp-backward", "embedding") if choice.pp == 1 else ()),
-        *(("dp-grad", "param-gather") if choice.dp == 1 else ()),
+        *(("dp-grad",) if choice.dp == 1 else ()),
+        *(("param-gather",) if not choice.sharded else ("embedding",)),
         *(("tp-forward", "tp-backward") if choice.tp == 1 else ()),
     ]
     rests = [tuple(spec for spec in specs if spec.split("=")[0] not in silent) for specs in spec_sets]

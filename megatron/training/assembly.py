@@ -90,6 +90,7 @@ class Engines:
 
     def end_step(self, taken: bool) -> None:
         """Commits the compressors' staged states, or rolls them back when the optimizer skipped the step."""
+        self.plan.skipped += not taken
         for state in self.compressor_states():
             if taken:
                 state.commit()

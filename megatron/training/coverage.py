@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch.distributed import ReduceOp
 
+from megatron.compression.api import Codec, RoundCompressor
 from megatron.compression.linalg import matrix_shape
 from megatron.compression.points import Point
 from megatron.compression.spec import Spec
@@ -40,10 +43,19 @@ def coverage_notes(engines: Engines) -> list[str]:
     ]
 
 
-def _highest_rank(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
-    """The highest rank whose factors, in fp32 or wider, have fewer bytes than a matrix of this shape and dtype."""
-    n, m = matrix_shape(shape)
-    return (n * m * dtype.itemsize - 1) // ((n + m) * max(dtype.itemsize, 4))
+def highest_rank(spec: Spec, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
+    """The highest rank at which the spec's compressor pays for a matrix of this shape and dtype; 0 if none does, or it
+    has no rank."""
+    if not hasattr(spec.options, "rank"):
+        return 0
+
+    def too_high(rank: int) -> bool:
+        made = spec.compressor(replace(spec.options, rank=rank))
+        if isinstance(made, RoundCompressor):
+            return not made.should_compress(shape)
+        return isinstance(made, Codec) and not made.should_compress(torch.Size(shape), dtype)
+
+    return bisect_left(range(1, min(matrix_shape(shape)) + 1), True, key=too_high)
 
 
 def _line(spec: Spec, share: float, highest_rank: int) -> str:
@@ -51,8 +63,13 @@ def _line(spec: Spec, share: float, highest_rank: int) -> str:
     if share:
         return f"{where} compresses {share:.1%} of the numbers that {spec.point.value} sends"
     rank = getattr(spec.options, "rank", None)
-    advice = f": there only ranks up to {highest_rank} send fewer bytes than the matrices; lower rank={rank}"
-    return f"warning: {where} compresses 0% of what {spec.point.value} sends{advice if rank else ''}"
+    if rank is None or rank <= highest_rank:
+        advice = ""
+    elif highest_rank:
+        advice = f": there only ranks up to {highest_rank} send fewer bytes than the matrices; lower rank={rank}"
+    else:
+        advice = ": there no rank sends fewer bytes than the matrices; leave it out"
+    return f"warning: {where} compresses 0% of what {spec.point.value} sends{advice}"
 
 
 def _shares(engines: Engines, point: Point) -> Shares:
@@ -74,15 +91,16 @@ def _gradients(engines: Engines) -> Shares:
     if sync.group.size == 1 or not sync.reduce:
         return 0.0, 0.0, 0
     done, total = 0, 0
-    bounds = [0]
+    shapes: set[tuple[int, ...]] = set()
     for reducer in sync.reducers:
         for bucket, units in zip(reducer.buckets, reducer.units, strict=True):
             if bucket.skipped:
                 continue
             total += bucket.flat.numel()
             done += sum(unit.view(bucket.flat).numel() for unit in units)
-            bounds += [_highest_rank(place.shape) for place in bucket.places if len(place.shape) > 1]
-    return float(done), float(total), max(bounds)
+            shapes |= {place.shape for place in bucket.places if len(place.shape) > 1}
+    spec = engines.plan.specs[Point.DP_GRAD]
+    return float(done), float(total), max((highest_rank(spec, shape) for shape in shapes), default=0)
 
 
 def _embedding(engines: Engines) -> Shares:
@@ -91,7 +109,8 @@ def _embedding(engines: Engines) -> Shares:
         return 0.0, 0.0, 0
     shape = tuple(slot.param.shape)
     pays = engines.plan.ever_compresses(Point.EMBED_GRAD, shape)
-    return float(slot.param.numel() * pays), float(slot.param.numel()), _highest_rank(shape)
+    highest = highest_rank(engines.plan.specs[Point.EMBED_GRAD], shape)
+    return float(slot.param.numel() * pays), float(slot.param.numel()), highest
 
 
 def _tensor(engines: Engines, point: Point) -> Shares:
@@ -102,7 +121,8 @@ def _tensor(engines: Engines, point: Point) -> Shares:
     shape = (model.seq_length, engines.config.training.micro_batch_size, model.hidden_size)
     covered = engines.plan.covers(point, engines.plan.stage)
     layers = float(sum(len(stage.part.layers) for stage in engines.stages))
-    return layers * (covered and engines.plan.ever_compresses(point, shape)), layers, _highest_rank(shape)
+    pays = covered and engines.plan.ever_compresses(point, shape)
+    return layers * pays, layers, highest_rank(engines.plan.specs[point], shape)
 
 
 def _pipeline(engines: Engines, point: Point) -> Shares:
@@ -111,7 +131,7 @@ def _pipeline(engines: Engines, point: Point) -> Shares:
     shape, dtype, plan = engines.channel.shape, engines.channel.dtype, engines.plan
     pays = plan.covers(point, plan.stage) and plan.ever_compresses(point, shape, dtype)
     messages = list(_sent(engines, point))
-    return float(pays * sum(messages)), float(len(messages)), _highest_rank(shape, dtype)
+    return float(pays * sum(messages)), float(len(messages)), highest_rank(plan.specs[point], shape, dtype)
 
 
 def _sent(engines: Engines, point: Point) -> Iterator[bool]:

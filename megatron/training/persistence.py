@@ -118,6 +118,7 @@ class RunCheckpoints:
             layout,
             engines.topology.coordinates,
             config.model.num_layers // layout.num_virtual_stages,
+            config.parallel.sequence_parallel,
         )
         self.parts = _parts(engines, schedule, progress, log)
         self.saver: CheckpointSaver | None = None
@@ -201,6 +202,7 @@ class RunCheckpoints:
         if not weights_only:
             self.compressors.load(root, iteration, self.group, self.log)
         self.parts.load_state_dict(common, self._scopes())
+        self.engines.plan.skipped = self.progress.skipped
 
     def _scopes(self) -> list[Scope]:
         """Scopes of the parts that this run loads from a checkpoint besides weights."""

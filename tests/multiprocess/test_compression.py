@@ -377,6 +377,22 @@ def test_noise_of_few_bits_does_not_trip_clipping() -> None:
     assert clipped.losses == free.losses
 
 
+def _frozen(changes: Changes) -> tuple[list[bool], list[int]]:
+    """Whether each step was skipped, and after how many updates the second moments were frozen by then."""
+    engines, frozen = tiny_engines(changes), []
+    trace = tiny_train(engines, 16, after_step=lambda one: frozen.append(one.optimizer.frozen_at))
+    return [norm != norm for norm in trace.grad_norms], frozen
+
+
+def test_a_warm_up_of_updates_does_not_count_skipped_steps() -> None:
+    changes = _quantized_adam(1.0, bits=8, warmup=4)
+    changes["precision"] = {"fp16": True, "initial_loss_scale": 2.0**22, "hysteresis": 1}
+    for skipped, frozen in run_ranks(2, _frozen, changes):
+        assert 2 <= sum(skipped) <= 10
+        taken = [sum(not skip for skip in skipped[: step + 1]) for step in range(16)]
+        assert frozen == [4 if count > 4 else 0 for count in taken]
+
+
 def _local(whole: Tensor, slot: ParamSlot) -> Tensor:
     """This rank's part of a logical tensor, with zeros for the vocabulary's padding."""
     part, offsets = whole.new_zeros(slot.param.shape), slot.spec.offsets()
@@ -670,6 +686,26 @@ COVERED: dict[str, tuple[int, Changes, list[str]]] = {
             "warning: --compress pp-backward=lowrank compresses 0% of what pp-backward sends: there only ranks up to 5 "
             "send fewer bytes than the matrices; lower rank=6",
             "warning: --compress pp-forward=cast compresses 0% of what pp-forward sends",
+        ],
+    ),
+    "small factors": (
+        4,
+        # A (16, 1, 32) in bf16 has 1,024 bytes, factors of rank 10 in bf16 960. An eighth of a (128, 32) is 2,048
+        # bytes, factors of rank 12 have a byte a number and a scale for 128 of a column: 1,952.
+        _run(
+            "pp-backward=lowrank,rank=11,factors=bf16",
+            "dp-grad=powersgd,rank=14,factors=fixpoint8,min-ratio=8",
+            "embedding=powersgd,rank=14,factors=fixpoint8,min-ratio=1e9",
+            pp=2,
+            precision="bf16",
+        ),
+        [
+            "warning: --compress pp-backward=lowrank compresses 0% of what pp-backward sends: there only ranks up to "
+            "10 send fewer bytes than the matrices; lower rank=11",
+            "warning: --compress dp-grad=powersgd compresses 0% of what dp-grad sends: there only ranks up to 12 "
+            "send fewer bytes than the matrices; lower rank=14",
+            "warning: --compress embedding=powersgd compresses 0% of what embedding sends: there no rank sends fewer "
+            "bytes than the matrices; leave it out",
         ],
     ),
     "tensor-parallel, sharded": (

@@ -30,7 +30,8 @@ def _changes(*specs: str, **parallel: Any) -> dict[str, dict[str, Any]]:
 def _of(engines: Engines) -> CompressorCheckpoint:
     layout = engines.topology.layout
     layers = engines.config.model.num_layers // layout.num_virtual_stages
-    return CompressorCheckpoint(engines.sync, engines.channel, layout, engines.topology.coordinates, layers)
+    cut = engines.config.parallel.sequence_parallel
+    return CompressorCheckpoint(engines.sync, engines.channel, layout, engines.topology.coordinates, layers, cut)
 
 
 def _boxes(state: CompressorCheckpoint) -> Boxes:
@@ -129,6 +130,65 @@ def _masks(ranks: list[Boxes]) -> dict[str, Tensor]:
         mask = whole.setdefault(name, torch.full(shape, 9, dtype=torch.uint8))
         mask[tuple(slice(o, o + s) for o, s in zip(offsets, part.shape, strict=True))] = part
     return whole
+
+
+Tables = dict[tuple[str, str], list[Tensor]]
+"""Means and counts of tokens, by end and kind: those of all ranks."""
+
+
+def _tables(ranks: list[Boxes]) -> Tables:
+    found: Tables = {}
+    for name, _, _, part in (box for boxes in ranks for box in boxes if "|token-" in box[0]):
+        end, _, kind = name.rpartition(".")[2].partition("|")
+        found.setdefault((end, kind), []).append(part[0, 0])
+    return found
+
+
+PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+SPLIT: dict[str, Any] = {**PIPELINE, "tensor_model_parallel_size": 2}
+CUT: dict[str, Any] = {**SPLIT, "sequence_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "ranks"),
+    [(PIPELINE, PIPELINE, 2), (CUT, PIPELINE, 4), (CUT, SPLIT, 4), (PIPELINE, CUT, 4), (SPLIT, PIPELINE, 2)],
+    ids=["fewer replicas", "replicas for a split sequence", "a whole sequence", "a split sequence", "fewer ranks"],
+)
+def test_means_of_tokens_are_averaged_on_another_layout(
+    first: dict[str, Any], then: dict[str, Any], ranks: int, tmp_path: Path
+) -> None:
+    """By what each rank has seen, equally at both ends and on all ranks."""
+    spec = "pp-forward=delta,bits=4,predict=token"
+    saved = _tables(run_ranks(4, _save, _changes(spec, **first), tmp_path))
+    loaded = run_ranks(ranks, _load, _changes(spec, **then), tmp_path)
+    assert [lines for _, lines in loaded] == [[]] * ranks
+    found = _tables([boxes for boxes, _ in loaded])
+    assert (
+        found.keys() == saved.keys() == {(e, f"token-{k}") for e in ("sender", "receiver") for k in ("means", "counts")}
+    )
+    means_vh, counts_v = saved["sender", "token-means"], saved["sender", "token-counts"]
+    assert first == SPLIT or not torch.equal(means_vh[0], means_vh[1]), "the ranks hold equal means: nothing is tested"
+    weight_v = torch.stack(counts_v).sum(dim=0)
+    total_vh = torch.stack([n.unsqueeze(1) * m for m, n in zip(means_vh, counts_v, strict=True)]).sum(dim=0)
+    wanted = {
+        "token-means": total_vh / weight_v.clamp(min=1).unsqueeze(1),
+        "token-counts": torch.stack(counts_v).amax(0),
+    }
+    for kind, table in wanted.items():
+        held = found["sender", kind] + found["receiver", kind]
+        assert len(held) == ranks
+        assert all(torch.equal(other, held[0]) for other in held)
+        torch.testing.assert_close(held[0], table, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", [PIPELINE, SPLIT, CUT], ids=["dp2", "tp2", "split sequence"])
+def test_means_of_tokens_stay_what_they_are_on_the_same_layout(layout: dict[str, Any], tmp_path: Path) -> None:
+    changes = _changes("pp-forward=delta,bits=4,predict=token", **layout)
+    saved = run_ranks(4, _save, changes, tmp_path)
+    for before, (after, lines) in zip(saved, run_ranks(4, _load, changes, tmp_path), strict=True):
+        assert lines == []
+        assert [box[:3] for box in before] == [box[:3] for box in after]
+        assert all(torch.equal(a[3], b[3]) for a, b in zip(before, after, strict=True))
 
 
 def test_what_has_no_place_is_named(tmp_path: Path) -> None:

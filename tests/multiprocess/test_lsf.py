@@ -96,3 +96,19 @@ def test_a_job_outlives_its_time_limit(tmp_path: Path) -> None:
     assert "saved: back into the queue" in text
     assert int(tracker.read_text()) == 500
     assert len(list(logs.rglob("stdout.log"))) == 4
+
+
+@pytest.mark.parametrize(("refused", "values"), [(2, [99, 0]), (1, [1])], ids=["bad input", "an error"])
+def test_a_job_that_is_warned_before_it_trains_begins_again(tmp_path: Path, refused: int, values: list[int]) -> None:
+    """Ranks that find the file when they start refuse it, as bad input; that is no reason to give the job up."""
+    begun, stop = tmp_path / "begun", tmp_path / "run" / "stop.4711"
+    (tmp_path / "python").write_text(
+        f'#!/bin/sh\n[ -e "{begun}" ] && exit 0\n: > "{begun}"\nuntil [ -e "{stop}" ]; do sleep 0.05; done\n'
+        f"sleep 0.3; exit {refused}\n"
+    )
+    (tmp_path / "python").chmod(0o755)
+    found = run_job(SCRIPT, tmp_path, {"RUN_DIR": str(tmp_path / "run")}, limits_s=[60.0, 60.0], late=begun.exists)
+    text = (tmp_path / "gpt-4711.out").read_text()
+    assert found == values, text
+    assert ("training had not begun: back into the queue" in text) == (refused == 2)
+    assert not stop.exists()

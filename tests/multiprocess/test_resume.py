@@ -139,6 +139,15 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"tensor_model_parallel_size": 2, "compress": ["dp-grad=quantized-adam,bits=4,warmup=2,rounding=stochastic"]},
     ),
+    "quantized adam with fp16, stopped in a warm-up with skipped steps": (
+        2,
+        {
+            "fp16": True,
+            "initial_loss_scale": 2**23,
+            "hysteresis": 1,
+            "compress": ["dp-grad=quantized-adam,bits=8,warmup=6"],
+        },
+    ),
     "ranks by entropy, stopped within a window": (
         4,
         {

@@ -81,7 +81,7 @@ class GradientSync:
         """Begins a step, whose gradients carry the loss scale ``scale``."""
         self._iteration, self._scale = iteration, scale
         # Decided for the whole mesh, not for this stage: all ranks ask, or none.
-        points = (point for point in (Point.DP_GRAD, Point.EMBED_GRAD) if self.plan.activation(point).on(iteration))
+        points = (point for point in (Point.DP_GRAD, Point.EMBED_GRAD) if self.plan.on(point, iteration))
         self._asks = any(self.plan.rounds(point).finalizes for point in points)
         for reducer in self.reducers:
             reducer.begin(iteration, scale, self._asks)

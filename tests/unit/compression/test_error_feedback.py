@@ -9,10 +9,10 @@ from torch import Tensor
 
 from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback, ErrorFeedbackCodec
 from megatron.compression.fixpoint import FixpointConfig, FixpointRounds
+from megatron.compression.lockstep import run_lockstep
 from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
 from megatron.compression.powersgd import PowerSGD, PowerSGDConfig
 from megatron.compression.state import CompressorState
-from tests.support.lockstep import run_lockstep
 
 ALGORITHMS = {
     "powersgd": lambda: PowerSGD(PowerSGDConfig(rank=2)),

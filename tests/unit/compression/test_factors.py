@@ -13,10 +13,10 @@ from megatron.compression.api import Op, Peers, RoundCompressor
 from megatron.compression.approximation import dense
 from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback
 from megatron.compression.factors import FactorFormat
+from megatron.compression.lockstep import run_lockstep
 from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
 from megatron.compression.powersgd import PowerSGD, PowerSGDConfig
 from megatron.compression.state import CompressorState
-from tests.support.lockstep import run_lockstep
 
 FORMATS: tuple[Any, ...] = ("bf16", "fixpoint8", "fixpoint4")
 BITS = {"fp32": 32.0, "bf16": 16.0, "fixpoint8": 8 + 16 / 128, "fixpoint4": 4 + 16 / 64}

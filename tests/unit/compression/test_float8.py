@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron.base.errors import UserError
 from megatron.compression.fixpoint import FixpointConfig, Quantizer
 from megatron.compression.float8 import Float8Config, Float8Format
 from megatron.compression.two_step import Format
@@ -42,7 +43,8 @@ def test_the_error_is_a_share_of_the_number(
 ) -> None:
     """Down to 2^-13 of the largest, at any magnitude. A scale in bf16 may be less than the largest by 2^-9 of it."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * magnitude
-    y = _round_trip(x, format=kind, scale=scale, tile=8, scale_dtype=dtype)
+    tile = {"tile": 8} if scale == "tile" else {}
+    y = _round_trip(x, format=kind, scale=scale, scale_dtype=dtype, **tile)
     floor = float(x.abs().max()) * 2.0**-13
     assert bool(((y - x).abs() <= (SHARES[kind] * 1.0001) * x.abs().clamp(min=floor)).all())
 
@@ -132,3 +134,12 @@ def test_messages_may_lie_anywhere() -> None:
     assert room.numel() == 3 + 3 * 2 + 333 + 1
     assert room[-1] == 0
     assert torch.equal(form.decode(room[3:], x.shape), _round_trip(x, scale_dtype="bf16"))
+
+
+@pytest.mark.parametrize("scale", ["row", "tensor"])
+def test_a_tile_that_shares_no_scale_is_refused(scale: str) -> None:
+    with pytest.raises(
+        UserError, match=f"tile=32: means nothing with scale={scale}; use scale=tile, or leave tile out"
+    ):
+        Float8Config(scale=scale, tile=32)  # type: ignore[arg-type]
+    assert Float8Config(tile=32).tile == 32

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from megatron.compression.api import Aggregate, Codec, Payload, Peers, Request, RoundCompressor, SumTraits
 from megatron.compression.error_feedback import ErrorFeedback, ErrorFeedbackCodec
+from megatron.compression.lockstep import run_lockstep
 from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
 from megatron.compression.state import CompressorState
-from tests.support.lockstep import run_lockstep
 
 
 class _Share(RoundCompressor):

@@ -6,8 +6,8 @@ import torch
 
 from megatron.compression.api import Op, Peers
 from megatron.compression.identity import IdentityCodec, IdentityRounds
+from megatron.compression.lockstep import run_lockstep
 from megatron.compression.state import CompressorState
-from tests.support.lockstep import run_lockstep
 
 
 def test_the_codec_moves_no_memory() -> None:

@@ -10,16 +10,17 @@ import pytest
 import torch
 
 from megatron.compression.api import Codec, CodecTraits, Content, Payload, RoundCompressor
+from megatron.compression.contract import noise
 from megatron.compression.delta import DeltaCodec, DeltaConfig, TokenDeltaCodec
 from megatron.compression.error_feedback import ErrorFeedback, ErrorFeedbackCodec
 from megatron.compression.fixpoint import FixpointCodec, FixpointConfig, FixpointRounds
+from megatron.compression.lockstep import run_lockstep
 from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
 from megatron.compression.powersgd import PowerSGD, PowerSGDConfig
 from megatron.compression.state import CompressorState
 from megatron.compression.topk import StableTopK, StableTopKConfig
 from tests.support.launches import PretendedDevice
-from tests.support.lockstep import run_lockstep
-from tests.unit.compression.test_properties import CODECS, ROUNDS, make_codec, make_rounds, noise
+from tests.unit.compression.test_properties import CODECS, ROUNDS, make_codec, make_rounds
 
 SHAPE = torch.Size((8, 2, 24))
 MESSAGES, STEPS = 3, 14

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron.compression.api import Op, Request
+from megatron.compression.lockstep import run_lockstep
 from megatron.compression.parameter_server import ParameterServer, ParameterServerConfig
 from megatron.compression.state import CompressorState
-from tests.support.lockstep import run_lockstep
 
 
 @pytest.mark.parametrize("server", ["central", "sharded"])

@@ -8,13 +8,13 @@ import torch
 from megatron.base.errors import UserError
 from megatron.comm.policy import CompressionPlan
 from megatron.compression.builtin import BUILTIN
+from megatron.compression.lockstep import run_lockstep
 from megatron.compression.points import Point
 from megatron.compression.powersgd import PowerSGD, PowerSGDConfig
 from megatron.compression.registry import Registry
 from megatron.compression.schedule import RunLength, read_schedule
 from megatron.compression.spec import Spec, read_spec
 from megatron.compression.state import CompressorState
-from tests.support.lockstep import run_lockstep
 
 LENGTH = RunLength(1000, lambda epochs: round(100 * epochs))
 
@@ -112,3 +112,12 @@ def test_error_feedback_is_what_was_asked_for_or_the_usual() -> None:
         assert _spec(f"{text},error-feedback=off").feedback == "off"
     assert _spec("pp-backward=lowrank,error-feedback=on").feedback == "lazy"
     assert _spec("pp-backward=lowrank,error-feedback=lazy-mean").feedback == "lazy-mean"
+
+
+def test_a_warm_up_that_measures_updates_counts_them() -> None:
+    """Only that of a compressor that freezes second moments: others count iterations, as their schedules do."""
+    for name, first in (("quantized-adam", 7), ("powersgd,rank=2", 4)):
+        plan = CompressionPlan({Point.DP_GRAD: _spec(f"dp-grad={name},warmup=4")})
+        plan.skipped = 3
+        assert [iteration for iteration in range(3, 10) if plan.on(Point.DP_GRAD, iteration)] == list(range(first, 10))
+        assert not plan.on(Point.DP_GRAD, -1)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.compression.contract import check_compressor, noise, saved_and_loaded, send
 from megatron.compression.plugins import build_registry
 from megatron.compression.state import CompressorState
 from tests.support import sign_delta
 from tests.support.sign_delta import SignDelta, SignDeltaConfig
 from tests.unit.compression.test_launches import _messages
-from tests.unit.compression.test_properties import noise, saved_and_loaded, send
 
 S, H = 5, 7  # 35 numbers: the last byte is not full
 
@@ -63,4 +63,4 @@ def test_a_plug_in_may_postpone_its_annotations() -> None:
     """A dataclass of a file with ``from __future__ import annotations`` looks for its module in ``sys.modules``."""
     path = sign_delta.__file__
     assert path is not None
-    assert "sign-delta" in build_registry([path]).names
+    check_compressor(build_registry([path])["sign-delta"])

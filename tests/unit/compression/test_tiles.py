@@ -55,6 +55,38 @@ def test_bytes_are_within_the_budget_and_use_it(count: int, tenths: int, group: 
         assert used > eights * bits - 1 - group // 8
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    count=st.integers(0, 2000),
+    tenths=st.integers(11, 79),
+    group=st.sampled_from([8, 32]),
+    rotation=st.sampled_from([0, 8, 64]),
+    when=st.sampled_from(["always", "outlier"]),
+)
+def test_a_message_has_no_byte_beyond_what_is_documented(
+    count: int, tenths: int, group: int, rotation: int, when: str
+) -> None:
+    """Codes and map stay within the budget of the numbers that are coded, counted up to a multiple of 8 or to whole
+    blocks; scales, the map of rotated blocks and the padding come on top, and nothing else."""
+    bits, when = tenths / 10, when if rotation else "always"
+    if (bits - tenths // 10) * max(group, rotation if when == "always" else 0) <= 1:
+        return
+    whole = rotation if rotation and when == "always" else 8
+    coded = -(-count // whole) * whole
+    scales = 4 * -(-(coded if whole > 8 else count) // group)
+    blocks = -(-(count // rotation) // 8) if when == "outlier" else 0
+    most = scales + blocks + int(bits * (coded // 8))
+    nbytes = _quantizer(bits=bits, group=group, rotation=rotation, rotate_when=when).nbytes(torch.Size((count,)))
+    assert nbytes <= -(-most // 4) * 4
+    assert nbytes >= scales + blocks + tenths // 10 * (coded // 8)
+
+
+def test_few_numbers_take_more_than_the_bits_each() -> None:
+    """A number alone takes the codes of eight."""
+    assert _quantizer(bits=3.8, group=8).nbytes(torch.Size((1,))) == 4 + 4
+    assert 8 * (_quantizer(bits=3.8, group=8, rotation=64).nbytes(torch.Size((65,))) - 4 * 16) > 3.8 * 65
+
+
 @pytest.mark.parametrize("rotation", [0, 32])
 def test_the_tiles_with_the_greatest_error_get_the_bit(rotation: int) -> None:
     """They and the others are what the two widths make of them."""

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback
+from megatron.compression.lockstep import run_lockstep
 from megatron.compression.state import CompressorState
 from megatron.compression.topk import DisagreementError, StableTopK, StableTopKConfig, TopK, TopKConfig
 from megatron.kernels.ops import abs_topk, dilate
-from tests.support.lockstep import run_lockstep
 
 SHAPE = (2, 4, 5)
 RANKS = 3

@@ -16,6 +16,7 @@ from megatron.compression.api import Level, Op, Peers, Request
 from megatron.compression.builtin import BUILTIN
 from megatron.compression.error_feedback import RESIDUAL, ErrorFeedback
 from megatron.compression.fixpoint import FixpointConfig, FixpointRounds, FixpointSumConfig, Quantizer
+from megatron.compression.lockstep import run_lockstep
 from megatron.compression.options import CompressorFault
 from megatron.compression.points import Point
 from megatron.compression.quantized_adam import QuantizedAdam, QuantizedAdamConfig
@@ -24,7 +25,6 @@ from megatron.compression.schedule import RunLength
 from megatron.compression.spec import read_spec
 from megatron.compression.state import CompressorState
 from megatron.kernels.reference import rotate
-from tests.support.lockstep import run_lockstep
 
 Nodes = tuple[tuple[int, ...], ...]
 
@@ -113,6 +113,42 @@ def test_nothing_is_lost(
         left = torch.stack([state.tensors[RESIDUAL] for state in states]).sum(dim=0)
         # A rotation is computed in fp32.
         torch.testing.assert_close(summed + left, meant, rtol=0, atol=2e-5 if rotation else 1e-10)
+
+
+@pytest.mark.parametrize("levels", ["flat", "4/8"])
+def test_noise_of_equal_numbers_averages_out(levels: str) -> None:
+    """Where each rank draws noise of its own, the mean of n roundings is off by 1/sqrt(n) of one."""
+    x, off = noise(4096, 0), {}
+    for size in (2, 8, 32):
+        bits = 4 if levels == "flat" else 8
+        compressor = FixpointRounds(FixpointSumConfig(levels=levels, bits=bits, rounding="stochastic"))
+        # Each rank reads its own share alone, so the sum itself is not shortened.
+        results = run_lockstep(
+            compressor, [x.clone() for _ in range(size)], states_of(size), True, nodes=nodes_of(1, size)
+        )
+        total = torch.cat([result.total.chunk(size)[rank] for rank, result in enumerate(results)])
+        off[size] = float((total / size - x).norm())
+    assert off[8] == pytest.approx(off[2] / 2, rel=0.1)
+    assert off[32] == pytest.approx(off[2] / 4, rel=0.1)
+
+
+def test_each_message_of_a_sum_has_noise_of_its_own() -> None:
+    """Of all ranks and steps, in one level and in two; in the next step all are others."""
+    for levels, nodes in (("flat", ()), ("8/4", nodes_of(2, 3)), ("8/4", nodes_of(1, 6)), ("8/4", nodes_of(6, 1))):
+        drawn: list[int | None] = []
+
+        class Told(FixpointRounds):
+            def seed(self, state: CompressorState, message: int) -> int | None:
+                drawn.append(super().seed(state, message))  # noqa: B023
+                return drawn[-1]  # noqa: B023
+
+        bits = 4 if levels == "flat" else 8
+        compressor, states = Told(FixpointSumConfig(levels=levels, bits=bits, rounding="stochastic")), states_of(6)
+        for _ in range(2):
+            run_lockstep(compressor, [noise(60, rank) for rank in range(6)], states, nodes=nodes)
+            for state in states:
+                state.commit()
+        assert len(set(drawn)) == len(drawn) >= 2 * 6 * 7
 
 
 def test_what_requantizing_loses_belongs_to_the_rank_that_did_it() -> None:

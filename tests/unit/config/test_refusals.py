@@ -256,7 +256,7 @@ BY_ITERATIONS = [
         4,
         ["param-gather=fixpoint", "stages", "--untie-embeddings-and-output-weights"],
     ),
-    ("--compress param-gather=powersgd", 2, ["powersgd cannot serve param-gather", "use lowrank"]),
+    ("--compress param-gather=powersgd", 2, ["powersgd cannot serve param-gather", "use fixpoint"]),
     ("--compress control=none", 2, ["control", "the points are"]),
     ("--compress dp-grad=mine --compress-module nowhere.py", 2, ["nowhere.py", "no such file"]),
 ]

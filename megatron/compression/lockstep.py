@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.compression.api import Aggregate, Level, Op, Peers, Request, RoundCompressor
 from megatron.compression.approximation import dense
+from megatron.compression.options import CompressorFault
 from megatron.compression.state import CompressorState
 
 
@@ -37,7 +38,8 @@ def run_lockstep(
     rank 0.
 
     Raises:
-        AssertionError: when the ranks do not ask for the same things in the same order.
+        CompressorFault: when the ranks do not ask for the same things in the same order, or ``finalize`` leaves
+            something else in ``xs`` than the sum.
     """
     taken = taken and all(bool(torch.isfinite(x).all()) for x in xs)
     given = [x.clone() for x in xs]
@@ -51,7 +53,8 @@ def run_lockstep(
         if taken:
             compressor.finalize(x, aggregate, states[rank], all_peers[rank])
             read = _read(x.numel(), all_peers[rank])
-            torch.testing.assert_close(x.view(-1)[read], total.view(-1)[read], rtol=0, atol=0, equal_nan=True)
+            if not torch.allclose(x.view(-1)[read], total.view(-1)[read], rtol=0, atol=0, equal_nan=True):
+                raise CompressorFault("finalize leaves something else than the sum in its input")
     return results
 
 
@@ -80,10 +83,13 @@ def _rounds(
             except StopIteration as stop:
                 aggregates.append(stop.value)
         if aggregates:
-            assert not requests, "some ranks ask for a round that others do not"
+            if requests:
+                raise CompressorFault("some ranks ask for a round that others do not")
             return aggregates
-        assert len({(r.op, r.level, r.shard_only, r.tensor.shape, r.tensor.dtype) for r in requests}) == 1
-        assert all(r.tensor.is_contiguous() for r in requests)
+        if len({(r.op, r.level, r.shard_only, r.tensor.shape, r.tensor.dtype) for r in requests}) > 1:
+            raise CompressorFault("the ranks ask for different operations, levels, shapes or dtypes in one round")
+        if not all(r.tensor.is_contiguous() for r in requests):
+            raise CompressorFault("a request's tensor is not contiguous")
         asked.append(requests[0])
         results = [torch.empty(0)] * len(requests)
         for members in {peers.members(requests[0].level) for peers in all_peers}:

@@ -1,0 +1,396 @@
+"""Checks that compressors keep their contracts (``api.py``), on pretended ranks in one process.
+
+``check_compressor`` is for the tests of a plug-in. Each check by itself raises a ``CompressorFault`` that says in one
+line what was promised and is not so; the tests of the built-in compressors run them on many more inputs.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.compression.api import Codec, Content, Payload, RoundCompressor
+from megatron.compression.approximation import dense
+from megatron.compression.error_feedback import (
+    RESIDUAL,
+    ErrorFeedback,
+    ErrorFeedbackCodec,
+    MessageResidual,
+    SumResidual,
+)
+from megatron.compression.lockstep import run_lockstep
+from megatron.compression.options import CompressorFault
+from megatron.compression.points import Point
+from megatron.compression.registry import Registration
+from megatron.compression.state import CompressorState
+
+MESSAGES: tuple[tuple[int, ...], ...] = ((6, 2, 8), (40, 1, 16), (5, 3, 7))
+"""Shapes of activations and their gradients: (sequence, samples, hidden)."""
+
+GATHERED: tuple[tuple[int, ...], ...] = ((257,), (64,))
+"""Shapes of a replica's parameters."""
+
+SUMS = ((2, 12, 8), (1, 40, 16), (3, 5, 7))
+"""Shapes of sums: stacks of matrices."""
+
+MakeCodec = Callable[[], Codec]
+MakeRounds = Callable[[], RoundCompressor]
+
+
+def check_compressor(registration: Registration, options: Any = None) -> None:
+    """Checks the contracts of a compressor: those of messages, of sums, or both.
+
+    Args:
+        registration: what it has registered.
+        options: an instance of its options class; default: its default options.
+
+    Raises:
+        CompressorFault: a line for each promise that is broken, with the first input that shows it.
+    """
+    chosen = registration.config() if options is None else options
+    faults: dict[str, str] = {}
+    for promise, where, check in (*_of_messages(registration, chosen), *_of_sums(registration, chosen)):
+        if promise in faults:
+            continue
+        try:
+            check()
+        except CompressorFault as fault:
+            faults[promise] = f"{promise}, {where}: {fault}"
+        except Exception as error:
+            first = (str(error).splitlines() or [""])[0]
+            faults[promise] = f"{promise}, {where}: {type(error).__name__}: {first}"
+    if faults:
+        raise CompressorFault("\n".join(faults.values()))
+
+
+Checks = list[tuple[str, str, Callable[[], None]]]
+"""Names of promises, of inputs, and what checks them."""
+
+
+def _of_messages(registration: Registration, options: Any) -> Checks:
+    if registration.codec is None:
+        return []
+    make: MakeCodec = partial(registration.codec, options)
+    points = frozenset(Point) if registration.points is None else registration.points
+    found: Checks = []
+    for shape in (
+        *(MESSAGES if points - {Point.PARAM_GATHER} else ()),
+        *(GATHERED if Point.PARAM_GATHER in points else ()),
+    ):
+        for dtype in (torch.float32, torch.float64):
+            where = f"a message of {shape} {dtype}"
+            found += [
+                ("round trip", where, partial(check_round_trip, make, shape, dtype)),
+                ("any strides", where, partial(check_strides, make, shape, dtype)),
+                ("state of messages", where, partial(check_state_of_messages, make, shape, dtype)),
+            ]
+        where = f"a message of {shape}"
+        found.append(("memory of its own", where, partial(check_memory, make, shape)))
+        if not registration.no_feedback:
+            check = partial(check_feedback_of_messages, make, shape, "lazy")
+            found.append(("error feedback of messages", where, check))
+    return found
+
+
+def _of_sums(registration: Registration, options: Any) -> Checks:
+    if registration.rounds is None:
+        return []
+    make: MakeRounds = partial(registration.rounds, options)
+    sharded = registration.points is None or bool(registration.points & {Point.DP_GRAD, Point.TP_FWD, Point.TP_BWD})
+    found: Checks = []
+    for shape in SUMS:
+        if make().traits.batched and not make().should_compress(shape[1:]):
+            continue
+        where = f"a sum of {shape}"
+        for shares in (False, True) if sharded else (False,):
+            found.append(("sum", where, partial(check_sum, make, shape, torch.float32, shares, registration.identity)))
+        found.append(("state of sums", where, partial(check_state_of_sums, make, shape, torch.float32)))
+        if not registration.no_feedback:
+            found += [
+                ("error feedback of sums", where, partial(check_feedback_of_sums, make, shape, "local")),
+                ("other replicas", where, partial(check_other_replicas, make, shape)),
+            ]
+    return found
+
+
+def _require(kept: bool, otherwise: str) -> None:
+    if not kept:
+        raise CompressorFault(otherwise)
+
+
+def noise(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
+    """Normal numbers of a seed."""
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def key_of(codec: Codec, shape: Sequence[int], step: int) -> Content:
+    """The key of a message whose samples come again after two steps."""
+    count = max(shape[1], 1) if len(shape) > 1 else 1
+    key = Content(range(step % 2 * count, (step % 2 + 1) * count))
+    if codec.traits.tokens:
+        key.vocab_size = 11
+        tokens = torch.arange(step, step + torch.Size(shape[:-1]).numel()) % key.vocab_size
+        key.tokens_sb = tokens.view(tuple(shape[:-1]))
+    return key
+
+
+def contents(state: CompressorState) -> dict[str, Any]:
+    """Everything that a state holds, staged values included, comparable with ``==``."""
+    tensors = {name: state.get(name) for name in state.tensors.keys() | state._staged_tensors.keys()}
+    tensors |= {name: x for name, x in state.portable().items() if name not in tensors}
+    counters = {name: state.count(name) for name in state.counters.keys() | state._staged_counters.keys()}
+    return {"counters": counters, "tensors": {n: (t.dtype, t.tolist()) for n, t in tensors.items() if t is not None}}
+
+
+def saved_and_loaded(state: CompressorState) -> CompressorState:
+    """A state that went through a file of plain types, as through a checkpoint."""
+    file = io.BytesIO()
+    torch.save({"tensors": state.portable(), "counters": state.counters}, file)
+    file.seek(0)
+    return CompressorState(**torch.load(file, weights_only=True))
+
+
+def send(codec: Codec, x: Tensor, sender: CompressorState, receiver: CompressorState, key: Hashable) -> Tensor:
+    """One message from one end to the other, through bytes that the receiver allocated.
+
+    Raises:
+        CompressorFault: when these are not the bytes that the sender made.
+    """
+    payload = codec.encode(x, sender, key)
+    arrived = codec.empty_payload(x.shape, x.dtype, x.device, receiver, key)
+    made, room = (f"{tuple(one.wire.shape)} {one.wire.dtype}" for one in (payload, arrived))
+    _require(made == room, f"encode makes a message of {made}, but empty_payload has room for {room}")
+    for name, one in (("encode", payload), ("empty_payload", arrived)):
+        _require(one.wire.is_contiguous(), f"the message of {name} is not contiguous")
+        count = one.wire.numel() * one.wire.element_size()
+        _require(one.nbytes == count, f"nbytes of {name} is {one.nbytes}, and the message has {count} bytes")
+    arrived.wire.copy_(payload.wire)
+    return codec.decode(arrived, x.shape, x.dtype, receiver, key)
+
+
+def check_round_trip(make: MakeCodec, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """A message fits the receiver's buffer and decodes to a finite tensor like the input, which stays as it was."""
+    codec, ends = make(), (CompressorState(), CompressorState())
+    for step in range(3):
+        x = noise(shape, dtype, step % 2)
+        given = x.clone()
+        y = send(codec, x, *ends, key_of(codec, shape, step))
+        like = (y.shape, y.dtype) == (x.shape, x.dtype)
+        _require(like, f"decode returns {tuple(y.shape)} {y.dtype} for {tuple(x.shape)} {x.dtype}")
+        _require(torch.equal(x, given), "encode changes its input")
+        _require(bool(torch.isfinite(y).all()), "finite numbers decode to some that are not")
+        _require(not codec.traits.exact or torch.equal(y, x), "CodecTraits.exact, but other numbers come back")
+        for state in ends:
+            state.commit()
+        held = [state.portable() for state in ends]
+        for shared in codec.traits.shared:
+            same = [shared in tensors for tensors in held]
+            _require(same[0] == same[1], f"CodecTraits.shared: only one end holds {shared}")
+            if all(same):
+                equal = torch.equal(held[0][shared], held[1][shared])
+                _require(equal, f"CodecTraits.shared: the ends hold different {shared}")
+
+
+def check_strides(make: MakeCodec, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """A tensor with other strides decodes to what its contiguous copy does."""
+    x = noise((*shape, 2), dtype, 0)[..., 1]
+    codecs = make(), make()
+    ends = [CompressorState() for _ in range(4)]
+    y = send(codecs[0], x, ends[0], ends[1], key_of(codecs[0], shape, 0))
+    plain = send(codecs[1], x.contiguous(), ends[2], ends[3], key_of(codecs[1], shape, 0))
+    _require(torch.equal(y, plain), "a tensor that is not contiguous decodes to something else")
+
+
+def check_state_of_messages(make: MakeCodec, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """A skipped step leaves no trace, and a run that goes on from a checkpoint sends the same bytes."""
+    codec = make()
+    sender, receiver = CompressorState(), CompressorState()
+    key = key_of(codec, shape, 0)
+    send(codec, noise(shape, dtype, 0), sender, receiver, key)
+    sender.commit()
+    receiver.commit()
+    resumed = saved_and_loaded(sender), saved_and_loaded(receiver)
+    x = noise(shape, dtype, 1)
+    skipped = send(codec, x, sender, receiver, key)
+    sender.rollback()
+    receiver.rollback()
+    again = send(codec, x, sender, receiver, key)
+    _require(torch.equal(skipped, again), f"a skipped step leaves a trace{_STAGED}")
+    other = send(make(), x, *resumed, key)
+    _require(torch.equal(again, other), f"a run that goes on from a checkpoint sends something else{_KEPT}")
+    _require(contents(sender) == contents(resumed[0]), f"a run that goes on from a checkpoint has another state{_KEPT}")
+
+
+_STAGED = "; write state with state.stage, and change no tensor that state.get returned"
+_KEPT = "; keep what must survive in the state, not in the compressor"
+
+
+def check_memory(make: MakeCodec, shape: Sequence[int]) -> None:
+    """Messages, inputs, states and results have memory of their own: their holders overwrite all of them here."""
+    calm, rough = make(), make()
+    ends = [CompressorState() for _ in range(4)]
+    for step in range(4):
+        key, x = key_of(calm, shape, step), noise(shape, torch.float32, step)
+        wanted = send(calm, x, ends[0], ends[1], key)
+        given = x.clone()
+        payload = rough.encode(given, ends[2], key)
+        sent = payload.wire.clone()
+        samples, approximation = rough.traits.samples or rough.traits.tokens, None
+        if not samples:
+            approximation = dense(rough.reconstruct(payload, given, ends[2], key), given)
+        if not rough.traits.exact:
+            given.fill_(torch.nan)
+        _require(torch.equal(payload.wire, sent), "the message lives in the input")
+        arrived = rough.empty_payload(x.shape, x.dtype, x.device, ends[3], key)
+        arrived.wire.copy_(sent)
+        payload.wire.view(torch.uint8).fill_(255)
+        got = rough.decode(arrived, x.shape, x.dtype, ends[3], key)
+        _require(torch.equal(got, wanted), "the state or the result lives in a message or an input")
+        same = approximation is None or torch.equal(approximation, wanted)
+        _require(same, "reconstruct is not what decode returns")
+        got.fill_(torch.nan)
+        arrived.wire.view(torch.uint8).fill_(255)
+        for state in ends:
+            state.commit()
+
+
+def check_feedback_of_messages(make: MakeCodec, shape: Sequence[int], kind: MessageResidual) -> None:
+    """With error feedback, what was decoded and what is left make what was meant; messages under way do not change."""
+    codec, sender, receiver = ErrorFeedbackCodec(make(), kind), CompressorState(), CompressorState()
+
+    def over(y: Tensor) -> Tensor:
+        return y.reshape(-1, shape[-1]).mean(dim=0) if kind == "lazy-mean" else y
+
+    meant, decoded = torch.zeros(tuple(shape)), torch.zeros(tuple(shape))
+    for step in range(3):
+        under_way = []
+        for message in range(2):
+            x = noise(shape, torch.float32, 2 * step + message)
+            meant += x
+            payload = codec.encode(x, sender, message)
+            under_way.append((payload, payload.wire.clone()))
+            decoded += codec.decode(Payload(payload.wire.clone()), x.shape, x.dtype, receiver, message)
+        _require(all(torch.equal(one.wire, sent) for one, sent in under_way), "a message changes when the next is made")
+        residual = sender.get(RESIDUAL)
+        kept = residual is not None and torch.allclose(over(decoded) + residual, over(meant), rtol=1e-5, atol=1e-4)
+        _require(kept, f"what was decoded and the residual ({kind}) are not what was meant")
+        sender.commit()
+
+
+def inputs_of(compressor: RoundCompressor, shape: Sequence[int], dtype: torch.dtype, seeds: range) -> list[Tensor]:
+    """One input for each seed: stacks of matrices for compressors that take those."""
+    if compressor.traits.batched and len(shape) < 3:
+        shape = (2, *shape) if len(shape) == 2 else (1, *(shape or (1,)), 1)
+    return [noise(shape, dtype, seed) for seed in seeds]
+
+
+def _whole(totals: Sequence[Tensor], shares: bool) -> Tensor:
+    """The sum, put together from the ranks' shares where each has only its own."""
+    if not shares:
+        _require(all(torch.equal(total, totals[0]) for total in totals), "the ranks have different sums")
+        return totals[0]
+    parts = [t.reshape(-1).chunk(len(totals))[r] if t.numel() else t.reshape(-1) for r, t in enumerate(totals)]
+    return torch.cat(parts).view(totals[0].shape)
+
+
+def check_sum(
+    make: MakeRounds, shape: Sequence[int], dtype: torch.dtype, sharded: bool = False, exact: bool = False
+) -> None:
+    """All ranks get one sum, and it is the sum of what each says it contributed."""
+    compressor, ranks = make(), 3
+    states = [CompressorState() for _ in range(ranks)]
+    for step in range(3):
+        xs = inputs_of(compressor, shape, dtype, range(ranks * step, ranks * (step + 1)))
+        inputs = torch.stack(xs)
+        results = run_lockstep(compressor, xs, states, sharded)
+        total = _whole([one.total for one in results], sharded and inputs[0].numel() % ranks == 0)
+        like = (total.shape, total.dtype) == (inputs[0].shape, dtype)
+        _require(like, f"the sum is {tuple(total.shape)} {total.dtype} for {tuple(inputs[0].shape)} {dtype}")
+        _require(
+            all(one.local.shape == total.shape for one in results), "Aggregate.local has another shape than the sum"
+        )
+        tolerance = 1e-5 if dtype is torch.float32 else 1e-12
+        contributed = torch.stack([one.local for one in results]).sum(dim=0)
+        adds_up = torch.allclose(total, contributed, rtol=tolerance, atol=tolerance)
+        _require(adds_up, "the ranks' Aggregate.local do not add up to Aggregate.total")
+        _require(
+            not exact or torch.equal(total, inputs.sum(dim=0)), "Registration.identity, but the sum is another one"
+        )
+        for state in states:
+            state.commit()
+
+
+def check_state_of_sums(make: MakeRounds, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """A skipped step leaves no trace, and a run that goes on from a checkpoint computes the same sums."""
+    compressor, states = make(), [CompressorState(), CompressorState()]
+    run_lockstep(compressor, inputs_of(compressor, shape, dtype, range(2)), states)
+    for state in states:
+        state.commit()
+    resumed = [saved_and_loaded(state) for state in states]
+    xs = inputs_of(compressor, shape, dtype, range(10, 12))
+    skipped = run_lockstep(compressor, [x.clone() for x in xs], states, taken=False)[0].total.clone()
+    for state in states:
+        state.rollback()
+    again = run_lockstep(compressor, [x.clone() for x in xs], states)[0].total.clone()
+    _require(torch.equal(skipped, again), f"a skipped step leaves a trace{_STAGED}")
+    other = run_lockstep(make(), [x.clone() for x in xs], resumed)[0].total
+    _require(torch.equal(again, other), f"a run that goes on from a checkpoint computes another sum{_KEPT}")
+    same = [contents(state) for state in states] == [contents(state) for state in resumed]
+    _require(same, f"a run that goes on from a checkpoint has another state{_KEPT}")
+
+
+class _Run:
+    """Sums of several steps with error feedback: what was meant, and what was summed."""
+
+    def __init__(self, make: MakeRounds, shape: Sequence[int], kind: SumResidual) -> None:
+        self.compressor = ErrorFeedback(make(), kind)
+        self.shape = tuple(shape)
+        self.meant = torch.zeros(self.shape, dtype=torch.float64)
+        self.summed = torch.zeros(self.shape, dtype=torch.float64)
+
+    def step(self, seed: int, states: Sequence[CompressorState]) -> None:
+        """One step, which is taken."""
+        xs = [noise(self.shape, torch.float64, seed + rank) for rank in range(len(states))]
+        self.meant += torch.stack(xs).sum(dim=0)
+        total = _whole([one.total for one in run_lockstep(self.compressor, xs, states)], False)
+        self.summed += total
+        for state in states:
+            if self.compressor.traits.observes:
+                self.compressor.observe(total.clone(), state)
+            state.commit()
+
+    def check(self, states: Sequence[CompressorState], when: str) -> None:
+        """Checks that what was meant is what was summed and what is left."""
+        left = torch.stack([state.tensors[RESIDUAL] for state in states]).sum(dim=0)
+        kept = torch.allclose(self.summed + left, self.meant, rtol=1e-5, atol=1e-4)
+        _require(kept, f"{when}, the sums and the residuals are not what was meant: is Aggregate.local what was sent?")
+
+
+def check_feedback_of_sums(make: MakeRounds, shape: Sequence[int], kind: SumResidual) -> None:
+    """With error feedback, what all ranks meant is what was summed and what is left on them."""
+    run, states = _Run(make, shape, kind), [CompressorState() for _ in range(3)]
+    for step in range(6):
+        run.step(3 * step, states)
+    run.check(states, "over six steps")
+
+
+def check_other_replicas(make: MakeRounds, shape: Sequence[int]) -> None:
+    """A run goes on with the state of another number of replicas, as a checkpoint restores it, and loses nothing.
+
+    Residuals are shared out equally; what else there is, all replicas get from the first one.
+    """
+    run, states = _Run(make, shape, "local"), [CompressorState() for _ in range(4)]
+    for step in range(3):
+        run.step(4 * step, states)
+    left = torch.stack([state.tensors[RESIDUAL] for state in states]).sum(dim=0) / 2
+    fewer = [saved_and_loaded(states[0]) for _ in range(2)]
+    for state in fewer:
+        state.tensors[RESIDUAL] = left.clone()
+    for step in range(3):
+        run.step(100 + 2 * step, fewer)
+    run.check(fewer, "with the state of other replicas")
