@@ -1,0 +1,265 @@
+"""The scripts of dataset/, against a server of this machine: what they say, write, refuse."""
+
+from __future__ import annotations
+
+import io
+import json
+import lzma
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from megatron.base.errors import UserError
+from tests.support.cli import REPO
+from tests.support.shared import shared_path
+from tests.unit.downloads.server import Published
+from tools.downloads import catalog
+from tools.downloads.download import MIRROR, main
+
+SCRIPTS = sorted((REPO / "dataset").glob("*.sh"))
+HOMES = {"huggingface.co", "s3.amazonaws.com", "api.ngc.nvidia.com"}
+"""Of what is published."""
+
+S3 = "/s3.amazonaws.com/models.huggingface.co/bert"
+NGC = "/api.ngc.nvidia.com/v2/models/nvidia/megatron_lm_345m/versions/v0.0/zip"
+
+
+def _run(published: Published, folder: Path, *words: str) -> int:
+    return main([*words, "--mirror", published.address, "--output-dir", str(folder)])
+
+
+def _error(capsys: pytest.CaptureFixture[str]) -> str:
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def _zip(files: dict[str, bytes]) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return packed.getvalue()
+
+
+def _script(name: str, published: Published, *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script of dataset/ as a user does, in another folder."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, MIRROR: published.address, "PYTHONPATH": ""}
+    command = ["bash", str(REPO / "dataset" / name), *words]
+    return subprocess.run(command, cwd="/", env=env, capture_output=True, text=True, timeout=280)
+
+
+def test_gpt2s_vocabulary(published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vocab, merges = shared_path("data/gpt2-vocab.json"), shared_path("data/gpt2-merges.txt")
+    if vocab is None or merges is None:
+        pytest.skip("GPT-2's vocabulary is not here")
+    published.files |= {
+        f"{S3}/gpt2-vocab.json": vocab.read_bytes(),
+        f"{S3}/gpt2-merges.txt": merges.read_bytes(),
+    }
+    assert _run(published, tmp_path, "vocab") == 0
+    assert (tmp_path / "gpt2-vocab.json").read_bytes() == vocab.read_bytes()
+    assert (tmp_path / "gpt2-merges.txt").read_bytes() == merges.read_bytes()
+    said = capsys.readouterr().out
+    assert f"{published.address}{S3}/gpt2-vocab.json\n  -> {tmp_path}/gpt2-vocab.json, 1,042,301 bytes\n" in said
+    assert said.count("as published\n") == 2
+    assert said.endswith("download: 2 files, 1,498,619 bytes\n")
+
+
+def test_another_vocabulary_is_refused(
+    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published.files[f"{S3}/gpt2-vocab.json"] = bytes(1_042_301)
+    assert _run(published, tmp_path, "vocab") == 2
+    error = _error(capsys)
+    assert error.startswith(f"download: error: {tmp_path}/gpt2-vocab.json: its sha256 is ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_berts_vocabularies(published: Published, tmp_path: Path) -> None:
+    for case in ("cased", "uncased"):
+        files = {"vocab.txt": f"[PAD]\n{case}\n".encode(), "config.json": b"{}"}
+        published.add_hub("models", f"google-bert/bert-large-{case}", files)
+    assert _run(published, tmp_path, "vocab", "bert") == 0
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert found == {f"bert-large-{case}-vocab.txt": f"[PAD]\n{case}\n" for case in ("cased", "uncased")}
+
+
+def test_a_checkpoint_in_an_archive_is_unpacked(published: Published, tmp_path: Path) -> None:
+    inside = {"latest_checkpointed_iteration.txt": b"release", "release/mp_rank_00/model_optim_rng.pt": bytes(1000)}
+    published.files[NGC] = _zip(inside)
+    published.lengths = False
+    assert _run(published, tmp_path, "ckpt") == 0
+    for name, data in inside.items():
+        assert (tmp_path / name).read_bytes() == data
+    (tmp_path / "release/mp_rank_00/model_optim_rng.pt").write_bytes(b"half")
+    times = (tmp_path / "latest_checkpointed_iteration.txt").stat().st_mtime_ns
+    assert _run(published, tmp_path, "ckpt") == 0
+    assert (tmp_path / "release/mp_rank_00/model_optim_rng.pt").read_bytes() == bytes(1000)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").stat().st_mtime_ns == times
+    assert len(published.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("archive", "message"),
+    [
+        (b"<html>sorry</html>", "is no sound zip file"),
+        (
+            _zip({"../outside": bytes(100)}),
+            "would write ../outside outside of its folder",
+        ),
+    ],
+)
+def test_an_archive_that_is_not_sound(
+    published: Published, tmp_path: Path, archive: bytes, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published.files[NGC] = archive
+    folder = tmp_path / "checkpoint"
+    assert _run(published, folder, "ckpt") == 2
+    assert message in _error(capsys)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["megatron_lm_345m_v0.0.zip"]
+
+
+def test_an_archive_with_a_damaged_file(
+    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archive = bytearray(_zip({"model.pt": os.urandom(1000)}))
+    archive[500] ^= 1
+    published.files[NGC] = bytes(archive)
+    assert _run(published, tmp_path, "ckpt") == 2
+    assert "is no sound zip file" in _error(capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["megatron_lm_345m_v0.0.zip"]
+
+
+def test_a_checkpoint_of_the_hub(published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {name: name.encode() for name in ("config.json", "model.safetensors", "vocab.json", "merges.txt", "tf.h5")}
+    published.add_hub("models", "openai-community/gpt2-medium", files, large=".safetensors")
+    assert _run(published, tmp_path, "ckpt", "gpt2-medium") == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(set(files) - {"tf.h5"})
+    said = capsys.readouterr().out
+    assert "config.json: 11 bytes, git " in said
+    assert "model.safetensors: 17 bytes, sha256 " in said
+    assert f"--load {tmp_path} " in said
+
+
+def test_a_hub_without_the_file(published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    published.add_hub("models", "openai-community/gpt2", {"config.json": b"{}", "model.bin": b""})
+    assert _run(published, tmp_path, "ckpt", "gpt2") == 2
+    message = "openai-community/gpt2 on the hub has no model.safetensors; it has config.json, model.bin"
+    assert _error(capsys) == f"download: error: {message}"
+
+
+def _parquet(rows: list[dict[str, str]]) -> bytes:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    packed = io.BytesIO()
+    parquet.write_table(arrow.Table.from_pylist(rows), packed)
+    return packed.getvalue()
+
+
+@pytest.mark.slow
+def test_wikipedia_becomes_lines(published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stopped in the second of three files, and run again."""
+    pytest.importorskip("datasets")
+    rows = [[{"url": f"u{shard}{n}", "text": f"text {shard} {n}"} for n in range(3)] for shard in range(3)]
+    files = {f"20231101.de/train-0000{n}-of-00003.parquet": _parquet(rows[n]) for n in range(3)}
+    published.add_hub("datasets", "wikimedia/wikipedia", files, "20231101.de", ".parquet")
+    second = f"/huggingface.co/datasets/wikimedia/wikipedia/resolve/main/{sorted(files)[1]}"
+    published.statuses[second] = [403]
+    assert _run(published, tmp_path, "wikipedia", "20231101.de") == 2
+    assert "answered with status 403" in _error(capsys)
+    assert not (tmp_path / "wikipedia.jsonl").exists()
+    published.asked.clear()
+    assert _run(published, tmp_path, "wikipedia", "20231101.de") == 0
+    assert [path.rsplit("/", 1)[1] for path, _, _ in published.asked] == [
+        "20231101.de",
+        "train-00001-of-00003.parquet",
+        "train-00002-of-00003.parquet",
+    ]
+    lines = [json.loads(line) for line in (tmp_path / "wikipedia.jsonl").read_text().splitlines()]
+    assert lines == [row for shard in rows for row in shard]
+    assert f"--input {tmp_path}/wikipedia.jsonl " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_trial_of_openwebtext_and_then_the_rest(published: Published, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    files = {f"plain_text/train-0000{n}-of-00002.parquet": _parquet([{"text": f"text {n}"}]) for n in range(2)}
+    published.add_hub("datasets", "Skylion007/openwebtext", files, "plain_text", ".parquet")
+    texts = []
+    for more in (["--shards", "1"], []):
+        assert _run(published, tmp_path, "openwebtext", *more) == 0
+        lines = (tmp_path / "openwebtext.jsonl").read_text().splitlines()
+        texts.append([json.loads(line)["text"] for line in lines])
+    assert texts == [["text 0"], ["text 0", "text 1"]]
+
+
+def test_the_benchmarks_part_of_oscar(published: Published, tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"document {number}"}) + "\n" for number in range(1000)]
+    packed = lzma.compress("".join(lines).encode())
+    published.add_hub("datasets", "bigscience/misc-test-data", {"stas/oscar-1GB.jsonl.xz": packed}, "stas", ".xz")
+    assert _run(published, tmp_path, "oscar") == 0
+    assert (tmp_path / "oscar-10MB.jsonl").read_text() == "".join(lines[:790])
+
+
+def test_a_text_that_cannot_be_unpacked(tmp_path: Path) -> None:
+    packed = tmp_path / "x.jsonl.xz"
+    packed.write_bytes(lzma.compress(os.urandom(5000))[:-100])
+    with pytest.raises(UserError, match=r"x.jsonl.xz: is no sound xz file"):
+        catalog.first_lines(packed, tmp_path / "x.jsonl", 10**6)
+    assert not (tmp_path / "x.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["vocab", "gpt3"], "vocab gpt3: give gpt2 or bert"),
+        (["ckpt", "--shards", "2"], "--shards: ckpt does not come in shards; drop it"),
+        (["wikipedia", "--shards", "0"], "--shards 0: give at least 1"),
+    ],
+)
+def test_flags_that_make_no_sense(
+    published: Published, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(published, tmp_path, *words) == 2
+    assert _error(capsys) == f"download: error: {message}"
+    assert published.asked == []
+
+
+def test_a_disk_without_room_is_said_before_anything_is_downloaded(
+    published: Published, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_498_618))
+    assert _run(published, tmp_path / "new", "vocab") == 2
+    assert _error(capsys).endswith("has room for 1,498,618 bytes, and 1,498,619 are to come; give --output-dir")
+    assert published.asked == []
+
+
+def test_each_kind_has_a_script() -> None:
+    assert {path.name for path in SCRIPTS} == {f"download_{kind}.sh" for kind in catalog.KINDS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", catalog.KINDS)
+def test_each_script_says_what_it_would_do(kind: str, published: Published) -> None:
+    """And asks the mirror for nothing but lists; what it asks for is at homes that are known."""
+    for case in ("cased", "uncased"):
+        published.add_hub("models", f"google-bert/bert-large-{case}", {"vocab.txt": b""})
+    published.add_hub("datasets", "wikimedia/wikipedia", {"20231101.en/t.parquet": b""}, "20231101.en")
+    published.add_hub("datasets", "Skylion007/openwebtext", {"plain_text/t.parquet": b""}, "plain_text")
+    published.add_hub("datasets", "bigscience/misc-test-data", {"stas/oscar-1GB.jsonl.xz": b""}, "stas")
+    done = _script(f"download_{kind}.sh", published, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert all("/api/" in path for path, _, _ in published.asked)
+    addresses = re.findall(rf"^{published.address}/([^/]+)/\S+\n  -> {REPO}/(\w+)/", done.stdout, re.MULTILINE)
+    assert addresses
+    for home, folder in addresses:
+        assert home in HOMES
+        assert folder == ("checkpoints" if kind == "ckpt" else "dataset")
+    assert not (REPO / "checkpoints").exists()

@@ -1,0 +1,1 @@
+"""Downloads of what training needs: vocabularies, checkpoints, texts. dataset/ has a script for each."""
