@@ -24,7 +24,7 @@ SCRIPTS: dict[str, str] = tomllib.loads((REPO / "pyproject.toml").read_text())["
 PROGRAMS = [REPO / "pretrain_gpt.py", REPO / "val_check_gpt.py"]
 PROGRAMS += sorted(
     path
-    for folder in ("ASPLOS23", "tasks", "tools", "tools/openwebtext")
+    for folder in ("ASPLOS23", "tasks", "tools", "tools/downloads", "tools/openwebtext")
     for path in (REPO / folder).glob("*.py")
     if "import start_program\n" in path.read_text()
 )

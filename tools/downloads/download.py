@@ -13,16 +13,17 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    from _clone import start_program
+
+    start_program("tools.downloads.download")
 
 from megatron.base.errors import UserError
+from megatron.data.cleaning.command import Report, Tool, check_at_least
 from tools.downloads.catalog import KINDS
 from tools.downloads.fetching import Remote, Web, fetch
-from tools.openwebtext.tool import Report, Tool, check_at_least
 
 MIRROR = "DATASET_MIRROR"
 """The variable that names a mirror, as --mirror does."""
@@ -100,6 +101,3 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 main = Tool("download.py", __doc__, add_flags, run, check, interrupted="run it again to go on")
-
-if __name__ == "__main__":
-    raise SystemExit(main())
