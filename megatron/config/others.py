@@ -23,6 +23,7 @@ LISTS = Path(__file__).parent / "translate" / "others"
 
 SYSTEMS = {
     "megatron-deepspeed": ("D", "Megatron-DeepSpeed"),
+    "deepspeed": ("S", "DeepSpeed (what it adds to Megatron-DeepSpeed's)"),
     "jupiter": ("J", "the JUPITER NLP benchmark (what its scripts give to Megatron-LM)"),
     "optimus-cc": ("O", "Optimus-CC"),
     "radius": ("R", "Radius"),
@@ -79,8 +80,11 @@ def read_list(system: str) -> list[TheirFlag]:
     return flags
 
 
-_EXAMPLES = {"load-tag": ["--load", "x", "--load-tag", "global_step3"]}
-"""Words for flags that say nothing alone."""
+_EXAMPLES = {
+    "load-tag": ["--load", "x", "--load-tag", "global_step3"],
+    "deepspeed-config": ["--deepspeed-config", str(LISTS / "empty.json")],
+}
+"""Words for flags that need another one, or a file."""
 
 
 def fate_of(theirs: TheirFlag, parser: FlagParser) -> Fate:
