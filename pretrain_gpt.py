@@ -5,7 +5,7 @@
 ``--help`` lists the flags, grouped; ``--config FILE.yaml`` takes the same names.
 """
 
-from megatron.training.pretrain import main
+from megatron.evaluation.pretrain_command import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

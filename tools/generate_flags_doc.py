@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/flags.md from the configuration's dataclasses; --check only says whether it is up to date."""
+"""Write docs/flags.md and docs/flags-of-others.md from the configuration; --check says whether they are current."""
 
 from __future__ import annotations
 
@@ -12,22 +12,26 @@ if __name__ == "__main__":
 
     start_program("tools.generate_flags_doc")
 
+from megatron.config.others import flags_of_others_markdown
 from megatron.config.reference import flags_markdown
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "flags.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCUMENTS = {DOCS / "flags.md": flags_markdown, DOCS / "flags-of-others.md": flags_of_others_markdown}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write or check the document. Returns the exit status: 1 when --check finds it out of date."""
+    """Write or check the documents. Returns the exit status: 1 when --check finds one out of date."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="Write nothing; fail when the file is out of date.")
-    wanted = flags_markdown()
-    if parser.parse_args(argv).check:
-        if DOCUMENT.is_file() and DOCUMENT.read_text(encoding="utf-8") == wanted:
-            return 0
-        print(f"{DOCUMENT} is out of date; run python tools/generate_flags_doc.py", file=sys.stderr)
-        return 1
-    DOCUMENT.parent.mkdir(exist_ok=True)
-    DOCUMENT.write_text(wanted, encoding="utf-8")
-    print(f"wrote {DOCUMENT}")
-    return 0
+    parser.add_argument("--check", action="store_true", help="Write nothing; fail when a file is out of date.")
+    check = parser.parse_args(argv).check
+    old = 0
+    for document, make in DOCUMENTS.items():
+        wanted = make()
+        if not check:
+            document.parent.mkdir(exist_ok=True)
+            document.write_text(wanted, encoding="utf-8")
+            print(f"wrote {document}")
+        elif not document.is_file() or document.read_text(encoding="utf-8") != wanted:
+            print(f"{document} is out of date; run python tools/generate_flags_doc.py", file=sys.stderr)
+            old += 1
+    return int(old > 0)

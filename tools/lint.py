@@ -1,4 +1,7 @@
-"""What `make lint` runs: ruff's rules and format, mypy, import-linter, sizes. All of them run; any problem fails."""
+"""What `make lint` runs: ruff's rules and format, mypy, import-linter, sizes, whether the pages of flags are current.
+
+All of them run; any problem fails.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,18 @@ def steps(fix: bool, files: Sequence[str] = ()) -> list[tuple[str, list[str]]]:
         ("ruff format", ["-m", "ruff", "format", "--quiet", *([] if fix else ["--diff"]), *sources]),
         ("types", ["-m", "mypy", "--no-error-summary", *(name for name in sources if name != "setup.py")]),
     ]
-    return each if files else [*each, ("imports", IMPORTS), ("sizes", ["tools/check_sizes.py"])]
+    whole = [
+        ("imports", IMPORTS),
+        ("sizes", ["tools/check_sizes.py"]),
+        ("pages of flags", ["tools/generate_flags_doc.py", *([] if fix else ["--check"])]),
+    ]
+    return each if files else [*each, *whole]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fix", action="store_true", help="let ruff mend what it can, and rewrite in its format")
-    parser.add_argument("files", nargs="*", help="check only these, without imports and sizes (the whole tree)")
+    parser.add_argument("files", nargs="*", help="check only these, without what looks at the whole tree")
     options = parser.parse_args()
     failed = []
     for name, arguments in steps(options.fix, [str(Path(file).resolve()) for file in options.files]):

@@ -62,9 +62,9 @@ def _forward_codec(config: RunConfig) -> bool:
     return any(point in ("pp-forward", "tp-forward") for point in points)
 
 
-_TENSORBOARD = _fields(
+_CURVES = _fields(
     "logging",
-    "tensorboard_log_interval tensorboard_queue_size log_timers_to_tensorboard log_batch_size_to_tensorboard "
+    "tensorboard_log_interval log_timers_to_tensorboard log_batch_size_to_tensorboard "
     "log_learning_rate_to_tensorboard log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard "
     "log_world_size_to_tensorboard",
 )
@@ -143,6 +143,11 @@ RULES: Sequence[Idle] = (
         "without --optimizer adam",
     ),
     Idle(
+        _fields("optimizer", "lamb_beta1 lamb_beta2 lamb_eps"),
+        lambda config, _: config.optimizer.optimizer != "lamb",
+        "without --optimizer lamb",
+    ),
+    Idle(
         ("optimizer.sgd_momentum",),
         lambda config, _: config.optimizer.optimizer != "sgd",
         "without --optimizer sgd",
@@ -213,7 +218,21 @@ RULES: Sequence[Idle] = (
         lambda config, _: _resumes(config) and config.checkpoint.saves_where_it_loads,
         "--load goes on from the checkpoints of --save",
     ),
-    Idle(_TENSORBOARD, lambda config, _: config.logging.tensorboard_dir is None, "without --tensorboard-dir"),
+    Idle(
+        _CURVES,
+        lambda config, _: config.logging.tensorboard_dir is None and config.logging.wandb_project is None,
+        "without --tensorboard-dir or --wandb-project",
+    ),
+    Idle(
+        _fields("logging", "tensorboard_queue_size"),
+        lambda config, _: config.logging.tensorboard_dir is None,
+        "without --tensorboard-dir",
+    ),
+    Idle(
+        _fields("logging", "wandb_exp_name wandb_save_dir"),
+        lambda config, _: config.logging.wandb_project is None,
+        "without --wandb-project",
+    ),
     Idle(
         _fields("logging", "timing_log_option"),
         lambda config, _: config.logging.timing_log_level == 0,

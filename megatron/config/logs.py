@@ -36,6 +36,19 @@ class LoggingConfig:
     tensorboard_queue_size: int = option(
         1000, "Records that TensorBoard's writer holds before it writes.", unit="records", minimum=1, maximum=10**6
     )
+    wandb_project: str | None = derived(
+        "no Weights & Biases",
+        "Write the curves of --tensorboard-dir to this project of Weights & Biases, whose package must be installed "
+        "(WANDB_MODE=offline writes files only).",
+        metavar="NAME",
+        may_differ=_OF_ONE,
+    )
+    wandb_exp_name: str | None = derived(
+        "Weights & Biases chooses", "Name of the run in --wandb-project.", metavar="NAME", may_differ=_OF_ONE
+    )
+    wandb_save_dir: str | None = derived(
+        "wandb in the current folder", "Folder for the files of --wandb-project.", metavar="FOLDER", may_differ=_OF_ONE
+    )
     log_timers_to_tensorboard: bool = option(False, "Write timers to TensorBoard.")
     log_batch_size_to_tensorboard: bool = option(False, "Write the batch size to TensorBoard.")
     log_learning_rate_to_tensorboard: bool = option(

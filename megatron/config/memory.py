@@ -107,7 +107,7 @@ def parameter_bytes(config: RunConfig, gathers_compressed: bool) -> ParameterByt
     """Bytes of one parameter in training, whose updated values are gathered through a compressor or not."""
     width = _width(config)
     gradient = max(width, 4) if config.parallel.accumulate_allreduce_grads_in_fp32 else width
-    moments = 2 if config.optimizer.optimizer == "adam" else int(config.optimizer.sgd_momentum > 0)
+    moments = int(config.optimizer.sgd_momentum > 0) if config.optimizer.optimizer == "sgd" else 2
     copies = int(width == 2 or gathers_compressed)
     return ParameterBytes(width, gradient, (moments + copies) * max(width, 4))
 

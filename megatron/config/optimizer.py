@@ -15,9 +15,10 @@ from megatron.config.training import TrainingConfig
 class OptimizerConfig:
     """The optimizer and its schedules. Decay and warm-up are counted as the run is: in iterations or in samples."""
 
-    optimizer: Literal["adam", "sgd"] = option(
+    optimizer: Literal["adam", "sgd", "lamb"] = option(
         "adam",
-        "adam is AdamW (decoupled weight decay).",
+        "adam is AdamW (decoupled weight decay); lamb scales its direction, for each matrix, by the norm of weights "
+        "over that of the direction.",
     )
     lr: float = required("Highest learning rate.", minimum=0, maximum=1e4)
     min_lr: float = option(0.0, "Lowest learning rate of the decay.", minimum=0)
@@ -59,6 +60,9 @@ class OptimizerConfig:
     adam_beta1: float = option(0.9, "Decay of Adam's first moment.", minimum=0, below=1)
     adam_beta2: float = option(0.999, "Decay of Adam's second moment.", minimum=0, below=1)
     adam_eps: float = option(1e-8, "Adam's epsilon, added to the root of the second moment.", above=0)
+    lamb_beta1: float = option(0.9, "Decay of LAMB's first moment.", minimum=0, below=1)
+    lamb_beta2: float = option(0.9, "Decay of LAMB's second moment.", minimum=0, below=1)
+    lamb_eps: float = option(1e-8, "LAMB's epsilon, added to the root of the second moment.", above=0)
     sgd_momentum: float = option(0.9, "Momentum of --optimizer sgd.", minimum=0, below=1)
     use_apex: bool = option(False, "Use apex's FusedAdam and FusedLayerNorm where apex is installed.")
     override_opt_param_scheduler: bool = option(

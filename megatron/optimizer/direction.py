@@ -20,7 +20,7 @@ def begin_directions(inner: torch.optim.Optimizer, shards: Sequence[ParamShard],
     """The parts of the coming directions that the optimizer's state does not hold: weight decay; all without momentum.
 
     Args:
-        inner: Adam with decoupled weight decay, or SGD.
+        inner: Adam with decoupled weight decay, LAMB, or SGD.
         shards: the shards that it updates; their gradients are still to be divided by ``divisor``.
     """
     groups = _groups(inner)
@@ -51,6 +51,8 @@ def end_directions(
             beta1, beta2 = group["betas"]
             root = (state["exp_avg_sq"] / (1.0 - beta2 ** (frozen_at or count))).sqrt_().add_(group["eps"])
             part.addcdiv_(state["exp_avg"], root, value=1.0 / (1.0 - beta1**count))
+            if group["decays"] and "ratio" in state:
+                part.mul_(state["ratio"])
         elif "momentum_buffer" in state:
             part = state["momentum_buffer"]
         shard.grad.copy_(part)

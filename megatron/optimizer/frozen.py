@@ -8,11 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron.comm.ledger import Ledger
-from megatron.compression.points import Point
 from megatron.optimizer.shards import ParamShard
-from megatron.parallel.data.buffer import ParamSlot
-from megatron.topology.group import Group
+from megatron.optimizer.whole import WholeSums, row_of
 
 
 def steps_taken(inner: torch.optim.Optimizer, shards: Sequence[ParamShard]) -> int:
@@ -35,13 +32,7 @@ def set_steps_taken(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], 
             state["step"] = torch.full_like(state["step"], float(count))
 
 
-def freeze(
-    inner: torch.optim.Optimizer,
-    shards: Sequence[ParamShard],
-    slots: Sequence[ParamSlot],
-    holders: Sequence[Group],
-    ledger: Ledger,
-) -> None:
+def freeze(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], whole: WholeSums) -> None:
     """Makes the second moments fit to divide by from now on.
 
     Elements that had no gradient yet have a second moment of 0, and their first momentum would be divided by epsilon:
@@ -50,25 +41,13 @@ def freeze(
     Args:
         inner: Adam.
         shards: the shards that this rank updates.
-        slots: all parameters that this rank holds, in the order that the holders share.
-        holders: this rank's tensor-parallel group, and the group that shares the shards of a sharded optimizer; the
-            ranks of each hold parts of the same tensors.
-        ledger: where the all-reduces over the holders are counted.
+        whole: sums over the tensors that they are parts of.
     """
-    places = {id(slot): place for place, slot in enumerate(slots)}
-    sums = torch.zeros(len(slots), dtype=torch.float64, device=slots[0].param.device)
-    tp = holders[0]
-    for shard in shards:
-        if shard.slot.spec.dim is not None or tp.rank == 0:
-            sums[places[id(shard.slot)]] += inner.state[shard.main]["exp_avg_sq"].sum(dtype=torch.float64)
-    for group in holders:
-        pending = group.all_reduce(sums)
-        ledger.sent(Point.CONTROL, pending.sent_bytes)
-        ledger.wait(Point.CONTROL, pending)
-    for shard in shards:
-        moments = inner.state[shard.main]["exp_avg_sq"]
-        mean = sums[places[id(shard.slot)]] / math.prod(shard.slot.spec.logical_shape)
-        moments[moments == 0] = mean.to(moments.dtype)
+    moments = [inner.state[shard.main]["exp_avg_sq"] for shard in shards]
+    sums_n = row_of([one.sum(dtype=torch.float64) for one in moments], whole.device)
+    for shard, own, total in zip(shards, moments, whole(sums_n.unsqueeze(1)), strict=True):
+        mean = total[0] / math.prod(shard.slot.spec.logical_shape)
+        own[own == 0] = mean.to(own.dtype)
 
 
 def step_frozen(inner: torch.optim.Optimizer, shards: Sequence[ParamShard], divisor: float, frozen_at: int) -> None:

@@ -1,4 +1,4 @@
-"""The update rule: torch's fused optimizers, or apex's where asked for."""
+"""The update rule: torch's fused optimizers, apex's where asked for, or LAMB."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ import torch
 
 from megatron.base.errors import UserError
 from megatron.config.optimizer import OptimizerConfig
+from megatron.optimizer.lamb import Lamb
 from megatron.optimizer.shards import ParamShard
+from megatron.optimizer.whole import WholeSums
 
 
-def make_inner(shards: Sequence[ParamShard], config: OptimizerConfig) -> torch.optim.Optimizer:
+def make_inner(shards: Sequence[ParamShard], config: OptimizerConfig, whole: WholeSums) -> torch.optim.Optimizer:
     """Builds the optimizer over the shards' main values, its state allocated.
+
+    Args:
+        shards: the shards that this rank updates.
+        config: algorithm and hyper-parameters.
+        whole: sums over the tensors that the shards are parts of.
 
     Raises:
         UserError: when the name is unknown, or apex is not installed.
@@ -30,8 +37,10 @@ def make_inner(shards: Sequence[ParamShard], config: OptimizerConfig) -> torch.o
         inner = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
     elif config.optimizer == "sgd":
         inner = torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum, fused=True)
+    elif config.optimizer == "lamb":
+        inner = Lamb(groups, shards, whole, config.lr, (config.lamb_beta1, config.lamb_beta2), config.lamb_eps)
     else:
-        raise UserError(f"--optimizer {config.optimizer} is not known; the choices are adam and sgd")
+        raise UserError(f"--optimizer {config.optimizer} is not known; the choices are adam, sgd and lamb")
     for shard in shards:
         inner.state[shard.main].update(_initial_state(shard, config))
     return inner
@@ -39,15 +48,17 @@ def make_inner(shards: Sequence[ParamShard], config: OptimizerConfig) -> torch.o
 
 def state_names(config: OptimizerConfig) -> tuple[str, ...]:
     """Names of the optimizer's state tensors, which are shaped like their parameters."""
-    if config.optimizer == "adam":
+    if config.optimizer in ("adam", "lamb"):
         return ("exp_avg", "exp_avg_sq")
     return ("momentum_buffer",) if config.sgd_momentum else ()
 
 
 def _initial_state(shard: ParamShard, config: OptimizerConfig) -> dict[str, torch.Tensor]:
     state = {name: torch.zeros_like(shard.main) for name in state_names(config)}
-    if config.optimizer == "adam":
-        state["step"] = torch.zeros((), dtype=torch.float32, device=shard.main.device)
+    if config.optimizer in ("adam", "lamb"):
+        # torch's fused Adam counts on the device; LAMB's bias corrections are the host's.
+        device = shard.main.device if config.optimizer == "adam" else None
+        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
     return state
 
 

@@ -19,6 +19,7 @@ from megatron.optimizer.inner import make_inner, set_hyperparameters, step_inner
 from megatron.optimizer.loss_scale import LossScale
 from megatron.optimizer.publish import ParamPublisher, separates
 from megatron.optimizer.shards import ParamShard, own_shards
+from megatron.optimizer.whole import WholeSums
 from megatron.parallel.data.buffer import FlatBuffer
 from megatron.topology.topology import Topology
 
@@ -100,7 +101,10 @@ class Optimizer:
         self.log_num_zeros = log_num_zeros
         self.shards = own_shards(buffers, topology.dp, self.sharded, separate=separates(plan, self.sharded))
         self.publisher = ParamPublisher(buffers, self.shards, topology.dp, plan, ledger, self.sharded)
-        self.inner = make_inner(self.shards, config)
+        slots = [slot for buffer in buffers for bucket in buffer.buckets for slot in bucket.slots]
+        holders = [topology.tp, *([topology.dp] if self.sharded else [])]
+        self.whole = WholeSums(self.shards, slots, holders, ledger)
+        self.inner = make_inner(self.shards, config, self.whole)
         self.frozen_at = 0
 
     @property
@@ -166,9 +170,7 @@ class Optimizer:
 
     def _update(self, divisor: float, freeze_variance: bool) -> None:
         if freeze_variance and not self.frozen_at and self.steps:
-            slots = [slot for buffer in self.buffers for bucket in buffer.buckets for slot in bucket.slots]
-            holders = [self.topology.tp, *([self.topology.dp] if self.sharded else [])]
-            freeze(self.inner, self.shards, slots, holders, self.ledger)
+            freeze(self.inner, self.shards, self.whole)
             self.frozen_at = self.steps
         if freeze_variance and self.frozen_at:
             step_frozen(self.inner, self.shards, divisor, self.frozen_at)

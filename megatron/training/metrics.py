@@ -1,7 +1,7 @@
 """Metrics of a training step, of the steps between two log lines, and of an evaluation; and their text.
 
 ``train_step`` makes a ``StepMetrics``, ``report.py`` collects those of a log interval in a ``MetricsWindow``, whose
-result has the same type, and hands both to the sinks (``sinks.py``), which write them.
+result has the same type, and hands both to the sinks (``sinks.py``, ``curves.py``), which write them.
 """
 
 from __future__ import annotations

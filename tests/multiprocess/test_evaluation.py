@@ -79,7 +79,16 @@ def test_a_sweep_finds_the_losses_of_training_and_goes_on_where_it_stopped(tmp_p
     alone = run_cli(1, [*sweep, "--first", "4", "--last", "4"])
     assert alone.returncode == 2
     assert "files of 4 are missing or damaged" in alone.stderr
-    old = ["val_check_gpt.py", "--get_val_ppls", "--src_ckpt_path", str(saved), "--val_start_iteration", "2"]
+    old = [
+        "pretrain_gpt.py",
+        "--num-layers",
+        "2",
+        "--get_val_ppls",
+        "--src_ckpt_path",
+        str(saved),
+        "--val_start_iteration",
+        "2",
+    ]
     old += ["--val_target_iteration", "6", "--val_ckpt_interval", "4", "--eval-iters", "3"]
     old += ["--val_ppls_save_path", str(tmp_path), "--experiment_name", "mine"]
     assert "--get-val-ppls is known but has no effect here" in run_cli(1, old).check().stderr

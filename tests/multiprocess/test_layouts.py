@@ -225,3 +225,26 @@ def test_gathers_and_exchanges_of_large_models_compute_the_same(world_size: int)
     for traces in run_ranks(world_size, _run_stepwise, layouts, DOUBLE, 6):
         for name, trace in traces.items():
             _assert_close(trace, reference, 1e-10, name)
+
+
+LAMB: Changes = {
+    "optimizer": {"optimizer": "lamb", "lr": 2e-2},
+    "model": {"init_method_std": 0.2},  # matrices move by a share of their norm
+    **DOUBLE,
+}
+WHOLE = {
+    2: ("tp2 padded micro 2", "dp2 sharded overlap micro 2", "pp2 virtual"),
+    4: ("tp2 dp2 sp sharded overlap", "pp2 dp2 sharded", "tp4 micro 2"),
+    8: ("tp2 pp2 dp2 everything",),
+}
+"""Layouts that cut a matrix, whose norms LAMB needs whole, or hold the tied embedding twice."""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("world_size", WHOLE)
+def test_the_norms_of_lamb_are_those_of_whole_matrices(world_size: int) -> None:
+    reference = _reference(LAMB, 10)
+    assert reference.losses[-1] < reference.losses[0] - 0.3
+    layouts = {name: LAYOUTS[world_size][name] for name in WHOLE[world_size]}
+    for name, trace in _traces(world_size, LAMB, 10, layouts=layouts).items():
+        _assert_close(trace, reference, 1e-10, name)

@@ -66,6 +66,15 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {"fp16": True, "initial_loss_scale": 2**23, "use_distributed_optimizer": True, "loss_scale_window": 3},
     ),
+    "lamb with a mask of its directions, bf16 on tp2": (
+        4,
+        {
+            "optimizer": "lamb",
+            "bf16": True,
+            "tensor_model_parallel_size": 2,
+            "compress": ["dp-grad=stable-topk,density=0.3,interval=3"],
+        },
+    ),
     "compressors with state at every point": (
         4,
         {
@@ -312,6 +321,11 @@ LAYOUTS: dict[str, tuple[tuple[int, int], dict[str, Any], dict[str, Any]]] = {
         (2, 2),
         {"num_layers": 4, "pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1},
         {"num_layers": 4, "use_distributed_optimizer": True},
+    ),
+    "lamb, sharded dp2 tp2 to pp2": (
+        (4, 2),
+        {"optimizer": "lamb", "tensor_model_parallel_size": 2, "use_distributed_optimizer": True},
+        {"optimizer": "lamb", "pipeline_model_parallel_size": 2},
     ),
     "another padding of the vocabulary": (
         (2, 1),

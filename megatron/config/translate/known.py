@@ -12,10 +12,12 @@ from functools import partial
 from megatron.config.translate.rules import SWITCH, VALUE, VALUES, KnownFlag
 
 
-def _known(reason: str, *, refused: bool, switches: str = "", values: str = "", lists: str = "") -> list[KnownFlag]:
+def _known(
+    reason: str, *, refused: bool, switches: str = "", values: str = "", lists: str = "", program: str = ""
+) -> list[KnownFlag]:
     """A name may be followed by =NEUTRAL."""
     return [
-        KnownFlag(name=name, arity=arity, refused=refused, reason=reason, neutral=neutral)
+        KnownFlag(name=name, arity=arity, refused=refused, reason=reason, neutral=neutral, program=program)
         for arity, words in ((SWITCH, switches), (VALUE, values), (VALUES, lists))
         for name, _, neutral in (word.partition("=") for word in words.split())
     ]
@@ -94,10 +96,6 @@ _HARMLESS = [
     _harmless("optimizer states are not written", switches="log-optimizer-states-to-tensorboard"),
     _harmless("throughput is always logged", switches="log-throughput"),
     _harmless(
-        "Weights & Biases is not used; see --tensorboard-dir and --log-json-file",
-        values="wandb-project wandb-exp-name wandb-save-dir",
-    ),
-    _harmless(
         "see --profile-trace and --timing-log-level for where time goes",
         values="profile profile-steps",
         lists="profile-ranks",
@@ -127,11 +125,12 @@ _HARMLESS = [
         "moe-min-capacity moe-loss-coeff",
     ),
     _harmless(
-        "only val_check_gpt.py reads it",
-        switches="get-val-ppls",
+        "--get-val-ppls on the command line asks for the losses of checkpoints, which it is for",
         values="src-ckpt-path val-start-iteration val-target-iteration val-ckpt-interval val-ppls-save-path",
+        program="val_check_gpt.py, and pretrain_gpt.py with --get-val-ppls",
     ),
     _harmless("Optimus-CC did not read it either", switches="check-comp-speed check-comp-ratio"),
+    _harmless("AQ-SGD's runners did not read it either; give --data-path", lists="train-data valid-data"),
     _harmless(
         "tools/plot_grad_distribution.py draws what --log-gradients records",
         switches="plot-gradients-density",
@@ -173,7 +172,7 @@ _HARMLESS = [
     _harmless(
         "only vision models read it",
         switches="no-data-sharding vision-pretraining dino-norm-last-layer",
-        values="num-classes img-h img-w num-channels patch-dim classes-fraction data-per-class-fraction "
+        values="num-classes img-h img-w img-dim num-channels patch-dim classes-fraction data-per-class-fraction "
         "head-lr-mult vision-pretraining-type vision-backbone-type swin-backbone-type mask-type mask-factor "
         "iter-per-epoch dino-local-img-size dino-local-crops-number dino-head-hidden-size "
         "dino-bottleneck-size dino-freeze-last-layer dino-warmup-teacher-temp dino-teacher-temp "
@@ -192,10 +191,6 @@ _REFUSED = [
         switches="expert-parallel",
         values="moe-expert-parallel-size=1 ep-world-size=1 num-experts-switch",
         lists="num-experts=1",
-    ),
-    _refused(
-        "LAMB is not available; use --optimizer adam",
-        values="lamb-beta1=0.9 lamb-beta2=0.9 lamb-eps=1e-6",
     ),
     _refused(
         "this form of the layer is not available; leave it out",
@@ -239,6 +234,12 @@ _REFUSED = [
         "train-sample-idx-path train-shuffle-idx-path",
     ),
     _refused("knowledge distillation is not available; leave it out", switches="kd mos", values="load-teacher"),
+    _refused(
+        "on the command line of pretrain_gpt.py it asks for the losses of checkpoints instead of training; elsewhere "
+        "use val_check_gpt.py",
+        switches="get-val-ppls",
+        program="val_check_gpt.py, and pretrain_gpt.py",
+    ),
     _refused("use --finetune, which starts from iteration 0", switches="reset-iteration"),
     _refused("give the local folder to --data-path", values="aml-data-download-path"),
     _refused("every sample is used; leave it out", values="sample-rate=1"),

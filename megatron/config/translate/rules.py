@@ -120,11 +120,13 @@ class KnownFlag(OldFlag):
     refused: whether giving it is an error.
     neutral: for a refused flag, the value that asks for nothing and is accepted; "" when there is none.
     reason: why it has no effect, or what to do instead.
+    program: the program that it is for, where that is another one.
     """
 
     refused: bool
     reason: str
     neutral: str = ""
+    program: str = ""
 
     def meaning(self, words: Sequence[str]) -> Meaning:
         """A note; nothing when the words are the neutral value of one that is refused."""

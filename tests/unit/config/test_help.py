@@ -1,14 +1,16 @@
-"""--help is grouped and readable, and docs/flags.md is what the generator writes."""
+"""--help is grouped and readable, and the pages of flags are what the generator writes."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megatron.config import build_run_parser, parse_args
+from megatron.config.others import flags_of_others_markdown
 from megatron.config.reference import flags_markdown
 from megatron.config.run import run_sections
 from megatron.config.translate import TRANSLATOR
@@ -71,10 +73,12 @@ def test_parsing_does_not_import_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_the_committed_reference_is_up_to_date() -> None:
-    assert (REPOSITORY / "docs" / "flags.md").read_text(encoding="utf-8") == flags_markdown(), (
-        "run python tools/generate_flags_doc.py"
-    )
+@pytest.mark.parametrize(
+    ("name", "make"), [("flags.md", flags_markdown), ("flags-of-others.md", flags_of_others_markdown)]
+)
+def test_the_committed_reference_is_up_to_date(name: str, make: Callable[[], str]) -> None:
+    wanted = make()
+    assert (REPOSITORY / "docs" / name).read_text(encoding="utf-8") == wanted, "run python tools/generate_flags_doc.py"
 
 
 def test_the_reference_lists_every_flag() -> None:

@@ -138,6 +138,7 @@ RULES: dict[str, dict[str, object]] = {
     "adam": {},
     "sgd": {"optimizer": "sgd", "sgd_momentum": 0.9},
     "sgd without momentum": {"optimizer": "sgd", "sgd_momentum": 0.0},
+    "lamb": {"optimizer": "lamb"},
 }
 
 

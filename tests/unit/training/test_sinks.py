@@ -6,7 +6,9 @@ import dataclasses
 import json
 import math
 import re
+import sys
 import threading
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,11 @@ import pytest
 
 from megatron.base.errors import UserError
 from megatron.config.logs import LoggingConfig
+from megatron.training.curves import TensorBoardSink
 from megatron.training.metrics import Evaluation, PointTraffic, StepMetrics, format_train_line
 from megatron.training.records import read_records
-from megatron.training.sinks import Sink, Sinks, TensorBoardSink, open_sinks
+from megatron.training.sink import Sink
+from megatron.training.sinks import Sinks, open_sinks
 from tests.support.disk import largest_file
 
 WINDOW = StepMetrics(
@@ -344,3 +348,118 @@ def test_tensorboard_on_a_full_disk_is_dropped_in_one_line(tmp_path: Path, capfd
     warning = capfd.readouterr().err
     assert re.fullmatch(r"warning: TensorBoard's events in .* cannot be written any more, left out: .*\n", warning)
     assert threading.excepthook is hook
+
+
+class FakeWandb(types.ModuleType):
+    """A stand-in for the package wandb, which keeps what it is given."""
+
+    class Error(Exception):
+        pass
+
+    def __init__(self, trouble: str = "") -> None:
+        super().__init__("wandb")
+        self.trouble = trouble
+        self.given: dict[str, Any] = {}
+        self.settings: dict[str, Any] = {}
+        self.points: dict[int, dict[str, float]] = {}
+        self.finished = False
+        self.config = self  # of the run
+
+    def init(self, **given: Any) -> FakeWandb:
+        if self.trouble:
+            raise FakeWandb.Error(self.trouble)
+        self.given = given
+        return self
+
+    def update(self, values: dict[str, Any], allow_val_change: bool) -> None:
+        self.settings |= values
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        if self.trouble:
+            raise FakeWandb.Error(self.trouble)
+        self.points.setdefault(step, {}).update(values)
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_weights_and_biases_get_the_curves_of_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    folder = tmp_path / "files"
+    sinks = opened(
+        wandb_project="mine", wandb_exp_name="first", wandb_save_dir=str(folder), log_validation_ppl_to_tensorboard=True
+    )
+    assert fake.given == {"project": "mine", "name": "first", "dir": str(folder)}
+    assert folder.is_dir()
+    sinks.event("config", 0, config={"model": {"num_layers": 4}}, size={})
+    sinks.event("gradients", 0, density=0.1)
+    sinks.step(step_at(20))
+    sinks.window(WINDOW)
+    sinks.evaluation(evaluation_at(20))
+    sinks.close()
+    assert fake.settings == {"config": {"model": {"num_layers": 4}}, "size": {}}
+    at = fake.points[20]
+    assert list(fake.points) == [20]
+    assert (at["lm loss"], at["grad-norm"], at["learning-rate"], at["samples"]) == (1.0, 2.0, 1e-3, 160)
+    assert at["tokens per second"] == WINDOW.tokens_per_second
+    assert at["bytes per iteration/dp-grad"] == 4096.0
+    assert at["lm loss validation ppl"] == pytest.approx(math.exp(3.25))
+    assert "world-size" not in at
+    assert fake.finished
+
+
+def test_trouble_of_weights_and_biases_costs_the_curves_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    lines = list[str]()
+    sinks = opened(lines=lines, wandb_project="mine")
+    fake.trouble = "no connection"
+    for iteration in (1, 2):
+        sinks.step(step_at(iteration))
+    sinks.line("goes on")
+    warning = "warning: the run in --wandb-project mine cannot be written any more, left out: no connection\n"
+    assert capsys.readouterr().err == warning
+    assert lines == ["goes on"]
+    assert fake.finished
+
+
+def test_weights_and_biases_that_do_not_start_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb("No API key configured.\nUse `wandb login`"))
+    with pytest.raises(
+        UserError, match=r"^--wandb-project mine: No API key configured\.; log in .*WANDB_MODE=offline$"
+    ):
+        opened(wandb_project="mine")
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+    with pytest.raises(UserError, match=r"^--wandb-project mine: .*file"):
+        opened(wandb_project="mine", wandb_save_dir=str(tmp_path / "file" / "inside"))
+
+
+@pytest.mark.parametrize("module", [None, types.ModuleType("wandb")], ids=["missing", "a folder of its runs"])
+def test_without_the_package_weights_and_biases_are_refused(
+    module: types.ModuleType | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run leaves a folder wandb behind, which Python takes for a package when it starts there."""
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    with pytest.raises(
+        UserError, match=r"^--wandb-project needs the wandb package: pip install wandb, or drop the flag"
+    ):
+        opened(wandb_project="mine")
+
+
+def test_the_package_of_weights_and_biases_writes_a_run_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb.sdk", reason="the package wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    sinks = opened(wandb_project="mine", wandb_exp_name="first", wandb_save_dir=str(tmp_path))
+    sinks.event("config", 0, config={"model": {"num_layers": 4}}, size={})
+    sinks.step(step_at(1))
+    sinks.step(step_at(2))
+    sinks.close()
+    (run,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    assert b"lm loss" in run.read_bytes()

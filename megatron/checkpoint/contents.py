@@ -1,0 +1,208 @@
+"""What a folder of checkpoints holds: iterations, layouts, tensors, sizes, configurations, and whether it is intact."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron.base.documents import parse_yaml
+from megatron.base.errors import UserError
+from megatron.checkpoint.convert.classic import find_classic
+from megatron.checkpoint.convert.hugging_face import is_hf
+from megatron.checkpoint.files import (
+    TRACKER,
+    Iteration,
+    checkpoint_folder,
+    iteration_of,
+    saved_iterations,
+    tracked_text,
+)
+from megatron.checkpoint.load import load_common, load_config_yaml
+from megatron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from megatron.checkpoint.storage import check_file_sizes, check_items
+
+State = Literal["complete", "verified", "damaged"]
+"""Files have their sizes; all bytes have their checksums; neither."""
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Tensors of one kind: the model's weights, one of the optimizer's moments, a compressor's state.
+
+    Args:
+        tensors: how many.
+        numbers: how many they hold.
+        bytes: bytes that they take.
+        dtypes: names of their types.
+    """
+
+    tensors: int
+    numbers: int
+    bytes: int
+    dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """What one checkpoint holds; empty where it is damaged.
+
+    Args:
+        iteration: iteration, or "release".
+        folder: its folder.
+        newest: whether the tracker names it.
+        state, problem: whether it is intact, and what is wrong.
+        saved: seconds since 1970 at which its table of contents was written.
+        ranks: number of ranks that wrote it.
+        layout: tensor-, pipeline- and data-parallel sizes.
+        files: bytes of each file.
+        kinds: what it holds, by kind.
+        shapes: type and shape of each tensor.
+        position: the counters of the run.
+        config: the configuration of the run, by section.
+    """
+
+    iteration: Iteration
+    folder: Path
+    newest: bool
+    state: State
+    problem: str | None = None
+    saved: float | None = None
+    ranks: int = 0
+    layout: Mapping[str, int] = field(default_factory=dict)
+    files: Mapping[str, int] = field(default_factory=dict)
+    kinds: Mapping[str, Tensors] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    position: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(self.files.values())
+
+
+def find_all(folder: Path) -> tuple[Path, list[Iteration]]:
+    """The folder of all checkpoints, and those that are in question, oldest first.
+
+    Args:
+        folder: the folder that ``--save`` wrote to, or one checkpoint in it.
+
+    Raises:
+        UserError: when there is none.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder; name the one that --save wrote to")
+    alone = iteration_of(folder.name.removeprefix("iter_"))
+    whole = (folder / MANIFEST).exists() or not saved_iterations(folder)
+    if alone is not None and checkpoint_folder(folder.parent, alone).name == folder.name and whole:
+        return folder.parent, [alone]
+    found: list[Iteration] = [*reversed(saved_iterations(folder))]
+    if checkpoint_folder(folder, "release").is_dir():
+        found.append("release")
+    if found and not _classic(folder):
+        return folder, found
+    other = "a Hugging Face folder" if is_hf(folder) else "a classic checkpoint of Megatron" if _classic(folder) else ""
+    if other:
+        raise UserError(f"{folder} is {other}; tools/ckpt_convert.py --to megatron-cc makes a checkpoint of ours of it")
+    raise UserError(f"{folder} holds no checkpoint; name the folder that --save wrote to")
+
+
+def _classic(folder: Path) -> bool:
+    try:
+        return find_classic(folder) is not None
+    except UserError:
+        return False
+
+
+def look(root: Path, iteration: Iteration, *, verify: bool) -> Contents:
+    """Looks at one checkpoint.
+
+    Args:
+        root: the folder of all checkpoints.
+        iteration: of the checkpoint.
+        verify: read every byte, and compare the checksums.
+    """
+    folder = checkpoint_folder(root, iteration)
+    newest = _tracked(root) == iteration
+    try:
+        manifest = read_manifest(folder)
+        problem = check_file_sizes(folder, manifest.files) or (_damage(folder, manifest) if verify else None)
+        common = {} if problem else load_common(root, iteration, flag="--iteration")
+        config = {} if problem else parse_yaml(load_config_yaml(root, iteration, flag="--iteration"), str(folder))
+    except UserError as error:
+        reason = str(error).partition("; ")[0]
+        return Contents(iteration=iteration, folder=folder, newest=newest, state="damaged", problem=reason)
+    return Contents(
+        iteration=iteration,
+        folder=folder,
+        newest=newest,
+        state="damaged" if problem else "verified" if verify else "complete",
+        problem=problem,
+        saved=(folder / MANIFEST).stat().st_mtime,
+        ranks=manifest.world_size,
+        layout=_layout(config, manifest.world_size),
+        files=manifest.files,
+        kinds=_kinds(manifest),
+        shapes={name: (_dtype(manifest, name), tuple(t.size)) for name, t in sorted(manifest.tensors.items())},
+        position=_mapping(common.get("progress")),
+        config=config,
+    )
+
+
+def _tracked(root: Path) -> Iteration | None:
+    try:
+        return iteration_of(tracked_text(root))
+    except OSError:
+        return None
+
+
+def _damage(folder: Path, manifest: Manifest) -> str | None:
+    return check_items(folder, [*manifest.documents.values(), *manifest.items_of(manifest.tensors)])
+
+
+def _layout(config: Mapping[str, Any], ranks: int) -> dict[str, int]:
+    """Sizes of the layout that saved it; nothing where the configuration is of another kind."""
+    parallel = _mapping(config.get("parallel"))
+    tp, pp = (parallel.get(f"{name}_model_parallel_size", 1) for name in ("tensor", "pipeline"))
+    if not parallel or not isinstance(tp, int) or not isinstance(pp, int) or tp * pp < 1:
+        return {}
+    return {"tensor-parallel": tp, "pipeline": pp, "data-parallel": max(1, ranks // (tp * pp))}
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _dtype(manifest: Manifest, name: str) -> str:
+    return str(manifest.tensors[name].properties.dtype).removeprefix("torch.")
+
+
+def _kinds(manifest: Manifest) -> dict[str, Tensors]:
+    """Tensors by the first words of their names: the optimizer's by the kind of its state, too."""
+    names: dict[str, list[str]] = {}
+    for name in manifest.tensors:
+        first, _, rest = name.partition(".")
+        kind = f"{first}.{rest.partition('.')[0]}" if first == "optimizer" else first
+        names.setdefault(kind, []).append(name)
+    return {kind: _of_kind(manifest, members) for kind, members in names.items()}
+
+
+def _of_kind(manifest: Manifest, names: list[str]) -> Tensors:
+    sizes = [(math.prod(manifest.tensors[n].size), manifest.tensors[n].properties.dtype.itemsize) for n in names]
+    return Tensors(
+        tensors=len(names),
+        numbers=sum(count for count, _ in sizes),
+        bytes=sum(count * width for count, width in sizes),
+        dtypes=tuple(sorted({_dtype(manifest, name) for name in names})),
+    )
+
+
+def tracker_problem(root: Path, found: list[Iteration]) -> str | None:
+    """What is wrong with the file that names the newest checkpoint; None when all is right."""
+    tracked = _tracked(root)
+    if tracked is None:
+        return f"{root / TRACKER} is missing, or names no iteration: --load takes the newest complete checkpoint"
+    return None if tracked in found else f"{root / TRACKER} names iteration {tracked}, which is not there"

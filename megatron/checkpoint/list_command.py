@@ -1,0 +1,128 @@
+"""Lists checkpoints: what each one holds, its layout and size, and whether it is intact.
+
+    python tools/ckpt.py ls checkpoints
+    python tools/ckpt.py ls checkpoints --iteration 300 --config --tensors
+    python tools/ckpt.py ls checkpoints/iter_0000300 --verify
+    python tools/ckpt.py ls checkpoints --json
+
+Every checkpoint gets a line, and the newest (or the only one asked for) a description. "complete" means that the table
+of contents is intact and all files have their sizes; --verify reads every byte and compares the checksums. The exit
+status is 2 when one of them is damaged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from megatron.base.errors import UserError
+from megatron.checkpoint.contents import Contents, find_all, look, tracker_problem
+from megatron.config.memory import in_words
+
+_SHAPE = (
+    ("num_layers", "layers"),
+    ("hidden_size", "hidden"),
+    ("num_attention_heads", "heads"),
+    ("seq_length", "tokens a sample"),
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Builds the parser of the command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = made.add_subparsers(dest="command", required=True, metavar="ls")
+    ls = commands.add_parser("ls", help="list checkpoints", description="Lists checkpoints.")
+    ls.add_argument("folder", type=Path, metavar="FOLDER", help="what --save wrote to, or one iter_... folder in it")
+    ls.add_argument("--iteration", type=int, metavar="N", help="this checkpoint only")
+    ls.add_argument("--verify", action="store_true", help="read every byte and compare the checksums")
+    ls.add_argument("--config", action="store_true", help="also print the run's configuration")
+    ls.add_argument("--tensors", action="store_true", help="also print each tensor's type and shape")
+    ls.add_argument("--json", action="store_true", help="print all of it as JSON")
+    return made
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _line(one: Contents) -> str:
+    """A checkpoint in one line."""
+    mark = " (newest)" if one.newest else ""
+    problem = f": {one.problem}" if one.problem else ""
+    return f"{one.folder.name:<16} {in_words(one.bytes):>10}  {one.state}{problem}{mark}"
+
+
+def _description(one: Contents) -> Iterator[str]:
+    """What a checkpoint holds, line by line."""
+    layout = ", ".join(f"{name} {size}" for name, size in one.layout.items())
+    if one.saved is not None:
+        ranks = f"{one.ranks} rank{'s' if one.ranks > 1 else ''}"
+        yield f"  saved {_time(one.saved)} by {ranks}{': ' + layout if layout else ''}"
+    model = one.config.get("model")
+    if isinstance(model, Mapping):
+        yield "  model: " + ", ".join(f"{model[name]} {word}" for name, word in _SHAPE if model.get(name) is not None)
+    if one.position:
+        yield "  position: " + ", ".join(f"{name.replace('_', ' ')} {n:,}" for name, n in one.position.items())
+    for kind, held in one.kinds.items():
+        dtypes = ", ".join(held.dtypes)
+        yield f"  {kind:<24} {held.tensors:>5} tensors {held.numbers:>15,} numbers {in_words(held.bytes):>10}  {dtypes}"
+    yield from (f"  {name:<24} {in_words(size):>10}" for name, size in sorted(one.files.items()))
+
+
+def _details(one: Contents, options: argparse.Namespace) -> Iterator[str]:
+    if options.tensors:
+        yield from (f"  {name}  {dtype} {list(shape)}" for name, (dtype, shape) in one.shapes.items())
+    if options.config:
+        for section, values in one.config.items():
+            yield f"  {section}:"
+            if isinstance(values, Mapping):
+                yield from (f"    {name}: {value}" for name, value in values.items())
+
+
+def _plain(one: Contents) -> dict[str, Any]:
+    return {**asdict(one), "folder": str(one.folder), "bytes": one.bytes}
+
+
+def show(options: argparse.Namespace) -> bool:
+    """Prints what was asked for. Returns whether all of it is intact.
+
+    Raises:
+        UserError: when there is no such checkpoint.
+    """
+    root, there = find_all(options.folder)
+    if options.iteration is not None and options.iteration not in there:
+        have = ", ".join(map(str, there))
+        raise UserError(f"--iteration {options.iteration}: {options.folder} has no such checkpoint; there are {have}")
+    asked = there if options.iteration is None else [options.iteration]
+    found = [look(root, iteration, verify=options.verify) for iteration in asked]
+    wrong = tracker_problem(root, there) if root == options.folder else None
+    if options.json:
+        print(json.dumps({"folder": str(root), "problem": wrong, "checkpoints": list(map(_plain, found))}, indent=1))
+    else:
+        described = found[0] if len(found) == 1 else next((one for one in found if one.newest), found[-1])
+        for one in found:
+            print(_line(one))
+            if one is described:
+                print("\n".join([*_description(one), *_details(one, options)]))
+        if wrong:
+            print(f"warning: {wrong}")
+    return all(one.state != "damaged" for one in found)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 0, or 2 when a checkpoint is damaged or there is none."""
+    options = parser().parse_args(arguments)
+    try:
+        return 0 if show(options) else 2
+    except UserError as error:
+        print(f"ckpt: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # as of `| head`
+        sys.stdout = None
+        return 0

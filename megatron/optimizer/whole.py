@@ -1,0 +1,70 @@
+"""Sums over whole tensors, of which this rank may hold a part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.comm.ledger import Ledger
+from megatron.compression.points import Point
+from megatron.optimizer.shards import ParamShard
+from megatron.parallel.data.buffer import ParamSlot
+from megatron.topology.group import Group
+
+
+class WholeSums:
+    """Sums over the logical parameters from sums over the shards.
+
+    Args:
+        shards: the shards that this rank updates.
+        slots: all parameters that this rank holds, in the order that the holders share.
+        holders: this rank's tensor-parallel group, and the group that shares the shards of a sharded optimizer; the
+            ranks of each hold parts of the same tensors.
+        ledger: where the all-gathers over the holders are counted.
+    """
+
+    def __init__(
+        self, shards: Sequence[ParamShard], slots: Sequence[ParamSlot], holders: Sequence[Group], ledger: Ledger
+    ) -> None:
+        self._holders, self._ledger = holders, ledger
+        self._slots, self.device = len(slots), slots[0].param.device
+        places = {id(slot): place for place, slot in enumerate(slots)}
+        self._places = torch.tensor([places[id(shard.slot)] for shard in shards], dtype=torch.int64, device=self.device)
+        # Of a parameter that all tensor-parallel ranks hold whole, the first one's counts.
+        counts = [shard.slot.spec.dim is not None or holders[0].rank == 0 for shard in shards]
+        self._weights = torch.tensor(counts, dtype=torch.float64, device=self.device).unsqueeze(1)
+
+    def __call__(self, sums_ns: Tensor) -> Tensor:
+        """The sums over the whole tensors that the shards are parts of.
+
+        Args:
+            sums_ns: a row of sums for each shard.
+
+        Returns:
+            A row for each shard, in fp64. All ranks that hold parts of a tensor get equal ones; so do both holders of
+            the tied embedding, since the ranks' shares are added one by one, in the order of the ranks.
+        """
+        rows = torch.zeros(self._slots, sums_ns.shape[1], dtype=torch.float64, device=self.device)
+        rows.index_add_(0, self._places, sums_ns.to(torch.float64) * self._weights)
+        for group in self._holders:
+            if group.size > 1:
+                rows = self._added(group, rows)
+        return rows[self._places]
+
+    def _added(self, group: Group, rows: Tensor) -> Tensor:
+        gathered = rows.new_empty(group.size * rows.numel())
+        pending = group.all_gather(gathered, rows.flatten())
+        self._ledger.sent(Point.CONTROL, pending.sent_bytes)
+        self._ledger.wait(Point.CONTROL, pending)
+        total, *others = gathered.view(group.size, *rows.shape).unbind()
+        for share in others:
+            total = total + share
+        return total
+
+
+def row_of(values: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Scalars, of which there may be none, as one fp64 vector."""
+    empty = torch.zeros(0, dtype=torch.float64, device=device)
+    return torch.stack([value.to(torch.float64) for value in values]) if values else empty

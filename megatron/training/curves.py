@@ -1,0 +1,211 @@
+"""Sinks of curves: TensorBoard and Weights & Biases, with Megatron's tags."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.base.errors import UserError
+from megatron.config.logs import LoggingConfig
+from megatron.training.metrics import Evaluation, StepMetrics, perplexity
+from megatron.training.sink import Sink, known, slowest
+
+
+class CurveSink(Sink, ABC):
+    """A sink that writes numbers over iterations.
+
+    Args:
+        config: sections that decide what is written, and how often.
+        dp_size: data-parallel replicas, for the figures per replica.
+        world_size: processes of the run.
+    """
+
+    def __init__(self, config: LoggingConfig, *, dp_size: int, world_size: int) -> None:
+        self._config, self._dp_size, self._world_size = config, dp_size, world_size
+
+    @abstractmethod
+    def _curves(self, iteration: int, values: Mapping[str, float], **positions: int) -> None:
+        """Writes points of curves.
+
+        Args:
+            iteration: where they are.
+            values: numbers by tag.
+            positions: where they are on other axes (``samples``, ``tokens``), which these curves are wanted over, too.
+        """
+
+    def step(self, metrics: StepMetrics) -> None:
+        config = self._config
+        if metrics.iteration % config.tensorboard_log_interval:
+            return
+        optional = {
+            "learning-rate": metrics.learning_rate if config.log_learning_rate_to_tensorboard else None,
+            "weight-decay": metrics.weight_decay,
+            "batch-size": metrics.global_batch_size if config.log_batch_size_to_tensorboard else None,
+            "loss-scale": metrics.loss_scale if config.log_loss_scale_to_tensorboard else None,
+            "world-size": self._world_size if config.log_world_size_to_tensorboard else None,
+            "grad-norm": metrics.grad_norm,
+            "num-zeros": metrics.num_zeros,
+            "params-norm": metrics.params_norm,
+        }
+        values = {**metrics.losses, **known(optional)}
+        self._curves(metrics.iteration, values, samples=metrics.consumed_samples)
+
+    def window(self, metrics: StepMetrics) -> None:
+        seconds = {"iteration-time": metrics.seconds_per_iteration}
+        self._curves(metrics.iteration, seconds, samples=metrics.consumed_samples, tokens=metrics.consumed_tokens)
+        self._curves(metrics.iteration, self._throughput(metrics))
+        if self._config.log_timers_to_tensorboard:
+            self._curves(metrics.iteration, {f"{name}-time": value for name, value in slowest(metrics).items()})
+
+    def _throughput(self, metrics: StepMetrics) -> dict[str, float]:
+        optional = {
+            "MFU": metrics.mfu,
+            "mem-max-allocated-bytes": metrics.memory_bytes,
+            "seconds computing": metrics.computed_s,
+        }
+        values: dict[str, float] = {
+            "samples per second": metrics.samples_per_second,
+            "samples per second per replica": metrics.samples_per_second / self._dp_size,
+            "tokens per second": metrics.tokens_per_second,
+            "tokens per second per replica": metrics.tokens_per_second / self._dp_size,
+            "TFLOPs per gpu (estimated)": metrics.benchmark_tflops,
+            "model TFLOPs per device": metrics.model_tflops,
+            **known(optional),
+        }
+        for name, point in metrics.traffic.items():
+            values[f"bytes per iteration/{name}"] = point.wire_bytes
+            values[f"compression ratio/{name}"] = point.ratio
+            values[f"seconds coding/{name}"] = point.coded_s
+            values[f"seconds waited/{name}"] = point.waited_s
+            if point.residual is not None and point.staleness is not None:
+                values[f"residual over gradient/{name}"] = point.residual
+                values[f"residual age in steps/{name}"] = point.staleness
+        return values
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        values = {f"{name} {evaluation.split}": value for name, value in evaluation.losses.items()}
+        if self._config.log_validation_ppl_to_tensorboard:
+            values |= {f"{tag} ppl": perplexity(value) for tag, value in values.items()}
+        self._curves(evaluation.iteration, values, samples=evaluation.consumed_samples)
+
+
+class TensorBoardSink(CurveSink):
+    """Writes curves for TensorBoard (``--tensorboard-dir``).
+
+    Curves over samples and tokens (``lm loss vs samples``) are runs of their own in subfolders ``samples`` and
+    ``tokens``. A resumed run has to discard the points of lost work, and TensorBoard discards by the step of a
+    whole run: with steps of several kinds in one run it would discard nearly all of the curves over samples.
+
+    Args:
+        folder: folder of the event files.
+        config, dp_size, world_size: the arguments of ``CurveSink``.
+        resume: position on each axis (``iterations``, ``samples``, ``tokens``) that the run goes on from.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        config: LoggingConfig,
+        *,
+        dp_size: int = 1,
+        world_size: int = 1,
+        resume: Mapping[str, int] | None = None,
+    ) -> None:
+        self.name = f"TensorBoard's events in {folder}"
+        super().__init__(config, dp_size=dp_size, world_size=world_size)
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise UserError(
+                "--tensorboard-dir needs the tensorboard package: pip install tensorboard, or drop the flag"
+            ) from error
+        self._make_writer: Callable[..., Any] = SummaryWriter
+        self._folder = Path(folder)
+        self._resume = dict(resume or {})
+        self._writers: dict[str, Any] = {}
+        # TensorBoard's threads print a trace of their own besides what the next call raises.
+        self._hook_before = threading.excepthook
+        threading.excepthook = self._on_thread_error
+        self._writer("iterations")
+
+    def _on_thread_error(self, failed: threading.ExceptHookArgs) -> None:
+        if not (isinstance(failed.exc_value, OSError) and type(failed.thread).__module__.startswith("tensorboard.")):
+            self._hook_before(failed)
+
+    def _writer(self, axis: str) -> Any:
+        if axis not in self._writers:
+            folder = self._folder if axis == "iterations" else self._folder / axis
+            try:
+                self._writers[axis] = self._make_writer(
+                    str(folder), max_queue=self._config.tensorboard_queue_size, purge_step=self._resume.get(axis, 0) + 1
+                )
+            except OSError as error:
+                raise UserError(f"--tensorboard-dir {folder}: cannot write there ({error.strerror})") from error
+        return self._writers[axis]
+
+    def _curves(self, iteration: int, values: Mapping[str, float], **positions: int) -> None:
+        """Writes points over iterations, and the same ones, marked ``vs AXIS``, over other axes."""
+        for axis, step in {"iterations": iteration, **positions}.items():
+            writer, suffix = self._writer(axis), f" vs {axis}" if axis in positions else ""
+            for tag, value in values.items():
+                writer.add_scalar(f"{tag}{suffix}", value, step)
+
+    def close(self) -> None:
+        try:
+            for writer in self._writers.values():
+                writer.flush()  # raises what the writer's thread met
+                writer.close()
+        finally:
+            threading.excepthook = self._hook_before
+
+
+class WandbSink(CurveSink):
+    """Writes curves to a run of Weights & Biases (``--wandb-project``), which its own variables configure.
+
+    Every start of the program is a run there; WANDB_RUN_ID and WANDB_RESUME make several of them one.
+
+    Args:
+        project: the project.
+        config, dp_size, world_size: the arguments of ``CurveSink``.
+    """
+
+    def __init__(self, project: str, config: LoggingConfig, *, dp_size: int = 1, world_size: int = 1) -> None:
+        super().__init__(config, dp_size=dp_size, world_size=world_size)
+        self.name = f"the run in --wandb-project {project}"
+        try:
+            import wandb
+
+            start: Callable[..., Any] = wandb.init  # a folder of this name is a package, too, without anything in it
+            self._errors = (wandb.Error, OSError, ValueError)
+        except (ImportError, AttributeError) as error:
+            raise UserError("--wandb-project needs the wandb package: pip install wandb, or drop the flag") from error
+        try:
+            folder = config.wandb_save_dir
+            if folder is not None:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            self._run = start(project=project, name=config.wandb_exp_name, dir=folder)
+        except self._errors as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(
+                f"--wandb-project {project}: {reason}; log in (wandb login), or set WANDB_MODE=offline"
+            ) from error
+
+    def event(self, kind: str, iteration: int, values: Mapping[str, Any]) -> None:
+        if kind == "config":
+            self._try(lambda: self._run.config.update(dict(values), allow_val_change=True))
+
+    def _curves(self, iteration: int, values: Mapping[str, float], **positions: int) -> None:
+        self._try(lambda: self._run.log({**values, **positions}, step=iteration))
+
+    def close(self) -> None:
+        self._try(self._run.finish)
+
+    def _try(self, call: Callable[[], Any]) -> None:
+        """Its errors become those that cost the run a sink and no more."""
+        try:
+            call()
+        except self._errors as error:
+            raise OSError(str(error)) from error

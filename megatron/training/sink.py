@@ -1,0 +1,42 @@
+"""What a sink of a run's metrics is, and what several of them need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.training.metrics import Evaluation, StepMetrics
+
+
+class Sink:
+    """A sink of metrics. Every method does nothing unless a sink overrides it."""
+
+    name = "a log"
+
+    def line(self, text: str) -> None:
+        """Writes whole lines of text, for people."""
+
+    def event(self, kind: str, iteration: int, values: Mapping[str, Any]) -> None:
+        """Writes a record of any kind (``config``, ``gradients``, ...)."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Writes a step's metrics."""
+
+    def window(self, metrics: StepMetrics) -> None:
+        """Writes the metrics of a log interval."""
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        """Writes an evaluation."""
+
+    def close(self) -> None:
+        """Flushes and closes."""
+
+
+def slowest(metrics: StepMetrics) -> dict[str, float]:
+    """Milliseconds of each timer on the rank that took longest."""
+    return {name: max(times) for name, times in metrics.timers_ms.items()}
+
+
+def known(values: Mapping[str, float | None]) -> dict[str, float]:
+    """The values that are not None."""
+    return {name: value for name, value in values.items() if value is not None}

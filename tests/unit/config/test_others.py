@@ -1,0 +1,106 @@
+"""Every flag of the systems that this one succeeds is accepted or explained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.base.option import FieldOption
+from megatron.config import UserError, build_run_parser
+from megatron.config import others as module
+from megatron.config.others import SYSTEMS, Fate, TheirFlag, fate_of, fates, flags_of_others_markdown, read_list
+from megatron.config.translate.rules import SWITCH, KnownFlag, Meaning, Shortcut
+from tests.unit.config.original_scripts import AQSGD_LM, COMPLETE, Script
+
+PARSER = build_run_parser()
+COUNTS = {
+    "megatron-deepspeed": 316,
+    "deepspeed": 2,
+    "jupiter": 54,
+    "optimus-cc": 186,
+    "radius": 213,
+    "edgc": 181,
+    "aq-sgd": 56,
+}
+"""Of the first, two have a second spelling."""
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_flag_is_accepted_or_explained(system: str) -> None:
+    flags = read_list(system)
+    assert len({flag.name for flag in flags}) == len(flags) == COUNTS[system]
+    for flag in flags:
+        fate = fate_of(flag, PARSER)
+        assert fate.how or fate.status == "works", flag.name
+        target = PARSER.table.by_flag(flag.name)
+        if flag.switch:  # a word after it would be lost, or missing
+            assert target is not None
+            takes = target.arity != SWITCH if isinstance(target, (KnownFlag, Shortcut)) else not _is_switch(target)
+            assert not takes, flag.name
+
+
+def _is_switch(target: object) -> bool:
+    return isinstance(target, FieldOption) and target.is_switch
+
+
+def test_every_list_is_in_the_page_and_every_system_has_a_list() -> None:
+    assert {path.stem for path in module.LISTS.glob("*.txt")} == set(SYSTEMS)
+
+
+@pytest.mark.parametrize(
+    ("name", "fate"),
+    [
+        ("num-layers", Fate("works")),
+        ("grad_comp", Fate("works under another name", "Same as --compress dp-grad=powersgd.")),
+        (
+            "checkpoint-activations",
+            Fate("works under another name", "`--recompute-granularity full --recompute-method uniform`"),
+        ),
+        ("warmup-steps", Fate("works under another name", "`--lr-warmup-iters VALUE`")),
+        ("override-lr-scheduler", Fate("works under another name", "`--override-opt-param-scheduler`")),
+        ("stable_topk_num_buckets", Fate("no effect", "it had none in Radius either")),
+        ("mmap-warmup", Fate("no effect", "files are memory-mapped and read on demand")),
+        ("sample-rate", Fate("refused", "every sample is used; leave it out; `1` asks for nothing and is accepted")),
+        ("fp16-lm-cross-entropy", Fate("refused", "the loss is always computed in fp32; leave it out")),
+    ],
+)
+def test_what_becomes_of_a_flag(name: str, fate: Fate) -> None:
+    flags = {flag for system in SYSTEMS for flag in read_list(system) if flag.name == name}
+    assert {fate_of(flag, PARSER) for flag in flags} == {fate}
+
+
+def test_flags_for_another_program_name_it() -> None:
+    for name in ("get_val_ppls", "src_ckpt_path"):
+        fate, systems = fates()[name.replace("_", "-")]
+        assert (fate.status, systems) == ("works in another program", ["optimus-cc", "radius"])
+        assert fate.how.startswith("val_check_gpt.py, and pretrain_gpt.py")
+
+
+def test_a_flag_without_an_explanation_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for system in SYSTEMS:
+        (tmp_path / f"{system}.txt").write_text("# Flags\n- num-layers value ∅\n")
+    monkeypatch.setattr(module, "LISTS", tmp_path)
+    assert "| `--num-layers` | DSJOREA | works |  |" in flags_of_others_markdown()
+    (tmp_path / "edgc.txt").write_text("# Flags\n- nobody-knows-it switch\n")
+    with pytest.raises(UserError, match=r"^--nobody-knows-it: neither accepted nor explained; add it to "):
+        flags_of_others_markdown()
+
+
+def test_a_table_that_says_other_than_the_parser_does_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KnownFlag, "meaning", lambda self, words: Meaning())
+    with pytest.raises(RuntimeError, match="what the parser does and what the tables say differ"):
+        fate_of(TheirFlag("mmap-warmup", True), PARSER)
+
+
+ALL: dict[str, Script] = {"aq-sgd": AQSGD_LM, **COMPLETE}
+SCRIPTS = {name: script for name, script in ALL.items() if not name.startswith("megatron-lm")}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_lists_have_every_flag_of_the_original_scripts(name: str) -> None:
+    system = next(system for system in SYSTEMS if name.startswith(system))
+    lists = [system, "deepspeed"] if system == "megatron-deepspeed" else [system]
+    listed = {flag.name.replace("_", "-").lower() for one in lists for flag in read_list(one)}
+    given = {word.partition("=")[0].replace("_", "-").lower() for word in SCRIPTS[name].flags.split()}
+    assert {flag[2:] for flag in given if flag.startswith("--")} - listed == set()
