@@ -161,7 +161,7 @@ class JsonLinesSink(Sink):
 
     def window(self, metrics: StepMetrics) -> None:
         optional = {name: getattr(metrics, name) for name in ("grad_norm", "num_zeros", "params_norm")}
-        optional["remaining_seconds"] = metrics.remaining_seconds
+        optional |= {name: getattr(metrics, name) for name in ("remaining_seconds", "curriculum_seqlen")}
         timers_ms = _slowest(metrics)
         values = {
             "consumed_samples": metrics.consumed_samples,
@@ -258,6 +258,7 @@ class TensorBoardSink(Sink):
             "weight-decay": metrics.weight_decay,
             "batch-size": metrics.global_batch_size if config.log_batch_size_to_tensorboard else None,
             "loss-scale": metrics.loss_scale if config.log_loss_scale_to_tensorboard else None,
+            "curriculum_seqlen": metrics.curriculum_seqlen,
             "world-size": self._world_size if config.log_world_size_to_tensorboard else None,
             "grad-norm": metrics.grad_norm,
             "num-zeros": metrics.num_zeros,
