@@ -7,6 +7,7 @@ Each side runs in its own process, which steps when it is told to: the sides tak
 of the machine, and the ratio is taken pair by pair. Equal work on both sides: shapes, vocabulary, dropout 0, AdamW
 (torch's fused one), clipping, number of threads. Rates are medians over the steps after a warm-up. The whole program,
 pretrain_gpt.py by its log, is measured beside a plain script around Hugging Face's model in the same way, run by run.
+Steps of sequences that a curriculum has cut to half their length are measured beside whole ones.
 """
 
 from __future__ import annotations
@@ -106,6 +107,19 @@ def overhead(shape: Shape, steps: int) -> list[dict[str, Any]]:
     return rows
 
 
+def half_length(shape: Shape, threads: int, steps: int, device: str) -> dict[str, Any]:
+    """Measures steps of half the sequence length against whole ones, in turns."""
+    whole, half = (
+        Side(kind, partial(process_step, kind, shape, "fp32", threads, device), device)
+        for kind in ("ours", "half-length")
+    )
+    turns = in_turns(whole.step, half.step, turns=steps, warm=2)
+    for side in (whole, half):
+        side.close()
+    seconds = {"seconds": turns.median(), "half_length_seconds": turns.median(1)}
+    return {"shape": shape.name, **seconds, "ratio": turns.ratio()}
+
+
 def _gib(name: str) -> Callable[[Cells], str]:
     """A function that writes bytes as GiB."""
     return lambda row: f"{row[name] / 2**30:.2f} GiB"
@@ -125,6 +139,12 @@ WHOLE = Table(
     Column("whole program, fp32", "shape"),
     Column("tokens/s", "tokens_per_second", ",.0f"),
     Column("Hugging Face tokens/s", "hugging_face_tokens_per_second", ",.0f"),
+    Column("ratio", "ratio", ".2f"),
+)
+LENGTHS = Table(
+    Column("fp32", "shape"),
+    Column("s per step", "seconds", ".3f"),
+    Column("at half length", "half_length_seconds", ".3f"),
     Column("ratio", "ratio", ".2f"),
 )
 PARALLEL = Table(
@@ -152,8 +172,9 @@ def measure(parts: set[str], quick: bool, steps: int, threads: int) -> dict[str,
     for shape in programs if "programs" in parts else ():
         whole.append(compare_programs(shape, threads, steps, 1 if quick else 3))
         print(f"{shape.name} whole program: ratio {whole[-1]['ratio']:.2f}", file=sys.stderr, flush=True)
+    lengths = [half_length(shape, threads, steps, device) for shape in shapes if "lengths" in parts]
     layouts = overhead(shapes[min(1, len(shapes) - 1)], steps) if "layouts" in parts else []
-    content = {"peaks": peaks, "single": rows, "programs": whole, "parallel": layouts}
+    content = {"peaks": peaks, "single": rows, "programs": whole, "lengths": lengths, "parallel": layouts}
     return {**content, "shapes": [asdict(shape) for shape in shapes]}
 
 
@@ -162,7 +183,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny shapes, two steps: does it run?")
     parser.add_argument("--steps", type=int, default=5, help="counted steps of each side (default: 5)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each side (default: all cores)")
-    parts = ("steps", "programs", "layouts")
+    parts = ("steps", "programs", "lengths", "layouts")
     parser.add_argument("--only", choices=parts, help="this part of the table alone")
     parser.add_argument("--out", type=Path, default=Path("bench_out/train.json"), help="where the figures go as JSON")
     flags = parser.parse_args()
@@ -172,7 +193,12 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     peaks = ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in found["peaks"].items())
-    tables = [SINGLE.text(found["single"]), WHOLE.text(found["programs"]), PARALLEL.text(found["parallel"])]
+    tables = [
+        SINGLE.text(found["single"]),
+        WHOLE.text(found["programs"]),
+        LENGTHS.text(found["lengths"]),
+        PARALLEL.text(found["parallel"]),
+    ]
     print("\n\n".join([f"Measured peak of a matrix product: {peaks}.", *tables]))
     write_record(flags.out, header(device_name("cuda" if torch.cuda.is_available() else "cpu")), **found)
     return 0

@@ -85,14 +85,22 @@ def random_batch(ids_b: torch.Tensor, seq: int, vocab: int, generator: torch.Gen
     )
 
 
-def our_step(config: RunConfig, topology: Topology, vocab: int) -> Step:
-    """A step of the trainer, the whole global batch over the ranks of the topology."""
+def our_step(config: RunConfig, topology: Topology, vocab: int, length: int | None = None) -> Step:
+    """A step of the trainer, the whole global batch over the ranks of the topology.
+
+    Args:
+        config: resolved configuration.
+        topology: this rank's place.
+        vocab: entries of the vocabulary.
+        length: tokens of each sample, as a curriculum cuts them; None for all.
+    """
     engines = build_engines(config, topology, vocab)
     micro = config.training.micro_batch_size
-    batch = random_batch(torch.arange(micro), config.model.seq_length, vocab).to(topology.device)
+    length = length or config.model.seq_length
+    batch = random_batch(torch.arange(micro), config.model.seq_length, vocab).truncated(length).to(topology.device)
     assert config.training.global_batch_size is not None
     batches = [batch] * (config.training.global_batch_size // (micro * topology.layout.dp))
-    return lambda: train_step(engines, batches, 0, 1e-4, 0.01)
+    return lambda: train_step(engines, batches, 0, 1e-4, 0.01, seq_length=length)
 
 
 def process_step(
@@ -101,7 +109,7 @@ def process_step(
     """A step on one process, of the trainer or of a peer.
 
     Args:
-        kind: ours, nanogpt or hugging-face.
+        kind: ours, half-length (ours in the middle of a curriculum), nanogpt or hugging-face.
         shape: shape of the model.
         precision: fp32 or bf16.
         threads: number of threads on a CPU.
@@ -111,10 +119,12 @@ def process_step(
     """
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    if kind != "ours":
+    if kind not in ("ours", "half-length"):
         return peer_step(kind, shape, precision, device, compiled)
     backend = {"distributed_backend": "nccl" if device == "cuda" else "gloo"}
-    return our_step(run_config(shape, precision, backend, shape.batch, 1, divisor), single_process(device), shape.vocab)
+    config = run_config(shape, precision, backend, shape.batch, 1, divisor)
+    length = shape.seq // 2 if kind == "half-length" else None
+    return our_step(config, single_process(device), shape.vocab, length)
 
 
 def rank_step(rank: int, port: int, shape: Shape, parallel: Mapping[str, Any]) -> Step:

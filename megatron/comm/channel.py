@@ -58,7 +58,8 @@ class PipelineChannel:
         forward_link, backward_link: the pipeline's ranks, one group per direction.
         plan: the compressors of ``PP_FWD`` and ``PP_BWD``.
         ledger: where the bytes are counted.
-        shape: shape of one micro-batch's activation on this rank, (sequence, batch, hidden).
+        shape: shape of one micro-batch's activation on this rank, (sequence, batch, hidden). It may be set anew between
+            steps, to the same on all ranks.
         dtype, device: those of activations and their gradients.
     """
 

@@ -82,16 +82,20 @@ class TensorComm:
             covered = self.plan.covers(point, self.plan.stage)
             self._on[point] = covered and self.plan.activation(point).on(iteration)
 
-    def kind(self) -> list[Hashable]:
-        """Key of the kernels that this step's collectives launch: a part of its kind for each point."""
-        return [self._kind(point, on) for point, on in self._on.items()]
+    def kind(self, length: int) -> list[Hashable]:
+        """Key of the kernels that a step's collectives launch: a part of its kind for each point.
 
-    def _kind(self, point: Point, on: bool) -> Hashable:
+        Args:
+            length: tokens of the step's sequences, which decide the shapes of what is reduced.
+        """
+        return [self._kind(point, on, length) for point, on in self._on.items()]
+
+    def _kind(self, point: Point, on: bool, length: int) -> Hashable:
         if not on:
-            return point, None
+            return point, None, length
         rounds = self.plan.specs[point].registration.rounds
         launches = () if rounds is None else self.plan.rounds(point).launches(CompressorState())
-        return None if launches is None else (point, self.plan.options(point), launches)
+        return None if launches is None else (point, self.plan.options(point), launches, length)
 
     @property
     def size(self) -> int:

@@ -2,7 +2,8 @@
 
 By sample (AQ-SGD, Wang et al. 2022, algorithm 1) both ends remember what the receiver got for each sample. A first
 visit sends the activation itself, as it is, in half precision or in fixed point; every later one only the quantized
-difference, whose error the next difference contains. Which is which both ends derive from the sample ids alone.
+difference, whose error the next difference contains. Which is which both ends derive from the sample ids, and from the
+length of the sequences: when that changes, all samples are forgotten.
 
 By token both ends keep a running mean of the decoded activations of each token, and every message is a quantized
 difference from it. No sample has to come again.
@@ -161,31 +162,33 @@ class DeltaCodec(Codec):
         return ""
 
     def launches(self, shape: torch.Size, state: CompressorState, keys: Sequence[Hashable]) -> Hashable:
-        samples = [sample for key in keys for sample in _split(shape, key)[0]]
-        known = tuple(self._cache(state).foresee(samples))
+        split = [_split(shape, key) for key in keys]
+        samples = [sample for own, _ in split for sample in own]
+        known = tuple(self._cache(state).foresee(samples, self._size(split[0][1]))) if split else ()
         return both(state.layout(self.traits.steady), known)
 
     def empty_payload(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
     ) -> Payload:
         samples, row = _split(shape, key)
-        known = self._visit(samples, state)
+        known = self._visit(samples, row, state)
         state.queue(_CACHE).append(known)
         for sample, is_known in zip(samples, known, strict=True):
             if is_known:
-                self._cache(state).expect(sample)
+                self._cache(state).expect(sample, self._size(row))
         nbytes = sum(self._nbytes(row, is_known, dtype) for is_known in known)
         return Payload(torch.empty(nbytes, dtype=torch.uint8, device=device))
 
     def expect(self, shape: torch.Size, state: CompressorState, key: Hashable) -> None:
-        for sample in _split(shape, key)[0]:
-            self._cache(state).expect(sample)
+        samples, row = _split(shape, key)
+        for sample in samples:
+            self._cache(state).expect(sample, self._size(row))
 
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
         samples, row = _split(x.shape, key)
         cache = self._cache(state)
         wires = []
-        for place, (sample, known) in enumerate(zip(samples, self._visit(samples, state), strict=True)):
+        for place, (sample, known) in enumerate(zip(samples, self._visit(samples, row, state), strict=True)):
             own = x.select(1, place) if len(row) < x.dim() else x
             if known:
                 held = self._recall(cache, sample, row)
@@ -221,9 +224,13 @@ class DeltaCodec(Codec):
     def _cache(self, state: CompressorState) -> SampleCache:
         return state.cache(_CACHE, self.config.cache, self.config.memory or None, self.config.folder or None)
 
-    def _visit(self, samples: list[int], state: CompressorState) -> list[bool]:
+    def _visit(self, samples: list[int], row: torch.Size, state: CompressorState) -> list[bool]:
         cache = self._cache(state)
-        return [cache.visit(sample) for sample in samples]
+        return [cache.visit(sample, self._size(row)) for sample in samples]
+
+    def _size(self, row: torch.Size) -> int:
+        """Elements of a remembered row."""
+        return self.memory.nbytes(row) if self.config.cache_bits else row.numel()
 
     def _first_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """What a first visit's numbers are on the wire in a run of activations of ``dtype``; None in fixed point."""

@@ -95,6 +95,9 @@ class ErrorFeedbackCodec(Codec):
     On the activation gradients of the pipeline this is lazy error propagation (Optimus-CC, Song et al. 2023, section
     5.2): the error of one micro-batch enters the next compressed one, across iterations.
 
+    When sequences get another length, the error of each token goes to the token at its place, and what lies behind the
+    last one to the first ones: nothing of the sum is lost.
+
     Args:
         inner: the codec.
         kind: "lazy" keeps the error of each token, also for the next iteration; "lazy-reset" forgets it when an
@@ -128,7 +131,7 @@ class ErrorFeedbackCodec(Codec):
 
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
         gradient_1 = given_1 = squared_norms(x, False)
-        residual = state.get(RESIDUAL)
+        residual = self._residual(x.shape, state)
         whole = self._with_residual(x, residual, state)
         if residual is not None:
             given_1 = squared_norms(whole, False)
@@ -139,9 +142,21 @@ class ErrorFeedbackCodec(Codec):
         state.stage_health(measure(state.health, gradient_1, given_1, squared_norms(left, False)))
         return payload
 
+    def _residual(self, shape: torch.Size, state: CompressorState) -> Tensor | None:
+        """The newest residual for messages of a shape; None where there is none for samples and channels like these."""
+        residual = state.get(RESIDUAL)
+        if residual is None or residual.shape == (shape[-1:] if self.mean else shape):
+            return residual
+        if self.mean or residual.dim() != len(shape) or residual.shape[1:] != shape[1:]:
+            return None
+        moved = residual.new_zeros(shape)
+        for part in residual.split(shape[0]):
+            moved[: part.shape[0]].add_(part)
+        return moved
+
     def _with_residual(self, x: Tensor, residual: Tensor | None, state: CompressorState) -> Tensor:
         """x + residual in memory that may be changed: that of the residual from the step's second message on."""
-        if residual is None or residual.shape != (x.shape[-1:] if self.mean else x.shape):
+        if residual is None:
             return x.clone(memory_format=torch.contiguous_format)
         if self.mean or residual is state.tensors.get(RESIDUAL):
             return (x + residual).contiguous()

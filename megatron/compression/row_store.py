@@ -58,6 +58,10 @@ class RowStore:
     def __len__(self) -> int:
         return len(self._near) + len(self._far)
 
+    def emptied(self) -> RowStore:
+        """A store of the same kind for rows of another shape or dtype; this one's are gone with it."""
+        return RowStore(self.memory, self.folder)
+
     def names(self) -> list[int]:
         """All names."""
         return [*self._near, *self._far]

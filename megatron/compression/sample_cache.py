@@ -1,4 +1,6 @@
-"""A bounded map from samples to rows, at both ends of a boundary, which evicts in lockstep.
+"""A bounded map from samples to rows of one size, at both ends of a boundary, which evicts in lockstep.
+
+Rows of another size (sequences grow) replace all others: the samples of the old ones are forgotten together.
 
 Deciding what a message holds (``visit``) and storing what it brought (``store``) are apart: a receiver decides when it
 posts the receive, ahead of the messages before it. Both ends decide in the order of the messages, so they agree.
@@ -29,13 +31,24 @@ class SampleCache:
         self._order: OrderedDict[int, None] = OrderedDict()
         self._order_before: OrderedDict[int, None] | None = None
         self._evicted: set[int] = set()
+        self._size: int | None = None
+        self._size_before: int | None = None
         self._rows = RowStore(memory, folder)
         self._staged: dict[int, Tensor] = {}
 
-    def visit(self, sample: int) -> bool:
-        """Returns whether the sample is remembered. It is from now on; the least recently used one may be evicted."""
+    def visit(self, sample: int, size: int) -> bool:
+        """Returns whether the sample is remembered. It is from now on; the least recently used one may be evicted.
+
+        Args:
+            sample: the sample.
+            size: elements of its row.
+        """
         if self._order_before is None:
-            self._order_before = self._order.copy()
+            self._order_before, self._size_before = self._order.copy(), self._size
+        if size != self._size:
+            self._order.clear()
+            self._staged.clear()
+            self._size = size
         known = sample in self._order
         self._order[sample] = None
         self._order.move_to_end(sample)
@@ -43,9 +56,9 @@ class SampleCache:
             self._evicted.add(self._order.popitem(last=False)[0])
         return known
 
-    def foresee(self, samples: Iterable[int]) -> list[bool]:
+    def foresee(self, samples: Iterable[int], size: int) -> list[bool]:
         """The answers of ``visit`` to visits in this order, without making them."""
-        order, answers = self._order.copy(), []
+        order, answers = self._order.copy() if size == self._size else OrderedDict[int, None](), []
         for sample in samples:
             answers.append(sample in order)
             order[sample] = None
@@ -54,9 +67,9 @@ class SampleCache:
                 order.popitem(last=False)
         return answers
 
-    def expect(self, sample: int) -> None:
-        """Prefetches the row of a sample, if it is remembered."""
-        if sample in self._order and sample not in self._staged:
+    def expect(self, sample: int, size: int) -> None:
+        """Prefetches the row of a sample, if it is remembered and of this size."""
+        if size == self._size and sample in self._order and sample not in self._staged:
             self._rows.prefetch(sample)
 
     def row(self, sample: int) -> Tensor:
@@ -70,6 +83,8 @@ class SampleCache:
 
     def commit(self) -> None:
         """Keeps this step's rows. Those of evicted samples are dropped now: a message may have needed them."""
+        if self._order_before is not None and self._size != self._size_before:
+            self._rows = self._rows.emptied()
         for sample, row in self._staged.items():
             self._rows.put(sample, row)
         self._staged.clear()
@@ -83,7 +98,7 @@ class SampleCache:
     def rollback(self) -> None:
         """Forgets this step's visits and rows."""
         if self._order_before is not None:
-            self._order = self._order_before
+            self._order, self._size = self._order_before, self._size_before
         self._order_before = None
         self._evicted.clear()
         self._staged.clear()
@@ -101,6 +116,7 @@ class SampleCache:
         self._order = OrderedDict((sample, None) for sample, _ in pairs)
         for sample in self._rows.names():
             self._rows.discard(sample)
+        self._size = rows[0].numel() if pairs else None
         for sample, row in pairs:
             self._rows.put(sample, row.clone())
 

@@ -53,6 +53,16 @@ def _fixed_gelu(config: RunConfig, world_size: int) -> bool:
     return model.swiglu or model.squared_relu or model.openai_gelu or not model.add_bias_linear
 
 
+def _no_curriculum_by(*kinds: str) -> Callable[[RunConfig, int], bool]:
+    return lambda config, world_size: (
+        not (config.curriculum.curriculum_learning and config.curriculum.curriculum_type in kinds)
+    )
+
+
+def _curriculum_by(*kinds: str) -> Callable[[RunConfig, int], bool]:
+    return lambda config, world_size: config.curriculum.curriculum_type in kinds
+
+
 def _tokenizer_is_not(*kinds: str) -> Callable[[RunConfig, int], bool]:
     return lambda config, world_size: config.tokenizer.tokenizer_type not in kinds
 
@@ -126,6 +136,36 @@ RULES: Sequence[Idle] = (
             )
         ),
         "layers are compiled by themselves only on CUDA, with one tensor-parallel rank",
+    ),
+    Idle(
+        _fields("curriculum", "curriculum_type curriculum_seqlen_min curriculum_seqlen_step curriculum_seqlen_steps"),
+        lambda config, _: not config.curriculum.curriculum_learning,
+        "without --curriculum-learning",
+    ),
+    Idle(
+        ("curriculum.curriculum_root_degree",),
+        _no_curriculum_by("fixed_root"),
+        "without --curriculum-learning by --curriculum-type fixed_root",
+    ),
+    Idle(
+        _fields("curriculum", "curriculum_discrete_seqlens curriculum_discrete_steps"),
+        _no_curriculum_by("fixed_discrete"),
+        "without --curriculum-learning by --curriculum-type fixed_discrete",
+    ),
+    Idle(
+        ("curriculum.curriculum_function",),
+        _no_curriculum_by("custom"),
+        "without --curriculum-learning by --curriculum-type custom",
+    ),
+    Idle(
+        _fields("curriculum", "curriculum_seqlen_min curriculum_seqlen_step"),
+        _curriculum_by("fixed_discrete", "custom"),
+        "beside --curriculum-type fixed_discrete and custom, which have lengths of their own",
+    ),
+    Idle(
+        ("curriculum.curriculum_seqlen_steps",),
+        _curriculum_by("fixed_discrete"),
+        "beside --curriculum-type fixed_discrete, which has steps of its own",
     ),
     Idle(
         _fields("precision", "initial_loss_scale min_loss_scale loss_scale_window hysteresis"),

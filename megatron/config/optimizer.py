@@ -107,6 +107,23 @@ def check_length(training: TrainingConfig, optimizer: OptimizerConfig) -> None:
             )
 
 
+def check_clock(optimizer: OptimizerConfig, curriculum: bool) -> None:
+    """Checks that warm-up and decay are counted alike where samples differ in their tokens (else UserError)."""
+    by_tokens = optimizer.lr_warmup_tokens is not None, optimizer.lr_decay_tokens is not None
+    if not curriculum or not any(by_tokens):
+        return
+    if not by_tokens[1]:
+        raise UserError(
+            "--lr-warmup-tokens with --curriculum-learning, whose samples differ in their tokens, needs a decay in "
+            "tokens; add --lr-decay-tokens"
+        )
+    if optimizer.lr_warmup_samples and not by_tokens[0]:
+        raise UserError(
+            "--lr-decay-tokens with --curriculum-learning, whose samples differ in their tokens, needs a warm-up in "
+            "tokens; use --lr-warmup-tokens in place of --lr-warmup-samples"
+        )
+
+
 def _in_iterations(flag: str) -> str:
     return flag.replace("samples", "iters") if "samples" in flag else "leave it out"
 

@@ -15,10 +15,11 @@ from megatron.base.option import field_options
 from megatron.base.words import Note, nearest
 from megatron.config.checkpoint import CheckpointConfig, check_checkpoint
 from megatron.config.compression import CompressionConfig
+from megatron.config.curriculum import CurriculumConfig, check_curriculum, lengths_of
 from megatron.config.data import DataConfig, check_data
 from megatron.config.logs import LoggingConfig, check_logs
 from megatron.config.model import ModelConfig, check_model, check_vocabulary, resolve_model
-from megatron.config.optimizer import OptimizerConfig, check_length, check_schedules, resolve_optimizer
+from megatron.config.optimizer import OptimizerConfig, check_clock, check_length, check_schedules, resolve_optimizer
 from megatron.config.parallel import ParallelConfig, check_layout, check_parallel, check_torch_ddp, resolve_parallel
 from megatron.config.precision import PrecisionConfig, check_fp8, check_precision
 from megatron.config.recompute import RecomputeConfig, check_recompute, resolve_recompute
@@ -40,6 +41,7 @@ class RunConfig:
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -163,8 +165,10 @@ def _fill(given: RunConfig, world_size: int, cuda_available: bool, note: Note) -
             tokenizer.vocab_size + end, model.make_vocab_size_divisible_by, given.parallel.tensor_model_parallel_size
         )
     parallel = resolve_parallel(given.parallel, model, precision, cuda_available, note)
-    training = resolve_training(given.training, model, parallel, world_size, note)
+    lengths = lengths_of(given.curriculum, model.seq_length)
+    training = resolve_training(given.training, model, parallel, lengths, world_size, note)
     check_length(training, given.optimizer)
+    check_clock(given.optimizer, given.curriculum.curriculum_learning)
     return replace(
         given,
         model=model,
@@ -186,6 +190,7 @@ def _check(run: RunConfig, world_size: int, cuda_available: bool, note: Note) ->
     check_torch_ddp(run.parallel, run.precision)
     check_batches(run.training, run.parallel, world_size)
     check_samples(run.training, run.validation)
+    check_curriculum(run.curriculum, run.model, run.parallel)
     check_schedules(run.optimizer)
     check_data(run.data, skip_train=run.validation.skip_train)
     check_tokenizer(run.tokenizer)

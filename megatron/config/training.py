@@ -9,8 +9,11 @@ from typing import Literal
 from megatron.base.errors import UserError
 from megatron.base.option import derived, is_unset, option, required
 from megatron.base.words import Note
+from megatron.config.batch_size import BatchSizeSchedule
+from megatron.config.lengths import LengthSchedule
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.steps import StepSizes
 from megatron.config.validation import ValidationConfig
 
 MOST_DRAWN = 10**14
@@ -55,8 +58,8 @@ class TrainingConfig:
     )
     train_tokens: int | None = derived(
         "no limit",
-        "Length of the run; counted as whole sequences of --seq-length. With --train-samples the shorter one "
-        "ends the run.",
+        "Length of the run; counted as whole sequences of --seq-length, with --curriculum-learning as they are. With "
+        "--train-samples the shorter one ends the run.",
         unit="tokens",
         minimum=1,
         maximum=MOST_TOKENS,
@@ -120,30 +123,48 @@ class TrainingConfig:
 
 
 def resolve_training(
-    training: TrainingConfig, model: ModelConfig, parallel: ParallelConfig, world_size: int, note: Note
+    training: TrainingConfig,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    lengths: LengthSchedule,
+    world_size: int,
+    note: Note,
 ) -> TrainingConfig:
     """Fills the length and the batch size. Raises UserError where that is impossible."""
-    if training.train_tokens is not None:
-        if training.train_iters is not None:
-            raise UserError("--train-iters and --train-tokens exclude each other; leave one of them out")
-        whole = training.train_tokens // model.seq_length
-        if whole == 0:
-            raise UserError(
-                f"--train-tokens {training.train_tokens} is less than one sequence of --seq-length "
-                f"{model.seq_length}; give more tokens"
-            )
-        if training.train_samples is None or whole < training.train_samples:
-            note(
-                f"--train-tokens {training.train_tokens} ends the run after {whole} samples of "
-                f"{model.seq_length} tokens"
-            )
-            training = replace(training, train_samples=whole)
     if is_unset(training.global_batch_size):
         if training.rampup_batch_size is not None:
             raise UserError("--rampup-batch-size needs the final batch size; add --global-batch-size")
         size = training.micro_batch_size * parallel.data_parallel_size(world_size)
         training = replace(training, global_batch_size=size)
+    if training.train_tokens is not None:
+        if training.train_iters is not None:
+            raise UserError("--train-iters and --train-tokens exclude each other; leave one of them out")
+        whole = _samples_of(training, lengths)
+        if whole == 0:
+            raise UserError(
+                f"--train-tokens {training.train_tokens} is less than one {_unit(lengths)}; give more tokens"
+            )
+        if training.train_samples is None or whole < training.train_samples:
+            tokens = "growing lengths" if lengths.grows else f"{model.seq_length} tokens"
+            note(f"--train-tokens {training.train_tokens} ends the run after {whole} samples of {tokens}")
+            training = replace(training, train_samples=whole)
     return training
+
+
+def _samples_of(training: TrainingConfig, lengths: LengthSchedule) -> int:
+    """Samples that the run's tokens make: of whole steps, where sequences grow."""
+    tokens = training.train_tokens
+    assert tokens is not None
+    if not lengths.grows:
+        return tokens // lengths.full
+    batches = BatchSizeSchedule(
+        training.global_batch_size, micro_batch_size=1, dp_size=1, rampup=training.rampup_batch_size
+    )
+    return StepSizes(batches, lengths).within(tokens)[1]
+
+
+def _unit(lengths: LengthSchedule) -> str:
+    return "global batch of the shortest sequences" if lengths.grows else f"sequence of --seq-length {lengths.full}"
 
 
 def batch_sizes(training: TrainingConfig) -> Sequence[int]:

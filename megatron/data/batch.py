@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,14 +50,22 @@ class Batch:
     position_ids_bs: torch.Tensor | None = None
     segment_ids_bs: torch.Tensor | None = None
 
+    def truncated(self, length: int) -> Batch:
+        """The first ``length`` tokens of every sample."""
+        if self.tokens_bs is None or self.tokens_bs.shape[1] == length:
+            return self
+        return replace(self, **{name: x_bs[:, :length].contiguous() for name, x_bs in self._of_tokens()})
+
+    def _of_tokens(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors with an entry for each token, by name."""
+        for name in ("tokens_bs", "labels_bs", "loss_mask_bs", "position_ids_bs", "segment_ids_bs"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                yield name, tensor
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Copies the token tensors to ``device``; the ids stay on the host, where they are read."""
-        moved = {
-            name: tensor.to(device, non_blocking=non_blocking)
-            for name in ("tokens_bs", "labels_bs", "loss_mask_bs", "position_ids_bs", "segment_ids_bs")
-            if (tensor := getattr(self, name)) is not None
-        }
-        return replace(self, **moved)
+        return replace(self, **{name: x_bs.to(device, non_blocking=non_blocking) for name, x_bs in self._of_tokens()})
 
 
 def collate(

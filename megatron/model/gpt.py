@@ -159,14 +159,15 @@ class GPTStage(nn.Module):
     def _layers(self) -> list[TransformerLayer]:
         return cast("list[TransformerLayer]", list(self.layers.values()))
 
-    def compile_layers(self, backend: str = "inductor") -> None:
+    def compile_layers(self, backend: str = "inductor", lengths_vary: bool = False) -> None:
         """Compiles the layers by torch, all to the same code: one for training and one for evaluation.
 
         Args:
             backend: torch's name of the compiler's backend.
+            lengths_vary: sequences of other lengths will come; the second one then gets code for any length.
         """
         for layer in self._layers():
-            layer.compile(dynamic=False, backend=backend)
+            layer.compile(dynamic=None if lengths_vary else False, backend=backend)
 
     def compute_in_fp8(self, recipe: Recipe | None) -> None:
         """Computes the layers' linear parts from 8-bit numbers from now on (None: in the parameters' type).

@@ -1,8 +1,8 @@
 """Learning-rate and weight-decay schedules: pure functions of the samples consumed.
 
 A length given in iterations is multiplied by the global batch size and one given in tokens is divided by the
-sequence length (whole sequences), so that every schedule counts in samples and its whole state is one
-integer.
+sequence length (whole sequences), so that every schedule counts in samples. A learning rate whose decay is given in
+tokens counts samples by their tokens: one of half the sequence length is half a sample.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ScheduleValues:
         if self.weight_decay_style == "constant" and self.start_weight_decay != self.end_weight_decay:
             raise UserError("--start-weight-decay and --end-weight-decay differ: add --weight-decay-incr-style linear")
 
-    def lr_at(self, samples: int) -> float:
+    def lr_at(self, samples: float) -> float:
         """Learning rate after ``samples`` consumed samples: linear warm-up, then the decay style."""
         if self.warmup_samples > 0 and samples <= self.warmup_samples:
             return self.max_lr * samples / self.warmup_samples
@@ -163,14 +163,23 @@ class LRSchedule:
     ``on_mismatch`` says what happens when a checkpoint was written under other values: refuse (as Megatron
     does), take the command line's (``--override-opt_param-scheduler``) or the checkpoint's
     (``--use-checkpoint-opt_param-scheduler``). ``ours`` names values that are the command line's in any case
-    (``--use-new-lr``, ``--use-new-min-lr``).
+    (``--use-new-lr``, ``--use-new-min-lr``). ``tokens_per_sample`` is the full sequence length, where the learning rate
+    counts by tokens.
     """
 
-    def __init__(self, values: ScheduleValues, on_mismatch: OnMismatch = "refuse", ours: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        values: ScheduleValues,
+        on_mismatch: OnMismatch = "refuse",
+        ours: Sequence[str] = (),
+        tokens_per_sample: int | None = None,
+    ) -> None:
         self.values = values
         self.on_mismatch = on_mismatch
         self.ours = tuple(ours)
+        self.tokens_per_sample = tokens_per_sample
         self.consumed_samples = 0
+        self.consumed_tokens = 0
 
     @classmethod
     def from_options(
@@ -200,24 +209,32 @@ class LRSchedule:
             train_tokens=train_tokens,
         )
         ours = {"max_lr": options.use_new_lr, "min_lr": options.use_new_min_lr}
-        return cls(values, on_mismatch, [name for name, wanted in ours.items() if wanted])
+        by_tokens = options.lr_decay_tokens is not None
+        return cls(
+            values, on_mismatch, [name for name, wanted in ours.items() if wanted], seq_length * by_tokens or None
+        )
 
     @property
     def lr(self) -> float:
+        if self.tokens_per_sample is not None:
+            return self.values.lr_at(self.consumed_tokens / self.tokens_per_sample)
         return self.values.lr_at(self.consumed_samples)
 
     @property
     def weight_decay(self) -> float:
         return self.values.weight_decay_at(self.consumed_samples)
 
-    def step(self, samples: int) -> None:
-        """Advances by the samples of one optimizer step. Do not call it for a skipped step."""
+    def step(self, samples: int, tokens: int | None = None) -> None:
+        """Advances by the samples of one optimizer step, and their tokens (None: they are whole). Do not call it for a
+        skipped step."""
         self.consumed_samples += samples
+        self.consumed_tokens += samples * (self.tokens_per_sample or 0) if tokens is None else tokens
 
     def state_dict(self) -> dict[str, Any]:
         """The position and the values, as plain numbers and strings."""
         values = {field.name: getattr(self.values, field.name) for field in fields(self.values)}
-        return {"consumed_samples": self.consumed_samples, **values}
+        tokens = {} if self.tokens_per_sample is None else {"consumed_tokens": self.consumed_tokens}
+        return {"consumed_samples": self.consumed_samples, **tokens, **values}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the position, and settles values that differ by ``on_mismatch``.
@@ -227,8 +244,10 @@ class LRSchedule:
         """
         try:
             position = int(state["consumed_samples"])
-            if position < 0:
-                raise ValueError(f"consumed_samples is {position}")
+            # A checkpoint that does not say had whole samples.
+            tokens = int(state.get("consumed_tokens", position * (self.tokens_per_sample or 0)))
+            if position < 0 or tokens < 0:
+                raise ValueError(f"consumed_samples is {position}, consumed_tokens {tokens}")
             saved = ScheduleValues(**{name: kind(state[name]) for name, kind in _FIELD_TYPES.items()})
             if not all(math.isfinite(value) for value in vars(saved).values() if isinstance(value, float)):
                 raise ValueError("a value is not finite")
@@ -247,7 +266,7 @@ class LRSchedule:
                         f"{_FLAG_OF_FIELD[name]}: {name} is {ours} on the command line "
                         f"and {theirs} in the checkpoint; {_REMEDY}"
                     )
-        self.consumed_samples = position
+        self.consumed_samples, self.consumed_tokens = position, tokens
 
     def _relevant_fields(self) -> list[str]:
         """Fields that matter: a constant schedule has no length, so such a run can be prolonged freely."""

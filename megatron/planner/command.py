@@ -35,6 +35,7 @@ from megatron.config.flags import parse_args
 from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice, choice_of
 from megatron.planner.cluster import MOST_GPUS, Cluster, Device, read_cluster, write_cluster
+from megatron.planner.growth import growth
 from megatron.planner.measure import described, measure_all
 from megatron.planner.predict import Prediction, Predictor
 from megatron.planner.report import breakdown, reason, table
@@ -210,6 +211,9 @@ def show(
         print(f"the run as it is, on {predictor.cluster.name}:\n{table([given], memory)}\n{breakdown(given)}")
         if given.memory_bytes > memory * 2**30:
             print(f"  it does not fit: {given.memory_bytes / 2**30:.1f} GiB of {memory:.0f}")
+        grown = growth(predictor, given.choice)
+        if grown is not None:
+            print(f"  {grown.line}")
     if options.no_search:
         return shown
     start = time.perf_counter()

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron.base.errors import UserError
+from megatron.config.curriculum import lengths_of
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
 from megatron.planner.choice import Choice, choice_of
@@ -76,6 +77,7 @@ def choices(config: RunConfig, cluster: Cluster, spec_sets: Sequence[tuple[str, 
         spec_sets: sets of compressors that may be used together.
     """
     model, world, batch = config.model, cluster.gpus, config.training.global_batch_size
+    lengths = lengths_of(config.curriculum, model.seq_length).lengths
     most = max(cluster.gpus_per_node, config.parallel.tensor_model_parallel_size)
     for tp in _divisors(world):
         heads = model.num_attention_heads % tp == 0 and model.num_query_groups % tp == 0
@@ -91,7 +93,7 @@ def choices(config: RunConfig, cluster: Cluster, spec_sets: Sequence[tuple[str, 
                 count = batch // dp // micro_batch
                 for base in _schedules(model.num_layers, tp, pp, dp, micro_batch, count):
                     for recompute in _RECOMPUTE:
-                        parallel = tp > 1 and model.seq_length % tp == 0
+                        parallel = tp > 1 and not any(length % tp for length in lengths)
                         one = replace(base, recompute=recompute, sequence_parallel=parallel, overlap=dp > 1)
                         for sharded in (True, False) if dp > 1 else (False,):
                             own = replace(one, sharded=sharded)

@@ -70,8 +70,13 @@ class Engines:
     comm: TensorComm
     plan: CompressionPlan
 
-    def begin_step(self, iteration: int) -> None:
-        """Begins a step at the communication points (-1: an evaluation), with its loss scale."""
+    def begin_step(self, iteration: int, seq_length: int | None = None) -> None:
+        """Begins a step at the communication points, with its loss scale.
+
+        Args:
+            iteration: 0-based; -1 for an evaluation.
+            seq_length: tokens of its samples, which decide the shape of messages; None for the full length.
+        """
         scale = self.optimizer.loss_scale.scale
         self.ledger.clock.read()
         for observer in self.ledger.observers:
@@ -80,6 +85,7 @@ class Engines:
         self.comm.begin(iteration)
         self.sync.begin(iteration, scale)
         if self.channel is not None:
+            self.channel.shape = _message_shape(self.config, self.topology, seq_length or self.config.model.seq_length)
             self.channel.begin(scale)
 
     def compressor_states(self) -> Iterator[CompressorState]:
@@ -213,7 +219,7 @@ def _build_stages(config: RunConfig, topology: Topology, vocab_size: int, comm: 
     for stage in stages:
         stage.compute_in_fp8(config.precision.fp8)
         if compiles:
-            stage.compile_layers()
+            stage.compile_layers(lengths_vary=config.curriculum.curriculum_learning)
     return stages
 
 
@@ -286,10 +292,15 @@ def _build_loss_scale(config: RunConfig) -> LossScale:
     )
 
 
-def _build_channel(config: RunConfig, topology: Topology, plan: CompressionPlan, ledger: Ledger) -> PipelineChannel:
-    """The channel of pipeline messages; under sequence parallelism each rank sends its part of the sequence."""
+def _message_shape(config: RunConfig, topology: Topology, length: int) -> torch.Size:
+    """Shape of a pipeline message; under sequence parallelism each rank sends its part of the sequence."""
     parts = topology.layout.tp if config.parallel.sequence_parallel else 1
-    shape = torch.Size((config.model.seq_length // parts, config.training.micro_batch_size, config.model.hidden_size))
+    return torch.Size((length // parts, config.training.micro_batch_size, config.model.hidden_size))
+
+
+def _build_channel(config: RunConfig, topology: Topology, plan: CompressionPlan, ledger: Ledger) -> PipelineChannel:
+    """The channel of pipeline messages."""
+    shape = _message_shape(config, topology, config.model.seq_length)
     dtype, links = (
         config.model.residual_dtype(config.precision.params_dtype),
         (topology.forward_link, topology.backward_link),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from megatron.comm.policy import CompressionPlan
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
+from megatron.config.batch_size import BatchSizeSchedule
+from megatron.config.curriculum import lengths_of
 from megatron.config.run import RunConfig
 from megatron.data.build import Dataset
 from megatron.data.fixed_order import FixedOrder
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.topology.topology import Topology
-from megatron.training.batch_size import BatchSizeSchedule
 
 
 def run_length(train_iters: int, train: Dataset | None, batch_sizes: BatchSizeSchedule) -> RunLength:
@@ -31,6 +32,11 @@ def compression_notes(
             notes.append(f"{where}: no effect, its warm-up of {warmup} iterations is the whole run of {train_iters}")
         if train is None or not spec.remembered_samples:
             continue
+        grows = lengths_of(config.curriculum, config.model.seq_length).first[-1]
+        if grows:
+            notes.append(
+                f"{where}: what is remembered is forgotten whenever sequences grow, the last time at iteration {grows}"
+            )
         visits = len(train) / max(train.epoch_samples, 1)
         if visits < 2:
             notes.append(

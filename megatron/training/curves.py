@@ -45,6 +45,7 @@ class CurveSink(Sink, ABC):
             "weight-decay": metrics.weight_decay,
             "batch-size": metrics.global_batch_size if config.log_batch_size_to_tensorboard else None,
             "loss-scale": metrics.loss_scale if config.log_loss_scale_to_tensorboard else None,
+            "curriculum_seqlen": metrics.curriculum_seqlen,
             "world-size": self._world_size if config.log_world_size_to_tensorboard else None,
             "grad-norm": metrics.grad_norm,
             "num-zeros": metrics.num_zeros,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.run import RunConfig
+from megatron.config.steps import StepSizes
 from megatron.parallel.tensor.shards import collect_specs
 from megatron.topology.layout import Layout
 from megatron.training.assembly import Engines
-from megatron.training.batch_size import BatchSizeSchedule
 
 FIRST_ESTIMATE = 10
 """Iterations after which the whole run is estimated."""
@@ -67,27 +67,31 @@ def format_size(size: ModelSize, tokens: int, seen: int) -> str:
 class Forecast:
     """Estimates how long the rest of a run takes, from what its iterations, evaluations and saves took so far.
 
-    An iteration's time goes with its micro-batches and the filling of the pipeline, so that a growing batch size is
-    foreseen. Only what this process has done counts, whatever the run did before it was resumed.
+    An iteration's time goes with its micro-batches, the filling of the pipeline, and the operations of its sequences,
+    so that growing batches and sequences are foreseen. Only what this process has done counts, whatever the run did
+    before it was resumed.
 
     Args:
         config: resolved configuration.
-        batch_sizes: batch sizes of the run.
+        sizes: sizes of the run's steps.
         layout: mesh of the run.
         train_iters: iterations of the whole run.
         splits: whether there are a validation and a test set.
+        work: operations of a sequence of some length, of which only the ratios count.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        batch_sizes: BatchSizeSchedule,
+        sizes: StepSizes,
         layout: Layout,
         train_iters: int,
         splits: tuple[bool, bool] = (False, False),
+        work: Callable[[int], float] = float,
     ) -> None:
         self._config = config
-        self._batch_sizes = batch_sizes
+        self._sizes = sizes
+        self._work = work
         self._train_iters = train_iters
         self._splits = splits
         self._filling = (layout.pp - 1) / layout.chunks
@@ -95,12 +99,23 @@ class Forecast:
         self._pauses: dict[str, tuple[int, float]] = {}
         self.done = 0
 
-    def step(self, consumed_samples: int, seconds: float) -> None:
-        """Records an iteration that began when so many samples had been consumed."""
+    def step(self, consumed_samples: int, seconds: float, length: int | None = None) -> None:
+        """Records an iteration that began when so many samples had been consumed.
+
+        Args:
+            consumed_samples: these.
+            seconds: its time.
+            length: tokens of its sequences; None for the full length.
+        """
         if self.done == _STARTING:
             self._steps.clear()
         self.done += 1
-        self._steps.append((self._batch_sizes.num_micro_batches(consumed_samples) + self._filling, seconds))
+        slots = self._sizes.batches.num_micro_batches(consumed_samples) + self._filling
+        self._steps.append((slots * self._share(length or self._sizes.lengths.full), seconds))
+
+    def _share(self, length: int) -> float:
+        """Time of a micro-batch over that of one of full length."""
+        return self._work(length) / self._work(self._sizes.lengths.full)
 
     def pause(self, what: str, seconds: float) -> None:
         """Records the time of an evaluation, a save or a check."""
@@ -114,8 +129,10 @@ class Forecast:
             return None
         per_slot = sum(seconds for _, seconds in self._steps) / slots
         left = self._train_iters - iteration
-        ahead = self._batch_sizes.ahead(consumed_samples, left)
-        seconds = per_slot * (ahead.micro_batches + left * self._filling)
+        seconds = per_slot * sum(
+            (ahead.micro_batches + ahead.iterations * self._filling) * self._share(ahead.length)
+            for ahead in self._sizes.ahead(iteration, consumed_samples, left)
+        )
         for what, times in self.pauses_left(iteration).items():
             done, total = self._pauses.get(what, (0, 0.0))
             seconds += times * (total / done if done else self._unmeasured_s(what, per_slot))
@@ -137,7 +154,8 @@ class Forecast:
         """Seconds of a pause that this process has not measured yet."""
         if what != "evaluate":
             return 0.0
-        count = self._batch_sizes.global_batch_size // self._batch_sizes.samples_per_micro_batch
+        batches = self._sizes.batches
+        count = batches.global_batch_size // batches.samples_per_micro_batch
         return self._config.validation.eval_iters * (count + self._filling) * per_slot * _FORWARD_SHARE
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -66,8 +67,13 @@ class StepMetrics:
 
     # The position of the run after the step, set by the trainer.
     consumed_samples: int = 0
+    consumed_tokens: int = 0
+    curriculum_seqlen: int | None = None  # seq_length, where sequences grow
     learning_rate: float = 0.0  # learning rate of the next step, as weight_decay
     weight_decay: float | None = None
+
+    # (samples, tokens of each) of a window's steps, and how many steps had them; empty for one step.
+    sizes: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     # Measured by the reporter; all but the first for windows only.
     seconds_per_iteration: float = math.nan  # mean over a window, without pauses
@@ -91,17 +97,18 @@ class StepMetrics:
         """Whether the update was skipped."""
         return self.skipped_iterations == self.iterations
 
-    @property
-    def consumed_tokens(self) -> int:
-        return self.consumed_samples * self.seq_length
+    def mean_over_steps(self, of: Callable[[int, int], float]) -> float:
+        """The mean over the steps of a quantity of a step's samples and the tokens of each."""
+        sizes = self.sizes or {(self.global_batch_size, self.seq_length): 1}
+        return sum(of(*size) * (count / sum(sizes.values())) for size, count in sizes.items())
 
     @property
     def samples_per_second(self) -> float:
-        return self.global_batch_size / self.seconds_per_iteration
+        return self.mean_over_steps(lambda samples, length: samples) / self.seconds_per_iteration
 
     @property
     def tokens_per_second(self) -> float:
-        return self.global_batch_size * self.seq_length / self.seconds_per_iteration
+        return self.mean_over_steps(lambda samples, length: samples * length) / self.seconds_per_iteration
 
 
 class MetricsWindow:
@@ -118,6 +125,7 @@ class MetricsWindow:
     def _reset(self) -> None:
         self._last: StepMetrics | None = None
         self._sums: dict[str, float] = {}
+        self._sizes: Counter[tuple[int, int]] = Counter()
         self._iterations = self._skipped = self._nan = 0
         self._paused_seconds = 0.0
         self._start = self._clock()
@@ -137,6 +145,7 @@ class MetricsWindow:
         self._iterations += 1
         self._nan += any(not math.isfinite(value) for value in step.losses.values())
         self._skipped += step.skipped
+        self._sizes[step.global_batch_size, step.seq_length] += 1
         for name, value in step.losses.items():
             if not step.skipped:
                 self._sums[name] = self._sums.get(name, 0.0) + value
@@ -152,6 +161,7 @@ class MetricsWindow:
             iterations=self._iterations,
             skipped_iterations=self._skipped,
             nan_iterations=self._nan,
+            sizes=dict(self._sizes),
             seconds_per_iteration=(self._clock() - self._start - self._paused_seconds) / self._iterations,
         )
         self._reset()
@@ -215,6 +225,8 @@ def format_train_line(metrics: StepMetrics) -> str:
         fields.append(f"remaining time (h): {metrics.remaining_seconds / 3600:.2f}")
     if metrics.mfu is not None:
         fields.append(f"MFU: {metrics.mfu:.1%}")
+    if metrics.curriculum_seqlen is not None:
+        fields.append(f"curriculum seqlen: {metrics.curriculum_seqlen:5d}")
     return " " + " ".join(f"{field} |" for field in fields)
 
 

@@ -15,20 +15,23 @@ from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.load import saved_config
 from megatron.checkpoint.ownership import owned_save_folder
 from megatron.checkpoint.vocabulary import saved_entries
+from megatron.config.batch_size import BatchSizeSchedule
+from megatron.config.curriculum import lengths_of
 from megatron.config.flags import ParsedRun, parse_args
+from megatron.config.lengths import LengthSchedule
 from megatron.config.merge import merge_checkpoint_config
 from megatron.config.run import RunConfig, run_sections
+from megatron.config.steps import StepSizes
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.build import Dataset, build_datasets
 from megatron.optimizer.schedules import LRSchedule
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import fitted, model_entries
-from megatron.topology.agree import together
+from megatron.topology.agree import gather_texts, together
 from megatron.topology.launch import LaunchEnvironment, pick_device
 from megatron.topology.layout import Layout
 from megatron.topology.topology import Topology, build_topology, single_process
 from megatron.training.assembly import build_engines, groups_by_node, layout_of
-from megatron.training.batch_size import BatchSizeSchedule
 from megatron.training.compression_notes import compression_notes, node_notes, run_length
 from megatron.training.console import make_output_last
 from megatron.training.coverage import coverage_notes
@@ -128,13 +131,13 @@ def run(
     for note in (*notes, *([kernel_note] if kernel_note else [])):
         log(f"note: {note}")
     log(config.describe())
-    batch_sizes = _batch_sizes(config, layout.dp)
+    sizes = StepSizes(_batch_sizes(config, layout.dp), _lengths(config, topology))
     saved = find_saved(config.checkpoint, topology, _rank_0_log(topology))
     begun = saved.progress if saved is not None else Progress()
-    train_iters = _iterations(config, batch_sizes, begun)
+    train_iters = _iterations(config, sizes, begun)
     datasets, vocab_size = together(topology.control.pg, lambda: _open_data(config, env, train_iters, begun))
     together(topology.control.pg, lambda: check_room(config, env, vocab_size))
-    length = run_length(train_iters, datasets[0], batch_sizes)
+    length = run_length(train_iters, datasets[0], sizes.batches)
     engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length))
     about_nodes = node_notes(engines.plan, topology)
     for note in (*about_nodes, *compression_notes(config, datasets[0], layout.dp, length, train_iters)):
@@ -146,7 +149,7 @@ def run(
     progress = Progress()
     timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option, clock=engines.ledger.clock)
     splits = (datasets[1] is not None, datasets[2] is not None)
-    reporter = Reporter(config, engines, progress, train_iters, timers, batch_sizes, splits)
+    reporter = Reporter(config, engines, progress, train_iters, timers, sizes, splits)
     checkpoints = RunCheckpoints(config, engines, schedule, progress, _rank_0_log(topology), lock)
     if saved is not None:
         checkpoints.load(saved)
@@ -154,7 +157,7 @@ def run(
         log(f"no checkpoint in {config.checkpoint.load} yet: starting from random weights")
     together(topology.control.pg, reporter.open)
     try:
-        parts = (config, engines, batch_sizes, schedule, datasets, train_iters, progress, checkpoints, reporter)
+        parts = (config, engines, sizes, schedule, datasets, train_iters, progress, checkpoints, reporter)
         Trainer(*parts, timers, started).run()
     finally:
         reporter.close()
@@ -176,6 +179,22 @@ def _batch_sizes(config: RunConfig, dp_size: int) -> BatchSizeSchedule:
     )
 
 
+def _lengths(config: RunConfig, topology: Topology) -> LengthSchedule:
+    """The sequence lengths, on which all ranks must agree: they decide the shapes of messages.
+
+    Raises:
+        UserError: on every rank, when a function of the user's has given them different ones.
+    """
+    group = topology.control.pg
+    lengths = together(group, lambda: lengths_of(config.curriculum, config.model.seq_length))
+    if len(set(gather_texts(group, str(hash(lengths))))) > 1:
+        raise UserError(
+            f"--curriculum-function {config.curriculum.curriculum_function}: ranks got different lengths; return the "
+            "same for the same step, whatever was asked before"
+        )
+    return lengths
+
+
 def _lr_schedule(config: RunConfig) -> LRSchedule:
     training = config.training
     return LRSchedule.from_options(
@@ -188,12 +207,17 @@ def _lr_schedule(config: RunConfig) -> LRSchedule:
     )
 
 
-def _iterations(config: RunConfig, batch_sizes: BatchSizeSchedule, begun: Progress) -> int:
+def _iterations(config: RunConfig, sizes: StepSizes, begun: Progress) -> int:
     """Iterations of the whole run: those asked for, or those done and as many as the remaining samples make."""
-    if config.training.train_iters is not None:
-        return config.training.train_iters
-    assert config.training.train_samples is not None
-    return begun.iteration + batch_sizes.iterations_for(config.training.train_samples, begun.consumed_samples)
+    training = config.training
+    if training.train_iters is not None:
+        return training.train_iters
+    assert training.train_samples is not None
+    left = sizes.batches.iterations_for(training.train_samples, begun.consumed_samples)
+    if sizes.lengths.grows and training.train_tokens is not None:
+        tokens = max(training.train_tokens - begun.tokens(config.model.seq_length), 0)
+        left = min(left, sizes.within(tokens, begun.iteration, begun.consumed_samples)[0])
+    return begun.iteration + left
 
 
 def _vocabulary(config: RunConfig) -> tuple[int, int, int]:

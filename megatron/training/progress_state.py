@@ -21,15 +21,21 @@ class Progress:
         iteration: optimizer steps attempted, skipped ones included.
         consumed_samples: training samples used.
         skipped: steps whose update was skipped.
+        consumed_tokens: tokens of these samples that were trained on; None in checkpoints that did not count them.
     """
 
     iteration: int = 0
     consumed_samples: int = 0
     skipped: int = 0
+    consumed_tokens: int | None = 0
 
     def state_dict(self) -> dict[str, int]:
         """The counters as plain numbers."""
-        return asdict(self)
+        return {name: count for name, count in asdict(self).items() if count is not None}
+
+    def tokens(self, seq_length: int) -> int:
+        """The tokens that were trained on; samples whose tokens were not counted had ``seq_length`` of them."""
+        return self.consumed_samples * seq_length if self.consumed_tokens is None else self.consumed_tokens
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the counters.
@@ -37,9 +43,17 @@ class Progress:
         Raises:
             UserError: when a value is not a whole number; nothing has changed then.
         """
-        counts = {field.name: Values(state).integer(field.name, least=0, most=_MOST) for field in fields(self)}
+        values = Values(state)
+        counts = {
+            field.name: values.integer(field.name, least=0, most=_MOST)
+            for field in fields(self)
+            if field.name != "consumed_tokens"
+        }
+        known = values.has("consumed_tokens")
+        tokens = values.integer("consumed_tokens", least=0, most=_MOST) if known else None
         for name, count in counts.items():
             setattr(self, name, count)
+        self.consumed_tokens = tokens
 
 
 @dataclass(frozen=True)

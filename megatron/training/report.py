@@ -12,9 +12,15 @@ from datetime import datetime
 import torch
 
 from megatron.config.run import RunConfig
+from megatron.config.steps import StepSizes
 from megatron.training.assembly import Engines
-from megatron.training.batch_size import BatchSizeSchedule
-from megatron.training.flops import ModelShape, benchmark_tflops, model_flops_utilization, model_tflops
+from megatron.training.flops import (
+    ModelShape,
+    benchmark_tflops,
+    model_flops_per_sample,
+    model_flops_utilization,
+    model_tflops,
+)
 from megatron.training.forecast import FIRST_ESTIMATE, Forecast, format_estimate, format_size, model_size
 from megatron.training.metrics import LOSS, Evaluation, MetricsWindow, StepMetrics
 from megatron.training.peaks import peak_tflops
@@ -66,7 +72,7 @@ class Reporter:
         progress: the run's counters.
         train_iters: iterations of the whole run.
         timers: timers that are reported with each log line.
-        batch_sizes: batch sizes of the run.
+        sizes: sizes of the run's steps.
         splits: whether there are a validation and a test set.
     """
 
@@ -77,7 +83,7 @@ class Reporter:
         progress: Progress,
         train_iters: int,
         timers: Timers,
-        batch_sizes: BatchSizeSchedule,
+        sizes: StepSizes,
         splits: tuple[bool, bool],
     ) -> None:
         self.config = config
@@ -89,10 +95,10 @@ class Reporter:
         self.window = MetricsWindow()
         self.meter = TrafficMeter(engines)
         self.sinks = Sinks()
-        self.batch_sizes = batch_sizes
+        self.step_sizes = sizes
         self.size = model_size(engines)
         self.peak_tflops = known_peak(config, engines.topology.device)
-        self.forecast = Forecast(config, batch_sizes, engines.topology.layout, train_iters, splits)
+        self.forecast = Forecast(config, sizes, engines.topology.layout, train_iters, splits, self._work)
         self._step_started = time.perf_counter()
         self._speaks = engines.topology.is_last_rank
 
@@ -102,11 +108,11 @@ class Reporter:
         Raises:
             UserError: when one cannot be opened.
         """
-        done, length = self.progress, self.config.model.seq_length
+        done, seen = self.progress, self.progress.tokens(self.config.model.seq_length)
         if self._speaks:
             bar = ProgressBar(self.train_iters, done=done.iteration, mode=self.config.logging.progress_bar)
             samples = done.consumed_samples
-            resume = {"iterations": done.iteration, "samples": samples, "tokens": samples * length}
+            resume = {"iterations": done.iteration, "samples": samples, "tokens": seen}
             layout = self.engines.topology.layout
             opened = open_sinks(
                 self.config.logging,
@@ -116,9 +122,9 @@ class Reporter:
                 console=bar.write,
             )
             self.sinks = Sinks([*opened, ProgressBarSink(bar)])
-        ahead = self.batch_sizes.ahead(done.consumed_samples, max(0, self.train_iters - done.iteration))
-        tokens = (done.consumed_samples + ahead.samples) * length
-        self.line(format_size(self.size, tokens, done.consumed_samples * length))
+        left = max(0, self.train_iters - done.iteration)
+        tokens = seen + self.step_sizes.tokens_ahead(done.iteration, done.consumed_samples, left)
+        self.line(format_size(self.size, tokens, seen))
         size = {"parameters": self.size.total, "largest_rank": self.size.largest, "tokens": tokens}
         if self.peak_tflops is None and self.engines.topology.device.type == "cuda":
             name = torch.cuda.get_device_name(self.engines.topology.device)
@@ -162,7 +168,8 @@ class Reporter:
         self._step_started = now
         self.window.add(step)
         self.sinks.step(step)
-        self.forecast.step(step.consumed_samples - step.global_batch_size, step.seconds_per_iteration)
+        begun = step.consumed_samples - step.global_batch_size
+        self.forecast.step(begun, step.seconds_per_iteration, step.seq_length)
         if step.iteration % self.config.logging.log_interval == 0:
             self._report_window()
         if self.forecast.done == FIRST_ESTIMATE:
@@ -203,18 +210,30 @@ class Reporter:
 
     def _with_rates(self, window: StepMetrics) -> StepMetrics:
         """Adds TFLOP/s per device, and MFU where the peak rate is known."""
-        size, seconds = window.global_batch_size, window.seconds_per_iteration
-        world_size = self.engines.topology.layout.world_size
+        seconds, world_size = window.seconds_per_iteration, self.engines.topology.layout.world_size
         recompute = self.config.recompute.recompute_granularity is not None
-        rate = model_tflops(self.shape, global_batch_size=size, seconds=seconds, world_size=world_size)
+
+        def benchmark(samples: int, length: int) -> float:
+            shape = replace(self.shape, seq_length=length)
+            return benchmark_tflops(
+                shape, global_batch_size=samples, seconds=seconds, world_size=world_size, recompute=recompute
+            )
+
+        def model(samples: int, length: int) -> float:
+            shape = replace(self.shape, seq_length=length)
+            return model_tflops(shape, global_batch_size=samples, seconds=seconds, world_size=world_size)
+
+        rate = window.mean_over_steps(model)
         return replace(
             window,
-            benchmark_tflops=benchmark_tflops(
-                self.shape, global_batch_size=size, seconds=seconds, world_size=world_size, recompute=recompute
-            ),
+            benchmark_tflops=window.mean_over_steps(benchmark),
             model_tflops=rate,
             mfu=model_flops_utilization(rate, self.peak_tflops) if self.peak_tflops is not None else None,
         )
+
+    def _work(self, length: int) -> float:
+        """Operations of a sample of some length."""
+        return float(model_flops_per_sample(replace(self.shape, seq_length=length)))
 
     def validation(self, loss: float, *, samples: int | None = None, split: str = "validation") -> None:
         """Reports an evaluation."""

@@ -138,7 +138,7 @@ class JsonLinesSink(Sink):
 
     def window(self, metrics: StepMetrics) -> None:
         optional = {name: getattr(metrics, name) for name in ("grad_norm", "num_zeros", "params_norm")}
-        optional["remaining_seconds"] = metrics.remaining_seconds
+        optional |= {name: getattr(metrics, name) for name in ("remaining_seconds", "curriculum_seqlen")}
         timers_ms = slowest(metrics)
         values = {
             "consumed_samples": metrics.consumed_samples,

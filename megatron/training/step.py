@@ -96,13 +96,23 @@ class ChunkProgram:
         return float(torch.stack(self.counts).double().sum()) if self.counts else 0.0
 
 
-def take_batches(batches: Iterator[Batch], count: int, device: torch.device) -> list[Batch]:
+def take_batches(
+    batches: Iterator[Batch], count: int, device: torch.device, seq_length: int | None = None
+) -> list[Batch]:
     """Takes the next ``count`` micro-batches, on the device.
+
+    Args:
+        batches: micro-batches of this rank.
+        count: how many.
+        device: where their tokens go.
+        seq_length: tokens of each sample; the others are cut off. None for all.
 
     Raises:
         RuntimeError: when there are no more samples.
     """
-    taken = [batch.to(device) for batch in islice(batches, count)]
+    taken = [
+        (batch if seq_length is None else batch.truncated(seq_length)).to(device) for batch in islice(batches, count)
+    ]
     if len(taken) != count:
         raise RuntimeError(f"the data set ended after {len(taken)} of {count} micro-batches of this step")
     return taken
@@ -123,6 +133,7 @@ def train_step(
     weight_decay: float,
     vote: float = 0.0,
     timers: Timers | None = None,
+    seq_length: int | None = None,
 ) -> StepMetrics:
     """Runs one training step: forward and backward of all micro-batches, reduction, update. Returns its metrics, the
     same on every rank, without the run's position.
@@ -130,16 +141,16 @@ def train_step(
     Args:
         engines: engines of this rank.
         batches: micro-batches of this rank.
-        iteration: 0-based.
-        lr, weight_decay: learning rate and weight decay of this step.
+        iteration, lr, weight_decay: 0-based number of this step, its learning rate and weight decay.
         vote: a number to be all-reduced over the ranks, together with others.
-        timers: where the parts of the step are timed.
+        timers, seq_length: where the parts of the step are timed; tokens of each sample, None for the full length.
     """
     ledger = engines.ledger
+    length = seq_length or engines.config.model.seq_length
     timers = timers or Timers(clock=ledger.clock)
     samples = len(batches) * engines.topology.layout.dp * engines.config.training.micro_batch_size
-    last_chunk = _forward_backward(engines, batches, iteration, timers)
-    expected_tokens = samples * engines.config.model.seq_length
+    last_chunk = _forward_backward(engines, batches, iteration, length, timers)
+    expected_tokens = samples * length
     reduction = "grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce"
     with ledger.computing(), timers(reduction, level=1):
         reports = engines.holds_loss and engines.topology.tp.rank == 0
@@ -166,7 +177,7 @@ def train_step(
         iteration=iteration + 1,
         losses={LOSS: totals.loss},
         global_batch_size=samples,
-        seq_length=engines.config.model.seq_length,
+        seq_length=length,
         loss_scale=totals.loss_scale,
         grad_norm=totals.grad_norm,
         params_norm=totals.params_norm,
@@ -176,7 +187,9 @@ def train_step(
     )
 
 
-def _forward_backward(engines: Engines, batches: Sequence[Batch], iteration: int, timers: Timers) -> ChunkProgram:
+def _forward_backward(
+    engines: Engines, batches: Sequence[Batch], iteration: int, length: int, timers: Timers
+) -> ChunkProgram:
     """Runs forward and backward of all micro-batches; returns the program of the last chunk, which holds the losses."""
     config, count = engines.config, len(batches)
     with engines.ledger.computing():
@@ -184,8 +197,8 @@ def _forward_backward(engines: Engines, batches: Sequence[Batch], iteration: int
             buffer.zero_grads()
     programs = [ChunkProgram(stage, batches, config.training.seed, engines) for stage in engines.stages]
     table = engines.pipeline.timetable(config.parallel.pipeline_schedule, count)
-    engines.begin_step(iteration)
-    kind = [("training", count, _shapes(batches)), *engines.comm.kind(), *engines.sync.kind()]
+    engines.begin_step(iteration, length)
+    kind = [("training", count, length, _shapes(batches)), *engines.comm.kind(length), *engines.sync.kind()]
     # Each micro-batch's loss is a mean over its tokens, so this makes the sum over all a mean over the batch.
     loss_grad = torch.tensor(
         engines.optimizer.loss_scale.scale / (count * engines.topology.layout.dp),
@@ -229,10 +242,11 @@ def evaluation_step(engines: Engines, batches: Sequence[Batch]) -> tuple[float, 
         Sum of the tokens' losses in nats, and number of tokens that count, over this rank's samples; zero on ranks
         that do not report (other stages and tensor-parallel ranks).
     """
-    engines.begin_step(-1)
+    length = engines.config.model.seq_length
+    engines.begin_step(-1, length)
     programs = [ChunkProgram(stage, batches, None, engines) for stage in engines.stages]
     table = engines.pipeline.timetable(None, len(batches))
-    kind = [("evaluation", len(batches), _shapes(batches)), *engines.comm.kind()]
+    kind = [("evaluation", len(batches), length, _shapes(batches)), *engines.comm.kind(length)]
     engines.pipeline.run(table, programs, -1, len(batches), None, kind)
     engines.end_step(taken=False)
     if engines.holds_loss and engines.topology.tp.rank == 0:

@@ -7,12 +7,12 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from megatron.config.run import RunConfig
+from megatron.config.steps import StepSizes
 from megatron.data.build import Dataset
 from megatron.data.loader import MicroBatches, build_loader
 from megatron.optimizer.schedules import LRSchedule
 from megatron.topology.topology import Topology
 from megatron.training.assembly import Engines
-from megatron.training.batch_size import BatchSizeSchedule
 from megatron.training.evaluation import evaluate
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.program import NothingLearnedError
@@ -35,7 +35,7 @@ class Trainer:
     Args:
         config: the resolved configuration.
         engines: this rank's model, pipeline and optimizer.
-        batch_sizes, schedule: schedules of batch size, learning rate and weight decay.
+        sizes, schedule: sizes of the steps; schedules of learning rate and weight decay.
         datasets: train, validation and test; None for what there is not.
         train_iters: iterations of the whole run.
         progress, checkpoints, reporter: counters, where they are saved, and reports to the user.
@@ -46,7 +46,7 @@ class Trainer:
         self,
         config: RunConfig,
         engines: Engines,
-        batch_sizes: BatchSizeSchedule,
+        sizes: StepSizes,
         schedule: LRSchedule,
         datasets: tuple[Dataset | None, Dataset | None, Dataset | None],
         train_iters: int,
@@ -59,7 +59,7 @@ class Trainer:
         self.config = config
         self.engines = engines
         self.topology: Topology = engines.topology
-        self.batch_sizes = batch_sizes
+        self.sizes = sizes
         self.schedule = schedule
         self.train_set, self.valid_set, self.test_set = datasets
         self.train_iters = train_iters
@@ -138,10 +138,11 @@ class Trainer:
     def _iteration(self, batches: MicroBatches, vote: float) -> ExitReason:
         """Runs one optimizer step and everything that is due after it."""
         config, progress, timers = self.config, self.progress, self.timers
-        size = self.batch_sizes.at(progress.consumed_samples)
-        count = self.batch_sizes.num_micro_batches(progress.consumed_samples)
+        size = self.sizes.batches.at(progress.consumed_samples)
+        count = self.sizes.batches.num_micro_batches(progress.consumed_samples)
+        length = self.sizes.lengths.at(progress.iteration)
         with timers("batch-generator", level=1):
-            taken = take_batches(batches, count, self.topology.device)
+            taken = take_batches(batches, count, self.topology.device, length)
         metrics = train_step(
             self.engines,
             taken,
@@ -150,13 +151,15 @@ class Trainer:
             self.schedule.weight_decay,
             vote=vote,
             timers=timers,
+            seq_length=length,
         )
         progress.iteration += 1
+        tokens = progress.consumed_tokens = progress.tokens(config.model.seq_length) + size * length
         progress.consumed_samples += size
         if metrics.skipped:
             progress.skipped += 1
         else:
-            self.schedule.step(size)
+            self.schedule.step(size, size * length)
         self.checkpoints.poll()
         every = config.training.check_replicas
         if every and progress.iteration % every == 0:
@@ -166,6 +169,8 @@ class Trainer:
             replace(
                 metrics,
                 consumed_samples=progress.consumed_samples,
+                consumed_tokens=tokens,
+                curriculum_seqlen=length if config.curriculum.curriculum_learning else None,
                 learning_rate=self.schedule.lr,
                 weight_decay=self.schedule.weight_decay,
             )

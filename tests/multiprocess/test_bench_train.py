@@ -23,6 +23,9 @@ def test_quick_run(tmp_path: Path) -> None:
     for row in figures["programs"]:
         assert row["ratio"] > 0
         assert f"| {row['ratio']:.2f} |" in result.stdout
+    for row in figures["lengths"]:
+        assert row["half_length_seconds"] > 0
+        assert f"| {row['ratio']:.2f} |" in result.stdout
     assert [row["layout"] for row in figures["parallel"]] == [
         "tensor-parallel 2",
         "pipeline 2, two micro-batches",

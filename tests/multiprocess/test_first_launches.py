@@ -36,6 +36,7 @@ class Run:
         evaluations: iterations after which there is one.
         scales: loss scales that are set before an iteration.
         epoch: samples until they come again.
+        lengths: tokens of a step's samples; all where there are none.
         steady: the last step must overlap: receives are pending while known kernels are launched.
     """
 
@@ -45,6 +46,7 @@ class Run:
     evaluations: tuple[int, ...] = (1, 3)
     scales: tuple[tuple[int, float], ...] = ()
     epoch: int | None = None
+    lengths: tuple[int, ...] = ()
     steady: bool = True
 
 
@@ -91,6 +93,24 @@ RUNS: dict[str, Run] = {
     ),
     "samples that all come again": Run(2, {**_run("pp-forward=delta,bits=4"), **FIXED}, counts=(4,) * 8, epoch=8),
     "a batch ramp-up": Run(2, _run(*LATE), counts=(2, 2, 4, 4, 6, 6, 2, 4)),
+    "sequences grow": Run(2, _run(**VIRTUAL), lengths=(8, 8, 12, 12, 16, 16), evaluations=(1, 3)),
+    "sequences and batches grow, codecs": Run(
+        2, _run(*LATE), counts=(2, 2, 2, 4, 4, 4, 4, 4, 4), lengths=(8, 8, 8, 8, 12, 12, 16, 16, 16)
+    ),
+    "sequences grow, samples come again": Run(
+        2,
+        {**_run("pp-forward=delta,bits=4"), **FIXED},
+        counts=(4,) * 8,
+        epoch=8,
+        lengths=(8, 8, 8, 12, 12, 16, 16, 16),
+        steady=False,
+    ),
+    "sequences grow, tensor-parallel codecs": Run(
+        4,
+        _run("tp-forward=fixpoint,warmup=1", tensor_model_parallel_size=2, sequence_parallel=True),
+        lengths=(8, 8, 8, 12, 12, 12),
+        evaluations=(1,),
+    ),
     "an overflow": Run(
         2,
         _run("pp-backward=lowrank,rank=2,error-feedback=lazy", precision="fp16"),
@@ -124,8 +144,9 @@ def _steps(run: Run, device: PretendedDevice | None) -> tuple[list[float], list[
                 engines.optimizer.loss_scale.scale = scale  # type: ignore[misc]
         if device is not None:
             device.begin(f"iteration {iteration}")
-        taken = take_batches(batches, count, engines.topology.device)
-        losses.append(train_step(engines, taken, iteration, 1e-3, 0.0).loss)
+        length = run.lengths[iteration] if run.lengths else None
+        taken = take_batches(batches, count, engines.topology.device, length)
+        losses.append(train_step(engines, taken, iteration, 1e-3, 0.0, seq_length=length).loss)
         ahead.append(device.ahead if device is not None else 0)
         for observer in engines.ledger.observers:
             list(observer.findings(iteration + 1))

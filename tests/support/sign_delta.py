@@ -49,19 +49,19 @@ class SignDelta(Codec):
 
     def launches(self, shape: torch.Size, state: CompressorState, keys: Sequence[Hashable]) -> Hashable:
         samples = [sample for key in keys for sample in _samples(key)]
-        return both(state.layout(self.traits.steady), tuple(self._cache(state).foresee(samples)))
+        return both(state.layout(self.traits.steady), tuple(self._cache(state).foresee(samples, _row(shape).numel())))
 
     def empty_payload(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, state: CompressorState, key: Hashable
     ) -> Payload:
-        known = self._visit(key, state)
+        known = self._visit(key, shape, state)
         state.queue(_CACHE).append(known)
         nbytes = sum(_nbytes(_row(shape), dtype, is_known) for is_known in known)
         return Payload(torch.empty(nbytes, dtype=torch.uint8, device=device))
 
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
         cache, wires = self._cache(state), []
-        for place, (sample, known) in enumerate(zip(_samples(key), self._visit(key, state), strict=True)):
+        for place, (sample, known) in enumerate(zip(_samples(key), self._visit(key, x.shape, state), strict=True)):
             own = x.select(1, place)
             if known:
                 base = self._base(cache, sample)
@@ -90,8 +90,8 @@ class SignDelta(Codec):
     def _cache(self, state: CompressorState) -> SampleCache:
         return state.cache(_CACHE, self.config.cache)
 
-    def _visit(self, key: Hashable, state: CompressorState) -> list[bool]:
-        return [self._cache(state).visit(sample) for sample in _samples(key)]
+    def _visit(self, key: Hashable, shape: torch.Size, state: CompressorState) -> list[bool]:
+        return [self._cache(state).visit(sample, _row(shape).numel()) for sample in _samples(key)]
 
     def _base(self, cache: SampleCache, sample: int) -> Tensor:
         """What a difference is taken from, in fp32 (or fp64)."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.run import RunConfig
+from megatron.config.steps import StepSizes
 from megatron.data.batch import Batch
 from megatron.topology.launch import LaunchEnvironment
 from megatron.topology.topology import Topology, build_topology, single_process
@@ -126,16 +127,22 @@ def tiny_train(
     masked: bool = False,
     epoch: int | None = None,
     after_step: Callable[[Engines], None] = lambda engines: None,
+    sizes: StepSizes | None = None,
 ) -> Trace:
-    """Trains given engines from their current weights; ``after_step`` sees them after each."""
+    """Trains given engines from their current weights; ``after_step`` sees them after each. ``sizes`` may grow."""
     config = engines.config
     batches = tiny_batches(config, engines.topology, masked, epoch=epoch)
     losses, norms = [], []
     layout = engines.topology.layout
     count = config.training.global_batch_size // (config.training.micro_batch_size * layout.dp)
+    consumed = 0
     for iteration in range(iterations):
-        taken = take_batches(batches, count, engines.topology.device)
-        outcome = train_step(engines, taken, iteration, config.optimizer.lr, config.optimizer.weight_decay)
+        length = None if sizes is None else sizes.lengths.at(iteration)
+        count = count if sizes is None else sizes.batches.num_micro_batches(consumed)
+        consumed += 0 if sizes is None else sizes.batches.at(consumed)
+        taken = take_batches(batches, count, engines.topology.device, length)
+        rates = config.optimizer.lr, config.optimizer.weight_decay
+        outcome = train_step(engines, taken, iteration, *rates, seq_length=length)
         after_step(engines)
         losses.append(outcome.loss)
         norms.append(outcome.grad_norm if outcome.grad_norm is not None else float("nan"))

@@ -12,6 +12,7 @@ from megatron.base.errors import UserError
 from megatron.base.kinds import Kind
 from megatron.base.option import derived
 from megatron.base.words import Note
+from megatron.config.translate.curriculum import key_of, read_curriculum
 from megatron.config.translate.rules import Dialect, Explicit, Theirs
 
 
@@ -73,8 +74,7 @@ _IDLE_ZERO = """
 _INSTEAD = {
     "optimizer": "give --optimizer, --lr and what else it holds as flags, and take it out of the file",
     "scheduler": "give --lr-decay-style and what else it holds as flags, and take it out of the file",
-    "curriculum_learning": "curriculum learning is not available yet; switch it off in the file",
-    "data_efficiency": "neither curriculum learning nor random layer-token dropping is available; switch it off",
+    "data_efficiency": "of these, only sequences that grow are available; switch it off and use curriculum_learning",
 }
 
 _COUNT = Kind(element=int, minimum=1)
@@ -129,6 +129,7 @@ class _File:
             "bfloat16": self._bf16,
             "zero_optimization": self._zero,
             "data_types": self._data_types,
+            "curriculum_learning": self._curriculum,
         }
         if key in takers:
             takers[key](key, value)
@@ -220,6 +221,19 @@ class _File:
         self._mapping(key, values, _IDLE_ZERO.split())
         self.taken.append(f"{key}.stage")
         self.idle += [f"{key}.{name}" for name in values if name != "stage"]
+
+    def _curriculum(self, key: str, value: Any) -> None:
+        where = f"{self.path}: {key}"
+        if not isinstance(value, dict):
+            raise UserError(f"{where} must hold names and values, not a {type(value).__name__}")
+        meant = read_curriculum(value, where, self.idle.append)
+        if meant is None:
+            self.idle.append(key)
+            return
+        for path, one in meant.items():
+            name = key_of(path.partition(".")[2], meant["curriculum.curriculum_type"])
+            self.given.settle(_BY, path, one, f"{where}.{name} {one}")
+        self.taken.append(key)
 
     def _data_types(self, key: str, value: Any) -> None:
         kind = self._mapping(key, value, ("grad_accum_dtype",)).get("grad_accum_dtype")

@@ -228,7 +228,7 @@ _REFUSED = [
         switches="random-ltd",
     ),
     _refused(
-        "curriculum learning is not available yet; leave it out",
+        "of these, only sequences that grow are available; use --curriculum-learning",
         switches="data-efficiency-curriculum-learning",
         values="train-data-exact-num-epochs train-idx-path train-desc-path train-doc-idx-path "
         "train-sample-idx-path train-shuffle-idx-path",

@@ -141,7 +141,7 @@ def test_the_grid_of_remembered_rows_is_that_of_earlier_checkpoints() -> None:
 
 def test_the_oldest_sample_goes_first_and_a_visit_makes_it_young() -> None:
     cache = SampleCache(2)
-    assert [cache.visit(sample) for sample in (1, 2, 1, 3, 2, 1)] == [False, False, True, False, False, False]
+    assert [cache.visit(sample, 1) for sample in (1, 2, 1, 3, 2, 1)] == [False, False, True, False, False, False]
     for sample in (1, 2):
         cache.store(sample, torch.tensor([float(sample)]))
     cache.commit()
@@ -150,7 +150,7 @@ def test_the_oldest_sample_goes_first_and_a_visit_makes_it_young() -> None:
     assert exported[0].tolist() == [2, 1]
     other = SampleCache(1)
     other.load(*exported)
-    assert [other.visit(sample) for sample in (1, 2)] == [True, False]
+    assert [other.visit(sample, 1) for sample in (1, 2)] == [True, False]
 
 
 def _visited(codec: DeltaCodec, steps: int) -> tuple[list[Tensor], tuple[CompressorState, CompressorState]]:
@@ -212,7 +212,9 @@ def test_a_codec_calls_for_what_it_will_need(tmp_path: Path) -> None:
     """The sender when it is told what comes, the receiver when it posts the receive."""
     codec = DeltaCodec(DeltaConfig(memory=1, folder=str(tmp_path)))
     _, (sender, receiver) = _visited(codec, 6)
-    shape, known = torch.Size((4, 1, 6)), (next(iter(sender.cache("samples", 9)._order)),)
+    shape, known = torch.Size((S, 1, H)), (next(iter(sender.cache("samples", 9)._order)),)
+    codec.expect(torch.Size((S + 1, 1, H)), sender, known)
+    assert not sender.cache("samples", 9)._rows._ahead, "a row of another length is called for"
     codec.expect(shape, sender, known)
     assert len(sender.cache("samples", 9)._rows._ahead) == 1
     codec.empty_payload(shape, torch.float32, torch.device("cpu"), receiver, known)

@@ -272,6 +272,7 @@ MEGATRON_DEEPSPEED: dict[str, Script] = {
         _BF16_FILE.format(micro=8, stage=1, rest=', "wall_clock_breakdown": false'),
     ),
     "megatron-deepspeed 350M dense": Script(_350M, 8, _FP16_FILE % (4, 0, "false")),
+    "megatron-deepspeed 350M curriculum": Script(_350M, 8, _FP16_FILE % (4, 0, "true")),
     "megatron-deepspeed 125M flash": Script(
         f"{_DENSE} --no-gradient-accumulation-fusion --tensor-model-parallel-size 2 --micro-batch-size 2 "
         "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --split 949,50,1 --seed 1234 "
@@ -306,9 +307,6 @@ AQSGD_DEBERTA = Script(
     + " --seed 42 --warmup-steps 50",
     8,
 )  # fmt: skip
-
-CURRICULUM = Script(_350M, 8, _FP16_FILE % (4, 0, "true"))
-"""Refused: sequences that grow are not available."""
 
 COMPLETE: dict[str, Script] = {**_optimus_scripts(), **RADIUS, **EDGC, **JUPITER, **MEGATRON_DEEPSPEED}
 """Those that need nothing more to start."""

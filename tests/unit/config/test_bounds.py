@@ -21,11 +21,11 @@ from megatron.compression.registry import Registry
 from megatron.compression.schedule import RunLength
 from megatron.compression.spec import COMMON, read_spec
 from megatron.config import UserError, build_run_parser, flags, parse_args
+from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.collect import collect_yaml
 from megatron.config.run import RunConfig, run_sections
 from megatron.config.translate import TRANSLATOR
 from megatron.optimizer.schedules import LRSchedule
-from megatron.training.batch_size import BatchSizeSchedule
 
 MINIMAL = [
     *("--num-layers=4", "--hidden-size=64", "--num-attention-heads=4", "--seq-length=32"),

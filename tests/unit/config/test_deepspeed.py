@@ -63,6 +63,60 @@ def test_a_constant_loss_scale_and_stage_0(tmp_path: Path) -> None:
     assert not config.parallel.use_distributed_optimizer
 
 
+def _grown(**changes: Any) -> dict[str, Any]:
+    """A curriculum with some keys changed, or (None) left out."""
+    keys = {
+        "enabled": True,
+        "curriculum_type": "seqlen",
+        "min_difficulty": 16,
+        "max_difficulty": 32,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"total_curriculum_step": 50, "difficulty_step": 8},
+        **changes,
+    }
+    return {"curriculum_learning": {name: value for name, value in keys.items() if value is not None}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags"),
+    [
+        ({}, "--curriculum-seqlen-min 16 --curriculum-seqlen-steps 50"),
+        (
+            {"schedule_config": {"total_step": 50, "difficulty_step": 8}},
+            "--curriculum-seqlen-min 16 --curriculum-seqlen-steps 50",
+        ),
+        (
+            {
+                "schedule_type": "fixed_root",
+                "schedule_config": {"total_curriculum_step": 50, "difficulty_step": 16, "root_degree": 3},
+            },
+            "--curriculum-type fixed_root --curriculum-root-degree 3 --curriculum-seqlen-min 16 "
+            "--curriculum-seqlen-step 16 --curriculum-seqlen-steps 50",
+        ),
+        (
+            {"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [8, 16, 32], "max_step": [3, 9]}},
+            "--curriculum-type fixed_discrete --curriculum-discrete-seqlens 8 16 32 --curriculum-discrete-steps 3 9",
+        ),
+    ],
+)
+def test_a_curriculum_is_what_flags_of_ours_say(tmp_path: Path, changes: dict[str, Any], flags: str) -> None:
+    base = "--micro-batch-size 2"
+    found = _parsed(tmp_path, _grown(**changes), base).resolve(1)
+    meant = read_run(PARSER, f"{BASE} --train-iters 9 {base} --curriculum-learning {flags}".split()).resolve(1)
+    assert found == meant
+
+
+def test_a_custom_curriculum_of_a_file_needs_a_function(tmp_path: Path) -> None:
+    content = _grown(schedule_type="custom", schedule_config=None)
+    with pytest.raises(UserError, match="custom needs --curriculum-function and --curriculum-seqlen-steps"):
+        _parsed(tmp_path, content, "--micro-batch-size 2").resolve(1)
+
+
+def test_a_curriculum_that_is_off_has_no_effect(tmp_path: Path) -> None:
+    config = _parsed(tmp_path, _grown(enabled=False), "--micro-batch-size 2").resolve(1)
+    assert not config.curriculum.curriculum_learning
+
+
 def test_what_a_flag_repeats_does_not_contradict(tmp_path: Path) -> None:
     content = {"train_batch_size": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
     flags = "--micro-batch-size 2 --global-batch-size 8 --bf16 --zero-stage 1 --use-distributed-optimizer"
@@ -99,7 +153,38 @@ def test_what_a_flag_repeats_does_not_contradict(tmp_path: Path) -> None:
         ({"zero_optimization": {"stage": 0}}, "--zero-stage 1", ["stage 0", "--use-distributed-optimizer"]),
         ({"optimizer": {"type": "Adam"}}, "", ["optimizer: give --optimizer, --lr"]),
         ({"scheduler": {}}, "", ["scheduler: give --lr-decay-style"]),
-        ({"curriculum_learning": {"enabled": True}}, "", ["curriculum_learning: curriculum learning is not available"]),
+        ({"curriculum_learning": {"enabled": True}}, "", ["curriculum_learning: curriculum_type is missing"]),
+        ({"curriculum_learning": {}}, "", ["curriculum_learning: enabled is missing"]),
+        ({"curriculum_learning": [1]}, "", ["curriculum_learning must hold names and values"]),
+        (_grown(curriculum_type="vocab"), "", ["curriculum_learning: curriculum_type 'vocab' is not available"]),
+        (_grown(max_difficulty=None), "", ["curriculum_learning: max_difficulty is missing"]),
+        (_grown(min_difficulty=None), "", ["curriculum_learning: min_difficulty is missing"]),
+        (_grown(min_difficulty=80), "", ["curriculum_learning: min_difficulty 80 is above max_difficulty 32"]),
+        (_grown(min_difficulty=12), "", ["schedule_config.difficulty_step 8 does not divide min_difficulty 12"]),
+        (_grown(schedule_type="fixed_square"), "", ["schedule_type: 'fixed_square' is not one of fixed_linear"]),
+        (_grown(schedule_type=None), "", ["curriculum_learning: schedule_type is missing"]),
+        (_grown(schedule_config=None), "", ["curriculum_learning: schedule_config is missing"]),
+        (_grown(schedule_config={"difficulty_step": 8}), "", ["schedule_config: total_curriculum_step is missing"]),
+        (
+            _grown(schedule_config={"difficulty_step": 8, "total_curriculum_step": 0}),
+            "",
+            ["schedule_config: total_curriculum_step is 0", "at least 1"],
+        ),
+        (_grown(schedule_type="fixed_root"), "", ["schedule_config: root_degree is missing"]),
+        (
+            _grown(schedule_type="fixed_discrete", schedule_config={"difficulty": [16, 8, 32], "max_step": [1, 2]}),
+            "",
+            ["schedule_config.difficulty goes backwards, from 16 to 8"],
+        ),
+        (
+            _grown(schedule_type="fixed_discrete", schedule_config={"difficulty": [16, 32], "max_step": 3}),
+            "",
+            ["schedule_config: max_step: expected a list"],
+        ),
+        (_grown(metric="seqlen"), "", ["curriculum_learning: metric is not available"]),
+        (_grown(), "--seq-length 128", ["curriculum_learning.max_difficulty 32 and --seq-length 128 contradict"]),
+        (_grown(), "--curriculum-seqlen-min 8", ["min_difficulty 16 and --curriculum-seqlen-min 8 contradict"]),
+        ({"data_efficiency": {"enabled": True}}, "", ["data_efficiency: of these, only sequences that grow"]),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "", ["grad_accum_dtype bf16", "use fp32"]),
         ({"whatever": 1}, "", ["whatever: is not available; take it out of the file"]),
         ("[]", "", ["expected names and values, not a list"]),

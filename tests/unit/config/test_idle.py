@@ -57,6 +57,11 @@ VALUES = {
     "ckpt_step": "3",
     "do_evaluation": "false",
     "stable_topk_warmup_method": "Dense",
+    "curriculum_seqlen_min": "16",
+    "curriculum_seqlen_step": "16",
+    "curriculum_discrete_seqlens": "8 32",
+    "curriculum_discrete_steps": "7",
+    "curriculum_root_degree": "3",
 }
 SHORTCUT_VALUES = {
     "activations-checkpoint-method": "uniform",
@@ -151,6 +156,11 @@ def test_every_flag_alone_acts_or_is_noted_or_refused() -> None:
 
 PP2, TP2 = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 32"
 RESUMED = "--load x"
+CURRICULUM = "--curriculum-learning --curriculum-seqlen-min 16 --curriculum-seqlen-steps 9"
+DISCRETE = (
+    "--curriculum-learning --curriculum-type fixed_discrete --curriculum-discrete-seqlens 8 32 "
+    "--curriculum-discrete-steps 9"
+)
 # What makes a rule's fields act, by the words of the rule: (flags, processes).
 PARTNERS: dict[str, tuple[str, int]] = {
     "without --position-embedding-type rope": ("--position-embedding-type rope", 1),
@@ -167,6 +177,12 @@ PARTNERS: dict[str, tuple[str, int]] = {
     "this is fp32 anyway, but with --fp16 or --bf16": ("--fp16", 1),
     "there is one process": ("", 2),
     "layers are compiled by themselves only on CUDA, with one tensor-parallel rank": ("", 1),
+    "without --curriculum-learning": (CURRICULUM, 1),
+    "without --curriculum-learning by --curriculum-type fixed_root": (f"{CURRICULUM} --curriculum-type fixed_root", 1),
+    "without --curriculum-learning by --curriculum-type fixed_discrete": (DISCRETE, 1),
+    "without --curriculum-learning by --curriculum-type custom": ("", 1),
+    "beside --curriculum-type fixed_discrete and custom, which have lengths of their own": (CURRICULUM, 1),
+    "beside --curriculum-type fixed_discrete, which has steps of its own": (CURRICULUM, 1),
     "without --fp16": ("--fp16", 1),
     "beside a constant --loss-scale": ("--fp16", 1),
     "without --optimizer adam": ("", 1),
@@ -207,6 +223,8 @@ BESIDE: dict[str, str] = {
     "beside --start-weight-decay and --end-weight-decay": (
         "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.2"
     ),
+    "beside --curriculum-type fixed_discrete and custom, which have lengths of their own": DISCRETE,
+    "beside --curriculum-type fixed_discrete, which has steps of its own": DISCRETE,
     "nothing is evaluated during training": "--skip-train",
     "--load goes on from the checkpoints of --save": "--save s --load s",
 }
@@ -215,7 +233,10 @@ BESIDE: dict[str, str] = {
 OPTIONS = {field.path: field for section, cls in run_sections().items() for field in field_options(section, cls)}
 PAIRS = [(rule.why, path) for rule in RULES for path in rule.fields]
 # Refused with words of their own where the rule would hold, or in need of a file.
-ELSEWHERE = {"optimizer.lr_decay_samples", "optimizer.lr_decay_tokens", "compression.compress_module"}
+ELSEWHERE = {
+    "optimizer.lr_decay_samples", "optimizer.lr_decay_tokens", "compression.compress_module",
+    "curriculum.curriculum_function",
+}  # fmt: skip
 
 
 def _notes_on(path: str, words: str, world_size: int) -> list[str]:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron.config import RunConfig, UserError, build_run_parser
+from megatron.config.curriculum import lengths_of
 from megatron.config.flags import ParsedRun, read_run
-from tests.unit.config.original_scripts import AQSGD_DEBERTA, AQSGD_LM, COMPLETE, CURRICULUM, Script
+from tests.unit.config.original_scripts import AQSGD_DEBERTA, AQSGD_LM, COMPLETE, Script
 
 PARSER = build_run_parser()
 
@@ -75,9 +76,16 @@ def test_what_a_file_of_deepspeed_means(tmp_path: Path) -> None:
     assert config.parallel.use_distributed_optimizer is False
 
 
-def test_a_curriculum_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="curriculum_learning: curriculum learning is not available yet"):
-        _read(CURRICULUM, tmp_path)
+def test_what_a_curriculum_means(tmp_path: Path) -> None:
+    config, notes = _resolved(COMPLETE["megatron-deepspeed 350M curriculum"], tmp_path)
+    lengths = lengths_of(config.curriculum, config.model.seq_length)
+    assert (lengths.lengths[0], lengths.full, lengths.first[-1] + 1) == (80, 2048, 110_000)
+    assert any(note.startswith("--deepspeed-config") and "curriculum_learning" in note for note in notes)
+    # The same tokens make more samples, of which the first ones are short.
+    plain, _ = _resolved(COMPLETE["megatron-deepspeed 350M dense"], tmp_path)
+    assert plain.training.train_samples == 300_000_000_000 // 2048
+    assert config.training.train_samples is not None
+    assert plain.training.train_samples < config.training.train_samples < 439453125
 
 
 def test_the_language_model_of_aq_sgd_parses_and_says_what_it_lacks(tmp_path: Path) -> None:

@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from megatron.config.batch_size import BatchSizeSchedule
+from megatron.config.lengths import LengthSchedule
+from megatron.config.steps import StepSizes
 from megatron.training.assembly import Engines
 from megatron.training.step import evaluation_step
 from tests.support.tiny import tiny_batches, tiny_engines, tiny_train
@@ -85,3 +88,17 @@ def test_compiled_code_gives_the_losses_of_eager_layers() -> None:
     assert _graphs() == (1, 0)
     assert found == pytest.approx(wanted, rel=1e-5)
     assert counters["inductor"]
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_sequences_that_grow_need_two_graphs(model: str) -> None:
+    """One of the first length and one of any; without the second, torch gives up after its limit of graphs."""
+    lengths = LengthSchedule((4, 6, 8, 10, 11, 12, 13, 14, 15, 16), tuple(range(10)))
+    sizes = StepSizes(BatchSizeSchedule(4, micro_batch_size=1, dp_size=1), lengths)
+    changes: dict[str, dict[str, Any]] = {"model": MODELS[model]}
+    wanted = tiny_train(tiny_engines(changes), 10, sizes=sizes).losses
+    engines = tiny_engines(changes)
+    engines.stages[0].compile_layers(backend="aot_eager", lengths_vary=True)
+    found = tiny_train(engines, 10, sizes=sizes).losses
+    assert found == pytest.approx(wanted, rel=1e-6)
+    assert _graphs() == (2, 0)

@@ -155,6 +155,33 @@ def test_state_is_plain_and_restores_the_position() -> None:
     assert (other.lr, other.weight_decay) == (schedule.lr, schedule.weight_decay)
 
 
+def test_a_decay_in_tokens_counts_short_sequences_as_parts_of_samples() -> None:
+    """And a checkpoint from before tokens were counted had whole sequences."""
+    options = make_options(lr_decay_tokens=1600, lr_decay_style="linear")
+    schedules = [
+        LRSchedule.from_options(options, global_batch_size=4, seq_length=16, train_samples=1000) for _ in range(3)
+    ]
+    for length in (4, 4, 8, 16):
+        schedules[0].step(10, 10 * length)
+    assert schedules[0].consumed_samples == 40
+    assert schedules[0].lr == schedules[0].values.lr_at(20.0) < schedules[0].values.max_lr
+    state = json.loads(json.dumps(schedules[0].state_dict()))
+    schedules[1].load_state_dict(state)
+    assert schedules[1].lr == schedules[0].lr
+    schedules[1].step(5)
+    assert schedules[1].lr == schedules[1].values.lr_at(25.0)
+    del state["consumed_tokens"]
+    schedules[2].load_state_dict(state)
+    assert schedules[2].lr == schedules[2].values.lr_at(40.0)
+
+
+def test_a_decay_in_samples_does_not_look_at_their_tokens() -> None:
+    schedule = LRSchedule.from_options(make_options(), global_batch_size=4, seq_length=16, train_samples=100)
+    schedule.step(10, 20)
+    assert schedule.lr == schedule.values.lr_at(10.0)
+    assert "consumed_tokens" not in schedule.state_dict()
+
+
 def test_a_differing_value_is_refused_unless_a_flag_settles_it() -> None:
     saved = LRSchedule(make_values())
     saved.step(50)

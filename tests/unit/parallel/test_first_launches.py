@@ -34,7 +34,7 @@ WARM_UP = 3
 
 
 class Halving(Codec):
-    """Launches other kernels for the first message that it remembers, and for every third of them."""
+    """Launches other kernels for the first message that it remembers, for every third of them, and for each shape."""
 
     def __init__(self, device: SpinningDevice, point: Point) -> None:
         super().__init__()
@@ -43,8 +43,8 @@ class Halving(Codec):
     def launches(self, shape: torch.Size, state: CompressorState, keys: Any) -> Hashable:
         return state.layout(("calls",)), state.count("calls") % 3
 
-    def _launch(self, what: str, state: CompressorState) -> None:
-        self.device.launch((self.point, what, state.get("seen") is None, state.count("calls") % 3))
+    def _launch(self, what: str, shape: torch.Size, state: CompressorState) -> None:
+        self.device.launch((self.point, what, shape, state.get("seen") is None, state.count("calls") % 3))
         state.stage("calls", state.count("calls") + 1)
         state.stage("seen", torch.zeros(1))
 
@@ -54,13 +54,13 @@ class Halving(Codec):
         return Payload(torch.empty(shape, dtype=dtype))
 
     def encode(self, x: Tensor, state: CompressorState, key: Hashable) -> Payload:
-        self._launch("encode", state)
+        self._launch("encode", x.shape, state)
         return Payload(x / 2)
 
     def decode(
         self, payload: Payload, shape: torch.Size, dtype: torch.dtype, state: CompressorState, key: Hashable
     ) -> Tensor:
-        self._launch("decode", state)
+        self._launch("decode", shape, state)
         return payload.wire * 2
 
 
@@ -81,20 +81,22 @@ class _Layer(torch.autograd.Function):
 
 @dataclass
 class Program:
-    """One chunk; in a step of another kind it launches other kernels."""
+    """One chunk; in a step of another kind, or of other sequences, it launches other kernels."""
 
     device: SpinningDevice
     chunk: int
     first: bool
     last: bool
     kind: Hashable
+    shape: torch.Size
     losses: dict[int, float]
 
     def forward(self, micro_batch: int, x_sbh: Tensor | None) -> Tensor:
-        x = torch.full(SHAPE, float(micro_batch)) if x_sbh is None else x_sbh
+        x = torch.full(self.shape, float(micro_batch)) if x_sbh is None else x_sbh
+        assert x.shape == self.shape
         if x_sbh is None and self.kind[0] == "training":  # type: ignore[index]
             x.requires_grad_()
-        out: Tensor = _Layer.apply(x, self.device, (self.kind, self.chunk))
+        out: Tensor = _Layer.apply(x, self.device, (self.kind, self.chunk, self.shape))
         if self.last:
             out = out.sum()
             self.losses[micro_batch] = float(out.detach())
@@ -106,12 +108,16 @@ class Program:
 
 @dataclass(frozen=True)
 class Case:
-    """A pipeline and its steps: the micro-batches of each, and whether it is an evaluation."""
+    """A pipeline and its steps: the micro-batches of each, whether it is an evaluation, and lengths where they grow."""
 
     kind: str
     pp: int
     chunks: int
     steps: tuple[tuple[int, bool], ...]
+    lengths: tuple[int, ...] = ()
+
+    def shape(self, step: int) -> torch.Size:
+        return torch.Size((self.lengths[step], *SHAPE[1:])) if self.lengths else SHAPE
 
     @property
     def layout(self) -> Layout:
@@ -128,6 +134,11 @@ CASES = [
     *(case("1f1b", pp, chunks, pp * groups) for pp in (2, 3, 4) for chunks in (2, 3) for groups in (1, 2)),
     *(case(kind, pp, 1, count) for kind in ("1f1b", "eager-1f1b", "gpipe") for pp in (2, 4, 5) for count in (1, 3, 8)),
 ]
+GROWING = [
+    replace(case(kind, pp, chunks, 2 * pp), lengths=(2, 2, 5, 2, 3, 3, 3, 3, 5, 5, 5))
+    for kind, pp, chunks in (("1f1b", 2, 1), ("1f1b", 2, 2), ("1f1b", 3, 3), ("eager-1f1b", 4, 1), ("gpipe", 2, 1))
+]
+"""Sequences grow before, with and after a codec's first step, and with a batch; evaluations have the last length."""
 
 
 def _always(codec: Codec) -> Callable[[Any], Codec]:
@@ -171,10 +182,12 @@ def _rank(
                     last=case.layout.virtual_stage(device.rank, chunk) == case.layout.num_virtual_stages - 1,
                     kind=kind,
                     losses=found,
+                    shape=case.shape(step),
                 )
                 for chunk in range(case.chunks)
             ]
             table = engine.timetable(None if evaluates else case.kind, count)
+            engine.channel.shape = case.shape(step)
             engine.channel.begin(1.0)
             grad = None if evaluates else torch.ones(())
             with torch.set_grad_enabled(not evaluates):
@@ -194,7 +207,7 @@ def _nothing(engine: PipelineEngine, device: SpinningDevice, step: int) -> None:
     """Leaves a run as it is."""
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *GROWING], ids=str)
 def test_nothing_is_loaded_beside_a_receive_and_nobody_waits_for_ever(case: Case) -> None:
     results = run_threads(case.pp, _rank(case, _nothing))
     for rank, (violations, ahead, losses) in enumerate(results):
@@ -205,7 +218,7 @@ def test_nothing_is_loaded_beside_a_receive_and_nobody_waits_for_ever(case: Case
             assert losses[0] == expected
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *GROWING], ids=str)
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_ranks_need_not_agree_about_what_they_know(case: Case, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some ranks forget what they have launched, each at steps of its own: they wait where the others post ahead."""

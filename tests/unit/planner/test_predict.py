@@ -15,6 +15,7 @@ from benchmarks.network.run import linked, predicted
 from megatron.config.run import RunConfig
 from megatron.planner.choice import choice_of
 from megatron.planner.cluster import LinkSpec, read_cluster
+from megatron.planner.growth import growth
 from megatron.planner.predict import Predictor
 from megatron.training.flops import benchmark_tflops
 from megatron.training.report import model_shape
@@ -141,3 +142,20 @@ def test_top_k_sends_its_choice_to_every_replica() -> None:
     exact, chosen = np.linalg.solve([[1.0, 1.0], [1.75, 7.0]], [sent[2], sent[8]])
     assert chosen > exact > 0
     assert sent[4] == pytest.approx(1.5 * exact + 3 * chosen, rel=1e-6)
+
+
+def test_sequences_that_grow_make_the_mean_iteration_shorter() -> None:
+    """Its time is predicted where it is known, and between as the operations' polynomial."""
+    curriculum = {"curriculum_learning": True, "curriculum_seqlen_min": 512, "curriculum_seqlen_steps": 50}
+    model = {"hidden_size": 4096, "num_attention_heads": 32, "max_position_embeddings": 2048}
+    plain, choice = predictor_of(small_run(model={**model, "seq_length": 2048}))
+    assert growth(plain, choice) is None
+    found = growth(*predictor_of(small_run(model={**model, "seq_length": 2048}, curriculum=curriculum)))
+    assert found is not None
+    assert (found.first, found.full, found.iterations) == (536, 2048, 100)
+    assert found.full_s == plain.predict(choice).seconds
+    short = predictor_of(small_run(model={**model, "seq_length": found.first}))[0].predict(choice).seconds
+    assert found.first_s == pytest.approx(short, rel=1e-9)
+    # Half of the run is whole; the other half is between.
+    assert found.full_s / 2 + found.first_s / 2 < found.mean_s < found.full_s
+    assert f"{found.mean_s:.3g} s in the mean of the 100 of the run" in found.line

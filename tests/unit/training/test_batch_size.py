@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.base.errors import UserError
-from megatron.training.batch_size import Ahead, BatchSizeSchedule
+from megatron.config.batch_size import Ahead, BatchSizeSchedule
 
 
 def test_constant_batch_size() -> None:

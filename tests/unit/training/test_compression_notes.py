@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.config.batch_size import BatchSizeSchedule
 from megatron.data.build import build_datasets
-from megatron.training.batch_size import BatchSizeSchedule
 from megatron.training.compression_notes import compression_notes, run_length
 from tests.support.tiny import tiny_config
 from tests.unit.data.cases import write

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from megatron.config.batch_size import BatchSizeSchedule
+from megatron.config.lengths import LengthSchedule
 from megatron.config.run import RunConfig
+from megatron.config.steps import StepSizes
 from megatron.topology.layout import Layout
-from megatron.training.batch_size import BatchSizeSchedule
 from megatron.training.forecast import Forecast, ModelSize, format_estimate, format_size
 from tests.unit.training.test_metrics import ELAPSED, ITERATION, TFLOPS
 
@@ -19,7 +21,9 @@ SECONDS = {"evaluate": 7.0, "save": 3.0, "check": 0.5}
 class PlayedRun:
     """A run on a clock of its own, whose iterations take as long as their micro-batches and the pipeline's filling."""
 
-    def __init__(self, pp: int = 1, chunks: int = 1, start: int = 0, **sections: dict[str, Any]) -> None:
+    def __init__(
+        self, pp: int = 1, chunks: int = 1, start: int = 0, grows: bool = False, **sections: dict[str, Any]
+    ) -> None:
         plain: dict[str, dict[str, Any]] = {
             "model": {"num_layers": 8, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8},
             "training": {"micro_batch_size": 1, "global_batch_size": 16, "train_iters": 200},
@@ -38,7 +42,10 @@ class PlayedRun:
         assert sizes.train_iters is not None
         self.last, self.now = sizes.train_iters, 0.0
         self.iteration, self.consumed = start, self.batches.ahead(0, start).samples
-        self.forecast = Forecast(config, self.batches, self.layout, self.last, (True, False))
+        full = config.model.seq_length
+        growing = LengthSchedule.growing(lambda step: 1 + (full - 1) * step // 120, 120, full)
+        self.lengths = growing if grows else LengthSchedule.constant(full)
+        self.forecast = Forecast(config, StepSizes(self.batches, self.lengths), self.layout, self.last, (True, False))
         self.expected: dict[int, float] = {}
 
     def _pause(self, what: str, every: int | None) -> None:
@@ -52,8 +59,10 @@ class PlayedRun:
         while self.iteration < self.last:
             filling = (self.layout.pp - 1) / self.layout.chunks
             seconds = 0.2 * (self.batches.num_micro_batches(self.consumed) + filling)
+            length = self.lengths.at(self.iteration)
+            seconds *= length / self.config.model.seq_length
             seconds += 30.0 if not self.forecast.done else 0.0  # the first one compiles
-            self.forecast.step(self.consumed, seconds)
+            self.forecast.step(self.consumed, seconds, length)
             self.consumed += self.batches.at(self.consumed)
             self.iteration, self.now = self.iteration + 1, self.now + seconds
             self._pause("check", config.training.check_replicas)
@@ -72,6 +81,13 @@ CASES: dict[str, dict[str, Any]] = {
     "interleaved": {"pp": 4, "chunks": 2, "validation": {"eval_iters": 0}},
     "growing batches": {
         "pp": 2,
+        "training": {"train_iters": 300, "rampup_batch_size": [2, 2, 1500]},
+        "validation": {"eval_iters": 0},
+    },
+    "growing sequences": {"pp": 2, "grows": True, "validation": {"eval_iters": 0}},
+    "growing batches and sequences": {
+        "pp": 2,
+        "grows": True,
         "training": {"train_iters": 300, "rampup_batch_size": [2, 2, 1500]},
         "validation": {"eval_iters": 0},
     },

@@ -25,9 +25,11 @@ from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.lowrank_codec import LowRankCodec, LowRankConfig
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
+from megatron.config.batch_size import BatchSizeSchedule
+from megatron.config.lengths import LengthSchedule
+from megatron.config.steps import StepSizes
 from megatron.topology.clock import HostClock
 from megatron.training.assembly import Engines
-from megatron.training.batch_size import BatchSizeSchedule
 from megatron.training.error_probe import ErrorProbe
 from megatron.training.metrics import LOSS, MetricsWindow, StepMetrics
 from megatron.training.progress_state import Progress
@@ -81,7 +83,7 @@ class Run:
         self.reporter = self._reporter(self.engines)
 
     def _reporter(self, engines: Engines) -> Reporter:
-        sizes = BatchSizeSchedule(4, micro_batch_size=1, dp_size=1)
+        sizes = StepSizes(BatchSizeSchedule(4, micro_batch_size=1, dp_size=1), LengthSchedule.constant(16))
         return Reporter(engines.config, engines, self.progress, 30, self.timers, sizes, (True, True))
 
     def begin(self) -> None:
@@ -126,6 +128,7 @@ class Run:
                 grad_norm=grad_norm,
                 skipped_iterations=int(grad_norm is None),
                 consumed_samples=self.progress.consumed_samples,
+                consumed_tokens=16 * self.progress.consumed_samples,
                 learning_rate=lr,
                 weight_decay=0.1,
                 params_norm=params_norm,

@@ -77,6 +77,26 @@ def test_mfu_comes_behind_the_time_left_and_disturbs_no_pattern() -> None:
     assert found == [[("10", "3125000")], ["5.3247"], ["137.89"]]
 
 
+def test_growing_sequences_are_named_last_and_disturb_no_pattern() -> None:
+    line = format_train_line(dataclasses.replace(WINDOW, mfu=0.41237, curriculum_seqlen=72))
+    assert line.endswith(" TFLOPs: 137.89 | MFU: 41.2% | curriculum seqlen:    72 |")
+    found = [pattern.findall(line) for pattern in (ITERATION, ELAPSED, TFLOPS)]
+    assert found == [[("10", "3125000")], ["5.3247"], ["137.89"]]
+
+
+def test_a_window_of_several_sizes_counts_each_step_by_its_own() -> None:
+    now = [0.0]
+    window = MetricsWindow(lambda: now[0])
+    for samples, length in ((2, 8), (4, 8), (4, 16), (4, 16)):
+        now[0] += 0.5
+        window.add(dataclasses.replace(step(lm=1.0), global_batch_size=samples, seq_length=length))
+    closed = window.close()
+    assert closed.tokens_per_second == pytest.approx((16 + 32 + 64 + 64) / 2.0)
+    assert closed.samples_per_second == pytest.approx(14 / 2.0)
+    assert closed.mean_over_steps(lambda samples, length: length) == pytest.approx(12.0)
+    assert (closed.global_batch_size, closed.seq_length) == (4, 16)
+
+
 def test_optional_fields_stand_in_their_places() -> None:
     line = format_train_line(dataclasses.replace(WINDOW, num_zeros=12.0, params_norm=99.5))
     assert " | grad norm: 3.142 | num zeros: 12.0 | params norm: 99.500 | number of skipped" in line

@@ -32,6 +32,7 @@ WINDOW = StepMetrics(
     loss_scale=1.0,
     grad_norm=2.0,
     consumed_samples=160,
+    consumed_tokens=10240,
     learning_rate=1e-3,
     seconds_per_iteration=0.5,
     train_iters=100,
@@ -52,7 +53,8 @@ def opened(resume: dict[str, int] | None = None, lines: list[str] | None = None,
 
 
 def window_at(iteration: int, loss: float = 3.5) -> StepMetrics:
-    return dataclasses.replace(WINDOW, iteration=iteration, consumed_samples=8 * iteration, losses={"lm loss": loss})
+    consumed = {"consumed_samples": 8 * iteration, "consumed_tokens": 512 * iteration}
+    return dataclasses.replace(WINDOW, iteration=iteration, losses={"lm loss": loss}, **consumed)
 
 
 def step_at(iteration: int, value: float = 1.0) -> StepMetrics:
@@ -463,3 +465,15 @@ def test_the_package_of_weights_and_biases_writes_a_run_offline(
     sinks.close()
     (run,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     assert b"lm loss" in run.read_bytes()
+
+
+def test_growing_sequences_are_in_every_place(tmp_path: Path) -> None:
+    lines: list[str] = []
+    path = tmp_path / "log.jsonl"
+    sinks = opened(lines=lines, log_json_file=str(path), tensorboard_dir=str(tmp_path / "curves"))
+    sinks.step(dataclasses.replace(step_at(1), curriculum_seqlen=40))
+    sinks.window(dataclasses.replace(WINDOW, curriculum_seqlen=40, seq_length=40))
+    sinks.close()
+    assert lines[0].endswith("| curriculum seqlen:    40 |")
+    assert json.loads(path.read_text())["curriculum_seqlen"] == 40
+    assert read_curves(tmp_path / "curves")["curriculum_seqlen"] == [(1, 40.0)]

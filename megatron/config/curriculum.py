@@ -1,0 +1,235 @@
+"""Curriculum learning: sequences that grow over the first part of the run (Li et al. 2022), as DeepSpeed schedules it.
+
+The length of a step depends on its number alone. Samples are those of the full length, cut off behind it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from math import floor
+from pathlib import Path
+from typing import Literal
+
+from megatron.base.errors import UserError
+from megatron.base.option import derived, option
+from megatron.config.lengths import LengthSchedule
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+
+MOST_CUSTOM = 10**6
+"""Most steps that a custom schedule is asked for, all of them at the start."""
+_MOST_STEPS = 10**9
+_MOST_LENGTHS = 1 << 16
+
+_NEEDS = {
+    "fixed_linear": ("curriculum_seqlen_min", "curriculum_seqlen_steps"),
+    "fixed_root": ("curriculum_seqlen_min", "curriculum_seqlen_steps"),
+    "fixed_discrete": ("curriculum_discrete_seqlens", "curriculum_discrete_steps"),
+    "custom": ("curriculum_function", "curriculum_seqlen_steps"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurriculumConfig:
+    """Sequence lengths that grow over the first part of the run, up to --seq-length. Evaluations have that length."""
+
+    curriculum_learning: bool = option(False, "Begin with short sequences; see docs/curriculum.md.")
+    curriculum_type: Literal["fixed_linear", "fixed_root", "fixed_discrete", "custom"] = option(
+        "fixed_linear",
+        "How the length grows: linearly, as a root of the steps, by a list, or by a function of your own.",
+    )
+    curriculum_seqlen_min: int | None = derived(
+        "needed by fixed_linear and fixed_root", "Length of the first sequences.", unit="tokens", minimum=1
+    )
+    curriculum_seqlen_step: int = option(
+        8, "Lengths are multiples of this number; of 8 and more, they suit tensor cores.", unit="tokens", minimum=1
+    )
+    curriculum_seqlen_steps: int | None = derived(
+        "needed, but for fixed_discrete",
+        "Iterations after which sequences have their full length.",
+        unit="iterations",
+        minimum=1,
+        maximum=_MOST_STEPS,
+    )
+    curriculum_root_degree: float = option(
+        2.0, "Degree of the root of fixed_root: 2 is the square root, 1 is linear.", minimum=1, maximum=100
+    )
+    curriculum_discrete_seqlens: list[int] | None = derived(  # noqa: RUF009
+        "needed by fixed_discrete",
+        "The lengths in their order; the last one is --seq-length.",
+        unit="tokens",
+        minimum=1,
+    )
+    curriculum_discrete_steps: list[int] | None = derived(  # noqa: RUF009
+        "needed by fixed_discrete",
+        "The last iteration of each of these lengths but the last one, which stays.",
+        unit="iterations",
+        minimum=1,
+        maximum=_MOST_STEPS,
+    )
+    curriculum_function: str | None = derived(
+        "needed by custom",
+        "A Python file with a function seqlen(step) that returns the length of a step (the first is 1); asked for the "
+        "first --curriculum-seqlen-steps steps, before the run begins.",
+        metavar="FILE",
+        contents="file",
+    )
+
+
+Naming = Callable[[str], str]
+"""What messages call a field: its flag, or its place in a file."""
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def lengths_of(curriculum: CurriculumConfig, seq_length: int, naming: Naming = _flag) -> LengthSchedule:
+    """The sequence lengths of a run.
+
+    Args:
+        curriculum: a section, its fields within their bounds.
+        seq_length: the full length.
+        naming: what messages call the section's fields, and ``seq_length``.
+
+    Raises:
+        UserError: when it is none that grows to the full length.
+    """
+    if not curriculum.curriculum_learning:
+        return LengthSchedule.constant(seq_length)
+    kind = curriculum.curriculum_type
+    missing = [naming(name) for name in _NEEDS[kind] if getattr(curriculum, name) is None]
+    if missing:
+        raise UserError(
+            f"{naming('curriculum_learning')} by {naming('curriculum_type')} {kind} needs {' and '.join(missing)}; add "
+            f"{'it' if len(missing) == 1 else 'them'}"
+        )
+    if kind == "fixed_discrete":
+        return _discrete(curriculum, seq_length, naming)
+    if kind == "custom":
+        return _custom(curriculum, seq_length, naming)
+    return _by_formula(curriculum, seq_length, naming)
+
+
+def _by_formula(curriculum: CurriculumConfig, full: int, naming: Naming) -> LengthSchedule:
+    """From the shortest to the full length, linearly in a root of the steps, rounded down to multiples of the step."""
+    least, multiple, steps = (
+        curriculum.curriculum_seqlen_min,
+        curriculum.curriculum_seqlen_step,
+        curriculum.curriculum_seqlen_steps,
+    )
+    assert least is not None
+    assert steps is not None
+    degree = curriculum.curriculum_root_degree if curriculum.curriculum_type == "fixed_root" else 1.0
+    if least > full:
+        raise UserError(f"{naming('curriculum_seqlen_min')} {least} is above {naming('seq_length')} {full}; lower it")
+    for name, length in (("curriculum_seqlen_min", least), ("seq_length", full)):
+        if length % multiple:
+            raise UserError(
+                f"{naming('curriculum_seqlen_step')} {multiple} does not divide {naming(name)} {length}; "
+                "choose one that does"
+            )
+
+    count = min((full - least) // multiple, steps)
+    if count > _MOST_LENGTHS:
+        raise UserError(
+            f"{naming('curriculum_seqlen_step')} {multiple} makes {count} lengths, more than {_MOST_LENGTHS}; raise it"
+        )
+
+    def length_of(step: int) -> int:
+        length = floor((step / steps) ** (1.0 / degree) * (full - least) + least)
+        return min(max(length - length % multiple, least), full)
+
+    return LengthSchedule.growing(length_of, steps, full)
+
+
+def _discrete(curriculum: CurriculumConfig, full: int, naming: Naming) -> LengthSchedule:
+    lengths, ends = curriculum.curriculum_discrete_seqlens, curriculum.curriculum_discrete_steps
+    assert lengths is not None
+    assert ends is not None
+    names = naming("curriculum_discrete_seqlens"), naming("curriculum_discrete_steps")
+    if len(lengths) != len(ends) + 1:
+        raise UserError(
+            f"{names[0]} holds {len(lengths)} lengths and {names[1]} {len(ends)} steps; give one step less than "
+            "lengths, since the last one stays"
+        )
+    for name, values in zip(names, (lengths, ends), strict=True):
+        for before, after in pairwise(values):
+            if after <= before:
+                raise UserError(f"{name} goes backwards, from {before} to {after}; give ascending numbers")
+    if lengths[-1] != full:
+        raise UserError(f"{names[0]} ends with {lengths[-1]}, not with {naming('seq_length')} {full}; let it end there")
+    return LengthSchedule(tuple(lengths), (0, *ends))
+
+
+def _custom(curriculum: CurriculumConfig, full: int, naming: Naming) -> LengthSchedule:
+    """A function's lengths, all of which are asked for now, so that none surprises the run."""
+    steps, text = curriculum.curriculum_seqlen_steps, curriculum.curriculum_function
+    assert steps is not None
+    assert text is not None
+    where = f"{naming('curriculum_function')} {text}"
+    if steps > MOST_CUSTOM:
+        raise UserError(
+            f"{naming('curriculum_seqlen_steps')} {steps}: a function is asked for at most {MOST_CUSTOM}; lower it"
+        )
+    function = _function(Path(text), where)
+    lengths: list[int] = []
+    for step in range(1, steps + 1):
+        try:
+            length = function(step)
+        except Exception as error:
+            first = (str(error).splitlines() or [""])[0]
+            raise UserError(f"{where} fails at step {step}: {type(error).__name__}: {first}") from error
+        if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= full:
+            raise UserError(
+                f"{where} returns {length!r:.60} for step {step}; it must be a whole number from 1 to "
+                f"{naming('seq_length')} {full}"
+            )
+        if lengths and length < lengths[-1]:
+            raise UserError(f"{where} goes backwards at step {step}, from {lengths[-1]} to {length}; let it grow")
+        lengths.append(length)
+    return LengthSchedule.growing(lambda step: lengths[step - 1], steps, full)
+
+
+def _function(path: Path, where: str) -> Callable[[int], object]:
+    """The function of a file."""
+    if not path.is_file():
+        raise UserError(f"{where}: there is no such file")
+    spec = importlib.util.spec_from_file_location("megatron_curriculum", path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{where}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise UserError(f"{where} cannot be used: {type(error).__name__}: {first}") from error
+    function = getattr(module, "seqlen", None)
+    if not callable(function):
+        raise UserError(f"{where}: it has no function seqlen(step)")
+    made: Callable[[int], object] = function
+    return made
+
+
+def check_curriculum(curriculum: CurriculumConfig, model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Checks that a curriculum's lengths can be split as the layout needs (else UserError)."""
+    parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    odd = [length for length in lengths_of(curriculum, model.seq_length).lengths if length % parts]
+    if odd:
+        raise UserError(
+            f"--sequence-parallel: {_lengths_flag(curriculum)} leads to sequences of {odd[0]} tokens, which "
+            f"--tensor-model-parallel-size {parts} does not divide; take lengths that are multiples of {parts}"
+        )
+
+
+def _lengths_flag(curriculum: CurriculumConfig) -> str:
+    """The flag that decides the lengths."""
+    if curriculum.curriculum_type == "fixed_discrete":
+        return f"--curriculum-discrete-seqlens {' '.join(map(str, curriculum.curriculum_discrete_seqlens or []))}"
+    if curriculum.curriculum_type == "custom":
+        return f"--curriculum-function {curriculum.curriculum_function}"
+    least, multiple = curriculum.curriculum_seqlen_min, curriculum.curriculum_seqlen_step
+    return f"--curriculum-seqlen-min {least} --curriculum-seqlen-step {multiple}"

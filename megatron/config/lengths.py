@@ -1,0 +1,67 @@
+"""The sequence length of each step: constant, or growing (a curriculum)."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LengthSchedule:
+    """Sequence length of each step, as a pure function of its iteration (0-based).
+
+    Args:
+        lengths: the lengths in their order, ascending; the last one stays.
+        first: iteration at which each begins, ascending from 0.
+    """
+
+    lengths: tuple[int, ...]
+    first: tuple[int, ...]
+
+    @staticmethod
+    def constant(length: int) -> LengthSchedule:
+        """The same length at every step."""
+        return LengthSchedule((length,), (0,))
+
+    @staticmethod
+    def growing(length_of: Callable[[int], int], steps: int, full: int) -> LengthSchedule:
+        """Tabulates a function of the number of a step.
+
+        Args:
+            length_of: length of step 1, 2, ..., ``steps``; it never shrinks, and is at most ``full``.
+            steps: number of steps that it is asked for.
+            full: length of all later steps.
+        """
+        lengths, first, step = [], [], 1
+        while step <= steps:
+            lengths.append(length_of(step))
+            first.append(step - 1)
+            # Lengths are few and steps are many: look for the next change.
+            step += bisect_right(range(step, steps + 1), lengths[-1], key=length_of)
+        if not lengths or lengths[-1] < full:
+            lengths.append(full)
+            first.append(steps)
+        return LengthSchedule(tuple(lengths), tuple(first))
+
+    def at(self, iteration: int) -> int:
+        """Length of a step."""
+        return self.lengths[self._place(iteration)]
+
+    def until(self, iteration: int) -> int | None:
+        """The first later iteration with another length; None where there is none."""
+        following = self._place(iteration) + 1
+        return self.first[following] if following < len(self.first) else None
+
+    def _place(self, iteration: int) -> int:
+        return bisect_right(self.first, iteration) - 1
+
+    @property
+    def full(self) -> int:
+        """The last and longest length."""
+        return self.lengths[-1]
+
+    @property
+    def grows(self) -> bool:
+        """Whether there is more than one length."""
+        return len(self.lengths) > 1

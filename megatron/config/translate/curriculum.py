@@ -1,0 +1,101 @@
+"""Translation of ``curriculum_learning`` in DeepSpeed's file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.base.errors import UserError
+from megatron.base.kinds import Kind
+from megatron.base.option import field_options
+from megatron.base.values import Values
+from megatron.base.words import Note
+from megatron.config.curriculum import CurriculumConfig, lengths_of
+
+_NAME = "curriculum_learning"
+_SECTION = "curriculum"
+_CONFIG = "schedule_config"
+_KEYS = ("enabled", "curriculum_type", "min_difficulty", "max_difficulty", "schedule_type", _CONFIG)
+_TYPES = ("fixed_linear", "fixed_root", "fixed_discrete", "custom")
+_BY_TYPE: dict[str, dict[str, str]] = {
+    "fixed_linear": {"curriculum_seqlen_steps": "total_curriculum_step", "curriculum_seqlen_step": "difficulty_step"},
+    "fixed_discrete": {"curriculum_discrete_seqlens": "difficulty", "curriculum_discrete_steps": "max_step"},
+    "custom": {},
+}
+_BY_TYPE["fixed_root"] = {**_BY_TYPE["fixed_linear"], "curriculum_root_degree": "root_degree"}
+_OLD_STEPS = "total_step"
+"""An earlier name of ``total_curriculum_step``."""
+
+
+def read_curriculum(content: dict[str, Any], where: str, idle: Note) -> dict[str, Any] | None:
+    """What a file's curriculum means, by our dotted fields; None where it is switched off.
+
+    Args:
+        content: what ``curriculum_learning`` holds.
+        where: its place, for messages.
+        idle: takes keys without effect.
+
+    Raises:
+        UserError: when a key is missing, unknown, or makes no curriculum; the message names it.
+    """
+    _known(content, _KEYS, where)
+    values = Values(content, where)
+    if not values.flag("enabled"):
+        return None
+    if values.text("curriculum_type") != "seqlen":
+        raise UserError(f"{where}: curriculum_type {content['curriculum_type']!r} is not available; use seqlen")
+    kind = Kind(element=str, choices=_TYPES).from_json(values.text("schedule_type"), f"{where}: schedule_type")
+    least, full = values.integer("min_difficulty"), values.integer("max_difficulty")
+    found: dict[str, Any] = {
+        "curriculum_learning": True,
+        "curriculum_type": kind,
+        **_schedule(values, kind, f"{where}: {_CONFIG}"),
+    }
+    if kind in ("fixed_linear", "fixed_root"):
+        found["curriculum_seqlen_min"] = least
+    elif kind == "custom" or least != found["curriculum_discrete_seqlens"][0]:
+        idle(f"{_NAME}.min_difficulty")
+    if kind != "custom":  # whose function is not in the file
+        try:
+            lengths_of(CurriculumConfig(**found), full, lambda name: key_of(name, kind))
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+    return {**{f"{_SECTION}.{name}": value for name, value in found.items()}, "model.seq_length": full}
+
+
+def _schedule(values: Values, kind: str, where: str) -> dict[str, Any]:
+    """What ``schedule_config`` says, by our fields."""
+    content = dict(values.table(_CONFIG, {} if kind == "custom" else None))
+    if _OLD_STEPS in content:
+        content.setdefault("total_curriculum_step", content.pop(_OLD_STEPS))
+    keys = _BY_TYPE[kind]
+    _known(content, tuple(keys.values()), where)
+    given = Values(content, where)
+    kinds = {field.name: (field.kind, field.is_list) for field in field_options(_SECTION, CurriculumConfig)}
+    found: dict[str, Any] = {}
+    for name, key in keys.items():
+        element, is_list = kinds[name]
+        if is_list:
+            found[name] = [element.from_json(one, f"{where}: {key}") for one in given.listed(key)]
+        elif not given.has(key):
+            raise given.wrong(f"{key} is missing")
+        else:
+            found[name] = element.from_json(given[key], f"{where}: {key}")
+    return found
+
+
+def _known(content: dict[str, Any], keys: tuple[str, ...], where: str) -> None:
+    for name in content:
+        if name not in keys:
+            raise UserError(f"{where}: {name} is not available; take it out of the file")
+
+
+def key_of(name: str, kind: str) -> str:
+    """A field's key in the file."""
+    if name in _BY_TYPE[kind]:
+        return f"{_CONFIG}.{_BY_TYPE[kind][name]}"
+    others = {
+        "curriculum_type": "schedule_type",
+        "curriculum_seqlen_min": "min_difficulty",
+        "seq_length": "max_difficulty",
+    }
+    return others.get(name, name)
