@@ -53,8 +53,9 @@ def opened(resume: dict[str, int] | None = None, lines: list[str] | None = None,
 
 
 def window_at(iteration: int, loss: float = 3.5) -> StepMetrics:
-    consumed = {"consumed_samples": 8 * iteration, "consumed_tokens": 512 * iteration}
-    return dataclasses.replace(WINDOW, iteration=iteration, losses={"lm loss": loss}, **consumed)
+    samples = 8 * iteration
+    made = dataclasses.replace(WINDOW, iteration=iteration, losses={"lm loss": loss})
+    return dataclasses.replace(made, consumed_samples=samples, consumed_tokens=64 * samples)
 
 
 def step_at(iteration: int, value: float = 1.0) -> StepMetrics:
