@@ -195,6 +195,28 @@ MCC_FN Scale scale_of(const mcc_grid &g, const Extent &e, int64_t n) {
   return {outer < kLargest ? outer : kLargest, 0.0f};
 }
 
+MCC_FN bool bit_of(const uint8_t *map, int64_t i) { return (map[i >> 3] >> (i & 7)) & 1; }
+
+/* Where a tile is coded: its stream, and its place among the tiles of that. */
+struct TilePlace {
+  bool wide;
+  int64_t at;
+};
+
+/* The place of a tile which ``before`` of the ``all`` marked tiles precede. The marked tiles and then the others, in order,
+ * fill the first stream, which has room for ``more``, and then the second. */
+MCC_FN TilePlace place_of(bool marked, int64_t tile, int64_t before, int64_t all, int64_t more) {
+  const int64_t sorted = marked ? before : all + tile - before;
+  const bool wide = sorted < more;
+  return {wide, wide ? sorted : sorted - more};
+}
+
+/* The sum of eight squares, neighbors first. */
+MCC_FN float sum_of_squares(const float *d) {
+  return ((d[0] * d[0] + d[1] * d[1]) + (d[2] * d[2] + d[3] * d[3])) +
+         ((d[4] * d[4] + d[5] * d[5]) + (d[6] * d[6] + d[7] * d[7]));
+}
+
 MCC_FN uint32_t mixed(uint32_t x) {
   x ^= x >> 16;
   x *= 0x7feb352du;

@@ -19,6 +19,7 @@ from megatron.kernels import native
 from megatron.kernels.grid import Grid, Role, ScaleLayout, ScaleMethod
 from tests.support import float8 as float8_checks
 from tests.support import kernels as checks
+from tests.support import tiles as tile_checks
 
 pytestmark = pytest.mark.slow
 
@@ -149,6 +150,17 @@ def test_float8(device: str) -> None:
     float8_checks.check_formats(device, (0, 1, 999, 2600))
     float8_checks.check_large_groups(device)
     float8_checks.check_unaligned(device)
+
+
+@pytest.mark.parametrize("role", [Role.PLAIN, Role.DELTA, Role.FEEDBACK])
+def test_messages_that_decide_by_tiles(device: str, role: Role) -> None:
+    tile_checks.check_tilings(device, (0, 5, 2600), role)
+
+
+def test_errors_and_maps_of_tiles(device: str) -> None:
+    tile_checks.check_errors(device)
+    tile_checks.check_marks(device)
+    tile_checks.check_any_map(device)
 
 
 NVCC = shutil.which("nvcc")

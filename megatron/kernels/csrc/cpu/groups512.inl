@@ -1,29 +1,38 @@
-/* What is used most, in registers: 2, 4 or 8 bits, to nearest, 64 numbers at a time. The same operations in the same order
+/* What is used most, in registers: any bits but a sign's, to nearest, 64 numbers at a time. The same operations in the same order
  * as in quantize.inl, so the same bits. */
 
 #if MCC_AVX512
-
-inline bool even_bits(const mcc_grid &g) { return (g.bits == 2 || g.bits == 4 || g.bits == 8) && !is_sign(g); }
 
 inline bool quantizes_64(const mcc_codec &c, int64_t n) {
   const mcc_grid &g = c.grid;
   const bool even = g.layout == MCC_TENSOR ? n % 64 == 0
                                            : g.layout == MCC_GROUP && g.group % 64 == 0 && n % g.group == 0 &&
                                                  g.group <= kChunk && g.method != MCC_L2;
-  return even_bits(g) && even && !g.stochastic;
+  return !is_sign(g) && even && !g.stochastic && c.role == MCC_PLAIN;
 }
 
 inline bool dequantizes_64(const mcc_codec &c, int64_t n) {
   const mcc_grid &g = c.grid;
   const bool even = g.layout == MCC_TENSOR || (g.layout == MCC_GROUP && g.group % 64 == 0);
-  return even_bits(g) && even && n % 64 == 0 && !g.rotation && (c.role == MCC_PLAIN || c.role == MCC_ADD) &&
-         c.out_dtype == MCC_FP32;
+  return !is_sign(g) && even && n % 64 == 0;
 }
 
 /* 64 codes, a byte each, to 8 bytes for each bit. */
 inline void pack_64(__m512i codes, int bits, uint8_t *out) {
   if (bits == 8) {
     _mm512_storeu_si512(out, codes);
+    return;
+  }
+  if (bits != 2 && bits != 4) {
+    alignas(64) uint64_t eights[8];
+    alignas(64) uint8_t packed[72];
+    _mm512_store_si512(eights, codes);
+    const uint64_t mask = 0x0101010101010101ull * ((1u << bits) - 1);
+    for (int k = 0; k < 8; ++k) {
+      const uint64_t word = _pext_u64(eights[k], mask);
+      std::memcpy(packed + k * bits, &word, 8);
+    }
+    _mm512_mask_storeu_epi8(out, (uint64_t(1) << (8 * bits)) - 1, _mm512_load_si512(packed));
     return;
   }
   const __m512i pairs = _mm512_maddubs_epi16(codes, _mm512_set1_epi16(bits == 4 ? 0x1001 : 0x0401));
@@ -35,7 +44,20 @@ inline void pack_64(__m512i codes, int bits, uint8_t *out) {
   _mm_storeu_si128(reinterpret_cast<__m128i *>(out), _mm512_cvtepi32_epi8(fours));
 }
 
-/* 16 of 64 codes, as bytes. */
+/* Widths that ``unpack_16`` does not take, as codes of 8 bits. */
+inline void widen_64(const uint8_t *in, int bits, uint8_t *codes) {
+  alignas(64) uint8_t packed[72];
+  _mm512_store_si512(packed, _mm512_maskz_loadu_epi8((uint64_t(1) << (8 * bits)) - 1, in));
+  const uint64_t mask = 0x0101010101010101ull * ((1u << bits) - 1);
+  for (int k = 0; k < 8; ++k) {
+    uint64_t word;
+    std::memcpy(&word, packed + k * bits, 8);
+    word = _pdep_u64(word, mask);
+    std::memcpy(codes + k * 8, &word, 8);
+  }
+}
+
+/* 16 of 64 codes of 2, 4 or 8 bits, as bytes. */
 template <int kQuarter>
 inline __m128i unpack_16(const uint8_t *in, int bits) {
   if (bits == 8) return _mm_loadu_si128(reinterpret_cast<const __m128i *>(in) + kQuarter);
@@ -172,28 +194,32 @@ inline void dequantize_16(const uint8_t *in, int bits, __m512 zero, __m512 unit,
   _mm512_storeu_ps(to, add ? _mm512_add_ps(_mm512_loadu_ps(to), value) : value);
 }
 
-/* The numbers of packed codes from ``begin`` on, written to ``out`` or added there. */
 template <bool kBased>
-inline void dequantize_64(const mcc_codec &c, const Shared *shared, int64_t begin, int64_t n, float *out, bool add) {
+inline void dequantize_64(const mcc_codec &c, const Shared *shared, int64_t begin, int64_t n, bool add, float *out) {
   mcc_grid g = c.grid;
   if (kBased) g.kind = MCC_MINMAX;
   else if (is_minmax(g)) __builtin_unreachable();
   const __m512 zero = _mm512_set1_ps(float(offset_of(g)) - shift_of(g));
   const uint8_t *in = c.codes + begin / 8 * g.bits;
+  const bool even = g.bits == 2 || g.bits == 4 || g.bits == 8;
+  const int bits = even ? g.bits : 8;
+  uint8_t codes[64];
   for (int64_t i = 0; i < n; i += 64, in += 8 * g.bits) {
     const Factor factor = shared ? Factor{*shared->at(0).by, *shared->at(0).base}
                                  : load_factor(g, false, c.scales, c.scale_dtype, (begin + i) / g.group);
     const __m512 unit = _mm512_set1_ps(factor.by), base = _mm512_set1_ps(factor.base);
-    dequantize_16<0, kBased>(in, g.bits, zero, unit, base, add, out + i);
-    dequantize_16<1, kBased>(in, g.bits, zero, unit, base, add, out + i);
-    dequantize_16<2, kBased>(in, g.bits, zero, unit, base, add, out + i);
-    dequantize_16<3, kBased>(in, g.bits, zero, unit, base, add, out + i);
+    if (!even) widen_64(in, g.bits, codes);
+    const uint8_t *from = even ? in : codes;
+    dequantize_16<0, kBased>(from, bits, zero, unit, base, add, out + i);
+    dequantize_16<1, kBased>(from, bits, zero, unit, base, add, out + i);
+    dequantize_16<2, kBased>(from, bits, zero, unit, base, add, out + i);
+    dequantize_16<3, kBased>(from, bits, zero, unit, base, add, out + i);
   }
 }
 
-inline void dequantize_64(const mcc_codec &c, const Shared *shared, int64_t begin, int64_t n, float *out, bool add) {
-  is_minmax(c.grid) ? dequantize_64<true>(c, shared, begin, n, out, add)
-                    : dequantize_64<false>(c, shared, begin, n, out, add);
+inline void dequantize_64(const mcc_codec &c, const Shared *shared, int64_t begin, int64_t n, bool add, float *out) {
+  is_minmax(c.grid) ? dequantize_64<true>(c, shared, begin, n, add, out)
+                    : dequantize_64<false>(c, shared, begin, n, add, out);
 }
 
 #else
@@ -203,6 +229,6 @@ inline int64_t unpack_whole_64(const uint8_t *, int64_t, int, uint8_t *) { retur
 inline bool quantizes_64(const mcc_codec &, int64_t) { return false; }
 inline bool dequantizes_64(const mcc_codec &, int64_t) { return false; }
 inline void quantize_64(const mcc_codec &, const float *, const Shared *, int64_t, int64_t) {}
-inline void dequantize_64(const mcc_codec &, const Shared *, int64_t, int64_t, float *, bool) {}
+inline void dequantize_64(const mcc_codec &, const Shared *, int64_t, int64_t, bool, float *) {}
 
 #endif
