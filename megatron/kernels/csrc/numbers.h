@@ -161,10 +161,10 @@ MCC_FN float signed_scale(const mcc_grid &g, double sum, float low, float high, 
   const bool positive = high > -low;
   const float most = positive ? high : -low, opposite = positive ? -low : high, sign = positive ? -1.0f : 1.0f;
   if (!g.stochastic) {
+    if (g.bits != 2 && g.bits != 3) return sign * most;
     const double square = double(most) * double(most), others = (sum - square) * (kStandsOut * kStandsOut);
-    if ((g.bits != 2 && g.bits != 3) || most == 0.0f || square * double(n - 1) > others) return sign * most;
-    const float usual = float(sqrt(sum / double(n)) * (g.bits == 2 ? 2.1 : 2.5));
-    return sign * (usual < most ? usual : most);
+    const float usual = float(sqrt(sum / double(n)) * (g.bits == 2 ? 2.1 : 2.5)), fitted = usual < most ? usual : most;
+    return sign * (square * double(n - 1) > others ? most : fitted);
   }
   const int half = 1 << (g.bits - 1);
   if (half == 1 || !(opposite > 0.0f) || bits_of(most) >= 0x7f800000u) return sign * most;

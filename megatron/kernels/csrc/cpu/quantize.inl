@@ -326,13 +326,20 @@ inline void wide_scales(const mcc_codec &c, const Streams &streams, int64_t tota
   }
 }
 
-/* Codes of n numbers from ``at`` on of a stream: whole groups with scales of their own, or ``wide``, with scales that lie
- * there. Where no second tensor needs them, ``codes`` may stay as they are. */
-inline void encode_part(const mcc_codec &c, const Shared &steps, bool wide, const float *v, int64_t at, int64_t n,
-                        uint8_t *codes) {
+/* The numbers of n codes from ``at`` on of a stream. */
+inline void values_of_part(const mcc_codec &c, const Shared &units, const uint8_t *codes, int64_t at, int64_t n, float *v) {
+  by_scale(c, false, units, at, n, [&](int64_t i, int64_t m, Factors f, int each) {
+    each ? dequantize_run<1>(c.grid, codes + i, f, m, v + i) : dequantize_run<0>(c.grid, codes + i, f, m, v + i);
+  });
+}
+
+/* Encodes n numbers from ``at`` on of a stream: whole groups with scales of their own, or ``wide``, with scales that lie
+ * there. Writes what they decode to where ``decoded`` is not null. */
+inline void encode_part(const mcc_codec &c, Common common, bool wide, const float *v, int64_t at, int64_t n, uint8_t *codes,
+                        float *decoded) {
   const mcc_grid &g = c.grid;
   if (wide == (g.layout == MCC_TENSOR) && quantizes_64(c, n)) {
-    quantize_64(c, v, wide ? &steps : nullptr, at, n);
+    quantize_64(c, v, wide ? common : Common{nullptr, nullptr}, at, n, decoded);
     return;
   }
   if (!wide) {
@@ -344,19 +351,13 @@ inline void encode_part(const mcc_codec &c, const Shared &steps, bool wide, cons
       quantize_run<0>(g, v + i, Factors{&step.by, &step.base}, m, at + i, codes + i);
     }
   } else {
-    by_scale(c, true, steps, at, n, [&](int64_t i, int64_t m, Factors f, int each) {
+    by_scale(c, true, *common.steps, at, n, [&](int64_t i, int64_t m, Factors f, int each) {
       each ? quantize_run<1>(g, v + i, f, m, at + i, codes + i) : quantize_run<0>(g, v + i, f, m, at + i, codes + i);
     });
   }
   std::memset(codes + n, 0, 8);
   pack(codes, n, g.bits, c.codes + at / 8 * g.bits);
-}
-
-/* The numbers of n codes from ``at`` on of a stream. */
-inline void values_of_part(const mcc_codec &c, const Shared &units, const uint8_t *codes, int64_t at, int64_t n, float *v) {
-  by_scale(c, false, units, at, n, [&](int64_t i, int64_t m, Factors f, int each) {
-    each ? dequantize_run<1>(c.grid, codes + i, f, m, v + i) : dequantize_run<0>(c.grid, codes + i, f, m, v + i);
-  });
+  if (decoded) values_of_part(c, *common.units, codes, at, n, decoded);
 }
 
 /* Decodes n numbers from ``at`` on of a stream; adds them where ``add`` says so. */
@@ -371,13 +372,9 @@ inline void decode_part(const mcc_codec &c, const Shared &units, int64_t at, int
   for (int64_t i = 0; i < (add ? n : 0); ++i) out[i] += v[i];
 }
 
-inline void update_other(const mcc_codec &c, const Streams &streams, const Shared &units, int64_t begin, int64_t n,
-                         int64_t padded, const float *v, Buffers &b) {
-  if (c.role == MCC_PLAIN) return;
+/* The second tensor moves by what its numbers, ``v`` where they are not rotated, decode to. */
+inline void update_other(const mcc_codec &c, int64_t begin, int64_t n, int64_t padded, const float *v, Buffers &b) {
   float *decoded = b.decoded;
-  streams.parts(begin, padded, [&](const mcc_codec &own, int64_t at, int64_t i, int64_t m) {
-    values_of_part(own, units, b.codes + i, at, m, decoded + i);
-  });
   rotate_back(c, begin, n, padded, decoded);
   if (c.role == MCC_DELTA) {
     const float *o = view(b.other, c.other, c.other_dtype, begin, n);
@@ -414,9 +411,9 @@ void quantize(const mcc_context *, const mcc_codec *codec) {
       const int64_t n = std::max<int64_t>(std::min(padded, c.count - begin), 0);
       const float *v = source(c, begin, n, padded, b);
       streams.parts(begin, padded, [&](const mcc_codec &own, int64_t at, int64_t i, int64_t m) {
-        encode_part(own, steps, wide, v + i, at, m, b.codes + i);
+        encode_part(own, {&steps, &units}, wide, v + i, at, m, b.codes + i, c.role == MCC_PLAIN ? nullptr : b.decoded + i);
       });
-      update_other(c, streams, units, begin, n, padded, v, b);
+      if (c.role != MCC_PLAIN) update_other(c, begin, n, padded, v, b);
     }
   }
 }
@@ -427,7 +424,7 @@ void dequantize(const mcc_context *, const mcc_codec *codec) {
   const int64_t total = padded_count(c, c.count), chunks = (total + kChunk - 1) / kChunk;
   const Streams streams(c, total);
   const Shared units(c, false);
-  const bool direct = (c.role == MCC_PLAIN || c.role == MCC_ADD) && c.out_dtype == MCC_FP32 && !g.rotation;
+  const bool adds = c.role == MCC_ADD && !g.rotation, writes = c.role == MCC_PLAIN && c.out_dtype == MCC_FP32;
 #pragma omp parallel if (total > kSerial)
   {
     Buffers b;
@@ -435,12 +432,13 @@ void dequantize(const mcc_context *, const mcc_codec *codec) {
     for (int64_t k = 0; k < chunks; ++k) {
       const int64_t begin = k * kChunk, padded = std::min(kChunk, total - begin);
       const int64_t n = std::max<int64_t>(std::min(padded, c.count - begin), 0);
+      const bool direct = adds || (writes && padded == n);
       float *v = direct ? static_cast<float *>(c.out) + begin : b.value;
       streams.parts(begin, padded, [&](const mcc_codec &own, int64_t at, int64_t i, int64_t m) {
-        decode_part(own, units, at, m, direct && c.role == MCC_ADD, v + i, b);
+        decode_part(own, units, at, m, adds, v + i, b);
       });
-      if (direct) continue;
       rotate_back(c, begin, n, padded, v);
+      if (direct) continue;
       if (c.role == MCC_ADD) {
         float *to = static_cast<float *>(c.out) + begin;
         for (int64_t i = 0; i < n; ++i) to[i] += v[i];

@@ -31,7 +31,9 @@ inline void lose_64s(const mcc_grid &g, const float *v, Factor step, Factor unit
     __m512 lost[4];
     for (int k = 0; k < 4; ++k) lost[k] = lost_16<kBased>(g, v + i + 16 * k, step, unit);
     const __m512 fours = pair_sums(pair_sums(lost[0], lost[1]), pair_sums(lost[2], lost[3]));
-    _mm256_storeu_ps(words + i / 8, _mm512_castps512_ps256(pair_sums(fours, fours)));
+    const __m512 eights = pair_sums(fours, fours);
+    const __m512 halves = pair_sums(pair_sums(eights, eights), eights);
+    words[i / 64] = _mm512_cvtss_f32(pair_sums(halves, halves));
   }
 }
 
@@ -47,9 +49,12 @@ inline void lose_64(const mcc_grid &, const float *, Factor, Factor, int64_t, fl
 
 #endif
 
-/* The squares of what up to kChunk numbers lose, summed by eights. */
+/* How many squares ``lose`` sums. */
+inline int64_t summed(const mcc_grid &g) { return loses_64(g) ? 64 : 8; }
+
+/* The squares of what up to kChunk numbers lose, in sums of neighbors. */
 inline void lose(const mcc_grid &g, const float *v, Factor step, Factor unit, int64_t n, Buffers &b, float *words) {
-  if (loses_64(g) && n % 64 == 0) {
+  if (loses_64(g)) {
     lose_64(g, v, step, unit, n, words);
     return;
   }
@@ -70,21 +75,26 @@ inline float tree_sum(float *words, int64_t n) {
   return words[0];
 }
 
-/* The error of a tile that lies together. */
-inline float error_of(const mcc_grid &g, const float *v, int64_t tile, Buffers &b) {
+/* The errors of the whole tiles among up to kChunk numbers that lie together. */
+inline void errors_of(const mcc_grid &g, const float *v, int64_t n, int64_t tile, Buffers &b, float *errors) {
+  const int64_t whole = n / tile * tile, each = summed(g);
   float words[kChunk / 8];
-  for (int64_t i = 0; i < tile; i += g.group) {
+  Factor steps[kChunk / 8], units[kChunk / 8];
+  /* The scales of all groups first, so that they do not wait for each other. */
+  for (int64_t i = 0, k = 0; i < whole; i += g.group, ++k) {
     Extent e;
     loses_64(g) ? measure_16s(g, v + i, g.group, e) : measure(g, v + i, g.group, e);
     const Scale s = scale_of(g, e, g.group);
-    lose(g, v + i, factor_of(g, true, s), factor_of(g, false, s), g.group, b, words + i / 8);
+    steps[k] = factor_of(g, true, s), units[k] = factor_of(g, false, s);
   }
-  return tree_sum(words, tile / 8);
+  for (int64_t i = 0, k = 0; i < whole; i += g.group, ++k) lose(g, v + i, steps[k], units[k], g.group, b, words + i / each);
+  for (int64_t i = 0, k = 0; i < whole; i += tile, ++k) errors[k] = tree_sum(words + i / each, tile / each);
 }
 
 /* The error of a tile that is one group, larger than a chunk. */
 inline float error_of_large(const mcc_codec &c, int64_t begin, int64_t tile, Buffers &b) {
-  std::vector<float> words(static_cast<size_t>(tile / 8));
+  const int64_t each = summed(c.grid);
+  std::vector<float> words(static_cast<size_t>(tile / each));
   const auto piece = [&](int64_t i, int64_t padded) {
     return source(c, begin + i, std::max<int64_t>(std::min(padded, c.count - begin - i), 0), padded, b);
   };
@@ -97,9 +107,9 @@ inline float error_of_large(const mcc_codec &c, int64_t begin, int64_t tile, Buf
   const Factor step = factor_of(c.grid, true, s), unit = factor_of(c.grid, false, s);
   for (int64_t i = 0; i < tile; i += kChunk) {
     const int64_t n = std::min(kChunk, tile - i);
-    lose(c.grid, piece(i, n), step, unit, n, b, words.data() + i / 8);
+    lose(c.grid, piece(i, n), step, unit, n, b, words.data() + i / each);
   }
-  return tree_sum(words.data(), tile / 8);
+  return tree_sum(words.data(), tile / each);
 }
 
 void tile_errors(const mcc_context *, const mcc_codec *codec, float *errors) {
@@ -123,7 +133,7 @@ void tile_errors(const mcc_context *, const mcc_codec *codec, float *errors) {
         const int64_t most = std::min(kChunk, begin + padded - from);
         const int64_t n = std::max<int64_t>(std::min(most, c.count - from), 0);
         const float *v = source(c, from, n, most, b); /* finds the blocks of short tiles, too */
-        for (int64_t i = 0; !large && i + tile <= most; i += tile) errors[(from + i) / tile] = error_of(c.grid, v + i, tile, b);
+        if (!large) errors_of(c.grid, v, most, tile, b, errors + from / tile);
       }
     }
   }

@@ -1,7 +1,48 @@
 /* What a message decides block by block and tile by tile: rotations, and streams of two widths. */
 
+#if MCC_AVX512
+
+/* One step of the transform below in every 16 numbers: a lane and the one that the shuffle gave, the upper ones marked. */
+inline __m512 butterfly(__m512 x, __m512 other, __mmask16 upper) {
+  return _mm512_mask_sub_ps(_mm512_add_ps(x, other), upper, other, x);
+}
+
+/* ``rotate`` of blocks of whole 16s. */
+inline void rotate_16s(float *v, int64_t n, int64_t block) {
+  const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(float(block)));
+  for (int64_t i = 0; i < n; i += 16) {
+    __m512 x = _mm512_loadu_ps(v + i);
+    x = butterfly(x, _mm512_permute_ps(x, 0xb1), 0xaaaa);
+    x = butterfly(x, _mm512_permute_ps(x, 0x4e), 0xcccc);
+    x = butterfly(x, _mm512_shuffle_f32x4(x, x, 0xb1), 0xf0f0);
+    x = butterfly(x, _mm512_shuffle_f32x4(x, x, 0x4e), 0xff00);
+    _mm512_storeu_ps(v + i, block == 16 ? _mm512_mul_ps(x, scale) : x);
+  }
+  for (int64_t h = 16; h < block; h *= 2) {
+    const bool last = 2 * h == block;
+    for (int64_t i = 0; i < n; i += 2 * h) {
+      for (int64_t j = i; j < i + h; j += 16) {
+        const __m512 a = _mm512_loadu_ps(v + j), b = _mm512_loadu_ps(v + j + h);
+        const __m512 sum = _mm512_add_ps(a, b), difference = _mm512_sub_ps(a, b);
+        _mm512_storeu_ps(v + j, last ? _mm512_mul_ps(sum, scale) : sum);
+        _mm512_storeu_ps(v + j + h, last ? _mm512_mul_ps(difference, scale) : difference);
+      }
+    }
+  }
+}
+
+#else
+
+inline void rotate_16s(float *, int64_t, int64_t) {}
+
+#endif
+
 /* Walsh-Hadamard transform of consecutive blocks, over the root of their size: its own inverse. */
 inline void rotate(float *v, int64_t n, int64_t block) {
+  if (MCC_AVX512 && block >= 16) {
+    rotate_16s(v, n, block);
+    return;
+  }
   const float scale = 1.0f / std::sqrt(float(block));
   for (int64_t b = 0; b < n; b += block) {
     for (int64_t h = 1; h < block; h *= 2) {
@@ -21,6 +62,22 @@ inline void rotate(float *v, int64_t n, int64_t block) {
 /* Whether a block's largest magnitude is finite and more than ``ratio`` times all others: the only one that is not less than
  * it once multiplied. */
 inline bool stands_out(const float *v, int64_t n, float ratio) {
+#if MCC_AVX512
+  if (n % 16 == 0) {
+    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+    __m512i largest = _mm512_setzero_si512();
+    for (int64_t i = 0; i < n; i += 16)
+      largest = _mm512_max_epu32(largest, _mm512_and_si512(_mm512_loadu_si512(v + i), magnitude));
+    const uint32_t top = _mm512_reduce_max_epu32(largest);
+    const __m512 first = _mm512_set1_ps(float_of(top)), by = _mm512_set1_ps(ratio);
+    int near = 0;
+    for (int64_t i = 0; i < n; i += 16) {
+      const __m512 x = _mm512_mul_ps(_mm512_abs_ps(_mm512_loadu_ps(v + i)), by);
+      near += __builtin_popcount(_mm512_cmp_ps_mask(x, first, _CMP_GE_OQ));
+    }
+    return near == 1 && top < 0x7f800000u;
+  }
+#endif
   uint32_t most = 0;
 #pragma omp simd reduction(max : most)
   for (int64_t i = 0; i < n; ++i) {
@@ -40,21 +97,25 @@ inline void clear_map(const mcc_codec &c) {
   if (finds_blocks(c)) std::memset(c.tiles.rotated, 0, size_t((c.count / c.grid.rotation + 7) / 8));
 }
 
-/* Rotates those of n numbers from ``begin`` on whose blocks are found or in the map, in a copy in ``room``. */
+/* Rotates those of up to kChunk numbers from ``begin`` on whose blocks are found or in the map, in a copy in ``room``. */
 inline const float *rotate_some(const mcc_codec &c, int64_t begin, int64_t n, const float *v, float *room) {
-  const int64_t block = c.grid.rotation;
-  for (int64_t i = 0; i + block <= n; i += block) {
-    const int64_t number = (begin + i) / block;
+  const int64_t block = c.grid.rotation, blocks = n / block, first = begin / block;
+  bool turns[kChunk / 8];
+  /* Found before any is rotated, so that the blocks do not wait for each other. */
+  for (int64_t k = 0; k < blocks; ++k)
+    turns[k] = finds_blocks(c) ? stands_out(v + k * block, block, c.tiles.ratio) : bit_of(c.tiles.rotated, first + k);
+  for (int64_t k = 0; k < blocks; ++k) {
+    if (!turns[k]) continue;
     if (finds_blocks(c)) {
-      if (!stands_out(v + i, block, c.tiles.ratio)) continue;
-      /* Threads may share a byte. */
-      __atomic_fetch_or(c.tiles.rotated + number / 8, uint8_t(1u << (number % 8)), __ATOMIC_RELAXED);
-    } else if (!bit_of(c.tiles.rotated, number)) {
-      continue;
+      uint8_t *byte = c.tiles.rotated + (first + k) / 8;
+      const uint8_t bit = uint8_t(1u << ((first + k) % 8));
+      /* The chunks of several threads may share a byte if they have fewer blocks than it has bits. */
+      if (block * 8 <= kChunk) *byte |= bit;
+      else __atomic_fetch_or(byte, bit, __ATOMIC_RELAXED);
     }
     if (v != room) std::memcpy(room, v, size_t(n) * 4);
     v = room;
-    rotate(room + i, block, block);
+    rotate(room + k * block, block, block);
   }
   return v;
 }
@@ -87,8 +148,8 @@ class Streams {
 
   TilePlace place(int64_t tile) const {
     if (!mixed()) return {false, tile};
-    const bool marked = tile < tiles_ && bit_of(low_.tiles.marked, tile);
-    return place_of(marked, tile, marked_before(tile), all_, low_.tiles.more);
+    int64_t before = marked_before(tile);
+    return next_place(tile, before);
   }
 
   /* Calls run(codec, at, i, m) for the parts of [begin, begin + n) that lie together in a stream: its numbers from ``at`` on
@@ -100,21 +161,30 @@ class Streams {
       return;
     }
     const int64_t size = low_.tiles.tile;
-    for (int64_t i = 0; i < n;) {
-      const int64_t tile = (begin + i) / size, within = begin + i - tile * size;
-      const TilePlace p = place(tile);
+    int64_t tile = begin / size, within = begin - tile * size, before = marked_before(tile);
+    TilePlace p = next_place(tile, before);
+    for (int64_t i = 0; i < n; within = 0) {
+      const TilePlace first = p;
       int64_t m = size - within;
-      for (int64_t next = 1; i + m < n; ++next, m += size) {
-        const TilePlace q = place(tile + next);
-        if (q.wide != p.wide || q.at != p.at + next) break;
+      for (;; m += size) {
+        p = next_place(tile, before);
+        if (i + m >= n || p.wide != first.wide || p.at != first.at + (m + within) / size) break;
       }
       m = std::min(m, n - i);
-      run(of(p), p.at * size + within, i, m);
+      run(of(first), first.at * size + within, i, m);
       i += m;
     }
   }
 
  private:
+  /* The place of a tile which ``before`` marked ones precede, both of which move on. */
+  TilePlace next_place(int64_t &tile, int64_t &before) const {
+    const bool marked = tile < tiles_ && bit_of(low_.tiles.marked, tile);
+    const TilePlace p = place_of(marked, tile, before, all_, low_.tiles.more);
+    ++tile, before += marked;
+    return p;
+  }
+
   /* The bits of 64 tiles. */
   uint64_t word(int64_t i) const {
     const int64_t left = (tiles_ + 7) / 8 - i * 8;
