@@ -116,7 +116,7 @@ def check_tilings(device: str, counts: tuple[int, ...], role: Role) -> None:
 
 def check_errors(device: str) -> None:
     """The errors by which tiles are chosen: of large tiles, and of numbers that lose nothing or are not finite."""
-    for tile in (8, 24, 64, 256, 264, 2048, 2056, 6152):
+    for tile in (8, 24, 64, 256, 264, 2048, 2056, 4104, 6152):
         grid = Grid(3, group=tile)
         x = numbers(3 * tile + 5, tile, device)
         x[tile : 2 * tile] = 0.0
@@ -140,6 +140,12 @@ def check_any_map(device: str) -> None:
             for bits in (0, 255, 0b10110):
                 message.marked.fill_(bits)
                 check_decoding(message, tiles, torch.float32)
+
+
+def check_many_tiles(device: str) -> None:
+    """More tiles than a block of threads counts the marks of."""
+    for tiles in _mixed(Grid(3, group=8), 72_005):
+        assert check(numbers(72_005, 2, device), None, tiles, Role.PLAIN, None, torch.float32)
 
 
 def check_marks(device: str) -> None:

@@ -59,6 +59,7 @@ def test_errors_and_maps_of_tiles() -> None:
     tile_checks.check_errors(DEVICE)
     tile_checks.check_marks(DEVICE)
     tile_checks.check_any_map(DEVICE)
+    tile_checks.check_many_tiles(DEVICE)
 
 
 @settings(max_examples=150, deadline=None)
