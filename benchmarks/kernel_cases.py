@@ -96,10 +96,10 @@ def codec_cases(model: str, device: str, quick: bool) -> Iterator[KernelCase]:
     for bits in BITS:
         yield from grid_cases(model, size, bits, device)
         if not quick:
-            yield from _scale_cases(
+            yield from scale_cases(
                 model, size, f"{bits} bits, channel", Grid(bits, ScaleLayout.CHANNEL, hidden), device
             )
-            yield from _scale_cases(model, size, f"{bits} bits, tensor", Grid(bits, ScaleLayout.TENSOR), device)
+            yield from scale_cases(model, size, f"{bits} bits, tensor", Grid(bits, ScaleLayout.TENSOR), device)
     yield from float8_cases(model, size, device, plain=quick)
 
 
@@ -131,9 +131,10 @@ def _decode(x: Tensor, grid: Grid, role: Role = Role.PLAIN) -> Runs:
     )  # fmt: skip
 
 
-def _scale_cases(
+def scale_cases(
     model: str, size: Size, setting: str, grid: Grid, device: str, dtype: torch.dtype = torch.float32
 ) -> Iterator[KernelCase]:
+    """Cases of a grid, there and back."""
     shape = f"{size[0]} x {size[1]}"
     yield KernelCase("quantize", model, shape, setting, lambda: _encode(drawn(size, device, dtype), grid))
     yield KernelCase("dequantize", model, shape, setting, lambda: _decode(drawn(size, device, dtype), grid))
@@ -144,7 +145,7 @@ def grid_cases(
 ) -> Iterator[KernelCase]:
     """Cases of group scales; ``plain`` leaves out other uses of the numbers."""
     grid, shape, setting = Grid(bits), f"{size[0]} x {size[1]}", f"{bits} bits{kind_of(dtype)}, group"
-    yield from _scale_cases(model, size, setting, grid, device, dtype)
+    yield from scale_cases(model, size, setting, grid, device, dtype)
     if plain:
         return
 

@@ -21,11 +21,11 @@ from megatron.compression.options import SEED, opt
 from megatron.compression.points import Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.state import CompressorState
-from megatron.compression.tiles import Mixture, Outliers, map_bytes, mixture
+from megatron.compression.tiles import map_bytes, mixture
 from megatron.compression.two_step import Format, TwoStepSum
 from megatron.kernels.grid import Grid, GridKind, Role, ScaleLayout, ScaleMethod
-from megatron.kernels.ops import quantize_pack, unpack_dequantize
-from megatron.kernels.reference import pack_bits, unpack_bits
+from megatron.kernels.ops import dequantize_tiles, quantize_pack, quantize_tiles, unpack_dequantize
+from megatron.kernels.tiles import Outliers, TiledMessage, Tiles
 
 _ROTATIONS = tuple(1 << power for power in range(3, 11))
 _LAYOUTS = {"group": ScaleLayout.GROUP, "channel": ScaleLayout.CHANNEL, "tensor": ScaleLayout.TENSOR}
@@ -153,41 +153,35 @@ def _kind(grid: str, bits: int, rotated: bool) -> GridKind:
     return GridKind.MIDRISE if bits == 2 and rotated else GridKind.SIGNED
 
 
-_Parts = tuple[list[Tensor], list[Tensor]]
-"""Scales and codes of a message, as ``_Layout.message`` orders them."""
-
-
 @dataclass(frozen=True)
 class _Layout:
     """How a tensor is coded.
 
     Args:
-        streams: grids, and how many numbers each codes.
-        outliers: which blocks are rotated; None where the grids say it.
-        mixture: which numbers are in the first stream; None for one stream.
-        blocks: blocks that ``outliers`` has a map of.
+        grid: its grid.
+        count: how many numbers it codes.
+        tiles: what is decided tile by tile; None for nothing.
         scale_dtype: dtype of the scales.
     """
 
-    streams: tuple[tuple[Grid, int], ...]
-    outliers: Outliers | None
-    mixture: Mixture | None
-    blocks: int
+    grid: Grid
+    count: int
+    tiles: Tiles | None
     scale_dtype: torch.dtype
 
     @cached_property
-    def direct(self) -> bool:
-        """Whether the message is what the kernels make of the tensor."""
-        return self.outliers is None and self.mixture is None
-
-    @cached_property
     def message(self) -> ScaledCodes:
-        """The layout of the message: scales of each stream, codes of each stream, and, unless it is direct, the maps of
-        the rotated blocks and of the tiles with one more bit."""
-        scales = tuple(grid.scale_count(count) for grid, count in self.streams)
-        codes = tuple(grid.code_bytes(count) for grid, count in self.streams)
-        maps = () if self.direct else (map_bytes(self.blocks), map_bytes(self.mixture.tiles if self.mixture else 0))
+        """The layout of the message: scales of each stream, codes of each stream, and, where something is decided tile
+        by tile, the maps of the rotated blocks and of the tiles with one more bit."""
+        streams = self.tiles.streams if self.tiles else ((self.grid, self.count),)
+        scales = tuple(grid.scale_count(count) for grid, count in streams)
+        codes = tuple(grid.code_bytes(count) for grid, count in streams)
+        maps = tuple(map(map_bytes, self.tiles.maps)) if self.tiles else ()
         return ScaledCodes(scales, self.scale_dtype, (*codes, *maps))
+
+
+def _tiled(scales: list[Tensor], codes: list[Tensor]) -> TiledMessage:
+    return TiledMessage(scales, codes[:-2], *codes[-2:])
 
 
 class Quantizer(Format):
@@ -238,8 +232,8 @@ class Quantizer(Format):
             mixed = mixture(grid, self._grid(shape, bits + 1), tile, self.config.bits, grid.coded(count))
         if self.config.rotate_when == "outlier":
             outliers = Outliers(self.config.rotation, self.config.outlier_ratio)
-        streams = mixed.streams if mixed else ((grid, count),)
-        return _Layout(streams, outliers, mixed, outliers.blocks(count) if outliers else 0, self.scale_dtype)
+        tiles = Tiles(grid, count, outliers, mixed) if mixed or outliers else None
+        return _Layout(grid, count, tiles, self.scale_dtype)
 
     def nbytes(self, shape: torch.Size) -> int:
         """Bytes of a tensor's message."""
@@ -268,52 +262,14 @@ class Quantizer(Format):
         layout = self._layout(x.shape)
         if wire is None:
             wire = torch.empty(self.nbytes(x.shape), dtype=torch.uint8, device=x.device)
-        scales, codes = parts = layout.message.to_write(wire)
+        scales, codes = layout.message.to_write(wire)
         seed = seed if self.config.rounding == "stochastic" else None
         narrow = x.float() if x.dtype == torch.float64 else x
-        if layout.direct:
-            quantize_pack(narrow, codes[0], scales[0], layout.streams[0][0], role, other, seed)
-            return wire
-        given_n = narrow.view(-1).float()
-        if other is not None and role is not Role.PLAIN:
-            other_n = other.view(-1).float()
-            given_n = given_n - other_n if role is Role.DELTA else given_n + other_n
-        self._encode_tiles(given_n, parts, layout, seed)
-        if other is not None and role is not Role.PLAIN:
-            decoded_n = self._decode_tiles(parts, layout)[: given_n.numel()]
-            moved_n = other_n + decoded_n if role is Role.DELTA else given_n - decoded_n
-            other.copy_(moved_n.view(other.shape))
+        if layout.tiles:
+            quantize_tiles(narrow, _tiled(scales, codes), layout.tiles, role, other, seed)
+        else:
+            quantize_pack(narrow, codes[0], scales[0], layout.grid, role, other, seed)
         return wire
-
-    def _encode_tiles(self, x_n: Tensor, parts: _Parts, layout: _Layout, seed: int | None) -> None:
-        scales, (*codes, rotated, chosen) = parts
-        if layout.outliers:
-            rotated_k = layout.outliers.find(x_n)
-            rotated.copy_(pack_bits(rotated_k, 1))
-            x_n = layout.outliers.rotate(x_n, rotated_k)
-        sources = [x_n]
-        if layout.mixture:
-            x_n = torch.nn.functional.pad(x_n, (0, layout.mixture.count - x_n.numel()))
-            chosen_t = layout.mixture.choose(x_n)
-            chosen.copy_(pack_bits(chosen_t, 1))
-            sources = list(layout.mixture.split(x_n, chosen_t))
-        for i, (source_n, (grid, _)) in enumerate(zip(sources, layout.streams, strict=True)):
-            own = None if seed is None else (seed + i) & SEED
-            quantize_pack(source_n.contiguous(), codes[i], scales[i], grid, Role.PLAIN, None, own)
-
-    def _decode_tiles(self, parts: _Parts, layout: _Layout) -> Tensor:
-        """The numbers of a message, flat."""
-        scales, (*codes, rotated, chosen) = parts
-        values = [torch.empty(count, device=rotated.device) for _, count in layout.streams]
-        for i, (value_n, (grid, _)) in enumerate(zip(values, layout.streams, strict=True)):
-            unpack_dequantize(codes[i], scales[i], value_n, grid)
-        x_n = values[0]
-        if layout.mixture:
-            chosen_t = unpack_bits(chosen, 1, layout.mixture.tiles) > 0
-            x_n = layout.mixture.join(values[0], values[1], chosen_t)
-        if layout.outliers:
-            x_n = layout.outliers.rotate(x_n, unpack_bits(rotated, 1, layout.blocks) > 0)
-        return x_n
 
     def decode(self, wire: Tensor, shape: torch.Size, out: Tensor | None = None) -> Tensor:
         """Decodes a message to fp32; groups that were not finite are NaN or infinite.
@@ -325,10 +281,11 @@ class Quantizer(Format):
         if out is None:
             out = torch.empty(shape, dtype=torch.float32, device=wire.device)
         layout = self._layout(shape)
-        scales, codes = parts = layout.message.to_read(wire)
-        if not layout.direct:
-            return out.copy_(self._decode_tiles(parts, layout)[: shape.numel()].view(shape))
-        unpack_dequantize(codes[0], scales[0], out, layout.streams[0][0])
+        scales, codes = layout.message.to_read(wire)
+        if layout.tiles:
+            dequantize_tiles(_tiled(scales, codes), out, layout.tiles)
+        else:
+            unpack_dequantize(codes[0], scales[0], out, layout.grid)
         return out
 
     def add_to(self, out: Tensor, wire: Tensor, negative: bool = False) -> Tensor:
@@ -337,12 +294,12 @@ class Quantizer(Format):
         With a message of ``Role.DELTA`` that moves the reference to what the sender holds.
         """
         layout = self._layout(out.shape)
-        scales, codes = parts = layout.message.to_read(wire)
-        if not layout.direct:
-            values_n = self._decode_tiles(parts, layout)[: out.numel()]
-            return out.add_(values_n.view(out.shape), alpha=-1 if negative else 1)
-        signed = -scales[0] if negative else scales[0]
-        unpack_dequantize(codes[0], signed, out, layout.streams[0][0], Role.ADD)
+        scales, codes = layout.message.to_read(wire)
+        signed = [-scale for scale in scales] if negative else scales
+        if layout.tiles:
+            dequantize_tiles(_tiled(signed, codes), out, layout.tiles, Role.ADD)
+        else:
+            unpack_dequantize(codes[0], signed[0], out, layout.grid, Role.ADD)
         return out
 
 

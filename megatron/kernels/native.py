@@ -147,4 +147,8 @@ OPERATORS = (
     "cross_entropy",
     "float8_encode",
     "float8_decode",
+    "quantize_tiles",
+    "dequantize_tiles",
+    "tile_errors",
+    "mark_tiles",
 )

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron.kernels import float8, native, reference
-from megatron.kernels.grid import Grid, Role
+from megatron.kernels import tiles as tiled
+from megatron.kernels.grid import Grid, GridKind, Role
+from megatron.kernels.tiles import TiledMessage, Tiles
 
 
 def quantize_pack(
@@ -49,6 +51,56 @@ def unpack_dequantize(
 
 def _numbers(grid: Grid) -> tuple[int, int, int, int, int, int]:
     return grid.bits, grid.layout, grid.group, grid.kind, grid.method, grid.rotation
+
+
+def quantize_tiles(
+    x: Tensor,
+    message: TiledMessage,
+    tiles: Tiles,
+    role: Role = Role.PLAIN,
+    other: Tensor | None = None,
+    seed: int | None = None,
+) -> None:
+    """See ``tiles.quantize_tiles``."""
+    if not native.serves(x, other, *message.scales):
+        tiled.quantize_tiles(x, other, message, tiles, role, seed)
+        return
+    given, seeds = _none(x) if other is None else other, tiles.seeds(seed)
+    block, ratio = (tiles.outliers.block, tiles.outliers.ratio) if tiles.outliers else (0, 0.0)
+    if mixture := tiles.mixture:
+        error_1t = torch.empty((1, mixture.tiles), device=x.device)
+        bits, _, *rest = _numbers(mixture.low)
+        native.operators().tile_errors(
+            x, given, message.rotated, error_1t.view(-1), role, bits, *rest, block, ratio, mixture.tile
+        )
+        native.operators().mark_tiles(abs_topk(error_1t, mixture.more).view(-1), message.marked)
+        ratio = 0.0  # the map of blocks is there
+    native.operators().quantize_tiles(
+        x, given, *_streams(message), role, *_numbers(tiles.grid), block, ratio, *_wide(tiles), seed is not None,
+        seeds[-1] or 0, seeds[0] or 0,
+    )  # fmt: skip
+
+
+def dequantize_tiles(message: TiledMessage, out: Tensor, tiles: Tiles, role: Role = Role.PLAIN) -> None:
+    """See ``tiles.dequantize_tiles``."""
+    if not native.serves(*message.scales, *message.codes, out):
+        tiled.dequantize_tiles(message, out, tiles, role)
+        return
+    block = tiles.outliers.block if tiles.outliers else 0
+    native.operators().dequantize_tiles(*_streams(message), out, role, *_numbers(tiles.grid), block, *_wide(tiles))
+
+
+def _streams(message: TiledMessage) -> tuple[Tensor, ...]:
+    """Codes and scales of most numbers, those of the tiles with one more bit, and the maps."""
+    codes, scales = message.codes, message.scales
+    wide = (codes[0], scales[0]) if len(codes) > 1 else (_none(codes[0]), _none(scales[0]))
+    return codes[-1], scales[-1], *wide, message.rotated, message.marked
+
+
+def _wide(tiles: Tiles) -> tuple[int, int, int]:
+    """Kind of the grid with one more bit, numbers of a tile, and how many tiles have it; zeros where none has."""
+    mixture = tiles.mixture
+    return (mixture.high.kind, mixture.tile, mixture.more) if mixture else (GridKind.SYMMETRIC, 0, 0)
 
 
 def float8_encode(x: Tensor, codes: Tensor, scales: Tensor, form: float8.Float8, seed: int | None = None) -> None:

@@ -9,6 +9,7 @@ from megatron.kernels import native, ops
 from megatron.kernels.grid import Grid, Role, ScaleLayout, ScaleMethod
 from tests.support import float8 as float8_checks
 from tests.support import kernels as checks
+from tests.support import tiles as tile_checks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,6 +44,18 @@ def test_codes_equal_the_cpus() -> None:
             found.append((codes.cpu(), scales.cpu()))
         assert torch.equal(found[0][0], found[1][0])
         assert torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize("role", [Role.PLAIN, Role.DELTA, Role.FEEDBACK])
+def test_messages_that_decide_by_tiles(role: Role) -> None:
+    tile_checks.check_tilings(DEVICE, (0, 5, 70_001), role)
+
+
+def test_errors_and_maps_of_tiles() -> None:
+    tile_checks.check_errors(DEVICE)
+    tile_checks.check_marks(DEVICE)
+    tile_checks.check_any_map(DEVICE)
+    tile_checks.check_many_tiles(DEVICE)
 
 
 def test_unaligned_views() -> None:

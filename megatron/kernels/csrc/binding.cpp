@@ -56,43 +56,134 @@ void check_same(const Tensor &a, const Tensor &b, const char *what) {
 
 int64_t up(int64_t n, int64_t block) { return (n + block - 1) / block * block; }
 
-mcc_codec codec_of(int64_t count, const Tensor &codes, const Tensor &scales, int64_t bits, int64_t layout, int64_t group,
-                   int64_t kind, int64_t method, int64_t rotation) {
+mcc_grid grid_of(int64_t count, int64_t bits, int64_t layout, int64_t group, int64_t kind, int64_t method, int64_t rotation) {
   STD_TORCH_CHECK(bits >= 1 && bits <= 8, "bits must be 1 to 8, is ", bits);
   STD_TORCH_CHECK(layout >= MCC_GROUP && layout <= MCC_TENSOR, "no such layout of scales: ", layout);
   STD_TORCH_CHECK(kind >= MCC_SYMMETRIC && kind <= MCC_SIGNED, "no such kind of grid: ", kind);
   STD_TORCH_CHECK(method == MCC_MAX || method == MCC_L2, "no such scale method: ", method);
   STD_TORCH_CHECK(rotation == 0 || (rotation >= 8 && rotation <= 1024 && (rotation & (rotation - 1)) == 0),
                   "rotation must be 0 or a power of two from 8 to 1024, is ", rotation);
-  const int64_t coded = rotation ? up(count, rotation) : count;
-  int64_t groups = 1;
   if (layout == MCC_GROUP) {
     STD_TORCH_CHECK(group >= 8 && group % 8 == 0, "group must be a multiple of 8, is ", group);
     STD_TORCH_CHECK(!rotation || (group & (group - 1)) == 0, "with a rotation, group must be a power of two");
-    groups = (coded + group - 1) / group;
   } else if (layout == MCC_CHANNEL) {
     STD_TORCH_CHECK(group >= 1 && count % group == 0, "the numbers must divide by the channels, ", group);
     STD_TORCH_CHECK(!rotation, "a rotation mixes channels: their scales cannot be kept apart");
-    groups = group;
   }
+  mcc_grid g = {};
+  g.bits = int(bits);
+  g.layout = int(layout);
+  g.kind = int(kind);
+  g.method = int(method);
+  g.rotation = int(rotation);
+  g.group = group;
+  return g;
+}
+
+/* Codes and scales of ``coded`` numbers on a grid. */
+void check_stream(const mcc_grid &g, int64_t coded, const Tensor &codes, const Tensor &scales) {
   check_plain(codes, "codes");
   check_plain(scales, "scales");
-  STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Byte && codes.numel() == up(coded, 8) / 8 * bits,
+  STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Byte && codes.numel() == up(coded, 8) / 8 * g.bits,
                   "codes must be uint8, ceil(n / 8) * bits long");
-  groups *= kind == MCC_MINMAX ? 2 : 1;
+  int64_t groups = g.layout == MCC_GROUP ? (coded + g.group - 1) / g.group : g.layout == MCC_CHANNEL ? g.group : 1;
+  groups *= g.kind == MCC_MINMAX ? 2 : 1;
   STD_TORCH_CHECK(scales.numel() == groups && scales.scalar_type() != ScalarType::Half,
                   "scales must be fp32 or bf16, ", groups, " of them");
+}
+
+mcc_codec codec_of(const mcc_grid &g, int64_t count, int64_t coded, const Tensor &codes, const Tensor &scales) {
+  check_stream(g, coded, codes, scales);
   mcc_codec c = {};
-  c.grid.bits = int(bits);
-  c.grid.layout = int(layout);
-  c.grid.kind = int(kind);
-  c.grid.method = int(method);
-  c.grid.rotation = int(rotation);
-  c.grid.group = group;
+  c.grid = g;
   c.codes = static_cast<uint8_t *>(codes.data_ptr());
   c.scales = scales.data_ptr();
   c.scale_dtype = dtype_of(scales, "scales");
   c.count = count;
+  return c;
+}
+
+mcc_codec codec_of(int64_t count, const Tensor &codes, const Tensor &scales, int64_t bits, int64_t layout, int64_t group,
+                   int64_t kind, int64_t method, int64_t rotation) {
+  const mcc_grid g = grid_of(count, bits, layout, group, kind, method, rotation);
+  return codec_of(g, count, rotation ? up(count, rotation) : count, codes, scales);
+}
+
+void set_input(mcc_codec &c, const Tensor &x, const Tensor &other, int64_t role) {
+  check_plain(x, "x");
+  STD_TORCH_CHECK(role >= MCC_PLAIN && role <= MCC_FEEDBACK, "no such role: ", role);
+  c.x = x.data_ptr();
+  c.x_dtype = dtype_of(x, "x");
+  c.role = int(role);
+  if (role == MCC_PLAIN) return;
+  check_plain(other, "the reference or residual");
+  STD_TORCH_CHECK(other.numel() == x.numel(), "the reference or residual must be as large as x");
+  c.other = other.data_ptr();
+  c.other_dtype = dtype_of(other, "the reference or residual");
+}
+
+void set_output(mcc_codec &c, const Tensor &out, const Tensor &other, int64_t role) {
+  check_plain(out, "out");
+  STD_TORCH_CHECK(role == MCC_PLAIN || role == MCC_DELTA || role == MCC_ADD, "no such role: ", role);
+  STD_TORCH_CHECK(role != MCC_ADD || out.scalar_type() == ScalarType::Float, "out must be fp32 to accumulate in");
+  c.out = out.data_ptr();
+  c.out_dtype = dtype_of(out, "out");
+  c.role = int(role);
+  if (role != MCC_DELTA) return;
+  check_plain(other, "the reference");
+  STD_TORCH_CHECK(other.numel() == out.numel(), "the reference must be as large as out");
+  c.other = other.data_ptr();
+  c.other_dtype = dtype_of(other, "the reference");
+}
+
+uint8_t *map_of(const Tensor &map, int64_t count, const char *what) {
+  check_plain(map, what);
+  STD_TORCH_CHECK(map.scalar_type() == ScalarType::Byte && map.numel() == up(count, 8) / 8, what,
+                  " must be uint8, a bit for each of ", count);
+  return static_cast<uint8_t *>(map.data_ptr());
+}
+
+/* Blocks of some numbers that are rotated by a map; ``block`` 0: none are. */
+void set_blocks(mcc_codec &c, const Tensor &rotated, int64_t block, double ratio) {
+  if (!block) return;
+  STD_TORCH_CHECK(!c.grid.rotation, "either all blocks are rotated or some");
+  STD_TORCH_CHECK(ratio == 0 || ratio >= 1, "ratio must be 0 or at least 1, is ", ratio);
+  c.grid.rotation = int(block);
+  c.tiles.some = 1;
+  c.tiles.ratio = float(ratio);
+  c.tiles.rotated = map_of(rotated, c.count / block, "rotated");
+}
+
+void check_tile(const mcc_grid &g, int64_t tile) {
+  STD_TORCH_CHECK(g.layout == MCC_GROUP && tile >= 8 && tile % g.group == 0 && (!g.rotation || tile % g.rotation == 0),
+                  "a tile must be whole groups and whole blocks, is ", tile);
+}
+
+/* The codec of a message that decides by tiles; ``tile`` 0: none has one bit more. */
+mcc_codec tiled_codec_of(int64_t count, const Tensor &codes, const Tensor &scales, const Tensor &wide_codes,
+                         const Tensor &wide_scales, const Tensor &rotated, const Tensor &marked, int64_t bits, int64_t layout,
+                         int64_t group, int64_t kind, int64_t method, int64_t rotation, int64_t block, double ratio,
+                         int64_t wide_kind, int64_t tile, int64_t more) {
+  mcc_grid g = grid_of(count, bits, layout, group, kind, method, rotation);
+  if (block) grid_of(count, bits, layout, group, kind, method, block);
+  const int64_t coded = rotation ? up(count, rotation) : count;
+  if (tile) {
+    check_tile(g, tile);
+    STD_TORCH_CHECK(more >= 1 && more <= coded / tile, "more must be 1 to ", coded / tile, ", is ", more);
+  }
+  mcc_codec c = codec_of(g, count, tile ? coded - more * tile : coded, codes, scales);
+  if (tile) {
+    c.tiles.wide = grid_of(count, bits + 1, layout, group, wide_kind, method, rotation);
+    check_stream(c.tiles.wide, more * tile, wide_codes, wide_scales);
+    STD_TORCH_CHECK(wide_scales.scalar_type() == scales.scalar_type(), "all scales must have one type");
+    c.tiles.marked = map_of(marked, coded / tile, "marked");
+    c.tiles.wide_codes = static_cast<uint8_t *>(wide_codes.data_ptr());
+    c.tiles.wide_scales = wide_scales.data_ptr();
+    c.tiles.tile = tile;
+    c.tiles.more = more;
+  }
+  set_blocks(c, rotated, block, ratio);
+  if (tile) c.tiles.wide.rotation = c.grid.rotation;
   return c;
 }
 
@@ -145,20 +236,10 @@ template <class Device>
 void quantize_pack(const Tensor &x, const Tensor &other, const Tensor &codes, const Tensor &scales, int64_t role,
                    int64_t bits, int64_t layout, int64_t group, int64_t kind, int64_t method, int64_t rotation,
                    bool stochastic, int64_t seed) {
-  check_plain(x, "x");
-  STD_TORCH_CHECK(role >= MCC_PLAIN && role <= MCC_FEEDBACK, "no such role: ", role);
   mcc_codec c = codec_of(x.numel(), codes, scales, bits, layout, group, kind, method, rotation);
-  c.x = x.data_ptr();
-  c.x_dtype = dtype_of(x, "x");
-  c.role = int(role);
+  set_input(c, x, other, role);
   c.grid.stochastic = stochastic;
   c.grid.seed = uint64_t(seed);
-  if (role != MCC_PLAIN) {
-    check_plain(other, "the reference or residual");
-    STD_TORCH_CHECK(other.numel() == x.numel(), "the reference or residual must be as large as x");
-    c.other = other.data_ptr();
-    c.other_dtype = dtype_of(other, "the reference or residual");
-  }
   Device device(x);
   device->quantize(&device.context, &c);
   device.done();
@@ -167,21 +248,77 @@ void quantize_pack(const Tensor &x, const Tensor &other, const Tensor &codes, co
 template <class Device>
 void unpack_dequantize(const Tensor &codes, const Tensor &scales, const Tensor &other, const Tensor &out, int64_t role,
                        int64_t bits, int64_t layout, int64_t group, int64_t kind, int64_t method, int64_t rotation) {
-  check_plain(out, "out");
-  STD_TORCH_CHECK(role == MCC_PLAIN || role == MCC_DELTA || role == MCC_ADD, "no such role: ", role);
-  STD_TORCH_CHECK(role != MCC_ADD || out.scalar_type() == ScalarType::Float, "out must be fp32 to accumulate in");
   mcc_codec c = codec_of(out.numel(), codes, scales, bits, layout, group, kind, method, rotation);
-  c.out = out.data_ptr();
-  c.out_dtype = dtype_of(out, "out");
-  c.role = int(role);
-  if (role == MCC_DELTA) {
-    check_plain(other, "the reference");
-    STD_TORCH_CHECK(other.numel() == out.numel(), "the reference must be as large as out");
-    c.other = other.data_ptr();
-    c.other_dtype = dtype_of(other, "the reference");
-  }
+  set_output(c, out, other, role);
   Device device(out);
   device->dequantize(&device.context, &c);
+  device.done();
+}
+
+template <class Device>
+void quantize_tiles(const Tensor &x, const Tensor &other, const Tensor &codes, const Tensor &scales, const Tensor &wide_codes,
+                    const Tensor &wide_scales, const Tensor &rotated, const Tensor &marked, int64_t role, int64_t bits,
+                    int64_t layout, int64_t group, int64_t kind, int64_t method, int64_t rotation, int64_t block,
+                    double ratio, int64_t wide_kind, int64_t tile, int64_t more, bool stochastic, int64_t seed,
+                    int64_t wide_seed) {
+  mcc_codec c = tiled_codec_of(x.numel(), codes, scales, wide_codes, wide_scales, rotated, marked, bits, layout, group, kind,
+                               method, rotation, block, ratio, wide_kind, tile, more);
+  set_input(c, x, other, role);
+  c.grid.stochastic = c.tiles.wide.stochastic = stochastic;
+  c.grid.seed = uint64_t(seed);
+  c.tiles.wide.seed = uint64_t(wide_seed);
+  Device device(x);
+  device->quantize(&device.context, &c);
+  device.done();
+}
+
+template <class Device>
+void dequantize_tiles(const Tensor &codes, const Tensor &scales, const Tensor &wide_codes, const Tensor &wide_scales,
+                      const Tensor &rotated, const Tensor &marked, const Tensor &out, int64_t role, int64_t bits,
+                      int64_t layout, int64_t group, int64_t kind, int64_t method, int64_t rotation, int64_t block,
+                      int64_t wide_kind, int64_t tile, int64_t more) {
+  STD_TORCH_CHECK(role == MCC_PLAIN || role == MCC_ADD, "no such role: ", role);
+  mcc_codec c = tiled_codec_of(out.numel(), codes, scales, wide_codes, wide_scales, rotated, marked, bits, layout, group,
+                               kind, method, rotation, block, 0.0, wide_kind, tile, more);
+  set_output(c, out, out, role);
+  Device device(out);
+  device->dequantize(&device.context, &c);
+  device.done();
+}
+
+template <class Device>
+void tile_errors(const Tensor &x, const Tensor &other, const Tensor &rotated, const Tensor &errors, int64_t role,
+                 int64_t bits, int64_t group, int64_t kind, int64_t method, int64_t rotation, int64_t block, double ratio,
+                 int64_t tile) {
+  const int64_t count = x.numel();
+  mcc_codec c = {};
+  c.grid = grid_of(count, bits, MCC_GROUP, group, kind, method, rotation);
+  if (block) grid_of(count, bits, MCC_GROUP, group, kind, method, block);
+  check_tile(c.grid, tile);
+  check_fp32(errors, "errors");
+  STD_TORCH_CHECK(errors.numel() == (rotation ? up(count, rotation) : count) / tile, "errors must be one for each whole tile");
+  c.count = count;
+  c.tiles.tile = tile;
+  c.tiles.more = errors.numel();
+  set_input(c, x, other, role);
+  set_blocks(c, rotated, block, ratio);
+  Device device(x);
+  device->tile_errors(&device.context, &c, static_cast<float *>(errors.data_ptr()));
+  device.done();
+}
+
+template <class Device>
+void mark_tiles(const Tensor &indices, const Tensor &map) {
+  check_plain(indices, "indices");
+  check_plain(map, "map");
+  const int64_t n = indices.numel();
+  STD_TORCH_CHECK(indices.scalar_type() == ScalarType::Long && map.scalar_type() == ScalarType::Byte,
+                  "indices must be int64 and map uint8");
+  const int64_t *at = static_cast<const int64_t *>(indices.data_ptr());
+  if constexpr (Device::kReadable)
+    STD_TORCH_CHECK(n == 0 || (at[0] >= 0 && at[n - 1] < 8 * map.numel()), "indices reach beyond the map");
+  Device device(map);
+  device->mark_tiles(&device.context, at, n, static_cast<uint8_t *>(map.data_ptr()), map.numel());
   device.done();
 }
 
@@ -381,6 +518,19 @@ STABLE_TORCH_LIBRARY(MCC_NAMESPACE, m) {
       "float8_encode(Tensor x, Tensor(a!) codes, Tensor(b!) scales, int mantissa, int group, bool stochastic, int seed) "
       "-> ()");
   m.def("float8_decode(Tensor codes, Tensor scales, Tensor(a!) out, int mantissa, int group, int added) -> ()");
+  m.def(
+      "quantize_tiles(Tensor x, Tensor(a!) other, Tensor(b!) codes, Tensor(c!) scales, Tensor(d!) wide_codes, "
+      "Tensor(e!) wide_scales, Tensor(f!) rotated, Tensor marked, int role, int bits, int layout, int group, int kind, "
+      "int method, int rotation, int block, float ratio, int wide_kind, int tile, int more, bool stochastic, int seed, "
+      "int wide_seed) -> ()");
+  m.def(
+      "dequantize_tiles(Tensor codes, Tensor scales, Tensor wide_codes, Tensor wide_scales, Tensor rotated, Tensor marked, "
+      "Tensor(a!) out, int role, int bits, int layout, int group, int kind, int method, int rotation, int block, "
+      "int wide_kind, int tile, int more) -> ()");
+  m.def(
+      "tile_errors(Tensor x, Tensor other, Tensor(a!) rotated, Tensor(b!) errors, int role, int bits, int group, int kind, "
+      "int method, int rotation, int block, float ratio, int tile) -> ()");
+  m.def("mark_tiles(Tensor indices, Tensor(a!) map) -> ()");
 }
 
 template <class Device>
@@ -397,6 +547,10 @@ void implement(torch::stable::detail::StableLibrary &m) {
   m.impl("cross_entropy", TORCH_BOX(&cross_entropy<Device>));
   m.impl("float8_encode", TORCH_BOX(&float8_encode<Device>));
   m.impl("float8_decode", TORCH_BOX(&float8_decode<Device>));
+  m.impl("quantize_tiles", TORCH_BOX(&quantize_tiles<Device>));
+  m.impl("dequantize_tiles", TORCH_BOX(&dequantize_tiles<Device>));
+  m.impl("tile_errors", TORCH_BOX(&tile_errors<Device>));
+  m.impl("mark_tiles", TORCH_BOX(&mark_tiles<Device>));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(MCC_NAMESPACE, CompositeExplicitAutograd, m) { m.impl("sources", TORCH_BOX(&sources)); }

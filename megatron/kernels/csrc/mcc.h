@@ -34,8 +34,23 @@ typedef struct {
   uint64_t seed;    /* of the noise */
 } mcc_grid;
 
+/* What a message decides block by block and tile by tile. Maps have one bit each, the first in a byte's lowest. */
+typedef struct {
+  int some;                 /* 1: only those blocks of grid.rotation numbers are rotated that the map tells */
+  float ratio;              /* encoders: such blocks are found, where the largest magnitude is finite and more than this
+                             * times the second-largest, and the map is written; 0: the map is there already */
+  uint8_t *rotated;
+  const uint8_t *marked;    /* tiles that are coded by ``wide``; null where none are */
+  int64_t tile;             /* numbers of a tile: whole groups, whole blocks of a rotation of all */
+  int64_t more;             /* tiles that ``wide_codes`` has room for; were more marked, the last ones are coded as others */
+  mcc_grid wide;
+  uint8_t *wide_codes;
+  void *wide_scales;
+} mcc_tiles;
+
 typedef struct {
   mcc_grid grid;
+  mcc_tiles tiles;
   const void *x;    /* numbers to encode; unused by decoders */
   void *other;      /* MCC_DELTA: the reference; MCC_FEEDBACK: the residual; updated in place */
   void *out;        /* decoders: where the numbers go; may be null for MCC_DELTA */
@@ -90,6 +105,11 @@ typedef struct {
                         const int64_t *labels, float *lse, float *target, const float *weights);
   void (*float8_encode)(const mcc_context *, const mcc_float8 *);
   void (*float8_decode)(const mcc_context *, const mcc_float8 *);
+  /* The sum of squares of what each whole tile loses to nearest with scales in fp32; finds the blocks to rotate as an encoder
+   * does. Codes, scales and the second tensor of the codec are unused and stay. */
+  void (*tile_errors)(const mcc_context *, const mcc_codec *, float *errors);
+  /* A map of ``bytes`` with the bits of ascending indices. */
+  void (*mark_tiles)(const mcc_context *, const int64_t *indices, int64_t count, uint8_t *map, int64_t bytes);
 } mcc_table;
 
 /* The table for this processor, chosen once; "baseline" etc. in *name. */

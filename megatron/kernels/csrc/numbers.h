@@ -161,10 +161,10 @@ MCC_FN float signed_scale(const mcc_grid &g, double sum, float low, float high, 
   const bool positive = high > -low;
   const float most = positive ? high : -low, opposite = positive ? -low : high, sign = positive ? -1.0f : 1.0f;
   if (!g.stochastic) {
+    if (g.bits != 2 && g.bits != 3) return sign * most;
     const double square = double(most) * double(most), others = (sum - square) * (kStandsOut * kStandsOut);
-    if ((g.bits != 2 && g.bits != 3) || most == 0.0f || square * double(n - 1) > others) return sign * most;
-    const float usual = float(sqrt(sum / double(n)) * (g.bits == 2 ? 2.1 : 2.5));
-    return sign * (usual < most ? usual : most);
+    const float usual = float(sqrt(sum / double(n)) * (g.bits == 2 ? 2.1 : 2.5)), fitted = usual < most ? usual : most;
+    return sign * (square * double(n - 1) > others ? most : fitted);
   }
   const int half = 1 << (g.bits - 1);
   if (half == 1 || !(opposite > 0.0f) || bits_of(most) >= 0x7f800000u) return sign * most;
@@ -193,6 +193,28 @@ MCC_FN Scale scale_of(const mcc_grid &g, const Extent &e, int64_t n) {
   if (g.kind != MCC_MIDRISE || e.most >= 0x7f800000u) return {most, 0.0f};
   const float outer = most * (float(1 << g.bits) / float((1 << g.bits) - 1));
   return {outer < kLargest ? outer : kLargest, 0.0f};
+}
+
+MCC_FN bool bit_of(const uint8_t *map, int64_t i) { return (map[i >> 3] >> (i & 7)) & 1; }
+
+/* Where a tile is coded: its stream, and its place among the tiles of that. */
+struct TilePlace {
+  bool wide;
+  int64_t at;
+};
+
+/* The place of a tile which ``before`` of the ``all`` marked tiles precede. The marked tiles and then the others, in order,
+ * fill the first stream, which has room for ``more``, and then the second. */
+MCC_FN TilePlace place_of(bool marked, int64_t tile, int64_t before, int64_t all, int64_t more) {
+  const int64_t sorted = marked ? before : all + tile - before;
+  const bool wide = sorted < more;
+  return {wide, wide ? sorted : sorted - more};
+}
+
+/* The sum of eight squares, neighbors first. */
+MCC_FN float sum_of_squares(const float *d) {
+  return ((d[0] * d[0] + d[1] * d[1]) + (d[2] * d[2] + d[3] * d[3])) +
+         ((d[4] * d[4] + d[5] * d[5]) + (d[6] * d[6] + d[7] * d[7]));
 }
 
 MCC_FN uint32_t mixed(uint32_t x) {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import kernel_cases, kernel_table
+from benchmarks import kernel_cases, kernel_table, tile_cases
 from benchmarks.device_clock import Call, Time
 from benchmarks.kernel_cases import MESSAGE_RANKS, KernelCase, Runs, float8_cases, message_cases
 from benchmarks.kernel_table import OpSummary, Row, draw, kinds_of, read_summary, summary
@@ -141,3 +141,29 @@ def test_the_picture_shows_every_kind_once(tmp_path: Path, monkeypatch: pytest.M
         "finite_norm",
     ]  # fmt: skip
     assert [list(line.get_xdata()) for line in share.get_lines()[:2]] == [[0.5, 0.6], [pytest.approx(0.55)]]
+
+
+def test_messages_that_decide_by_tiles_count_their_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand, for 1,024 x 8 numbers in 128 tiles: with 3.8 bits, 100 tiles have 4 and 28 have 3."""
+    monkeypatch.setitem(tile_cases.MODELS, "tiny", 8)
+    counted = {}
+    for case in tile_cases.tile_cases("tiny", "cpu", quick=False):
+        runs = case.build()
+        runs.run()
+        runs.twin()
+        counted[case.op, case.setting] = (runs.input_bytes, runs.traffic, runs.in_place)
+    n = 1024 * 8
+    outliers, minmax = n // 2 + 128 * 4 + 16, n // 2 + 128 * 8
+    mixed = 100 * 32 + 28 * 24 + 16 + 128 * 4
+    assert {key: value for key, value in counted.items() if "2 bits" not in key[1] and "8 bits m" not in key[1]} == {
+        ("quantize", "4 bits minmax, group"): (4 * n, 4 * n + minmax, 0),
+        ("dequantize", "4 bits minmax, group"): (4 * n, 4 * n + minmax, 0),
+        ("quantize", "4 bits outliers, group"): (4 * n, 4 * n + outliers, 0),
+        ("dequantize", "4 bits outliers, group"): (4 * n, 4 * n + outliers, 0),
+        ("quantize, feedback", "4 bits outliers, group"): (4 * n, 12 * n + outliers, 8 * n),
+        ("dequantize, add", "4 bits outliers, group"): (4 * n, 8 * n + outliers, 8 * n),
+        ("quantize", "3.8 bits, group"): (4 * n, 8 * n + mixed, 0),
+        ("dequantize", "3.8 bits, group"): (4 * n, 4 * n + mixed, 0),
+        ("quantize, feedback", "3.8 bits, group"): (4 * n, 20 * n + mixed, 8 * n),
+        ("dequantize, add", "3.8 bits, group"): (4 * n, 8 * n + mixed, 8 * n),
+    }

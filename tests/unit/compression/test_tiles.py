@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megatron.base.errors import UserError
 from megatron.compression.fixpoint import FixpointConfig, Quantizer
-from megatron.compression.tiles import Outliers
 from megatron.kernels.grid import Role
 from megatron.kernels.reference import rotate
+from megatron.kernels.tiles import Outliers
 
 
 def _quantizer(**options: Any) -> Quantizer:

@@ -19,6 +19,7 @@ from megatron.kernels import native
 from megatron.kernels.grid import Grid, Role, ScaleLayout, ScaleMethod
 from tests.support import float8 as float8_checks
 from tests.support import kernels as checks
+from tests.support import tiles as tile_checks
 
 pytestmark = pytest.mark.slow
 
@@ -151,6 +152,18 @@ def test_float8(device: str) -> None:
     float8_checks.check_unaligned(device)
 
 
+@pytest.mark.parametrize("role", [Role.PLAIN, Role.DELTA, Role.FEEDBACK])
+def test_messages_that_decide_by_tiles(device: str, role: Role) -> None:
+    tile_checks.check_tilings(device, (0, 5, 2600), role)
+
+
+def test_errors_and_maps_of_tiles(device: str) -> None:
+    tile_checks.check_errors(device)
+    tile_checks.check_marks(device)
+    tile_checks.check_any_map(device)
+    tile_checks.check_many_tiles(device)
+
+
 NVCC = shutil.which("nvcc")
 
 
@@ -178,6 +191,8 @@ def test_every_kernel_compiles_for_every_architecture_and_the_whole_links(tmp_pa
         objects = list(pool.map(compile_cpp, [CSRC / "binding.cpp", *sorted((CSRC / "cpu").glob("*.cpp"))]))
     log = "".join(text for _, text in compiled)
     assert len(re.findall(r"Function properties", log)) >= 3 * 25
+    for kernel in ("quantize_lanes", "dequantize_words", "errors_in_lanes", "errors_of_tiles", "rank_marked"):
+        assert len(re.findall(rf"Function properties for \w*{kernel}", log)) >= 3, kernel
     assert re.findall(r"[1-9]\d* bytes spill (?:stores|loads)", log) == []
     library = tmp_path / "whole.so"
     _run([str(NVCC), "-shared", "-cudart=static", "-Xcompiler=-fopenmp", *objects, *(t for t, _ in compiled),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megatron.kernels import native, ops
 from megatron.kernels.grid import Grid, Role, ScaleLayout
 from tests.support import kernels as checks
+from tests.support import tiles as tile_checks
 
 pytestmark = pytest.mark.skipif(native.library_path() is None, reason="the kernels were not compiled")
 
@@ -43,6 +44,22 @@ def test_codecs_give_the_twins_bits(role: Role, seed: int | None) -> None:
 def test_codecs_split_over_threads_give_the_twins_bits() -> None:
     for grid in (Grid(4), Grid(3, ScaleLayout.CHANNEL, 64), Grid(8, ScaleLayout.TENSOR), Grid(2, rotation=32)):
         checks.check_codec(checks.noise((1 << 17,), 1, DEVICE), None, grid, Role.PLAIN, None, torch.float32)
+
+
+@pytest.mark.parametrize("role", [Role.PLAIN, Role.DELTA, Role.FEEDBACK])
+def test_messages_that_decide_by_tiles_give_the_twins_bits(role: Role) -> None:
+    tile_checks.check_tilings(DEVICE, (0, 5, 999, 5000), role)
+
+
+def test_tiles_split_over_threads_give_the_twins_bits() -> None:
+    tile_checks.check_tilings(DEVICE, ((1 << 15) + 1000,), Role.PLAIN)
+
+
+def test_errors_and_maps_of_tiles() -> None:
+    tile_checks.check_errors(DEVICE)
+    tile_checks.check_marks(DEVICE)
+    tile_checks.check_any_map(DEVICE)
+    tile_checks.check_many_tiles(DEVICE)
 
 
 @settings(max_examples=150, deadline=None)
@@ -189,6 +206,12 @@ def test_cross_entropy_refuses_labels_beyond_the_vocabulary() -> None:
         ops.cross_entropy(torch.zeros(2, 16), torch.tensor([3, 9]), 9, torch.zeros(2), torch.zeros(2))
 
 
+def _parts() -> tuple[torch.Tensor, ...]:
+    """A message of 64 numbers in tiles of 8, of which 3 have 4 bits and the others 3."""
+    codes = [torch.zeros(size, dtype=torch.uint8) for size in (15, 12, 1, 1)]
+    return codes[0], torch.zeros(5), codes[1], torch.zeros(3), *codes[2:]
+
+
 def _operands() -> dict[str, tuple[object, ...]]:
     x, mask = torch.randn(64), torch.zeros(2, 9, dtype=torch.bool)
     codes, scales = torch.zeros(32, dtype=torch.uint8), torch.zeros(1)
@@ -207,6 +230,24 @@ def _operands() -> dict[str, tuple[object, ...]]:
         "cross_entropy": (rows, torch.tensor([1, 0, 6, -1]), 7, torch.ones(4), torch.ones(4), torch.ones(4)),
         "float8_encode": (x, torch.zeros(64, dtype=torch.uint8), torch.zeros(2), 3, 32, False, 0),
         "float8_decode": (torch.zeros(64, dtype=torch.uint8), torch.zeros(2), x, 3, 32, 1),
+        "quantize_tiles": (x, torch.zeros(64), *_parts(), 2, 3, 0, 8, 0, 0, 0, 16, 2.0, 0, 8, 3, True, 5, 6),
+        "dequantize_tiles": (*_parts(), x, 3, 3, 0, 8, 0, 0, 0, 16, 0, 8, 3),
+        "tile_errors": (
+            x,
+            torch.zeros(64),
+            torch.zeros(1, dtype=torch.uint8),
+            torch.zeros(8),
+            1,
+            3,
+            8,
+            0,
+            0,
+            0,
+            16,
+            2.0,
+            8,
+        ),
+        "mark_tiles": (index, torch.zeros(1, dtype=torch.uint8)),
     }
 
 
@@ -271,6 +312,18 @@ def test_operators_compile_in_one_graph() -> None:
         ("float8_decode", 1, torch.zeros(1)),
         ("float8_decode", 2, torch.zeros(64).bfloat16()),
         ("float8_decode", 5, 2),
+        ("quantize_tiles", 4, torch.zeros(11, dtype=torch.uint8)),
+        ("quantize_tiles", 5, torch.zeros(2)),
+        ("quantize_tiles", 5, torch.zeros(3).bfloat16()),
+        ("quantize_tiles", 6, torch.zeros(2, dtype=torch.uint8)),
+        ("quantize_tiles", 15, 24),
+        ("quantize_tiles", 16, 0.5),
+        ("quantize_tiles", 18, 12),
+        ("quantize_tiles", 19, 9),
+        ("dequantize_tiles", 5, torch.zeros(0, dtype=torch.uint8)),
+        ("dequantize_tiles", 7, 1),
+        ("tile_errors", 3, torch.zeros(7)),
+        ("mark_tiles", 0, torch.tensor([1, 8])),
     ],
 )
 def test_operands_that_do_not_fit_are_refused(name: str, place: int, value: object) -> None:
@@ -288,6 +341,7 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
         "import torch, hashlib\n"
         "from megatron.kernels import ops\n"
         "from megatron.kernels.grid import Grid, GridKind, ScaleLayout, Role\n"
+        "from tests.support import tiles as tile_checks\n"
         "x = torch.randn(5003, generator=torch.Generator().manual_seed(0))\n"
         "digest = hashlib.sha256()\n"
         "for bits in range(1, 9):\n"
@@ -299,6 +353,11 @@ def test_every_instruction_set_gives_the_same_bits() -> None:
         "        ops.quantize_pack(x, codes, scales, grid, Role.FEEDBACK, left, seed=seed)\n"
         "        for t in (codes, scales, left):\n"
         "            digest.update(t.numpy().tobytes())\n"
+        "for tiles in tile_checks.tilings(5003):\n"
+        "    message = tile_checks.blank(tiles, torch.float32, 'cpu')\n"
+        "    ops.quantize_tiles(x, message, tiles, Role.PLAIN, None, 3 if tiles.grid.bits % 2 else None)\n"
+        "    for t in tile_checks.parts(message):\n"
+        "        digest.update(t.numpy().tobytes())\n"
         "digest.update(ops.abs_topk(x.view(1, -1), 700).numpy().tobytes())\n"
         "digest.update(ops.finite_norm(x).numpy().tobytes())\n"
         "digest.update(ops.orthonormalize(x[:5000].view(1, -1, 40)).numpy().tobytes())\n"

@@ -1,23 +1,54 @@
-/* What is used most, in registers: 2, 4 or 8 bits, to nearest, 64 numbers at a time. The same operations in the same order
+/* What is used most, in registers: any bits but a sign's, to nearest, 64 numbers at a time. The same operations in the same order
  * as in quantize.inl, so the same bits. */
 
 #if MCC_AVX512
-
-inline bool even_bits(const mcc_grid &g) { return (g.bits == 2 || g.bits == 4 || g.bits == 8) && !is_sign(g); }
 
 inline bool quantizes_64(const mcc_codec &c, int64_t n) {
   const mcc_grid &g = c.grid;
   const bool even = g.layout == MCC_TENSOR ? n % 64 == 0
                                            : g.layout == MCC_GROUP && g.group % 64 == 0 && n % g.group == 0 &&
                                                  g.group <= kChunk && g.method != MCC_L2;
-  return even_bits(g) && even && !g.stochastic;
+  return !is_sign(g) && even && !g.stochastic;
 }
 
 inline bool dequantizes_64(const mcc_codec &c, int64_t n) {
   const mcc_grid &g = c.grid;
   const bool even = g.layout == MCC_TENSOR || (g.layout == MCC_GROUP && g.group % 64 == 0);
-  return even_bits(g) && even && n % 64 == 0 && !g.rotation && (c.role == MCC_PLAIN || c.role == MCC_ADD) &&
-         c.out_dtype == MCC_FP32;
+  return !is_sign(g) && even && n % 64 == 0;
+}
+
+/* Eight words of eight codes each to kBits words. */
+template <int kBits>
+inline void pack_words_64(const uint64_t *eights, uint8_t *out) {
+  uint64_t packed = 0;
+  int filled = 0;
+#pragma GCC unroll 8
+  for (int k = 0; k < 8; ++k) {
+    const uint64_t word = _pext_u64(eights[k], 0x0101010101010101ull * ((1u << kBits) - 1));
+    packed |= word << filled;
+    filled += 8 * kBits;
+    if (filled < 64) continue;
+    std::memcpy(out, &packed, 8);
+    out += 8, filled -= 64;
+    packed = filled ? word >> (8 * kBits - filled) : 0;
+  }
+}
+
+/* Codes of eight numbers, the k-th word of 8. */
+template <int kBits>
+inline uint64_t word_of_64(const uint8_t *in, int k) {
+  /* No byte behind the last code's is read. */
+  const int at = k * kBits, from = at < 8 * kBits - 8 ? at : 8 * kBits - 8;
+  uint64_t word;
+  std::memcpy(&word, in + from, 8);
+  return _pdep_u64(word >> (8 * (at - from)), 0x0101010101010101ull * ((1u << kBits) - 1));
+}
+
+template <int kBits>
+inline void unpack_words_64(const uint8_t *in, __m128i *codes) {
+#pragma GCC unroll 4
+  for (int k = 0; k < 4; ++k)
+    codes[k] = _mm_set_epi64x(int64_t(word_of_64<kBits>(in, 2 * k + 1)), int64_t(word_of_64<kBits>(in, 2 * k)));
 }
 
 /* 64 codes, a byte each, to 8 bytes for each bit. */
@@ -26,16 +57,28 @@ inline void pack_64(__m512i codes, int bits, uint8_t *out) {
     _mm512_storeu_si512(out, codes);
     return;
   }
-  const __m512i pairs = _mm512_maddubs_epi16(codes, _mm512_set1_epi16(bits == 4 ? 0x1001 : 0x0401));
-  if (bits == 4) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i *>(out), _mm512_cvtepi16_epi8(pairs));
+  if (bits == 2 || bits == 4) {
+    const __m512i pairs = _mm512_maddubs_epi16(codes, _mm512_set1_epi16(bits == 4 ? 0x1001 : 0x0401));
+    if (bits == 4) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i *>(out), _mm512_cvtepi16_epi8(pairs));
+      return;
+    }
+    const __m512i fours = _mm512_madd_epi16(pairs, _mm512_set1_epi32(0x00100001));
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(out), _mm512_cvtepi32_epi8(fours));
     return;
   }
-  const __m512i fours = _mm512_madd_epi16(pairs, _mm512_set1_epi32(0x00100001));
-  _mm_storeu_si128(reinterpret_cast<__m128i *>(out), _mm512_cvtepi32_epi8(fours));
+  alignas(64) uint64_t eights[8];
+  _mm512_store_si512(eights, codes);
+  switch (bits) {
+    case 1: return pack_words_64<1>(eights, out);
+    case 3: return pack_words_64<3>(eights, out);
+    case 5: return pack_words_64<5>(eights, out);
+    case 6: return pack_words_64<6>(eights, out);
+    default: return pack_words_64<7>(eights, out);
+  }
 }
 
-/* 16 of 64 codes, as bytes. */
+/* 16 of 64 codes of 2, 4 or 8 bits, as bytes. */
 template <int kQuarter>
 inline __m128i unpack_16(const uint8_t *in, int bits) {
   if (bits == 8) return _mm_loadu_si128(reinterpret_cast<const __m128i *>(in) + kQuarter);
@@ -50,6 +93,19 @@ inline __m128i unpack_16(const uint8_t *in, int bits) {
   const __m128i spread = _mm_or_si128(_mm_or_si128(x, _mm_slli_epi32(x, 6)),
                                       _mm_or_si128(_mm_slli_epi32(x, 12), _mm_slli_epi32(x, 18)));
   return _mm_and_si128(spread, _mm_set1_epi8(3));
+}
+
+/* 64 codes, as bytes. */
+inline void unpack_64(const uint8_t *in, int bits, __m128i *codes) {
+  switch (bits) {
+    case 1: return unpack_words_64<1>(in, codes);
+    case 3: return unpack_words_64<3>(in, codes);
+    case 5: return unpack_words_64<5>(in, codes);
+    case 6: return unpack_words_64<6>(in, codes);
+    case 7: return unpack_words_64<7>(in, codes);
+  }
+  codes[0] = unpack_16<0>(in, bits), codes[1] = unpack_16<1>(in, bits);
+  codes[2] = unpack_16<2>(in, bits), codes[3] = unpack_16<3>(in, bits);
 }
 
 /* What ``measure`` does, of whole 16s; inlined, as its callers know the kind of the grid. */
@@ -102,44 +158,73 @@ struct Levels {
   }
 };
 
-/* Scales and packed codes of whole groups, from ``begin`` on; codes alone where one step is ``shared`` by all. */
-template <int kKind>
-inline void quantize_64(const mcc_codec &c, const float *v, const Shared *shared, int64_t begin, int64_t n) {
+/* The numbers of 16 levels. */
+template <bool kBased>
+inline __m512 values_16(__m512i codes, __m512 zero, __m512 unit, __m512 base) {
+  const __m512 scaled = _mm512_mul_ps(_mm512_sub_ps(_mm512_cvtepi32_ps(codes), zero), unit);
+  return kBased ? _mm512_add_ps(scaled, base) : scaled;
+}
+
+/* One step and one unit for all numbers, or none. */
+struct Common {
+  const Shared *steps, *units;
+};
+
+/* Scales and packed codes of whole groups, from ``begin`` on; codes alone where a step is common to all. What they decode
+ * to as well where kDecodes. */
+template <int kKind, bool kDecodes>
+inline void quantize_64(const mcc_codec &c, const float *v, Common common, int64_t begin, int64_t n, float *decoded) {
   mcc_grid g = c.grid;
   /* Known here, so that each kind has a loop without the others' branches. Shared steps need no method. */
   g.kind = kKind, g.method = MCC_MAX, g.stochastic = 0;
-  const Levels<kKind == MCC_MINMAX> levels(g);
+  constexpr bool kBased = kKind == MCC_MINMAX;
+  const Levels<kBased> levels(g);
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512 zero = _mm512_set1_ps(float(offset_of(g)) - shift_of(g));
   uint8_t *out = c.codes + begin / 8 * g.bits;
-  const int64_t group = shared ? n : g.group, first = begin / group;
-  for (int64_t i = 0, number = first; i < n; i += group, ++number) {
-    Factor factor;
-    if (shared) {
-      factor = {*shared->at(0).by, *shared->at(0).base};
-    } else {
-      Extent e;
-      measure_16s(g, v + i, group, e);
-      const Scale scale = rounded(g, c.scale_dtype, scale_of(g, e, group));
-      store_scale(g, c.scales, c.scale_dtype, number, scale);
-      factor = factor_of(g, true, scale);
-    }
-    const __m512 step = _mm512_set1_ps(factor.by), base = _mm512_set1_ps(factor.base);
+  const int64_t group = common.steps ? n : g.group, first = begin / group;
+  Factor factors[kChunk / 64], inverses[kChunk / 64];
+  if (common.steps) {
+    factors[0] = {*common.steps->at(0).by, *common.steps->at(0).base};
+    inverses[0].by = *common.units->at(0).by;
+  }
+  /* The scales of all groups first, so that they do not wait for each other. */
+  for (int64_t i = 0, k = 0; !common.steps && i < n; i += group, ++k) {
+    Extent e;
+    measure_16s(g, v + i, group, e);
+    const Scale scale = rounded(g, c.scale_dtype, scale_of(g, e, group));
+    store_scale(g, c.scales, c.scale_dtype, first + k, scale);
+    factors[k] = factor_of(g, true, scale);
+    if (kDecodes) inverses[k] = factor_of(g, false, scale);
+  }
+  for (int64_t i = 0, number = 0; i < n; i += group, ++number) {
+    const Factor factor = factors[number], inverse = inverses[number];
+    const __m512 step = _mm512_set1_ps(factor.by), base = _mm512_set1_ps(factor.base), unit = _mm512_set1_ps(inverse.by);
     for (int64_t j = i; j < i + group; j += 64, out += 8 * g.bits) {
       __m512i level[4];
-      for (int k = 0; k < 4; ++k) level[k] = levels.of(_mm512_loadu_ps(v + j + 16 * k), step, base);
+      for (int k = 0; k < 4; ++k) {
+        level[k] = levels.of(_mm512_loadu_ps(v + j + 16 * k), step, base);
+        if (kDecodes) _mm512_storeu_ps(decoded + j + 16 * k, values_16<kBased>(level[k], zero, unit, base));
+      }
       const __m512i words0 = _mm512_packs_epi32(level[0], level[1]), words1 = _mm512_packs_epi32(level[2], level[3]);
       pack_64(_mm512_permutexvar_epi32(order, _mm512_packus_epi16(words0, words1)), g.bits, out);
     }
   }
 }
 
-inline void quantize_64(const mcc_codec &c, const float *v, const Shared *shared, int64_t begin, int64_t n) {
+template <int kKind>
+inline void quantize_64(const mcc_codec &c, const float *v, Common common, int64_t begin, int64_t n, float *decoded) {
+  decoded ? quantize_64<kKind, true>(c, v, common, begin, n, decoded)
+          : quantize_64<kKind, false>(c, v, common, begin, n, decoded);
+}
+
+inline void quantize_64(const mcc_codec &c, const float *v, Common common, int64_t begin, int64_t n, float *decoded) {
   switch (c.grid.kind) {
-    case MCC_SYMMETRIC: return quantize_64<MCC_SYMMETRIC>(c, v, shared, begin, n);
-    case MCC_ASYMMETRIC: return quantize_64<MCC_ASYMMETRIC>(c, v, shared, begin, n);
-    case MCC_MIDRISE: return quantize_64<MCC_MIDRISE>(c, v, shared, begin, n);
-    case MCC_SIGNED: return quantize_64<MCC_SIGNED>(c, v, shared, begin, n);
-    default: return quantize_64<MCC_MINMAX>(c, v, shared, begin, n);
+    case MCC_SYMMETRIC: return quantize_64<MCC_SYMMETRIC>(c, v, common, begin, n, decoded);
+    case MCC_ASYMMETRIC: return quantize_64<MCC_ASYMMETRIC>(c, v, common, begin, n, decoded);
+    case MCC_MIDRISE: return quantize_64<MCC_MIDRISE>(c, v, common, begin, n, decoded);
+    case MCC_SIGNED: return quantize_64<MCC_SIGNED>(c, v, common, begin, n, decoded);
+    default: return quantize_64<MCC_MINMAX>(c, v, common, begin, n, decoded);
   }
 }
 
@@ -154,27 +239,12 @@ inline int64_t pack_whole_64(const uint8_t *codes, int64_t n, int bits, uint8_t 
 inline int64_t unpack_whole_64(const uint8_t *in, int64_t n, int bits, uint8_t *codes) {
   if (bits != 2 && bits != 4) return 0;
   int64_t i = 0;
-  for (; i + 64 <= n; i += 64, in += 8 * bits) {
-    __m128i *to = reinterpret_cast<__m128i *>(codes + i);
-    _mm_storeu_si128(to, unpack_16<0>(in, bits));
-    _mm_storeu_si128(to + 1, unpack_16<1>(in, bits));
-    _mm_storeu_si128(to + 2, unpack_16<2>(in, bits));
-    _mm_storeu_si128(to + 3, unpack_16<3>(in, bits));
-  }
+  for (; i + 64 <= n; i += 64, in += 8 * bits) unpack_64(in, bits, reinterpret_cast<__m128i *>(codes + i));
   return i;
 }
 
-template <int kQuarter, bool kBased>
-inline void dequantize_16(const uint8_t *in, int bits, __m512 zero, __m512 unit, __m512 base, bool add, float *out) {
-  const __m512 level = _mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(unpack_16<kQuarter>(in, bits))), zero);
-  const __m512 scaled = _mm512_mul_ps(level, unit), value = kBased ? _mm512_add_ps(scaled, base) : scaled;
-  float *to = out + 16 * kQuarter;
-  _mm512_storeu_ps(to, add ? _mm512_add_ps(_mm512_loadu_ps(to), value) : value);
-}
-
-/* The numbers of packed codes from ``begin`` on, written to ``out`` or added there. */
 template <bool kBased>
-inline void dequantize_64(const mcc_codec &c, const Shared *shared, int64_t begin, int64_t n, float *out, bool add) {
+inline void dequantize_64(const mcc_codec &c, const Shared *shared, int64_t begin, int64_t n, bool add, float *out) {
   mcc_grid g = c.grid;
   if (kBased) g.kind = MCC_MINMAX;
   else if (is_minmax(g)) __builtin_unreachable();
@@ -184,16 +254,19 @@ inline void dequantize_64(const mcc_codec &c, const Shared *shared, int64_t begi
     const Factor factor = shared ? Factor{*shared->at(0).by, *shared->at(0).base}
                                  : load_factor(g, false, c.scales, c.scale_dtype, (begin + i) / g.group);
     const __m512 unit = _mm512_set1_ps(factor.by), base = _mm512_set1_ps(factor.base);
-    dequantize_16<0, kBased>(in, g.bits, zero, unit, base, add, out + i);
-    dequantize_16<1, kBased>(in, g.bits, zero, unit, base, add, out + i);
-    dequantize_16<2, kBased>(in, g.bits, zero, unit, base, add, out + i);
-    dequantize_16<3, kBased>(in, g.bits, zero, unit, base, add, out + i);
+    __m128i codes[4];
+    unpack_64(in, g.bits, codes);
+    for (int k = 0; k < 4; ++k) {
+      const __m512 value = values_16<kBased>(_mm512_cvtepu8_epi32(codes[k]), zero, unit, base);
+      float *to = out + i + 16 * k;
+      _mm512_storeu_ps(to, add ? _mm512_add_ps(_mm512_loadu_ps(to), value) : value);
+    }
   }
 }
 
-inline void dequantize_64(const mcc_codec &c, const Shared *shared, int64_t begin, int64_t n, float *out, bool add) {
-  is_minmax(c.grid) ? dequantize_64<true>(c, shared, begin, n, out, add)
-                    : dequantize_64<false>(c, shared, begin, n, out, add);
+inline void dequantize_64(const mcc_codec &c, const Shared *shared, int64_t begin, int64_t n, bool add, float *out) {
+  is_minmax(c.grid) ? dequantize_64<true>(c, shared, begin, n, add, out)
+                    : dequantize_64<false>(c, shared, begin, n, add, out);
 }
 
 #else
@@ -202,7 +275,10 @@ inline int64_t pack_whole_64(const uint8_t *, int64_t, int, uint8_t *) { return 
 inline int64_t unpack_whole_64(const uint8_t *, int64_t, int, uint8_t *) { return 0; }
 inline bool quantizes_64(const mcc_codec &, int64_t) { return false; }
 inline bool dequantizes_64(const mcc_codec &, int64_t) { return false; }
-inline void quantize_64(const mcc_codec &, const float *, const Shared *, int64_t, int64_t) {}
-inline void dequantize_64(const mcc_codec &, const Shared *, int64_t, int64_t, float *, bool) {}
+struct Common {
+  const Shared *steps, *units;
+};
+inline void quantize_64(const mcc_codec &, const float *, Common, int64_t, int64_t, float *) {}
+inline void dequantize_64(const mcc_codec &, const Shared *, int64_t, int64_t, bool, float *) {}
 
 #endif

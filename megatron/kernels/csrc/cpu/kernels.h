@@ -18,7 +18,11 @@ inline int thread_count() {
 
 #include "portable.h"
 
+#include "tiles.inl"
+
 #include "quantize.inl"
+
+#include "tile_errors.inl"
 
 #include "float8.inl"
 
@@ -33,7 +37,7 @@ inline int thread_count() {
 extern const mcc_table table;
 const mcc_table table = {
     quantize, dequantize, abs_topk, dilate, gather, scatter_add, finite_norm, histogram, orthonormalize,
-    cross_entropy, float8_encode, float8_decode,
+    cross_entropy, float8_encode, float8_decode, tile_errors, mark_tiles,
 };
 
 }  // namespace MCC_ISA

@@ -85,24 +85,6 @@ inline void dequantize_run(const mcc_grid &g, const uint8_t *__restrict codes, F
   }
 }
 
-/* Walsh-Hadamard transform of consecutive blocks, over the root of their size: its own inverse. */
-inline void rotate(float *v, int64_t n, int64_t block) {
-  const float scale = 1.0f / std::sqrt(float(block));
-  for (int64_t b = 0; b < n; b += block) {
-    for (int64_t h = 1; h < block; h *= 2) {
-      for (int64_t i = 0; i < block; i += 2 * h) {
-        float *x = v + b + i, *y = x + h;
-        for (int64_t j = 0; j < h; ++j) {
-          float sum = x[j] + y[j], difference = x[j] - y[j];
-          x[j] = sum;
-          y[j] = difference;
-        }
-      }
-    }
-    for (int64_t i = 0; i < block; ++i) v[b + i] *= scale;
-  }
-}
-
 struct Buffers {
   alignas(64) float value[kChunk], kept[kChunk], other[kChunk], decoded[kChunk];
   alignas(64) uint8_t codes[kChunk + 8];
@@ -111,9 +93,9 @@ struct Buffers {
 /* What is to be encoded of [begin, begin + n): x, or its difference to the reference, or its sum with the residual;
  * rotated, and padded to whole blocks by zeros. */
 inline const float *source(const mcc_codec &c, int64_t begin, int64_t n, int64_t padded, Buffers &b) {
-  const bool copies = c.role != MCC_PLAIN || c.grid.rotation;
-  if (!copies) return view(b.value, c.x, c.x_dtype, begin, n);
   const float *x = view(b.value, c.x, c.x_dtype, begin, n);
+  if (c.role == MCC_PLAIN && c.tiles.some) return rotate_some(c, begin, n, x, b.value);
+  if (c.role == MCC_PLAIN && !c.grid.rotation) return x;
   if (c.role == MCC_DELTA) {
     const float *o = view(b.other, c.other, c.other_dtype, begin, n);
     for (int64_t i = 0; i < n; ++i) b.value[i] = x[i] - o[i];
@@ -125,6 +107,7 @@ inline const float *source(const mcc_codec &c, int64_t begin, int64_t n, int64_t
   }
   if (c.grid.rotation) {
     if (c.role == MCC_FEEDBACK) std::memcpy(b.kept, b.value, size_t(n) * 4);
+    if (c.tiles.some) return rotate_some(c, begin, n, b.value, b.value);
     std::fill(b.value + n, b.value + padded, 0.0f);
     rotate(b.value, padded, c.grid.rotation);
   }
@@ -167,7 +150,7 @@ inline void by_scale(const mcc_codec &c, bool steps, const Shared &shared, int64
 }
 
 inline int64_t padded_count(const mcc_codec &c, int64_t n) {
-  const int64_t block = c.grid.rotation;
+  const int64_t block = c.tiles.some ? 0 : c.grid.rotation;
   return block ? (n + block - 1) / block * block : n;
 }
 
@@ -316,46 +299,83 @@ inline void channel_scales(const mcc_codec &c) {
 }
 
 /* The scales of groups that a chunk does not hold whole; in fixed pieces, so that threads do not change the result. */
-inline void wide_scales(const mcc_codec &c, int64_t total) {
-  const mcc_grid &g = c.grid;
-  if (g.layout == MCC_CHANNEL) {
+inline void wide_scales(const mcc_codec &c, const Streams &streams, int64_t total) {
+  if (c.grid.layout == MCC_CHANNEL) {
     channel_scales(c);
     return;
   }
+  const mcc_grid &g = c.grid;
   const int64_t size = g.layout == MCC_TENSOR ? total : g.group;
   const int64_t groups = g.layout == MCC_TENSOR ? 1 : (total + size - 1) / size;
   for (int64_t group = 0; group < groups; ++group) {
     const int64_t begin = group * size, end = std::min(begin + size, total);
     const int64_t pieces = (end - begin + kChunk - 1) / kChunk;
     std::vector<Extent> extents(static_cast<size_t>(pieces));
+    const TilePlace place = streams.place(group); /* tiles this large are groups */
+    const mcc_codec &own = streams.of(place);
 #pragma omp parallel for schedule(static) if (end - begin > kSerial)
     for (int64_t p = 0; p < pieces; ++p) {
       Buffers b;
       const int64_t at = begin + p * kChunk, wide = std::min(kChunk, end - at);
       const int64_t n = std::max<int64_t>(std::min(wide, c.count - at), 0);
-      measure(g, source(c, at, n, wide, b), wide, extents[size_t(p)]);
+      measure(own.grid, source(c, at, n, wide, b), wide, extents[size_t(p)]);
     }
     Extent whole;
     for (const Extent &e : extents) join(whole, e);
-    keep_scale(c, group, whole, end - begin);
+    keep_scale(own, place.at, whole, end - begin);
   }
 }
 
-/* Leaves in the other tensor what the message makes of it: the reference, or the residual. The codes are packed where
- * quantize_64 has made them, else in the buffers. */
-inline void update_other(const mcc_codec &c, const Shared &units, int64_t begin, int64_t n, int64_t padded, const float *v,
-                         bool packed, Buffers &b) {
-  if (c.role == MCC_PLAIN) return;
-  float *decoded = b.decoded;
-  if (packed) {
-    dequantize_64(c, c.grid.layout == MCC_TENSOR ? &units : nullptr, begin, padded, decoded, false);
+/* The numbers of n codes from ``at`` on of a stream. */
+inline void values_of_part(const mcc_codec &c, const Shared &units, const uint8_t *codes, int64_t at, int64_t n, float *v) {
+  by_scale(c, false, units, at, n, [&](int64_t i, int64_t m, Factors f, int each) {
+    each ? dequantize_run<1>(c.grid, codes + i, f, m, v + i) : dequantize_run<0>(c.grid, codes + i, f, m, v + i);
+  });
+}
+
+/* Encodes n numbers from ``at`` on of a stream: whole groups with scales of their own, or ``wide``, with scales that lie
+ * there. Writes what they decode to where ``decoded`` is not null. */
+inline void encode_part(const mcc_codec &c, Common common, bool wide, const float *v, int64_t at, int64_t n, uint8_t *codes,
+                        float *decoded) {
+  const mcc_grid &g = c.grid;
+  if (wide == (g.layout == MCC_TENSOR) && quantizes_64(c, n)) {
+    quantize_64(c, v, wide ? common : Common{nullptr, nullptr}, at, n, decoded);
+    return;
+  }
+  if (!wide) {
+    for (int64_t i = 0; i < n; i += g.group) {
+      const int64_t m = std::min(g.group, n - i);
+      Extent e;
+      measure(g, v + i, m, e);
+      const Factor step = factor_of(g, true, keep_scale(c, (at + i) / g.group, e, m));
+      quantize_run<0>(g, v + i, Factors{&step.by, &step.base}, m, at + i, codes + i);
+    }
   } else {
-    by_scale(c, false, units, begin, padded, [&](int64_t i, int64_t m, Factors f, int each) {
-      each ? dequantize_run<1>(c.grid, b.codes + i, f, m, decoded + i)
-           : dequantize_run<0>(c.grid, b.codes + i, f, m, decoded + i);
+    by_scale(c, true, *common.steps, at, n, [&](int64_t i, int64_t m, Factors f, int each) {
+      each ? quantize_run<1>(g, v + i, f, m, at + i, codes + i) : quantize_run<0>(g, v + i, f, m, at + i, codes + i);
     });
   }
-  if (c.grid.rotation) rotate(decoded, padded, c.grid.rotation);
+  std::memset(codes + n, 0, 8);
+  pack(codes, n, g.bits, c.codes + at / 8 * g.bits);
+  if (decoded) values_of_part(c, *common.units, codes, at, n, decoded);
+}
+
+/* Decodes n numbers from ``at`` on of a stream; adds them where ``add`` says so. */
+inline void decode_part(const mcc_codec &c, const Shared &units, int64_t at, int64_t n, bool add, float *out, Buffers &b) {
+  if (dequantizes_64(c, n)) {
+    dequantize_64(c, c.grid.layout == MCC_TENSOR ? &units : nullptr, at, n, add, out);
+    return;
+  }
+  unpack(c.codes + at / 8 * c.grid.bits, n, c.grid.bits, b.codes);
+  float *v = add ? b.decoded : out;
+  values_of_part(c, units, b.codes, at, n, v);
+  for (int64_t i = 0; i < (add ? n : 0); ++i) out[i] += v[i];
+}
+
+/* The second tensor moves by what its numbers, ``v`` where they are not rotated, decode to. */
+inline void update_other(const mcc_codec &c, int64_t begin, int64_t n, int64_t padded, const float *v, Buffers &b) {
+  float *decoded = b.decoded;
+  rotate_back(c, begin, n, padded, decoded);
   if (c.role == MCC_DELTA) {
     const float *o = view(b.other, c.other, c.other_dtype, begin, n);
     for (int64_t i = 0; i < n; ++i) decoded[i] = o[i] + decoded[i];
@@ -370,8 +390,10 @@ void quantize(const mcc_context *, const mcc_codec *codec) {
   const mcc_codec &c = *codec;
   const mcc_grid &g = c.grid;
   const int64_t total = padded_count(c, c.count);
+  const Streams streams(c, total);
   const bool wide = g.layout != MCC_GROUP || g.group > kChunk || (g.rotation && kChunk % g.group);
-  if (wide) wide_scales(c, total);
+  clear_map(c);
+  if (wide) wide_scales(c, streams, total);
   const Shared steps(c, true), units(c, false);
   int64_t chunk = kChunk;
   if (!wide) {
@@ -388,28 +410,10 @@ void quantize(const mcc_context *, const mcc_codec *codec) {
       const int64_t begin = k * chunk, padded = std::min(chunk, total - begin);
       const int64_t n = std::max<int64_t>(std::min(padded, c.count - begin), 0);
       const float *v = source(c, begin, n, padded, b);
-      if (wide == (g.layout == MCC_TENSOR) && quantizes_64(c, padded)) {
-        quantize_64(c, v, wide ? &steps : nullptr, begin, padded);
-        update_other(c, units, begin, n, padded, v, true, b);
-        continue;
-      }
-      if (!wide) {
-        for (int64_t i = 0; i < padded; i += g.group) {
-          const int64_t m = std::min(g.group, padded - i);
-          Extent e;
-          measure(g, v + i, m, e);
-          const Factor step = factor_of(g, true, keep_scale(c, (begin + i) / g.group, e, m));
-          quantize_run<0>(g, v + i, Factors{&step.by, &step.base}, m, begin + i, b.codes + i);
-        }
-      } else {
-        by_scale(c, true, steps, begin, padded, [&](int64_t i, int64_t m, Factors f, int each) {
-          each ? quantize_run<1>(g, v + i, f, m, begin + i, b.codes + i)
-               : quantize_run<0>(g, v + i, f, m, begin + i, b.codes + i);
-        });
-      }
-      std::memset(b.codes + padded, 0, 8);
-      pack(b.codes, padded, g.bits, c.codes + begin / 8 * g.bits);
-      update_other(c, units, begin, n, padded, v, false, b);
+      streams.parts(begin, padded, [&](const mcc_codec &own, int64_t at, int64_t i, int64_t m) {
+        encode_part(own, {&steps, &units}, wide, v + i, at, m, b.codes + i, c.role == MCC_PLAIN ? nullptr : b.decoded + i);
+      });
+      if (c.role != MCC_PLAIN) update_other(c, begin, n, padded, v, b);
     }
   }
 }
@@ -418,7 +422,9 @@ void dequantize(const mcc_context *, const mcc_codec *codec) {
   const mcc_codec &c = *codec;
   const mcc_grid &g = c.grid;
   const int64_t total = padded_count(c, c.count), chunks = (total + kChunk - 1) / kChunk;
+  const Streams streams(c, total);
   const Shared units(c, false);
+  const bool adds = c.role == MCC_ADD && !g.rotation, writes = c.role == MCC_PLAIN && c.out_dtype == MCC_FP32;
 #pragma omp parallel if (total > kSerial)
   {
     Buffers b;
@@ -426,19 +432,13 @@ void dequantize(const mcc_context *, const mcc_codec *codec) {
     for (int64_t k = 0; k < chunks; ++k) {
       const int64_t begin = k * kChunk, padded = std::min(kChunk, total - begin);
       const int64_t n = std::max<int64_t>(std::min(padded, c.count - begin), 0);
-      if (padded == n && dequantizes_64(c, n)) {
-        float *to = static_cast<float *>(c.out) + begin;
-        dequantize_64(c, g.layout == MCC_TENSOR ? &units : nullptr, begin, n, to, c.role == MCC_ADD);
-        continue;
-      }
-      unpack(c.codes + begin / 8 * g.bits, padded, g.bits, b.codes);
-      const bool direct = c.role == MCC_PLAIN && c.out_dtype == MCC_FP32 && padded == n && !g.rotation;
+      const bool direct = adds || (writes && padded == n);
       float *v = direct ? static_cast<float *>(c.out) + begin : b.value;
-      by_scale(c, false, units, begin, padded, [&](int64_t i, int64_t m, Factors f, int each) {
-        each ? dequantize_run<1>(g, b.codes + i, f, m, v + i) : dequantize_run<0>(g, b.codes + i, f, m, v + i);
+      streams.parts(begin, padded, [&](const mcc_codec &own, int64_t at, int64_t i, int64_t m) {
+        decode_part(own, units, at, m, adds, v + i, b);
       });
+      rotate_back(c, begin, n, padded, v);
       if (direct) continue;
-      if (g.rotation) rotate(v, padded, g.rotation);
       if (c.role == MCC_ADD) {
         float *to = static_cast<float *>(c.out) + begin;
         for (int64_t i = 0; i < n; ++i) to[i] += v[i];

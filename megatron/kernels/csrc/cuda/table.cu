@@ -17,10 +17,12 @@ void cross_entropy(const mcc_context *, void *, int, int64_t, int64_t, int64_t, 
                    const float *);
 void float8_encode(const mcc_context *, const mcc_float8 *);
 void float8_decode(const mcc_context *, const mcc_float8 *);
+void tile_errors(const mcc_context *, const mcc_codec *, float *);
+void mark_tiles(const mcc_context *, const int64_t *, int64_t, uint8_t *, int64_t);
 
 static const mcc_table table = {
     quantize, dequantize, abs_topk, dilate, gather, scatter_add, finite_norm, histogram, orthonormalize,
-    cross_entropy, float8_encode, float8_decode,
+    cross_entropy, float8_encode, float8_decode, tile_errors, mark_tiles,
 };
 
 }  // namespace cuda

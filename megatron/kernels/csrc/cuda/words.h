@@ -151,18 +151,24 @@ __device__ __forceinline__ void measure(const mcc_grid &g, const float *v, int64
   }
 }
 
-/* Joins the extents of two lanes, on both. All lanes of a warp call it. */
-__device__ __forceinline__ void join_lanes(const mcc_grid &g, Extent &e, int distance) {
-  if (takes_range(g)) {
+/* What scales are made of. */
+struct Needs {
+  bool range, sum, most;
+  __device__ __forceinline__ explicit Needs(const mcc_grid &g) : range(takes_range(g)), sum(takes_sum(g)), most(takes_most(g)) {}
+};
+
+/* Joins the extents of two lanes, on both. All lanes of a warp call it, with the same needs. */
+__device__ __forceinline__ void join_lanes(const Needs &needs, Extent &e, int distance) {
+  if (needs.range) {
     const uint32_t least = __shfl_xor_sync(kAll, e.least, distance), greatest = __shfl_xor_sync(kAll, e.greatest, distance);
     e.least = least < e.least ? least : e.least;
     e.greatest = greatest > e.greatest ? greatest : e.greatest;
   }
-  if (takes_most(g)) {
+  if (needs.most) {
     const uint32_t other = __shfl_xor_sync(kAll, e.most, distance);
     e.most = other > e.most ? other : e.most;
   }
-  if (takes_sum(g)) e.sum += __shfl_xor_sync(kAll, e.sum, distance);
+  if (needs.sum) e.sum += __shfl_xor_sync(kAll, e.sum, distance);
 }
 
 /* Joins the extents of a block, on every thread; each calls it. */

@@ -1,0 +1,249 @@
+"""What a quantized message decides tile by tile: parameters of the kernels, and their pure-torch twins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.kernels import reference
+from megatron.kernels.grid import Grid, Role
+
+_SEEDS = (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class Outliers:
+    """The blocks that a rotation helps: those whose largest magnitude stands out. The last one is none if it is short.
+
+    Args:
+        block: numbers of a block, a power of two.
+        ratio: largest over second-largest magnitude above which a block is rotated.
+    """
+
+    block: int
+    ratio: float
+
+    def blocks(self, count: int) -> int:
+        """Whole blocks among ``count`` numbers."""
+        return count // self.block
+
+    def find(self, x_n: Tensor) -> Tensor:
+        """Which blocks of flat numbers are rotated, bool; none that is not finite is."""
+        blocks = self.blocks(x_n.numel())
+        x_kb = x_n[: blocks * self.block].view(blocks, self.block)
+        if not blocks:
+            return torch.zeros(0, dtype=torch.bool, device=x_n.device)
+        first_k, second_k = x_kb.abs().topk(2, dim=1).values.unbind(dim=1)
+        return (first_k > second_k * self.ratio) & first_k.isfinite()
+
+    def rotate(self, x_n: Tensor, found_k: Tensor) -> Tensor:
+        """Rotates these blocks, or rotates them back."""
+        size = found_k.numel() * self.block
+        if not size:
+            return x_n
+        x_kb = x_n[:size].view(-1, self.block)
+        rotated_kb = reference.rotate(x_n[:size], self.block).view(-1, self.block)
+        return torch.cat([torch.where(found_k.unsqueeze(1), rotated_kb, x_kb).view(-1), x_n[size:]])
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Tiles of two widths: those with the greatest error have one more bit. The last one has not if it is short.
+
+    Args:
+        low: grid of most tiles.
+        high: grid of the tiles with one more bit.
+        tile: numbers of a tile.
+        count: all numbers, with those that fill up the last block of a rotation.
+        more: how many tiles have one more bit.
+    """
+
+    low: Grid
+    high: Grid
+    tile: int
+    count: int
+    more: int
+
+    @property
+    def tiles(self) -> int:
+        """Whole tiles."""
+        return self.count // self.tile
+
+    @property
+    def streams(self) -> tuple[tuple[Grid, int], ...]:
+        """Grids and numbers of the two parts of a message."""
+        high = self.more * self.tile
+        return (self.high, high), (self.low, self.count - high)
+
+    def split(self, x_n: Tensor, marked_t: Tensor) -> tuple[Tensor, Tensor]:
+        """The numbers of the marked tiles, and all others."""
+        x_tn, size = x_n[: self.tiles * self.tile].view(-1, self.tile), self.more * self.tile
+        sorted_n = x_tn[self._order(marked_t)].view(-1)
+        return sorted_n[:size], torch.cat([sorted_n[size:], x_n[self.tiles * self.tile :]])
+
+    def join(self, marked_n: Tensor, others_n: Tensor, marked_t: Tensor) -> Tensor:
+        """The inverse of ``split``."""
+        rest = (self.tiles - self.more) * self.tile
+        sorted_tn = torch.cat([marked_n, others_n[:rest]]).view(-1, self.tile)
+        x_tn = torch.empty_like(sorted_tn).index_copy_(0, self._order(marked_t), sorted_tn)
+        return torch.cat([x_tn.view(-1), others_n[rest:]])
+
+    @staticmethod
+    def _order(marked_t: Tensor) -> Tensor:
+        """The marked tiles, then the others, each in the order of their places."""
+        return marked_t.to(torch.uint8).sort(descending=True, stable=True).indices
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How numbers are coded whose message decides something tile by tile.
+
+    Args:
+        grid: the grid of all numbers, or with a mixture that of most; it rotates all blocks where it has a rotation.
+        count: numbers.
+        outliers: which blocks are rotated, where the grid rotates none.
+        mixture: which tiles have one more bit.
+    """
+
+    grid: Grid
+    count: int
+    outliers: Outliers | None = None
+    mixture: Mixture | None = None
+
+    @property
+    def streams(self) -> tuple[tuple[Grid, int], ...]:
+        """Grids and numbers of the parts of a message."""
+        return self.mixture.streams if self.mixture else ((self.grid, self.count),)
+
+    @property
+    def maps(self) -> tuple[int, int]:
+        """Bits of the two maps: the rotated blocks, and the tiles with one more bit."""
+        blocks = self.outliers.blocks(self.count) if self.outliers else 0
+        return blocks, self.mixture.tiles if self.mixture else 0
+
+    def seeds(self, seed: int | None) -> list[int | None]:
+        """The seeds of the streams' noise."""
+        return [None if seed is None else (seed + i) & _SEEDS for i in range(len(self.streams))]
+
+
+@dataclass(frozen=True)
+class TiledMessage:
+    """The parts of a message.
+
+    Args:
+        scales, codes: of each stream, as ``Tiles.streams`` orders them.
+        rotated: map of the rotated blocks, uint8, as ``reference.pack_bits`` makes it.
+        marked: map of the tiles with one more bit.
+    """
+
+    scales: Sequence[Tensor]
+    codes: Sequence[Tensor]
+    rotated: Tensor
+    marked: Tensor
+
+
+def tile_errors(x_n: Tensor, low: Grid, tile: int) -> Tensor:
+    """The sum of squares of what each whole tile loses to nearest, in fp32.
+
+    What a rotation of all blocks leaves is compared, and scales are fp32. Neighbors are added, then neighboring sums,
+    and so on: in this order on every device, so that all choose the same tiles, unless a scale takes a sum.
+
+    Args:
+        x_n: flat numbers, filled up to whole blocks of the rotation.
+        low: the grid.
+        tile: numbers of a tile.
+    """
+    tiles = x_n.numel() // tile
+    turned_n = reference.rotate(x_n, low.rotation) if low.rotation else x_n
+    left_n, plain = torch.zeros_like(turned_n), Grid(low.bits, low.layout, low.group, low.kind, low.method)
+    codes = torch.empty(plain.code_bytes(x_n.numel()), dtype=torch.uint8, device=x_n.device)
+    scales = torch.empty(plain.scale_count(x_n.numel()), device=x_n.device)
+    reference.quantize_pack(turned_n, left_n, codes, scales, plain, Role.FEEDBACK, None)
+    sum_tn = left_n[: tiles * tile].view(tiles, tile).square()
+    while sum_tn.shape[1] > 1:
+        sum_tn = torch.nn.functional.pad(sum_tn, (0, sum_tn.shape[1] % 2))
+        sum_tn = sum_tn[:, ::2] + sum_tn[:, 1::2]
+    return sum_tn.view(-1)
+
+
+def mark_tiles(indices: Tensor, map_b: Tensor) -> None:
+    """Writes a map of bits with those at ascending indices set."""
+    bits_t = torch.zeros(map_b.numel() * 8, dtype=torch.uint8, device=map_b.device)
+    map_b.copy_(reference.pack_bits(bits_t.index_fill_(0, indices, 1), 1))
+
+
+def quantize_tiles(
+    x: Tensor, other: Tensor | None, message: TiledMessage, tiles: Tiles, role: Role, seed: int | None
+) -> None:
+    """Encodes numbers; see ``reference.quantize_pack``, and ``Outliers`` and ``Mixture`` for what is decided.
+
+    Args:
+        x: contiguous, any shape.
+        other: the reference (``Role.DELTA``) or the residual (``Role.FEEDBACK``), as large; updated in place.
+        message: written.
+        tiles: how.
+        role: what is encoded: x, x - other, or x + other.
+        seed: seed of stochastic rounding; None rounds to nearest.
+    """
+    given_n = x.reshape(-1).float()
+    if role is not Role.PLAIN and other is not None:
+        other_n = other.reshape(-1).float()
+        given_n = given_n - other_n if role is Role.DELTA else given_n + other_n
+    source_n = given_n
+    if tiles.outliers:
+        found_k = tiles.outliers.find(source_n)
+        message.rotated.copy_(reference.pack_bits(found_k, 1))
+        source_n = tiles.outliers.rotate(source_n, found_k)
+    sources = [source_n]
+    if tiles.mixture:
+        sources = list(_mixed(source_n, message, tiles.mixture))
+    for i, own in enumerate(tiles.seeds(seed)):
+        grid = tiles.streams[i][0]
+        reference.quantize_pack(sources[i], None, message.codes[i], message.scales[i], grid, Role.PLAIN, own)
+    if role is Role.PLAIN or other is None:
+        return
+    decoded_n = _values(message, tiles)
+    moved_n = other_n + decoded_n if role is Role.DELTA else given_n - decoded_n
+    other.copy_(moved_n.view(other.shape))
+
+
+def _mixed(x_n: Tensor, message: TiledMessage, mixture: Mixture) -> tuple[Tensor, Tensor]:
+    """Chooses the tiles that get one more bit; the numbers of both streams."""
+    x_n = torch.nn.functional.pad(x_n, (0, mixture.count - x_n.numel()))
+    chosen_1c = torch.empty((1, mixture.more), dtype=torch.int64, device=x_n.device)
+    reference.abs_topk(tile_errors(x_n, mixture.low, mixture.tile).view(1, -1), chosen_1c)
+    mark_tiles(chosen_1c.view(-1), message.marked)
+    return mixture.split(x_n, reference.unpack_bits(message.marked, 1, mixture.tiles) > 0)
+
+
+def dequantize_tiles(message: TiledMessage, out: Tensor, tiles: Tiles, role: Role) -> None:
+    """Decodes what ``quantize_tiles`` made.
+
+    Args:
+        message: as it was written.
+        out: where the numbers go: written, or with ``Role.ADD`` added in fp32.
+        tiles: the encoder's.
+        role: PLAIN or ADD.
+    """
+    values_n = _values(message, tiles)
+    if role is Role.ADD:
+        out.add_(values_n.view(out.shape))
+    else:
+        out.copy_(values_n.view(out.shape))
+
+
+def _values(message: TiledMessage, tiles: Tiles) -> Tensor:
+    """The numbers of a message, flat."""
+    values = [torch.empty(count, device=message.rotated.device) for _, count in tiles.streams]
+    for i, value_n in enumerate(values):
+        grid = tiles.streams[i][0]
+        reference.unpack_dequantize(message.codes[i], message.scales[i], None, value_n, grid, Role.PLAIN)
+    x_n, (blocks, marked) = values[0], tiles.maps
+    if tiles.mixture:
+        x_n = tiles.mixture.join(values[0], values[1], reference.unpack_bits(message.marked, 1, marked) > 0)
+    if tiles.outliers:
+        x_n = tiles.outliers.rotate(x_n, reference.unpack_bits(message.rotated, 1, blocks) > 0)
+    return x_n[: tiles.count]
