@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 MOST_LAYERS = 2048
+LM_LOSS = "lm loss"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +181,11 @@ class ModelConfig:
         import torch
 
         return torch.promote_types(params_dtype, torch.float32) if self.fp32_residual_connection else params_dtype
+
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        """Names of the losses that training adds up."""
+        return (LM_LOSS,)
 
     @property
     def activation(self) -> str:

@@ -87,7 +87,7 @@ def mean_loss(model: LoadedModel, dataset: Dataset, samples: int, batch: int) ->
         x_sbh = model.hidden(taken.tokens_bs, context)
         if x_sbh is None:
             continue
-        _, losses_bs = model.stage.loss(x_sbh, taken.labels_bs, taken.loss_mask_bs)
+        _, losses_bs = model.stage.token_losses(x_sbh, taken.labels_bs, taken.loss_mask_bs)
         if topology.tp.rank == 0:
             mask_bs = taken.loss_mask_bs.double()
             sums += torch.stack([(losses_bs.double() * mask_bs).sum(), mask_bs.sum()]).cpu()

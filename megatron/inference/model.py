@@ -31,6 +31,7 @@ from megatron.inference.steps import Workspace, Workspaces, record_on_cuda
 from megatron.model.context import ForwardContext
 from megatron.model.gpt import GPTStage
 from megatron.model.kv_cache import KVCache
+from megatron.model.stage import Stage
 from megatron.model.stages import build_stages
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
@@ -196,6 +197,7 @@ def load_model(
         dtype,
         None,
     )
+    assert isinstance(stage, GPTStage)
     load_weights(stage, root, chosen, topology, log)
     channel = None
     if topology.layout.pp > 1:
@@ -210,7 +212,7 @@ def load_model(
 
 
 def load_weights(
-    stage: GPTStage,
+    stage: Stage,
     root: str | Path,
     iteration: Iteration,
     topology: Topology,

@@ -20,7 +20,7 @@ from megatron.compression.schedule import RunLength
 from megatron.compression.state import CompressorState
 from megatron.config.run import RunConfig
 from megatron.config.training import why_not_compiled
-from megatron.model.gpt import GPTStage
+from megatron.model.stage import Stage
 from megatron.model.stages import build_stages, padded_vocab_size
 from megatron.optimizer.loss_scale import LossScale, build_loss_scale
 from megatron.optimizer.optimizer import Optimizer
@@ -60,7 +60,7 @@ class Engines:
     ledger: Ledger
     vocab_size: int
     padded_vocab_size: int
-    stages: list[GPTStage]
+    stages: list[Stage]
     buffers: list[FlatBuffer]
     sync: GradientSync
     pipeline: PipelineEngine
@@ -195,7 +195,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
     )
 
 
-def _build_stages(config: RunConfig, topology: Topology, vocab_size: int, comm: TensorComm) -> list[GPTStage]:
+def _build_stages(config: RunConfig, topology: Topology, vocab_size: int, comm: TensorComm) -> list[Stage]:
     """This rank's model chunks, whose layers compute in 8 bits and are compiled where they are to be."""
     stages = build_stages(
         config.model,
@@ -258,7 +258,7 @@ def _compiles(config: RunConfig, device: torch.device) -> bool:
     )
 
 
-def _build_buffers(config: RunConfig, layout: Layout, stages: Sequence[GPTStage], sharded: bool) -> list[FlatBuffer]:
+def _build_buffers(config: RunConfig, layout: Layout, stages: Sequence[Stage], sharded: bool) -> list[FlatBuffer]:
     """The parameters and gradients of each stage, in buckets."""
     parallel = config.parallel
     return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -16,7 +16,7 @@ from megatron.training.assembly import Engines
 from megatron.training.batch_size import BatchSizeSchedule
 from megatron.training.flops import ModelShape, benchmark_tflops, model_flops_utilization, model_tflops
 from megatron.training.forecast import FIRST_ESTIMATE, Forecast, format_estimate, format_size, model_size
-from megatron.training.metrics import LOSS, Evaluation, MetricsWindow, StepMetrics
+from megatron.training.metrics import Evaluation, MetricsWindow, StepMetrics
 from megatron.training.peaks import peak_tflops
 from megatron.training.progress import ProgressBar
 from megatron.training.progress_state import Progress
@@ -216,14 +216,16 @@ class Reporter:
             mfu=model_flops_utilization(rate, self.peak_tflops) if self.peak_tflops is not None else None,
         )
 
-    def validation(self, loss: float, *, samples: int | None = None, split: str = "validation") -> None:
+    def validation(
+        self, losses: Mapping[str, float], *, samples: int | None = None, split: str = "validation"
+    ) -> None:
         """Reports an evaluation."""
         done = self.progress
         self.sinks.evaluation(
             Evaluation(
                 iteration=done.iteration,
                 consumed_samples=done.consumed_samples,
-                losses={LOSS: loss},
+                losses=losses,
                 samples=samples,
                 split=split,
             )

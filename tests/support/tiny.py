@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron.config.run import RunConfig
 from megatron.data.batch import Batch
+from megatron.model.gpt import GPTStage
 from megatron.topology.launch import LaunchEnvironment
 from megatron.topology.topology import Topology, build_topology, single_process
 from megatron.training.assembly import Engines, build_engines, groups_by_node, layout_of
@@ -112,6 +113,13 @@ def tiny_engines(changes: Mapping[str, Mapping[str, Any]], made: dict[object, To
         node = LaunchEnvironment.read().node
         made[layout, by_node] = single_process(device) if alone else build_topology(layout, device, node, by_node)
     return build_engines(config, made[layout, by_node], VOCAB)
+
+
+def tiny_gpt(changes: Mapping[str, Mapping[str, Any]]) -> GPTStage:
+    """A whole GPT on this process."""
+    stage = tiny_engines(changes).stages[0]
+    assert isinstance(stage, GPTStage)
+    return stage
 
 
 def tiny_run(changes: Mapping[str, Mapping[str, Any]], iterations: int, masked: bool = False) -> Trace:

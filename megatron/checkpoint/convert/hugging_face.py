@@ -21,7 +21,7 @@ from megatron.checkpoint.convert.names import Rule, rules
 from megatron.checkpoint.convert.safetensors_file import DTYPES, SafetensorsFile
 from megatron.checkpoint.convert.tokenizer_files import built, copy_tokenizer
 from megatron.checkpoint.convert.torch_file import Stored, TorchFile
-from megatron.model.gpt import TIED_NAME
+from megatron.model.embedding import TIED_NAME
 
 CONFIG, INDEX, SINGLE, PICKLED = "config.json", "model.safetensors.index.json", "model.safetensors", "pytorch_model.bin"
 SHARD_BYTES = 5 << 30
