@@ -157,6 +157,12 @@ def inference_layout(config: RunConfig, tp: int, pp: int, world_size: int, backe
     return Layout(tp=tp, pp=pp, dp=replicas)
 
 
+def check_generates(config: RunConfig, root: str | Path) -> None:
+    """Checks that a saved model is one that generates text (else UserError)."""
+    if config.model.model_type != "gpt":
+        raise UserError(f"--load {root} holds a model of kind {config.model.model_type}, and only gpt generates text")
+
+
 def load_model(
     root: str | Path,
     *,
@@ -183,6 +189,7 @@ def load_model(
         topology = single_process(device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     group = topology.control.pg
     config, chosen = together(group, lambda: saved_config(root, iteration))
+    check_generates(config, root)
     entries = together(group, lambda: saved_entries(root, chosen))
     built = together(group, lambda: _vocabulary(config, tokenizer, entries))
     ledger, plan, dtype = Ledger(), CompressionPlan({}), config.precision.params_dtype

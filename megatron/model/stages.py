@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron.comm.tensor import TensorComm
 from megatron.config.model import ModelConfig, check_vocabulary
 from megatron.config.recompute import RecomputeConfig
+from megatron.model.bert import BertStage
 from megatron.model.gpt import GPTStage
 from megatron.model.stage import Stage, StagePart
 from megatron.parallel.tensor.embedding import VocabShard
@@ -73,7 +74,8 @@ def make_stage(
     recompute: RecomputeConfig,
 ) -> Stage:
     """A part of a model of the configured kind, whose weights are not initialized; see ``Stage``."""
-    return GPTStage(config, part, shard, comm, device, dtype, recompute)
+    kind = {"gpt": GPTStage, "bert": BertStage}[config.model_type]
+    return kind(config, part, shard, comm, device, dtype, recompute)
 
 
 def initialize(stage: Stage, config: ModelConfig, seed: int) -> None:

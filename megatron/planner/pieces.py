@@ -332,7 +332,9 @@ def _passes(built: _Built) -> tuple[float, Tally, Tally]:
     parts = stage.comm.size if stage.comm.sequence_parallel else 1
     tokens_bs = torch.zeros((batch, length), dtype=torch.int64, device=device)
     weights_bs = torch.zeros((batch, length), dtype=torch.float32, device=device)
-    targets = Targets(tokens_bs, weights_bs)
+    targets = Targets(tokens_bs, weights_bs, tokens_bs[:, 0])
+    segments_bs = None if config.model.causal else tokens_bs
+    context = ForwardContext(segment_ids_bs=segments_bs, types_bs=tokens_bs, attention=built.stand.attention)
     dtype = config.model.residual_dtype(stage.dtype)
     activation = torch.empty((length // parts, batch, config.model.hidden_size), dtype=dtype, device=device)
     x: Tensor = tokens_bs if stage.part.first else built.stand.fill(activation).requires_grad_()
@@ -347,7 +349,7 @@ def _passes(built: _Built) -> tuple[float, Tally, Tally]:
                 if stage.part.last:
                     out = stage.loss(x, targets).objective
                 else:
-                    out = stage(x, ForwardContext(attention=built.stand.attention))
+                    out = stage(x, context)
             if stage.part.layers:
                 saved.add(x)
             forwards.append(meter.take())

@@ -105,10 +105,11 @@ class Engines:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether this rank reads tokens: for the embedding, the loss, positions and documents, or its messages."""
-        restarts = self.config.data.reset_position_ids or self.config.data.reset_attention_mask
+        """Whether this rank reads tokens: for the embedding, the losses, attention, or its messages."""
+        data, model = self.config.data, self.config.model
         ends = any(stage.part.first or stage.part.last for stage in self.stages)
-        return ends or restarts or self.keys_hold_tokens
+        attends = data.reset_position_ids or data.reset_attention_mask or not model.causal
+        return ends or attends or self.keys_hold_tokens
 
     @property
     def keys_hold_tokens(self) -> bool:

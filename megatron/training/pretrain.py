@@ -15,8 +15,9 @@ from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.load import saved_config
 from megatron.checkpoint.ownership import owned_save_folder
 from megatron.checkpoint.vocabulary import saved_entries
-from megatron.config.flags import ParsedRun, parse_args
+from megatron.config.flags import ParsedRun, parse_program
 from megatron.config.merge import merge_checkpoint_config
+from megatron.config.model import ModelType, check_kind
 from megatron.config.run import RunConfig, run_sections
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.build import Dataset, build_datasets
@@ -35,7 +36,7 @@ from megatron.training.coverage import coverage_notes
 from megatron.training.determinism import make_deterministic
 from megatron.training.kernel_check import check_kernels
 from megatron.training.machine_check import check_machine, check_room
-from megatron.training.persistence import RunCheckpoints, find_saved
+from megatron.training.persistence import RunCheckpoints, check_saved_kind, find_saved
 from megatron.training.program import Ranks, run_program
 from megatron.training.progress_state import Progress
 from megatron.training.report import Reporter
@@ -43,13 +44,13 @@ from megatron.training.timers import Timers
 from megatron.training.trainer import Trainer
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``pretrain_gpt.py`` on this rank; returns the exit status."""
+def main(argv: Sequence[str] | None = None, model_type: ModelType = "gpt") -> int:
+    """Trains a model of one kind on this rank: runs ``pretrain_gpt.py`` or its like; returns the exit status."""
     started = time.monotonic()
     make_output_last()
 
     def body(ranks: Ranks) -> None:
-        parsed = parse_args(list(sys.argv[1:] if argv is None else argv))
+        parsed = parse_program(list(sys.argv[1:] if argv is None else argv), model_type)
         ranks.env = env = LaunchEnvironment.read(parsed.config.parallel.local_rank)
         config = resolve(parsed, env)
         if config.training.deterministic_mode:
@@ -80,6 +81,7 @@ def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
         if wanted.load is None:
             raise UserError("--use-checkpoint-args takes the model's shape from --load, which is missing")
         saved, iteration = saved_config(wanted.load, wanted.ckpt_step)
+        check_kind(f"--load {wanted.load}", saved.model.model_type, parsed.config.model.model_type)
         parsed.config = given = merge_checkpoint_config(parsed.config, parsed.explicit, saved)
         tokenizer = _fitted(given.tokenizer, saved_entries(wanted.load, iteration), parsed)
         parsed.config = replace(given, tokenizer=tokenizer)
@@ -130,6 +132,8 @@ def run(
     log(config.describe())
     batch_sizes = _batch_sizes(config, layout.dp)
     saved = find_saved(config.checkpoint, topology, _rank_0_log(topology))
+    if saved is not None:
+        check_saved_kind(config.checkpoint, saved, config.model.model_type, topology)
     begun = saved.progress if saved is not None else Progress()
     train_iters = _iterations(config, batch_sizes, begun)
     datasets, vocab_size = together(topology.control.pg, lambda: _open_data(config, env, train_iters, begun))

@@ -39,6 +39,8 @@ def model_shape(config: RunConfig, padded_vocab_size: int) -> ModelShape:
         padded_vocab_size=padded_vocab_size,
         swiglu=model.swiglu,
         sliding_window=model.sliding_window,
+        causal=model.causal,
+        head_transform=model.model_type == "bert",
     )
 
 
@@ -216,9 +218,7 @@ class Reporter:
             mfu=model_flops_utilization(rate, self.peak_tflops) if self.peak_tflops is not None else None,
         )
 
-    def validation(
-        self, losses: Mapping[str, float], *, samples: int | None = None, split: str = "validation"
-    ) -> None:
+    def validation(self, losses: Mapping[str, float], *, samples: int | None = None, split: str = "validation") -> None:
         """Reports an evaluation."""
         done = self.progress
         self.sinks.evaluation(

@@ -74,6 +74,7 @@ class ChunkProgram:
             dropout=keys,
             position_ids_bs=batch.position_ids_bs if data.reset_position_ids else None,
             segment_ids_bs=batch.segment_ids_bs,
+            types_bs=batch.types_bs,
         )
 
     def forward(self, micro_batch: int, x_sbh: Tensor | None) -> Tensor:

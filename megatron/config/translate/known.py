@@ -158,7 +158,7 @@ _HARMLESS = [
     ),
     _harmless(
         "only BERT reads it",
-        switches="output-bert-embeddings bert-no-binary-head",
+        switches="output-bert-embeddings",
         values="bert-embedder-type mask-prob short-seq-prob",
     ),
     _harmless(
