@@ -20,8 +20,10 @@ from megatron.config.merge import merge_checkpoint_config
 from megatron.config.model import ModelType, check_kind
 from megatron.config.run import RunConfig, run_sections
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.data.build import Dataset, build_datasets
+from megatron.data.build import Datasets, build_datasets
+from megatron.data.build_masked import build_bert_datasets
 from megatron.optimizer.schedules import LRSchedule
+from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import fitted, model_entries
 from megatron.topology.agree import together
@@ -200,11 +202,33 @@ def _iterations(config: RunConfig, batch_sizes: BatchSizeSchedule, begun: Progre
     return begun.iteration + batch_sizes.iterations_for(config.training.train_samples, begun.consumed_samples)
 
 
-def _vocabulary(config: RunConfig) -> tuple[int, int, int]:
+def _open_bert_data(
+    config: RunConfig, samples: tuple[int, int, int], tokenizer: Tokenizer | None, check_tokens: bool
+) -> Datasets:
+    """Data sets of BERT; the arguments are those of ``build_bert_datasets``.
+
+    Raises:
+        UserError: when they cannot be built.
+    """
+    if tokenizer is None:
+        raise UserError("BERT masks words: give --tokenizer-type BertWordPieceLowerCase or BertWordPieceCase")
+    return build_bert_datasets(
+        config.data,
+        seq_length=config.model.seq_length,
+        seed=config.training.seed,
+        train_valid_test_num_samples=samples,
+        tokenizer=tokenizer,
+        mask_prob=config.data.mask_prob,
+        short_seq_prob=config.data.short_seq_prob,
+        binary_head=config.model.bert_binary_head,
+        check_tokens=check_tokens,
+    )
+
+
+def _vocabulary(config: RunConfig, built: Tokenizer | None) -> tuple[int, int, int]:
     """Entries of the model and of the tokenizer, and the id of the end of a document; -1 without a tokenizer."""
     tokenizer, data = config.tokenizer, config.data
-    if tokenizer.tokenizer_type is not None:
-        built = build_tokenizer(tokenizer)
+    if built is not None:
         return model_entries(tokenizer, built), built.vocab_size, built.eod
     if data.eod_mask_loss or data.reset_position_ids or data.reset_attention_mask:
         raise UserError(
@@ -215,9 +239,7 @@ def _vocabulary(config: RunConfig) -> tuple[int, int, int]:
     return tokenizer.vocab_size, tokenizer.vocab_size, -1
 
 
-def _open_data(
-    config: RunConfig, env: LaunchEnvironment, train_iters: int, begun: Progress
-) -> tuple[tuple[Dataset | None, Dataset | None, Dataset | None], int]:
+def _open_data(config: RunConfig, env: LaunchEnvironment, train_iters: int, begun: Progress) -> tuple[Datasets, int]:
     """Data sets and the model's entries; one rank of each machine checks the tokens.
 
     Args:
@@ -226,21 +248,27 @@ def _open_data(
         train_iters: iterations of the whole run.
         begun: position of the run, maybe reached with batches of another size.
     """
-    entries, vocab_size, eod = _vocabulary(config)
+    tokenizer = None if config.tokenizer.tokenizer_type is None else build_tokenizer(config.tokenizer)
+    entries, vocab_size, eod = _vocabulary(config, tokenizer)
     size, validation = config.training.global_batch_size, config.validation
     left = max(train_iters - begun.iteration, 0)
     train_samples = config.training.train_samples or begun.consumed_samples + left * size
     evaluations = train_iters // validation.eval_interval + 1
     evaluation_samples = validation.eval_iters * size
-    datasets = build_datasets(
-        config.data,
-        seq_length=config.model.seq_length,
-        seed=config.training.seed,
-        train_valid_test_num_samples=(train_samples, evaluations * evaluation_samples, evaluation_samples),
-        eod_token=eod,
-        vocab_size=vocab_size,
-        check_tokens=env.local_rank == 0,
-    )
+    samples = (train_samples, evaluations * evaluation_samples, evaluation_samples)
+    checks = env.local_rank == 0
+    if config.model.model_type == "bert":
+        datasets = _open_bert_data(config, samples, tokenizer, checks)
+    else:
+        datasets = build_datasets(
+            config.data,
+            seq_length=config.model.seq_length,
+            seed=config.training.seed,
+            train_valid_test_num_samples=samples,
+            eod_token=eod,
+            vocab_size=vocab_size,
+            check_tokens=checks,
+        )
     if datasets[0] is None and not validation.skip_train:
         raise UserError("there is no document to train on: raise the first share of --split, or give --train-data-path")
     return datasets, entries

@@ -157,9 +157,9 @@ _HARMLESS = [
         values="inference-batch-times-seqlen-threshold max-tokens-to-oom",
     ),
     _harmless(
-        "only BERT reads it",
+        "embeddings of texts are not written",
         switches="output-bert-embeddings",
-        values="bert-embedder-type mask-prob short-seq-prob",
+        values="bert-embedder-type",
     ),
     _harmless(
         "only retrieval models read it",

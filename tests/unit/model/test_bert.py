@@ -92,14 +92,14 @@ def test_logits_losses_and_gradients_are_those_of_megatron_bert(binary_head: boo
     loss = ours.loss(x_sbh, targets, ours.counts(targets).double())
     loss.objective.backward()
     means = [float(one.total / one.count) for one in loss.sums]
-    assert means == pytest.approx([float(one) for one in expected], rel=TOLERANCE)
+    assert means == pytest.approx([one.item() for one in expected], rel=TOLERANCE)
     logits_bsv = ours.logits(x_sbh.detach()).transpose(0, 1)
     _assert_close("logits", logits_bsv[text_bs], their_logits.detach()[text_bs])
     if binary_head:
         _assert_close("order", ours.order_logits(x_sbh.detach()), found.seq_relationship_logits.detach())
     for name, parts in named:
-        gradient = bert_to_ours(name, [part.grad for part in parts], HEADS)
-        actual = params[name].grad
+        theirs_by_part: list[Any] = [part.grad for part in parts]
+        gradient, actual = bert_to_ours(name, theirs_by_part, HEADS), params[name].grad
         assert actual is not None
         _assert_close(name, actual[: gradient.shape[0]], gradient)
         assert not actual[gradient.shape[0] :].any(), f"{name}: the vocabulary's padding got a gradient"

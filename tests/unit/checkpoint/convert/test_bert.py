@@ -22,8 +22,11 @@ from megatron.model.context import ForwardContext
 from tests.support.tiny import VOCAB, tiny_engines, tiny_pairs
 from tests.unit.checkpoint.convert.support import HEADS, HIDDEN, LENGTH, convert, saved_model
 
-BERT = {"model_type": "bert"}
-KINDS = {"two heads": BERT, "one head": {**BERT, "bert_binary_head": False, "num_tokentypes": 2}}
+BERT: dict[str, Any] = {"model_type": "bert"}
+KINDS: dict[str, dict[str, Any]] = {
+    "two heads": BERT,
+    "one head": {**BERT, "bert_binary_head": False, "num_tokentypes": 2},
+}
 
 
 def _ours(folder: Path, given: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -44,9 +47,9 @@ def _theirs(model: Any, given: dict[str, Tensor]) -> tuple[Tensor, Tensor | None
     text_bs = (given["segment_ids_bs"] == 0).long()
     with torch.no_grad():
         found = model.eval()(input_ids=given["tokens_bs"], token_type_ids=given["types_bs"], attention_mask=text_bs)
-    return getattr(found, "prediction_logits", getattr(found, "logits", None)), getattr(
-        found, "seq_relationship_logits", None
-    )
+    if "logits" in found:
+        return found.logits, None
+    return found.prediction_logits, found.seq_relationship_logits
 
 
 def _assert_equal(ours: tuple[Tensor, Tensor | None], theirs: tuple[Tensor, Tensor | None], text_bs: Tensor) -> None:
