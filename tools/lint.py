@@ -21,6 +21,7 @@ SOURCES = [
     "ASPLOS23",
     "setup.py",
     "pretrain_gpt.py",
+    "pretrain_bert.py",
     "val_check_gpt.py",
 ]
 

@@ -169,7 +169,9 @@ class FrozenPipeline:
                 rotary = self.stage._rotary(x_sbh, context)
                 x_sbh = layer(x_sbh, context, rotary, cast(TransformerLayer, layer).dropout_keys(context))
             outputs.append(x_sbh)
-        total, _ = self.stage.loss(outputs[-1], batch.labels_bs, batch.loss_mask_bs / batch.loss_mask_bs.numel())
+        total, _ = self.stage.token_losses(
+            outputs[-1], batch.labels_bs, batch.loss_mask_bs / batch.loss_mask_bs.numel()
+        )
         return inputs, outputs, total / self.micro_batches
 
     def _micro_batch(self, number: int, batch: Batch) -> None:

@@ -19,6 +19,7 @@ from megatron.comm.tensor import TensorComm
 from megatron.config.run import RunConfig
 from megatron.data.batch import Batch
 from megatron.model.context import ForwardContext
+from megatron.model.losses import Targets
 from megatron.model.stages import build_stages
 from megatron.topology.topology import Topology
 
@@ -40,8 +41,7 @@ class _Ours(nn.Module):
         out_sbh = self.stage(batch.tokens_bs, ForwardContext())
         assert batch.labels_bs is not None
         assert batch.loss_mask_bs is not None
-        loss, _ = self.stage.loss(out_sbh, batch.labels_bs, batch.loss_mask_bs / batch.loss_mask_bs.numel())
-        return loss
+        return self.stage.loss(out_sbh, Targets(batch.labels_bs, batch.loss_mask_bs)).objective
 
 
 class _Plain(nn.Module):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 
+from megatron.base.documents import parse_yaml
 from megatron.base.errors import UserError
 from megatron.checkpoint.files import (
     Iteration,
@@ -124,6 +125,22 @@ def load_config_yaml(root: str | Path, iteration: Iteration, flag: str | None = 
         folder = checkpoint_folder(Path(root), iteration)
         instead = fallback(Path(root), iteration, flag)
         raise UserError(f"{folder / CONFIG} is no configuration: it is not UTF-8 text{instead}") from error
+
+
+def saved_kind(root: str | Path, iteration: Iteration, flag: str | None = None) -> str:
+    """The kind of a checkpoint's model (``ModelConfig.model_type``); GPT where its configuration does not say.
+
+    Args:
+        root: the folder of all checkpoints.
+        iteration: iteration of the checkpoint.
+        flag: flag that named it; None for the tracker's.
+
+    Raises:
+        UserError: when the checkpoint is missing or damaged.
+    """
+    content = parse_yaml(load_config_yaml(root, iteration, flag), f"{root}, iteration {iteration}")
+    model = content.get("model") if isinstance(content, dict) else None
+    return str(model.get("model_type", "gpt")) if isinstance(model, dict) else "gpt"
 
 
 def saved_config(

@@ -7,7 +7,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from megatron.base.documents import read_yaml
@@ -17,6 +17,7 @@ from megatron.base.option import FieldOption
 from megatron.base.words import spell
 from megatron.config.collect import FlagTable, Source, Target, collect_yaml
 from megatron.config.idle import idle_notes
+from megatron.config.model import PROGRAMS, ModelType
 from megatron.config.run import RunConfig, run_sections
 from megatron.config.translate import TRANSLATOR
 from megatron.config.translate.rules import SWITCH, VALUE, VALUES, Explicit, OldFlag, Translator
@@ -141,18 +142,32 @@ def run_table() -> FlagTable:
     return FlagTable(run_sections(), TRANSLATOR)
 
 
-def build_run_parser(prog: str = "pretrain_gpt.py") -> FlagParser:
+def build_run_parser(prog: str = PROGRAMS["gpt"], model_type: ModelType = "gpt") -> FlagParser:
     """The parser of training runs."""
-    return FlagParser(run_table(), prog, "Pretrain a GPT with tensor, pipeline and data parallelism.")
+    about = f"Pretrain a {model_type.upper()} with tensor, pipeline and data parallelism."
+    return FlagParser(run_table(), prog, about)
 
 
-def parse_args(argv: Sequence[str], *, prog: str = "pretrain_gpt.py") -> ParsedRun:
+def parse_args(argv: Sequence[str], *, prog: str = PROGRAMS["gpt"]) -> ParsedRun:
     """Parses a training run's command line, without the program's name; `RunConfig.resolve` does the rest.
 
     Raises UserError in one line; prints and exits for --help. Values of the run are not checked yet, so that
     those of a checkpoint can be merged first.
     """
     return read_run(build_run_parser(prog), argv)
+
+
+def parse_program(argv: Sequence[str], model_type: ModelType) -> ParsedRun:
+    """`parse_args` for the program that trains models of one kind. Raises UserError when flags ask for another kind."""
+    prog = PROGRAMS[model_type]
+    parsed = read_run(build_run_parser(prog, model_type), argv)
+    given = parsed.config.model
+    if "model.model_type" in parsed.explicit and given.model_type != model_type:
+        raise UserError(
+            f"--model-type {given.model_type}: {prog} trains {model_type.upper()}; run {PROGRAMS[given.model_type]}"
+        )
+    parsed.config = replace(parsed.config, model=replace(given, model_type=model_type))
+    return parsed
 
 
 def read_run(parser: FlagParser, argv: Sequence[str]) -> ParsedRun:

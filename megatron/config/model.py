@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -14,12 +15,22 @@ if TYPE_CHECKING:
     import torch
 
 MOST_LAYERS = 2048
+LM_LOSS, SOP_LOSS = "lm loss", "sop loss"
+ModelType = Literal["gpt", "bert"]
+"""Kinds of models."""
+PROGRAMS: Mapping[ModelType, str] = {"gpt": "pretrain_gpt.py", "bert": "pretrain_bert.py"}
+"""The program that trains each kind of model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Network size and form. Sizes are global: they do not depend on the layout."""
 
+    model_type: ModelType = option(  # noqa: RUF009
+        "gpt",
+        "Kind of model. Each program trains one kind and sets this itself.",
+        checkpoint="shape",
+    )
     num_layers: int = required(
         "Number of transformer layers.",
         unit="layers",
@@ -157,6 +168,21 @@ class ModelConfig:
         "The MLP of a layer reads the layer's input, beside the attention, instead of what follows the attention.",
         checkpoint="shape",
     )
+    bert_binary_head: bool = option(
+        True,
+        "BERT without the binary head, which says whether two sentences are in order: no sop loss, and no token types.",
+        flag="bert-no-binary-head",
+        off_switch=True,
+        checkpoint="shape",
+    )
+    num_tokentypes: int = derived(
+        "2 for BERT with its binary head, else 0",
+        "Number of BERT's token types, each with an embedding: the first sentence has type 0, the second type 1. "
+        "Without them (0) both look alike.",
+        minimum=0,
+        maximum=MOST,
+        checkpoint="shape",
+    )
     fp32_residual_connection: bool = option(
         False,
         "Keep the residual stream in fp32 with --fp16 or --bf16; stages then exchange fp32.",
@@ -180,6 +206,16 @@ class ModelConfig:
         import torch
 
         return torch.promote_types(params_dtype, torch.float32) if self.fp32_residual_connection else params_dtype
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token attends to earlier ones alone. Otherwise samples are padded, and each says where."""
+        return self.model_type == "gpt"
+
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        """Names of the losses that training adds up."""
+        return (LM_LOSS, SOP_LOSS) if self.model_type == "bert" and self.bert_binary_head else (LM_LOSS,)
 
     @property
     def activation(self) -> str:
@@ -215,6 +251,8 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
         model = replace(model, num_query_groups=heads)
     if is_unset(model.max_position_embeddings):
         model = replace(model, max_position_embeddings=model.seq_length)
+    if is_unset(model.num_tokentypes):
+        model = replace(model, num_tokentypes=2 if model.model_type == "bert" and model.bert_binary_head else 0)
     return model
 
 
@@ -231,6 +269,7 @@ def check_model(model: ModelConfig) -> None:
             f"{model.max_position_embeddings}; raise the latter to at least the former"
         )
     _check_rotary(model)
+    _check_kind(model)
     if model.add_qkv_bias and model.add_bias_linear:
         raise UserError(
             "--add-qkv-bias: all linear layers have biases already; leave it out, or add --disable-bias-linear"
@@ -246,6 +285,18 @@ def check_model(model: ModelConfig) -> None:
     ]
     if len(chosen) > 1:
         raise UserError(f"{' and '.join(chosen)} exclude each other; keep one activation")
+
+
+def _check_kind(model: ModelConfig) -> None:
+    if not model.causal and model.sliding_window is not None:
+        raise UserError("--sliding-window is of earlier positions, and BERT attends to later ones, too; leave it out")
+    if model.model_type == "bert" and model.num_tokentypes == 1:
+        raise UserError("--num-tokentypes 1: the two sentences of a sample have types 0 and 1; give 0 or at least 2")
+    if model.model_type != "bert" and model.num_tokentypes:
+        raise UserError(
+            f"--num-tokentypes {model.num_tokentypes}: only BERT's samples have token types; leave it out, or run "
+            f"{PROGRAMS['bert']}"
+        )
 
 
 def _check_rotary(model: ModelConfig) -> None:
@@ -279,6 +330,13 @@ def _check_rotary_scaling(model: ModelConfig) -> None:
             f"--rotary-scaling-low-turns {model.rotary_scaling_low_turns:g} is not below --rotary-scaling-high-turns "
             f"{model.rotary_scaling_high_turns:g}; lower the former"
         )
+
+
+def check_kind(where: str, found: str, wanted: ModelType) -> None:
+    """Checks that a checkpoint's model is of the wanted kind (else UserError, which begins with ``where``)."""
+    if found != wanted:
+        program = {str(kind): name for kind, name in PROGRAMS.items()}.get(found, "another version")
+        raise UserError(f"{where} holds a model of kind {found}, not {wanted}; go on with it by {program}")
 
 
 def check_vocabulary(vocab_size: int, multiple: int, tensor: int) -> None:

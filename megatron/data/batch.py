@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+_HOST_IDS = ("sample_ids_b", "draw_ids_b")
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,18 @@ class Batch:
     """One micro-batch. The token tensors are None for a stage that asked for none; the ids are always there.
 
     Args:
-        tokens_bs, labels_bs: int64; labels are the tokens one place on.
-        loss_mask_bs: float32, 1 where the loss counts.
-        position_ids_bs: int64.
-        segment_ids_bs: int32 number of the document inside the sequence, from 0; None without
-            reset_attention_mask. A token may attend to earlier tokens of equal number.
+        tokens_bs: int64; for T5 the encoder's.
+        labels_bs: int64. GPT: the tokens one place on. BERT: where the loss counts, the token before it was masked.
+            T5: the decoder's tokens one place on, [b, decoder length].
+        loss_mask_bs: float32, 1 where the loss counts, of the shape of the labels.
+        position_ids_bs: int64; for T5 the encoder's.
+        segment_ids_bs: int32; tokens attend within equal numbers. GPT: number of the document inside the sequence,
+            from 0, and a token attends to earlier ones alone; None without reset_attention_mask. BERT and T5: 0 for
+            text, 1 for padding.
+        types_bs: int64 token types of BERT: 0 for the first sentence, 1 for the second. None for GPT and T5.
+        order_b: int64 labels of BERT's sentence order: 1 where the two sentences are swapped. None for GPT and T5.
+        decoder_tokens_bs: int64 tokens that T5's decoder reads, [b, decoder length]. None for GPT and BERT.
+        decoder_segment_ids_bs: int32 segment ids of the decoder's tokens.
         sample_ids_b: int64 identity of each sample's content in its dataset: the same content, the same id.
         draw_ids_b: int64 position of each sample in the run's stream of samples.
     """
@@ -49,6 +58,10 @@ class Batch:
     loss_mask_bs: torch.Tensor | None = None
     position_ids_bs: torch.Tensor | None = None
     segment_ids_bs: torch.Tensor | None = None
+    types_bs: torch.Tensor | None = None
+    order_b: torch.Tensor | None = None
+    decoder_tokens_bs: torch.Tensor | None = None
+    decoder_segment_ids_bs: torch.Tensor | None = None
 
     def truncated(self, length: int) -> Batch:
         """The first ``length`` tokens of every sample."""
@@ -58,14 +71,19 @@ class Batch:
 
     def _of_tokens(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors with an entry for each token, by name."""
-        for name in ("tokens_bs", "labels_bs", "loss_mask_bs", "position_ids_bs", "segment_ids_bs"):
+        for name in ("tokens_bs", "labels_bs", "loss_mask_bs", "position_ids_bs", "segment_ids_bs", "types_bs"):
             tensor = getattr(self, name)
             if tensor is not None:
                 yield name, tensor
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Copies the token tensors to ``device``; the ids stay on the host, where they are read."""
-        return replace(self, **{name: x_bs.to(device, non_blocking=non_blocking) for name, x_bs in self._of_tokens()})
+        moved = {
+            name: tensor.to(device, non_blocking=non_blocking)
+            for name in (item.name for item in fields(self))
+            if name not in _HOST_IDS and (tensor := getattr(self, name)) is not None
+        }
+        return replace(self, **moved)
 
 
 def collate(

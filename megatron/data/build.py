@@ -4,25 +4,61 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from megatron.base.errors import UserError
 from megatron.config.data import DataConfig, DatasetBlend, check_data, check_data_given
 from megatron.data.batch import CollateOptions
 from megatron.data.blend import LazyBlend, MegatronBlend, normalize
 from megatron.data.fixed_order import FixedOrder
-from megatron.data.gpt_dataset import BlendedDataset, GPTDataset
+from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.gpt_index import Documents, LazyOrder, MegatronOrder
 from megatron.data.indexed import IndexedDataset
 from megatron.data.permute import mix
+from megatron.data.source import BlendedDataset, FileSamples, SampleSource
 
 SPLIT_NAMES = ("train", "valid", "test")
 # Megatron draws this much more from each dataset of a blend than its share, as a margin for its greedy
 # choice.
 _MEGATRON_MARGIN = 0.005
 
-Dataset = GPTDataset | BlendedDataset
+Dataset = SampleSource
+Datasets = tuple[Dataset | None, Dataset | None, Dataset | None]
+
+
+class Part(Protocol):
+    """What one split may draw from one file."""
+
+    @property
+    def name(self) -> str:
+        """The file and the split in messages."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to draw."""
+
+    def epoch_samples(self) -> int:
+        """Samples of an epoch, more or less: the weight in a blend without weights."""
+
+    def dataset(self, num_samples: int | None, seed: int) -> FileSamples:
+        """The samples.
+
+        Args:
+            num_samples: draws; None is one epoch.
+            seed: seed of this part alone, for orders that are not Megatron's.
+        """
+
+
+class Kind(Protocol):
+    """A kind of datasets: what --split divides, and how samples are made of it."""
+
+    def count(self, indexed: IndexedDataset) -> int:
+        """How many of what --split divides are in the file."""
+
+    def part(self, indexed: IndexedDataset, begin: int, end: int, name: str) -> Part:
+        """The part of a file between two of them."""
 
 
 def build_datasets(
@@ -34,8 +70,8 @@ def build_datasets(
     eod_token: int,
     vocab_size: int | None,
     check_tokens: bool = True,
-) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
-    """Opens, checks and splits the files that the flags name.
+) -> Datasets:
+    """Opens, checks and splits the files that the flags name, for GPT.
 
     Args:
         data: the data section.
@@ -53,20 +89,24 @@ def build_datasets(
         UserError: when files are damaged or missing, token ids are beyond the vocabulary, flags contradict each
             other, or there is no document to train on.
     """
-    if data.sample_order not in ("lazy", "fixed", "megatron"):
-        raise UserError(f"--sample-order {data.sample_order} is not known: choose lazy, fixed or megatron")
     if seq_length < 1:
         raise UserError(f"--seq-length {seq_length} must be at least 1")
-    builder = _Builder(
-        data=data,
-        seq_length=seq_length,
-        seed=seed,
-        collate_options=CollateOptions(
-            eod_token, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
-        ),
-        vocab_size=vocab_size if check_tokens else None,
-        opened={},
-    )
+    options = CollateOptions(eod_token, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
+    kind = _GPTKind(data, seq_length, seed, options)
+    return build_splits(data, kind, seed, train_valid_test_num_samples, vocab_size if check_tokens else None)
+
+
+def build_splits(
+    data: DataConfig,
+    kind: Kind,
+    seed: int,
+    train_valid_test_num_samples: Sequence[int | None],
+    vocab_size: int | None,
+) -> Datasets:
+    """Opens, checks and splits the files that the flags name, for any kind of datasets; see ``build_datasets``."""
+    if data.sample_order not in ("lazy", "fixed", "megatron"):
+        raise UserError(f"--sample-order {data.sample_order} is not known: choose lazy, fixed or megatron")
+    builder = _Builder(data, kind, seed, vocab_size)
     check_data_given(data)
     check_data(data, skip_train=True)
     if data.blend is not None:
@@ -95,63 +135,63 @@ def split_bounds(shares: Sequence[float]) -> list[tuple[float, float] | None]:
 
 @dataclass
 class _SplitSources:
-    """The documents of one split: one entry for each path, with the weights that the user gave."""
+    """One split: its part of each path, with the weights that the user gave."""
 
     number: int
     weights: Sequence[float] | None
-    sources: list[tuple[IndexedDataset, Documents]]
+    parts: list[Part]
 
 
 @dataclass
 class _Builder:
     data: DataConfig
-    seq_length: int
+    kind: Kind
     seed: int
-    collate_options: CollateOptions
     vocab_size: int | None
-    opened: dict[str, IndexedDataset]
+    opened: dict[str, IndexedDataset] = field(default_factory=dict)
 
     def part(self, blend: DatasetBlend | None, number: int, bounds: tuple[float, float] | None) -> _SplitSources | None:
-        """The documents between ``bounds`` of every path; None when there are none."""
+        """What lies between ``bounds`` of every path; None when there is nothing."""
         if bounds is None or blend is None:
             return None
-        sources = []
+        parts = []
         for path in blend.paths:
             indexed = self._open(path)
-            # Megatron splits by sequence and rounds halves to even.
-            begin, end = (round(bound * float(len(indexed))) for bound in bounds)
-            name = f"{indexed.prefix} ({SPLIT_NAMES[number]})"
-            sources.append((indexed, Documents(indexed.lengths[begin:end], begin, name)))
-        empty = [documents.name for _, documents in sources if not documents.lengths.any()]
+            # Megatron rounds halves to even.
+            begin, end = (round(bound * float(self.kind.count(indexed))) for bound in bounds)
+            parts.append(self.kind.part(indexed, begin, end, f"{indexed.prefix} ({SPLIT_NAMES[number]})"))
+        empty = [part.name for part in parts if part.is_empty]
         if not empty:
-            return _SplitSources(number, blend.weights, sources)
-        if number != 0 and len(empty) == len(sources):
+            return _SplitSources(number, blend.weights, parts)
+        if number != 0 and len(empty) == len(parts):
             return None
         raise UserError(f"{empty[0]}: --split {self.data.split} leaves it no tokens. Give it more documents or share")
 
-    def dataset(self, part: _SplitSources, num_samples: int | None) -> Dataset:
+    def dataset(self, split: _SplitSources, num_samples: int | None) -> Dataset:
         """The dataset of a split, blended when it has several paths."""
         # megatron-core blends a single weighted path of --data-path as well, with its margin.
-        single_blend = part.weights is not None and bool(self.data.data_path) and self.data.sample_order == "megatron"
-        if len(part.sources) == 1 and not single_blend:
-            return self._single(part, 0, num_samples)
+        single_blend = split.weights is not None and bool(self.data.data_path) and self.data.sample_order == "megatron"
+        if len(split.parts) == 1 and not single_blend:
+            return self._single(split, 0, num_samples)
         if self.data.sample_order == "megatron":
-            return self._megatron_blend(part, num_samples)
-        return self._lazy_blend(part, num_samples)
+            return self._megatron_blend(split, num_samples)
+        return self._lazy_blend(split, num_samples)
 
-    def _lazy_blend(self, part: _SplitSources, num_samples: int | None) -> BlendedDataset:
-        one_epoch = [float((documents.tokens_per_epoch() - 1) // self.seq_length) for _, documents in part.sources]
-        weights = part.weights or [max(samples, 1.0) for samples in one_epoch]
+    def _lazy_blend(self, split: _SplitSources, num_samples: int | None) -> BlendedDataset:
+        one_epoch: list[float] = []
+        if num_samples is None or not split.weights:
+            one_epoch = [float(part.epoch_samples()) for part in split.parts]
+        weights = split.weights or [max(samples, 1.0) for samples in one_epoch]
         blend = LazyBlend(weights, int(sum(one_epoch)) if num_samples is None else num_samples)
         draws = blend.counts()
-        return BlendedDataset([self._single(part, place, wanted) for place, wanted in enumerate(draws)], blend, draws)
+        return BlendedDataset([self._single(split, place, wanted) for place, wanted in enumerate(draws)], blend, draws)
 
-    def _megatron_blend(self, part: _SplitSources, num_samples: int | None) -> BlendedDataset:
+    def _megatron_blend(self, split: _SplitSources, num_samples: int | None) -> BlendedDataset:
         if num_samples is None:
             raise UserError("--sample-order megatron cannot blend without a number of samples: use --sample-order lazy")
-        places = range(len(part.sources))
-        if part.weights is None:
-            datasets = [self._single(part, place, None) for place in places]
+        places = range(len(split.parts))
+        if split.weights is None:
+            datasets = [self._single(split, place, None) for place in places]
             weights = [float(len(dataset)) for dataset in datasets]
             if sum(weights) < num_samples:
                 raise UserError(
@@ -160,39 +200,19 @@ class _Builder:
                 )
             size = num_samples
         else:
-            weights = normalize(part.weights)
+            weights = normalize(split.weights)
             targets = [math.ceil(num_samples * weight) for weight in weights]
             size = sum(targets)
             datasets = [
-                self._single(part, place, math.ceil(targets[place] * (1 + _MEGATRON_MARGIN))) for place in places
+                self._single(split, place, math.ceil(targets[place] * (1 + _MEGATRON_MARGIN))) for place in places
             ]
         blend = MegatronBlend(weights, size, self.data.data_cache_path)
         draws = [int((blend.dataset_index == place).sum()) for place in places]
         return BlendedDataset(datasets, blend, draws)
 
-    def _single(self, part: _SplitSources, place: int, num_samples: int | None) -> GPTDataset:
-        indexed, documents = part.sources[place]
-        order: LazyOrder | FixedOrder | MegatronOrder
-        if self.data.sample_order == "megatron":
-            order = MegatronOrder(
-                documents,
-                self.seq_length,
-                self.seed,
-                num_samples,
-                self.data.data_cache_path,
-                _identity(indexed),
-            )
-        else:
-            # Two paths of a blend, or two splits of a file, must not share their shuffles.
-            seed = mix(self.seed, part.number, place)
-            lazy = FixedOrder if self.data.sample_order == "fixed" else LazyOrder
-            order = lazy(documents, self.seq_length, seed, num_samples)
-            if self.data.sample_order == "fixed" and not order.epoch_samples:
-                raise UserError(
-                    f"{documents.name}: its {documents.tokens_per_epoch()} tokens make no sample of "
-                    f"--seq-length {self.seq_length}. Give it more documents, or use --sample-order lazy"
-                )
-        return GPTDataset(indexed, order, self.seq_length, self.collate_options, self.seed)
+    def _single(self, split: _SplitSources, place: int, num_samples: int | None) -> FileSamples:
+        # Two paths of a blend, or two splits of a file, must not share their shuffles.
+        return split.parts[place].dataset(num_samples, mix(self.seed, split.number, place))
 
     def _open(self, path: str) -> IndexedDataset:
         found = self.opened.get(path)
@@ -203,6 +223,63 @@ class _Builder:
         return found
 
 
-def _identity(indexed: IndexedDataset) -> dict[str, object]:
+@dataclass(frozen=True)
+class _GPTKind:
+    data: DataConfig
+    seq_length: int
+    seed: int
+    collate_options: CollateOptions
+
+    def count(self, indexed: IndexedDataset) -> int:
+        """See ``Kind``: as Megatron, sequences."""
+        return len(indexed)
+
+    def part(self, indexed: IndexedDataset, begin: int, end: int, name: str) -> _GPTPart:
+        """See ``Kind``."""
+        return _GPTPart(self, indexed, Documents(indexed.lengths[begin:end], begin, name))
+
+
+@dataclass(frozen=True)
+class _GPTPart:
+    kind: _GPTKind
+    indexed: IndexedDataset
+    documents: Documents
+
+    @property
+    def name(self) -> str:
+        """See ``Part``."""
+        return self.documents.name
+
+    @property
+    def is_empty(self) -> bool:
+        """See ``Part``."""
+        return not self.documents.lengths.any()
+
+    def epoch_samples(self) -> int:
+        """See ``Part``."""
+        return (self.documents.tokens_per_epoch() - 1) // self.kind.seq_length
+
+    def dataset(self, num_samples: int | None, seed: int) -> GPTDataset:
+        """See ``Part``."""
+        kind, documents = self.kind, self.documents
+        order: LazyOrder | FixedOrder | MegatronOrder
+        if kind.data.sample_order == "megatron":
+            identity = file_identity(self.indexed)
+            cache = kind.data.data_cache_path
+            order = MegatronOrder(documents, kind.seq_length, kind.seed, num_samples, cache, identity)
+        elif kind.data.sample_order == "fixed":
+            order = FixedOrder(documents, kind.seq_length, seed, num_samples)
+            if not order.epoch_samples:
+                raise UserError(
+                    f"{documents.name}: its {documents.tokens_per_epoch()} tokens make no sample of "
+                    f"--seq-length {kind.seq_length}. Give it more documents, or use --sample-order lazy"
+                )
+        else:
+            order = LazyOrder(documents, kind.seq_length, seed, num_samples)
+        return GPTDataset(self.indexed, order, kind.seq_length, kind.collate_options, kind.seed)
+
+
+def file_identity(indexed: IndexedDataset) -> dict[str, object]:
+    """Name and state of a dataset's file, for caches."""
     info = Path(indexed.idx_path).stat()
     return {"file": str(indexed.idx_path.resolve()), "size": info.st_size, "mtime_ns": info.st_mtime_ns}

@@ -11,13 +11,40 @@ _MOST_LANES = 64
 _LEAST_ROWS = 16
 
 
-class FixedOrder:
-    """One epoch of ``LazyOrder``, cut once, drawn again and again in new orders.
+class Lanes:
+    """Draws of the samples of one epoch, again and again in new orders.
 
     The samples lie in lanes: sample k in lane k modulo ``lanes``, and draw i is a sample of lane i modulo ``lanes``
     in every epoch. So a data-parallel replica meets the samples again that it has met, on every layout whose
     micro-batch size times replicas divides ``lanes``. What does not fill the lanes (less than 1/16 of the samples) is
     never drawn.
+
+    Args:
+        samples: number of samples in the epoch.
+        seed: seed of the orders.
+    """
+
+    def __init__(self, samples: int, seed: int) -> None:
+        self.lanes = 1
+        while self.lanes < _MOST_LANES and self.lanes * 2 * _LEAST_ROWS <= samples:
+            self.lanes *= 2
+        self._rows = samples // self.lanes
+        self._seed = seed
+
+    @property
+    def epoch_samples(self) -> int:
+        """Number of samples that are drawn in an epoch."""
+        return self._rows * self.lanes
+
+    def sample(self, index: int) -> int:
+        """The sample of draw ``index``."""
+        epoch, inside = divmod(index, self.epoch_samples)
+        row, lane = divmod(inside, self.lanes)
+        return Permutation(self._rows, mix(self._seed, epoch, lane, 2))(row) * self.lanes + lane
+
+
+class FixedOrder:
+    """One epoch of ``LazyOrder``, cut once, drawn again and again as ``Lanes`` has it.
 
     Args:
         documents, seq_length, seed: the arguments of ``LazyOrder``.
@@ -26,21 +53,17 @@ class FixedOrder:
 
     def __init__(self, documents: Documents, seq_length: int, seed: int, num_samples: int | None) -> None:
         self._epoch = LazyOrder(documents, seq_length, seed, None)
-        blocks = max(len(self._epoch), 0)
-        self.lanes = 1
-        while self.lanes < _MOST_LANES and self.lanes * 2 * _LEAST_ROWS <= blocks:
-            self.lanes *= 2
-        self._rows = blocks // self.lanes
-        self._seed = seed
+        self._lanes = Lanes(max(len(self._epoch), 0), seed)
+        self.lanes = self._lanes.lanes
         self._num_samples = self.epoch_samples if num_samples is None else num_samples
 
     @property
     def epoch_samples(self) -> int:
         """Number of samples in an epoch."""
-        return self._rows * self.lanes
+        return self._lanes.epoch_samples
 
     def __len__(self) -> int:
-        return self._num_samples if self._rows else 0
+        return self._num_samples if self.epoch_samples else 0
 
     def sample_id(self, index: int) -> int:
         """See ``SampleOrder``.
@@ -50,9 +73,7 @@ class FixedOrder:
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        epoch, inside = divmod(index, self.epoch_samples)
-        row, lane = divmod(inside, self.lanes)
-        return Permutation(self._rows, mix(self._seed, epoch, lane, 2))(row) * self.lanes + lane
+        return self._lanes.sample(index)
 
     def spans(self, sample_id: int) -> Iterator[Span]:
         """See ``SampleOrder``."""

@@ -115,7 +115,23 @@ class IndexedDataset:
             length = available - offset
         if offset < 0 or length < 0 or offset + length > available:
             raise IndexError(f"tokens [{offset}, {offset + length}) of a sequence of {available} in {self.bin_path}")
-        start = int(self.table.offsets[index]) + offset * self.dtype.itemsize
+        return self._read(int(self.table.offsets[index]) + offset * self.dtype.itemsize, length)
+
+    def run(self, begin: int, end: int) -> NDArray[Any]:
+        """The tokens of the sequences [begin, end), one after the other.
+
+        Raises:
+            IndexError: when they are not all in the dataset.
+        """
+        if not 0 <= begin <= end <= len(self):
+            raise IndexError(f"sequences [{begin}, {end}) of {len(self)} in {self.bin_path}")
+        if begin == end:
+            return np.zeros(0, dtype=self.dtype)
+        length = int(np.sum(self.table.lengths[begin:end], dtype=np.int64))
+        return self._read(int(self.table.offsets[begin]), length)
+
+    def _read(self, start: int, length: int) -> NDArray[Any]:
+        """Tokens from byte ``start`` on."""
         if self._tokens is not None:
             first = start // self.dtype.itemsize
             return self._tokens[first : first + length]

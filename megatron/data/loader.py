@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from megatron.base.errors import UserError
-from megatron.data.batch import Batch, collate
-from megatron.data.gpt_dataset import SampleSource
+from megatron.data.batch import Batch
 from megatron.data.permute import Permutation, mix
+from megatron.data.source import SampleSource
 
 # Micro-batches that each thread may be ahead.
 _AHEAD = 2
@@ -112,10 +112,10 @@ class MicroBatches(Iterator[Batch]):
         ids_b = np.array([self._dataset.sample_id(index) for index in indices], dtype=np.int64)
         if not self._needs_tokens:
             return Batch(sample_ids_b=torch.from_numpy(ids_b), draw_ids_b=torch.from_numpy(draws_b))
-        samples_bt = np.empty((len(indices), self._dataset.seq_length + 1), dtype=np.int64)
-        for row, index in zip(samples_bt, indices, strict=True):
-            self._dataset.read(index, row)
-        return collate(samples_bt, ids_b, draws_b, self._dataset.collate_options)
+        rows_bt = np.empty((len(indices), self._dataset.row_length), dtype=np.int64)
+        for row_t, index in zip(rows_bt, indices, strict=True):
+            self._dataset.read(index, row_t)
+        return self._dataset.collate(rows_bt, ids_b, draws_b)
 
     def _index(self, draw: int) -> int:
         if not self._cyclic:

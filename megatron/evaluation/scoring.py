@@ -80,7 +80,7 @@ def _mask(windows: Sequence[Window], longest: int, device: torch.device) -> Tens
 
 def losses(model: LoadedModel, x_sbh: Tensor, labels_bs: Tensor, mask_bs: Tensor) -> Tensor:
     """Loss of each window's targets together, (b,), in nats."""
-    _, losses_bs = model.stage.loss(x_sbh, labels_bs, mask_bs.to(torch.float32))
+    _, losses_bs = model.stage.token_losses(x_sbh, labels_bs, mask_bs.to(torch.float32))
     return losses_bs.double().masked_fill(~mask_bs, 0.0).sum(dim=1)
 
 

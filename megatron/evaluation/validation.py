@@ -82,12 +82,12 @@ def mean_loss(model: LoadedModel, dataset: Dataset, samples: int, batch: int) ->
         assert taken.tokens_bs is not None
         assert taken.labels_bs is not None
         assert taken.loss_mask_bs is not None
-        positions = taken.position_ids_bs if dataset.collate_options.reset_position_ids else None
+        positions = taken.position_ids_bs if dataset.resets_positions else None
         context = ForwardContext(position_ids_bs=positions, segment_ids_bs=taken.segment_ids_bs)
         x_sbh = model.hidden(taken.tokens_bs, context)
         if x_sbh is None:
             continue
-        _, losses_bs = model.stage.loss(x_sbh, taken.labels_bs, taken.loss_mask_bs)
+        _, losses_bs = model.stage.token_losses(x_sbh, taken.labels_bs, taken.loss_mask_bs)
         if topology.tp.rank == 0:
             mask_bs = taken.loss_mask_bs.double()
             sums += torch.stack([(losses_bs.double() * mask_bs).sum(), mask_bs.sum()]).cpu()

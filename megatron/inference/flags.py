@@ -15,7 +15,7 @@ from megatron.config.flags import ParsedSections, build_parser, run_table
 from megatron.config.parallel import MOST_MINUTES
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.translate.rules import SWITCH, VALUE, VALUES, KnownFlag, OldFlag, Shortcut
-from megatron.inference.model import LoadedModel, inference_layout, load_model
+from megatron.inference.model import LoadedModel, check_generates, inference_layout, load_model
 from megatron.inference.sampling import Sampling
 from megatron.topology.launch import LaunchEnvironment, pick_device
 from megatron.topology.layout import Layout
@@ -160,6 +160,7 @@ def check_layout(model: ModelFlags, env: LaunchEnvironment, *, replicas: bool) -
         UserError: when the model cannot be split that way, or there is none.
     """
     config, _ = saved_config(model.load, model.ckpt_step)
+    check_generates(config, model.load)
     tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
     layout = inference_layout(config, tp, pp, env.world_size, model.backend)
     if layout.dp > 1 and not replicas:

@@ -31,6 +31,7 @@ from megatron.inference.steps import Workspace, Workspaces, record_on_cuda
 from megatron.model.context import ForwardContext
 from megatron.model.gpt import GPTStage
 from megatron.model.kv_cache import KVCache
+from megatron.model.stage import Stage
 from megatron.model.stages import build_stages
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
@@ -156,6 +157,12 @@ def inference_layout(config: RunConfig, tp: int, pp: int, world_size: int, backe
     return Layout(tp=tp, pp=pp, dp=replicas)
 
 
+def check_generates(config: RunConfig, root: str | Path) -> None:
+    """Checks that a saved model is one that generates text (else UserError)."""
+    if config.model.model_type != "gpt":
+        raise UserError(f"--load {root} holds a model of kind {config.model.model_type}, and only gpt generates text")
+
+
 def load_model(
     root: str | Path,
     *,
@@ -182,6 +189,7 @@ def load_model(
         topology = single_process(device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     group = topology.control.pg
     config, chosen = together(group, lambda: saved_config(root, iteration))
+    check_generates(config, root)
     entries = together(group, lambda: saved_entries(root, chosen))
     built = together(group, lambda: _vocabulary(config, tokenizer, entries))
     ledger, plan, dtype = Ledger(), CompressionPlan({}), config.precision.params_dtype
@@ -196,6 +204,7 @@ def load_model(
         dtype,
         None,
     )
+    assert isinstance(stage, GPTStage)
     load_weights(stage, root, chosen, topology, log)
     channel = None
     if topology.layout.pp > 1:
@@ -210,7 +219,7 @@ def load_model(
 
 
 def load_weights(
-    stage: GPTStage,
+    stage: Stage,
     root: str | Path,
     iteration: Iteration,
     topology: Topology,

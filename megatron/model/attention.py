@@ -1,4 +1,4 @@
-"""Causal self-attention with heads (and key-value groups) split over tensor-parallel ranks."""
+"""Self-attention, causal or in both directions, with heads (and key-value groups) split over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ class SelfAttention(ShardedModule):
         self.groups = config.num_query_groups // comm.size
         self.queries_per_group = config.num_attention_heads // config.num_query_groups
         self.window = config.sliding_window
+        self.causal = config.causal
         self.dropout = config.attention_dropout
         self.recompute_core = recompute_core
         rows = config.num_query_groups * (self.queries_per_group + 2) * self.head_dim
@@ -108,13 +109,14 @@ class SelfAttention(ShardedModule):
             value,
             attn_mask=mask,
             dropout_p=self.dropout if dropping else 0.0,
-            is_causal=mask is None and query.shape[2] > 1,  # one position alone comes after all that are kept
+            # One position alone comes after all that are kept.
+            is_causal=self.causal and mask is None and query.shape[2] > 1,
             enable_gqa=self.queries_per_group > 1,
         )
 
     def _allowed(self, query: Tensor, context: ForwardContext) -> Tensor | None:
-        """Mask of allowed positions for a whole text, (b or 1, 1, s, s); None where plain causal attention is meant."""
-        allowed = None if context.segment_ids_bs is None else _causal_within_segments(context.segment_ids_bs)
+        """Mask of allowed positions for a whole text, (b or 1, 1, s, s); None where all are, or all earlier ones."""
+        allowed = None if context.segment_ids_bs is None else _within_segments(context.segment_ids_bs, self.causal)
         s = query.shape[2]
         if self.window is not None and s > self.window:
             band = torch.ones((1, 1, s, s), dtype=torch.bool, device=query.device).tril().triu(1 - self.window)
@@ -131,14 +133,15 @@ class SelfAttention(ShardedModule):
         scores = query @ key.transpose(-1, -2)
         allowed = self._allowed(query, context)
         if allowed is None:
-            allowed = torch.ones((s, s), dtype=torch.bool, device=query.device).tril()
+            allowed = torch.ones((s, s), dtype=torch.bool, device=query.device)
+            allowed = allowed.tril() if self.causal else allowed
         probs = scores.div(math.sqrt(self.head_dim)).masked_fill(~allowed, -torch.inf).softmax(dim=-1)
         masks = [keys.keep_mask(head, (s, s), self.dropout, probs) for head in range(query.shape[1])]
         result: Tensor = (probs * torch.stack(masks, dim=1)) @ value
         return result
 
 
-def _causal_within_segments(segment_ids_bs: Tensor) -> Tensor:
-    """Causal mask within documents: position i may attend to j <= i of the same document; (b, 1, s, s)."""
+def _within_segments(segment_ids_bs: Tensor, causal: bool) -> Tensor:
+    """Mask within segments: position i may attend to j (if ``causal``, j <= i) of equal number; (b, 1, s, s)."""
     same = segment_ids_bs.unsqueeze(2) == segment_ids_bs.unsqueeze(1)
-    return same.tril().unsqueeze(1)
+    return (same.tril() if causal else same).unsqueeze(1)

@@ -19,8 +19,9 @@ class ForwardContext:
     Args:
         dropout: keys of the dropout masks; None in evaluation.
         position_ids_bs: int64 positions where they are not 0, 1, 2, ... (documents restart), else None.
-        segment_ids_bs: number of the document within the sequence, (b, s), where attention must not cross
-            documents, else None.
+        segment_ids_bs: number of the segment of each token, (b, s), where attention must not cross segments: documents
+            within the sequence, or text and padding; else None.
+        types_bs: int64 token types, (b, s), where the model has any, else None.
         cache: keys and values of earlier positions, in generation.
         attention: torch's function, or one with the same arguments in its place.
     """
@@ -28,6 +29,7 @@ class ForwardContext:
     dropout: DropoutKeys | None = None
     position_ids_bs: Tensor | None = None
     segment_ids_bs: Tensor | None = None
+    types_bs: Tensor | None = None
     cache: KVCache | None = None
     attention: Callable[..., Tensor] = F.scaled_dot_product_attention
 

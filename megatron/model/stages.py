@@ -10,7 +10,9 @@ from torch import Tensor
 from megatron.comm.tensor import TensorComm
 from megatron.config.model import ModelConfig, check_vocabulary
 from megatron.config.recompute import RecomputeConfig
-from megatron.model.gpt import GPTStage, StagePart
+from megatron.model.bert import BertStage
+from megatron.model.gpt import GPTStage
+from megatron.model.stage import Stage, StagePart
 from megatron.parallel.tensor.embedding import VocabShard
 from megatron.parallel.tensor.random import Draw, fill_keyed, normal, uniform
 from megatron.parallel.tensor.shards import ParamSpec, collect_specs
@@ -44,7 +46,7 @@ def build_stages(
     device: torch.device,
     dtype: torch.dtype,
     seed: int | None,
-) -> list[GPTStage]:
+) -> list[Stage]:
     """This pipeline rank's chunks, first chunk first; with initial weights, or (seed None) to be loaded.
 
     Raises:
@@ -52,17 +54,31 @@ def build_stages(
     """
     check_vocabulary(vocab_size, config.make_vocab_size_divisible_by, comm.size)
     shard = VocabShard(vocab_size, padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by, comm.size), comm)
-    stages = []
+    stages: list[Stage] = []
     for chunk in range(layout.chunks):
         part = stage_part(config, layout, pp, chunk)
-        stage = GPTStage(config, part, shard, comm, device, dtype, recompute)
+        stage = make_stage(config, part, shard, comm, device, dtype, recompute)
         if seed is not None:
             initialize(stage, config, seed)
         stages.append(stage)
     return stages
 
 
-def initialize(stage: GPTStage, config: ModelConfig, seed: int) -> None:
+def make_stage(
+    config: ModelConfig,
+    part: StagePart,
+    shard: VocabShard,
+    comm: TensorComm,
+    device: torch.device,
+    dtype: torch.dtype,
+    recompute: RecomputeConfig,
+) -> Stage:
+    """A part of a model of the configured kind, whose weights are not initialized; see ``Stage``."""
+    kind = {"gpt": GPTStage, "bert": BertStage}[config.model_type]
+    return kind(config, part, shard, comm, device, dtype, recompute)
+
+
+def initialize(stage: Stage, config: ModelConfig, seed: int) -> None:
     """Megatron's initialization: normal(0, std), layer outputs scaled by 1 / sqrt(2 num_layers).
 
     Norms start at one and biases at zero, as constructed.

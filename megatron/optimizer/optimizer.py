@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,30 +29,25 @@ class StepTotals:
     """Reductions over the world that one training step needs, and their outcome; equal on every rank.
 
     Args:
-        loss_sum: sum of the tokens' losses in nats, over tokens that count.
-        tokens: number of tokens that count.
+        losses: mean of each loss over what counts in it, in nats, by name; zero where nothing does.
+        counted: how many count, in all losses together.
         grad_sq: sum of squares of the scaled gradients of the whole model.
         params_sq: sum of squares of the parameters; None unless asked for.
         num_zeros: number of gradient elements that are exactly zero; None unless asked for.
         votes: sum of the votes that were given to ``Optimizer.step``.
         loss_scale: loss scale of the step.
         grad_norm: global L2 norm of the unscaled gradients before clipping; None when the update was skipped, because
-            one of them is not finite or no token counts.
+            one of them is not finite or nothing counts in any loss.
     """
 
-    loss_sum: float
-    tokens: float
+    losses: Mapping[str, float]
+    counted: float
     grad_sq: float
     params_sq: float | None
     num_zeros: float | None
     votes: float
     loss_scale: float
     grad_norm: float | None = None
-
-    @property
-    def loss(self) -> float:
-        """Mean over the tokens that count, nats."""
-        return self.loss_sum / self.tokens if self.tokens else 0.0
 
     @property
     def params_norm(self) -> float | None:
@@ -123,9 +118,8 @@ class Optimizer:
 
     def step(
         self,
-        loss_sum: float,
-        tokens: float,
-        expected_tokens: int,
+        losses: Mapping[str, tuple[float, float]],
+        expected_tokens: int | None,
         iteration: int,
         lr: float,
         weight_decay: float,
@@ -138,9 +132,10 @@ class Optimizer:
         """Takes one step on final gradients.
 
         Args:
-            loss_sum, tokens: this rank's contribution to ``StepTotals`` (zero where another rank reports them).
+            losses: sum of each loss in nats and how many count in it, by name, on this rank (zero where another rank
+                reports them).
             expected_tokens: tokens of the global batch; gradients are means over these, and are corrected here
-                when a loss mask excluded some.
+                when a loss mask excluded some. None where they are means over what counts already.
             iteration: 0-based; when parameters are gathered compressed depends on it.
             lr, weight_decay: learning rate and weight decay of this step.
             vote: a number that is all-reduced over the ranks together with the rest.
@@ -150,13 +145,13 @@ class Optimizer:
             publish_update: leave the update's direction, weight decay included, in the gradients: what is subtracted
                 from the parameters over the learning rate, at any learning rate.
         """
-        totals = self._world_totals(loss_sum, tokens, vote)
+        totals = self._world_totals(losses, vote)
         scale = totals.loss_scale
         finite = all_finite and math.isfinite(totals.grad_sq)
         self.loss_scale.update(found_inf=not finite)
-        if not finite or not totals.tokens:
+        if not finite or not totals.counted:
             return totals
-        divisor = scale * totals.tokens / expected_tokens
+        divisor = scale if expected_tokens is None else scale * totals.counted / expected_tokens
         norm = math.sqrt(totals.grad_sq) / divisor
         if self.config.clip_grad > 0 and norm > 0 and not clipped:
             divisor /= min(1.0, self.config.clip_grad / (norm + 1e-6))
@@ -177,22 +172,23 @@ class Optimizer:
         else:
             step_inner(self.inner, self.shards, divisor)
 
-    def _world_totals(self, loss_sum: float, tokens: float, vote: float) -> StepTotals:
+    def _world_totals(self, losses: Mapping[str, tuple[float, float]], vote: float) -> StepTotals:
         """All-reduces one small vector over the world, so that every rank takes the same decisions."""
         counted = self._counted()
         grad_sq = sum_of_squares([shard.grad for shard in counted])
         params_sq = sum_of_squares([shard.main for shard in counted]) if self.log_params_norm else 0.0
         zeros = float(sum((shard.grad == 0).sum().item() for shard in counted)) if self.log_num_zeros else 0.0
         device = self.topology.device
-        values = [loss_sum, tokens, grad_sq, params_sq, zeros, vote]
+        values = [*(number for pair in losses.values() for number in pair), grad_sq, params_sq, zeros, vote]
         vector = torch.tensor(values, dtype=torch.float64, device=device)
         pending = self.topology.world.all_reduce(vector)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
         self.ledger.wait(Point.CONTROL, pending)
-        loss_sum, tokens, grad_sq, params_sq, zeros, votes = vector.tolist()
+        *pairs, grad_sq, params_sq, zeros, votes = vector.tolist()
+        sums, counts = pairs[::2], pairs[1::2]
         return StepTotals(
-            loss_sum,
-            tokens,
+            {name: total / count if count else 0.0 for name, total, count in zip(losses, sums, counts, strict=True)},
+            sum(counts),
             grad_sq,
             params_sq if self.log_params_norm else None,
             zeros if self.log_num_zeros else None,

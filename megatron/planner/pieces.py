@@ -20,8 +20,9 @@ from megatron.compression.state import CompressorState
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
 from megatron.model.context import ForwardContext
-from megatron.model.gpt import GPTStage, StagePart
-from megatron.model.stages import padded_vocab_size
+from megatron.model.losses import Targets
+from megatron.model.stage import Stage, StagePart
+from megatron.model.stages import make_stage, padded_vocab_size
 from megatron.parallel.data.buffer import BucketKind, FlatBuffer, named_params
 from megatron.parallel.data.gradients import main_grad_dtype, reduced_bucket
 from megatron.parallel.tensor.embedding import VocabShard
@@ -115,7 +116,7 @@ class PieceCost:
 class _Built:
     """A piece with its meter."""
 
-    stage: GPTStage
+    stage: Stage
     buffer: FlatBuffer
     meter: Meter
     stand: Stand
@@ -156,7 +157,7 @@ class Pieces:
         padded = padded_vocab_size(self.vocab_size, config.model.make_vocab_size_divisible_by, tp)
         shard = VocabShard(self.vocab_size, padded, comm)
         dtype = config.precision.params_dtype
-        stage = GPTStage(config.model, _PARTS[name], shard, comm, self.stand.torch_device, dtype, recompute)
+        stage = make_stage(config.model, _PARTS[name], shard, comm, self.stand.torch_device, dtype, recompute)
         buffer = FlatBuffer(
             named_params(collect_specs(stage), stage),
             main_grad_dtype(dtype, config.parallel.accumulate_allreduce_grads_in_fp32),
@@ -331,6 +332,9 @@ def _passes(built: _Built) -> tuple[float, Tally, Tally]:
     parts = stage.comm.size if stage.comm.sequence_parallel else 1
     tokens_bs = torch.zeros((batch, length), dtype=torch.int64, device=device)
     weights_bs = torch.zeros((batch, length), dtype=torch.float32, device=device)
+    targets = Targets(tokens_bs, weights_bs, tokens_bs[:, 0])
+    segments_bs = None if config.model.causal else tokens_bs
+    context = ForwardContext(segment_ids_bs=segments_bs, types_bs=tokens_bs, attention=built.stand.attention)
     dtype = config.model.residual_dtype(stage.dtype)
     activation = torch.empty((length // parts, batch, config.model.hidden_size), dtype=dtype, device=device)
     x: Tensor = tokens_bs if stage.part.first else built.stand.fill(activation).requires_grad_()
@@ -343,9 +347,9 @@ def _passes(built: _Built) -> tuple[float, Tally, Tally]:
         with meter:
             with hooks:
                 if stage.part.last:
-                    out, _ = stage.loss(x, tokens_bs, weights_bs)
+                    out = stage.loss(x, targets).objective
                 else:
-                    out = stage(x, ForwardContext(attention=built.stand.attention))
+                    out = stage(x, context)
             if stage.part.layers:
                 saved.add(x)
             forwards.append(meter.take())

@@ -3,11 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron.base.errors import UserError
+from megatron.tokenizer.api import Tokenizer
 
 _LONGEST_WORD = 200
+
+
+@dataclass(frozen=True)
+class WordPieceIds:
+    """The ids that masking needs to know.
+
+    Args:
+        cls, sep, pad, mask, bos, eos: ids of [CLS], [SEP], [PAD], [MASK], [BOS] and [EOS].
+        sentinels: the extra ids at the end of the vocabulary, which stand for what T5 cuts out.
+        continues_v: bool, for every id: whether it continues a word (##...).
+    """
+
+    cls: int
+    sep: int
+    pad: int
+    mask: int
+    bos: int
+    eos: int
+    sentinels: range
+    continues_v: NDArray[np.bool_]
+
+
+def word_piece_ids(tokenizer: Tokenizer) -> WordPieceIds:
+    """The ids that masking needs.
+
+    Raises:
+        UserError: when the tokenizer has no such ids.
+    """
+    if not isinstance(tokenizer, BertWordPieceTokenizer):
+        raise UserError(
+            f"--tokenizer-type {tokenizer.name} has no [MASK], [CLS] and [SEP] and no pieces of words: choose "
+            "BertWordPieceLowerCase or BertWordPieceCase"
+        )
+    return tokenizer.ids
 
 
 class BertWordPieceTokenizer:
@@ -51,7 +90,13 @@ class BertWordPieceTokenizer:
             vocab.setdefault(token, len(lines) + sum(vocab[name] >= len(lines) for name in vocab))
         self.bos: int | None = vocab["[BOS]"]
         self.eod: int = vocab["[EOS]"]
-        self.vocab_size: int = max(vocab.values()) + 1 + extra_ids
+        entries = max(vocab.values()) + 1
+        self.vocab_size: int = entries + extra_ids
+        continues_v = np.zeros(self.vocab_size, dtype=bool)
+        continues_v[[number for token, number in vocab.items() if token.startswith("##")]] = True
+        sentinels = range(entries, self.vocab_size)
+        special = (self.cls, self.sep, self.pad, self.mask, vocab["[BOS]"], self.eod)
+        self.ids = WordPieceIds(*special, sentinels, continues_v)
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of a text."""

@@ -20,7 +20,7 @@ from megatron.compression.schedule import RunLength
 from megatron.compression.state import CompressorState
 from megatron.config.run import RunConfig
 from megatron.config.training import why_not_compiled
-from megatron.model.gpt import GPTStage
+from megatron.model.stage import Stage
 from megatron.model.stages import build_stages, padded_vocab_size
 from megatron.optimizer.loss_scale import LossScale, build_loss_scale
 from megatron.optimizer.optimizer import Optimizer
@@ -60,7 +60,7 @@ class Engines:
     ledger: Ledger
     vocab_size: int
     padded_vocab_size: int
-    stages: list[GPTStage]
+    stages: list[Stage]
     buffers: list[FlatBuffer]
     sync: GradientSync
     pipeline: PipelineEngine
@@ -112,10 +112,11 @@ class Engines:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether this rank reads tokens: for the embedding, the loss, positions and documents, or its messages."""
-        restarts = self.config.data.reset_position_ids or self.config.data.reset_attention_mask
+        """Whether this rank reads tokens: for the embedding, the losses, attention, or its messages."""
+        data, model = self.config.data, self.config.model
         ends = any(stage.part.first or stage.part.last for stage in self.stages)
-        return ends or restarts or self.keys_hold_tokens
+        attends = data.reset_position_ids or data.reset_attention_mask or not model.causal
+        return ends or attends or self.keys_hold_tokens
 
     @property
     def keys_hold_tokens(self) -> bool:
@@ -202,7 +203,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
     )
 
 
-def _build_stages(config: RunConfig, topology: Topology, vocab_size: int, comm: TensorComm) -> list[GPTStage]:
+def _build_stages(config: RunConfig, topology: Topology, vocab_size: int, comm: TensorComm) -> list[Stage]:
     """This rank's model chunks, whose layers compute in 8 bits and are compiled where they are to be."""
     stages = build_stages(
         config.model,
@@ -265,7 +266,7 @@ def _compiles(config: RunConfig, device: torch.device) -> bool:
     )
 
 
-def _build_buffers(config: RunConfig, layout: Layout, stages: Sequence[GPTStage], sharded: bool) -> list[FlatBuffer]:
+def _build_buffers(config: RunConfig, layout: Layout, stages: Sequence[Stage], sharded: bool) -> list[FlatBuffer]:
     """The parameters and gradients of each stage, in buckets."""
     parallel = config.parallel
     return [

@@ -9,8 +9,6 @@ from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.curriculum import lengths_of
 from megatron.config.run import RunConfig
 from megatron.data.build import Dataset
-from megatron.data.fixed_order import FixedOrder
-from megatron.data.gpt_dataset import GPTDataset
 from megatron.topology.topology import Topology
 
 
@@ -70,5 +68,4 @@ def node_notes(plan: CompressionPlan, topology: Topology) -> list[str]:
 
 
 def _returns(train: Dataset, stays: int) -> bool:
-    order = train.order if isinstance(train, GPTDataset) else None
-    return isinstance(order, FixedOrder) and order.lanes % stays == 0
+    return train.lanes is not None and train.lanes % stays == 0

@@ -1,4 +1,4 @@
-"""The mean loss over an evaluation's samples."""
+"""Mean losses over an evaluation's samples."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megatron.training.assembly import Engines
 from megatron.training.step import evaluation_step, take_batches
 
 
-def evaluate(engines: Engines, batches: MicroBatches, rounds: int, micro_batches: int) -> float:
-    """Computes the mean loss in nats per token over ``rounds`` global batches; the same on every rank.
+def evaluate(engines: Engines, batches: MicroBatches, rounds: int, micro_batches: int) -> dict[str, float]:
+    """Computes the mean of each loss in nats, by name, over ``rounds`` global batches; the same on every rank.
 
     Args:
         engines: engines of this rank.
@@ -19,12 +19,13 @@ def evaluate(engines: Engines, batches: MicroBatches, rounds: int, micro_batches
         rounds: number of global batches.
         micro_batches: this rank's micro-batches in each of them.
     """
-    totals = torch.zeros(2, dtype=torch.float64)
+    names = engines.config.model.loss_names
+    totals = torch.zeros((len(names), 2), dtype=torch.float64)
     for _ in range(rounds):
         taken = take_batches(batches, micro_batches, engines.topology.device)
-        totals += torch.tensor(evaluation_step(engines, taken), dtype=torch.float64)
+        sums = evaluation_step(engines, taken)
+        totals += torch.tensor([sums[name] for name in names], dtype=torch.float64)
     pending = engines.topology.control.all_reduce(totals)
     engines.ledger.sent(Point.CONTROL, pending.sent_bytes)
     pending.wait()
-    loss_sum, tokens = totals.tolist()
-    return loss_sum / tokens if tokens else 0.0
+    return {name: total / count if count else 0.0 for name, (total, count) in zip(names, totals.tolist(), strict=True)}

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder-only transformer that decide its FLOPs."""
+    """Sizes of a transformer that decide its FLOPs.
+
+    Args:
+        causal: a token attends to earlier ones alone.
+        head_transform: a product of width h comes before the logits, as in BERT.
+    """
 
     num_layers: int
     hidden_size: int
@@ -25,6 +30,8 @@ class ModelShape:
     padded_vocab_size: int
     swiglu: bool = False
     sliding_window: int | None = None
+    causal: bool = True
+    head_transform: bool = False
 
 
 def benchmark_tflops(
@@ -52,8 +59,9 @@ def model_flops_per_sample(shape: ModelShape, *, causal: bool = True) -> int:
     (three matrices for SwiGLU), and the logits over the padded vocabulary. The backward pass costs two
     forward passes. Not counted: recomputation, embedding lookup, normalization, softmax, the optimizer.
 
-    Attention counts the pairs that the mask lets through: s(s+1)/2, or fewer within a sliding window;
-    ``causal=False`` counts all s*s pairs, which is what many published figures do.
+    Attention counts the pairs that the mask lets through: s(s+1)/2, or fewer within a sliding window, and all of them
+    where a token attends to later ones, too. ``causal=False`` counts all s*s pairs anyway, which is what many
+    published figures do.
     """
     s, h = shape.seq_length, shape.hidden_size
     q_width = shape.num_attention_heads * shape.kv_channels
@@ -61,9 +69,10 @@ def model_flops_per_sample(shape: ModelShape, *, causal: bool = True) -> int:
     projections = h * (q_width + 2 * kv_width) + q_width * h
     feed_forward = (3 if shape.swiglu else 2) * h * shape.ffn_hidden_size
     window = min(shape.sliding_window or s, s)
-    pairs = window * (window + 1) // 2 + (s - window) * window if causal else s * s
+    pairs = window * (window + 1) // 2 + (s - window) * window if causal and shape.causal else s * s
     layer = s * (projections + feed_forward) + 2 * pairs * q_width
-    multiply_adds = shape.num_layers * layer + s * h * shape.padded_vocab_size
+    head = s * h * (shape.padded_vocab_size + (h if shape.head_transform else 0))
+    multiply_adds = shape.num_layers * layer + head
     return 3 * 2 * multiply_adds
 
 

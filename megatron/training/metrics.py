@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 
-LOSS = "lm loss"
+from megatron.config.model import LM_LOSS
+
+LOSS = LM_LOSS
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class StepMetrics:
 
     # Set by train_step.
     iteration: int  # number of the step, from 1
-    losses: Mapping[str, float]  # nats per token, by name; of a window, means over the steps that were not skipped
+    losses: Mapping[str, float]  # nats, by name; of a window, means over the steps that were not skipped
     global_batch_size: int
     seq_length: int
     loss_scale: float  # loss scale of the step
@@ -174,7 +176,7 @@ class Evaluation:
 
     Args:
         iteration, consumed_samples: position of the training.
-        losses: losses by name, nats per token.
+        losses: losses by name, nats.
         samples: number of samples, for an evaluation after training; None for those in between.
         split: "validation" or "test".
     """

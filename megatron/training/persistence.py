@@ -12,7 +12,7 @@ from megatron.checkpoint.compressor_state import PREFIX, CompressorCheckpoint
 from megatron.checkpoint.files import Iteration, checkpoint_folder, iteration_of
 from megatron.checkpoint.find import read_tracker
 from megatron.checkpoint.folder_lock import FolderLock
-from megatron.checkpoint.load import load_common, load_tensors
+from megatron.checkpoint.load import load_common, load_tensors, saved_kind
 from megatron.checkpoint.model_state import (
     MAIN,
     MODEL,
@@ -25,6 +25,7 @@ from megatron.checkpoint.save import COMMON
 from megatron.checkpoint.saver import CheckpointSaver
 from megatron.checkpoint.stateful import Scope, StatefulParts, under_todays_names
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.model import ModelType, check_kind
 from megatron.config.run import RunConfig
 from megatron.optimizer.schedules import LRSchedule
 from megatron.topology.agree import gather_texts, raise_together, together
@@ -82,6 +83,18 @@ def find_saved(config: CheckpointConfig, topology: Topology, log: Callable[[str]
     if not config.finetune:
         progress.load_state_dict(common["progress"])
     return SavedRun(iteration, common, counters, progress)
+
+
+def check_saved_kind(config: CheckpointConfig, saved: SavedRun, model_type: ModelType, topology: Topology) -> None:
+    """Checks that a checkpoint is of a model of the run's kind. A collective call.
+
+    Raises:
+        UserError: on every rank, when it is of another.
+    """
+    root = config.load
+    assert root is not None
+    found = together(topology.control.pg, lambda: saved_kind(root, saved.iteration))
+    check_kind(f"--load {root}", found, model_type)
 
 
 class RunCheckpoints:

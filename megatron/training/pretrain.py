@@ -17,14 +17,17 @@ from megatron.checkpoint.ownership import owned_save_folder
 from megatron.checkpoint.vocabulary import saved_entries
 from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.curriculum import lengths_of
-from megatron.config.flags import ParsedRun, parse_args
+from megatron.config.flags import ParsedRun, parse_program
 from megatron.config.lengths import LengthSchedule
 from megatron.config.merge import merge_checkpoint_config
+from megatron.config.model import ModelType, check_kind
 from megatron.config.run import RunConfig, run_sections
 from megatron.config.steps import StepSizes
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.data.build import Dataset, build_datasets
+from megatron.data.build import Datasets, build_datasets
+from megatron.data.build_masked import build_bert_datasets
 from megatron.optimizer.schedules import LRSchedule
+from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
 from megatron.tokenizer.vocabulary import fitted, model_entries
 from megatron.topology.agree import gather_texts, together
@@ -38,7 +41,7 @@ from megatron.training.coverage import coverage_notes
 from megatron.training.determinism import make_deterministic
 from megatron.training.kernel_check import check_kernels
 from megatron.training.machine_check import check_machine, check_room
-from megatron.training.persistence import RunCheckpoints, find_saved
+from megatron.training.persistence import RunCheckpoints, check_saved_kind, find_saved
 from megatron.training.program import Ranks, run_program
 from megatron.training.progress_state import Progress
 from megatron.training.report import Reporter
@@ -46,13 +49,13 @@ from megatron.training.timers import Timers
 from megatron.training.trainer import Trainer
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``pretrain_gpt.py`` on this rank; returns the exit status."""
+def main(argv: Sequence[str] | None = None, model_type: ModelType = "gpt") -> int:
+    """Trains a model of one kind on this rank: runs ``pretrain_gpt.py`` or its like; returns the exit status."""
     started = time.monotonic()
     make_output_last()
 
     def body(ranks: Ranks) -> None:
-        parsed = parse_args(list(sys.argv[1:] if argv is None else argv))
+        parsed = parse_program(list(sys.argv[1:] if argv is None else argv), model_type)
         ranks.env = env = LaunchEnvironment.read(parsed.config.parallel.local_rank)
         config = resolve(parsed, env)
         if config.training.deterministic_mode:
@@ -83,6 +86,7 @@ def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
         if wanted.load is None:
             raise UserError("--use-checkpoint-args takes the model's shape from --load, which is missing")
         saved, iteration = saved_config(wanted.load, wanted.ckpt_step)
+        check_kind(f"--load {wanted.load}", saved.model.model_type, parsed.config.model.model_type)
         parsed.config = given = merge_checkpoint_config(parsed.config, parsed.explicit, saved)
         tokenizer = _fitted(given.tokenizer, saved_entries(wanted.load, iteration), parsed)
         parsed.config = replace(given, tokenizer=tokenizer)
@@ -133,6 +137,8 @@ def run(
     log(config.describe())
     sizes = StepSizes(_batch_sizes(config, layout.dp), _lengths(config, topology))
     saved = find_saved(config.checkpoint, topology, _rank_0_log(topology))
+    if saved is not None:
+        check_saved_kind(config.checkpoint, saved, config.model.model_type, topology)
     begun = saved.progress if saved is not None else Progress()
     train_iters = _iterations(config, sizes, begun)
     datasets, vocab_size = together(topology.control.pg, lambda: _open_data(config, env, train_iters, begun))
@@ -220,11 +226,33 @@ def _iterations(config: RunConfig, sizes: StepSizes, begun: Progress) -> int:
     return begun.iteration + left
 
 
-def _vocabulary(config: RunConfig) -> tuple[int, int, int]:
+def _open_bert_data(
+    config: RunConfig, samples: tuple[int, int, int], tokenizer: Tokenizer | None, check_tokens: bool
+) -> Datasets:
+    """Data sets of BERT; the arguments are those of ``build_bert_datasets``.
+
+    Raises:
+        UserError: when they cannot be built.
+    """
+    if tokenizer is None:
+        raise UserError("BERT masks words: give --tokenizer-type BertWordPieceLowerCase or BertWordPieceCase")
+    return build_bert_datasets(
+        config.data,
+        seq_length=config.model.seq_length,
+        seed=config.training.seed,
+        train_valid_test_num_samples=samples,
+        tokenizer=tokenizer,
+        mask_prob=config.data.mask_prob,
+        short_seq_prob=config.data.short_seq_prob,
+        binary_head=config.model.bert_binary_head,
+        check_tokens=check_tokens,
+    )
+
+
+def _vocabulary(config: RunConfig, built: Tokenizer | None) -> tuple[int, int, int]:
     """Entries of the model and of the tokenizer, and the id of the end of a document; -1 without a tokenizer."""
     tokenizer, data = config.tokenizer, config.data
-    if tokenizer.tokenizer_type is not None:
-        built = build_tokenizer(tokenizer)
+    if built is not None:
         return model_entries(tokenizer, built), built.vocab_size, built.eod
     if data.eod_mask_loss or data.reset_position_ids or data.reset_attention_mask:
         raise UserError(
@@ -235,9 +263,7 @@ def _vocabulary(config: RunConfig) -> tuple[int, int, int]:
     return tokenizer.vocab_size, tokenizer.vocab_size, -1
 
 
-def _open_data(
-    config: RunConfig, env: LaunchEnvironment, train_iters: int, begun: Progress
-) -> tuple[tuple[Dataset | None, Dataset | None, Dataset | None], int]:
+def _open_data(config: RunConfig, env: LaunchEnvironment, train_iters: int, begun: Progress) -> tuple[Datasets, int]:
     """Data sets and the model's entries; one rank of each machine checks the tokens.
 
     Args:
@@ -246,21 +272,27 @@ def _open_data(
         train_iters: iterations of the whole run.
         begun: position of the run, maybe reached with batches of another size.
     """
-    entries, vocab_size, eod = _vocabulary(config)
+    tokenizer = None if config.tokenizer.tokenizer_type is None else build_tokenizer(config.tokenizer)
+    entries, vocab_size, eod = _vocabulary(config, tokenizer)
     size, validation = config.training.global_batch_size, config.validation
     left = max(train_iters - begun.iteration, 0)
     train_samples = config.training.train_samples or begun.consumed_samples + left * size
     evaluations = train_iters // validation.eval_interval + 1
     evaluation_samples = validation.eval_iters * size
-    datasets = build_datasets(
-        config.data,
-        seq_length=config.model.seq_length,
-        seed=config.training.seed,
-        train_valid_test_num_samples=(train_samples, evaluations * evaluation_samples, evaluation_samples),
-        eod_token=eod,
-        vocab_size=vocab_size,
-        check_tokens=env.local_rank == 0,
-    )
+    samples = (train_samples, evaluations * evaluation_samples, evaluation_samples)
+    checks = env.local_rank == 0
+    if config.model.model_type == "bert":
+        datasets = _open_bert_data(config, samples, tokenizer, checks)
+    else:
+        datasets = build_datasets(
+            config.data,
+            seq_length=config.model.seq_length,
+            seed=config.training.seed,
+            train_valid_test_num_samples=samples,
+            eod_token=eod,
+            vocab_size=vocab_size,
+            check_tokens=checks,
+        )
     if datasets[0] is None and not validation.skip_train:
         raise UserError("there is no document to train on: raise the first share of --split, or give --train-data-path")
     return datasets, entries

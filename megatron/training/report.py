@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -22,7 +22,7 @@ from megatron.training.flops import (
     model_tflops,
 )
 from megatron.training.forecast import FIRST_ESTIMATE, Forecast, format_estimate, format_size, model_size
-from megatron.training.metrics import LOSS, Evaluation, MetricsWindow, StepMetrics
+from megatron.training.metrics import Evaluation, MetricsWindow, StepMetrics
 from megatron.training.peaks import peak_tflops
 from megatron.training.progress import ProgressBar
 from megatron.training.progress_state import Progress
@@ -45,6 +45,8 @@ def model_shape(config: RunConfig, padded_vocab_size: int) -> ModelShape:
         padded_vocab_size=padded_vocab_size,
         swiglu=model.swiglu,
         sliding_window=model.sliding_window,
+        causal=model.causal,
+        head_transform=model.model_type == "bert",
     )
 
 
@@ -235,14 +237,14 @@ class Reporter:
         """Operations of a sample of some length."""
         return float(model_flops_per_sample(replace(self.shape, seq_length=length)))
 
-    def validation(self, loss: float, *, samples: int | None = None, split: str = "validation") -> None:
+    def validation(self, losses: Mapping[str, float], *, samples: int | None = None, split: str = "validation") -> None:
         """Reports an evaluation."""
         done = self.progress
         self.sinks.evaluation(
             Evaluation(
                 iteration=done.iteration,
                 consumed_samples=done.consumed_samples,
-                losses={LOSS: loss},
+                losses=losses,
                 samples=samples,
                 split=split,
             )

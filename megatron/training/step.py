@@ -11,14 +11,16 @@ from torch import Tensor, nn
 
 from megatron.comm.ledger import Ledger
 from megatron.compression.api import Content
+from megatron.compression.points import Point
 from megatron.data.batch import Batch
 from megatron.model.context import ForwardContext
-from megatron.model.gpt import GPTStage
+from megatron.model.losses import LossSum, Targets
+from megatron.model.stage import Stage
 from megatron.parallel.pipeline.engine import Span
 from megatron.parallel.pipeline.schedule import PipelineOp
 from megatron.parallel.tensor.random import DropoutKeys
 from megatron.training.assembly import Engines
-from megatron.training.metrics import LOSS, StepMetrics
+from megatron.training.metrics import StepMetrics
 from megatron.training.timers import Timers
 
 
@@ -30,19 +32,26 @@ class ChunkProgram:
         batches: the step's micro-batches on this rank.
         seed: seed of the dropout masks; None turns dropout off.
         engines: engines of this rank.
+        divisors: see ``Stage.loss``.
 
-    On the chunk that holds the loss, ``loss_sum`` and ``tokens`` add up over the micro-batches: nats, and tokens that
-    the loss mask lets count.
+    On the chunk that holds the losses, ``sums`` adds them up over the micro-batches.
     """
 
-    def __init__(self, stage: GPTStage, batches: Sequence[Batch], seed: int | None, engines: Engines) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        batches: Sequence[Batch],
+        seed: int | None,
+        engines: Engines,
+        divisors: Tensor | None = None,
+    ) -> None:
         self.stage = stage
         self.batches = batches
         self.seed = seed
         self.engines = engines
         self.keys_hold_tokens = engines.keys_hold_tokens
-        self.losses: list[Tensor] = []
-        self.counts: list[Tensor] = []
+        self.divisors = divisors
+        self.losses: list[tuple[LossSum, ...]] = []
 
     def key(self, micro_batch: int) -> Hashable:
         batch = self.batches[micro_batch]
@@ -65,6 +74,7 @@ class ChunkProgram:
             dropout=keys,
             position_ids_bs=batch.position_ids_bs if data.reset_position_ids else None,
             segment_ids_bs=batch.segment_ids_bs,
+            types_bs=batch.types_bs,
         )
 
     def forward(self, micro_batch: int, x_sbh: Tensor | None) -> Tensor:
@@ -79,21 +89,24 @@ class ChunkProgram:
         out_sbh: Tensor = run(x, self._context(batch))
         if not self.stage.part.last:
             return out_sbh
-        mask_bs = batch.loss_mask_bs
-        assert batch.labels_bs is not None
-        assert mask_bs is not None
-        total, losses_bs = self.stage.loss(out_sbh, batch.labels_bs, mask_bs / mask_bs.numel())
-        self.losses.append((losses_bs * mask_bs).sum())
-        self.counts.append(mask_bs.sum())
-        return total
+        found = self.stage.loss(out_sbh, _targets(batch), self.divisors)
+        self.losses.append(found.sums)
+        return found.objective
 
-    @property
-    def loss_sum(self) -> float:
-        return float(torch.stack(self.losses).double().sum()) if self.losses else 0.0
+    def sums(self) -> list[tuple[float, float]]:
+        """Sum of each of the model's losses, in nats, and how many count in it."""
+        parts = zip(*self.losses, strict=True)
+        return [(_total([part.total for part in one]), _total([part.count for part in one])) for one in parts]
 
-    @property
-    def tokens(self) -> float:
-        return float(torch.stack(self.counts).double().sum()) if self.counts else 0.0
+
+def _total(scalars: Sequence[Tensor]) -> float:
+    return float(torch.stack(list(scalars)).double().sum())
+
+
+def _targets(batch: Batch) -> Targets:
+    assert batch.labels_bs is not None
+    assert batch.loss_mask_bs is not None
+    return Targets(batch.labels_bs, batch.loss_mask_bs, batch.order_b)
 
 
 def take_batches(
@@ -150,17 +163,16 @@ def train_step(
     timers = timers or Timers(clock=ledger.clock)
     samples = len(batches) * engines.topology.layout.dp * engines.config.training.micro_batch_size
     last_chunk = _forward_backward(engines, batches, iteration, length, timers)
-    expected_tokens = samples * length
+    exact = len(engines.config.model.loss_names) > 1
+    expected = None if exact else samples * length
     reduction = "grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce"
     with ledger.computing(), timers(reduction, level=1):
-        reports = engines.holds_loss and engines.topology.tp.rank == 0
-        tokens = last_chunk.tokens if reports else 0.0
-        all_finite = engines.sync.finish(tokens, expected_tokens)
+        losses = _reported(engines, last_chunk)
+        all_finite = engines.sync.finish(sum(count for _, count in losses.values()), expected)
     with ledger.computing(), timers("optimizer", level=1), ledger.span("optimizer"):
         totals = engines.optimizer.step(
-            last_chunk.loss_sum if reports else 0.0,
-            tokens,
-            expected_tokens=expected_tokens,
+            losses,
+            expected,
             iteration=iteration,
             lr=lr,
             weight_decay=weight_decay,
@@ -175,7 +187,7 @@ def train_step(
     engines.end_step(taken=not totals.skipped)
     return StepMetrics(
         iteration=iteration + 1,
-        losses={LOSS: totals.loss},
+        losses=totals.losses,
         global_batch_size=samples,
         seq_length=length,
         loss_scale=totals.loss_scale,
@@ -187,6 +199,30 @@ def train_step(
     )
 
 
+def _reported(engines: Engines, last_chunk: ChunkProgram) -> dict[str, tuple[float, float]]:
+    """Sum and count of each loss, as ``evaluation_step`` returns them."""
+    names = engines.config.model.loss_names
+    reports = engines.holds_loss and engines.topology.tp.rank == 0
+    return dict(zip(names, last_chunk.sums() if reports else [(0.0, 0.0)] * len(names), strict=True))
+
+
+def _divisors(engines: Engines, batches: Sequence[Batch]) -> Tensor | None:
+    """Divisors of several losses, which make their sum a sum of means over what counts in the global batch.
+
+    None for a single loss: its mean is over all tokens, and one factor at the end corrects it for those that do not
+    count.
+    """
+    if len(engines.config.model.loss_names) == 1 or not engines.holds_loss:
+        return None
+    dp = engines.topology.dp
+    counts = torch.stack([engines.stages[-1].counts(_targets(batch)) for batch in batches]).double().sum(dim=0)
+    pending = dp.all_reduce(counts)
+    engines.ledger.sent(Point.CONTROL, pending.sent_bytes)
+    engines.ledger.wait(Point.CONTROL, pending)
+    # A loss that nothing counts in is zero, whatever it is divided by.
+    return counts.clamp_(min=1.0) / (len(batches) * dp.size)
+
+
 def _forward_backward(
     engines: Engines, batches: Sequence[Batch], iteration: int, length: int, timers: Timers
 ) -> ChunkProgram:
@@ -195,11 +231,13 @@ def _forward_backward(
     with engines.ledger.computing():
         for buffer in engines.buffers:
             buffer.zero_grads()
-    programs = [ChunkProgram(stage, batches, config.training.seed, engines) for stage in engines.stages]
-    table = engines.pipeline.timetable(config.parallel.pipeline_schedule, count)
     engines.begin_step(iteration, length)
+    divisors = _divisors(engines, batches)
+    programs = [ChunkProgram(stage, batches, config.training.seed, engines, divisors) for stage in engines.stages]
+    table = engines.pipeline.timetable(config.parallel.pipeline_schedule, count)
     kind = [("training", count, length, _shapes(batches)), *engines.comm.kind(length), *engines.sync.kind()]
-    # Each micro-batch's loss is a mean over its tokens, so this makes the sum over all a mean over the batch.
+    # Each micro-batch's loss is a mean over its tokens (or as much as if all counted alike), so this makes the sum over
+    # all a mean over the batch.
     loss_grad = torch.tensor(
         engines.optimizer.loss_scale.scale / (count * engines.topology.layout.dp),
         dtype=torch.float64 if config.precision.fp64 else torch.float32,
@@ -235,12 +273,12 @@ def pipeline_span(timers: Timers, ledger: Ledger) -> Span:
 
 
 @torch.no_grad()
-def evaluation_step(engines: Engines, batches: Sequence[Batch]) -> tuple[float, float]:
+def evaluation_step(engines: Engines, batches: Sequence[Batch]) -> dict[str, tuple[float, float]]:
     """Runs some micro-batches forward without dropout.
 
     Returns:
-        Sum of the tokens' losses in nats, and number of tokens that count, over this rank's samples; zero on ranks
-        that do not report (other stages and tensor-parallel ranks).
+        Sum of each loss in nats and how many count in it, by name, over this rank's samples; zero on ranks that do not
+        report (other stages and tensor-parallel ranks).
     """
     length = engines.config.model.seq_length
     engines.begin_step(-1, length)
@@ -249,6 +287,4 @@ def evaluation_step(engines: Engines, batches: Sequence[Batch]) -> tuple[float, 
     kind = [("evaluation", len(batches), length, _shapes(batches)), *engines.comm.kind(length)]
     engines.pipeline.run(table, programs, -1, len(batches), None, kind)
     engines.end_step(taken=False)
-    if engines.holds_loss and engines.topology.tp.rank == 0:
-        return programs[-1].loss_sum, programs[-1].tokens
-    return 0.0, 0.0
+    return _reported(engines, programs[-1])

@@ -209,8 +209,8 @@ class Trainer:
             dataloader_type=self.config.data.dataloader_type,
         )
 
-    def _evaluate(self, dataset: Dataset, skip_rounds: int) -> float:
-        """Computes the mean loss over ``--eval-iters`` global batches, nats per token."""
+    def _evaluate(self, dataset: Dataset, skip_rounds: int) -> dict[str, float]:
+        """Computes the mean losses over ``--eval-iters`` global batches, by name."""
         rounds = self.config.validation.eval_iters
         size = self.config.training.global_batch_size
         count = size // (self.config.training.micro_batch_size * self.topology.dp.size)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.compression.edgc import RankByEntropy, RankController
 from megatron.compression.points import Point
+from megatron.config.model import LM_LOSS
 from megatron.parallel.data.buffer import ParamSlot
 from megatron.parallel.data.gradients import own_share
 from megatron.training.assembly import Engines
@@ -461,7 +462,7 @@ def _fillings(parallel: dict[str, Any]) -> dict[str, float]:
         mine = _local(whole, piece.slot).flatten()[piece.start : piece.stop]
         optimizer.inner.state[piece.main]["exp_avg_sq"].copy_(mine)
     optimizer.steps = 3
-    optimizer.step(1.0, 1.0, 1, 0, lr=0.0, weight_decay=0.0, freeze_variance=True)
+    optimizer.step({LM_LOSS: (1.0, 1.0)}, 1, 0, lr=0.0, weight_decay=0.0, freeze_variance=True)
     found: dict[str, float] = {}
     for piece in optimizer.shards:
         filled = optimizer.inner.state[piece.main]["exp_avg_sq"]

@@ -56,7 +56,7 @@ def _grown(changes: Changes, **options: Any) -> tuple[Trace, list[float], list[s
         layout = engines.topology.layout
         batches = tiny_batches(engines.config, engines.topology, masked=False, start=1000)
         micro_batches = 4 // (engines.config.training.micro_batch_size * layout.dp)
-        held_out.append(evaluation_step(engines, list(itertools.islice(batches, micro_batches)))[0])
+        held_out.append(evaluation_step(engines, list(itertools.islice(batches, micro_batches)))["lm loss"][0])
         found.extend(disagreements(engines))
 
     return tiny_train(engines, STEPS, after_step=after, sizes=_sizes(engines), **options), held_out, found

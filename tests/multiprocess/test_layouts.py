@@ -195,6 +195,30 @@ def test_dropout_does_not_depend_on_the_layout(world_size: int) -> None:
         _assert_close(trace, reference, 1e-10, name)
 
 
+BERT: Changes = {"model": {"model_type": "bert", "attention_dropout": 0.1, "hidden_dropout": 0.2}, **DOUBLE}
+OF_BERT = {
+    1: ("selective", "micro 2", "padded"),
+    2: ("tp2", "tp2 sp uniform micro 2", "pp2", "pp2 virtual", "dp2 sharded overlap micro 2", "dp2 torch"),
+    4: ("tp2 pp2 virtual sp block", "tp2 dp2 sp sharded overlap", "pp2 dp2 sharded"),
+}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("head", [True, False], ids=["two losses", "one loss"])
+@pytest.mark.parametrize("world_size", OF_BERT)
+def test_bert_agrees(world_size: int, head: bool) -> None:
+    """Samples differ in their number of masked words, and the two losses are means over different numbers."""
+    base = {**BERT, "model": {**BERT["model"], "bert_binary_head": head}}
+    reference = _reference(base, 5)
+    assert [set(step) for step in reference.named] == [{"lm loss", "sop loss"} if head else {"lm loss"}] * 5
+    layouts = {name: LAYOUTS[world_size][name] for name in OF_BERT[world_size]}
+    traces = _run_all(layouts, base, 5, False) if world_size == 1 else _traces(world_size, base, 5, layouts=layouts)
+    for name, trace in traces.items():
+        _assert_close(trace, reference, 1e-10, name)
+        for found, wanted in zip(trace.named, reference.named, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-10, abs=0), name
+
+
 @pytest.mark.multiprocess
 def test_stages_exchange_a_residual_stream_of_fp32_as_it_is() -> None:
     """With parameters of bf16 a stage's end would round it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -61,3 +62,25 @@ def tiny_flags(prefix: Path, **changes: object) -> list[str]:
         if value is not None and not isinstance(value, list):
             flags += [f"--{name.replace('_', '-')}"] + ([] if value is True else str(value).split())
     return flags
+
+
+def write_sentences(prefix: Path, documents: int = 40, seed: int = 0) -> tuple[Path, Path]:
+    """Writes documents of some sentences and a WordPiece vocabulary; returns the prefix and the vocabulary's file."""
+    vocab = prefix.with_name("vocab.txt")
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = [f"w{number}" for number in range(40)] + [f"##p{number}" for number in range(10)]
+    vocab.write_text("\n".join([*special, *words]) + "\n")
+    random = np.random.default_rng(seed)
+    with IndexedWriter(prefix, dtype=np.dtype(np.uint16)) as writer:
+        for _ in range(documents):
+            lengths = random.integers(2, 9, int(random.integers(2, 12))).tolist()
+            steps = np.cumsum(random.integers(1, 4, sum(lengths)))
+            writer.add_document(len(special) + steps % len(words), lengths)
+    return prefix, vocab
+
+
+def tiny_bert_flags(data: tuple[Path, Path], **changes: object) -> list[str]:
+    """Flags of a run of ``pretrain_bert.py`` on what ``write_sentences`` wrote, otherwise as ``tiny_flags``."""
+    prefix, vocab = data
+    words: dict[str, Any] = {"tokenizer_type": "BertWordPieceCase", "vocab_size": None, "vocab_file": vocab}
+    return tiny_flags(prefix, **{**words, "seq_length": 24, "max_position_embeddings": 24, **changes})

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.model.bert import BertStage
 from megatron.model.gpt import GPTStage
 
 
@@ -39,6 +40,40 @@ def gpt2_to_ours(name: str, parts: list[Tensor], heads: int) -> Tensor:
     if ("dense" in name) and x.dim() == 2:
         return x.t()
     return x
+
+
+def bert_pairs(theirs: Any, ours: BertStage) -> Iterator[tuple[str, list[Tensor]]]:
+    """The same for MegatronBertForPreTraining and MegatronBertForMaskedLM."""
+    body, head = theirs.bert, theirs.cls.predictions
+    yield "embedding.word_embeddings.weight", [body.embeddings.word_embeddings.weight]
+    yield "embedding.position_embeddings.weight", [body.embeddings.position_embeddings.weight]
+    yield "embedding.tokentype_embeddings.weight", [body.embeddings.token_type_embeddings.weight]
+    modules: list[tuple[str, list[Any]]] = [("final_layernorm", [body.encoder.ln])]
+    for number, block in enumerate(body.encoder.layer):
+        attention = block.attention
+        own = attention.self
+        modules += [
+            (f"layers.{number}.input_layernorm", [attention.ln]),
+            (f"layers.{number}.self_attention.query_key_value", [own.query, own.key, own.value]),
+            (f"layers.{number}.self_attention.dense", [attention.output.dense]),
+            (f"layers.{number}.post_attention_layernorm", [block.ln]),
+            (f"layers.{number}.mlp.dense_h_to_4h", [block.intermediate.dense]),
+            (f"layers.{number}.mlp.dense_4h_to_h", [block.output.dense]),
+        ]
+    modules += [("lm_head.dense", [head.transform.dense]), ("lm_head.layernorm", [head.transform.LayerNorm])]
+    if hasattr(ours, "binary_head"):
+        modules += [("binary_head.pooler", [body.pooler.dense]), ("binary_head.order", [theirs.cls.seq_relationship])]
+    for name, parts in modules:
+        for kind in ("weight", "bias"):
+            yield f"{name}.{kind}", [getattr(part, kind) for part in parts]
+    yield "lm_head.bias", [head.decoder.bias]
+
+
+def bert_to_ours(name: str, parts: list[Tensor], heads: int) -> Tensor:
+    """BERT keeps query, key and value apart."""
+    if "query_key_value" not in name:
+        return parts[0]
+    return torch.stack([part.view(heads, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 2)
 
 
 def llama_pairs(theirs: Any, ours: GPTStage) -> Iterator[tuple[str, list[Tensor]]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.config.run import RunConfig
 from megatron.config.steps import StepSizes
 from megatron.data.batch import Batch
+from megatron.model.gpt import GPTStage
 from megatron.topology.launch import LaunchEnvironment
 from megatron.topology.topology import Topology, build_topology, single_process
 from megatron.training.assembly import Engines, build_engines, groups_by_node, layout_of
@@ -64,6 +65,36 @@ def tiny_tokens(draw: int, seq_length: int, masked: bool = False) -> tuple[torch
     return tokens, mask
 
 
+def tiny_pairs(draws: Sequence[int], length: int) -> dict[str, torch.Tensor]:
+    """Samples of BERT as tensors of a batch: two sentences, some words of them masked, and padding."""
+    rows = []
+    for draw in draws:
+        generator = torch.Generator().manual_seed(5000 + draw)
+        text = int(torch.randint(length // 2, length + 1, (), generator=generator))
+        place = torch.arange(length)
+        labels = torch.where(place < text, tiny_tokens(draw, length)[0][:length], 0)
+        mask = (torch.rand(length, generator=generator) < 0.3) & (place < text)
+        swapped = int(torch.randint(2, (), generator=generator))
+        types = ((place >= text // (2 + swapped)) & (place < text)).long()
+        segments = (place >= text).int()
+        tokens = torch.where(mask, VOCAB - 1, labels)
+        rows.append((tokens, labels, mask.float(), segments, types, torch.tensor(swapped)))
+    names = ("tokens_bs", "labels_bs", "loss_mask_bs", "segment_ids_bs", "types_bs", "order_b")
+    return {name: torch.stack(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
+
+
+def tiny_texts(draws: Sequence[int], length: int, masked: bool) -> dict[str, torch.Tensor]:
+    """Samples of GPT as tensors of a batch."""
+    samples = [tiny_tokens(draw, length, masked) for draw in draws]
+    tokens = torch.stack([tokens for tokens, _ in samples])
+    return {
+        "tokens_bs": tokens[:, :-1].contiguous(),
+        "labels_bs": tokens[:, 1:].contiguous(),
+        "loss_mask_bs": torch.stack([mask for _, mask in samples]),
+        "position_ids_bs": torch.arange(length).expand(len(draws), length).contiguous(),
+    }
+
+
 def tiny_batches(
     config: RunConfig, topology: Topology, masked: bool, start: int = 0, epoch: int | None = None
 ) -> Iterator[Batch]:
@@ -74,17 +105,8 @@ def tiny_batches(
         first = at + topology.dp.rank * micro
         draws = list(range(first, first + micro))
         ids = [draw if epoch is None else draw % epoch for draw in draws]
-        samples = [tiny_tokens(sample, length, masked) for sample in ids]
-        tokens = torch.stack([tokens for tokens, _ in samples])
-        yield Batch(
-            tokens_bs=tokens[:, :-1].contiguous(),
-            labels_bs=tokens[:, 1:].contiguous(),
-            loss_mask_bs=torch.stack([mask for _, mask in samples]),
-            position_ids_bs=torch.arange(length).expand(micro, length).contiguous(),
-            segment_ids_bs=None,
-            sample_ids_b=torch.tensor(ids),
-            draw_ids_b=torch.tensor(draws),
-        )
+        tensors = tiny_texts(ids, length, masked) if config.model.causal else tiny_pairs(ids, length)
+        yield Batch(sample_ids_b=torch.tensor(ids), draw_ids_b=torch.tensor(draws), **tensors)
         at += micro * topology.dp.size
 
 
@@ -96,6 +118,8 @@ class Trace:
     grad_norms: list[float]
     bytes_by_point: dict[str, float]
     raw_by_point: dict[str, float]
+    named: list[Mapping[str, float]] = field(default_factory=list)
+    """All losses of each step, by name."""
 
 
 def tiny_engines(changes: Mapping[str, Mapping[str, Any]], made: dict[object, Topology] | None = None) -> Engines:
@@ -115,6 +139,13 @@ def tiny_engines(changes: Mapping[str, Mapping[str, Any]], made: dict[object, To
     return build_engines(config, made[layout, by_node], VOCAB)
 
 
+def tiny_gpt(changes: Mapping[str, Mapping[str, Any]]) -> GPTStage:
+    """A whole GPT on this process."""
+    stage = tiny_engines(changes).stages[0]
+    assert isinstance(stage, GPTStage)
+    return stage
+
+
 def tiny_run(changes: Mapping[str, Mapping[str, Any]], iterations: int, masked: bool = False) -> Trace:
     """Trains for some iterations; a collective call when there is a process group."""
     engines = tiny_engines(changes)
@@ -132,7 +163,7 @@ def tiny_train(
     """Trains given engines from their current weights; ``after_step`` sees them after each. ``sizes`` may grow."""
     config = engines.config
     batches = tiny_batches(config, engines.topology, masked, epoch=epoch)
-    losses, norms = [], []
+    losses, norms, named = [], [], []
     layout = engines.topology.layout
     count = config.training.global_batch_size // (config.training.micro_batch_size * layout.dp)
     consumed = 0
@@ -145,7 +176,8 @@ def tiny_train(
         outcome = train_step(engines, taken, iteration, *rates, seq_length=length)
         after_step(engines)
         losses.append(outcome.loss)
+        named.append(outcome.losses)
         norms.append(outcome.grad_norm if outcome.grad_norm is not None else float("nan"))
     accounts = engines.ledger.take()
     sent, raw = ({p: account[kind] for p, account in accounts.items()} for kind in ("wire_bytes", "raw_bytes"))
-    return Trace(losses, norms, sent, raw)
+    return Trace(losses, norms, sent, raw, named)

@@ -21,7 +21,7 @@ else:
     import tomli as tomllib
 
 SCRIPTS: dict[str, str] = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"]
-PROGRAMS = [REPO / "pretrain_gpt.py", REPO / "val_check_gpt.py"]
+PROGRAMS = [REPO / "pretrain_gpt.py", REPO / "pretrain_bert.py", REPO / "val_check_gpt.py"]
 PROGRAMS += sorted(
     path
     for folder in ("ASPLOS23", "tasks", "tools", "tools/downloads", "tools/openwebtext")

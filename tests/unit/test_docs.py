@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron.base.option import field_options
-from megatron.config.flags import parse_args
+from megatron.config.flags import parse_args, parse_program
+from megatron.config.model import PROGRAMS, ModelType
 from megatron.config.translate.known import KNOWN_FLAGS
 from megatron.evaluation.command import ZeroShotFlags
 from megatron.evaluation.harness_command import EvaluationFlags
@@ -21,18 +22,21 @@ from megatron.inference.generate_command import DESCRIPTION, GenerationTaskFlags
 from megatron.inference.serve_command import ServerFlags
 
 REPO = Path(__file__).resolve().parents[2]
-DOCUMENTS = [REPO / "README.md", REPO / "docs" / "architecture.md"]
+DOCUMENTS = [REPO / "README.md", REPO / "docs" / "architecture.md", REPO / "docs" / "bert.md"]
 
 WORLDS = {
     "pretrain_gpt.sh": 1,
     "pretrain_gpt_distributed.sh": 8,
     "pretrain_gpt_distributed_with_mp.sh": 8,
+    "pretrain_bert.sh": 1,
+    "pretrain_bert_distributed.sh": 8,
+    "pretrain_bert_distributed_with_mp.sh": 8,
     "pretrain_gpt3_175B.sh": 1024,
     "switch_to_radius.sh": 8,
 }
 
 
-def _recorded_arguments(script: Path, folder: Path) -> list[str]:
+def _recorded_arguments(script: Path, folder: Path, program: str) -> list[str]:
     """Runs an example with a launcher that only writes down what it was asked to run."""
     record = folder / "argv"
     for name in ("python", "srun"):
@@ -44,14 +48,16 @@ def _recorded_arguments(script: Path, folder: Path) -> list[str]:
     env = {"PATH": f"{folder}:{os.environ['PATH']}"}
     subprocess.run(["bash", str(script)], check=True, env=env, cwd=REPO)
     words = record.read_text().splitlines()
-    return words[words.index("pretrain_gpt.py") + 1 :]
+    return words[words.index(program) + 1 :]
 
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_examples_resolve_for_their_world(name: str, tmp_path: Path) -> None:
-    parsed = parse_args(_recorded_arguments(REPO / "examples" / name, tmp_path))
+    kind: ModelType = "bert" if "bert" in name else "gpt"
+    parsed = parse_program(_recorded_arguments(REPO / "examples" / name, tmp_path, PROGRAMS[kind]), kind)
     config = parsed.resolve(WORLDS[name], cuda_available=True)
     assert config.precision.bf16
+    assert not [note for note in parsed.notes if "no effect" in note]
 
 
 def test_every_example_is_tested() -> None:

@@ -14,6 +14,8 @@ from megatron.config.model import ModelConfig
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+MEGATRON_BERT = "megatron-bert"
+_BERT_WITH_BINARY_HEAD, _BERT_WITHOUT = "MegatronBertForPreTraining", "MegatronBertForMaskedLM"
 GPT2_END = 50256
 """GPT-2's end of text, which ends documents where no tokenizer says otherwise."""
 
@@ -22,7 +24,7 @@ GPT2_END = 50256
 
 
 def architecture_of(model: ModelConfig) -> str:
-    """The architecture of a model: the first of gpt2, gpt_neox, llama, mistral or qwen2 that computes the same.
+    """The architecture of a model: the first of those of its kind that computes the same.
 
     Raises:
         UserError: when none does, with what keeps it from the closest.
@@ -60,6 +62,10 @@ def _requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
         **one_after_the_other,
     }
     learned = {"--position-embedding-type learned_absolute": model.position_embedding_type == "learned_absolute"}
+    if model.model_type == "bert":
+        tied = {"no --untie-embeddings-and-output-weights": not model.untie_embeddings_and_output_weights}
+        types = {"--num-tokentypes of at least 2": model.num_tokentypes >= 2}
+        return {MEGATRON_BERT: {**learned, **gelu, **one_after_the_other, **tied, **types}}
     return {
         "gpt2": {**learned, **gelu, **one_after_the_other, **looks_at_all},
         "gpt_neox": {**rope, **gelu, **looks_at_all},
@@ -78,6 +84,8 @@ def hf_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype, end: int 
         end: the token that ends a document, where it is known.
     """
     kind = architecture_of(model)
+    if kind == MEGATRON_BERT:
+        return _bert_config(model, vocab_size, dtype)
     end = min(vocab_size - 1, GPT2_END) if end is None and kind == "gpt2" else end
     return {
         "architectures": [f"{ARCHITECTURES[kind]}ForCausalLM" if kind != "gpt2" else "GPT2LMHeadModel"],
@@ -91,6 +99,31 @@ def hf_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype, end: int 
     }
 
 
+def _bert_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "architectures": [_BERT_WITH_BINARY_HEAD if model.bert_binary_head else _BERT_WITHOUT],
+        "model_type": MEGATRON_BERT,
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": True,
+        "torch_dtype": _DTYPE_NAMES.get(dtype, "float32"),
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "intermediate_size": model.ffn_hidden_size,
+        "max_position_embeddings": model.max_position_embeddings,
+        "type_vocab_size": model.num_tokentypes,
+        "hidden_act": _gelu_name(model),
+        "layer_norm_eps": model.norm_epsilon,
+        "attention_probs_dropout_prob": model.attention_dropout,
+        "hidden_dropout_prob": model.hidden_dropout,
+        "pad_token_id": None,
+    }
+
+
+def _gelu_name(model: ModelConfig) -> str:
+    return "gelu_new" if model.activation == "gelu_tanh" else "gelu"
+
+
 def _gpt2_config(model: ModelConfig) -> dict[str, Any]:
     return {
         "n_layer": model.num_layers,
@@ -98,7 +131,7 @@ def _gpt2_config(model: ModelConfig) -> dict[str, Any]:
         "n_head": model.num_attention_heads,
         "n_inner": model.ffn_hidden_size,
         "n_positions": model.max_position_embeddings,
-        "activation_function": "gelu_new" if model.activation == "gelu_tanh" else "gelu",
+        "activation_function": _gelu_name(model),
         "layer_norm_epsilon": model.norm_epsilon,
         "attn_pdrop": model.attention_dropout,
         "resid_pdrop": model.hidden_dropout,
@@ -118,7 +151,7 @@ def _rotary_config(model: ModelConfig, kind: str) -> dict[str, Any]:
     }
     if kind == "gpt_neox":
         return common | {
-            "hidden_act": "gelu_new" if model.activation == "gelu_tanh" else "gelu",
+            "hidden_act": _gelu_name(model),
             "layer_norm_eps": model.norm_epsilon,
             "rotary_emb_base": model.rotary_base,
             "rotary_pct": model.rotary_percent,
@@ -251,6 +284,30 @@ def _neox_model(config: Values) -> dict[str, object]:
     }
 
 
+def _bert_model(config: Values) -> dict[str, object]:
+    if config.flag("is_decoder", False) or config.flag("add_cross_attention", False):
+        raise UserError("is_decoder=true and add_cross_attention=true cannot be converted: BERT is an encoder")
+    if not config.flag("tie_word_embeddings", True):
+        raise UserError("tie_word_embeddings=false cannot be converted: BERT's output projection is its embedding")
+    positions = config.integer("max_position_embeddings", 512)
+    named = config.texts("architectures") if config.has("architectures") else []
+    return {
+        "model_type": "bert",
+        "bert_binary_head": _BERT_WITHOUT not in named,
+        "num_tokentypes": config.integer("type_vocab_size", 2),
+        "num_layers": config.integer("num_hidden_layers"),
+        "hidden_size": config.integer("hidden_size"),
+        "num_attention_heads": config.integer("num_attention_heads"),
+        "ffn_hidden_size": config.integer("intermediate_size"),
+        "seq_length": positions,
+        "max_position_embeddings": positions,
+        "norm_epsilon": config.number("layer_norm_eps", 1e-12),
+        "bias_gelu_fusion": _activation(config, "hidden_act", "gelu"),
+        "attention_dropout": config.number("attention_probs_dropout_prob", 0.1),
+        "hidden_dropout": config.number("hidden_dropout_prob", 0.1),
+    }
+
+
 def _swiglu_model(config: Values, groups: int) -> dict[str, object]:
     activation = config.text("hidden_act", "silu")
     if activation != "silu":
@@ -323,6 +380,14 @@ _READERS: Mapping[str, Callable[[Values], dict[str, object]]] = {
     "llama": _llama_model,
     "mistral": _mistral_model,
     "qwen2": _qwen2_model,
+    MEGATRON_BERT: _bert_model,
 }
-ARCHITECTURES = {"gpt2": "GPT-2", "gpt_neox": "GPTNeoX", "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}
+ARCHITECTURES = {
+    "gpt2": "GPT-2",
+    "gpt_neox": "GPTNeoX",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    MEGATRON_BERT: "MegatronBert",
+}
 """Their names by model_type."""

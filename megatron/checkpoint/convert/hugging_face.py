@@ -21,15 +21,19 @@ from megatron.checkpoint.convert.names import Rule, rules
 from megatron.checkpoint.convert.safetensors_file import DTYPES, SafetensorsFile
 from megatron.checkpoint.convert.tokenizer_files import built, copy_tokenizer
 from megatron.checkpoint.convert.torch_file import Stored, TorchFile
-from megatron.model.gpt import TIED_NAME
+from megatron.model.embedding import TIED_NAME
 
 CONFIG, INDEX, SINGLE, PICKLED = "config.json", "model.safetensors.index.json", "model.safetensors", "pytorch_model.bin"
 SHARD_BYTES = 5 << 30
-_IN_A_LAYER = re.compile(r"\b(h|layers)\.[0-9]+\.")
+_IN_A_LAYER = re.compile(r"\b(h|layers?)\.[0-9]+\.")
 _NO_WEIGHTS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
 """Masks and tables, which older files hold beside the weights of a layer."""
-HEAD = "lm_head.weight"
-_OTHER_NAMES = (("transformer.", ""), ("embed_out.", "lm_head."))
+HEADS = ("lm_head.weight", "cls.predictions.decoder.weight")
+_OTHER_NAMES = (
+    ("transformer.", ""),
+    ("embed_out.", "lm_head."),
+    ("cls.predictions.bias", "cls.predictions.decoder.bias"),
+)
 """Other beginnings of names in some files: GPT-2's own leave the first word out."""
 
 
@@ -127,9 +131,8 @@ class _StoredFiles:
         Raises:
             UserError: when there is one that differs.
         """
-        name = self.name_of(HEAD)
-        if name in self.places:
-            head = self.entry(HEAD, embedding.shape).read()
+        for name in filter(self.places.__contains__, map(self.name_of, HEADS)):
+            head = self.entry(name, embedding.shape).read()
             if not torch.equal(head.to(embedding.dtype), embedding.read()):
                 raise UserError(
                     f"{self.places[name]}: {name} is not the embedding, though {CONFIG} ties both; write "

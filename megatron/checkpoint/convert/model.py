@@ -19,7 +19,8 @@ from megatron.config.model import ModelConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import run_around
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.model.gpt import GPTStage, StagePart
+from megatron.model.stage import StagePart
+from megatron.model.stages import make_stage
 from megatron.parallel.tensor.embedding import VocabShard
 from megatron.parallel.tensor.shards import ParamSpec, collect_specs
 from megatron.topology.group import Group
@@ -89,9 +90,8 @@ def parameters_of(model: ModelConfig, vocab_size: int) -> dict[str, ParamSpec]:
     """Logical names of a model's parameters, their whole shapes and split dimensions, in the model's order."""
     comm = TensorComm(Group(None, (0,), 0, "this process", "none"), Ledger(), CompressionPlan({}, 0, 1))
     meta, part = torch.device("meta"), StagePart(range(model.num_layers))
-    stage = GPTStage(
-        model, part, VocabShard(vocab_size, vocab_size, comm), comm, meta, torch.float32, RecomputeConfig()
-    )
+    shard = VocabShard(vocab_size, vocab_size, comm)
+    stage = make_stage(model, part, shard, comm, meta, torch.float32, RecomputeConfig())
     return dict(collect_specs(stage).values())
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.convert.architectures import architecture_of
+from megatron.checkpoint.convert.architectures import MEGATRON_BERT, architecture_of
 from megatron.config.model import ModelConfig
 
 Views = Callable[[Tensor], Sequence[Tensor]]
@@ -50,7 +50,9 @@ def rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
         UserError: when no architecture has them.
     """
     kind = architecture_of(model)
-    if kind == "gpt2":
+    if kind == MEGATRON_BERT:
+        yield from bert_rules(model, vocab_size)
+    elif kind == "gpt2":
         yield from gpt2_rules(model, vocab_size)
     elif kind == "gpt_neox":
         yield from gpt_neox_rules(model, vocab_size)
@@ -128,9 +130,10 @@ def llama_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
     for number in range(model.num_layers):
         at, there = f"layers.{number}.", f"model.layers.{number}."
         yield _same(f"{at}input_layernorm.weight", f"{there}input_layernorm.weight", h)
-        yield _by_group(model, at, there, "weight", (h,))
+        parts = [f"{there}self_attn.{part}_proj" for part in "qkv"]
+        yield _by_group(model, at, parts, "weight", (h,))
         if model.add_bias_linear or model.add_qkv_bias:
-            yield _by_group(model, at, there, "bias", ())
+            yield _by_group(model, at, parts, "bias", ())
         yield _same(f"{at}self_attention.dense.weight", f"{there}self_attn.o_proj.weight", h, wide)
         yield _same(f"{at}post_attention_layernorm.weight", f"{there}post_attention_layernorm.weight", h)
         yield _gate_and_up(at, there, "weight", (ffn, h))
@@ -144,14 +147,42 @@ def llama_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
         yield _same("output_layer.weight", "lm_head.weight", vocab_size, h)
 
 
-def _by_group(model: ModelConfig, at: str, there: str, kind: str, rest: tuple[int, ...]) -> Rule:
+def bert_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
+    """Rules of MegatronBertForPreTraining and MegatronBertForMaskedLM."""
+    h, ffn = model.hidden_size, model.ffn_hidden_size
+    yield _same("embedding.word_embeddings.weight", "bert.embeddings.word_embeddings.weight", vocab_size, h)
+    positions, types = "embedding.position_embeddings.weight", "embedding.tokentype_embeddings.weight"
+    yield _same(positions, "bert.embeddings.position_embeddings.weight", model.max_position_embeddings, h)
+    yield _same(types, "bert.embeddings.token_type_embeddings.weight", model.num_tokentypes, h)
+    for number in range(model.num_layers):
+        at, there = f"layers.{number}.", f"bert.encoder.layer.{number}."
+        parts = [f"{there}attention.self.{part}" for part in ("query", "key", "value")]
+        for kind, rest in (("weight", (h,)), ("bias", ())):
+            yield _same(f"{at}input_layernorm.{kind}", f"{there}attention.ln.{kind}", h)
+            yield _by_group(model, at, parts, kind, rest)
+            yield _same(f"{at}self_attention.dense.{kind}", f"{there}attention.output.dense.{kind}", h, *rest)
+            yield _same(f"{at}post_attention_layernorm.{kind}", f"{there}ln.{kind}", h)
+            yield _same(f"{at}mlp.dense_h_to_4h.{kind}", f"{there}intermediate.dense.{kind}", ffn, *rest)
+            inner = (ffn,) if rest else ()
+            yield _same(f"{at}mlp.dense_4h_to_h.{kind}", f"{there}output.dense.{kind}", h, *inner)
+    for kind, rest in (("weight", (h,)), ("bias", ())):
+        yield _same(f"final_layernorm.{kind}", f"bert.encoder.ln.{kind}", h)
+        yield _same(f"lm_head.dense.{kind}", f"cls.predictions.transform.dense.{kind}", h, *rest)
+        yield _same(f"lm_head.layernorm.{kind}", f"cls.predictions.transform.LayerNorm.{kind}", h)
+        if model.bert_binary_head:
+            yield _same(f"binary_head.pooler.{kind}", f"bert.pooler.dense.{kind}", h, *rest)
+            yield _same(f"binary_head.order.{kind}", f"cls.seq_relationship.{kind}", 2, *rest)
+    yield _same("lm_head.bias", "cls.predictions.bias", vocab_size)
+
+
+def _by_group(model: ModelConfig, at: str, theirs: Sequence[str], kind: str, rest: tuple[int, ...]) -> Rule:
     """The rule of a fused projection: ours holds queries, key and value of each group together."""
     groups, width = model.num_query_groups, model.kv_channels
     sizes = (model.num_attention_heads // groups * width, width, width)
     return Rule(
         f"{at}self_attention.query_key_value.{kind}",
         (groups * sum(sizes), *rest),
-        tuple((f"{there}self_attn.{q}_proj.{kind}", (groups * s, *rest)) for q, s in zip("qkv", sizes, strict=True)),
+        tuple((f"{part}.{kind}", (groups * s, *rest)) for part, s in zip(theirs, sizes, strict=True)),
         lambda x: x.view(groups, sum(sizes), *rest).split(sizes, dim=1),
         lambda parts: torch.cat([part.view(groups, -1, *rest) for part in parts], dim=1).flatten(0, 1),
     )

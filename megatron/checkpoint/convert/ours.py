@@ -20,7 +20,7 @@ from megatron.checkpoint.stored import StoredTensors
 from megatron.checkpoint.vocabulary import saved_entries
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import run_around
-from megatron.model.gpt import TIED_NAME
+from megatron.model.embedding import TIED_NAME
 from megatron.tokenizer.vocabulary import fitted
 
 

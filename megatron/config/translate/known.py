@@ -156,9 +156,9 @@ _HARMLESS = [
         values="inference-batch-times-seqlen-threshold max-tokens-to-oom",
     ),
     _harmless(
-        "only BERT reads it",
-        switches="output-bert-embeddings bert-no-binary-head",
-        values="bert-embedder-type mask-prob short-seq-prob",
+        "embeddings of texts are not written",
+        switches="output-bert-embeddings",
+        values="bert-embedder-type",
     ),
     _harmless(
         "only retrieval models read it",

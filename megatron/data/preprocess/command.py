@@ -10,10 +10,11 @@ from typing import NoReturn
 
 from megatron.base.errors import UserError
 from megatron.data.interrupt import stopped_in_order
-from megatron.data.preprocess.encoding import EncodeOptions, load_punkt
+from megatron.data.preprocess.encoding import EncodeOptions
 from megatron.data.preprocess.pipeline import EncodingJob, Totals, output_prefixes, run, run_partitions
 from megatron.data.preprocess.progress import EncodingProgress
 from megatron.data.preprocess.reading import STDIN, divide, expand_inputs
+from megatron.data.preprocess.sentences import load_punkt
 from megatron.tokenizer.build import TOKENIZER_TYPES
 
 _ABOUT = """\
@@ -115,7 +116,8 @@ def _add_input_flags(parser: argparse.ArgumentParser) -> None:
     text.add_argument(
         "--split-sentences",
         action="store_true",
-        help="store each sentence as a sequence, split by nltk's Punkt; works, less well, without its models",
+        help="store each sentence as a sequence, split by nltk's Punkt where its model is on this machine "
+        "(NLTK_DATA names the folder), else by rules; nothing is downloaded",
     )
     text.add_argument(
         "--keep-newlines",
@@ -187,10 +189,10 @@ def preprocess(args: argparse.Namespace) -> Totals:
     files = expand_inputs(args.input)
     names = EncodeOptions.__dataclass_fields__
     options = EncodeOptions(**{**{name: getattr(args, name) for name in names}, "json_keys": tuple(args.json_keys)})
-    if args.split_sentences and not load_punkt(args.lang)[1]:
+    if args.split_sentences and load_punkt(args.lang) is None:
         print(
-            f"note: nltk has no Punkt model for {args.lang} here, so Punkt splits without training. "
-            f"For its list of abbreviations: python -m nltk.downloader punkt_tab",
+            f"note: there is no Punkt model for {args.lang} on this machine, so sentences are split by rules. "
+            f"For nltk's model, name in NLTK_DATA the folder that holds tokenizers/punkt_tab/{args.lang}",
             file=sys.stderr,
         )
     prefixes = output_prefixes(args.output_prefix, options)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from megatron.base.errors import UserError
 from megatron.data.idx_format import best_dtype
 from megatron.data.lines import MARK
 from megatron.data.preprocess.reading import Block, InputRange
+from megatron.data.preprocess.sentences import sentence_splitter
 from megatron.tokenizer.build import build_tokenizer
 
 
@@ -178,40 +179,3 @@ def _refuse_lone_surrogates(texts: list[str]) -> None:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise ValueError(f"half of a surrogate pair at character {error.start + 1} of the text") from None
-
-
-def load_punkt(lang: str) -> tuple[Any, bool]:
-    """Loads nltk's Punkt sentence tokenizer; also returns whether its model of ``lang`` was found.
-
-    Without a downloaded model, Punkt without training splits at every sentence end that no number or
-    abbreviation with a dot inside follows; it does not know a language's abbreviations.
-
-    Raises:
-        UserError: when nltk is not installed.
-    """
-    try:
-        from nltk.tokenize import punkt
-    except ImportError:
-        raise UserError("--split-sentences needs nltk: pip install nltk") from None
-    try:
-        return punkt.PunktTokenizer(lang), True
-    except (LookupError, AttributeError, OSError, ValueError):
-        return punkt.PunktSentenceTokenizer(), False
-
-
-def sentence_splitter(lang: str, keep_newlines: bool) -> Callable[[str], list[str]]:
-    """A function that splits a text into sentences.
-
-    With ``keep_newlines`` the white space between two sentences stays at the end of the first, so that the
-    sentences put together are the text; otherwise it is dropped.
-    """
-    tokenizer, _ = load_punkt(lang)
-
-    def split(text: str) -> list[str]:
-        spans = list(tokenizer.span_tokenize(text))
-        if not keep_newlines:
-            return [text[start:end] for start, end in spans]
-        starts = [0, *(start for start, _ in spans[1:]), len(text)]
-        return [text[start:end] for start, end in pairwise(starts) if end > start]
-
-    return split

@@ -157,21 +157,23 @@ class GradientSync:
 
         buffer.notify_when_full(full)
 
-    def finish(self, tokens: float, expected_tokens: int) -> bool:
+    def finish(self, counted: float, expected_tokens: int | None) -> bool:
         """Leaves reduced gradients in the buckets (with ``sharded``: in this rank's shares).
 
         Args:
-            tokens: tokens that count in the losses of this rank; zero where another rank reports them.
-            expected_tokens: tokens of the global batch.
+            counted: how many count in the losses of this rank; zero where another rank reports them.
+            expected_tokens: tokens of the global batch, which gradients are means over; None where they are means over
+                what counts.
 
         Returns:
             False where a compressor with state had to know whether the step can be taken, and it cannot: a gradient of
-            some rank is not finite, or there are no tokens. Then the buckets hold anything. True says nothing about
+            some rank is not finite, or nothing counts. Then the buckets hold anything. True says nothing about
             steps where no compressor had to know.
         """
         self._all_reduce_partial()
         if self.clips_first and self.clip_grad > 0:
-            clip_replica(self.buffers, self.topology, self.ledger, self.clip_grad, self._scale, tokens, expected_tokens)
+            max_norm = self.clip_grad
+            clip_replica(self.buffers, self.topology, self.ledger, max_norm, self._scale, counted, expected_tokens)
         reduces = self.group.size > 1 and self.reduce
         for reducer in self.reducers:
             if reduces:
@@ -179,7 +181,7 @@ class GradientSync:
             else:
                 for untouched in reducer.buckets:
                     reducer.check(untouched.flat)
-        all_finite = not self._asks or self._agree_all_finite(tokens)
+        all_finite = not self._asks or self._agree_all_finite(counted)
         if reduces:
             for reducer in self.reducers:
                 reducer.finish(all_finite)
@@ -199,15 +201,15 @@ class GradientSync:
             [tuple(slot.param.shape) for _, bucket in seen for slot in bucket.slots if slot.param.dim() > 1],
         )
 
-    def _agree_all_finite(self, tokens: float) -> bool:
-        """Whether all local gradients of all ranks are finite and some tokens count."""
+    def _agree_all_finite(self, counted: float) -> bool:
+        """Whether all local gradients of all ranks are finite and something counts in a loss."""
         bad = torch.stack([1.0 - reducer.finite() for reducer in self.reducers]).sum()
-        pair = torch.stack([bad, torch.full_like(bad, tokens)])
+        pair = torch.stack([bad, torch.full_like(bad, counted)])
         pending = self.world.all_reduce(pair)
         self.ledger.sent(Point.CONTROL, pending.sent_bytes)
         self.ledger.wait(Point.CONTROL, pending)
-        bad_count, all_tokens = pair.tolist()
-        return bad_count == 0 and all_tokens > 0
+        bad_count, all_counted = pair.tolist()
+        return bad_count == 0 and all_counted > 0
 
     def _all_reduce_partial(self) -> None:
         """All-reduces partial gradients of replicated parameters over tensor-parallel ranks (sequence parallelism)."""

@@ -44,6 +44,7 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any,
         x_sbh: Tensor,
         weight: Tensor,
+        bias_v: Tensor | None,
         labels_sb: Tensor,
         weights_sb: Tensor,
         comm: TensorComm,
@@ -54,13 +55,13 @@ class _HeadLoss(torch.autograd.Function):
         x_th = full.reshape(-1, full.shape[-1])
         labels_t = labels_sb.reshape(-1)
         weights_t = weights_sb.reshape(-1)
-        ctx.comm, ctx.shape, ctx.valid_rows = comm, full.shape, shard.valid_rows
+        ctx.comm, ctx.shape, ctx.valid_rows, ctx.biased = comm, full.shape, shard.valid_rows, bias_v is not None
         if comm.size == 1:
-            losses_t, grads = _fused_forward(x_th, weight, labels_t, weights_t, shard, with_grad)
+            losses_t, grads = _fused_forward(x_th, weight, bias_v, labels_t, weights_t, shard, with_grad)
             if with_grad:
                 ctx.save_for_backward(*grads)
         else:
-            losses_t, saved = _split_forward(x_th, weight, labels_t, comm, shard)
+            losses_t, saved = _split_forward(x_th, weight, bias_v, labels_t, comm, shard)
             if with_grad:
                 # The input is gathered again in backward under sequence parallelism, to keep only the own part.
                 ctx.save_for_backward(x_sbh, weight, weights_t, *saved)
@@ -73,18 +74,20 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         comm: TensorComm = ctx.comm
         if comm.size == 1:
-            grad_x, grad_weight, unit = ctx.saved_tensors
-            _scale_((grad_x, grad_weight), grad * unit)
-            return grad_x.view(ctx.shape), grad_weight, None, None, None, None, None
+            unit, grad_x, *grads = ctx.saved_tensors
+            _scale_((grad_x, *grads), grad * unit)
+            grad_weight, grad_bias = (*grads, None)[:2]
+            return grad_x.view(ctx.shape), grad_weight, grad_bias, None, None, None, None, None
         x_sbh, weight, weights_t, logits, lse_t, labels_t = ctx.saved_tensors
         full = comm.gather(x_sbh, Point.TP_BWD) if comm.sequence_parallel else x_sbh
         x_th = full.reshape(-1, full.shape[-1])
         scale_t = (weights_t * grad).to(lse_t.dtype)
         cross_entropy(logits, labels_t, ctx.valid_rows, lse_t, weights_t=scale_t)
         grad_x, grad_weight = logits @ weight, logits.t() @ x_th
+        grad_bias = _sum_of_rows(logits).to(logits.dtype) if ctx.biased else None
         grad_x = grad_x.view(ctx.shape)
         pending = comm.start_reduce(grad_x, Point.TP_BWD, scatter=comm.sequence_parallel)
-        return pending.wait(), grad_weight, None, None, None, None, None
+        return pending.wait(), grad_weight, grad_bias, None, None, None, None, None
 
 
 def _scale_(grads: tuple[Tensor, ...], factor: Tensor) -> None:
@@ -106,6 +109,10 @@ def _unit(weights_t: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(largest > 0, largest, 1.0)
 
 
+def _sum_of_rows(logits_tv: Tensor) -> Tensor:
+    return logits_tv.sum(dim=0, dtype=_accumulation_dtype(logits_tv.dtype))
+
+
 def _gradient_space(weight_vh: Tensor, groups: list[slice]) -> Tensor:
     """Memory for the weight's gradient, accumulated over the groups: in fp32 where there is more than one group."""
     if not groups:
@@ -115,9 +122,15 @@ def _gradient_space(weight_vh: Tensor, groups: list[slice]) -> Tensor:
 
 
 def _fused_forward(
-    x_th: Tensor, weight_vh: Tensor, labels_t: Tensor, weights_t: Tensor, shard: VocabShard, with_grad: bool
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Losses of all tokens and, if wanted, the gradients of their weighted sum over a unit, and that, on one rank."""
+    x_th: Tensor,
+    weight_vh: Tensor,
+    bias_v: Tensor | None,
+    labels_t: Tensor,
+    weights_t: Tensor,
+    shard: VocabShard,
+    with_grad: bool,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Losses of all tokens and, if wanted, a unit and the gradients of their weighted sum over it, on one rank."""
     accumulate = _accumulation_dtype(x_th.dtype)
     groups = _groups(x_th.shape[0], weight_vh.shape[0], x_th.device)
     lse_t, target_t = (torch.empty(x_th.shape[0], dtype=accumulate, device=x_th.device) for _ in range(2))
@@ -125,19 +138,25 @@ def _fused_forward(
     unit = _unit(scale_t, x_th.dtype)
     scale_t = scale_t / unit
     grad_x, grad_w = (torch.empty_like(x_th), _gradient_space(weight_vh, groups)) if with_grad else (x_th, weight_vh)
+    grad_bias = None if bias_v is None else torch.zeros_like(bias_v, dtype=accumulate)
     space = x_th.new_empty((groups[0].stop if groups else 0, weight_vh.shape[0]))
     for group in groups:
         logits = torch.mm(x_th[group], weight_vh.t(), out=space[: group.stop - group.start])
+        if bias_v is not None:
+            logits.add_(bias_v)
         scales = scale_t[group] if with_grad else None
         cross_entropy(logits, labels_t[group], shard.valid_rows, lse_t[group], target_t[group], scales)
         if with_grad:
             torch.mm(logits, weight_vh, out=grad_x[group])
             add_product_(grad_w, logits, x_th[group], fresh=group.start == 0)
-    return lse_t - target_t, (grad_x, grad_w.to(weight_vh.dtype), unit)
+            if grad_bias is not None:
+                grad_bias.add_(_sum_of_rows(logits))
+    grads = (grad_x, grad_w.to(weight_vh.dtype), *(() if grad_bias is None else (grad_bias.to(weight_vh.dtype),)))
+    return lse_t - target_t, (unit, *grads)
 
 
 def _split_forward(
-    x_th: Tensor, weight_vh: Tensor, labels_t: Tensor, comm: TensorComm, shard: VocabShard
+    x_th: Tensor, weight_vh: Tensor, bias_v: Tensor | None, labels_t: Tensor, comm: TensorComm, shard: VocabShard
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """Losses of all tokens from this rank's logits, and what backward needs: logits, lse, local labels."""
     accumulate = _accumulation_dtype(x_th.dtype)
@@ -146,6 +165,8 @@ def _split_forward(
     local_t = torch.where(here_t, local_t, -1)
     stats = torch.empty((2, x_th.shape[0]), dtype=accumulate, device=x_th.device)
     logits = x_th @ weight_vh.t()
+    if bias_v is not None:
+        logits.add_(bias_v)
     cross_entropy(logits, local_t, shard.valid_rows, stats[0], stats[1])
     everyones = comm.gather_exact(stats)
     lse_t = torch.logsumexp(everyones[:, 0], dim=0)
@@ -159,8 +180,9 @@ def head_loss(
     weights_sb: Tensor,
     comm: TensorComm,
     shard: VocabShard,
+    bias_v: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Weighted cross-entropy of the next token.
+    """Weighted cross-entropy of tokens.
 
     Args:
         x_sbh: final hidden states, (s, b, h), or this rank's part of s under sequence parallelism.
@@ -168,10 +190,12 @@ def head_loss(
             nothing and get zero gradients.
         labels_sb: int64 targets, (s, b).
         weights_sb: weight of each token in the sum, (s, b).
+        bias_v: local part of the output projection's bias, if it has one; finite beyond the vocabulary, too.
 
     Returns:
         The weighted sum (scalar, fp32 or fp64, equal on all tensor-parallel ranks), and the losses of the tokens in
         nats, (s, b), detached.
     """
-    total, losses_sb = _HeadLoss.apply(x_sbh, weight, labels_sb, weights_sb, comm, shard, torch.is_grad_enabled())
+    labels = (labels_sb, weights_sb)
+    total, losses_sb = _HeadLoss.apply(x_sbh, weight, bias_v, *labels, comm, shard, torch.is_grad_enabled())
     return total, losses_sb

@@ -42,6 +42,11 @@ class VocabShard:
         """An uninitialized local slice, (rows, hidden)."""
         return nn.Parameter(torch.empty((self.rows, hidden), device=device, dtype=dtype))
 
+    def bias(self, device: torch.device, dtype: torch.dtype) -> tuple[nn.Parameter, ParamSpec]:
+        """A bias of zeros for the local rows, and its place in the logical (vocab_size,) parameter."""
+        zeros = torch.zeros(self.rows, device=device, dtype=dtype)
+        return nn.Parameter(zeros), ParamSpec((self.vocab_size,), 0, self.start)
+
     def spec(self, hidden: int, *, tied: bool, tied_copy: bool) -> ParamSpec:
         """The slice's place in the logical (vocab_size, hidden) parameter."""
         return ParamSpec((self.vocab_size, hidden), 0, self.start, tied=tied, tied_copy=tied_copy)

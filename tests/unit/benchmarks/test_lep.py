@@ -18,7 +18,7 @@ from megatron.model.context import ForwardContext
 from megatron.model.gpt import GPTStage
 from megatron.parallel.tensor.random import DropoutKeys
 from megatron.topology.topology import single_process
-from tests.support.tiny import tiny_batches, tiny_config, tiny_engines
+from tests.support.tiny import tiny_batches, tiny_config, tiny_gpt
 
 MICRO_BATCHES, SEED = 6, 5
 CHANGES: dict[str, dict[str, Any]] = {
@@ -29,7 +29,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def _model() -> GPTStage:
-    stage = tiny_engines(CHANGES).stages[0].train()
+    stage = tiny_gpt(CHANGES).train()
     for param in stage.parameters():
         param.grad = None
     return stage
@@ -41,7 +41,7 @@ def _batches(count: int) -> list[Batch]:
 
 def _gradients(batches: list[Batch]) -> dict[str, torch.Tensor]:
     """By the whole model, in one backward pass for each micro-batch."""
-    stage = tiny_engines(CHANGES).stages[0].train()
+    stage = tiny_gpt(CHANGES).train()
     names = {f"{n}.{p}": q for n, layer in stage.layers.items() for p, q in layer.named_parameters()}
     sums = {name: torch.zeros_like(param) for name, param in names.items()}
     for batch in batches:
@@ -49,7 +49,7 @@ def _gradients(batches: list[Batch]) -> dict[str, torch.Tensor]:
         assert batch.labels_bs is not None
         assert batch.loss_mask_bs is not None
         out = stage(batch.tokens_bs, ForwardContext(dropout=DropoutKeys(SEED, tuple(batch.draw_ids_b.tolist()))))
-        total, _ = stage.loss(out, batch.labels_bs, batch.loss_mask_bs / batch.loss_mask_bs.numel())
+        total, _ = stage.token_losses(out, batch.labels_bs, batch.loss_mask_bs / batch.loss_mask_bs.numel())
         for name, grad in zip(names, torch.autograd.grad(total / len(batches), list(names.values())), strict=True):
             sums[name] += grad
     return sums

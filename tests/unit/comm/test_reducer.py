@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,6 @@ from megatron.comm.policy import CompressionPlan
 from megatron.comm.reducer import GradBucket, GradReducer
 from megatron.compression.api import Aggregate, Level, Op, Peers, Request, RoundCompressor, SumTraits
 from megatron.compression.points import Point
-from megatron.compression.schedule import Activation
 from megatron.compression.state import CompressorState
 from megatron.topology.group import Group, Pending
 
@@ -63,7 +62,6 @@ class Plan:
 
     compressor: RoundCompressor
     stage: int = 0
-    asked: list[Point] = field(default_factory=list)
 
     def rounds(self, point: Point) -> RoundCompressor:
         return self.compressor
@@ -71,8 +69,8 @@ class Plan:
     def covers(self, point: Point, stage: int) -> bool:
         return True
 
-    def activation(self, point: Point) -> Activation:
-        return Activation()
+    def on(self, point: Point, iteration: int) -> bool:
+        return True
 
 
 def events_of(*levels: Level, finite: bool = True) -> tuple[list[str], list[str]]:

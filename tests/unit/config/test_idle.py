@@ -164,6 +164,9 @@ DISCRETE = (
 # What makes a rule's fields act, by the words of the rule: (flags, processes).
 PARTNERS: dict[str, tuple[str, int]] = {
     "without --position-embedding-type rope": ("--position-embedding-type rope", 1),
+    "only BERT has that head": ("--model-type bert", 1),
+    "only BERT reads it": ("--model-type bert", 1),
+    "a sample of BERT does not go over the end of a document": ("", 1),
     "beside another activation or --disable-bias-linear": ("", 1),
     "GELU has its tanh form anyway, but with --no-bias-gelu-fusion or --disable-bias-linear": (
         "--disable-bias-linear",
@@ -214,6 +217,7 @@ PARTNERS: dict[str, tuple[str, int]] = {
     "without a compressor of pp-forward or tp-forward": (f"{PP2} --compress pp-forward=fixpoint", 2),
 }
 BESIDE: dict[str, str] = {
+    "a sample of BERT does not go over the end of a document": "--model-type bert",
     "beside another activation or --disable-bias-linear": "--swiglu",
     "beside --init-method-xavier-uniform": "--init-method-xavier-uniform",
     "beside --DDP-impl torch, which has its own": "--DDP-impl torch",

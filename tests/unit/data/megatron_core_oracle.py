@@ -90,6 +90,51 @@ def gpt_samples(case: dict[str, Any]) -> dict[str, Any]:
     return {"splits": served}
 
 
+class WordPieces(StubTokenizer):
+    """What the masked datasets ask of a tokenizer; [PAD] is 0."""
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        self.inv_vocab = dict(enumerate(case["tokens"]))
+        number = {token: place for place, token in self.inv_vocab.items()}
+        self.pad = number["[PAD]"]
+        self.cls, self.sep, self.mask = number["[CLS]"], number["[SEP]"], number["[MASK]"]
+        self.bos, self.eos, self.eod = number["[BOS]"], number["[EOS]"], number["[EOS]"]
+        self.additional_special_tokens_ids = case["sentinels"]
+
+
+def masked_samples(case: dict[str, Any]) -> dict[str, Any]:
+    """All samples of the three splits, of BERT or T5."""
+    import numpy as np
+    import torch
+
+    # The order is built by rank 0 alone, which asks for its rank.
+    distributed: Any = torch.distributed
+    distributed.get_rank = lambda: 0
+    model = core(f"{case['model'].lower()}_dataset")
+    config = getattr(model, f"{case['model']}MaskedWordPieceDatasetConfig")(
+        random_seed=case["seed"],
+        sequence_length=case["seq_length"],
+        blend=tuple(case["blend"]) if case.get("blend") else None,
+        split=case["split"],
+        path_to_cache=case["cache"],
+        tokenizer=WordPieces(case),
+        masking_probability=case["mask_prob"],
+        short_sequence_probability=case["short_seq_prob"],
+        masking_do_full_word=True,
+        masking_do_permutation=False,
+        masking_use_longer_ngrams=False,
+        **case["more"],
+    )
+    builder = core("blended_megatron_dataset_builder").BlendedMegatronDatasetBuilder
+    served: list[Any] = []
+    for dataset in builder(
+        getattr(model, f"{case['model']}MaskedWordPieceDataset"), case["sizes"], lambda: True, config
+    ).build():
+        items = [] if dataset is None else [dataset[index] for index in range(len(dataset))]
+        served.append([{key: np.asarray(value).tolist() for key, value in item.items()} for item in items])
+    return {"splits": served}
+
+
 def masks(case: dict[str, Any]) -> dict[str, Any]:
     """Attention mask, loss mask and positions of one sequence under all resets."""
     import torch

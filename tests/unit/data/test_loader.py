@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -202,10 +203,10 @@ def test_collate_token_by_token(rows: list[list[int]], switches: tuple[bool, boo
             position, segment = (0, segment + 1) if token == 0 else (position + 1, segment)
 
 
-def test_batch_moves_its_tokens() -> None:
-    ids = np.zeros(1, dtype=np.int64)
-    batch = collate(np.array([[1, 2, 3]]), ids, ids, CollateOptions(0, False, True)).to("meta")
-    for tensor in (batch.tokens_bs, batch.labels_bs, batch.loss_mask_bs, batch.position_ids_bs, batch.segment_ids_bs):
-        assert tensor is not None
-        assert tensor.device.type == "meta"
-    assert batch.sample_ids_b.device.type == "cpu"
+def test_batch_moves_all_but_its_ids() -> None:
+    ids = torch.zeros(1, dtype=torch.int64)
+    names = [field.name for field in fields(Batch)]
+    batch = Batch(**dict.fromkeys(names, ids)).to("meta")
+    on_host = [name for name in names if getattr(batch, name).device.type == "cpu"]
+    assert on_host == ["sample_ids_b", "draw_ids_b"]
+    assert Batch(ids, ids).to("meta").tokens_bs is None

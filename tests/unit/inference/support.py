@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.inference.model import LoadedModel
+from megatron.model.gpt import GPTStage
 from megatron.tokenizer.null import NullTokenizer
 from tests.support.tiny import VOCAB, tiny_engines, tiny_train
 
@@ -11,4 +12,6 @@ def trained_model() -> LoadedModel:
     """On this process."""
     engines = tiny_engines({})
     tiny_train(engines, 10)
-    return LoadedModel(engines.stages[0], NullTokenizer(VOCAB - 1), engines.config, 10)
+    stage = engines.stages[0]
+    assert isinstance(stage, GPTStage)
+    return LoadedModel(stage, NullTokenizer(VOCAB - 1), engines.config, 10)

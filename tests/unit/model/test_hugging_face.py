@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.model.context import ForwardContext
 from megatron.model.gpt import GPTStage
 from tests.support.hf_weights import gpt2_pairs, gpt2_to_ours, llama_pairs, llama_to_ours
-from tests.support.tiny import VOCAB, tiny_engines
+from tests.support.tiny import VOCAB, tiny_gpt
 
 TOLERANCE = 1e-5
 HEADS, HIDDEN, LAYERS, LENGTH, BATCH = 4, 32, 3, 16, 2
@@ -59,7 +59,7 @@ def _ours(model: dict[str, Any]) -> GPTStage:
     changes = {"model": {"num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": HEADS, **model}}
     # A padded vocabulary: padding must change nothing.
     changes["model"]["make_vocab_size_divisible_by"] = 64
-    return tiny_engines(changes).stages[0]
+    return tiny_gpt(changes)
 
 
 def _compare(theirs: Any, ours: GPTStage, pairs: Callable[..., Any], to_ours: Callable[..., Tensor], n: int) -> None:
@@ -81,7 +81,7 @@ def _compare(theirs: Any, ours: GPTStage, pairs: Callable[..., Any], to_ours: Ca
 
     x_sbh = ours(inputs, ForwardContext())
     weights = torch.full(labels.shape, 1.0 / labels.numel())
-    loss, losses_bs = ours.loss(x_sbh, labels, weights)
+    loss, losses_bs = ours.token_losses(x_sbh, labels, weights)
     loss.backward()
     assert loss.item() == pytest.approx(their_loss.item(), rel=TOLERANCE)
     assert losses_bs.mean().item() == pytest.approx(their_loss.item(), rel=TOLERANCE)

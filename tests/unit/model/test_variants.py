@@ -9,7 +9,7 @@ import torch
 
 from megatron.model.block import TransformerLayer
 from megatron.model.context import ForwardContext
-from megatron.model.gpt import GPTStage
+from megatron.model.stage import Stage
 from megatron.parallel.tensor.random import DropoutKeys
 from tests.support.tiny import VOCAB, tiny_engines, tiny_run
 
@@ -33,7 +33,7 @@ def test_a_variant_is_another_model(name: str) -> None:
     assert first.losses[0] != pytest.approx(second.losses[0], rel=1e-9)
 
 
-def _seen(stage: GPTStage, context: ForwardContext | None = None) -> torch.Tensor:
+def _seen(stage: Stage, context: ForwardContext | None = None) -> torch.Tensor:
     """Which positions of a text (rows) a later one (columns) depends on, in the attention of one layer."""
     tokens = torch.randint(0, VOCAB, (1, 16), generator=torch.Generator().manual_seed(1))
     embedded = stage.embedding(tokens, ForwardContext()).detach().requires_grad_()

@@ -13,6 +13,7 @@ from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.tensor import TensorComm
 from megatron.kernels import fp8
+from megatron.model.gpt import GPTStage
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.topology.topology import single_process
 from tests.support.tiny import tiny_engines
@@ -145,6 +146,8 @@ def test_a_model_leaves_embedding_and_head_as_they_are(recipe: str) -> None:
     }
     assert len(linear) == 1 + 4 * stage.config.num_layers
     (plain,) = tiny_engines({"precision": {"bf16": True}}).stages
+    assert isinstance(stage, GPTStage)
+    assert isinstance(plain, GPTStage)
     x = noise(16, stage.config.hidden_size, 3).unsqueeze(1)
     assert torch.equal(stage.logits(x), plain.logits(x))
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megatron.base.errors import UserError
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import TOKENIZER_TYPES, build_tokenizer
+from megatron.tokenizer.wordpiece import word_piece_ids
 from tests.support.shared import shared_path
 
 CORPUS = [
@@ -170,6 +171,36 @@ def test_bert_special_ids(bert_file: Path) -> None:
     count = len(BERT_WORDS)
     assert (tokenizer.bos, tokenizer.eod, tokenizer.vocab_size) == (count, count + 1, count + 2 + 5)
     assert tokenizer.detokenize(tokenizer.tokenize("The cats")) == "the cats"
+    ids = word_piece_ids(tokenizer)
+    named = ("[CLS]", "[SEP]", "[PAD]", "[MASK]")
+    assert (ids.cls, ids.sep, ids.pad, ids.mask) == tuple(BERT_WORDS.index(name) for name in named)
+    assert (ids.bos, ids.eos) == (tokenizer.bos, tokenizer.eod)
+    assert list(ids.sentinels) == list(range(count + 2, count + 7))
+    continuing = {number for number, word in enumerate(BERT_WORDS) if word.startswith("##")}
+    assert set(ids.continues_v.nonzero()[0].tolist()) == continuing
+    assert len(ids.continues_v) == tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("lower", [True, False])
+def test_bert_equals_transformers(bert_file: Path, lower: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.BertTokenizer(str(bert_file), do_lower_case=lower)
+    tokenizer = build_tokenizer(flags("BertWordPieceLowerCase" if lower else "BertWordPieceCase", vocab_file=bert_file))
+    for text in [*CORPUS, "The cats unwanted! caf\u00e9 CAF\u00c9 \u6f22\u5b57 abb 'b a\tb", "a" * 100, ""]:
+        assert tokenizer.tokenize(text) == theirs.encode(text, add_special_tokens=False)
+    assert (word_piece_ids(tokenizer).mask, word_piece_ids(tokenizer).pad) == (
+        theirs.mask_token_id,
+        theirs.pad_token_id,
+    )
+
+
+@pytest.mark.parametrize("missing", ["[MASK]", "[CLS]", "[SEP]", "[PAD]"])
+def test_a_vocabulary_without_special_tokens_is_refused(tmp_path: Path, missing: str) -> None:
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("\n".join(word for word in BERT_WORDS if word != missing))
+    with pytest.raises(UserError) as caught:
+        build_tokenizer(flags("BertWordPieceCase", vocab_file=vocab))
+    assert str(caught.value) == f"--vocab-file {vocab}: has no {missing}, so it is no BERT vocab.txt"
 
 
 @pytest.fixture(scope="module")

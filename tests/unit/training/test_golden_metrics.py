@@ -168,18 +168,18 @@ def _everything(run: Run) -> None:
     run.step(1.5, 1.125, 3e-3, params_norm=99.125, num_zeros=14.0)
     with run.reporter.paused("evaluate"):
         run.clock.now += 7.0
-        run.reporter.validation(3.25)
+        run.reporter.validation({LOSS: 3.25})
     for loss in (1.25, math.nan, 1.0, 0.75):
         run.step(loss, 0.5, 3e-3)
-    run.reporter.validation(0.5, samples=16, split="test")
-    run.reporter.validation(math.nan, samples=16)
+    run.reporter.validation({LOSS: 0.5}, samples=16, split="test")
+    run.reporter.validation({LOSS: math.nan}, samples=16)
 
 
 def _skipped(run: Run) -> None:
     """A window of which no step counts."""
     run.step(math.nan, None, 1e-3)
     run.step(7.0, None, 1e-3)
-    run.reporter.validation(6.5)
+    run.reporter.validation({LOSS: 6.5})
 
 
 SCENES = {"everything": (ALL_ON, _everything), "skipped": (PLAIN, _skipped)}

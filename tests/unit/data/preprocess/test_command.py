@@ -22,8 +22,8 @@ from megatron.base.errors import UserError
 from megatron.data.indexed import IndexedDataset
 from megatron.data.lines import writing
 from megatron.data.preprocess.command import main, parse_flags
-from megatron.data.preprocess.encoding import sentence_splitter
 from megatron.data.preprocess.reading import InputRange, divide, expand_inputs, read_blocks
+from megatron.data.preprocess.sentences import sentence_splitter
 from tests.support.cli import REPO
 from tests.support.disk import largest_file
 

@@ -1,0 +1,118 @@
+"""BERT's samples: two texts in order or swapped, with masked words."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron.data.batch import Batch
+from megatron.data.indexed import IndexedDataset
+from megatron.data.masked_dataset import MaskedDataset, padding, places, take
+from megatron.data.masking import WordMasker
+from megatron.data.sentence_order import SentenceOrder
+from megatron.tokenizer.wordpiece import WordPieceIds
+
+# [CLS] and two [SEP].
+BERT_SPECIAL_TOKENS = 3
+
+
+class BertDataset(MaskedDataset):
+    """Masked words and sentence order; without ``binary_head``, masked words alone.
+
+    A sample is [CLS] A [SEP] B [SEP]: sentences of one document, cut in two at a random sentence, the halves swapped
+    every other time. What is too much is cut off the longer half, at either end. Of the tokens that are to be
+    predicted, 80 % are replaced by [MASK], 10 % by any token, and 10 % stay.
+
+    Args:
+        seq_length: tokens of a sample, padding included.
+        binary_head: whether the order of the two halves is to be predicted.
+        indexed, order, ids, masker, seed: see ``MaskedDataset``.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        order: SentenceOrder,
+        ids: WordPieceIds,
+        masker: WordMasker,
+        seed: int,
+        *,
+        seq_length: int,
+        binary_head: bool,
+    ) -> None:
+        super().__init__(indexed, order, ids, masker, seed)
+        self.seq_length = seq_length
+        self.binary_head = binary_head
+        self.row_length = 4 * seq_length + 2
+
+    def read(self, index: int, out_t: NDArray[np.int64]) -> None:
+        """See ``SampleSource``: tokens, types, labels and loss mask, then the tokens' number and the order."""
+        sample_id = self.order.sample_id(index)
+        begin, end, target = self.order.sentences(sample_id)
+        random = self.order.random(sample_id)
+        first_t, second_t, swapped = self._halves(begin, end, random)
+        first_t, second_t = _trimmed(first_t, second_t, target, random)
+        parts_ps = out_t[:-2].reshape(4, self.seq_length)
+        tokens_s, types_s, labels_s, mask_s = parts_ps
+        sep = [self.ids.sep]
+        text_t = np.concatenate([[self.ids.cls], first_t, sep, second_t, sep if len(second_t) else []]).astype(np.int64)
+        tokens_s[:] = labels_s[:] = self.ids.pad
+        tokens_s[: len(text_t)] = text_t
+        types_s[:] = mask_s[:] = 0
+        types_s[len(first_t) + 2 : len(text_t)] = 1
+        for ngram in self.masker.ngrams(text_t, target, random):
+            for place in ngram.tolist():
+                labels_s[place] = text_t[place]
+                mask_s[place] = 1
+                tokens_s[place] = self._replaced(int(text_t[place]), random)
+        out_t[-2], out_t[-1] = len(text_t), swapped
+
+    def collate(
+        self, rows_bt: NDArray[np.int64], sample_ids_b: NDArray[np.int64], draw_ids_b: NDArray[np.int64]
+    ) -> Batch:
+        """See ``SampleSource``."""
+        length = self.seq_length
+        return Batch(
+            sample_ids_b=torch.from_numpy(sample_ids_b),
+            draw_ids_b=torch.from_numpy(draw_ids_b),
+            tokens_bs=take(rows_bt, 0, length),
+            types_bs=take(rows_bt, length, length),
+            labels_bs=take(rows_bt, 2 * length, length),
+            loss_mask_bs=take(rows_bt, 3 * length, length).float(),
+            position_ids_bs=places(len(rows_bt), length),
+            segment_ids_bs=padding(rows_bt[:, -2], length),
+            order_b=torch.from_numpy(rows_bt[:, -1].copy()),
+        )
+
+    def _halves(
+        self, begin: int, end: int, random: np.random.RandomState
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], bool]:
+        pivot, swapped = end - begin, False
+        if self.binary_head:
+            pivot = int(random.randint(low=1, high=end - begin)) if end - begin >= 3 else 1
+            swapped = bool(random.random_sample() < 0.5)
+        first_t = self.indexed.run(begin, begin + pivot)
+        second_t = self.indexed.run(begin + pivot, end)
+        return (second_t, first_t, True) if swapped else (first_t, second_t, False)
+
+    def _replaced(self, token: int, random: np.random.RandomState) -> int:
+        if random.random_sample() < 0.8:
+            return self.ids.mask
+        if random.random_sample() >= 0.5:
+            return int(random.randint(0, len(self.ids.continues_v)))
+        return token
+
+
+def _trimmed(
+    first_t: NDArray[np.int64], second_t: NDArray[np.int64], target: int, random: np.random.RandomState
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Cuts tokens off either end of the longer text, one by one, until both together have ``target``."""
+    excess = max(0, len(first_t) + len(second_t) - target)
+    sizes = [len(first_t), len(second_t)]
+    begins = [0, 0]
+    for at_begin in (random.random_sample(excess) < 0.5).tolist():
+        longer = 0 if sizes[0] > sizes[1] else 1
+        sizes[longer] -= 1
+        begins[longer] += at_begin
+    return first_t[begins[0] : begins[0] + sizes[0]], second_t[begins[1] : begins[1] + sizes[1]]

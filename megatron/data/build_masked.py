@@ -1,0 +1,171 @@
+"""Builds the three datasets of a run of BERT or T5."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from megatron.base.errors import UserError
+from megatron.config.data import DataConfig
+from megatron.data.bert_dataset import BERT_SPECIAL_TOKENS, BertDataset
+from megatron.data.build import Datasets, build_splits, file_identity
+from megatron.data.indexed import IndexedDataset
+from megatron.data.masked_dataset import MaskedDataset
+from megatron.data.masking import BERT_MASKING_NGRAM, T5_MASKING_NGRAM, WordMasker, WordMasking
+from megatron.data.sentence_order import FixedSentences, LazySentences, MegatronSentences, SentenceOrder
+from megatron.data.sentences import Cut, SentenceDocuments, check_split, no_samples
+from megatron.data.t5_dataset import T5_SPECIAL_TOKENS, T5Dataset
+from megatron.tokenizer.api import Tokenizer
+from megatron.tokenizer.wordpiece import WordPieceIds, word_piece_ids
+
+# The least target of a sample, as megatron-core draws it.
+_LEAST_TARGET = 2
+# [BOS], a sentinel and one token.
+_LEAST_DECODER = 3
+
+
+def build_bert_datasets(
+    data: DataConfig,
+    *,
+    seq_length: int,
+    seed: int,
+    train_valid_test_num_samples: Sequence[int | None],
+    tokenizer: Tokenizer,
+    mask_prob: float = 0.15,
+    short_seq_prob: float = 0.1,
+    binary_head: bool = True,
+    check_tokens: bool = True,
+) -> Datasets:
+    """Opens, checks and splits the files that the flags name, for BERT.
+
+    Args:
+        data, seed, train_valid_test_num_samples, check_tokens: see ``build_datasets``.
+        seq_length: tokens per sample, [CLS] and [SEP] included.
+        tokenizer: the tokenizer that made the data.
+        mask_prob: share of tokens that are to be predicted.
+        short_seq_prob: share of samples that are shorter than they could be.
+        binary_head: whether the order of two sentences is to be predicted; it needs documents of several.
+
+    Returns:
+        See ``build_datasets``. --split divides documents.
+
+    Raises:
+        UserError: see ``build_datasets``; also when the files do not hold sentences, the tokenizer has no [MASK], or
+            the samples are too short.
+    """
+    ids = word_piece_ids(tokenizer)
+    _check_length(seq_length, BERT_SPECIAL_TOKENS, "--seq-length")
+    _check_shares(mask_prob, short_seq_prob)
+    cut = Cut(seq_length - BERT_SPECIAL_TOKENS, 2 if binary_head else 1, short_seq_prob)
+    masking = WordMasking(mask_prob, BERT_MASKING_NGRAM, geometric=False)
+    make = partial(BertDataset, seq_length=seq_length, binary_head=binary_head)
+    kind = _MaskedKind(data, seed, cut, ids, WordMasker(masking, ids.continues_v, (ids.cls, ids.sep)), make)
+    return build_splits(data, kind, seed, train_valid_test_num_samples, tokenizer.vocab_size if check_tokens else None)
+
+
+def build_t5_datasets(
+    data: DataConfig,
+    *,
+    encoder_seq_length: int,
+    decoder_seq_length: int,
+    seed: int,
+    train_valid_test_num_samples: Sequence[int | None],
+    tokenizer: Tokenizer,
+    mask_prob: float = 0.15,
+    short_seq_prob: float = 0.1,
+    check_tokens: bool = True,
+) -> Datasets:
+    """Opens, checks and splits the files that the flags name, for T5. The arguments are those of
+    ``build_bert_datasets``; the tokenizer needs sentinels.
+
+    Raises:
+        UserError: see ``build_bert_datasets``; also when the tokenizer has no extra ids.
+    """
+    ids = word_piece_ids(tokenizer)
+    if not len(ids.sentinels):
+        raise UserError("T5 marks what is cut out of a text with extra ids: give --vocab-extra-ids 100")
+    _check_length(encoder_seq_length, T5_SPECIAL_TOKENS, "--encoder-seq-length")
+    if decoder_seq_length < _LEAST_DECODER:
+        raise UserError(f"--decoder-seq-length {decoder_seq_length} must be at least {_LEAST_DECODER}")
+    _check_shares(mask_prob, short_seq_prob)
+    cut = Cut(encoder_seq_length - T5_SPECIAL_TOKENS, 1, short_seq_prob)
+    masking = WordMasking(mask_prob, T5_MASKING_NGRAM, geometric=True)
+    make = partial(T5Dataset, encoder_length=encoder_seq_length, decoder_length=decoder_seq_length)
+    kind = _MaskedKind(data, seed, cut, ids, WordMasker(masking, ids.continues_v, (ids.cls, ids.sep)), make)
+    return build_splits(data, kind, seed, train_valid_test_num_samples, tokenizer.vocab_size if check_tokens else None)
+
+
+def _check_length(length: int, special: int, flag: str) -> None:
+    if length < special + _LEAST_TARGET:
+        raise UserError(
+            f"{flag} {length} leaves no room for text beside {special} special tokens: give at least "
+            f"{special + _LEAST_TARGET}"
+        )
+
+
+def _check_shares(mask_prob: float, short_seq_prob: float) -> None:
+    if not 0 < mask_prob < 1:
+        raise UserError(f"--mask-prob {mask_prob} must lie between 0 and 1, such as 0.15")
+    if not 0 <= short_seq_prob <= 1:
+        raise UserError(f"--short-seq-prob {short_seq_prob} must be from 0 to 1, such as 0.1")
+
+
+@dataclass(frozen=True)
+class _MaskedKind:
+    data: DataConfig
+    seed: int
+    cut: Cut
+    ids: WordPieceIds
+    masker: WordMasker
+    make: Callable[[IndexedDataset, SentenceOrder, WordPieceIds, WordMasker, int], MaskedDataset]
+
+    def count(self, indexed: IndexedDataset) -> int:
+        """See ``Kind``: as megatron-core, documents."""
+        return indexed.num_documents
+
+    def part(self, indexed: IndexedDataset, begin: int, end: int, name: str) -> _MaskedPart:
+        """See ``Kind``."""
+        documents = SentenceDocuments(indexed.lengths, indexed.doc_idx[begin : end + 1], name)
+        return _MaskedPart(self, indexed, documents)
+
+
+@dataclass(frozen=True)
+class _MaskedPart:
+    kind: _MaskedKind
+    indexed: IndexedDataset
+    documents: SentenceDocuments
+
+    @property
+    def name(self) -> str:
+        """See ``Part``."""
+        return self.documents.name
+
+    @property
+    def is_empty(self) -> bool:
+        """See ``Part``."""
+        starts_d = self.documents.starts_d
+        return len(starts_d) < 2 or starts_d[0] == starts_d[-1]
+
+    def epoch_samples(self) -> int:
+        """See ``Part``."""
+        starts_d = self.documents.starts_d
+        tokens = int(self.documents.lengths_s[int(starts_d[0]) : int(starts_d[-1])].sum(dtype=int))
+        return tokens // self.kind.cut.most_tokens
+
+    def dataset(self, num_samples: int | None, seed: int) -> MaskedDataset:
+        """See ``Part``."""
+        kind, documents = self.kind, self.documents
+        check_split(documents, kind.cut.most_tokens)
+        order: LazySentences | FixedSentences | MegatronSentences
+        if kind.data.sample_order == "megatron":
+            identity = file_identity(self.indexed)
+            cache = kind.data.data_cache_path
+            order = MegatronSentences(documents, kind.cut, kind.seed, num_samples, cache, identity)
+        elif kind.data.sample_order == "fixed":
+            order = FixedSentences(documents, kind.cut, seed, num_samples)
+        else:
+            order = LazySentences(documents, kind.cut, seed, num_samples)
+        if not order.epoch_samples:
+            raise no_samples(documents, kind.cut)
+        return kind.make(self.indexed, order, kind.ids, kind.masker, kind.seed)

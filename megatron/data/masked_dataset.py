@@ -1,0 +1,85 @@
+"""What the datasets of BERT and T5 share: samples of sentences of one file."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron.data.batch import Batch
+from megatron.data.indexed import IndexedDataset
+from megatron.data.masking import WordMasker
+from megatron.data.sentence_order import SentenceOrder
+from megatron.data.source import row
+from megatron.tokenizer.wordpiece import WordPieceIds
+
+
+class MaskedDataset:
+    """Samples of one indexed file of sentences; what becomes of the sentences is left to the subclass.
+
+    Args:
+        indexed: the tokens.
+        order: the order of samples.
+        ids: ids of the special tokens.
+        masker: chooses the words.
+        seed: seed of the cyclic loader's shuffle.
+    """
+
+    row_length: int
+    resets_positions = False
+
+    def __init__(
+        self, indexed: IndexedDataset, order: SentenceOrder, ids: WordPieceIds, masker: WordMasker, seed: int
+    ) -> None:
+        self.indexed = indexed
+        self.order = order
+        self.ids = ids
+        self.masker = masker
+        self.seed = seed
+        self.name = indexed.prefix
+        self.lanes = order.lanes
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    @property
+    def epoch_samples(self) -> int:
+        """See ``SampleSource``."""
+        return self.order.epoch_samples
+
+    def sample_id(self, index: int) -> int:
+        """See ``SampleSource``."""
+        return self.order.sample_id(index)
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        """The row of draw ``index``, int64 [row_length].
+
+        Raises:
+            IndexError: when the index is outside the dataset.
+        """
+        return row(self, index)
+
+    def read(self, index: int, out_t: NDArray[np.int64]) -> None:
+        """See ``SampleSource``."""
+        raise NotImplementedError
+
+    def collate(
+        self, rows_bt: NDArray[np.int64], sample_ids_b: NDArray[np.int64], draw_ids_b: NDArray[np.int64]
+    ) -> Batch:
+        """See ``SampleSource``."""
+        raise NotImplementedError
+
+
+def take(rows_bt: NDArray[np.int64], begin: int, length: int) -> torch.Tensor:
+    """Columns [begin, begin + length) of a batch of rows, as a tensor of their own."""
+    return torch.from_numpy(np.ascontiguousarray(rows_bt[:, begin : begin + length]))
+
+
+def padding(lengths_b: NDArray[np.int64], length: int) -> torch.Tensor:
+    """Segment ids int32 [b, length]: 0 for text, 1 for the padding after it."""
+    return torch.from_numpy((np.arange(length) >= lengths_b[:, None]).astype(np.int32))
+
+
+def places(batch: int, length: int) -> torch.Tensor:
+    """Position ids int64 [batch, length]."""
+    return torch.arange(length).repeat(batch, 1)

@@ -1,0 +1,115 @@
+"""The C++ standard library's generators of random numbers, and a shuffle drawn from one, as numpy arrays.
+
+megatron-core cuts sentences into samples in C++, with std::mt19937 and std::mt19937_64. To draw the same samples,
+the same numbers are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_BLOCK = 1 << 16
+_WORDS, _MIDDLE = 312, 156
+_UPPER, _LOWER = np.uint64(0xFFFFFFFF80000000), np.uint64(0x7FFFFFFF)
+_MATRIX = np.uint64(0xB5026F5AA96619E9)
+# Below this many elements a shuffle is one swap after the other.
+_FEW = 4096
+
+
+def mersenne_32(seed: int) -> Iterator[NDArray[np.uint32]]:
+    """The numbers of std::mt19937(seed), in blocks."""
+    random = np.random.RandomState(seed & 0xFFFFFFFF)
+    while True:
+        yield random.randint(0, 1 << 32, size=_BLOCK, dtype=np.uint32)
+
+
+def mersenne_64(seed: int) -> Iterator[NDArray[np.uint64]]:
+    """The numbers of std::mt19937_64(seed), in blocks."""
+    word = seed & 0xFFFFFFFFFFFFFFFF
+    words = [word]
+    for place in range(1, _WORDS):
+        word = (6364136223846793005 * (word ^ (word >> 62)) + place) & 0xFFFFFFFFFFFFFFFF
+        words.append(word)
+    state = np.array(words, dtype=np.uint64)
+    while True:
+        block = np.empty((_BLOCK // _WORDS, _WORDS), dtype=np.uint64)
+        for row in block:
+            _twist(state)
+            row[:] = state
+        yield _tempered(block.reshape(-1))
+
+
+def _twist(state: NDArray[np.uint64]) -> None:
+    """The next words, in place: each half from the other one."""
+    half = _MIDDLE
+    state[:half] = _mixed(state[:half], state[1 : half + 1]) ^ state[half:]
+    after = np.append(state[half + 1 :], state[0])
+    state[half:] = _mixed(state[half:], after) ^ state[:half]
+
+
+def _mixed(these: NDArray[np.uint64], after: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    joined = (these & _UPPER) | (after & _LOWER)
+    return (joined >> np.uint64(1)) ^ ((joined & np.uint64(1)) * _MATRIX)
+
+
+def _tempered(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    numbers ^= (numbers >> np.uint64(29)) & np.uint64(0x5555555555555555)
+    numbers ^= (numbers << np.uint64(17)) & np.uint64(0x71D67FFFEDA60000)
+    numbers ^= (numbers << np.uint64(37)) & np.uint64(0xFFF7EEE000000000)
+    numbers ^= numbers >> np.uint64(43)
+    return numbers
+
+
+def shuffled(count: int, random: Iterator[NDArray[np.uint64]]) -> NDArray[Any]:
+    """The numbers [0, count) after the swaps of i with a number modulo (i + 1), for i from count - 1 down to 1.
+
+    Swaps that touch no element twice are made together.
+    """
+    order = np.arange(count, dtype=np.uint32 if count < 1 << 32 else np.int64)
+    top = count - 1
+    while top > 0:
+        numbers = next(random)[:top]
+        places = np.arange(top, top - len(numbers), -1, dtype=np.int64)
+        partners = (numbers % (places + 1).astype(np.uint64)).astype(np.int64)
+        _swap(order, places, partners)
+        top -= len(numbers)
+    return order
+
+
+def _swap(order: NDArray[Any], places: NDArray[np.int64], partners: NDArray[np.int64]) -> None:
+    done = 0
+    while done < len(places):
+        top = int(places[done])
+        if top < _FEW:
+            _swap_one_by_one(order, partners[done:].tolist(), top)
+            return
+        size = _independent(partners[done : done + isqrt(top)], top)
+        left, right = places[done : done + size], partners[done : done + size]
+        order[left], order[right] = order[right], order[left]
+        done += size
+
+
+def _independent(partners: NDArray[np.int64], top: int) -> int:
+    """How many of the next swaps, of ``top`` downwards with these partners, touch no element twice."""
+    size = len(partners)
+    # A partner that is itself swapped later on, when its turn comes.
+    turns = top - partners
+    later = turns[(turns < size) & (turns > np.arange(size))]
+    if len(later):
+        size = int(later.min())
+    ranks = np.argsort(partners, kind="stable")
+    sorted_partners = partners[ranks]
+    again = ranks[1:][sorted_partners[1:] == sorted_partners[:-1]]
+    return min(size, int(again.min())) if len(again) else size
+
+
+def _swap_one_by_one(order: NDArray[Any], partners: list[int], top: int) -> None:
+    head = order[: top + 1].tolist()
+    for place, partner in zip(range(top, top - len(partners), -1), partners, strict=True):
+        head[place], head[partner] = head[partner], head[place]
+    order[: top + 1] = head

@@ -1,0 +1,101 @@
+"""Texts to sentences: by nltk's Punkt models where they are on this machine, else by rules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+Spans = list[tuple[int, int]]
+
+# Words that a full stop follows inside a sentence, without it and in lower case.
+_ABBREVIATIONS = """
+mr mrs ms mx dr prof sr jr st mt ft gen col maj capt cmdr lt sgt cpl adm rev hon pres gov sen rep supt
+no nos nr fig figs eq eqs sec secs ch chap vol vols pp pg art ed eds trans vs v cf ca approx al ibid viz
+jan feb mar apr jun jul aug sep sept oct nov dec mon tue tues wed thu thur thurs fri sat
+inc ltd co corp dept univ assn bros ave blvd rd est bzw usw vgl hrsg bd mme mlle sra sig dott
+"""
+_KNOWN = frozenset(_ABBREVIATIONS.split())
+_WIDE = "\u3002\uff01\uff1f"  # the signs of Chinese and Japanese, after which no space stands
+_CLOSING, _WIDE_CLOSING = r"\"'\u201d\u2019\u00bb)\]", r"\u300d\u300f\u201d\u2019\uff09"
+# What may end a sentence, with what closes after it; an empty line always ends one.
+_END = re.compile(rf"(?<![.!?\u2026])[.!?\u2026]+[{_CLOSING}]*(?=\s)|[{_WIDE}]+[{_WIDE_CLOSING}]*|\n[^\S\n]*\n\s*")
+_LAST_WORD = re.compile(r"[^\s(\[\"'\u201c\u2018\u00ab]+$")
+_DOTTED = re.compile(r"(?:[^\W\d_]{1,2}\.)+[^\W\d_]{1,2}")
+_BEFORE_WORD = re.compile(r"\s*[\"'\u201c\u2018\u00ab(\[{\-\u2013\u2014*_\u00bf\u00a1]*")
+_LONGEST_NAME = 40
+
+
+def load_punkt(lang: str) -> Any:
+    """nltk's Punkt model of a language from this machine's folders (NLTK_DATA and nltk's own), or None.
+
+    Nothing is downloaded.
+    """
+    try:
+        from nltk.tokenize import punkt
+
+        return punkt.PunktTokenizer(lang)
+    except (ImportError, LookupError, AttributeError, OSError, ValueError):
+        return None
+
+
+def rule_spans(text: str) -> Spans:
+    """Splits a text by rules, for any language that ends sentences with . ! ? or their Chinese and Japanese forms.
+
+    A sentence does not end before a lower-case word, nor after an abbreviation, an initial or letters with full
+    stops between them (e.g., U.S.). White space around sentences belongs to none.
+    """
+    spans: Spans = []
+    begin = 0
+    for found in _END.finditer(text):
+        if _ends(text, begin, found):
+            _append(spans, text, begin, found.end())
+            begin = found.end()
+    _append(spans, text, begin, len(text))
+    return spans
+
+
+def _ends(text: str, begin: int, found: re.Match[str]) -> bool:
+    """Whether a sentence that began at ``begin`` ends with the signs that were found."""
+    sign = found[0]
+    if sign.isspace() or sign[0] in _WIDE:
+        return True
+    opening = _BEFORE_WORD.match(text, found.end())
+    after = found.end() if opening is None else opening.end()
+    if text[after : after + 1].islower():
+        return False
+    if not sign.startswith(".") or sign.startswith(".."):
+        return True
+    word = _LAST_WORD.search(text, max(begin, found.start() - _LONGEST_NAME), found.start())
+    if word is None:
+        return True
+    name = word[0]
+    return not (_DOTTED.fullmatch(name) or name.lower() in _KNOWN or (len(name) == 1 and name.isupper()))
+
+
+def _append(spans: Spans, text: str, begin: int, end: int) -> None:
+    while begin < end and text[begin].isspace():
+        begin += 1
+    while begin < end and text[end - 1].isspace():
+        end -= 1
+    if begin < end:
+        spans.append((begin, end))
+
+
+def sentence_splitter(lang: str, keep_newlines: bool) -> Callable[[str], list[str]]:
+    """A function that splits a text into sentences.
+
+    With ``keep_newlines`` the white space between two sentences stays at the end of the first, so that the
+    sentences put together are the text; otherwise it is dropped.
+    """
+    punkt = load_punkt(lang)
+
+    def split(text: str) -> list[str]:
+        spans = rule_spans(text) if punkt is None else list(punkt.span_tokenize(text))
+        if not keep_newlines:
+            return [text[start:end] for start, end in spans]
+        starts = [0, *(start for start, _ in spans[1:]), len(text)]
+        return [text[start:end] for start, end in pairwise(starts) if end > start]
+
+    return split

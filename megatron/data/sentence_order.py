@@ -1,0 +1,223 @@
+"""Orders of samples of sentences: which sentences, and which random numbers, make sample number i."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.cache import cached_arrays
+from megatron.data.fixed_order import Lanes
+from megatron.data.mersenne import mersenne_64, shuffled
+from megatron.data.permute import Permutation, mix
+from megatron.data.sentences import Cut, SentenceDocuments, cut_at_once, cut_in_order, no_samples
+
+
+class Sentences(NamedTuple):
+    """Consecutive sentences of a file, from ``begin`` up to ``end``, and the tokens that may be used of them."""
+
+    begin: int
+    end: int
+    target: int
+
+
+class SentenceOrder(Protocol):
+    """An order of samples, as a dataset uses it."""
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples after which all sentences have been read once."""
+
+    @property
+    def lanes(self) -> int | None:
+        """See ``SampleSource``."""
+
+    def __len__(self) -> int:
+        """Number of samples that can be drawn."""
+
+    def sample_id(self, index: int) -> int:
+        """Identity of the sample drawn as number ``index``: its sentences and its random numbers."""
+
+    def sentences(self, sample_id: int) -> Sentences:
+        """The sentences of a sample."""
+
+    def random(self, sample_id: int) -> np.random.RandomState:
+        """The random numbers of a sample."""
+
+
+def _checked(index: int, count: int) -> int:
+    if not 0 <= index < count:
+        raise IndexError(f"sample {index} of {count}")
+    return index
+
+
+def _sentences(row: NDArray[Any]) -> Sentences:
+    begin, end, target = row.tolist()
+    return Sentences(begin, end, target)
+
+
+def _seeded(key: int) -> np.random.RandomState:
+    # The legacy generator: numpy promises that its stream never changes.
+    return np.random.RandomState([key & 0xFFFFFFFF, key >> 32])
+
+
+class LazySentences:
+    """The default order: one cut of the documents, drawn in another order and with other random numbers in each epoch.
+
+    A draw costs the same whatever its number, and does not depend on the length of the run.
+
+    Args:
+        documents, cut: documents to draw from, and how they are cut.
+        seed: seed of the cut, of the shuffles and of each sample's random numbers.
+        num_samples: most samples that may be drawn; None is one epoch.
+    """
+
+    lanes: int | None = None
+
+    def __init__(self, documents: SentenceDocuments, cut: Cut, seed: int, num_samples: int | None) -> None:
+        self._rows = cut_at_once(documents, cut, mix(seed, 0))
+        self._seed = seed
+        self._num_samples = len(self._rows) if num_samples is None else num_samples
+
+    @property
+    def epoch_samples(self) -> int:
+        """See ``SentenceOrder``."""
+        return len(self._rows)
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def sample_id(self, index: int) -> int:
+        """See ``SentenceOrder``: masks are drawn anew in each epoch, so every draw is a sample of its own.
+
+        Raises:
+            IndexError: when the index is outside the order.
+        """
+        return _checked(index, self._num_samples)
+
+    def sentences(self, sample_id: int) -> Sentences:
+        """See ``SentenceOrder``."""
+        epoch, place = divmod(sample_id, len(self._rows))
+        return _sentences(self._rows[Permutation(len(self._rows), mix(self._seed, epoch, 1))(place)])
+
+    def random(self, sample_id: int) -> np.random.RandomState:
+        """See ``SentenceOrder``."""
+        return _seeded(mix(self._seed, sample_id, 2))
+
+
+class FixedSentences:
+    """The same samples in every epoch, masks included, drawn as ``Lanes`` has it. Arguments as of ``LazySentences``."""
+
+    def __init__(self, documents: SentenceDocuments, cut: Cut, seed: int, num_samples: int | None) -> None:
+        self._rows = cut_at_once(documents, cut, mix(seed, 0))
+        self._lanes = Lanes(len(self._rows), seed)
+        self.lanes: int | None = self._lanes.lanes
+        self._seed = seed
+        self._num_samples = self.epoch_samples if num_samples is None else num_samples
+
+    @property
+    def epoch_samples(self) -> int:
+        """See ``SentenceOrder``."""
+        return self._lanes.epoch_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def sample_id(self, index: int) -> int:
+        """See ``SentenceOrder``.
+
+        Raises:
+            IndexError: when the index is outside the order.
+        """
+        return self._lanes.sample(_checked(index, self._num_samples))
+
+    def sentences(self, sample_id: int) -> Sentences:
+        """See ``SentenceOrder``."""
+        return _sentences(self._rows[sample_id])
+
+    def random(self, sample_id: int) -> np.random.RandomState:
+        """See ``SentenceOrder``."""
+        return _seeded(mix(self._seed, sample_id, 2))
+
+
+class MegatronSentences:
+    """megatron-core's order: the samples of whole epochs, shuffled together, built at the start or read from the cache.
+
+    Args:
+        documents, cut, seed: the arguments of ``LazySentences``; the seed is used as it is.
+        num_samples: the least that can be drawn; None is one epoch. All samples of the last epoch can be drawn.
+        cache_path: folder that keeps the arrays.
+        cache_identity: name and state of the documents' file, for the cache.
+    """
+
+    lanes: int | None = None
+
+    def __init__(
+        self,
+        documents: SentenceDocuments,
+        cut: Cut,
+        seed: int,
+        num_samples: int | None,
+        cache_path: str | Path | None = None,
+        cache_identity: dict[str, Any] | None = None,
+    ) -> None:
+        identity = {
+            **(cache_identity or {}),
+            "documents": [int(documents.starts_d[0]), int(documents.starts_d[-1]), len(documents.starts_d)],
+            "cut": list(vars(cut).values()),
+            "seed": seed,
+            "num_samples": num_samples,
+        }
+        cache = cache_path if cache_identity is not None else None
+        arrays = cached_arrays(
+            cache, "sentence-order", identity, lambda: build_megatron_sentences(documents, cut, seed, num_samples)
+        )
+        self.rows, self.shuffle_index = arrays["rows"], arrays["shuffle_index"]
+        self._seed = seed
+        self._epoch_samples = int(arrays["epoch_samples"])
+
+    @property
+    def epoch_samples(self) -> int:
+        """See ``SentenceOrder``: those of the first epoch; the others differ by their short samples."""
+        return self._epoch_samples
+
+    def __len__(self) -> int:
+        return len(self.shuffle_index)
+
+    def sample_id(self, index: int) -> int:
+        """See ``SentenceOrder``: the random numbers follow from the index.
+
+        Raises:
+            IndexError: when the index is outside the order.
+        """
+        return _checked(index, len(self))
+
+    def sentences(self, sample_id: int) -> Sentences:
+        """See ``SentenceOrder``."""
+        return _sentences(self.rows[self.shuffle_index[sample_id]])
+
+    def random(self, sample_id: int) -> np.random.RandomState:
+        """See ``SentenceOrder``."""
+        return np.random.RandomState((self._seed + sample_id) % (1 << 32))
+
+
+def build_megatron_sentences(
+    documents: SentenceDocuments, cut: Cut, seed: int, num_samples: int | None
+) -> dict[str, NDArray[Any]]:
+    """Builds the arrays of ``MegatronSentences``.
+
+    Returns:
+        rows: uint32 or int64 [samples, 3], as ``cut_in_order`` gives them.
+        shuffle_index: uint32 or int64 [samples].
+        epoch_samples: int64 [], samples of the first epoch.
+    """
+    rows = cut_in_order(documents, cut, seed, num_samples)
+    if not len(rows):
+        raise no_samples(documents, cut)
+    # An epoch begins where the sentences begin again.
+    again = np.flatnonzero(rows[1:, 0] <= rows[:-1, 0])
+    epoch_samples = int(again[0]) + 1 if len(again) else len(rows)
+    shuffle_index = shuffled(len(rows), mersenne_64(seed + 1))
+    return {"rows": rows, "shuffle_index": shuffle_index, "epoch_samples": np.array(epoch_samples, dtype=np.int64)}

@@ -1,0 +1,239 @@
+"""Documents of sentences, and how they are cut into samples of consecutive sentences.
+
+A sample takes sentences of one document until their tokens reach a target. The target is the most tokens that fit,
+or now and then a shorter one, so that a model sees short texts as well. The last sentence of a document never becomes
+a sample of its own, unless it is the whole document: the sample before it takes it. Documents with too few sentences
+are left out, and so are documents of several sentences of which one is very long: text that is no prose.
+
+``cut_in_order`` draws the targets as megatron-core does, one after the other; ``cut_at_once`` draws each from the place
+where its sample begins, and cuts many documents at a time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.base.errors import UserError
+from megatron.data.cache import check_room
+from megatron.data.mersenne import mersenne_32
+
+# Tokens of a sentence that is too long; megatron-core's number.
+_LONGEST_SENTENCE = 512
+_CHUNK_SENTENCES = 1 << 20
+_BYTES_OF_SAMPLE = 12
+
+
+@dataclass(frozen=True)
+class SentenceDocuments:
+    """Documents of a file that one split may draw from.
+
+    Args:
+        lengths_s: int32, tokens of every sentence of the file.
+        starts_d: int64 [documents + 1], the sentence with which each document begins, and the end of the last.
+        name: name in messages.
+    """
+
+    lengths_s: NDArray[np.int32]
+    starts_d: NDArray[np.int64]
+    name: str
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How documents are cut.
+
+    Args:
+        most_tokens: most tokens of a sample.
+        least_sentences: least sentences of a document, and of a sample: 2 where sentences are paired.
+        short_probability: share of samples with a target of less than ``most_tokens``.
+    """
+
+    most_tokens: int
+    least_sentences: int
+    short_probability: float
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Documents that are cut, next to each other in the file.
+
+    Args:
+        offset: number of the first sentence of the chunk in its file.
+        firsts_d, lasts_d: the first sentence of each document and the end of its last, counted from ``offset``.
+        ends_s: tokens before each sentence of the chunk, and all of them.
+    """
+
+    offset: int
+    firsts_d: NDArray[np.int64]
+    lasts_d: NDArray[np.int64]
+    ends_s: NDArray[np.int64]
+
+
+def _chunks(documents: SentenceDocuments, cut: Cut) -> list[_Chunk]:
+    starts_d = documents.starts_d
+    counts_d = np.diff(starts_d)
+    usable_d = counts_d >= cut.least_sentences
+    low, high = int(starts_d[0]), int(starts_d[-1])
+    long_s = np.flatnonzero(documents.lengths_s[low:high] > _LONGEST_SENTENCE) + low
+    with_long_d = np.searchsorted(starts_d, long_s, side="right") - 1
+    usable_d[with_long_d[counts_d[with_long_d] > 1]] = False
+    chunks = []
+    for numbers in _grouped(starts_d, np.flatnonzero(usable_d)):
+        offset, end = int(starts_d[numbers[0]]), int(starts_d[numbers[-1] + 1])
+        ends_s = np.zeros(end - offset + 1, dtype=np.int64)
+        np.cumsum(documents.lengths_s[offset:end], dtype=np.int64, out=ends_s[1:])
+        chunks.append(_Chunk(offset, starts_d[numbers] - offset, starts_d[numbers + 1] - offset, ends_s))
+    return chunks
+
+
+def _grouped(starts_d: NDArray[np.int64], numbers: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Splits document numbers so that no group has many more sentences than a chunk should."""
+    chunk_d = (starts_d[numbers] - starts_d[0]) // _CHUNK_SENTENCES
+    return [group for group in np.split(numbers, np.flatnonzero(np.diff(chunk_d)) + 1) if len(group)]
+
+
+def _as_rows(columns: list[NDArray[np.int64]], documents: SentenceDocuments) -> NDArray[Any]:
+    dtype = np.uint32 if len(documents.lengths_s) < 1 << 32 else np.int64
+    return np.stack(columns, axis=1).astype(dtype)
+
+
+def no_samples(documents: SentenceDocuments, cut: Cut) -> UserError:
+    """The error of documents that make no sample."""
+    if cut.least_sentences > 1 and (not len(documents.starts_d) or int(np.diff(documents.starts_d).max(initial=0)) < 2):
+        return UserError(
+            f"{documents.name}: every document is one sentence, but sentence order needs two. Write it with "
+            f"tools/preprocess_data.py --split-sentences, or give --bert-no-binary-head"
+        )
+    return UserError(
+        f"{documents.name}: no document has {cut.least_sentences} or more sentences, none of them above "
+        f"{_LONGEST_SENTENCE} tokens. Write it with tools/preprocess_data.py --split-sentences"
+    )
+
+
+def check_split(documents: SentenceDocuments, most_tokens: int) -> None:
+    """Checks that the documents are split into sentences.
+
+    Raises:
+        UserError: when each is a single sequence, and not all of them fit into a sample: what does not fit would never
+            be read.
+    """
+    starts_d = documents.starts_d
+    lengths_s = documents.lengths_s[int(starts_d[0]) : int(starts_d[-1])]
+    longest = int(lengths_s.max(initial=0))
+    if longest > most_tokens and int(np.diff(starts_d).max(initial=0)) < 2:
+        raise UserError(
+            f"{documents.name}: every document is one sequence, of up to {longest} tokens, so its text was not split "
+            f"into sentences. Write it with tools/preprocess_data.py --split-sentences"
+        )
+
+
+def cut_in_order(documents: SentenceDocuments, cut: Cut, seed: int, num_samples: int | None) -> NDArray[Any]:
+    """megatron-core's samples, before their shuffle: whole epochs, until there are enough samples.
+
+    Args:
+        documents: the documents.
+        cut: how they are cut.
+        seed: seed of the targets.
+        num_samples: the least number of samples; None is one epoch.
+
+    Returns:
+        uint32 or int64 [samples, 3]: the first sentence, the end of the last one, the target.
+
+    Raises:
+        UserError: when the documents make no sample, or there is no memory for so many.
+    """
+    check_room(_BYTES_OF_SAMPLE * (num_samples or 0), documents.name, num_samples or 0)
+    chunks = _chunks(documents, cut)
+    draw = chain.from_iterable(_targets_in_order(cut, seed)).__next__
+    parts: list[NDArray[Any]] = []
+    count = 0
+    while not parts or (num_samples is not None and count < num_samples):
+        epoch = [_as_rows(_cut_chunk(chunk, cut.least_sentences, draw), documents) for chunk in chunks]
+        if not epoch:
+            raise no_samples(documents, cut)
+        parts += epoch
+        count += sum(map(len, epoch))
+    return np.concatenate(parts)
+
+
+def _targets_in_order(cut: Cut, seed: int) -> Iterator[list[int]]:
+    """Targets by std::mt19937: every number that a whole ratio divides is a short target."""
+    ratio = int(np.floor(1.0 / cut.short_probability + 0.5)) if cut.short_probability > 0 else 0
+    if not ratio:
+        while True:
+            yield [cut.most_tokens] * 1024
+    for block in mersenne_32(seed):
+        numbers = block.astype(np.int64)
+        yield np.where(numbers % ratio == 0, 2 + numbers % (cut.most_tokens - 1), cut.most_tokens).tolist()
+
+
+def _cut_chunk(chunk: _Chunk, least: int, draw: Callable[[], int]) -> list[NDArray[np.int64]]:
+    """Cuts a chunk one sample after the other; a document draws one target more than it has samples."""
+    ends = chunk.ends_s.tolist()
+    begins: list[int] = []
+    finishes: list[int] = []
+    targets: list[int] = []
+    for first, last in zip(chunk.firsts_d.tolist(), chunk.lasts_d.tolist(), strict=True):
+        begin, target = first, draw()
+        while begin < last:
+            end, low, high = last, begin + least, last - 1
+            if low < high:
+                found = bisect_left(ends, ends[begin] + target, low, high)
+                end = found if found < high else last
+            begins.append(begin)
+            finishes.append(end)
+            targets.append(target)
+            begin, target = end, draw()
+    return [np.array(begins) + chunk.offset, np.array(finishes) + chunk.offset, np.array(targets)]
+
+
+def cut_at_once(documents: SentenceDocuments, cut: Cut, seed: int) -> NDArray[Any]:
+    """The samples of one epoch in the order of the file; a sample's target depends on its first sentence and the seed.
+
+    Returns:
+        As ``cut_in_order``.
+
+    Raises:
+        UserError: when the documents make no sample.
+    """
+    parts = [_as_rows(_cut_lanes(chunk, cut, seed), documents) for chunk in _chunks(documents, cut)]
+    if not parts:
+        raise no_samples(documents, cut)
+    return np.concatenate(parts)
+
+
+def _cut_lanes(chunk: _Chunk, cut: Cut, seed: int) -> list[NDArray[np.int64]]:
+    """Cuts the next sample of all documents of a chunk, until all are cut."""
+    begin_d, last_d, ends_s = chunk.firsts_d, chunk.lasts_d, chunk.ends_s
+    columns: list[list[NDArray[np.int64]]] = [[], [], []]
+    while len(begin_d):
+        target_d = _hashed_targets(begin_d + chunk.offset, cut, seed)
+        end_d = np.searchsorted(ends_s, ends_s[begin_d] + target_d, side="left")
+        end_d = np.maximum(end_d, begin_d + cut.least_sentences)
+        end_d = np.where(end_d < last_d - 1, end_d, last_d)
+        for column, values in zip(columns, (begin_d + chunk.offset, end_d + chunk.offset, target_d), strict=True):
+            column.append(values)
+        left_d = end_d < last_d
+        begin_d, last_d = end_d[left_d], last_d[left_d]
+    joined = [np.concatenate(column) for column in columns]
+    order = np.argsort(joined[0], kind="stable")
+    return [column[order] for column in joined]
+
+
+def _hashed_targets(places: NDArray[np.int64], cut: Cut, seed: int) -> NDArray[np.int64]:
+    """Targets by SplitMix64's finalizer of the seed and the place."""
+    numbers = places.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed & 0xFFFFFFFFFFFFFFFF)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
+    numbers ^= numbers >> np.uint64(31)
+    # The upper bits decide whether a target is short, the lower ones how short.
+    short = (numbers >> np.uint64(32)) < np.uint64(int(cut.short_probability * (1 << 32)))
+    lengths = 2 + (numbers & np.uint64(0xFFFFFFFF)) % np.uint64(cut.most_tokens - 1)
+    return np.where(short, lengths, np.uint64(cut.most_tokens)).astype(np.int64)

@@ -1,0 +1,96 @@
+"""T5's samples: text with gaps, and what was in the gaps."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron.data.batch import Batch
+from megatron.data.indexed import IndexedDataset
+from megatron.data.masked_dataset import MaskedDataset, padding, places, take
+from megatron.data.masking import WordMasker
+from megatron.data.sentence_order import SentenceOrder
+from megatron.tokenizer.wordpiece import WordPieceIds
+
+# The encoder's text is cut as if it had begin and end tokens, as in megatron-core.
+T5_SPECIAL_TOKENS = 2
+
+
+class T5Dataset(MaskedDataset):
+    """Span corruption: spans of words are cut out of a text.
+
+    The encoder reads the text with a sentinel in place of each span. The decoder reads [BOS], then each sentinel and
+    its span, and is to predict the same one place on, then [EOS]. Spans for which there is no sentinel left, or no room
+    in the decoder, stay in the text.
+
+    Args:
+        encoder_length, decoder_length: tokens of both, padding included.
+        indexed, order, ids, masker, seed: see ``MaskedDataset``.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        order: SentenceOrder,
+        ids: WordPieceIds,
+        masker: WordMasker,
+        seed: int,
+        *,
+        encoder_length: int,
+        decoder_length: int,
+    ) -> None:
+        super().__init__(indexed, order, ids, masker, seed)
+        self.encoder_length = encoder_length
+        self.decoder_length = decoder_length
+        self.row_length = encoder_length + 2 * decoder_length + 2
+
+    def read(self, index: int, out_t: NDArray[np.int64]) -> None:
+        """See ``SampleSource``: the encoder's tokens, the decoder's, the labels, and the numbers of both's tokens."""
+        sample_id = self.order.sample_id(index)
+        begin, end, target = self.order.sentences(sample_id)
+        text_t = self.indexed.run(begin, end)[:target].astype(np.int64)
+        spans = self._spans(text_t, target, self.order.random(sample_id))
+        encoder: list[int] = []
+        decoder: list[int] = []
+        done = 0
+        for sentinel, span in zip(self.ids.sentinels, spans, strict=False):
+            encoder += [*text_t[done : span[0]].tolist(), sentinel]
+            decoder += [sentinel, *text_t[span].tolist()]
+            done = int(span[-1]) + 1
+        encoder += text_t[done:].tolist()
+        sizes = len(encoder), len(decoder) + 1
+        out_t[:] = self.ids.pad
+        out_t[: sizes[0]] = encoder
+        decoder_d, labels_d = out_t[self.encoder_length : -2].reshape(2, self.decoder_length)
+        decoder_d[: sizes[1]] = [self.ids.bos, *decoder]
+        labels_d[: sizes[1]] = [*decoder, self.ids.eos]
+        out_t[-2:] = sizes
+
+    def collate(
+        self, rows_bt: NDArray[np.int64], sample_ids_b: NDArray[np.int64], draw_ids_b: NDArray[np.int64]
+    ) -> Batch:
+        """See ``SampleSource``."""
+        length, decoder_length = self.encoder_length, self.decoder_length
+        decoder_segments_bs = padding(rows_bt[:, -1], decoder_length)
+        return Batch(
+            sample_ids_b=torch.from_numpy(sample_ids_b),
+            draw_ids_b=torch.from_numpy(draw_ids_b),
+            tokens_bs=take(rows_bt, 0, length),
+            labels_bs=take(rows_bt, length + decoder_length, decoder_length),
+            loss_mask_bs=(decoder_segments_bs == 0).float(),
+            position_ids_bs=places(len(rows_bt), length),
+            segment_ids_bs=padding(rows_bt[:, -2], length),
+            decoder_tokens_bs=take(rows_bt, length, decoder_length),
+            decoder_segment_ids_bs=decoder_segments_bs,
+        )
+
+    def _spans(self, text_t: NDArray[np.int64], target: int, random: np.random.RandomState) -> list[NDArray[np.int64]]:
+        """The places of the spans, in the order of the text."""
+        spans: list[NDArray[np.int64]] = []
+        room = self.decoder_length - 1
+        for span in self.masker.ngrams(text_t, target, random):
+            if len(spans) < len(self.ids.sentinels) and len(span) + 1 <= room:
+                spans.append(span)
+                room -= len(span) + 1
+        return sorted(spans, key=lambda span: int(span[0]))

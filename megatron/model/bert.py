@@ -1,0 +1,132 @@
+"""BERT in Megatron's form: pre-norm layers, masked words, and whether two sentences are in order."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.comm.tensor import TensorComm
+from megatron.config.model import ModelConfig
+from megatron.config.recompute import RecomputeConfig
+from megatron.model.losses import LossSum, StageLoss, Targets, token_weights
+from megatron.model.norm import Norm
+from megatron.model.stage import Stage, StagePart
+from megatron.parallel.tensor.cross_entropy import head_loss
+from megatron.parallel.tensor.embedding import VocabShard
+from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
+
+
+class WholeLinear(ShardedModule):
+    """A linear layer with a bias that every tensor-parallel rank computes whole: (..., in) -> (..., out).
+
+    Under sequence parallelism each rank sees a part of the sequence, so the gradients of its parameters are
+    partial sums.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, comm: TensorComm, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty((out_features, in_features), device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype))
+        for name, param in self.named_parameters():
+            spec = ParamSpec(tuple(param.shape))
+            self.specs[name] = with_partial_grad(spec) if comm.sequence_parallel else spec
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class LMHead(ShardedModule):
+    """What comes before the output projection, (s, b, h) -> (s, b, h), and that projection's bias.
+
+    GELU has the form that it has in the layers; the exact one beside layers of another activation.
+    """
+
+    def __init__(
+        self, config: ModelConfig, shard: VocabShard, comm: TensorComm, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
+        self.dense = WholeLinear(config.hidden_size, config.hidden_size, comm, device, dtype)
+        self.layernorm = Norm(config, comm, device, dtype)
+        self.bias, self.specs["bias"] = shard.bias(device, dtype)
+
+    def forward(self, x_sbh: Tensor) -> Tensor:
+        result: Tensor = self.layernorm(F.gelu(self.dense(x_sbh), approximate=self.approximate))
+        return result
+
+
+class BinaryHead(nn.Module):
+    """Whether the two sentences of a sample are swapped, from its first position: (b, h) -> logits (b, 2)."""
+
+    def __init__(self, hidden: int, comm: TensorComm, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.pooler = WholeLinear(hidden, hidden, comm, device, dtype)
+        self.order = WholeLinear(hidden, 2, comm, device, dtype)
+
+    def forward(self, first_bh: Tensor) -> Tensor:
+        result: Tensor = self.order(torch.tanh(self.pooler(first_bh)))
+        return result
+
+
+class BertStage(Stage):
+    """A stage of BERT."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        part: StagePart,
+        shard: VocabShard,
+        comm: TensorComm,
+        device: torch.device,
+        dtype: torch.dtype,
+        recompute: RecomputeConfig,
+    ) -> None:
+        super().__init__(config, part, shard, comm, device, dtype, recompute)
+        if part.last:
+            self.lm_head = LMHead(config, shard, comm, device, dtype)
+            if config.bert_binary_head:
+                self.binary_head = BinaryHead(config.hidden_size, comm, device, dtype)
+
+    def counts(self, targets: Targets) -> Tensor:
+        masked = targets.mask_bs.sum()
+        samples = torch.full_like(masked, targets.mask_bs.shape[0])
+        return torch.stack([masked, samples] if self.config.bert_binary_head else [masked])
+
+    def loss(self, x_sbh: Tensor, targets: Targets, divisors: Tensor | None = None) -> StageLoss:
+        x_sbh = self.final_layernorm(x_sbh)
+        counts = self.counts(targets)
+        weights_bs = token_weights(targets.mask_bs, divisors)
+        given = (self.output_weight, targets.labels_bs.t(), weights_bs.t(), self.comm, self.shard, self.lm_head.bias)
+        objective, losses_sb = head_loss(self.lm_head(x_sbh), *given)
+        sums = [LossSum((losses_sb.t() * targets.mask_bs).sum(), counts[0])]
+        if self.config.bert_binary_head:
+            assert targets.order_b is not None
+            losses_b = F.cross_entropy(self._order_logits(x_sbh), targets.order_b, reduction="none")
+            sums.append(LossSum(losses_b.detach().sum(), counts[1]))
+            divisor = counts[1] if divisors is None else divisors[1]
+            objective = objective + (losses_b * self._holds_first()).sum() / divisor.to(losses_b.dtype)
+        return StageLoss(objective, tuple(sums))
+
+    def _holds_first(self) -> float:
+        """1 where this rank's part of the sequence begins with the first position, else 0.
+
+        Elsewhere the binary head gets some other position, and gradients of zero.
+        """
+        return 0.0 if self.comm.sequence_parallel and self.comm.rank > 0 else 1.0
+
+    def _order_logits(self, x_sbh: Tensor) -> Tensor:
+        logits: Tensor = self.binary_head(x_sbh[0])
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def logits(self, x_sbh: Tensor) -> Tensor:
+        """Logits (s, b, vocab_size) without padding, the same on every tensor-parallel rank; no gradient."""
+        with torch.no_grad():
+            return self._logits(self.lm_head(self.final_layernorm(x_sbh)), self.lm_head.bias)
+
+    def order_logits(self, x_sbh: Tensor) -> Tensor:
+        """Logits (b, 2) of the sentences being in order, or swapped; no gradient. The first position must be here."""
+        with torch.no_grad():
+            return self._order_logits(self.final_layernorm(x_sbh))

@@ -1,0 +1,48 @@
+"""Losses of a micro-batch, and the labels that they compare the model's outputs with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The labels of a micro-batch.
+
+    Args:
+        labels_bs: int64 tokens.
+        mask_bs: float32, 1 where the loss of a token counts.
+        order_b: int64, 1 where the two sentences of a sample are swapped; None where the model is not asked.
+    """
+
+    labels_bs: Tensor
+    mask_bs: Tensor
+    order_b: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """Sum of a loss over what counts in a micro-batch, in nats, and how many these are; scalars."""
+
+    total: Tensor
+    count: Tensor
+
+
+@dataclass(frozen=True)
+class StageLoss:
+    """The losses of a micro-batch.
+
+    Args:
+        objective: scalar to be differentiated.
+        sums: of each of the model's losses (``ModelConfig.loss_names``).
+    """
+
+    objective: Tensor
+    sums: tuple[LossSum, ...]
+
+
+def token_weights(mask_bs: Tensor, divisors: Tensor | None) -> Tensor:
+    """Weight of each token in the objective, (b, s); ``divisors`` as in ``Stage.loss``, the tokens' first."""
+    return mask_bs / mask_bs.numel() if divisors is None else mask_bs.double() / divisors[0]

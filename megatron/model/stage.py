@@ -1,0 +1,172 @@
+"""A stage of a model: any contiguous part of embedding, layers, final norm and losses."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.comm.tensor import TensorComm
+from megatron.compression.points import Point
+from megatron.config.model import ModelConfig
+from megatron.config.recompute import RecomputeConfig
+from megatron.model.block import TransformerLayer
+from megatron.model.context import ForwardContext
+from megatron.model.embedding import Embedding, OutputWeight
+from megatron.model.losses import StageLoss, Targets
+from megatron.model.norm import Norm
+from megatron.model.rotary import rotary_tables
+from megatron.parallel.tensor.embedding import VocabShard
+from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.tensor.products import Recipe
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """The part of the model that one chunk holds.
+
+    Args:
+        layers: global numbers of its layers.
+        first: holds the embedding.
+        last: holds the final norm and the loss.
+    """
+
+    layers: range
+    first: bool = True
+    last: bool = True
+
+
+class Stage(nn.Module, ABC):
+    """The layers of one chunk, with the embedding before them and the losses after them where they belong.
+
+    A kind of model is a subclass with the losses of its last stage.
+
+    Args:
+        config: the model.
+        part: this chunk's part of the model. ``StagePart(range(num_layers))`` is the whole model.
+        shard: rows of the vocabulary on this rank.
+        recompute: activations that backward recomputes instead of keeping them.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        part: StagePart,
+        shard: VocabShard,
+        comm: TensorComm,
+        device: torch.device,
+        dtype: torch.dtype,
+        recompute: RecomputeConfig,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.part = part
+        self.shard = shard
+        self.comm = comm
+        self.dtype = dtype
+        self.recompute = recompute
+        tied = not config.untie_embeddings_and_output_weights
+        if part.first:
+            self.embedding = Embedding(config, shard, comm, device, dtype)
+        recompute_core = recompute.recompute_granularity == "selective"
+        self.layers = nn.ModuleDict(
+            {str(n): TransformerLayer(config, n, comm, device, dtype, recompute_core) for n in part.layers}
+        )
+        if part.last:
+            self.final_layernorm = Norm(config, comm, device, dtype)
+            if not (tied and part.first):
+                self.output_layer = OutputWeight(config, shard, device, dtype)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """Local rows of the output projection, (rows, h)."""
+        return self.output_layer.weight if hasattr(self, "output_layer") else self.embedding.word_embeddings.weight
+
+    def _layers(self) -> list[TransformerLayer]:
+        return cast("list[TransformerLayer]", list(self.layers.values()))
+
+    def compile_layers(self, backend: str = "inductor", lengths_vary: bool = False) -> None:
+        """Compiles the layers by torch, all to the same code: one for training and one for evaluation.
+
+        Args:
+            backend: torch's name of the compiler's backend.
+            lengths_vary: sequences of other lengths will come; the second one then gets code for any length.
+        """
+        for layer in self._layers():
+            layer.compile(dynamic=None if lengths_vary else False, backend=backend)
+
+    def compute_in_fp8(self, recipe: Recipe | None) -> None:
+        """Computes the layers' linear parts from 8-bit numbers from now on (None: in the parameters' type).
+
+        The embedding and the output layer stay as they are.
+        """
+        for module in self.layers.modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                module.compute_in_fp8(recipe)
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Tokens (b, s) on the first stage, else activations (s, b, h), to activations (s, b, h)."""
+        x_sbh = self.embedding(x, context) if self.part.first else x
+        rotary = self._rotary(x_sbh, context)
+        layers = self._layers()
+        full = self.recompute.recompute_granularity == "full" and torch.is_grad_enabled()
+        if not full:
+            return self._run(layers, x_sbh, context, rotary)
+        count = self.recompute.recompute_num_layers
+        if self.recompute.recompute_method == "block":
+            groups = [[layer] for layer in layers[:count]]
+            rest = layers[count:]
+        else:
+            groups = [layers[i : i + count] for i in range(0, len(layers), count)]
+            rest = []
+        for group in groups:
+            x_sbh = checkpoint(self._run, group, x_sbh, context, rotary, use_reentrant=False, preserve_rng_state=False)
+        return self._run(rest, x_sbh, context, rotary)
+
+    @staticmethod
+    def _run(
+        layers: list[TransformerLayer], x_sbh: Tensor, context: ForwardContext, rotary: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        for layer in layers:
+            x_sbh = layer(x_sbh, context, rotary, layer.dropout_keys(context))
+        return x_sbh
+
+    def _rotary(self, x_sbh: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor] | None:
+        if self.config.position_embedding_type != "rope":
+            return None
+        if context.position_ids_bs is not None:
+            positions_sb = context.position_ids_bs.t()
+        else:
+            length = x_sbh.shape[0] * (self.comm.size if self.comm.sequence_parallel else 1)
+            positions_sb = torch.arange(length, device=x_sbh.device).unsqueeze(1)
+        return rotary_tables(positions_sb, self.config, self.dtype)
+
+    @abstractmethod
+    def counts(self, targets: Targets) -> Tensor:
+        """Numbers that count in a micro-batch, one for each of the model's losses."""
+
+    @abstractmethod
+    def loss(self, x_sbh: Tensor, targets: Targets, divisors: Tensor | None = None) -> StageLoss:
+        """The losses of a micro-batch; last stage only.
+
+        Args:
+            x_sbh: what ``forward`` returned.
+            targets: labels.
+            divisors: divisor of each loss's sum in the objective; None for the size of the micro-batch, which is the
+                number that counts unless a mask excludes some.
+        """
+
+    def _logits(self, x_sbh: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Logits (s, b, vocab_size) of the output projection; without padding, on every tensor-parallel rank."""
+        if self.comm.sequence_parallel:
+            x_sbh = self.comm.gather(x_sbh, Point.TP_FWD)
+        local = x_sbh @ self.output_weight.t()
+        if bias is not None:
+            local = local + bias
+        if self.comm.size > 1:
+            local = torch.cat(list(self.comm.gather_exact(local)), dim=-1)
+        return local[..., : self.shard.vocab_size]

@@ -1,0 +1,108 @@
+"""BERT on several ranks: compressors at every point, and ``pretrain_bert.py`` from data to a resumed checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.pretrain_bert import main
+from megatron.training.replica_check import disagreements
+from tests.support.cli import run_cli
+from tests.support.corpus import tiny_bert_flags, tiny_flags, write_documents, write_sentences
+from tests.support.spawn import run_ranks
+from tests.support.tiny import Trace, tiny_engines, tiny_train
+
+pytestmark = pytest.mark.multiprocess
+
+SCRIPT = "pretrain_bert.py"
+COMPRESSED: dict[str, dict[str, Any]] = {
+    "model": {"model_type": "bert"},
+    "parallel": {"pipeline_model_parallel_size": 2},
+    "compression": {
+        "compress": [
+            "pp-forward=fixpoint,bits=8",
+            "pp-backward=fixpoint,bits=8",
+            "dp-grad=powersgd,rank=2",
+            "embedding=fused",
+        ]
+    },
+}
+
+
+def _compressed() -> tuple[Trace, list[str]]:
+    engines = tiny_engines(COMPRESSED)
+    found: list[str] = []
+    trace = tiny_train(engines, 6, after_step=lambda after: found.extend(disagreements(after)))
+    return trace, found
+
+
+def test_compressors_at_every_point() -> None:
+    for trace, found in run_ranks(4, _compressed):
+        assert found == []
+        assert all(math.isfinite(value) for step in trace.named for value in step.values())
+        assert trace.losses[-1] < trace.losses[0]
+        for point in ("pp-forward", "pp-backward", "dp-grad"):
+            assert trace.bytes_by_point.get(point, 0) <= 0.6 * trace.raw_by_point.get(point, 0), point
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_sentences(tmp_path_factory.mktemp("data") / "tiny")
+
+
+def _train(flags: list[str]) -> None:
+    assert main(flags) == 0
+
+
+def _losses(path: Path) -> dict[int, tuple[float, float, float]]:
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    trained = [event for event in events if event["kind"] == "train"]
+    return {event["iteration"]: (event["lm_loss"], event["sop_loss"], event["grad_norm"]) for event in trained}
+
+
+SPLIT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
+
+
+def test_a_run_resumes_exactly_and_on_another_layout(data: tuple[Path, Path], tmp_path: Path) -> None:
+    common: dict[str, Any] = {"train_iters": 6, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+    saved, logs = tmp_path / "saved", {name: tmp_path / f"{name}.jsonl" for name in ("whole", "parts", "other")}
+    stages: list[tuple[int, dict[str, Any]]] = [
+        (4, {**SPLIT, "log_json_file": logs["whole"]}),
+        (4, {**SPLIT, "save": saved, "exit_interval": 3, "log_json_file": logs["parts"]}),
+        (4, {**SPLIT, "load": saved, "log_json_file": logs["parts"]}),
+        (2, {"use_distributed_optimizer": True, "load": saved, "log_json_file": logs["other"]}),
+    ]
+    for world_size, changes in stages:
+        flags = tiny_bert_flags(data, **common, **changes)
+        run_ranks(world_size, _train, flags, timeout=240, init=False)
+    whole = _losses(logs["whole"])
+    assert sorted(whole) == [1, 2, 3, 4, 5, 6]
+    assert _losses(logs["parts"]) == whole
+    other = _losses(logs["other"])
+    assert sorted(other) == [4, 5, 6]
+    for iteration, found in other.items():
+        assert found == pytest.approx(whole[iteration], rel=1e-4)
+
+
+def test_what_it_prints_and_what_it_refuses(data: tuple[Path, Path], tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    flags = tiny_bert_flags(data, train_iters=2, save=saved, eval_interval=2)
+    done = run_cli(1, [SCRIPT, *flags]).check()
+    line = r"^ iteration +2/ +2 \| .* \| lm loss: \S+ \| sop loss: \S+ \| loss scale: 1.0 \|"
+    assert re.search(line, done.stdout, re.MULTILINE), done.stdout
+    line = r"^ validation loss at iteration 2 \| lm loss value: \S+ \| lm loss PPL: \S+ \| sop loss value: \S+ \|"
+    assert re.search(line, done.stdout, re.MULTILINE), done.stdout
+    prefix = write_documents(tmp_path / "texts", documents=10)
+    for more in ([], ["--finetune", "--use-checkpoint-args"]):
+        refused = run_cli(1, ["pretrain_gpt.py", *tiny_flags(prefix, load=saved), *more])
+        assert refused.returncode == 2
+        (said,) = refused.stderr.splitlines()[-1:]
+        assert said.endswith(f"--load {saved} holds a model of kind bert, not gpt; go on with it by pretrain_bert.py")
+    one = run_cli(1, [SCRIPT, *tiny_bert_flags(data, train_iters=1, bert_no_binary_head=True)]).check()
+    assert "lm loss: " in one.stdout
+    assert "sop loss" not in one.stdout

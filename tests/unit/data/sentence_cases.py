@@ -1,0 +1,59 @@
+"""Small files of sentences, a vocabulary of pieces of words, and the datasets of BERT and T5 over them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from megatron.config.data import DataConfig
+from megatron.data.indexed import IndexedWriter
+from megatron.tokenizer.build import build_tokenizer
+from megatron.tokenizer.wordpiece import BertWordPieceTokenizer
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+TOKENS = [*SPECIAL, *(f"w{number}" for number in range(60)), *(f"##p{number}" for number in range(30))]
+FIRST_WORD = len(SPECIAL)
+
+
+def tokenizer(folder: Path, extra_ids: int = 0) -> BertWordPieceTokenizer:
+    """A tokenizer of 60 words and 30 pieces."""
+    vocab = folder / "vocab.txt"
+    vocab.write_text("\n".join(TOKENS))
+    flags = {"vocab_file": str(vocab), "merge_file": None, "tokenizer_model": None, "vocab_size": None}
+    made = build_tokenizer(
+        SimpleNamespace(tokenizer_type="BertWordPieceCase", vocab_extra_ids=extra_ids, **flags)
+    )
+    assert isinstance(made, BertWordPieceTokenizer)
+    return made
+
+
+def all_tokens(extra_ids: int) -> list[str]:
+    """The vocabulary by id, as the tokenizer completes it."""
+    return [*TOKENS, "[BOS]", "[EOS]", *(f"<extra_id_{number}>" for number in range(extra_ids))]
+
+
+def write_sentences(prefix: Path, documents: list[list[int]], seed: int = 0) -> str:
+    """Documents of sentences of these lengths, of random words and pieces."""
+    random = np.random.RandomState(seed)
+    with IndexedWriter(prefix, dtype=np.dtype("uint16")) as writer:
+        for lengths in documents:
+            writer.add_document(random.randint(FIRST_WORD, len(TOKENS), size=sum(lengths)), lengths)
+    return str(prefix)
+
+
+def random_documents(count: int, seed: int, most_sentences: int = 14) -> list[list[int]]:
+    """Documents of 0 to 13 sentences, some of which are too long, and one long document."""
+    random = np.random.RandomState(seed)
+    documents = [random.randint(1, 30, size=random.randint(0, most_sentences)).tolist() for _ in range(count)]
+    documents[3] = [5, 513, 7]
+    documents[5] = [600]
+    documents[7] = random.randint(1, 9, size=120).tolist()
+    return documents
+
+
+def flags(**given: Any) -> DataConfig:
+    """The data section."""
+    return DataConfig(**{"split": "969,30,1", "sample_order": "megatron", **given})

@@ -1,0 +1,106 @@
+"""Documents of sentences cut into samples: against the rule, sentence by sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.base.errors import UserError
+from megatron.data.mersenne import mersenne_32
+from megatron.data.sentences import Cut, SentenceDocuments, cut_at_once, cut_in_order
+
+LENGTHS = st.lists(st.lists(st.integers(0, 20) | st.just(600), max_size=12), min_size=1, max_size=12)
+CUTS = st.builds(Cut, st.integers(2, 60), st.sampled_from([1, 2]), st.sampled_from([0.0, 0.1, 0.5, 1.0]))
+
+
+def sentence_documents(lengths: list[list[int]], before: int = 3) -> SentenceDocuments:
+    """Documents that begin with sentence number ``before`` of their file."""
+    flat = [9] * before + list(chain.from_iterable(lengths)) + [9]
+    starts = before + np.concatenate([[0], np.cumsum([len(one) for one in lengths])])
+    return SentenceDocuments(np.array(flat, dtype=np.int32), starts.astype(np.int64), "file (train)")
+
+
+def plainly(documents: SentenceDocuments, cut: Cut, target: Callable[[int], int]) -> list[list[int]]:
+    """One epoch by the rule; ``target`` is asked at the beginning of a document and after each sample."""
+    rows = []
+    for first, last in zip(documents.starts_d[:-1].tolist(), documents.starts_d[1:].tolist(), strict=True):
+        sentences = documents.lengths_s[first:last].tolist()
+        if len(sentences) < cut.least_sentences or (len(sentences) > 1 and max(sentences) > 512):
+            continue
+        begin, tokens, wanted = first, 0, target(first)
+        for place in range(first, last):
+            tokens += int(documents.lengths_s[place])
+            left, taken = last - place - 1, place + 1 - begin
+            if (tokens >= wanted and left > 1 and taken >= cut.least_sentences) or left == 0:
+                rows.append([begin, place + 1, wanted])
+                begin, tokens, wanted = place + 1, 0, target(place + 1)
+    return rows
+
+
+def megatron_targets(cut: Cut, seed: int) -> Callable[[int], int]:
+    numbers = chain.from_iterable(mersenne_32(seed))
+    ratio = round(1 / cut.short_probability) if cut.short_probability else 0
+
+    def target(begin: int) -> int:
+        if not ratio:
+            return cut.most_tokens
+        number = int(next(numbers))
+        return cut.most_tokens if number % ratio else 2 + number % (cut.most_tokens - 1)
+
+    return target
+
+
+@settings(max_examples=150, deadline=None)
+@given(lengths=LENGTHS, cut=CUTS, num_samples=st.none() | st.integers(1, 40))
+def test_cut_in_order_is_the_rule(lengths: list[list[int]], cut: Cut, num_samples: int | None) -> None:
+    documents = sentence_documents(lengths)
+    target = megatron_targets(cut, 5)
+    expected = plainly(documents, cut, target)
+    if not expected:
+        with pytest.raises(UserError, match="split-sentences"):
+            cut_in_order(documents, cut, 5, num_samples)
+        return
+    while num_samples is not None and len(expected) < num_samples:
+        expected += plainly(documents, cut, target)
+    assert cut_in_order(documents, cut, 5, num_samples).tolist() == expected
+
+
+@settings(max_examples=150, deadline=None)
+@given(lengths=LENGTHS, cut=CUTS)
+def test_cut_at_once_is_the_rule_with_targets_by_place(lengths: list[list[int]], cut: Cut) -> None:
+    documents = sentence_documents(lengths)
+    try:
+        rows = cut_at_once(documents, cut, 7).tolist()
+    except UserError:
+        rows = []
+    targets = {row[0]: row[2] for row in rows}
+    assert rows == plainly(documents, cut, lambda begin: targets.get(begin, 0))
+    assert all(2 <= target <= cut.most_tokens for target in targets.values())
+    if not cut.short_probability:
+        assert set(targets.values()) <= {cut.most_tokens}
+
+
+def test_targets_are_short_as_often_as_asked() -> None:
+    documents = sentence_documents([[5] * 20_000])
+    for probability in (0.1, 0.5, 1.0):
+        cut = Cut(50, 1, probability)
+        targets = cut_at_once(documents, cut, 3)[:, 2]
+        # A short sample is drawn with all targets from 2 on alike, the longest among them.
+        assert abs((targets < 50).mean() - probability * 48 / 49) < 0.03
+        assert {2, 49, 50} <= set(targets.tolist())
+        assert not np.array_equal(targets[:100], cut_at_once(documents, cut, 4)[:100, 2])
+
+
+def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.RandomState(0)
+    documents = sentence_documents([random.randint(1, 20, size=random.randint(0, 9)).tolist() for _ in range(200)])
+    cut = Cut(30, 2, 0.1)
+    whole = cut_in_order(documents, cut, 1, 500), cut_at_once(documents, cut, 1)
+    monkeypatch.setattr("megatron.data.sentences._CHUNK_SENTENCES", 16)
+    parts = cut_in_order(documents, cut, 1, 500), cut_at_once(documents, cut, 1)
+    assert [rows.tolist() for rows in whole] == [rows.tolist() for rows in parts]
