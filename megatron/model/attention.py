@@ -103,14 +103,18 @@ class SelfAttention(ShardedModule):
         mask = self._allowed(query, context)
         if context.cache is not None and mask is None:
             mask = context.cache.mask
+        causal = self.causal and mask is None
+        if (
+            query.shape[2] == 1
+        ):  # one position alone comes after all that are kept; a branch, as torch wants a plain bool
+            causal = False
         return context.attention(
             query,
             key,
             value,
             attn_mask=mask,
             dropout_p=self.dropout if dropping else 0.0,
-            # One position alone comes after all that are kept.
-            is_causal=self.causal and mask is None and query.shape[2] > 1,
+            is_causal=causal,
             enable_gqa=self.queries_per_group > 1,
         )
 

@@ -60,7 +60,9 @@ class _SplitLinear(ShardedModule):
     def _product(self, x_sbh: Tensor, weight: Tensor, bias: Tensor | None, comm: TensorComm | None) -> Tensor:
         """x W^T + b, from 8-bit numbers where asked for and the sizes suit them; ``comm`` as in ``_Linear``."""
         tokens = x_sbh.shape[0] * x_sbh.shape[1] * (comm.size if comm is not None and comm.sequence_parallel else 1)
-        products = self.products if fits(tokens, *weight.shape) else EXACT
+        # Without 8-bit products nothing may depend on the number of tokens: compiled code would be made anew for some.
+        fitting = self.products is not EXACT and fits(tokens, *weight.shape)
+        products = self.products if fitting else EXACT
         if products is EXACT and comm is None:
             return F.linear(x_sbh, weight, bias)
         result: Tensor = _Linear.apply(x_sbh, weight, bias, products, comm)

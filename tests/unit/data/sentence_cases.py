@@ -23,9 +23,7 @@ def tokenizer(folder: Path, extra_ids: int = 0) -> BertWordPieceTokenizer:
     vocab = folder / "vocab.txt"
     vocab.write_text("\n".join(TOKENS))
     flags = {"vocab_file": str(vocab), "merge_file": None, "tokenizer_model": None, "vocab_size": None}
-    made = build_tokenizer(
-        SimpleNamespace(tokenizer_type="BertWordPieceCase", vocab_extra_ids=extra_ids, **flags)
-    )
+    made = build_tokenizer(SimpleNamespace(tokenizer_type="BertWordPieceCase", vocab_extra_ids=extra_ids, **flags))
     assert isinstance(made, BertWordPieceTokenizer)
     return made
 

@@ -240,6 +240,7 @@ def test_merging_takes_every_form_of_to(
 ) -> None:
     words = ["--load", str(saved), "--save", str(tmp_path / "out"), *flags]
     monkeypatch.setattr(sys, "argv", ["merge_mp_partitions.py", *words])
+    monkeypatch.syspath_prepend(REPO / "tools")  # as Python does
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(REPO / "tools" / "merge_mp_partitions.py"), run_name="__main__")
     assert ended.value.code == 0
