@@ -71,7 +71,8 @@ NAMES = {
     2: ("tp2 sp uniform micro 2", "pp2 virtual", "pp2 eager", "dp2 sharded overlap micro 2", "dp2 torch"),
     4: ("tp4 sp selective micro 2", "tp2 pp2 virtual sp block", "tp2 dp2 sp sharded overlap"),
 }
-MODELS: dict[str, Changes] = {"learned positions, dropout": DROPOUT, "rotary positions": RICH}
+FOUR_GROUPS: Changes = {"model": {"num_query_groups": 4}}  # for four tensor-parallel ranks
+MODELS: dict[str, Changes] = {"learned positions, dropout": DROPOUT, "rotary positions": _merged(RICH, FOUR_GROUPS)}
 
 
 @pytest.mark.multiprocess

@@ -15,6 +15,8 @@ from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.jubench import found
 
+pytestmark = pytest.mark.multiprocess
+
 
 def test_numbers_are_read_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     """Those of the benchmark's own run on 384 GPUs; an evaluation in between."""
