@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from megatron.base.errors import UserError
+from megatron.base.errors import UserError, first_line
 from megatron.base.regular import read_regular
 
 _LARGEST = 1 << 20
@@ -110,7 +110,7 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: is nested too deeply; give sections of names and values") from None
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         # What the loader's own constructors let through: numbers of 5,000 digits, dates that are none, odd tags.
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(f"{where}: holds a value that cannot be read ({reason}); correct the file") from None
     if content is None:
         return {}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 
 from megatron.base.documents import parse_yaml
-from megatron.base.errors import UserError
+from megatron.base.errors import UserError, first_line
 from megatron.checkpoint.files import (
     Iteration,
     checkpoint_folder,
@@ -33,7 +33,7 @@ from megatron.checkpoint.save import (
 from megatron.checkpoint.storage import ShardReader, check_file_sizes, check_items, read_item
 from megatron.config.run import RunConfig
 from megatron.topology.agree import first_problem, gather_texts, raise_together, rank_of, size_of
-from megatron.topology.errors import first_line, ranks_text
+from megatron.topology.errors import ranks_text
 
 SHOWN_DIFFERENCES = 4
 

@@ -37,11 +37,11 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from megatron.base.atomic import fsync_directory
+from megatron.base.errors import first_line
 from megatron.base.regular import open_regular
 from megatron.checkpoint.files import write_synced
 from megatron.checkpoint.manifest import MANIFEST, Manifest, StoredItem
 from megatron.checkpoint.torch_stream import TORCH_METADATA, header, torch_metadata
-from megatron.topology.errors import first_line
 
 READ_BYTES = 1 << 24
 

@@ -143,7 +143,7 @@ class SumTraits:
         observes: ``observe`` wants the optimizer's update.
         freezes_variance: the optimizer must leave Adam's second moments as they are while the compressor is on.
         clips_first: each replica's gradient is clipped before the all-reduce, whose result carries too much noise.
-        gathers: each rank receives what every other one sends, so that bytes and decoding grow with the group.
+        gathers: some rank receives what every other one sends, so that bytes and decoding grow with the group.
         levels: it makes requests within nodes and between them, so that the run builds groups for these, and
             ``Peers.nodes`` names them.
         index_sets: names of state tensors that are indices into the flattened input.

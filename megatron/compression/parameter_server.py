@@ -7,7 +7,7 @@ The modes ``central_ps`` and ``sharded_ps`` of AQ-SGD (Wang et al. 2022); its th
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
@@ -32,6 +32,10 @@ class ParameterServer(RoundCompressor):
     """The sum of all ranks' numbers, added up in the order of the ranks where they are served."""
 
     config: ParameterServerConfig
+
+    def __init__(self, config: ParameterServerConfig) -> None:
+        super().__init__(config)
+        self.traits = replace(self.traits, gathers=config.server == "central")
 
     def rounds(self, x: Tensor, state: CompressorState, peers: Peers) -> Generator[Request, Tensor, Aggregate]:
         central = self.config.server == "central"

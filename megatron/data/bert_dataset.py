@@ -21,7 +21,7 @@ class BertDataset(MaskedDataset):
     """Masked words and sentence order; without ``binary_head``, masked words alone.
 
     A sample is [CLS] A [SEP] B [SEP]: sentences of one document, cut in two at a random sentence, the halves swapped
-    every other time. What is too much is cut off the longer half, at either end. Of the tokens that are to be
+    in half of the samples. What is too much is cut off the longer half, at either end. Of the tokens that are to be
     predicted, 80 % are replaced by [MASK], 10 % by any token, and 10 % stay.
 
     Args:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.base.errors import first_line
 from megatron.model.kv_cache import KVCache
 
 BLOCK = 256
@@ -132,7 +133,7 @@ class Workspaces:
             return self.record(compute)
         except RuntimeError as error:
             # Nothing was computed yet, so nothing is lost but speed.
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             sys.stderr.write(f"note: tokens are generated without CUDA graphs, slower: {reason}\n")
             self.record = None
             return None

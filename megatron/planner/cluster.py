@@ -124,8 +124,9 @@ class Wire:
         """The time of a collective over ``size`` ranks, in seconds.
 
         Args:
-            kind: all-reduce, reduce-scatter, all-gather, all-to-all or broadcast.
-            nbytes: bytes of the whole tensor: what is reduced, what is gathered together, what one rank exchanges.
+            kind: all-reduce, reduce-scatter, all-gather, all-to-all, broadcast, gather or scatter.
+            nbytes: bytes of the whole tensor: what is reduced, what is gathered together or scattered, what one rank
+                exchanges.
             size: number of ranks in the group.
         """
         if size == 1 or nbytes == 0:

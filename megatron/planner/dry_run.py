@@ -39,7 +39,7 @@ class Collective:
     """One collective of a group.
 
     Args:
-        kind: all-reduce, reduce-scatter, all-gather, all-to-all or broadcast.
+        kind: all-reduce, reduce-scatter, all-gather, all-to-all, broadcast, gather or scatter.
         nbytes: bytes of the whole tensor.
         level: which ranks of the group take part.
     """
@@ -173,6 +173,11 @@ class DryGroup(Group):
         whole = sent if what == "broadcast" else sent * self.size / (rounds * (self.size - 1))
         self.recorder.tally.collectives.append(Collective(what, whole, self.level))
         return Pending(None, sent, what)
+
+    def collect(self, out: Tensor, x: Tensor) -> Pending:
+        # The first rank, which this is, sends nothing: it receives.
+        self.recorder.tally.collectives.append(Collective("gather", float(num_bytes(out)), self.level))
+        return Pending(None, 0, "gather")
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **_: Any) -> Tensor:

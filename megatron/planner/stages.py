@@ -190,11 +190,16 @@ def collective_seconds(
 
 
 def sent_bytes(collectives: Sequence[Collective], size: int, levels: Levels = MappingProxyType({})) -> float:
-    """Bytes that each rank sends for collectives."""
+    """Bytes that each rank sends for collectives; the mean of the ranks where one of them serves the others."""
     total = 0.0
     for collective in collectives:
         ranks = levels[collective.level][1] if collective.level in levels else size
         share = (ranks - 1) / ranks
-        factors = {"all-reduce": 2 * share, "broadcast": 1 / ranks if ranks > 1 else 0.0}
+        factors = {
+            "all-reduce": 2 * share,
+            "broadcast": 1 / ranks if ranks > 1 else 0.0,
+            "gather": share / ranks,
+            "scatter": share / ranks,
+        }
         total += factors.get(collective.kind, share) * collective.nbytes
     return total

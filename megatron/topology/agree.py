@@ -11,8 +11,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron.base.errors import UserError
-from megatron.topology.errors import CommunicationError, first_line
+from megatron.base.errors import UserError, first_line
+from megatron.topology.errors import CommunicationError
 
 T = TypeVar("T")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from megatron.base.errors import first_line
+
 
 class CommunicationError(RuntimeError):
     """Raised when a collective or a message failed. The message is one line naming the operation and its ranks."""
@@ -24,11 +26,6 @@ def reason(error: BaseException) -> str:
     if failure:
         return f"NCCL: {failure['what']}" + (f": {last['what'].strip()}" if last else "")
     return first_line(error)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -19,8 +19,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron.base.errors import UserError
-from megatron.topology.errors import CommunicationError, first_line
+from megatron.base.errors import UserError, first_line
+from megatron.topology.errors import CommunicationError
 
 _NUMBER = re.compile(r"\s*-?[0-9]{1,18}\s*", re.ASCII)
 _MOST_LOCAL = 1 << 16

@@ -26,6 +26,8 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from megatron.base.errors import first_line
+
 NO_FILE = "<N/A>"
 """torch's name for the missing error file of a process."""
 
@@ -56,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_error("interrupted")
         return 128 + signal.SIGINT
     except Exception as error:  # a rendezvous that fails, flags that contradict each other
-        _print_error(f"the ranks cannot be started: {_first_line(error)}")
+        _print_error(f"the ranks cannot be started: {first_line(error)}")
         return 1
     return 0
 
@@ -128,10 +130,6 @@ def _left(failure: ProcessFailure) -> dict[str, Any]:
     """Content of a rank's error file."""
     message: object = failure.message if failure.error_file != NO_FILE else None
     return message if isinstance(message, dict) else {}
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _print_error(text: str) -> None:

@@ -95,8 +95,8 @@ class Engines:
             yield from self.channel.states()
 
     def end_step(self, taken: bool) -> None:
-        """Commits the compressors' staged states, or rolls them back when the optimizer skipped the step."""
-        self.plan.skipped += not taken
+        """Ends a step or an evaluation: commits the compressors' staged states, or rolls them back where no update was
+        taken."""
         for state in self.compressor_states():
             if taken:
                 state.commit()

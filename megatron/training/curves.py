@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.base.errors import UserError
+from megatron.base.errors import UserError, first_line
 from megatron.config.logs import LoggingConfig
 from megatron.training.metrics import Evaluation, StepMetrics, perplexity
 from megatron.training.sink import Sink, known, slowest
@@ -189,7 +189,7 @@ class WandbSink(CurveSink):
                 Path(folder).mkdir(parents=True, exist_ok=True)
             self._run = start(project=project, name=config.wandb_exp_name, dir=folder)
         except self._errors as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             raise UserError(
                 f"--wandb-project {project}: {reason}; log in (wandb login), or set WANDB_MODE=offline"
             ) from error

@@ -16,8 +16,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron.base.errors import UserError
-from megatron.topology.errors import CommunicationError, first_line, ranks_text
+from megatron.base.errors import UserError, first_line
+from megatron.topology.errors import CommunicationError, ranks_text
 from megatron.topology.launch import LaunchEnvironment, meet
 
 POLL_SECONDS = 0.02

@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass, field, replace
 
 from megatron.config.model import LM_LOSS
 
-LOSS = LM_LOSS
-
 
 @dataclass(frozen=True)
 class PointTraffic:
@@ -92,7 +90,7 @@ class StepMetrics:
     @property
     def loss(self) -> float:
         """The language model's loss."""
-        return self.losses[LOSS]
+        return self.losses[LM_LOSS]
 
     @property
     def skipped(self) -> bool:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from megatron.base.errors import UserError
+from megatron.base.errors import UserError, first_line
 from megatron.compression.options import CompressorFault
-from megatron.topology.errors import CommunicationError, first_line
+from megatron.topology.errors import CommunicationError
 from megatron.topology.health import GRACE_SECONDS, SILENT_SECONDS, Watch, launcher_pid
 from megatron.topology.launch import LaunchEnvironment, init_process_group, leave_reason, open_queues, shutdown
 from megatron.training.identity import identity_of

@@ -184,6 +184,7 @@ def train_step(
         )
     if not totals.skipped and engines.sync.wants_update:
         engines.sync.observe_update()
+    engines.plan.skipped += totals.skipped
     engines.end_step(taken=not totals.skipped)
     return StepMetrics(
         iteration=iteration + 1,

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.metrics import LOSS, Evaluation, StepMetrics
+from megatron.config.model import LM_LOSS
+from megatron.training.metrics import Evaluation, StepMetrics
 from megatron.training.sinks import ConsoleSink
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents
@@ -24,7 +25,7 @@ def test_numbers_are_read_as_they_are(capsys: pytest.CaptureFixture[str]) -> Non
     step = StepMetrics(
         iteration=430,
         train_iters=3_125_000,
-        losses={LOSS: 7.5},
+        losses={LM_LOSS: 7.5},
         global_batch_size=96,
         seq_length=2048,
         loss_scale=4096.0,
@@ -33,7 +34,9 @@ def test_numbers_are_read_as_they_are(capsys: pytest.CaptureFixture[str]) -> Non
         mfu=0.33,
     )
     sink.window(step)
-    sink.evaluation(Evaluation(iteration=430, consumed_samples=41_280, losses={LOSS: 7.25}, samples=480, split="test"))
+    sink.evaluation(
+        Evaluation(iteration=430, consumed_samples=41_280, losses={LM_LOSS: 7.25}, samples=480, split="test")
+    )
     sink.window(replace(step, iteration=440, seconds_per_iteration=12345.6, benchmark_tflops=0.001))
     log = capsys.readouterr().out
     assert len(log.splitlines()) == 5

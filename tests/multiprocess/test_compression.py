@@ -20,11 +20,12 @@ from megatron.parallel.data.gradients import own_share
 from megatron.training.assembly import Engines
 from megatron.training.coverage import coverage_notes
 from megatron.training.replica_check import disagreements
+from megatron.training.step import evaluation_step, take_batches
 from tests.support.cli import run_cli
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.documented import python_blocks
 from tests.support.spawn import run_ranks
-from tests.support.tiny import Trace, tiny_engines, tiny_run, tiny_train
+from tests.support.tiny import Trace, tiny_batches, tiny_engines, tiny_run, tiny_train
 from tests.support.train import train
 
 Changes = dict[str, dict[str, Any]]
@@ -378,20 +379,37 @@ def test_noise_of_few_bits_does_not_trip_clipping() -> None:
     assert clipped.losses == free.losses
 
 
-def _frozen(changes: Changes) -> tuple[list[bool], list[int]]:
-    """Whether each step was skipped, and after how many updates the second moments were frozen by then."""
-    engines, frozen = tiny_engines(changes), []
-    trace = tiny_train(engines, 16, after_step=lambda one: frozen.append(one.optimizer.frozen_at))
-    return [norm != norm for norm in trace.grad_norms], frozen
+def _frozen(changes: Changes, evaluates: bool = False) -> tuple[list[bool], list[int], int]:
+    """Whether each step was skipped, after how many updates the second moments were frozen by then, and all the steps
+    whose gradients were compressed; with an evaluation after each step, or none."""
+    engines, frozen, on = tiny_engines(changes), [], 0
+
+    def after(one: Engines) -> None:
+        nonlocal on
+        frozen.append(one.optimizer.frozen_at)
+        on += one.sync.freezes_variance
+        if evaluates:
+            held_out = tiny_batches(one.config, one.topology, masked=False, start=1000)
+            evaluation_step(one, take_batches(held_out, 2, one.topology.device))
+
+    trace = tiny_train(engines, 16, after_step=after)
+    return [norm != norm for norm in trace.grad_norms], frozen, on
 
 
 def test_a_warm_up_of_updates_does_not_count_skipped_steps() -> None:
     changes = _quantized_adam(1.0, bits=8, warmup=4)
     changes["precision"] = {"fp16": True, "initial_loss_scale": 2.0**22, "hysteresis": 1}
-    for skipped, frozen in run_ranks(2, _frozen, changes):
+    for skipped, frozen, _ in run_ranks(2, _frozen, changes):
         assert 2 <= sum(skipped) <= 10
         taken = [sum(not skip for skip in skipped[: step + 1]) for step in range(16)]
         assert frozen == [4 if count > 4 else 0 for count in taken]
+
+
+def test_a_warm_up_of_updates_does_not_count_evaluations() -> None:
+    """They are no steps that were skipped: a warm-up ends where it does without them, and does not begin anew."""
+    for _, frozen, on in run_ranks(2, _frozen, _quantized_adam(1.0, bits=8, warmup=4), True):
+        assert frozen == [0] * 4 + [4] * 12
+        assert on == 12
 
 
 def _local(whole: Tensor, slot: ParamSlot) -> Tensor:

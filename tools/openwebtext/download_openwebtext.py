@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
     start_program("tools.openwebtext.download_openwebtext")
 
-from megatron.base.errors import UserError
+from megatron.base.errors import UserError, first_line
 from megatron.data.cleaning.command import Report, Tool, add_common, check_at_least, progress
 from megatron.data.cleaning.filtering import encode
 from megatron.data.lines import writing
@@ -41,7 +41,7 @@ def rows(options: argparse.Namespace) -> Iterable[dict[str, Any]]:
     try:
         yield from load_dataset(options.dataset, split=options.split, streaming=True)
     except Exception as error:  # of the network, of files, of names: each library below has its own
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(f"--dataset {options.dataset} --split {options.split}: {reason}") from error
 
 

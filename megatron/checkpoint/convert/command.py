@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
     tokenizer.add_argument("--tokenizer-model", metavar="PATH", help="SentencePiece model, or Hugging Face folder")
     tokenizer.add_argument("--no-tokenizer", action="store_true", help="leave the tokenizer's files out")
     forks = made.add_argument_group("command lines of Optimus-CC and Megatron-DeepSpeed")
-    forks.add_argument("--model-type", metavar="GPT", help="makes --to classic the default; only GPT can be converted")
+    forks.add_argument("--model-type", metavar="GPT", help="makes --to classic the default, which only GPT has")
     forks.add_argument("-p", "-processes", "-weight_data_type", dest="ignored", metavar="X", help="has no effect")
     return made
 
@@ -99,7 +99,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parse_args(rest, prog=made.prog)
         print(f"{made.prog}: not needed, the model is in the checkpoint: {' '.join(rest)}", file=sys.stderr)
     if options.model_type not in (None, "GPT"):
-        raise UserError(f"--model-type {options.model_type}: only GPT can be converted")
+        raise UserError(
+            f"--model-type {options.model_type}: the classic layout is GPT's alone; leave the flag out, and give --to"
+        )
     if options.to is None and options.model_type is None:
         raise UserError("--to is missing: hf, megatron-cc or classic")
     options.to = options.to or "classic"

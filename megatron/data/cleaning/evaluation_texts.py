@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.base.errors import UserError
+from megatron.base.errors import UserError, first_line
 from megatron.data.cleaning.filtering import document
 from megatron.data.lines import numbered_lines
 
@@ -48,7 +48,7 @@ def texts_of_task(name: str) -> Iterator[str]:
         for row in load_dataset(dataset, config, split=split, streaming=True):
             yield row[field]
     except Exception as error:  # of the network, of files, of names: each library below has its own
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(
             f"--tasks {name}: {dataset} cannot be had ({reason}); give its texts with --task-files FILE FIELD"
         ) from error

@@ -18,13 +18,14 @@ from megatron.training.flops import model_flops_per_sample
 from megatron.training.report import model_shape
 from tests.unit.planner.support import VOCAB, predictor_of, small_run
 
+LLAMA = {"swiglu": True, "add_bias_linear": False, "normalization": "RMSNorm"}
+BERT = {"model_type": "bert"}  # of which each tensor-parallel rank computes the head's dense layers whole
+
 
 @pytest.mark.parametrize(
-    "model",
-    [{}, {"num_query_groups": 2}, {"swiglu": True, "add_bias_linear": False, "normalization": "RMSNorm"}],
-    ids=["gpt2", "grouped queries", "llama"],
+    ("model", "tp"),
+    [({}, 1), ({}, 2), ({"num_query_groups": 2}, 1), ({"num_query_groups": 2}, 2), (LLAMA, 1), (LLAMA, 2), (BERT, 1)],
 )
-@pytest.mark.parametrize("tp", [1, 2])
 def test_operations_are_what_the_formula_counts(model: dict[str, Any], tp: int) -> None:
     config = small_run(model=model, parallel={"tensor_model_parallel_size": tp})
     predictor, choice = predictor_of(config)

@@ -144,6 +144,22 @@ def test_top_k_sends_its_choice_to_every_replica() -> None:
     assert sent[4] == pytest.approx(1.5 * exact + 3 * chosen, rel=1e-6)
 
 
+def test_parameter_servers_send_as_much_in_all_but_a_central_one_by_one_link() -> None:
+    sent, seconds = {}, {}
+    for server in ("", "sharded", "central"):
+        specs = (f"dp-grad=parameter-server,server={server}",) if server else ()
+        config = small_run(8, specs, model={"hidden_size": 512})
+        slow = dataclasses.replace(CLUSTER, gpus_per_node=1, across=LinkSpec(1.0, 1.0))
+        predictor, choice = predictor_of(config, slow)
+        found = predictor.predict(choice)
+        sent[server], seconds[server] = found.sent["dp-grad"], found.parts["gradients"]
+    assert sent["sharded"] == pytest.approx(sent[""], rel=1e-3)
+    assert sent["central"] == pytest.approx(sent[""], rel=1e-3)
+    assert seconds["sharded"] == pytest.approx(seconds[""], rel=0.02)
+    # 2 (n - 1) P by the server's link, in place of 2 (n - 1) / n P by each.
+    assert seconds["central"] == pytest.approx(8 * seconds[""], rel=0.02)
+
+
 def test_sequences_that_grow_make_the_mean_iteration_shorter() -> None:
     """Its time is predicted where it is known, and between as the operations' polynomial."""
     curriculum = {"curriculum_learning": True, "curriculum_seqlen_min": 512, "curriculum_seqlen_steps": 50}

@@ -27,11 +27,12 @@ from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
 from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.lengths import LengthSchedule
+from megatron.config.model import LM_LOSS
 from megatron.config.steps import StepSizes
 from megatron.topology.clock import HostClock
 from megatron.training.assembly import Engines
 from megatron.training.error_probe import ErrorProbe
-from megatron.training.metrics import LOSS, MetricsWindow, StepMetrics
+from megatron.training.metrics import MetricsWindow, StepMetrics
 from megatron.training.progress_state import Progress
 from megatron.training.report import Reporter
 from megatron.training.timers import Timers
@@ -121,7 +122,7 @@ class Run:
         self.reporter.after_step(
             StepMetrics(
                 iteration=self.progress.iteration,
-                losses={LOSS: loss},
+                losses={LM_LOSS: loss},
                 global_batch_size=4,
                 seq_length=16,
                 loss_scale=4096.0 / self.progress.iteration,
@@ -168,18 +169,18 @@ def _everything(run: Run) -> None:
     run.step(1.5, 1.125, 3e-3, params_norm=99.125, num_zeros=14.0)
     with run.reporter.paused("evaluate"):
         run.clock.now += 7.0
-        run.reporter.validation({LOSS: 3.25})
+        run.reporter.validation({LM_LOSS: 3.25})
     for loss in (1.25, math.nan, 1.0, 0.75):
         run.step(loss, 0.5, 3e-3)
-    run.reporter.validation({LOSS: 0.5}, samples=16, split="test")
-    run.reporter.validation({LOSS: math.nan}, samples=16)
+    run.reporter.validation({LM_LOSS: 0.5}, samples=16, split="test")
+    run.reporter.validation({LM_LOSS: math.nan}, samples=16)
 
 
 def _skipped(run: Run) -> None:
     """A window of which no step counts."""
     run.step(math.nan, None, 1e-3)
     run.step(7.0, None, 1e-3)
-    run.reporter.validation({LOSS: 6.5})
+    run.reporter.validation({LM_LOSS: 6.5})
 
 
 SCENES = {"everything": (ALL_ON, _everything), "skipped": (PLAIN, _skipped)}

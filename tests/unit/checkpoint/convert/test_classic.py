@@ -219,7 +219,7 @@ def test_command_lines_of_the_forks(tmp_path: Path, capsys: pytest.CaptureFixtur
     convert(tmp_path / "merged", tmp_path / "back", "megatron-cc")
     _assert_equal(read_ours(saved), read_ours(tmp_path / "back"))
     for more, says in (
-        (["--model-type", "BERT"], "--model-type BERT: only GPT can be converted"),
+        (["--model-type", "BERT"], "--model-type BERT: the classic layout is GPT's alone"),
         (["--num-layer", "3", "--model-type", "GPT"], "--num-layer"),
         ([], "--to is missing"),
         (["--to", "classic", "--target-tensor-parallel-size", "0"], "give at least 1"),
