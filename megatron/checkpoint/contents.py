@@ -20,6 +20,7 @@ from megatron.checkpoint.files import (
     saved_iterations,
     tracked_text,
 )
+from megatron.checkpoint.find import read_tracker
 from megatron.checkpoint.load import load_common, load_config_yaml
 from megatron.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from megatron.checkpoint.storage import check_file_sizes, check_items
@@ -200,9 +201,12 @@ def _of_kind(manifest: Manifest, names: list[str]) -> Tensors:
     )
 
 
-def tracker_problem(root: Path, found: list[Iteration]) -> str | None:
-    """What is wrong with the file that names the newest checkpoint; None when all is right."""
-    tracked = _tracked(root)
-    if tracked is None:
-        return f"{root / TRACKER} is missing, or names no iteration: --load takes the newest complete checkpoint"
-    return None if tracked in found else f"{root / TRACKER} names iteration {tracked}, which is not there"
+def tracker_problem(root: Path) -> str | None:
+    """What is wrong with the file that names the newest checkpoint, as --load has it; None when all is right."""
+    if not (root / TRACKER).exists():
+        return f"{root / TRACKER} is missing: --load takes the newest complete checkpoint"
+    try:
+        read_tracker(root)
+    except UserError as error:
+        return str(error)
+    return None

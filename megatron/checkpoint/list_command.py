@@ -101,7 +101,7 @@ def show(options: argparse.Namespace) -> bool:
         raise UserError(f"--iteration {options.iteration}: {options.folder} has no such checkpoint; there are {have}")
     asked = there if options.iteration is None else [options.iteration]
     found = [look(root, iteration, verify=options.verify) for iteration in asked]
-    wrong = tracker_problem(root, there) if root == options.folder else None
+    wrong = tracker_problem(root) if root == options.folder else None
     if options.json:
         print(json.dumps({"folder": str(root), "problem": wrong, "checkpoints": list(map(_plain, found))}, indent=1))
     else:

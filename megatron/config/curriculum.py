@@ -180,7 +180,7 @@ def _custom(curriculum: CurriculumConfig, full: int, naming: Naming) -> LengthSc
     for step in range(1, steps + 1):
         try:
             length = function(step)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             first = (str(error).splitlines() or [""])[0]
             raise UserError(f"{where} fails at step {step}: {type(error).__name__}: {first}") from error
         if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= full:
@@ -204,7 +204,7 @@ def _function(path: Path, where: str) -> Callable[[int], object]:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         first = (str(error).splitlines() or [""])[0]
         raise UserError(f"{where} cannot be used: {type(error).__name__}: {first}") from error
     function = getattr(module, "seqlen", None)

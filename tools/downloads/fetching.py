@@ -86,7 +86,7 @@ class Web:
     """
 
     def __init__(self, mirror: str | None = None, pause: Callable[[float], object] = time.sleep) -> None:
-        if mirror is not None and not re.match(r"https?://[^/]", mirror):
+        if mirror is not None and not _is_address(mirror):
             raise UserError(f"--mirror {mirror}: is no address of a web server, such as http://mirror.example:8000")
         self._mirror = mirror.rstrip("/") if mirror is not None else None
         self._pause = pause
@@ -327,6 +327,16 @@ def _digest(path: Path, name: str) -> str:
         while data := file.read(_CHUNK):
             content.update(data)
     return content.hexdigest()
+
+
+def _is_address(text: str) -> bool:
+    """Whether this is an address that a file can be asked for at; others would fail again at each attempt."""
+    try:
+        parts = urlsplit(text)
+        named = bool(parts.hostname) and parts.port != 0  # also raises where it is no number of a port
+    except ValueError:
+        return False
+    return named and parts.scheme in ("http", "https") and re.fullmatch(r"[!-~]+", text) is not None
 
 
 def _seconds(text: str | None) -> float:

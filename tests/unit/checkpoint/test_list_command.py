@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.base.errors import UserError
+from megatron.checkpoint.find import read_tracker
 from megatron.checkpoint.list_command import main
 from megatron.checkpoint.logical import shard_of_local
 from megatron.checkpoint.save import save_checkpoint
@@ -125,7 +127,26 @@ def test_a_tracker_that_names_nothing_is_told_of(root: Path, capsys: pytest.Capt
     assert f"warning: {tracker} names iteration 700, which is not there" in capsys.readouterr().out
     tracker.unlink()
     _, found = _listed(root, capsys=capsys)
-    assert found["problem"].startswith(f"{tracker} is missing")
+    assert found["problem"] == f"{tracker} is missing: --load takes the newest complete checkpoint"
+
+
+@pytest.mark.parametrize("held", ["foo", None])
+def test_a_tracker_that_load_refuses_is_told_of(
+    held: str | None, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tracker = root / "latest_checkpointed_iteration.txt"
+    tracker.unlink()
+    if held is None:
+        tracker.mkdir()
+    else:
+        tracker.write_text(held)
+    _, found = _listed(root, capsys=capsys)
+    said = "holds 'foo' instead of an iteration or 'release'" if held else "Is a directory"
+    assert str(tracker) in found["problem"]
+    assert said in found["problem"]
+    assert "takes the newest" not in found["problem"]
+    with pytest.raises(UserError, match=said):
+        read_tracker(root)
 
 
 def _hugging_face(folder: Path) -> None:

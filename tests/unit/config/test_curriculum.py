@@ -183,6 +183,8 @@ def test_a_custom_curriculum(tmp_path: Path) -> None:
         ("def seqlen(step):\n    return 9 if step < 3 else 1 / 0\n", ["fails at step 3: ZeroDivisionError"]),
         ("def other(step):\n    return 1\n", ["has no function seqlen(step)"]),
         ("def (\n", ["cannot be used: SyntaxError"]),
+        ("raise SystemExit\n", ["cannot be used: SystemExit"]),
+        ("def seqlen(step):\n    raise SystemExit(3)\n", ["fails at step 1: SystemExit: 3"]),
     ],
 )
 def test_a_custom_curriculum_is_asked_for_all_lengths_before_the_run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -192,9 +193,16 @@ def test_a_full_disk_is_said_and_what_is_there_is_kept(side: Side) -> None:
     assert side.path.read_bytes() == DATA
 
 
-@pytest.mark.parametrize("mirror", ["mirror.example", "ftp://mirror.example", "http://", "/folder"])
+@pytest.mark.parametrize(
+    "mirror",
+    [
+        *("mirror.example", "ftp://mirror.example", "http://", "/folder", "http://[mirror", "http://:80"),
+        *("http://mirror.example:port", "http://mirror.example:70000", "http://mirror.example/two words"),
+        "http://mirror.example/K\u00f6ln",
+    ],
+)
 def test_a_mirror_is_an_address(mirror: str) -> None:
-    with pytest.raises(UserError, match=f"--mirror {mirror}: is no address of a web server"):
+    with pytest.raises(UserError, match=f"--mirror {re.escape(mirror)}: is no address of a web server"):
         Web(mirror)
 
 
