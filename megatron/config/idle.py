@@ -92,7 +92,7 @@ RULES: Sequence[Idle] = (
         "GELU has its tanh form anyway, but with --no-bias-gelu-fusion or --disable-bias-linear",
     ),
     Idle(("model.bert_binary_head",), lambda config, _: config.model.model_type != "bert", "only BERT has that head"),
-    Idle(_fields("data", "mask_prob short_seq_prob"), lambda config, _: config.model.causal, "only BERT reads it"),
+    Idle(_fields("data", "mask_prob short_seq_prob"), lambda config, _: config.model.causal, "only BERT masks words"),
     Idle(
         _fields("data", "reset_position_ids reset_attention_mask eod_mask_loss"),
         lambda config, _: not config.model.causal,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -14,7 +16,7 @@ from megatron.data.source import row
 from megatron.tokenizer.wordpiece import WordPieceIds
 
 
-class MaskedDataset:
+class MaskedDataset(ABC):
     """Samples of one indexed file of sentences; what becomes of the sentences is left to the subclass.
 
     Args:
@@ -59,15 +61,15 @@ class MaskedDataset:
         """
         return row(self, index)
 
+    @abstractmethod
     def read(self, index: int, out_t: NDArray[np.int64]) -> None:
         """See ``SampleSource``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def collate(
         self, rows_bt: NDArray[np.int64], sample_ids_b: NDArray[np.int64], draw_ids_b: NDArray[np.int64]
     ) -> Batch:
         """See ``SampleSource``."""
-        raise NotImplementedError
 
 
 def take(rows_bt: NDArray[np.int64], begin: int, length: int) -> torch.Tensor:

@@ -165,7 +165,7 @@ DISCRETE = (
 PARTNERS: dict[str, tuple[str, int]] = {
     "without --position-embedding-type rope": ("--position-embedding-type rope", 1),
     "only BERT has that head": ("--model-type bert", 1),
-    "only BERT reads it": ("--model-type bert", 1),
+    "only BERT masks words": ("--model-type bert", 1),
     "a sample of BERT does not go over the end of a document": ("", 1),
     "beside another activation or --disable-bias-linear": ("", 1),
     "GELU has its tanh form anyway, but with --no-bias-gelu-fusion or --disable-bias-linear": (
