@@ -33,6 +33,7 @@ def own_process_group(name: str) -> tuple[bool, str, float]:
 
 def fail_on_rank(failing: int) -> None:
     print(f"hello from {dist.get_rank()}")
+    dist.barrier()  # all are connected and have printed: a peer that still connects would fail without a word
     if dist.get_rank() == failing:
         raise ValueError("wrong on purpose")
     dist.all_reduce(torch.ones(1))
