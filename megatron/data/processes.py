@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from multiprocessing import get_context, parent_process, resource_tracker, util
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
-from queue import Empty, SimpleQueue
-from threading import Event, Thread
+from threading import Thread, get_ident
 from typing import Any, TypeVar
 
 from megatron.base.errors import UserError
@@ -22,7 +24,7 @@ R = TypeVar("R")
 _CONTEXT = get_context("forkserver")
 
 _MOMENT = 0.1
-"""Seconds after which whoever waits for a result looks around."""
+"""Seconds for which signals wait at most, and after which whoever waits for a result looks around."""
 
 
 class ProcessKilled(UserError):
@@ -41,157 +43,140 @@ def _attempt(function: Callable[..., Any], *arguments: Any) -> tuple[bool, Any]:
         return False, RuntimeError(f"in another process:\n{traceback.format_exc()}")
 
 
-def _end_with_parent() -> None:
-    """Ends this process when the one that asks has gone, whatever either is at."""
-    parent = parent_process()
-    assert parent is not None
-    parent.join()
+_own: dict[str, Any] = {}
+"""State of a worker process, set once when it starts."""
+
+
+def _begin(lifeline: Connection, function: Callable[..., Any], prepare: Callable[..., None] | None, given: Any) -> None:
+    """Prepares a worker process, which leaves signals for its group to the process that asks."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+    _own["function"] = function
+    _own["ready"] = (True, None) if prepare is None else _attempt(prepare, *given)
+
+
+def _end_with(lifeline: Connection) -> None:
+    """Ends this process when the other end of a pipe has gone: closed by who holds it, or together with that one."""
+    lifeline.poll(None)
     os._exit(1)
 
 
-def _serve(asked: Connection, function: Callable[..., Any], prepare: Callable[..., None] | None, given: Any) -> None:
-    """Answers until nobody is left to ask; what a process does."""
-    Thread(target=_end_with_parent, daemon=True).start()
-    ready = (True, None) if prepare is None else _attempt(prepare, *given)
-    with suppress(EOFError, OSError):
-        while True:
-            item = asked.recv()
-            asked.send(_attempt(function, item) if ready[0] else ready)
+def _answer(item: Any) -> tuple[bool, Any]:
+    ready: tuple[bool, Any] = _own["ready"]
+    return _attempt(_own["function"], item) if ready[0] else ready
 
 
-def _end(process: Any) -> None:
-    process.kill()
-    process.join()
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Keeps signals from this thread, and from the threads and processes that are started meanwhile.
+
+    The exception that a signal raises would leave a lock taken for ever, if it came while the thread holds one.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Worker:
-    """A process that is asked one thing at a time.
+    """A process that is asked one thing at a time, by a thread of its own.
 
-    It alone holds the other end of the connection, so that each side sees at once when the other one has gone,
-    whatever ended it.
+    An executor of one process tells at once which item its process was killed at. (One of several may miss that the
+    process it started last was killed.)
     """
 
-    def __init__(self, *work: Any) -> None:
-        try:
-            self._connection, other = _CONTEXT.Pipe()
-            with other:
-                self._process = _CONTEXT.Process(target=_serve, args=(other, *work))  # which may have some itself
-                self._process.start()
-        except (EOFError, OSError) as error:
-            raise UserError(f"a process could not be started ({error}); give fewer --workers") from error
-        self.end = util.Finalize(self, _end, (self._process,), exitpriority=1)
+    def __init__(self, work: Sequence[Any]) -> None:
+        theirs, self._lifeline = _CONTEXT.Pipe(duplex=False)
+        self._executor = ProcessPoolExecutor(1, _CONTEXT, _begin, (theirs, *work))
 
     def ask(self, item: Any) -> tuple[bool, Any]:
         """Whether it could be done, and the result or the error.
 
         Raises:
-            EOFError, OSError: when the process was killed.
+            BrokenProcessPool: when the process was killed.
         """
-        self._connection.send(item)
-        answer: tuple[bool, Any] = self._connection.recv()
-        return answer
+        try:
+            future = self._executor.submit(_answer, item)
+        except (EOFError, OSError) as error:
+            raise UserError(f"a process could not be started ({error}); give fewer --workers") from error
+        return future.result()
 
-    def close(self) -> None:
-        """Lets go of a process that has been killed; for the thread that asks it."""
-        self.end()
-        self._connection.close()
+    def end(self) -> None:
+        """Ends the process, whatever it is at."""
+        self._lifeline.close()
+        self._executor.shutdown(wait=False)
 
 
 class _Crew:
-    """Threads with a process each, which they start and ask.
-
-    Signals are for the thread that gives them work: their own block them, and so does what is started there. The
-    exception that a signal raises may leave a lock taken, so that thread shares none with them but the queues', which
-    are written in C.
+    """Threads with a process each.
 
     Args:
+        workers: their number.
         work: the function of the processes, what prepares it, and its arguments.
-        lost: as in ``in_processes``.
+        lost, idle: as in ``in_processes``.
     """
 
-    def __init__(self, work: Sequence[Any], lost: Callable[[Any], Any] | None) -> None:
-        self._work = work
-        self._lost = lost
-        self.asked: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
-        self.found: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
-        self._ready: dict[int, tuple[Any, BaseException | None]] = {}
-        self._given = self._taken = 0
-        self._ending = Event()
-        self._threads: list[Thread] = []
-        self._workers: list[_Worker] = []
-        resource_tracker.ensure_running()  # started with a process, it would no longer block what its thread does
+    def __init__(
+        self, workers: int, work: Sequence[Any], lost: Callable[[Any], Any] | None, idle: Callable[[], None]
+    ) -> None:
+        self._work, self._lost, self._idle = work, lost, idle
+        resource_tracker.ensure_running()  # started with a process, it would let signals through there
+        self._threads = ThreadPoolExecutor(workers)
+        self._given: deque[Future[Any]] = deque()
+        self._workers: dict[int, _Worker] = {}
+        self._killed: ProcessKilled | None = None
+        self._ending = False
 
-    def give(self, item: Any, workers: int) -> None:
-        """Gives an item to the threads, which are one more for each of the first items, ``workers`` at most."""
-        if self._given < workers:
-            self._grow()
-        self.asked.put((self._given, item))
-        self._given += 1
+    def give(self, item: Any) -> None:
+        with _signals_wait():
+            self._given.append(self._threads.submit(self._do, item))
 
-    def take(self, most: int, idle: Callable[[], None]) -> Iterator[Any]:
+    def take(self, most: int) -> Iterator[Any]:
         """The results that are next in order, until at most so many items are on their way."""
-        while self._taken < self._given:
-            while not self.found.empty() or (self._taken not in self._ready and self._given - self._taken > most):
-                try:
-                    number, *answer = self.found.get(timeout=_MOMENT)
-                except Empty:
-                    idle()
-                else:
-                    if isinstance(answer[1], ProcessKilled):
-                        raise answer[1]
-                    self._ready[number] = (answer[0], answer[1])
-            if self._taken not in self._ready:
+        while self._given:
+            enough = len(self._given) <= most
+            with _signals_wait():
+                done = bool(wait([self._given[0]], 0.0 if enough else _MOMENT).done)
+            if self._killed is not None:
+                raise self._killed
+            if done:
+                with _signals_wait():
+                    result = self._given.popleft().result()
+                yield result
+            elif enough:
                 return
-            result, error = self._ready.pop(self._taken)
-            self._taken += 1
-            if error is not None:
-                raise error
-            yield result
-
-    def _grow(self) -> None:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            thread = Thread(target=self._main, daemon=True)
-            thread.start()
-            self._threads.append(thread)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            else:
+                self._idle()
 
     def end(self) -> None:
         """Ends all, whatever they are at."""
-        self._ending.set()
-        for worker in list(self._workers):
-            worker.end()
-        for _ in self._threads:
-            self.asked.put(None)
-        for thread in self._threads:
-            thread.join()
+        with _signals_wait():
+            self._ending = True
+            for worker in list(self._workers.values()):
+                worker.end()
+            self._threads.shutdown(cancel_futures=True)
 
-    def _main(self) -> None:
-        worker: _Worker | None = None
-        while (asked := self.asked.get()) is not None:
-            number, item = asked
-            try:
-                if worker is None:
-                    worker = _Worker(*self._work)
-                    self._workers.append(worker)
-                if self._ending.is_set():  # after that, or else nobody would end it
-                    break
-                done, result = worker.ask(item)
-                self.found.put((number, result, None) if done else (number, None, result))
-            except (EOFError, OSError) as error:
-                if worker is not None:
-                    worker.close()
-                    self._workers.remove(worker)
-                    worker = None
-                if self._lost is None:
-                    killed = ProcessKilled("a process was killed (out of memory?); give fewer --workers")
-                    killed.__cause__ = error
-                    self.found.put((number, None, killed))
-                else:
-                    self.found.put((number, self._lost(item), None))
-            except BaseException as error:
-                self.found.put((number, None, error))
+    def _do(self, item: Any) -> Any:
+        """The result for an item; runs in one of the threads."""
+        thread = get_ident()
+        if thread not in self._workers:
+            self._workers[thread] = _Worker(self._work)
+        if self._ending:  # after that, or else nobody would end it
+            self._workers[thread].end()
+        try:
+            done, result = self._workers[thread].ask(item)
+        except BrokenProcessPool as error:
+            self._workers.pop(thread).end()
+            if self._lost is not None:
+                return self._lost(item)
+            self._killed = ProcessKilled("a process was killed (out of memory?); give fewer --workers")
+            raise self._killed from error
+        if not done:
+            raise result
+        return result
 
 
 def in_processes(
@@ -222,11 +207,11 @@ def in_processes(
             prepare(*arguments)
         yield from map(function, items)
         return
-    crew = _Crew((function, prepare, tuple(arguments)), lost)
+    crew = _Crew(workers, (function, prepare, tuple(arguments)), lost, idle)
     try:
         for item in items:
-            crew.give(item, workers)
-            yield from crew.take(4 * workers, idle)
-        yield from crew.take(0, idle)
+            crew.give(item)
+            yield from crew.take(4 * workers)
+        yield from crew.take(0)
     finally:
         crew.end()
