@@ -7,6 +7,11 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the processes started
+# torch's store looks up the name of each address it connects to, "::ffff:127.0.0.1" among them, which no hosts file
+# has. A name server that leaves one question in fifty without an answer would cost those ranks five seconds. So no
+# name server is asked, and torch does not say that it cannot tell the names.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import pytest
 import torch
