@@ -78,7 +78,7 @@ def formula_bytes(engines: Engines) -> int:
     channel = engines.channel
     if channel is not None:
         for point, _, state in channel.residuals():
-            n, m = matrix_shape(channel.shape)
+            n, m = matrix_shape(channel.shapes[0])
             options = channel.plan.codec(point).config
             total += 4 * n * m if state.get("residual") is not None else 0
             total += 4 * m * min(n, m, options.rank) if state.get("q") is not None else 0

@@ -22,6 +22,7 @@ SOURCES = [
     "setup.py",
     "pretrain_gpt.py",
     "pretrain_bert.py",
+    "pretrain_t5.py",
     "val_check_gpt.py",
 ]
 

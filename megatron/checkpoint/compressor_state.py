@@ -114,7 +114,7 @@ class CompressorCheckpoint:
         sync: the compressors of gradients.
         channel: the channel of pipeline messages.
         layout, coordinates: the mesh and this rank's place in it.
-        layers_per_virtual_stage: number of layers, which names the boundaries.
+        first_layers: first layer of each virtual stage, which name the boundaries before them.
         cut: messages hold this tensor-parallel rank's share of the sequence.
     """
 
@@ -124,14 +124,14 @@ class CompressorCheckpoint:
         channel: PipelineChannel | None,
         layout: Layout,
         coordinates: Coordinates,
-        layers_per_virtual_stage: int,
+        first_layers: Sequence[int],
         cut: bool = False,
     ) -> None:
         self.sync = sync
         self.channel = channel
         self.layout = layout
         self.at = coordinates
-        self.layers = layers_per_virtual_stage
+        self.first_layers = first_layers
         self.cut = cut
 
     def tensors(self) -> dict[str, LogicalShard]:
@@ -174,19 +174,18 @@ class CompressorCheckpoint:
                 slots = {slot.start - bucket.start: slot for slot in bucket.slots}
                 for unit in units:
                     yield from self._of_unit(unit, slots, bucket.stop - bucket.start, reducer.compressor)
-        embedding, slot = self.sync.embedding, self.sync.tied_slot
-        if embedding is not None and slot is not None and embedding.plan.compressed(Point.EMBED_GRAD):
-            group = embedding.group
+        for tied in self.sync.ties if self.sync.plan.compressed(Point.EMBED_GRAD) else ():
+            group, slot = tied.sync.group, tied.slot
             name = f"{Point.EMBED_GRAD.value}.{slot.logical_name}"
             at = (group.rank, tp[1])
-            index_sets = embedding.plan.rounds(Point.EMBED_GRAD).traits.index_sets
+            index_sets = self.sync.plan.rounds(Point.EMBED_GRAD).traits.index_sets
             size = (group.size, tp[0])
-            yield _Place(name, embedding.state, size, at, index=0, whole=1, slot=slot, index_sets=index_sets)
+            yield _Place(name, tied.sync.state, size, at, index=0, whole=1, slot=slot, index_sets=index_sets)
         for way in (self.channel.forward, self.channel.backward) if self.channel is not None else ():
             if self.channel is not None and self.channel.plan.compressed(way.point):
                 for end, states, boundary in self._ends(way):
                     state = states.setdefault(boundary, CompressorState())
-                    name = f"{way.point.value}.layer{(boundary + 1) * self.layers}.{end}"
+                    name = f"{way.point.value}.layer{self.first_layers[boundary + 1]}.{end}"
                     means = dict(self.channel.plan.codec(way.point).traits.means)
                     yield _Place(name, state, holders, holder, means=means, cut=self.cut)
 
@@ -197,13 +196,13 @@ class CompressorCheckpoint:
         starts = [place.start for place in unit.places] or sorted(slots)
         for index, start in enumerate(starts):
             slot = slots[start]
-            # Both stages of a tied embedding contribute to one sum, each with a residual of its own.
-            copies = 2 if slot.spec.tied and self.layout.pp > 1 else 1
+            # All stages of a tied embedding contribute to one sum, each with a residual of its own.
+            stages = (self.at.pp,) if slot.spec.tied is None else self.layout.holders(slot.spec.tied)
             yield _Place(
                 f"{Point.DP_GRAD.value}.{slot.logical_name}",
                 unit.state,
-                holders=(self.layout.dp * copies, self.layout.tp),
-                holder=(self.at.dp + self.layout.dp * slot.spec.tied_copy, self.at.tp),
+                holders=(self.layout.dp * len(stages), self.layout.tp),
+                holder=(self.at.dp + self.layout.dp * stages.index(self.at.pp), self.at.tp),
                 index=index if unit.places else None,
                 span=None if unit.places else (start, start + slot.stop - slot.start),
                 whole=len(starts) if unit.places else length,

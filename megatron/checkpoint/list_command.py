@@ -27,9 +27,11 @@ from megatron.config.memory import in_words
 
 _SHAPE = (
     ("num_layers", "layers"),
+    ("decoder_num_layers", "layers of the decoder"),
     ("hidden_size", "hidden"),
     ("num_attention_heads", "heads"),
     ("seq_length", "tokens a sample"),
+    ("decoder_seq_length", "in the decoder"),
 )
 
 

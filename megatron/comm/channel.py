@@ -58,8 +58,8 @@ class PipelineChannel:
         forward_link, backward_link: the pipeline's ranks, one group per direction.
         plan: the compressors of ``PP_FWD`` and ``PP_BWD``.
         ledger: where the bytes are counted.
-        shape: shape of one micro-batch's activation on this rank, (sequence, batch, hidden). It may be set anew between
-            steps, to the same on all ranks.
+        shapes: shape of one micro-batch's message on this rank, (sequence, batch, hidden), by boundary. They may be set
+            anew between steps, to the same on all ranks.
         dtype, device: those of activations and their gradients.
     """
 
@@ -69,13 +69,13 @@ class PipelineChannel:
         backward_link: Group,
         plan: CompressionPlan,
         ledger: Ledger,
-        shape: torch.Size,
+        shapes: Sequence[torch.Size],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.plan = plan
         self.ledger = ledger
-        self.shape = shape
+        self.shapes = shapes
         self.dtype = dtype
         self.device = device
         self._scale = 1.0
@@ -114,7 +114,7 @@ class PipelineChannel:
         on = covered and self.plan.activation(way.point).on(position.iteration, position.epilogue)
         codec = self.plan.codec(way.point) if on else _IDENTITY
         # Decided here, before the codec's input is widened.
-        return codec if codec.should_compress(self.shape, self.dtype) else _IDENTITY
+        return codec if codec.should_compress(self.shapes[position.boundary], self.dtype) else _IDENTITY
 
     def _unscaled(self, way: Direction, codec: Codec) -> tuple[torch.dtype, float]:
         """The codec's input: in fp32 (or fp64) unless it takes any dtype, and gradients without the loss scale."""
@@ -142,10 +142,11 @@ class PipelineChannel:
         codecs = [self._codec(way, message.position) for message in messages]
         for codec, message in zip(codecs, messages, strict=True):
             keys.setdefault(codec, []).append(message.key)
-        launches = [codec.launches(self.shape, state, own) for codec, own in keys.items()]
+        shape = self.shapes[boundary]
+        launches = [codec.launches(shape, state, own) for codec, own in keys.items()]
         if None in launches:
             return None
-        return end, tuple(self.shape), self._scale == 1.0, tuple(codecs), tuple(launches)
+        return end, tuple(shape), self._scale == 1.0, tuple(codecs), tuple(launches)
 
     def send(self, message: Message, x: Tensor) -> None:
         """Starts sending ``x`` over a boundary."""
@@ -169,7 +170,7 @@ class PipelineChannel:
         """Announces a message that will soon be sent."""
         way, position = message.way, message.position
         state = way.sent.setdefault(position.boundary, CompressorState())
-        self._codec(way, position).expect(self.shape, state, message.key)
+        self._codec(way, position).expect(self.shapes[position.boundary], state, message.key)
 
     def post(self, messages: Sequence[Message]) -> None:
         """Posts receives of messages, in this order. Nothing is launched between the first receive and the last."""
@@ -179,7 +180,8 @@ class PipelineChannel:
             codec = self._codec(way, position)
             state = way.received.setdefault(position.boundary, CompressorState())
             dtype, _ = self._unscaled(way, codec)
-            payloads.append(codec.empty_payload(self.shape, dtype, self.device, state, message.key))
+            shape = self.shapes[position.boundary]
+            payloads.append(codec.empty_payload(shape, dtype, self.device, state, message.key))
         for message, payload in zip(messages, payloads, strict=True):
             way, position = message.way, message.position
             way.newest = way.group.recv(payload.wire, way.recv_from, tag=position.boundary)
@@ -208,7 +210,7 @@ class PipelineChannel:
         codec = self._codec(way, position)
         dtype, scale = self._unscaled(way, codec)
         with self.ledger.decoding(way.point):
-            x = codec.decode(payload, self.shape, dtype, way.received[position.boundary], key)
+            x = codec.decode(payload, self.shapes[position.boundary], dtype, way.received[position.boundary], key)
             x = (x if scale == 1.0 else x * scale).to(self.dtype)
         for observer in self.ledger.observers:
             observer.on_receive(way.point, position, x)

@@ -1,4 +1,4 @@
-"""Keeps the tied embedding equal on the first and the last stage by all-reducing its gradient."""
+"""Keeps a tied embedding equal on the stages that hold it by all-reducing its gradient."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from megatron.topology.group import Group, num_bytes
 
 
 class EmbeddingSync:
-    """All-reduces the tied embedding's gradient over its holders.
+    """All-reduces a tied embedding's gradient over its holders.
 
-    The holders are usually the two stages, after the data-parallel reduction. The embedding has a bucket of its own on
-    both, so with the sharded optimizer both hold the same share of it and only that share is exchanged. Fused
-    (Optimus-CC, Song et al. 2023, section 5.3) they are the replicas of both stages, and this all-reduce replaces the
+    The holders are usually the stages, after the data-parallel reduction. The embedding has a bucket of its own on all
+    of them, so with the sharded optimizer they hold the same share of it and only that share is exchanged. Fused
+    (Optimus-CC, Song et al. 2023, section 5.3) they are the replicas of these stages, and this all-reduce replaces the
     data-parallel one.
+
     Args:
         group: the holders that all-reduce, of this tensor-parallel rank.
         plan: the compressor of ``EMBED_GRAD``.

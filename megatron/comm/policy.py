@@ -81,7 +81,7 @@ class CompressionPlan:
 
     @property
     def fused_embedding(self) -> bool:
-        """Whether one all-reduce of the embedding's gradient spans the replicas of both stages."""
+        """Whether one all-reduce of a tied embedding's gradient spans the replicas of all stages that hold it."""
         spec = self.specs.get(Point.EMBED_GRAD)
         return spec is not None and spec.fused
 

@@ -15,7 +15,7 @@ class Point(enum.Enum):
     DP_GRAD = "dp-grad"
     """Averaging of gradients over data-parallel replicas."""
     EMBED_GRAD = "embedding"
-    """Gradients of the tied embedding, first and last stage."""
+    """Gradients of tied embeddings, over the stages that hold them."""
     TP_FWD = "tp-forward"
     """Tensor- and sequence-parallel collectives of the forward pass."""
     TP_BWD = "tp-backward"

@@ -17,7 +17,7 @@ from megatron.compression.registry import Registration, Registry
 from megatron.compression.schedule import Activation, RunLength, Schedule, read_iterations, read_schedule, read_stages
 
 FUSED = "fused"
-"""One all-reduce of the embedding's gradient over the replicas of both stages."""
+"""One all-reduce of the embedding's gradient over the replicas of all stages that hold it."""
 
 _FEEDBACKS = {True: ("off", *get_args(SumResidual)), False: ("off", *get_args(MessageResidual))}
 """Kinds of residual of reductions and of messages."""
@@ -34,7 +34,7 @@ COMMON = {
     "warmup": "iterations, a fraction of the run (0.1), or epochs (1epochs), that go uncompressed",
     "error-feedback": "off; local or aggregate for all-reduces; lazy, lazy-reset within each iteration, or lazy-mean "
     "over the tokens, for messages ('on' is the compressor's default)",
-    "fused": "on or off: one all-reduce over the replicas of both stages (embedding)",
+    "fused": "on or off: one all-reduce over the replicas of all stages that hold the embedding (embedding)",
     "eval": "on or off: compress in evaluation (pp-forward, tp-forward)",
 }
 """Options that every compressor has."""
@@ -51,7 +51,7 @@ class Spec:
         options: an instance of its options class.
         activation: when it is on.
         feedback: "off", "local", "aggregate", "lazy", "lazy-reset" or "lazy-mean".
-        fused: one embedding all-reduce over the replicas of both stages (``embedding`` only).
+        fused: one embedding all-reduce over the replicas of all its stages (``embedding`` only).
         schedules: options that change over the run, by field; ``options`` holds their first values.
     """
 

@@ -96,7 +96,7 @@ def _check_embedding(config: Run, spec: Spec, where: str) -> None:
     compressed = spec.fused or not spec.identity
     if compressed and config.parallel.use_distributed_optimizer:
         raise UserError(
-            f"{where}: with --use-distributed-optimizer the two stages exchange only their shares of the embedding; "
+            f"{where}: with --use-distributed-optimizer the stages exchange only their shares of the embedding; "
             "leave the spec or the distributed optimizer out"
         )
     if spec.fused and config.parallel.ddp_impl == "torch":
@@ -111,12 +111,15 @@ def _check_tensor(config: Run, spec: Spec, where: str) -> None:
 
 
 def _check_gather(config: Run, spec: Spec, where: str) -> None:
-    """Checks that both stages of the tied embedding get the same values of it."""
+    """Checks that all stages of the tied embedding get the same values of it."""
     stages, parallel = config.parallel.pipeline_model_parallel_size, config.parallel
     tied = stages > 1 and not config.model.untie_embeddings_and_output_weights
-    ends = {spec.activation.covers_stage(stage, stages) for stage in (0, stages - 1)}
-    if tied and parallel.use_distributed_optimizer and not spec.identity and len(ends) > 1:
+    decoder = (parallel.pipeline_model_parallel_split_rank or 0) if config.model.decoder_layers else 0
+    holders = sorted({0, decoder, stages - 1})
+    covered = {spec.activation.covers_stage(stage, stages) for stage in holders}
+    if tied and parallel.use_distributed_optimizer and not spec.identity and len(covered) > 1:
+        untied = "" if decoder else ", or --untie-embeddings-and-output-weights"
         raise UserError(
-            f"{where}: stages: the first and the last stage hold the same embedding and must both gather it compressed "
-            "or neither; write stages=all, or --untie-embeddings-and-output-weights"
+            f"{where}: stages: stages {', '.join(map(str, holders))} hold the same embedding and must all gather it "
+            f"compressed, or none; write stages=all{untied}"
         )

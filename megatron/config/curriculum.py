@@ -216,6 +216,10 @@ def _function(path: Path, where: str) -> Callable[[int], object]:
 
 def check_curriculum(curriculum: CurriculumConfig, model: ModelConfig, parallel: ParallelConfig) -> None:
     """Checks that a curriculum's lengths can be split as the layout needs (else UserError)."""
+    if curriculum.curriculum_learning and model.decoder_layers:
+        raise UserError(
+            "--curriculum-learning cuts samples off, and of T5's it would cut what the decoder is to find; leave it out"
+        )
     parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     odd = [length for length in lengths_of(curriculum, model.seq_length).lengths if length % parts]
     if odd:

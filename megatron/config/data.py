@@ -70,9 +70,9 @@ class DataConfig:
     reset_position_ids: bool = option(False, "Restart positions after each end of document.")
     reset_attention_mask: bool = option(False, "Attend only within a document.")
     eod_mask_loss: bool = option(False, "No loss where the input is an end of document.")
-    mask_prob: float = option(0.15, "BERT: share of the tokens that are to be predicted.", above=0, below=1)
+    mask_prob: float = option(0.15, "BERT and T5: share of the tokens that are to be predicted.", above=0, below=1)
     short_seq_prob: float = option(
-        0.1, "BERT: share of the samples that are shorter than they could be.", minimum=0, maximum=1
+        0.1, "BERT and T5: share of the samples that are shorter than they could be.", minimum=0, maximum=1
     )
     sample_order: Literal["lazy", "fixed", "megatron"] = option(
         "lazy",

@@ -92,11 +92,25 @@ RULES: Sequence[Idle] = (
         "GELU has its tanh form anyway, but with --no-bias-gelu-fusion or --disable-bias-linear",
     ),
     Idle(("model.bert_binary_head",), lambda config, _: config.model.model_type != "bert", "only BERT has that head"),
-    Idle(_fields("data", "mask_prob short_seq_prob"), lambda config, _: config.model.causal, "only BERT masks words"),
+    Idle(
+        _fields("data", "mask_prob short_seq_prob"),
+        lambda config, _: config.model.causal,
+        "only BERT and T5 mask words",
+    ),
+    Idle(
+        (*_fields("model", "decoder_num_layers decoder_seq_length"), "parallel.pipeline_model_parallel_split_rank"),
+        lambda config, _: config.model.model_type != "t5",
+        "only T5 has a decoder beside an encoder",
+    ),
+    Idle(
+        ("parallel.pipeline_model_parallel_split_rank",),
+        lambda config, _: config.model.model_type == "t5" and config.parallel.pipeline_model_parallel_size == 1,
+        "T5's encoder and decoder share the one pipeline stage",
+    ),
     Idle(
         _fields("data", "reset_position_ids reset_attention_mask eod_mask_loss"),
         lambda config, _: not config.model.causal,
-        "a sample of BERT does not go over the end of a document",
+        "a sample of BERT or T5 does not go over the end of a document",
     ),
     Idle(
         ("model.init_method_std",),

@@ -45,9 +45,13 @@ def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = Non
     model, parallel, training = config.model, config.parallel, config.training
     tensor = parallel.tensor_model_parallel_size
     heads = (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
-    matrices = (heads + model.num_attention_heads * model.kv_channels) * model.hidden_size
-    matrices += (3 if model.swiglu else 2) * model.ffn_hidden_size * model.hidden_size
-    layers = model.num_layers // parallel.pipeline_model_parallel_size
+    attention = (heads + model.num_attention_heads * model.kv_channels) * model.hidden_size
+    matrices = attention + (3 if model.swiglu else 2) * model.ffn_hidden_size * model.hidden_size
+    stages = parallel.pipeline_model_parallel_size
+    split = parallel.pipeline_model_parallel_split_rank if model.decoder_layers else None
+    numbers = model.num_layers // (split or stages) * matrices
+    if stages == 1:
+        numbers += len(model.decoder_layers) * (matrices + attention)
     entries = (vocab_size if vocab_size is not None else config.tokenizer.vocab_size) or 0
     step = model.make_vocab_size_divisible_by * tensor
     positions = model.max_position_embeddings if model.position_embedding_type == "learned_absolute" else 0
@@ -58,7 +62,7 @@ def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = Non
     batch = training.global_batch_size // config.data_parallel_size(world_size) * model.seq_length
     shape = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels")
     return [
-        Need(layers * matrices // tensor * each, "the weights of its layers", _given(model, *shape)),
+        Need(numbers // tensor * each, "the weights of its layers", _given(model, *shape)),
         Need(
             -(-entries // step) * step // tensor * model.hidden_size * each,
             "the embedding",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -16,9 +15,13 @@ if TYPE_CHECKING:
 
 MOST_LAYERS = 2048
 LM_LOSS, SOP_LOSS = "lm loss", "sop loss"
-ModelType = Literal["gpt", "bert"]
+ModelType = Literal["gpt", "bert", "t5"]
 """Kinds of models."""
-PROGRAMS: Mapping[ModelType, str] = {"gpt": "pretrain_gpt.py", "bert": "pretrain_bert.py"}
+PROGRAMS: Mapping[ModelType, str] = {
+    "gpt": "pretrain_gpt.py",
+    "bert": "pretrain_bert.py",
+    "t5": "pretrain_t5.py",
+}
 """The program that trains each kind of model."""
 
 
@@ -32,11 +35,19 @@ class ModelConfig:
         checkpoint="shape",
     )
     num_layers: int = required(
-        "Number of transformer layers.",
+        "Number of transformer layers; for T5 those of the encoder.",
         unit="layers",
         minimum=1,
         maximum=MOST_LAYERS,
         aliases=("encoder-num-layers",),
+        checkpoint="shape",
+    )
+    decoder_num_layers: int | None = derived(
+        "--num-layers for T5",
+        "Number of layers of T5's decoder.",
+        unit="layers",
+        minimum=1,
+        maximum=MOST_LAYERS,
         checkpoint="shape",
     )
     hidden_size: int = required("Width of the residual stream.", minimum=1, maximum=MOST, checkpoint="shape")
@@ -60,15 +71,23 @@ class ModelConfig:
         "hidden size / attention heads", "Width of one attention head.", minimum=1, maximum=MOST, checkpoint="shape"
     )
     seq_length: int = required(
-        "Sequence length of the training samples.",
+        "Sequence length of the training samples; for T5 that of the encoder.",
         unit="tokens",
         minimum=1,
         maximum=MOST,
         aliases=("encoder-seq-length",),
         checkpoint="default",
     )
+    decoder_seq_length: int | None = derived(
+        "needed by T5",
+        "Sequence length of T5's decoder: what was cut out of the encoder's text, and its marks.",
+        unit="tokens",
+        minimum=3,
+        maximum=MOST,
+        checkpoint="default",
+    )
     max_position_embeddings: int = derived(
-        "--seq-length",
+        "--seq-length, or --decoder-seq-length where that is longer",
         "Number of positions that learned position embeddings can name.",
         unit="tokens",
         minimum=1,
@@ -213,6 +232,25 @@ class ModelConfig:
         return self.model_type == "gpt"
 
     @property
+    def decoder_layers(self) -> range:
+        """Numbers of the layers of a decoder that reads an encoder; they follow the encoder's. Else empty."""
+        decoder = (self.decoder_num_layers or 0) if self.model_type == "t5" else 0
+        return range(self.num_layers, self.num_layers + decoder) if decoder else range(0)
+
+    @property
+    def total_layers(self) -> int:
+        """Number of all layers."""
+        return self.num_layers + len(self.decoder_layers)
+
+    def begins_decoder(self, layers: range) -> bool:
+        """Whether the first layer of a decoder that reads an encoder is among these."""
+        return bool(self.decoder_layers) and self.decoder_layers.start in layers
+
+    def labels_of(self, length: int) -> int:
+        """Labels of a sample whose tokens (the encoder's, if there is one) have this number."""
+        return (self.decoder_seq_length or 0) if self.model_type == "t5" else length
+
+    @property
     def loss_names(self) -> tuple[str, ...]:
         """Names of the losses that training adds up."""
         return (LM_LOSS, SOP_LOSS) if self.model_type == "bert" and self.bert_binary_head else (LM_LOSS,)
@@ -249,87 +287,13 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
         model = replace(model, ffn_hidden_size=width)
     if is_unset(model.num_query_groups):
         model = replace(model, num_query_groups=heads)
+    if is_unset(model.decoder_num_layers) and model.model_type == "t5":
+        model = replace(model, decoder_num_layers=model.num_layers)
     if is_unset(model.max_position_embeddings):
-        model = replace(model, max_position_embeddings=model.seq_length)
+        model = replace(model, max_position_embeddings=max(model.seq_length, model.decoder_seq_length or 0))
     if is_unset(model.num_tokentypes):
         model = replace(model, num_tokentypes=2 if model.model_type == "bert" and model.bert_binary_head else 0)
     return model
-
-
-def check_model(model: ModelConfig) -> None:
-    """Checks that the model can be built on some layout (else UserError)."""
-    if model.num_attention_heads % model.num_query_groups != 0:
-        raise UserError(
-            f"--num-query-groups {model.num_query_groups} does not divide --num-attention-heads "
-            f"{model.num_attention_heads}; choose a divisor"
-        )
-    if model.position_embedding_type == "learned_absolute" and model.seq_length > model.max_position_embeddings:
-        raise UserError(
-            f"--seq-length {model.seq_length} is longer than --max-position-embeddings "
-            f"{model.max_position_embeddings}; raise the latter to at least the former"
-        )
-    _check_rotary(model)
-    _check_kind(model)
-    if model.add_qkv_bias and model.add_bias_linear:
-        raise UserError(
-            "--add-qkv-bias: all linear layers have biases already; leave it out, or add --disable-bias-linear"
-        )
-    chosen = [
-        flag
-        for flag, on in (
-            ("--swiglu", model.swiglu),
-            ("--openai-gelu", model.openai_gelu),
-            ("--squared-relu", model.squared_relu),
-        )
-        if on
-    ]
-    if len(chosen) > 1:
-        raise UserError(f"{' and '.join(chosen)} exclude each other; keep one activation")
-
-
-def _check_kind(model: ModelConfig) -> None:
-    if not model.causal and model.sliding_window is not None:
-        raise UserError("--sliding-window is of earlier positions, and BERT attends to later ones, too; leave it out")
-    if model.model_type == "bert" and model.num_tokentypes == 1:
-        raise UserError("--num-tokentypes 1: the two sentences of a sample have types 0 and 1; give 0 or at least 2")
-    if model.model_type != "bert" and model.num_tokentypes:
-        raise UserError(
-            f"--num-tokentypes {model.num_tokentypes}: only BERT's samples have token types; leave it out, or run "
-            f"{PROGRAMS['bert']}"
-        )
-
-
-def _check_rotary(model: ModelConfig) -> None:
-    if model.position_embedding_type != "rope":
-        given = "--rotary-percent" if model.rotary_percent != 1.0 else "--rotary-scaling"
-        if model.rotary_percent != 1.0 or model.rotary_scaling != "none":
-            raise UserError(f"{given} needs rotary positions; add --position-embedding-type rope")
-    _check_rotary_scaling(model)
-    if model.position_embedding_type != "rope":
-        return
-    rotated = int(model.kv_channels * model.rotary_percent)
-    if rotated < 2 or rotated % 2 != 0:
-        raise UserError(
-            f"--rotary-percent {model.rotary_percent:g} of {model.kv_channels} channels a head "
-            f"(--kv-channels) rotates {rotated} channels; choose values that give an even number of at least "
-            "2"
-        )
-
-
-def _check_rotary_scaling(model: ModelConfig) -> None:
-    defaults = {field.name: field.default for field in dataclasses.fields(model)}
-    of_all, of_llama3 = ("factor",), ("original_length", "low_turns", "high_turns")
-    needed = {"none": (), "linear": of_all, "llama3": of_all + of_llama3}[model.rotary_scaling]
-    for part in of_all + of_llama3:
-        name = f"rotary_scaling_{part}"
-        if part not in needed and getattr(model, name) != defaults[name]:
-            kind = "llama3" if part in of_llama3 else "linear or llama3"
-            raise UserError(f"--{name.replace('_', '-')} is for --rotary-scaling {kind}; add it, or leave this out")
-    if model.rotary_scaling == "llama3" and model.rotary_scaling_low_turns >= model.rotary_scaling_high_turns:
-        raise UserError(
-            f"--rotary-scaling-low-turns {model.rotary_scaling_low_turns:g} is not below --rotary-scaling-high-turns "
-            f"{model.rotary_scaling_high_turns:g}; lower the former"
-        )
 
 
 def check_kind(where: str, found: str, wanted: ModelType) -> None:

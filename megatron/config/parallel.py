@@ -10,6 +10,7 @@ from megatron.base.option import derived, is_unset, option
 from megatron.base.words import Note
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.config.split import check_not_interleaved, check_split, split_rank
 
 MOST_PROCESSES = 1 << 20
 MOST_MINUTES = 60 * 24 * 366
@@ -25,6 +26,12 @@ class ParallelConfig:
     )
     pipeline_model_parallel_size: int = option(
         1, "Pipeline-parallel size: number of pipeline stages.", unit="stages", minimum=1, maximum=MOST_PROCESSES
+    )
+    pipeline_model_parallel_split_rank: int | None = derived(
+        "in the middle",
+        "Pipeline stage at which T5's decoder begins; the encoder has those before it.",
+        unit="stages",
+        minimum=0,
     )
     num_layers_per_virtual_pipeline_stage: int | None = derived(
         "no interleaving",
@@ -134,7 +141,11 @@ def resolve_parallel(
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         note("--sequence-parallel: no effect, there is one tensor-parallel rank")
         parallel = replace(parallel, sequence_parallel=False)
-    layers_per_stage = model.num_layers // parallel.pipeline_model_parallel_size
+    pipeline = parallel.pipeline_model_parallel_size
+    if model.decoder_layers:
+        split = split_rank(parallel.pipeline_model_parallel_split_rank, pipeline, model)
+        parallel = replace(parallel, pipeline_model_parallel_split_rank=split)
+    layers_per_stage = model.num_layers // pipeline
     per_chunk = parallel.num_layers_per_virtual_pipeline_stage
     chunks = parallel.virtual_pipeline_model_parallel_size
     if per_chunk is not None:
@@ -172,16 +183,24 @@ def check_layout(parallel: ParallelConfig, model: ModelConfig, world_size: int) 
             raise UserError(
                 f"{flag} {size} is not a multiple of --tensor-model-parallel-size {tensor}; change one of them"
             )
-    if model.num_layers % pipeline != 0:
+    if model.decoder_layers:
+        check_not_interleaved(
+            parallel.virtual_pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+        )
+    split = split_rank(parallel.pipeline_model_parallel_split_rank, pipeline, model)
+    if split is not None:
+        check_split(split, pipeline, model)
+    elif model.num_layers % pipeline != 0:
         raise UserError(
             f"--num-layers {model.num_layers} is not a multiple of --pipeline-model-parallel-size "
             f"{pipeline}; change one of them"
         )
-    if parallel.sequence_parallel and model.seq_length % tensor != 0:
-        raise UserError(
-            f"--sequence-parallel: --seq-length {model.seq_length} is not a multiple of "
-            f"--tensor-model-parallel-size {tensor}; change one of them"
-        )
+    for flag, length in (("--seq-length", model.seq_length), ("--decoder-seq-length", model.labels_of(0))):
+        if parallel.sequence_parallel and length % tensor != 0:
+            raise UserError(
+                f"--sequence-parallel: {flag} {length} is not a multiple of --tensor-model-parallel-size {tensor}; "
+                "change one of them"
+            )
 
 
 def check_parallel(parallel: ParallelConfig, cuda_available: bool) -> None:

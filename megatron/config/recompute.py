@@ -54,8 +54,10 @@ def check_recompute(recompute: RecomputeConfig, parallel: ParallelConfig, model:
                 "full; add it or leave the number out"
             )
         return
-    chunks = parallel.virtual_pipeline_model_parallel_size or 1
-    layers = model.num_layers // parallel.pipeline_model_parallel_size // chunks
+    chunks, stages = parallel.virtual_pipeline_model_parallel_size or 1, parallel.pipeline_model_parallel_size
+    split = parallel.pipeline_model_parallel_split_rank if model.decoder_layers else None
+    decoder = len(model.decoder_layers) // (stages - (split or 0))
+    layers = max(model.num_layers // (split or stages) // chunks, decoder)
     if recompute.recompute_num_layers > layers:
         raise UserError(
             f"--recompute-num-layers {recompute.recompute_num_layers} is more than the {layers} layers that "

@@ -13,17 +13,18 @@ from megatron.base.fields import check_fields, section_from_plain, section_to_pl
 from megatron.base.numerals import MOST
 from megatron.base.option import field_options
 from megatron.base.words import Note, nearest
+from megatron.config.check_model import check_model
 from megatron.config.checkpoint import CheckpointConfig, check_checkpoint
 from megatron.config.compression import CompressionConfig
 from megatron.config.curriculum import CurriculumConfig, check_curriculum, lengths_of
 from megatron.config.data import DataConfig, check_data
 from megatron.config.logs import LoggingConfig, check_logs
-from megatron.config.model import ModelConfig, check_model, check_vocabulary, resolve_model
+from megatron.config.model import ModelConfig, check_vocabulary, resolve_model
 from megatron.config.optimizer import OptimizerConfig, check_clock, check_length, check_schedules, resolve_optimizer
 from megatron.config.parallel import ParallelConfig, check_layout, check_parallel, check_torch_ddp, resolve_parallel
 from megatron.config.precision import PrecisionConfig, check_fp8, check_precision
 from megatron.config.recompute import RecomputeConfig, check_recompute, resolve_recompute
-from megatron.config.tokenizer import TokenizerConfig, check_tokenizer
+from megatron.config.tokenizer import TokenizerConfig, check_sentinels, check_tokenizer
 from megatron.config.training import TrainingConfig, check_batches, check_compile, check_samples, resolve_training
 from megatron.config.validation import ValidationConfig
 
@@ -146,6 +147,8 @@ def _check_all_required(config: RunConfig) -> None:
     training = config.training
     if training.train_iters is None and training.train_samples is None and training.train_tokens is None:
         missing.append("one of --train-iters, --train-samples and --train-tokens")
+    if config.model.model_type == "t5" and config.model.decoder_seq_length is None:
+        missing.append("--decoder-seq-length")
     if config.tokenizer.tokenizer_type is None and config.tokenizer.vocab_size is None:
         missing.append("--tokenizer-type (or --vocab-size)")
     if missing:
@@ -194,6 +197,8 @@ def _check(run: RunConfig, world_size: int, cuda_available: bool, note: Note) ->
     check_schedules(run.optimizer)
     check_data(run.data, skip_train=run.validation.skip_train)
     check_tokenizer(run.tokenizer)
+    if run.model.model_type == "t5":
+        check_sentinels(run.tokenizer)
     check_logs(run.logging, run.parallel)
     check_checkpoint(run.checkpoint)
     check_compression(run, world_size, note)

@@ -96,3 +96,11 @@ def check_tokenizer(tokenizer: TokenizerConfig) -> None:
     missing = [f"--{name.replace('_', '-')}" for name in _NEEDS[kind] if getattr(tokenizer, name) is None]
     if missing:
         raise UserError(f"--tokenizer-type {kind} needs {' and '.join(missing)}; add what is missing")
+
+
+def check_sentinels(tokenizer: TokenizerConfig) -> None:
+    """Checks that the vocabulary has what T5 needs beside words (else UserError)."""
+    if tokenizer.tokenizer_type not in ("BertWordPieceLowerCase", "BertWordPieceCase"):
+        raise UserError("T5 cuts out words: give --tokenizer-type BertWordPieceLowerCase or BertWordPieceCase")
+    if not tokenizer.vocab_extra_ids:
+        raise UserError("T5 marks what is cut out of a text with extra ids: give --vocab-extra-ids 100")

@@ -90,9 +90,10 @@ class LoadedModel:
         """Runs the model on tokens (b, s) that every rank has: hidden states (s, b, h) on the last stage, else None."""
         part, at = self.stage.part, self.topology.coordinates.pp
         x = tokens_bs
-        if self.channel is not None and not part.first:
+        if self.channel is not None:
             b, s = tokens_bs.shape
-            self.channel.shape = torch.Size((s, b, self.config.model.hidden_size))
+            self.channel.shapes = [torch.Size((s, b, self.config.model.hidden_size))] * (self.topology.layout.pp - 1)
+        if self.channel is not None and not part.first:
             coming = Message(self.channel.forward, Position(-1, at - 1, 0, 1), None)
             # Shapes differ from call to call, so that any kernel may be new: none is launched beside a receive.
             self.channel.post([coming])
@@ -209,9 +210,7 @@ def load_model(
     channel = None
     if topology.layout.pp > 1:
         links = (topology.forward_link, topology.backward_link)
-        channel = PipelineChannel(
-            *links, plan, ledger, torch.Size(), config.model.residual_dtype(dtype), topology.device
-        )
+        channel = PipelineChannel(*links, plan, ledger, (), config.model.residual_dtype(dtype), topology.device)
     # What ranks exchange is not recorded.
     records = topology.device.type == "cuda" and topology.layout.world_size == 1
     workspaces = Workspaces(record_on_cuda if records else None)

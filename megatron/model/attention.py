@@ -1,8 +1,9 @@
-"""Self-attention, causal or in both directions, with heads (and key-value groups) split over tensor-parallel ranks."""
+"""Self-attention and cross-attention, with heads (and key-value groups) split over tensor-parallel ranks."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -10,94 +11,71 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.comm.tensor import TensorComm
 from megatron.config.model import ModelConfig
-from megatron.model.context import ForwardContext, LayerDropout
+from megatron.model.context import AttentionDropout, ForwardContext
 from megatron.model.rotary import apply_rotary
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.tensor.random import DropoutKeys, SiteKeys, keyed_seed
 from megatron.parallel.tensor.shards import ShardedModule
 
 
-class SelfAttention(ShardedModule):
-    """Self-attention: (s, b, h) -> (s, b, h), and the bias still to be added.
-
-    The rows of the fused projection are ordered [group, (queries of the group, key, value), head channel], so a
-    slice by groups is contiguous and does not depend on the number of ranks.
+class Attention(ShardedModule, ABC):
+    """What attention does with queries, keys and values. Subclasses have the projections.
 
     Args:
         config: the model.
         layer: global number of the layer, which keys its dropout masks.
+        causal: a query attends to no later position; for queries and keys of the same sequence.
         recompute_core: keep no attention probabilities for backward, but compute them again.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        comm: TensorComm,
-        device: torch.device,
-        dtype: torch.dtype,
-        recompute_core: bool,
-    ) -> None:
+    site = "attention"
+    """Keys the dropout masks within a layer."""
+    dense: RowParallelLinear
+
+    def __init__(self, config: ModelConfig, layer: int, comm: TensorComm, causal: bool, recompute_core: bool) -> None:
         super().__init__()
         self.layer = layer
         self.comm = comm
         self.head_dim = config.kv_channels
         self.groups = config.num_query_groups // comm.size
         self.queries_per_group = config.num_attention_heads // config.num_query_groups
-        self.window = config.sliding_window
-        self.causal = config.causal
+        self.causal = causal
         self.dropout = config.attention_dropout
         self.recompute_core = recompute_core
-        rows = config.num_query_groups * (self.queries_per_group + 2) * self.head_dim
-        width = config.num_attention_heads * self.head_dim
-        biased = config.add_bias_linear or config.add_qkv_bias
-        self.query_key_value = ColumnParallelLinear((rows, config.hidden_size), biased, comm, device, dtype)
-        self.dense = RowParallelLinear(width, config.hidden_size, config.add_bias_linear, comm, device, dtype)
 
-    def dropout_keys(self, keys: DropoutKeys) -> tuple[SiteKeys | None, int]:
+    def dropout_keys(self, keys: DropoutKeys) -> AttentionDropout:
         """Keys of this rank's heads where their masks are drawn here, and the seed of the fused CUDA kernel.
 
         That kernel draws one stream for all its heads and samples, so its masks (alone) depend on the tensor-parallel
         size and the micro-batch size.
         """
         if self.dropout == 0.0:
-            return None, 0
+            return AttentionDropout(None, 0)
         if self.dense.weight.is_cuda:
-            return None, keyed_seed(repr((keys.seed, keys.draws, self.layer, self.comm.rank)))
+            sites = () if self.site == "attention" else (self.site,)
+            seed = keyed_seed(repr((keys.seed, keys.draws, self.layer, self.comm.rank, *sites)))
+            return AttentionDropout(None, seed)
         heads = self.groups * self.queries_per_group
-        return keys.at(*((self.layer, "attention", self.comm.rank * heads + head) for head in range(heads))), 0
+        sites_n = ((self.layer, self.site, self.comm.rank * heads + head) for head in range(heads))
+        return AttentionDropout(keys.at(*sites_n), 0)
 
-    def forward(
-        self,
-        x_sbh: Tensor,
-        context: ForwardContext,
-        rotary: tuple[Tensor, Tensor] | None,
-        dropout: LayerDropout | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        mixed = self.query_key_value(x_sbh)
-        s, b, _ = mixed.shape
-        mixed = mixed.view(s, b, self.groups, self.queries_per_group + 2, self.head_dim)
-        query, key, value = mixed.split((self.queries_per_group, 1, 1), dim=3)
-        query, key, value = (x.flatten(2, 3) for x in (query, key, value))
-        if rotary is not None:
-            query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        if context.cache is not None:
-            key, value = context.cache.extend(self.layer, key, value)
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext, dropout: AttentionDropout | None
+    ) -> Tensor:
+        """Attention of (b, heads, s, d) queries over (b, groups, s', d) keys and values: (s, b, heads * d)."""
+        given = (query, key, value, context, dropout)
         if self.recompute_core and torch.is_grad_enabled():
-            given = (query, key, value, context, dropout)
             out_bnsd = checkpoint(self._core, *given, use_reentrant=False, preserve_rng_state=False)
         else:
-            out_bnsd = self._core(query, key, value, context, dropout)
-        return self.dense(out_bnsd.permute(2, 0, 1, 3).reshape(s, b, -1))
+            out_bnsd = self._core(*given)
+        return out_bnsd.permute(2, 0, 1, 3).flatten(2)
 
     def _core(
-        self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext, dropout: LayerDropout | None
+        self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext, dropout: AttentionDropout | None
     ) -> Tensor:
-        """Attention of (b, heads, s, d) queries over (b, groups, s, d) keys and values."""
         dropping = self.dropout > 0.0 and dropout is not None
-        if dropout is not None and dropout.attention is not None:
-            return self._core_with_keyed_dropout(query, key, value, context, dropout.attention)
+        if dropout is not None and dropout.heads is not None:
+            return self._core_with_keyed_dropout(query, key, value, context, dropout.heads)
         if dropping and dropout is not None:  # for the fused CUDA kernel
             torch.cuda.manual_seed(dropout.fused)
         mask = self._allowed(query, context)
@@ -118,14 +96,10 @@ class SelfAttention(ShardedModule):
             enable_gqa=self.queries_per_group > 1,
         )
 
+    @abstractmethod
     def _allowed(self, query: Tensor, context: ForwardContext) -> Tensor | None:
-        """Mask of allowed positions for a whole text, (b or 1, 1, s, s); None where all are, or all earlier ones."""
-        allowed = None if context.segment_ids_bs is None else _within_segments(context.segment_ids_bs, self.causal)
-        s = query.shape[2]
-        if self.window is not None and s > self.window:
-            band = torch.ones((1, 1, s, s), dtype=torch.bool, device=query.device).tril().triu(1 - self.window)
-            allowed = band if allowed is None else allowed & band
-        return allowed
+        """Mask of allowed positions for a whole text, (b or 1, 1, s or 1, s'); None where all are, or all earlier
+        ones."""
 
     def _core_with_keyed_dropout(
         self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext, keys: SiteKeys
@@ -133,16 +107,113 @@ class SelfAttention(ShardedModule):
         """Attention written out, with a mask keyed by sample, layer and global head."""
         key = key.repeat_interleave(self.queries_per_group, dim=1)
         value = value.repeat_interleave(self.queries_per_group, dim=1)
-        s = query.shape[2]
+        pairs = (query.shape[2], key.shape[2])
         scores = query @ key.transpose(-1, -2)
         allowed = self._allowed(query, context)
         if allowed is None:
-            allowed = torch.ones((s, s), dtype=torch.bool, device=query.device)
+            allowed = torch.ones(pairs, dtype=torch.bool, device=query.device)
             allowed = allowed.tril() if self.causal else allowed
         probs = scores.div(math.sqrt(self.head_dim)).masked_fill(~allowed, -torch.inf).softmax(dim=-1)
-        masks = [keys.keep_mask(head, (s, s), self.dropout, probs) for head in range(query.shape[1])]
+        masks = [keys.keep_mask(head, pairs, self.dropout, probs) for head in range(query.shape[1])]
         result: Tensor = (probs * torch.stack(masks, dim=1)) @ value
         return result
+
+
+class SelfAttention(Attention):
+    """Self-attention: (s, b, h) -> (s, b, h), and the bias still to be added.
+
+    The rows of the fused projection are ordered [group, (queries of the group, key, value), head channel], so a
+    slice by groups is contiguous and does not depend on the number of ranks.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        comm: TensorComm,
+        device: torch.device,
+        dtype: torch.dtype,
+        causal: bool,
+        recompute_core: bool,
+    ) -> None:
+        super().__init__(config, layer, comm, causal, recompute_core)
+        self.window = config.sliding_window
+        rows = config.num_query_groups * (self.queries_per_group + 2) * self.head_dim
+        width = config.num_attention_heads * self.head_dim
+        biased = config.add_bias_linear or config.add_qkv_bias
+        self.query_key_value = ColumnParallelLinear((rows, config.hidden_size), biased, comm, device, dtype)
+        self.dense = RowParallelLinear(width, config.hidden_size, config.add_bias_linear, comm, device, dtype)
+
+    def forward(
+        self,
+        x_sbh: Tensor,
+        context: ForwardContext,
+        rotary: tuple[Tensor, Tensor] | None,
+        dropout: AttentionDropout | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        mixed = self.query_key_value(x_sbh)
+        s, b, _ = mixed.shape
+        mixed = mixed.view(s, b, self.groups, self.queries_per_group + 2, self.head_dim)
+        query, key, value = mixed.split((self.queries_per_group, 1, 1), dim=3)
+        query, key, value = (x.flatten(2, 3) for x in (query, key, value))
+        if rotary is not None:
+            query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if context.cache is not None:
+            key, value = context.cache.extend(self.layer, key, value)
+        result: tuple[Tensor, Tensor | None] = self.dense(self._attend(query, key, value, context, dropout))
+        return result
+
+    def _allowed(self, query: Tensor, context: ForwardContext) -> Tensor | None:
+        allowed = None if context.segment_ids_bs is None else _within_segments(context.segment_ids_bs, self.causal)
+        s = query.shape[2]
+        if self.window is not None and s > self.window:
+            band = torch.ones((1, 1, s, s), dtype=torch.bool, device=query.device).tril().triu(1 - self.window)
+            allowed = band if allowed is None else allowed & band
+        return allowed
+
+
+class CrossAttention(Attention):
+    """Attention of a decoder to an encoder's text: (s, b, h) -> (s, b, h), and the bias still to be added.
+
+    The rows of the keys' and values' projection are ordered [group, (key, value), head channel].
+    """
+
+    site = "cross-attention"
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        comm: TensorComm,
+        device: torch.device,
+        dtype: torch.dtype,
+        recompute_core: bool,
+    ) -> None:
+        super().__init__(config, layer, comm, False, recompute_core)
+        width = config.num_attention_heads * self.head_dim
+        rows, hidden = config.num_query_groups * 2 * self.head_dim, config.hidden_size
+        biased = config.add_bias_linear or config.add_qkv_bias
+        self.query = ColumnParallelLinear((width, hidden), biased, comm, device, dtype)
+        self.key_value = ColumnParallelLinear((rows, hidden), biased, comm, device, dtype)
+        self.dense = RowParallelLinear(width, hidden, config.add_bias_linear, comm, device, dtype)
+
+    def forward(
+        self, x_sbh: Tensor, context: ForwardContext, dropout: AttentionDropout | None
+    ) -> tuple[Tensor, Tensor | None]:
+        assert context.memory is not None
+        query, mixed = self.query(x_sbh), self.key_value(context.memory.x_sbh)
+        query = query.unflatten(2, (-1, self.head_dim))
+        key, value = mixed.unflatten(2, (self.groups, 2, self.head_dim)).unbind(dim=3)
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        result: tuple[Tensor, Tensor | None] = self.dense(self._attend(query, key, value, context, dropout))
+        return result
+
+    def _allowed(self, query: Tensor, context: ForwardContext) -> Tensor | None:
+        assert context.memory is not None
+        ids_bs = context.memory.segment_ids_bs
+        # The decoder's padding reads text, too: of nothing, its probabilities would not be numbers.
+        return None if ids_bs is None else (ids_bs == 0)[:, None, None]
 
 
 def _within_segments(segment_ids_bs: Tensor, causal: bool) -> Tensor:

@@ -1,13 +1,15 @@
-"""One transformer layer."""
+"""Transformer layers."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from megatron.comm.tensor import TensorComm
 from megatron.config.model import ModelConfig
-from megatron.model.attention import SelfAttention
+from megatron.model.attention import CrossAttention, SelfAttention
 from megatron.model.context import ForwardContext, LayerDropout
 from megatron.model.mlp import MLP
 from megatron.model.norm import Norm
@@ -29,6 +31,9 @@ class TransformerLayer(nn.Module):
     (s, b, h) -> (s, b, h).
     """
 
+    sites: tuple[str, ...] = ("attention-output", "mlp-output")
+    """Key the dropout masks of the residual branches within a layer."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -37,6 +42,7 @@ class TransformerLayer(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
         recompute_core: bool,
+        causal: bool,
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -44,7 +50,7 @@ class TransformerLayer(nn.Module):
         self.dropout = config.hidden_dropout
         self.parallel = config.parallel_residual
         self.input_layernorm = Norm(config, comm, device, dtype)
-        self.self_attention = SelfAttention(config, layer, comm, device, dtype, recompute_core)
+        self.self_attention = SelfAttention(config, layer, comm, device, dtype, causal, recompute_core)
         self.post_attention_layernorm = Norm(config, comm, device, dtype)
         self.mlp = MLP(config, comm, device, dtype)
 
@@ -62,8 +68,19 @@ class TransformerLayer(nn.Module):
         keys = context.dropout
         if keys is None:
             return None
-        hidden = keys.at(*((self.layer, site) for site in ("attention-output", "mlp-output")))
-        return LayerDropout(hidden, *self.self_attention.dropout_keys(keys))
+        hidden = keys.at(*((self.layer, site) for site in self.sites))
+        return LayerDropout(hidden, self.self_attention.dropout_keys(keys))
+
+    def _attended(
+        self,
+        x_sbh: Tensor,
+        context: ForwardContext,
+        rotary: tuple[Tensor, Tensor] | None,
+        dropout: LayerDropout | None,
+    ) -> Tensor:
+        """The layer's input with self-attention added."""
+        keys = None if dropout is None else dropout.attention
+        return self._add(self.self_attention(self.input_layernorm(x_sbh), context, rotary, keys), x_sbh, dropout, 0)
 
     def forward(
         self,
@@ -72,7 +89,45 @@ class TransformerLayer(nn.Module):
         rotary: tuple[Tensor, Tensor] | None,
         dropout: LayerDropout | None,
     ) -> Tensor:
-        attended = self.self_attention(self.input_layernorm(x_sbh), context, rotary, dropout)
-        then_sbh = self._add(attended, x_sbh, dropout, 0)
+        then_sbh = self._attended(x_sbh, context, rotary, dropout)
         mlp_input = x_sbh if self.parallel else then_sbh
         return self._add(self.mlp(self.post_attention_layernorm(mlp_input)), then_sbh, dropout, 1)
+
+
+class DecoderLayer(TransformerLayer):
+    """A layer that also reads an encoder's text: causal self-attention, cross-attention, then the MLP."""
+
+    sites = (*TransformerLayer.sites, "cross-attention-output")
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        comm: TensorComm,
+        device: torch.device,
+        dtype: torch.dtype,
+        recompute_core: bool,
+    ) -> None:
+        super().__init__(config, layer, comm, device, dtype, recompute_core, causal=True)
+        self.cross_attention = CrossAttention(config, layer, comm, device, dtype, recompute_core)
+        self.post_cross_attention_layernorm = Norm(config, comm, device, dtype)
+
+    def dropout_keys(self, context: ForwardContext) -> LayerDropout | None:
+        """See ``TransformerLayer``."""
+        found = super().dropout_keys(context)
+        if found is None or context.dropout is None:
+            return None
+        return replace(found, cross=self.cross_attention.dropout_keys(context.dropout))
+
+    def forward(
+        self,
+        x_sbh: Tensor,
+        context: ForwardContext,
+        rotary: tuple[Tensor, Tensor] | None,
+        dropout: LayerDropout | None,
+    ) -> Tensor:
+        then_sbh = self._attended(x_sbh, context, rotary, dropout)
+        keys = None if dropout is None else dropout.cross
+        read = self.cross_attention(self.post_attention_layernorm(then_sbh), context, keys)
+        then_sbh = self._add(read, then_sbh, dropout, 2)
+        return self._add(self.mlp(self.post_cross_attention_layernorm(then_sbh)), then_sbh, dropout, 1)

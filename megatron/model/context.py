@@ -13,6 +13,19 @@ from megatron.parallel.tensor.random import DropoutKeys, SiteKeys
 
 
 @dataclass(frozen=True)
+class Memory:
+    """What a decoder reads of an encoder.
+
+    Args:
+        x_sbh: the encoder's output, or the own part of s.
+        segment_ids_bs: 0 for the encoder's text, else padding, which is not read.
+    """
+
+    x_sbh: Tensor
+    segment_ids_bs: Tensor | None
+
+
+@dataclass(frozen=True)
 class ForwardContext:
     """Inputs of one micro-batch, the same on every stage.
 
@@ -22,6 +35,9 @@ class ForwardContext:
         segment_ids_bs: number of the segment of each token, (b, s), where attention must not cross segments: documents
             within the sequence, or text and padding; else None.
         types_bs: int64 token types, (b, s), where the model has any, else None.
+        decoder_tokens_bs, decoder_segment_ids_bs: int64 tokens that a decoder beside an encoder reads, and their
+            segments; the other tensors are then the encoder's.
+        memory: what the decoder's layers read of the encoder; None elsewhere.
         cache: keys and values of earlier positions, in generation.
         attention: torch's function, or one with the same arguments in its place.
     """
@@ -30,8 +46,24 @@ class ForwardContext:
     position_ids_bs: Tensor | None = None
     segment_ids_bs: Tensor | None = None
     types_bs: Tensor | None = None
+    decoder_tokens_bs: Tensor | None = None
+    decoder_segment_ids_bs: Tensor | None = None
+    memory: Memory | None = None
     cache: KVCache | None = None
     attention: Callable[..., Tensor] = F.scaled_dot_product_attention
+
+
+@dataclass(frozen=True)
+class AttentionDropout:
+    """The keys of the dropout masks of one attention's probabilities.
+
+    Args:
+        heads: keys of each of this rank's heads; None where no mask is drawn for them.
+        fused: seed of the fused CUDA kernel, which draws its own.
+    """
+
+    heads: SiteKeys | None
+    fused: int
 
 
 @dataclass(frozen=True)
@@ -39,11 +71,11 @@ class LayerDropout:
     """The keys of one layer's dropout masks.
 
     Args:
-        hidden: keys for the outputs of attention and of the feed-forward part.
-        attention: keys for the probabilities of each of this rank's heads; None where no mask is drawn for them.
-        fused: seed of the fused CUDA kernel, which draws its own.
+        hidden: keys for the outputs of attention, of the feed-forward part, and of cross-attention.
+        attention: keys of self-attention.
+        cross: keys of cross-attention, where the layer has it.
     """
 
     hidden: SiteKeys
-    attention: SiteKeys | None
-    fused: int
+    attention: AttentionDropout
+    cross: AttentionDropout | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -11,13 +13,20 @@ from megatron.model.block import hidden_dropout
 from megatron.model.context import ForwardContext
 from megatron.parallel.tensor.embedding import VocabParallelEmbedding, VocabShard, rows_of
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
+from megatron.topology.layout import Tie
 
 TIED_NAME = "embedding.word_embeddings.weight"
 """Logical name of the tied embedding, on whichever stage it is."""
 
 
 class Embedding(ShardedModule):
-    """Embeddings of tokens, positions and token types, with dropout: (b, s) -> (s, b, h), or the own part of s."""
+    """Embeddings of tokens, positions and token types, with dropout: (b, s) -> (s, b, h), or the own part of s.
+
+    Args:
+        config: the model.
+        shard: rows of the vocabulary on this rank.
+        copy: another stage holds the same tables, too, and is their first holder.
+    """
 
     def __init__(
         self,
@@ -26,21 +35,23 @@ class Embedding(ShardedModule):
         comm: TensorComm,
         device: torch.device,
         dtype: torch.dtype,
+        copy: bool = False,
     ) -> None:
         super().__init__()
         self.comm = comm
         self.dropout = config.hidden_dropout
         self.residual_dtype = config.residual_dtype(dtype)
         tied = not config.untie_embeddings_and_output_weights
-        self.word_embeddings = VocabParallelEmbedding(shard, config.hidden_size, tied, comm, device, dtype)
+        self.word_embeddings = VocabParallelEmbedding(shard, config.hidden_size, tied, comm, device, dtype, copy)
         self.position_embeddings: PositionEmbedding | None = None
         if config.position_embedding_type == "learned_absolute":
-            self.position_embeddings = PositionEmbedding(config, comm, device, dtype)
+            self.position_embeddings = PositionEmbedding(config, comm, device, dtype, copy)
         self.tokentype_embeddings: TypeEmbedding | None = None
         if config.num_tokentypes:
             self.tokentype_embeddings = TypeEmbedding(config, comm, device, dtype)
 
-    def forward(self, tokens_bs: Tensor, context: ForwardContext) -> Tensor:
+    def forward(self, tokens_bs: Tensor, context: ForwardContext, site: str = "embedding") -> Tensor:
+        """Vectors of tokens; ``site`` keys their dropout masks."""
         x_sbh = self.word_embeddings(tokens_bs)
         if self.position_embeddings is not None:
             x_sbh = x_sbh + self.position_embeddings(tokens_bs, context)
@@ -48,7 +59,7 @@ class Embedding(ShardedModule):
             assert context.types_bs is not None
             x_sbh = x_sbh + self.tokentype_embeddings(context.types_bs)
         x_sbh = x_sbh.to(self.residual_dtype)
-        keys = None if context.dropout is None else context.dropout.at(("embedding",))
+        keys = None if context.dropout is None else context.dropout.at((site,))
         return hidden_dropout(x_sbh, self.dropout, keys, 0, self.comm)
 
 
@@ -79,10 +90,14 @@ class TypeEmbedding(_Table):
 
 
 class PositionEmbedding(_Table):
-    """A learned vector per position."""
+    """A learned vector per position, which an encoder and a decoder share."""
 
-    def __init__(self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, comm: TensorComm, device: torch.device, dtype: torch.dtype, copy: bool
+    ) -> None:
         super().__init__(config.max_position_embeddings, config.hidden_size, comm, device, dtype)
+        if config.decoder_layers:
+            self.specs["weight"] = replace(self.specs["weight"], tied=Tie.POSITIONS, tied_copy=copy)
 
     def forward(self, tokens_bs: Tensor, context: ForwardContext) -> Tensor:
         """Vectors (s, 1 or b, h) of the positions."""

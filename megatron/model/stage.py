@@ -14,7 +14,7 @@ from megatron.comm.tensor import TensorComm
 from megatron.compression.points import Point
 from megatron.config.model import ModelConfig
 from megatron.config.recompute import RecomputeConfig
-from megatron.model.block import TransformerLayer
+from megatron.model.block import DecoderLayer, TransformerLayer
 from megatron.model.context import ForwardContext
 from megatron.model.embedding import Embedding, OutputWeight
 from megatron.model.losses import StageLoss, Targets
@@ -31,7 +31,7 @@ class StagePart:
 
     Args:
         layers: global numbers of its layers.
-        first: holds the embedding.
+        first: holds the embedding, as does the part with a decoder's first layer.
         last: holds the final norm and the loss.
     """
 
@@ -47,7 +47,7 @@ class Stage(nn.Module, ABC):
 
     Args:
         config: the model.
-        part: this chunk's part of the model. ``StagePart(range(num_layers))`` is the whole model.
+        part: this chunk's part of the model. ``StagePart(range(total_layers))`` is the whole model.
         shard: rows of the vocabulary on this rank.
         recompute: activations that backward recomputes instead of keeping them.
     """
@@ -70,16 +70,20 @@ class Stage(nn.Module, ABC):
         self.dtype = dtype
         self.recompute = recompute
         tied = not config.untie_embeddings_and_output_weights
-        if part.first:
-            self.embedding = Embedding(config, shard, comm, device, dtype)
-        recompute_core = recompute.recompute_granularity == "selective"
-        self.layers = nn.ModuleDict(
-            {str(n): TransformerLayer(config, n, comm, device, dtype, recompute_core) for n in part.layers}
-        )
+        embeds = part.first or config.begins_decoder(part.layers)
+        if embeds:
+            self.embedding = Embedding(config, shard, comm, device, dtype, copy=not part.first)
+        self.layers = nn.ModuleDict({str(n): self._make_layer(n, device) for n in part.layers})
         if part.last:
             self.final_layernorm = Norm(config, comm, device, dtype)
-            if not (tied and part.first):
+            if not (tied and embeds):
                 self.output_layer = OutputWeight(config, shard, device, dtype)
+
+    def _make_layer(self, number: int, device: torch.device) -> TransformerLayer:
+        config, recompute_core = self.config, self.recompute.recompute_granularity == "selective"
+        if number in config.decoder_layers:
+            return DecoderLayer(config, number, self.comm, device, self.dtype, recompute_core)
+        return TransformerLayer(config, number, self.comm, device, self.dtype, recompute_core, config.causal)
 
     @property
     def output_weight(self) -> Tensor:
@@ -111,8 +115,11 @@ class Stage(nn.Module, ABC):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Tokens (b, s) on the first stage, else activations (s, b, h), to activations (s, b, h)."""
         x_sbh = self.embedding(x, context) if self.part.first else x
+        return self._transform(self._layers(), x_sbh, context)
+
+    def _transform(self, layers: list[TransformerLayer], x_sbh: Tensor, context: ForwardContext) -> Tensor:
+        """Runs layers one after the other, recomputing them in backward where that is asked for."""
         rotary = self._rotary(x_sbh, context)
-        layers = self._layers()
         full = self.recompute.recompute_granularity == "full" and torch.is_grad_enabled()
         if not full:
             return self._run(layers, x_sbh, context, rotary)

@@ -13,6 +13,7 @@ from megatron.config.recompute import RecomputeConfig
 from megatron.model.bert import BertStage
 from megatron.model.gpt import GPTStage
 from megatron.model.stage import Stage, StagePart
+from megatron.model.t5 import T5Stage
 from megatron.parallel.tensor.embedding import VocabShard
 from megatron.parallel.tensor.random import Draw, fill_keyed, normal, uniform
 from megatron.parallel.tensor.shards import ParamSpec, collect_specs
@@ -20,14 +21,33 @@ from megatron.topology.layout import Layout
 
 
 def stage_part(config: ModelConfig, layout: Layout, pp: int, chunk: int) -> StagePart:
-    """The part of chunk ``chunk`` on pipeline rank ``pp``; layers divide by the number of virtual stages."""
-    per_stage = config.num_layers // layout.num_virtual_stages
+    """The part of chunk ``chunk`` on pipeline rank ``pp``."""
     stage = layout.virtual_stage(pp, chunk)
-    return StagePart(
-        layers=range(stage * per_stage, (stage + 1) * per_stage),
-        first=stage == 0,
-        last=stage == layout.num_virtual_stages - 1,
-    )
+    return StagePart(stage_layers(config, layout, stage), stage == 0, stage == layout.num_virtual_stages - 1)
+
+
+def stage_layers(config: ModelConfig, layout: Layout, stage: int) -> range:
+    """Layers of a virtual stage; an encoder's and a decoder's divide by the number of theirs."""
+    stages, layers = layout.num_virtual_stages, range(config.total_layers)
+    if layout.follows_encoder(stage):
+        stages, layers, stage = stages - layout.decoder, config.decoder_layers, stage - layout.decoder
+    elif layout.decoder:
+        stages, layers = layout.decoder, range(config.num_layers)
+    each = len(layers) // stages
+    return layers[stage * each : (stage + 1) * each]
+
+
+def boundary_lengths(config: ModelConfig, layout: Layout, length: int) -> list[int]:
+    """Activations of a sample that cross each boundary between virtual stages, by its number.
+
+    Args:
+        config: the model.
+        layout: the mesh.
+        length: tokens of the sample; for an encoder-decoder the encoder's.
+    """
+    both = length + (config.decoder_seq_length or 0)
+    stages = range(layout.num_virtual_stages - 1)
+    return [both if layout.follows_encoder(stage) else length for stage in stages]
 
 
 def padded_vocab_size(vocab_size: int, multiple: int, tp: int) -> int:
@@ -74,7 +94,8 @@ def make_stage(
     recompute: RecomputeConfig,
 ) -> Stage:
     """A part of a model of the configured kind, whose weights are not initialized; see ``Stage``."""
-    kind = {"gpt": GPTStage, "bert": BertStage}[config.model_type]
+    kinds: dict[str, type[GPTStage | BertStage | T5Stage]] = {"gpt": GPTStage, "bert": BertStage, "t5": T5Stage}
+    kind = kinds[config.model_type]
     return kind(config, part, shard, comm, device, dtype, recompute)
 
 
@@ -94,5 +115,5 @@ def _draw(name: str, spec: ParamSpec, param: Tensor, config: ModelConfig) -> Dra
     if config.init_method_xavier_uniform and "embedding" not in name and "output_layer" not in name:
         fan_out, fan_in = spec.logical_shape[-2:]
         return uniform(math.sqrt(6.0 / (fan_in + fan_out)))
-    scaled = name.endswith(("self_attention.dense.weight", "mlp.dense_4h_to_h.weight"))
+    scaled = name.endswith(("attention.dense.weight", "mlp.dense_4h_to_h.weight"))
     return normal(config.init_method_std / (math.sqrt(2.0 * config.num_layers) if scaled else 1.0))

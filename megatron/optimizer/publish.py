@@ -85,7 +85,7 @@ class ParamPublisher:
         for buffer, bucket in self._buckets:
             own = self._difference(buffer, bucket)
             raw = own.numel() * buffer.params_flat.element_size()
-            # Both stages of the tied embedding must draw the same noise for it, whatever their other buckets are.
+            # All stages of a tied embedding must draw the same noise for it, whatever their other buckets are.
             key = iteration, bucket.slots[0].logical_name
             gathers.append(self._start(self.plan.codec(Point.PARAM_GATHER), own, key, None, raw))
         for gather, (buffer, bucket) in zip(gathers, self._buckets, strict=True):

@@ -43,8 +43,8 @@ class WholeSums:
             sums_ns: a row of sums for each shard.
 
         Returns:
-            A row for each shard, in fp64. All ranks that hold parts of a tensor get equal ones; so do both holders of
-            the tied embedding, since the ranks' shares are added one by one, in the order of the ranks.
+            A row for each shard, in fp64. All ranks that hold parts of a tensor get equal ones; so do all holders of
+            a tied embedding, since the ranks' shares are added one by one, in the order of the ranks.
         """
         rows = torch.zeros(self._slots, sums_ns.shape[1], dtype=torch.float64, device=self.device)
         rows.index_add_(0, self._places, sums_ns.to(torch.float64) * self._weights)

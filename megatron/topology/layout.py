@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+
+class Tie(enum.Enum):
+    """An embedding of which several pipeline stages hold a copy, whose gradients they add up."""
+
+    WORDS = "embedding"
+    POSITIONS = "position embedding"
 
 
 @dataclass(frozen=True)
@@ -24,12 +32,14 @@ class Layout:
         pp: pipeline stages.
         dp: data-parallel replicas.
         chunks: virtual stages (model chunks) on each pipeline rank.
+        decoder: stage at which the decoder of an encoder-decoder begins; 0 where that is not a later stage.
     """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     chunks: int = 1
+    decoder: int = 0
 
     @property
     def world_size(self) -> int:
@@ -52,6 +62,20 @@ class Layout:
         """Position in the model of chunk ``chunk`` on pipeline rank ``pp``."""
         return chunk * self.pp + pp
 
+    def follows_encoder(self, virtual_stage: int) -> bool:
+        """Whether a stage holds layers of a decoder whose encoder is on earlier stages."""
+        return 0 < self.decoder <= virtual_stage
+
+    def holders(self, tie: Tie) -> tuple[int, ...]:
+        """Stages that hold a tied embedding, in order: the input's, a decoder's input's and the output's."""
+        inputs = {0, self.decoder}
+        return tuple(sorted(inputs | {self.pp - 1} if tie is Tie.WORDS else inputs))
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """The embeddings that several stages hold."""
+        return tuple(tie for tie in Tie if len(self.holders(tie)) > 1)
+
     def tp_groups(self) -> Iterator[tuple[int, ...]]:
         """Tensor-parallel groups: ranks that share the layers of one stage."""
         for pp in range(self.pp):
@@ -70,13 +94,12 @@ class Layout:
             for tp in range(self.tp):
                 yield tuple(self.rank_of(tp=tp, dp=dp, pp=p) for p in range(self.pp))
 
-    def fused_embedding_groups(self) -> Iterator[tuple[int, ...]]:
-        """First and last stages of all pipelines of a tensor-parallel rank: every holder of a tied shard."""
+    def fused_embedding_groups(self, tie: Tie = Tie.WORDS) -> Iterator[tuple[int, ...]]:
+        """Holders of a tied embedding in all pipelines of a tensor-parallel rank: every holder of a tied shard."""
         for tp in range(self.tp):
-            ends = (0, self.pp - 1)
-            yield tuple(self.rank_of(tp=tp, dp=d, pp=pp) for pp in ends for d in range(self.dp))
+            yield tuple(self.rank_of(tp=tp, dp=d, pp=pp) for pp in self.holders(tie) for d in range(self.dp))
 
-    def embedding_groups(self) -> Iterator[tuple[int, ...]]:
-        """First and last stage of each pipeline: the two holders of a tied embedding shard."""
+    def embedding_groups(self, tie: Tie = Tie.WORDS) -> Iterator[tuple[int, ...]]:
+        """Holders of a tied embedding in each pipeline."""
         for ranks in self.pp_groups():
-            yield (ranks[0], ranks[-1])
+            yield tuple(ranks[stage] for stage in self.holders(tie))

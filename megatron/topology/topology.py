@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron.topology.agree import gather_texts
 from megatron.topology.group import Group, PipelineGroup
-from megatron.topology.layout import Coordinates, Layout
+from megatron.topology.layout import Coordinates, Layout, Tie
 from megatron.topology.nodes import split_by_node
 
 
@@ -29,9 +29,9 @@ class Topology:
         world: all ranks.
         control: all ranks over gloo on the CPU, for small decisions and checkpoints.
         tp, dp, pp: this rank's groups along each dimension.
-        embedding: first and last stage of this rank's pipeline, where it is one of them and they differ.
-        fused_embedding: the same stages of all pipelines, on this rank's tensor-parallel coordinate.
         forward_link, backward_link: point-to-point groups of activations and of their gradients.
+        embedding: the stages of this rank's pipeline that hold a tied embedding, where it is one of several.
+        fused_embedding: the same stages of all pipelines, on this rank's tensor-parallel coordinate.
     """
 
     layout: Layout
@@ -43,10 +43,10 @@ class Topology:
     tp: Group
     dp: Group
     pp: Group
-    embedding: Group | None
-    fused_embedding: Group | None
     forward_link: Group
     backward_link: Group
+    embedding: Mapping[Tie, Group] = field(default_factory=dict)
+    fused_embedding: Mapping[Tie, Group] = field(default_factory=dict)
 
     @property
     def coordinates(self) -> Coordinates:
@@ -74,8 +74,6 @@ def single_process(device: torch.device | str = "cpu") -> Topology:
         tp=alone("tensor-parallel"),
         dp=alone("data-parallel"),
         pp=alone("pipeline"),
-        embedding=None,
-        fused_embedding=None,
         forward_link=alone("pipeline-forward"),
         backward_link=alone("pipeline-backward"),
     )
@@ -133,8 +131,10 @@ def build_topology(
         tp=along("tp", layout.tp_groups(), "tensor-parallel"),
         dp=along("dp", layout.dp_groups(), "data-parallel"),
         pp=pipeline,
-        embedding=make(layout.embedding_groups(), "embedding") if split else None,
-        fused_embedding=make(layout.fused_embedding_groups(), "embedding replicas") if split else None,
+        embedding=_of_ties({tie: make(layout.embedding_groups(tie), tie.value) for tie in layout.ties}),
+        fused_embedding=_of_ties(
+            {tie: make(layout.fused_embedding_groups(tie), f"{tie.value} replicas") for tie in layout.ties}
+        ),
         forward_link=_link(layout, device, make, "pipeline-forward") if split else pipeline,
         backward_link=_link(layout, device, make, "pipeline-backward") if split else pipeline,
     )
@@ -161,6 +161,11 @@ class _GroupMaker:
         return mine
 
 
+def _of_ties(groups: Mapping[Tie, Group | None]) -> dict[Tie, Group]:
+    """The groups that this rank is in."""
+    return {tie: group for tie, group in groups.items() if group is not None}
+
+
 def _link(layout: Layout, device: torch.device, make: _GroupMaker, name: str) -> Group:
     """The group of one direction of the pipeline's messages."""
     upwards = make(layout.pp_groups(), name)
@@ -174,13 +179,12 @@ def _link(layout: Layout, device: torch.device, make: _GroupMaker, name: str) ->
 def _cut_by_node(topology: Topology, kinds: Collection[str], node: str, make: _GroupMaker) -> None:
     """Gives the groups of some kinds (of ``NODE_SPLITS``) their ranks by node."""
     layout, node_of = topology.layout, gather_texts(topology.control.pg, node)
-    groups = {
-        "dp": (topology.dp, layout.dp_groups()),
-        "embedding": (topology.embedding, layout.embedding_groups()),
-        "fused_embedding": (topology.fused_embedding, layout.fused_embedding_groups()),
-    }
-    for kind, (group, ranks_of_groups) in groups.items():
-        if kind in kinds and (kind == "dp" or layout.pp > 1):
+    groups: list[tuple[str, Group | None, Iterable[tuple[int, ...]]]] = [("dp", topology.dp, layout.dp_groups())]
+    for tie in layout.ties:
+        groups.append(("embedding", topology.embedding.get(tie), layout.embedding_groups(tie)))
+        groups.append(("fused_embedding", topology.fused_embedding.get(tie), layout.fused_embedding_groups(tie)))
+    for kind, group, ranks_of_groups in groups:
+        if kind in kinds:
             split_by_node(group, list(ranks_of_groups), node_of, make)
 
 

@@ -21,7 +21,7 @@ from megatron.compression.state import CompressorState
 from megatron.config.run import RunConfig
 from megatron.config.training import why_not_compiled
 from megatron.model.stage import Stage
-from megatron.model.stages import build_stages, padded_vocab_size
+from megatron.model.stages import boundary_lengths, build_stages, padded_vocab_size
 from megatron.optimizer.loss_scale import LossScale, build_loss_scale
 from megatron.optimizer.optimizer import Optimizer
 from megatron.parallel.data.buffer import FlatBuffer, named_params
@@ -75,7 +75,7 @@ class Engines:
 
         Args:
             iteration: 0-based; -1 for an evaluation.
-            seq_length: tokens of its samples, which decide the shape of messages; None for the full length.
+            seq_length: tokens of its samples, which decide the shapes of messages; None for the full length.
         """
         scale = self.optimizer.loss_scale.scale
         self.ledger.clock.read()
@@ -85,7 +85,7 @@ class Engines:
         self.comm.begin(iteration)
         self.sync.begin(iteration, scale)
         if self.channel is not None:
-            self.channel.shape = _message_shape(self.config, self.topology, seq_length or self.config.model.seq_length)
+            self.channel.shapes = _message_shapes(self.config, self.topology.layout, seq_length)
             self.channel.begin(scale)
 
     def compressor_states(self) -> Iterator[CompressorState]:
@@ -135,6 +135,7 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
         pp=parallel.pipeline_model_parallel_size,
         dp=config.data_parallel_size(world_size),
         chunks=parallel.virtual_pipeline_model_parallel_size or 1,
+        decoder=(parallel.pipeline_model_parallel_split_rank or 0) if config.model.decoder_layers else 0,
     )
 
 
@@ -293,17 +294,19 @@ def _build_loss_scale(config: RunConfig) -> LossScale:
     )
 
 
-def _message_shape(config: RunConfig, topology: Topology, length: int) -> torch.Size:
-    """Shape of a pipeline message; under sequence parallelism each rank sends its part of the sequence."""
-    parts = topology.layout.tp if config.parallel.sequence_parallel else 1
-    return torch.Size((length // parts, config.training.micro_batch_size, config.model.hidden_size))
+def _message_shapes(config: RunConfig, layout: Layout, length: int | None = None) -> list[torch.Size]:
+    """Shapes of pipeline messages by boundary; under sequence parallelism each rank sends its part of the sequence."""
+    parts = layout.tp if config.parallel.sequence_parallel else 1
+    lengths = boundary_lengths(config.model, layout, length or config.model.seq_length)
+    rest = (config.training.micro_batch_size, config.model.hidden_size)
+    return [torch.Size((length // parts, *rest)) for length in lengths]
 
 
 def _build_channel(config: RunConfig, topology: Topology, plan: CompressionPlan, ledger: Ledger) -> PipelineChannel:
     """The channel of pipeline messages."""
-    shape = _message_shape(config, topology, config.model.seq_length)
+    shapes = _message_shapes(config, topology.layout)
     dtype, links = (
         config.model.residual_dtype(config.precision.params_dtype),
         (topology.forward_link, topology.backward_link),
     )
-    return PipelineChannel(*links, plan, ledger, shape, dtype, topology.device)
+    return PipelineChannel(*links, plan, ledger, shapes, dtype, topology.device)

@@ -58,13 +58,14 @@ def compression_notes(
 
 def node_notes(plan: CompressionPlan, topology: Topology) -> list[str]:
     """Notes on what the run's nodes make of sums in two levels."""
-    groups = {Point.DP_GRAD: topology.dp, Point.EMBED_GRAD: topology.embedding}
     notes = []
     for point, spec in plan.specs.items():
-        group = topology.fused_embedding if spec.fused else groups.get(point)
-        if group is not None and group.size > 1 and group.split is not None and plan.rounds(point).traits.levels:
-            notes.append(f"--compress {point.value}={spec.name}: {group.split.note}")
-    return notes
+        embeddings = topology.fused_embedding if spec.fused else topology.embedding
+        groups = {Point.DP_GRAD: [topology.dp], Point.EMBED_GRAD: list(embeddings.values())}
+        for group in groups.get(point, []):
+            if group.size > 1 and group.split is not None and plan.rounds(point).traits.levels:
+                notes.append(f"--compress {point.value}={spec.name}: {group.split.note}")
+    return list(dict.fromkeys(notes))
 
 
 def _returns(train: Dataset, stays: int) -> bool:

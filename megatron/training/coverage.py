@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
@@ -104,38 +105,43 @@ def _gradients(engines: Engines) -> Shares:
 
 
 def _embedding(engines: Engines) -> Shares:
-    slot = engines.sync.tied_slot
-    if engines.sync.embedding is None or slot is None:
-        return 0.0, 0.0, 0
-    shape = tuple(slot.param.shape)
-    pays = engines.plan.ever_compresses(Point.EMBED_GRAD, shape)
-    highest = highest_rank(engines.plan.specs[Point.EMBED_GRAD], shape)
-    return float(slot.param.numel() * pays), float(slot.param.numel()), highest
+    shapes = [tied.shape for tied in engines.sync.ties]
+    done = sum(math.prod(shape) * engines.plan.ever_compresses(Point.EMBED_GRAD, shape) for shape in shapes)
+    spec = engines.plan.specs[Point.EMBED_GRAD]
+    highest = max((highest_rank(spec, shape) for shape in shapes), default=0)
+    return float(done), float(sum(map(math.prod, shapes))), highest
 
 
 def _tensor(engines: Engines, point: Point) -> Shares:
-    """The shares at a tensor-parallel point, whose tensors are all activations of one shape."""
+    """The shares at a tensor-parallel point, whose tensors are activations of the layers' shapes."""
     model, comm = engines.config.model, engines.comm
     if comm.size == 1:
         return 0.0, 0.0, 0
-    shape = (model.seq_length, engines.config.training.micro_batch_size, model.hidden_size)
     covered = engines.plan.covers(point, engines.plan.stage)
-    layers = float(sum(len(stage.part.layers) for stage in engines.stages))
-    pays = covered and engines.plan.ever_compresses(point, shape)
-    return layers * pays, layers, highest_rank(engines.plan.specs[point], shape)
+    done, total, highest = 0, 0, 0
+    for layer in (number for stage in engines.stages for number in stage.part.layers):
+        length = model.labels_of(model.seq_length) if layer in model.decoder_layers else model.seq_length
+        shape = (length, engines.config.training.micro_batch_size, model.hidden_size)
+        total += length
+        done += length * (covered and engines.plan.ever_compresses(point, shape))
+        highest = max(highest, highest_rank(engines.plan.specs[point], shape))
+    return float(done), float(total), highest
 
 
 def _pipeline(engines: Engines, point: Point) -> Shares:
     if engines.channel is None:
         return 0.0, 0.0, 0
-    shape, dtype, plan = engines.channel.shape, engines.channel.dtype, engines.plan
-    pays = plan.covers(point, plan.stage) and plan.ever_compresses(point, shape, dtype)
-    messages = list(_sent(engines, point))
-    return float(pays * sum(messages)), float(len(messages)), highest_rank(plan.specs[point], shape, dtype)
+    shapes, dtype, plan = engines.channel.shapes, engines.channel.dtype, engines.plan
+    covered, messages = plan.covers(point, plan.stage), list(_sent(engines, point))
+    pays = [covered and plan.ever_compresses(point, shape, dtype) for shape in shapes]
+    done = sum(shapes[boundary].numel() for boundary, fits in messages if fits and pays[boundary])
+    total = sum(shapes[boundary].numel() for boundary, _ in messages)
+    return float(done), float(total), max(highest_rank(plan.specs[point], shape, dtype) for shape in shapes)
 
 
-def _sent(engines: Engines, point: Point) -> Iterator[bool]:
-    """Whether the spec's ``when`` lets each message that this rank sends in a step be compressed."""
+def _sent(engines: Engines, point: Point) -> Iterator[tuple[int, bool]]:
+    """The boundary of each message that this rank sends in a step, and whether the spec's ``when`` lets it be
+    compressed."""
     layout, stage = engines.topology.layout, engines.plan.stage
     training, kind = engines.config.training, engines.config.parallel.pipeline_schedule
     micro_batches = training.global_batch_size // (training.micro_batch_size * layout.dp)
@@ -144,6 +150,6 @@ def _sent(engines: Engines, point: Point) -> Iterator[bool]:
     only_late = engines.plan.activation(point).epilogue
     last = layout.num_virtual_stages - 1
     for op in ops:
-        ends = last if op.forward else 0
-        if op.forward == (point is Point.PP_FWD) and layout.virtual_stage(stage, op.chunk) != ends:
-            yield op in late or not only_late
+        at = layout.virtual_stage(stage, op.chunk)
+        if op.forward == (point is Point.PP_FWD) and at != (last if op.forward else 0):
+            yield at if op.forward else at - 1, op in late or not only_late

@@ -18,6 +18,8 @@ class ModelShape:
     Args:
         causal: a token attends to earlier ones alone.
         head_transform: a product of width h comes before the logits, as in BERT.
+        decoder_layers, decoder_seq_length: layers and tokens of a decoder beside these, which reads them and computes
+            the logits in their place; 0 where there is none.
     """
 
     num_layers: int
@@ -32,6 +34,8 @@ class ModelShape:
     sliding_window: int | None = None
     causal: bool = True
     head_transform: bool = False
+    decoder_layers: int = 0
+    decoder_seq_length: int = 0
 
 
 def benchmark_tflops(
@@ -41,7 +45,7 @@ def benchmark_tflops(
 
     C*F*B*s*L*h^2 * (1 + s/(6h) + V/(16Lh)) / (t * world * 1e12), with C = 32 for SwiGLU and 24 otherwise, F =
     4 under any kind of recomputation and 3 otherwise, V the padded vocabulary and t the seconds of one
-    iteration.
+    iteration. Of an encoder-decoder it counts the encoder's s and L, as Megatron does.
     """
     s, layers, h, vocab = shape.seq_length, shape.num_layers, shape.hidden_size, shape.padded_vocab_size
     per_layer = 32 if shape.swiglu else 24
@@ -61,7 +65,8 @@ def model_flops_per_sample(shape: ModelShape, *, causal: bool = True) -> int:
 
     Attention counts the pairs that the mask lets through: s(s+1)/2, or fewer within a sliding window, and all of them
     where a token attends to later ones, too. ``causal=False`` counts all s*s pairs anyway, which is what many
-    published figures do.
+    published figures do. A decoder's layers attend to their own tokens, earlier ones alone, and to all of the
+    encoder's, of which each computes keys and values.
     """
     s, h = shape.seq_length, shape.hidden_size
     q_width = shape.num_attention_heads * shape.kv_channels
@@ -70,10 +75,16 @@ def model_flops_per_sample(shape: ModelShape, *, causal: bool = True) -> int:
     feed_forward = (3 if shape.swiglu else 2) * h * shape.ffn_hidden_size
     window = min(shape.sliding_window or s, s)
     pairs = window * (window + 1) // 2 + (s - window) * window if causal and shape.causal else s * s
-    layer = s * (projections + feed_forward) + 2 * pairs * q_width
-    head = s * h * (shape.padded_vocab_size + (h if shape.head_transform else 0))
-    multiply_adds = shape.num_layers * layer + head
-    return 3 * 2 * multiply_adds
+    layers = shape.num_layers * (s * (projections + feed_forward) + 2 * pairs * q_width)
+    if shape.decoder_layers:
+        d = shape.decoder_seq_length
+        own = d * (d + 1) // 2 if causal else d * d
+        reading = 2 * d * q_width * h + 2 * s * kv_width * h
+        layer = d * (projections + feed_forward) + reading + 2 * (own + d * s) * q_width
+        layers += shape.decoder_layers * layer
+    labels = shape.decoder_seq_length if shape.decoder_layers else s
+    head = labels * h * (shape.padded_vocab_size + (h if shape.head_transform else 0))
+    return 3 * 2 * (layers + head)
 
 
 def model_tflops(

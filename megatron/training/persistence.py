@@ -27,6 +27,7 @@ from megatron.checkpoint.stateful import Scope, StatefulParts, under_todays_name
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import ModelType, check_kind
 from megatron.config.run import RunConfig
+from megatron.model.stages import stage_layers
 from megatron.optimizer.schedules import LRSchedule
 from megatron.topology.agree import gather_texts, raise_together, together
 from megatron.topology.topology import Topology
@@ -130,7 +131,7 @@ class RunCheckpoints:
             engines.channel,
             layout,
             engines.topology.coordinates,
-            config.model.num_layers // layout.num_virtual_stages,
+            [stage_layers(config.model, layout, stage).start for stage in range(layout.num_virtual_stages)],
             config.parallel.sequence_parallel,
         )
         self.parts = _parts(engines, schedule, progress, log)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -25,7 +26,7 @@ from megatron.config.run import RunConfig, run_sections
 from megatron.config.steps import StepSizes
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.build import Datasets, build_datasets
-from megatron.data.build_masked import build_bert_datasets
+from megatron.data.build_masked import build_bert_datasets, build_t5_datasets
 from megatron.optimizer.schedules import LRSchedule
 from megatron.tokenizer.api import Tokenizer
 from megatron.tokenizer.build import build_tokenizer
@@ -226,25 +227,31 @@ def _iterations(config: RunConfig, sizes: StepSizes, begun: Progress) -> int:
     return begun.iteration + left
 
 
-def _open_bert_data(
+def _open_masked_data(
     config: RunConfig, samples: tuple[int, int, int], tokenizer: Tokenizer | None, check_tokens: bool
 ) -> Datasets:
-    """Data sets of BERT; the arguments are those of ``build_bert_datasets``.
+    """Data sets of BERT or T5; the arguments are those of ``build_bert_datasets``.
 
     Raises:
         UserError: when they cannot be built.
     """
+    model, data = config.model, config.data
+    build: Callable[..., Datasets]
     if tokenizer is None:
         raise UserError("BERT masks words: give --tokenizer-type BertWordPieceLowerCase or BertWordPieceCase")
-    return build_bert_datasets(
-        config.data,
-        seq_length=config.model.seq_length,
+    if model.model_type == "t5":
+        assert model.decoder_seq_length is not None
+        lengths = (model.seq_length, model.decoder_seq_length)
+        build = partial(build_t5_datasets, encoder_seq_length=lengths[0], decoder_seq_length=lengths[1])
+    else:
+        build = partial(build_bert_datasets, seq_length=model.seq_length, binary_head=model.bert_binary_head)
+    return build(
+        data,
         seed=config.training.seed,
         train_valid_test_num_samples=samples,
         tokenizer=tokenizer,
-        mask_prob=config.data.mask_prob,
-        short_seq_prob=config.data.short_seq_prob,
-        binary_head=config.model.bert_binary_head,
+        mask_prob=data.mask_prob,
+        short_seq_prob=data.short_seq_prob,
         check_tokens=check_tokens,
     )
 
@@ -281,8 +288,8 @@ def _open_data(config: RunConfig, env: LaunchEnvironment, train_iters: int, begu
     evaluation_samples = validation.eval_iters * size
     samples = (train_samples, evaluations * evaluation_samples, evaluation_samples)
     checks = env.local_rank == 0
-    if config.model.model_type == "bert":
-        datasets = _open_bert_data(config, samples, tokenizer, checks)
+    if not config.model.causal:
+        datasets = _open_masked_data(config, samples, tokenizer, checks)
     else:
         datasets = build_datasets(
             config.data,

@@ -20,7 +20,7 @@ def check_replicas(engines: Engines, iteration: int) -> None:
     """Compares parameters and the state of pipeline codecs by digests. Every rank calls this between steps.
 
     Equal must be: the same slice of a parameter wherever it is held (data-parallel replicas, tensor-parallel ranks
-    that hold it whole, both stages of the tied embedding), and what both ends of a pipeline boundary remember.
+    that hold it whole, all stages of a tied embedding), and what both ends of a pipeline boundary remember.
 
     Raises:
         UserError: on every rank, naming the first things that differ and the ranks that hold them.

@@ -47,6 +47,8 @@ def model_shape(config: RunConfig, padded_vocab_size: int) -> ModelShape:
         sliding_window=model.sliding_window,
         causal=model.causal,
         head_transform=model.model_type == "bert",
+        decoder_layers=len(model.decoder_layers),
+        decoder_seq_length=model.labels_of(0),
     )
 
 

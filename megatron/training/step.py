@@ -53,15 +53,16 @@ class ChunkProgram:
         self.divisors = divisors
         self.losses: list[tuple[LossSum, ...]] = []
 
-    def key(self, micro_batch: int) -> Hashable:
+    def key(self, micro_batch: int, boundary: int) -> Hashable:
         batch = self.batches[micro_batch]
         key = Content(batch.sample_ids_b.tolist())
         if self.keys_hold_tokens:
-            assert batch.tokens_bs is not None
-            tp = self.engines.topology.tp
-            tokens_sb = batch.tokens_bs.t()
-            parts = tp.size if self.engines.config.parallel.sequence_parallel else 1
-            key.tokens_sb = tokens_sb.chunk(parts)[tp.rank % parts]
+            topology = self.engines.topology
+            both = topology.layout.follows_encoder(boundary)
+            parts = topology.tp.size if self.engines.config.parallel.sequence_parallel else 1
+            sent = [batch.decoder_tokens_bs, batch.tokens_bs] if both else [batch.tokens_bs]
+            own = [x.t().chunk(parts)[topology.tp.rank % parts] for x in sent if x is not None]
+            key.tokens_sb = torch.cat(own)
             key.vocab_size = self.engines.vocab_size
         return key
 
@@ -75,6 +76,8 @@ class ChunkProgram:
             position_ids_bs=batch.position_ids_bs if data.reset_position_ids else None,
             segment_ids_bs=batch.segment_ids_bs,
             types_bs=batch.types_bs,
+            decoder_tokens_bs=batch.decoder_tokens_bs,
+            decoder_segment_ids_bs=batch.decoder_segment_ids_bs,
         )
 
     def forward(self, micro_batch: int, x_sbh: Tensor | None) -> Tensor:
@@ -164,7 +167,7 @@ def train_step(
     samples = len(batches) * engines.topology.layout.dp * engines.config.training.micro_batch_size
     last_chunk = _forward_backward(engines, batches, iteration, length, timers)
     exact = len(engines.config.model.loss_names) > 1
-    expected = None if exact else samples * length
+    expected = None if exact else samples * engines.config.model.labels_of(length)
     reduction = "grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce"
     with ledger.computing(), timers(reduction, level=1):
         losses = _reported(engines, last_chunk)

@@ -150,10 +150,9 @@ class TrafficMeter:
         reduced = [part for reducer in sync.reducers for part in reducer.residuals() if part[1].health is not None]
         if reduced:
             yield Point.DP_GRAD, sync.group, reduced
-        if sync.embedding is not None and sync.embedding.state.health is not None:
-            slot = sync.tied_slot
-            name = slot.logical_name if slot is not None else "the embedding"
-            yield Point.EMBED_GRAD, sync.embedding.group, [([name], sync.embedding.state)]
+        for tied in sync.ties:
+            if tied.sync.state.health is not None:
+                yield Point.EMBED_GRAD, tied.sync.group, [([tied.slot.logical_name], tied.sync.state)]
         if channel is not None:
             for point, name, state in channel.residuals():
                 if state.health is not None:

@@ -582,7 +582,7 @@ def _spoil(changes: Changes, where: str) -> list[str]:
             with torch.no_grad():
                 next(engines.stages[0].parameters()).view(-1)[0] += 1e-6
         elif engines.channel is not None:
-            size = engines.channel.shape[0] * engines.channel.shape[2]
+            size = engines.channel.shapes[0][0] * engines.channel.shapes[0][2]
             engines.channel.forward.received[0].cache("samples", 9).visit(5, size)
     return disagreements(engines)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron.checkpoint.compressor_state import CompressorCheckpoint
 from megatron.checkpoint.save import save_checkpoint
+from megatron.model.stages import stage_layers
 from megatron.training.assembly import Engines
 from tests.support.spawn import run_ranks
 from tests.support.tiny import tiny_engines, tiny_train
@@ -29,7 +30,7 @@ def _changes(*specs: str, **parallel: Any) -> dict[str, dict[str, Any]]:
 
 def _of(engines: Engines) -> CompressorCheckpoint:
     layout = engines.topology.layout
-    layers = engines.config.model.num_layers // layout.num_virtual_stages
+    layers = [stage_layers(engines.config.model, layout, stage).start for stage in range(layout.num_virtual_stages)]
     cut = engines.config.parallel.sequence_parallel
     return CompressorCheckpoint(engines.sync, engines.channel, layout, engines.topology.coordinates, layers, cut)
 

@@ -180,11 +180,11 @@ def _check_topology(tp: int, pp: int, dp: int, chunks: int) -> dict[str, Any]:
     """Every group sums the ranks that it says it has."""
     topology = build_topology(Layout(tp=tp, pp=pp, dp=dp, chunks=chunks), CPU)
     seen: dict[str, Any] = {"coordinates": topology.coordinates}
-    groups = {name: getattr(topology, name) for name in ("world", "control", "tp", "dp", "pp", "embedding")}
+    groups = {name: getattr(topology, name) for name in ("world", "control", "tp", "dp", "pp")}
+    groups |= {tie.value: group for tie, group in topology.embedding.items()}
+    groups |= {f"{tie.value} replicas": group for tie, group in topology.fused_embedding.items()}
     groups |= {"forward": topology.forward_link, "backward": topology.backward_link}
     for name, group in groups.items():
-        if group is None:
-            continue
         x = torch.tensor([2.0**topology.rank])
         group.all_reduce(x).wait()
         assert group.ranks[group.rank] == topology.rank, name

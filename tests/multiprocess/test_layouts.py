@@ -9,7 +9,7 @@ import pytest
 
 from megatron.topology import group
 from tests.support.spawn import run_ranks
-from tests.support.tiny import Trace, tiny_run
+from tests.support.tiny import T5, Trace, tiny_run
 
 Changes = dict[str, dict[str, Any]]
 
@@ -219,6 +219,42 @@ def test_bert_agrees(world_size: int, head: bool) -> None:
             assert found == pytest.approx(wanted, rel=1e-10, abs=0), name
 
 
+OF_T5: Changes = {
+    **T5,
+    "model": {**T5["model"], "num_layers": 2, "decoder_num_layers": 6, "attention_dropout": 0.1, "hidden_dropout": 0.2},
+    **DOUBLE,
+}
+SPLITS: dict[int, dict[str, Changes]] = {
+    1: {name: LAYOUTS[1][name] for name in ("uniform", "selective", "micro 2", "padded")},
+    2: {
+        name: LAYOUTS[2][name]
+        for name in ("tp2", "tp2 sp uniform micro 2", "pp2", "dp2 sharded overlap micro 2", "dp2 torch")
+    },
+    3: {
+        "pp3": _parallel(pp=3),
+        "pp3 split at 2": {**_parallel(pp=3, pipeline_model_parallel_split_rank=2, **OVERLAP), **BLOCK},
+    },
+    4: {
+        "tp2 pp2": {**_parallel(tp=2, pp=2, pipeline_schedule="eager-1f1b"), **SELECTIVE},
+        "tp2 pp2 sp": {**_parallel(tp=2, pp=2, **SP), **UNIFORM},
+        "pp2 dp2 sharded": _parallel(pp=2, **DIST),
+        "pp4": {**_parallel(pp=4, pipeline_schedule="gpipe"), **PADDED},
+        "pp4 split at 1": _parallel(pp=4, pipeline_model_parallel_split_rank=1),
+    },
+}
+"""Up to three stages hold the embedding, and two the positions."""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("world_size", SPLITS)
+def test_t5_agrees(world_size: int) -> None:
+    """Samples differ in their number of labels, and the encoder's length is not the decoder's."""
+    reference, layouts = _reference(OF_T5, 5), SPLITS[world_size]
+    traces = _run_all(layouts, OF_T5, 5, False) if world_size == 1 else _traces(world_size, OF_T5, 5, layouts=layouts)
+    for name, trace in traces.items():
+        _assert_close(trace, reference, 1e-10, name)
+
+
 @pytest.mark.multiprocess
 def test_stages_exchange_a_residual_stream_of_fp32_as_it_is() -> None:
     """With parameters of bf16 a stage's end would round it."""
@@ -230,6 +266,18 @@ def test_stages_exchange_a_residual_stream_of_fp32_as_it_is() -> None:
     for traces in run_ranks(2, _run_all, layouts, base, 5, False):
         for name, trace in traces.items():
             assert trace.losses == reference.losses, name
+
+
+@pytest.mark.multiprocess
+def test_stages_of_t5_exchange_both_residual_streams_of_fp32() -> None:
+    """The encoder's output is of bf16, and travels beside the decoder's stream."""
+    base: Changes = {**T5, "precision": {"bf16": True}, "model": {**T5["model"], "fp32_residual_connection": True}}
+    layouts = {"pp3": _parallel(pp=3, pipeline_model_parallel_split_rank=1)}
+    base["model"]["decoder_num_layers"] = 2
+    reference = _reference(base, 3)
+    trace = _traces(3, base, 3, layouts=layouts)["pp3"]
+    assert trace.losses[0] == reference.losses[0]
+    _assert_close(trace, reference, 1e-3, "pp3")
 
 
 STEPWISE = {2: ("dp2 sharded", "tp2 sp"), 4: ("dp4 sharded", "tp2 dp2 sp sharded overlap")}

@@ -39,6 +39,12 @@ BASE: dict[str, dict[str, Any]] = {
     "tokenizer": {"tokenizer_type": "NullTokenizer", "vocab_size": VOCAB - 1},
 }
 
+T5: dict[str, dict[str, Any]] = {
+    "model": {"model_type": "t5", "decoder_seq_length": 8},
+    "tokenizer": {"tokenizer_type": "BertWordPieceCase", "vocab_file": "unused", "vocab_extra_ids": 8},
+}
+"""What makes a model of ``BASE`` a T5."""
+
 
 def tiny_config(changes: Mapping[str, Mapping[str, Any]], world_size: int) -> RunConfig:
     """A resolved configuration: ``BASE`` with some fields of some sections replaced.
@@ -83,6 +89,22 @@ def tiny_pairs(draws: Sequence[int], length: int) -> dict[str, torch.Tensor]:
     return {name: torch.stack(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
 
 
+def tiny_spans(draws: Sequence[int], length: int, decoder_length: int) -> dict[str, torch.Tensor]:
+    """Samples of T5 as tensors of a batch: an encoder's text, what a decoder finds in it, and padding behind both."""
+    rows = []
+    for draw in draws:
+        generator = torch.Generator().manual_seed(9000 + draw)
+        sizes = [int(torch.randint(n // 2, n + 1, (), generator=generator)) for n in (length, decoder_length)]
+        tokens = tiny_tokens(draw, length)[0][:length]
+        found = tiny_tokens(draw + 1, decoder_length)[0]
+        pads = [(torch.arange(n) >= size).int() for n, size in zip((length, decoder_length), sizes, strict=True)]
+        own, labels = found[:-1].masked_fill(pads[1] > 0, 0), found[1:].masked_fill(pads[1] > 0, 0)
+        rows.append((tokens.masked_fill(pads[0] > 0, 0), labels, 1.0 - pads[1].float(), pads[0], own, pads[1]))
+    first = ("tokens_bs", "labels_bs", "loss_mask_bs", "segment_ids_bs")
+    names = (*first, "decoder_tokens_bs", "decoder_segment_ids_bs")
+    return {name: torch.stack(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
+
+
 def tiny_texts(draws: Sequence[int], length: int, masked: bool) -> dict[str, torch.Tensor]:
     """Samples of GPT as tensors of a batch."""
     samples = [tiny_tokens(draw, length, masked) for draw in draws]
@@ -99,15 +121,22 @@ def tiny_batches(
     config: RunConfig, topology: Topology, masked: bool, start: int = 0, epoch: int | None = None
 ) -> Iterator[Batch]:
     """Micro-batches of this rank, without end, in the order that the data loader keeps; ``epoch`` samples return."""
-    micro, length = config.training.micro_batch_size, config.model.seq_length
+    micro = config.training.micro_batch_size
     at = start
     while True:
         first = at + topology.dp.rank * micro
         draws = list(range(first, first + micro))
         ids = [draw if epoch is None else draw % epoch for draw in draws]
-        tensors = tiny_texts(ids, length, masked) if config.model.causal else tiny_pairs(ids, length)
+        tensors = _tensors(config, ids, masked)
         yield Batch(sample_ids_b=torch.tensor(ids), draw_ids_b=torch.tensor(draws), **tensors)
         at += micro * topology.dp.size
+
+
+def _tensors(config: RunConfig, ids: Sequence[int], masked: bool) -> dict[str, torch.Tensor]:
+    model = config.model
+    if model.model_type == "t5":
+        return tiny_spans(ids, model.seq_length, model.labels_of(0))
+    return tiny_texts(ids, model.seq_length, masked) if model.causal else tiny_pairs(ids, model.seq_length)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ else:
     import tomli as tomllib
 
 SCRIPTS: dict[str, str] = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"]
-PROGRAMS = [REPO / "pretrain_gpt.py", REPO / "pretrain_bert.py", REPO / "val_check_gpt.py"]
+PROGRAMS = [REPO / f"{name}.py" for name in ("pretrain_gpt", "pretrain_bert", "pretrain_t5", "val_check_gpt")]
 PROGRAMS += sorted(
     path
     for folder in ("ASPLOS23", "tasks", "tools", "tools/downloads", "tools/openwebtext")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron.base.errors import UserError
 from megatron.checkpoint.convert.model import Entry, Weights
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.load import saved_config
@@ -32,9 +33,14 @@ def read_ours(root: Path, iteration: Iteration | None = None) -> Weights:
         iteration: iteration of the checkpoint; None for the newest.
 
     Raises:
-        UserError: when there is none, or it is damaged.
+        UserError: when there is none, it is damaged, or no other format has its kind of model.
     """
     config, chosen = saved_config(root, iteration, "--iteration")
+    if config.model.decoder_layers:
+        raise UserError(
+            f"--load {root} holds a model of kind {config.model.model_type}, which no other format has in this form; "
+            "keep it in ours, from which any layout loads it"
+        )
     stored = StoredTensors(root, chosen)
     entries = {
         name.removeprefix(MODEL): Entry(tuple(held.size), held.properties.dtype, partial(stored.read, name))

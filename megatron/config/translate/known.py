@@ -202,10 +202,6 @@ _REFUSED = [
     ),
     _refused("the loss is always computed in fp32; leave it out", switches="fp16-lm-cross-entropy"),
     _refused(
-        "only decoder-only GPT models are trained; leave it out",
-        values="decoder-num-layers decoder-seq-length pipeline-model-parallel-split-rank",
-    ),
-    _refused(
         "retrieval-enhanced models are not available; leave it out",
         switches="retro-add-retriever retro-return-doc-ids",
         values="retro-workdir retro-cyclic-train-iters retro-encoder-layers=2 "

@@ -27,7 +27,7 @@ class BucketKind(enum.Enum):
     PARTIAL = "partial"
     """Parameters whose gradients must first be all-reduced over tensor-parallel ranks (sequence parallelism)."""
     TIED = "tied"
-    """The tied embedding: alone, so that both of its holders cut it into the same shares."""
+    """A tied embedding: alone, so that all of its holders cut it into the same shares."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class FlatBuffer:
 
 
 def _kind(spec: ParamSpec, tensor_parallel: bool) -> BucketKind:
-    if spec.tied:
+    if spec.tied is not None:
         return BucketKind.TIED
     if spec.partial_grad:
         return BucketKind.PARTIAL
@@ -143,7 +143,7 @@ def _plan_buckets(
     buckets: list[Bucket] = []
     for kind in BucketKind:
         members = [p for p in reversed(params) if _kind(p[2], tensor_parallel) is kind]
-        for chosen in _fill(members, bucket_elements):
+        for chosen in _fill(members, 1 if kind is BucketKind.TIED else bucket_elements):
             start = position = buckets[-1].stop if buckets else 0
             slots: list[ParamSlot] = []
             for name, logical, spec, param in _equal_shapes_adjoin(chosen):

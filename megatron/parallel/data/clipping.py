@@ -25,7 +25,7 @@ def clip_replica(
 ) -> None:
     """Scales the gradients of this rank's replica down to an L2 norm of ``max_norm`` over all its stages and shards.
 
-    A replica's gradient is the mean over its own samples. The two stages' parts of a tied embedding's gradient are not
+    A replica's gradient is the mean over its own samples. The stages' parts of a tied embedding's gradient are not
     reduced yet and count each on its own. Norms that are not finite clip nothing: such a step is skipped.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -17,6 +18,25 @@ from megatron.parallel.data.buffer import Bucket, BucketKind, FlatBuffer, ParamS
 from megatron.parallel.data.clipping import clip_replica
 from megatron.topology.group import Group
 from megatron.topology.topology import Topology
+
+
+@dataclass(frozen=True)
+class TiedEmbedding:
+    """This rank's copy of an embedding that several stages hold, and the all-reduce of its gradient over them."""
+
+    buffer: FlatBuffer
+    bucket: Bucket
+    sync: EmbeddingSync
+
+    @property
+    def slot(self) -> ParamSlot:
+        """The parameter."""
+        return self.bucket.slots[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of this rank's part of it."""
+        return tuple(self.slot.param.shape)
 
 
 class GradientSync:
@@ -55,11 +75,8 @@ class GradientSync:
         self.sharded = sharded
         self.overlap = overlap and self.group.size > 1 and reduce
         self.reduce = reduce
-        self.embedding = None
-        fused = plan.fused_embedding and topology.fused_embedding is not None
-        holders = topology.fused_embedding if fused else topology.embedding
-        if holders is not None:
-            self.embedding = EmbeddingSync(holders, plan, ledger, topology.dp.size if fused else 1)
+        fused = plan.fused_embedding and topology.layout.pp > 1
+        self.ties = list(self._find_ties(fused))
         self.reducers = [
             GradReducer(
                 [reduced_bucket(buffer, bucket, fused) for bucket in buffer.buckets], self.group, plan, ledger, sharded
@@ -70,6 +87,15 @@ class GradientSync:
         self._iteration = 0
         self._scale = 1.0
         self._asks = False
+
+    def _find_ties(self, fused: bool) -> Iterator[TiedEmbedding]:
+        groups = self.topology.fused_embedding if fused else self.topology.embedding
+        replicas = self.topology.dp.size if fused else 1
+        found = [(buffer, bucket) for buffer in self.buffers for bucket in buffer.buckets]
+        for tie, group in groups.items():  # in an order that all holders share
+            for buffer, bucket in found:
+                if bucket.slots[0].spec.tied is tie:
+                    yield TiedEmbedding(buffer, bucket, EmbeddingSync(group, self.plan, self.ledger, replicas))
 
     def _reduced_points(self) -> list[Point]:
         """Points at which gradients are reduced in this run; the same on every rank."""
@@ -85,8 +111,8 @@ class GradientSync:
         self._asks = any(self.plan.rounds(point).finalizes for point in points)
         for reducer in self.reducers:
             reducer.begin(iteration, scale, self._asks)
-        if self.embedding is not None:
-            self.embedding.begin(iteration)
+        for tied in self.ties:
+            tied.sync.begin(iteration)
 
     def kind(self) -> list[Hashable]:
         """Key of the kernels that are launched during backward: a part of the step's kind for each chunk."""
@@ -98,14 +124,14 @@ class GradientSync:
         for reducer in self.reducers:
             for units in reducer.units:
                 yield from (unit.state for unit in units)
-        if self.embedding is not None:
-            yield self.embedding.state
+        for tied in self.ties:
+            yield tied.sync.state
 
     @property
     def wants_update(self) -> bool:
         """Whether a compressor asks for the optimizer's update of this step; the same on all replicas."""
-        embedding = self.embedding is not None and self.embedding.wants_update
-        return embedding or any(reducer.wants_update for reducer in self.reducers)
+        embeddings = any(tied.sync.wants_update for tied in self.ties)
+        return embeddings or any(reducer.wants_update for reducer in self.reducers)
 
     @property
     def freezes_variance(self) -> bool:
@@ -129,21 +155,9 @@ class GradientSync:
         for reducer in self.reducers:
             if reducer.wants_update:
                 reducer.observe()
-        if self.embedding is not None and self.embedding.wants_update:
-            for buffer, bucket in self._tied():
-                self.embedding.observe(buffer.grads_of(bucket), tuple(bucket.slots[0].param.shape))
-
-    def _tied(self) -> Iterator[tuple[FlatBuffer, Bucket]]:
-        """This rank's copies of the tied embedding."""
-        for buffer in self.buffers:
-            for bucket in buffer.buckets:
-                if bucket.kind is BucketKind.TIED:
-                    yield buffer, bucket
-
-    @property
-    def tied_slot(self) -> ParamSlot | None:
-        """This rank's copy of the tied embedding; None where it has none."""
-        return next((bucket.slots[0] for _, bucket in self._tied()), None)
+        for tied in self.ties:
+            if tied.sync.wants_update:
+                tied.sync.observe(tied.buffer.grads_of(tied.bucket), tied.shape)
 
     def before_last_backward(self, chunk: int) -> None:
         """Announces that the coming backward completes the chunk's gradients."""
@@ -185,17 +199,16 @@ class GradientSync:
         if reduces:
             for reducer in self.reducers:
                 reducer.finish(all_finite)
-        if self.embedding is not None and all_finite:
-            for buffer, bucket in self._tied():
-                own = buffer.grads_of(bucket)[own_share(bucket, self.group, self.sharded)]
-                self.embedding.all_reduce(own, tuple(bucket.slots[0].param.shape), self._scale)
+        for tied in self.ties if all_finite else ():
+            own = tied.buffer.grads_of(tied.bucket)[own_share(tied.bucket, self.group, self.sharded)]
+            tied.sync.all_reduce(own, tied.shape, self._scale)
         self.controllers.after_reduction(self._iteration, self._scale, all_finite, self._reduced)
         return all_finite
 
     def _reduced(self, point: Point) -> ReducedPoint:
-        """The reduced gradients of a point: all of this rank's, or those of the tied embedding."""
+        """The reduced gradients of a point: all of this rank's, or those of the tied embeddings."""
         buckets = [(buffer, bucket) for buffer in self.buffers for bucket in buffer.buckets]
-        seen = list(self._tied()) if point is Point.EMBED_GRAD else buckets
+        seen = [(tied.buffer, tied.bucket) for tied in self.ties] if point is Point.EMBED_GRAD else buckets
         return ReducedPoint(
             [buffer.grads_of(bucket)[own_share(bucket, self.group, self.sharded)] for buffer, bucket in seen],
             [tuple(slot.param.shape) for _, bucket in seen for slot in bucket.slots if slot.param.dim() > 1],
@@ -215,7 +228,7 @@ class GradientSync:
         """All-reduces partial gradients of replicated parameters over tensor-parallel ranks (sequence parallelism)."""
         for buffer in self.buffers:
             for bucket in buffer.buckets:
-                if bucket.kind is BucketKind.PARTIAL and self.tp.size > 1:
+                if bucket.slots[0].spec.partial_grad and self.tp.size > 1:
                     pending = self.tp.all_reduce(buffer.grads_of(bucket))
                     self.ledger.sent(Point.TP_BWD, pending.sent_bytes)
                     self.ledger.wait(Point.TP_BWD, pending)

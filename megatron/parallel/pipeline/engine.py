@@ -22,13 +22,14 @@ class StageProgram(Protocol):
     """The computation of one chunk."""
 
     def forward(self, micro_batch: int, x_sbh: Tensor | None) -> Tensor:
-        """Activation of the chunk, (s, b, h), or on the last virtual stage the scalar to be differentiated.
+        """Activation of the chunk, of the shape that crosses its boundary, (s, b, h); on the last virtual stage the
+        scalar to be differentiated.
 
         ``x_sbh`` is None on the first virtual stage.
         """
 
-    def key(self, micro_batch: int) -> Hashable:
-        """The samples of a micro-batch, as a key for codecs that remember them."""
+    def key(self, micro_batch: int, boundary: int) -> Hashable:
+        """What of a micro-batch crosses a boundary, as a key for codecs that remember it."""
 
 
 Span = Callable[[str, PipelineOp], AbstractContextManager[object]]
@@ -207,7 +208,7 @@ class _StepMessages:
         boundary = stage - 1 if before else stage
         if self.channel is None or not 0 <= boundary < self.layout.num_virtual_stages - 1:
             return None
-        key = self.programs[op.chunk].key(op.micro_batch)
+        key = self.programs[op.chunk].key(op.micro_batch, boundary)
         return Message(self._way(op.forward), self._position(op, boundary, incoming), key)
 
     def _way(self, forward: bool) -> Direction:

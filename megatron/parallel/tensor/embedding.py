@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megatron.comm.tensor import TensorComm, leave_parallel_region
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule
+from megatron.topology.layout import Tie
 
 
 def rows_of(weight: Tensor, index: Tensor) -> Tensor:
@@ -49,7 +50,8 @@ class VocabShard:
 
     def spec(self, hidden: int, *, tied: bool, tied_copy: bool) -> ParamSpec:
         """The slice's place in the logical (vocab_size, hidden) parameter."""
-        return ParamSpec((self.vocab_size, hidden), 0, self.start, tied=tied, tied_copy=tied_copy)
+        tie = Tie.WORDS if tied else None
+        return ParamSpec((self.vocab_size, hidden), 0, self.start, tied=tie, tied_copy=tied_copy)
 
 
 class VocabParallelEmbedding(ShardedModule):
@@ -63,12 +65,13 @@ class VocabParallelEmbedding(ShardedModule):
         comm: TensorComm,
         device: torch.device,
         dtype: torch.dtype,
+        copy: bool = False,
     ) -> None:
         super().__init__()
         self.shard = shard
         self.comm = comm
         self.weight = shard.weight(hidden, device, dtype)
-        self.specs["weight"] = shard.spec(hidden, tied=tied, tied_copy=False)
+        self.specs["weight"] = shard.spec(hidden, tied=tied, tied_copy=copy)
 
     def forward(self, tokens_bs: Tensor) -> Tensor:
         tokens_sb = tokens_bs.t()

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from megatron.topology.layout import Tie
+
 
 @dataclass(frozen=True)
 class ParamSpec:
@@ -17,8 +19,8 @@ class ParamSpec:
         start: index along ``dim`` at which the local slice begins.
         partial_grad: each tensor-parallel rank computes only its sequence part's share of the gradient, so the
             shares must be all-reduced (replicated parameters under sequence parallelism).
-        tied_copy: a second holder of a logical parameter whose first holder is another stage.
-        tied: whether it is the tied embedding, on either stage.
+        tied_copy: a further holder of a logical parameter whose first holder is another stage.
+        tied: which tied embedding it is, on any stage; None for other parameters.
     """
 
     logical_shape: tuple[int, ...]
@@ -26,7 +28,7 @@ class ParamSpec:
     start: int = 0
     partial_grad: bool = False
     tied_copy: bool = False
-    tied: bool = False
+    tied: Tie | None = None
 
     def offsets(self) -> tuple[int, ...]:
         """Offsets of the local tensor in the logical one."""

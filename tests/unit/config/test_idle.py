@@ -54,6 +54,8 @@ VALUES = {
     "lr_warmup_iters": "3",
     "peer_timeout_seconds": "30",
     "seq_length": "16",
+    "decoder_seq_length": "8",
+    "pipeline_model_parallel_split_rank": "1",
     "ckpt_step": "3",
     "do_evaluation": "false",
     "stable_topk_warmup_method": "Dense",
@@ -161,12 +163,15 @@ DISCRETE = (
     "--curriculum-learning --curriculum-type fixed_discrete --curriculum-discrete-seqlens 8 32 "
     "--curriculum-discrete-steps 9"
 )
+T5 = "--model-type t5 --decoder-seq-length 8 --tokenizer-type BertWordPieceCase --vocab-file v --vocab-extra-ids 4"
 # What makes a rule's fields act, by the words of the rule: (flags, processes).
 PARTNERS: dict[str, tuple[str, int]] = {
     "without --position-embedding-type rope": ("--position-embedding-type rope", 1),
     "only BERT has that head": ("--model-type bert", 1),
-    "only BERT masks words": ("--model-type bert", 1),
-    "a sample of BERT does not go over the end of a document": ("", 1),
+    "only BERT and T5 mask words": ("--model-type bert", 1),
+    "only T5 has a decoder beside an encoder": (f"{PP2} {T5}", 2),
+    "T5's encoder and decoder share the one pipeline stage": (f"{PP2} {T5}", 2),
+    "a sample of BERT or T5 does not go over the end of a document": ("", 1),
     "beside another activation or --disable-bias-linear": ("", 1),
     "GELU has its tanh form anyway, but with --no-bias-gelu-fusion or --disable-bias-linear": (
         "--disable-bias-linear",
@@ -217,7 +222,9 @@ PARTNERS: dict[str, tuple[str, int]] = {
     "without a compressor of pp-forward or tp-forward": (f"{PP2} --compress pp-forward=fixpoint", 2),
 }
 BESIDE: dict[str, str] = {
-    "a sample of BERT does not go over the end of a document": "--model-type bert",
+    "only T5 has a decoder beside an encoder": PP2,
+    "T5's encoder and decoder share the one pipeline stage": T5,
+    "a sample of BERT or T5 does not go over the end of a document": T5,
     "beside another activation or --disable-bias-linear": "--swiglu",
     "beside --init-method-xavier-uniform": "--init-method-xavier-uniform",
     "beside --DDP-impl torch, which has its own": "--DDP-impl torch",

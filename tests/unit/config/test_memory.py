@@ -20,8 +20,14 @@ def _config(flags: str = "", world_size: int = 1) -> RunConfig:
     return parse_args([*MINIMAL.split(), "--train-iters", "3", *flags.split()]).resolve(world_size)
 
 
+T5 = (
+    "--model-type t5 --decoder-num-layers 3 --decoder-seq-length 8 --tokenizer-type BertWordPieceCase --vocab-file v "
+    "--vocab-extra-ids 4"
+)
+
+
 @pytest.mark.parametrize(
-    "flags", ["", "--swiglu --num-query-groups 2", "--bf16", "--fp64", "--position-embedding-type rope"]
+    "flags", ["", "--swiglu --num-query-groups 2", "--bf16", "--fp64", "--position-embedding-type rope", T5]
 )
 def test_the_least_is_near_what_a_model_takes(flags: str) -> None:
     """Of the parameters and gradients alone: between what is counted without norms and biases and 4/5 of that."""
@@ -33,6 +39,13 @@ def test_the_least_is_near_what_a_model_takes(flags: str) -> None:
     each = {2: 2 + 4 + 12, 4: 16, 8: 32}[width]
     counted = sum(need.nbytes for need in least_needs(config, 1)[:3])
     assert 0.8 * count * each < counted <= count * each
+
+
+def test_an_encoder_has_the_stages_before_the_split() -> None:
+    pipeline = "--pipeline-model-parallel-size 4 --pipeline-model-parallel-split-rank"
+    early = least_needs(_config(f"{T5} {pipeline} 1", 4), 4)
+    late = least_needs(_config(f"{T5.replace('num-layers 3', 'num-layers 2')} {pipeline} 2", 4), 4)
+    assert early[0].nbytes == 2 * late[0].nbytes
 
 
 def test_layouts_divide_it() -> None:

@@ -18,14 +18,25 @@ _BASE = """
 BASE = _BASE.split()
 
 
+NEEDED: dict[ModelType, list[str]] = {
+    "gpt": [],
+    "bert": [],
+    "t5": [
+        *("--decoder-seq-length", "8", "--vocab-extra-ids", "4"),
+        *("--tokenizer-type", "BertWordPieceCase", "--vocab-file", "v"),
+    ],
+}
+
+
 @pytest.mark.parametrize("kind", PROGRAMS)
 def test_a_program_sets_the_kind_itself(kind: ModelType) -> None:
-    parsed = parse_program(BASE, kind)
+    base = [*BASE, *NEEDED[kind]]
+    parsed = parse_program(base, kind)
     model = parsed.resolve(1).model
     assert model.model_type == kind
     assert parsed.notes == []
     assert model.num_tokentypes == (2 if kind == "bert" else 0)
-    again = parse_program([*BASE, "--model-type", kind.upper()], kind)
+    again = parse_program([*base, "--model-type", kind.upper()], kind)
     assert again.resolve(1).model == model
 
 

@@ -9,7 +9,10 @@ import pytest
 from megatron.config import RunConfig, UserError, parse_args
 from megatron.config.data import check_data_given
 
-PP2 = "--pipeline-model-parallel-size 2"
+PP2, PP4 = (f"--pipeline-model-parallel-size {stages}" for stages in (2, 4))
+TP2 = "--tensor-model-parallel-size 2"
+DISTRIBUTED = "--use-distributed-optimizer"
+T5 = "--model-type t5 --decoder-seq-length 8 --tokenizer-type BertWordPieceCase --vocab-file v --vocab-extra-ids 4"
 
 # (flags added to a run counted in iterations, processes, words of the message)
 BY_ITERATIONS = [
@@ -139,6 +142,39 @@ BY_ITERATIONS = [
     ("--model-type bert --sliding-window 4", 1, ["--sliding-window", "BERT attends to later ones", "leave it out"]),
     ("--model-type bert --num-tokentypes 1", 1, ["--num-tokentypes 1", "types 0 and 1", "give 0 or at least 2"]),
     ("--num-tokentypes 2", 1, ["--num-tokentypes 2", "only BERT's samples", "run pretrain_bert.py"]),
+    # T5
+    ("--model-type t5", 1, ["not given but required: --decoder-seq-length; add it"]),
+    (f"{T5} --decoder-seq-length 2", 1, ["--decoder-seq-length is 2", "at least 3"]),
+    (f"{T5} --max-position-embeddings 32 --decoder-seq-length 33", 1, ["--decoder-seq-length 33", "longer", "raise"]),
+    (f"{T5} --vocab-extra-ids 0", 1, ["extra ids", "give --vocab-extra-ids 100"]),
+    (f"{T5} --tokenizer-type NullTokenizer", 1, ["T5 cuts out words", "give --tokenizer-type BertWordPieceLowerCase"]),
+    (f"{T5} --untie-embeddings-and-output-weights", 1, ["--untie-embeddings-and-output-weights", "one embedding"]),
+    (f"{T5} --position-embedding-type rope", 1, ["--position-embedding-type rope", "T5 has learned positions"]),
+    (f"{T5} --parallel-residual", 1, ["--parallel-residual", "follow each other", "leave it out"]),
+    (f"{T5} --sliding-window 4", 1, ["--sliding-window", "T5 attends to later ones", "leave it out"]),
+    (
+        f"{T5} --curriculum-learning --curriculum-seqlen-min 16 --curriculum-seqlen-steps 9",
+        1,
+        ["--curriculum-learning"],
+    ),
+    (f"{T5} {PP2} --pipeline-model-parallel-split-rank 0", 2, ["split-rank 0", "the encoder none of the 2", "give 1"]),
+    (f"{T5} {PP4} --pipeline-model-parallel-split-rank 4", 4, ["split-rank 4", "decoder none of the 4", "1 to 3"]),
+    (f"{T5} {PP4} --pipeline-model-parallel-split-rank 3", 4, ["--num-layers 4", "3 pipeline stages before"]),
+    (f"{T5} {PP4} --decoder-num-layers 3", 4, ["--decoder-num-layers 3", "2 pipeline stages after"]),
+    (
+        f"{T5} {PP2} --num-layers-per-virtual-pipeline-stage 1",
+        2,
+        ["--num-layers-per-virtual-pipeline-stage 1", "leave"],
+    ),
+    (f"{T5} {PP2} --virtual-pipeline-model-parallel-size 2", 2, ["--virtual-pipeline-model-parallel-size 2", "leave"]),
+    (f"{T5} {TP2} --sequence-parallel --decoder-seq-length 9", 2, ["--decoder-seq-length 9", "is not a multiple of"]),
+    (f"{T5} --checkpoint-activations --checkpoint-num-layers 5", 1, ["--recompute-num-layers 5", "4 layers"]),
+    (
+        f"{T5} {PP4} --pipeline-model-parallel-split-rank 1 --decoder-num-layers 3 {DISTRIBUTED} "
+        "--compress param-gather=fixpoint,stages=last:3",
+        8,
+        ["param-gather=fixpoint", "stages 0, 1, 3 hold the same embedding", "write stages=all"],
+    ),
     ("--sliding-window 0", 1, ["--sliding-window is 0", "at least 1"]),
     ("--add-qkv-bias", 1, ["--add-qkv-bias", "--disable-bias-linear"]),
     ("--rotary-percent 1.5", 1, ["--rotary-percent", "at most 1"]),

@@ -14,7 +14,7 @@ from megatron.config.lengths import LengthSchedule
 from megatron.config.steps import StepSizes
 from megatron.training.assembly import Engines
 from megatron.training.step import evaluation_step
-from tests.support.tiny import tiny_batches, tiny_engines, tiny_train
+from tests.support.tiny import T5, tiny_batches, tiny_engines, tiny_train
 
 pytestmark = pytest.mark.slow
 
@@ -68,6 +68,17 @@ def test_one_graph_serves_all_layers_and_steps(model: str, recompute: str) -> No
         evaluation_step(engines, list(islice(tiny_batches(engines.config, engines.topology, False), 2)))
         tiny_train(engines, 1)
         assert _graphs() == (2, 0)
+
+
+def test_an_encoder_and_its_decoder_have_a_graph_each() -> None:
+    changes = {**T5, "model": {**T5["model"], **DROPOUT, "num_layers": 2, "decoder_num_layers": 3}}
+    wanted = _losses(tiny_engines(changes))
+    engines = tiny_engines(changes)
+    engines.stages[0].compile_layers(backend="aot_eager")
+    found = _losses(engines)
+    assert found[0] == pytest.approx(wanted[0], rel=1e-6)
+    assert found[1] == pytest.approx(wanted[1], rel=1e-6)
+    assert _graphs() == (2, 0)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

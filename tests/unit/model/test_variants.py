@@ -40,7 +40,8 @@ def _seen(stage: Stage, context: ForwardContext | None = None) -> torch.Tensor:
     layer = stage.layers["0"]
     assert isinstance(layer, TransformerLayer)
     context = context or ForwardContext()
-    out_sbh, _ = layer.self_attention(embedded, context, None, layer.dropout_keys(context))
+    keys = layer.dropout_keys(context)
+    out_sbh, _ = layer.self_attention(embedded, context, None, keys and keys.attention)
     rows = []
     for position in range(16):
         (gradient,) = torch.autograd.grad(out_sbh[position].sum(), embedded, retain_graph=True)

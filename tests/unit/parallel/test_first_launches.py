@@ -102,7 +102,7 @@ class Program:
             self.losses[micro_batch] = float(out.detach())
         return out
 
-    def key(self, micro_batch: int) -> Hashable:
+    def key(self, micro_batch: int, boundary: int) -> Hashable:
         return micro_batch
 
 
@@ -152,7 +152,8 @@ def _build(case: Case, device: SpinningDevice) -> PipelineEngine:
         specs[point] = Spec(point, "halving", entry, None, Activation(warmup_iters=WARM_UP))
     forward, backward = (SpinningLink(device, case.pp, name) for name in ("forward", "backward"))
     plan = CompressionPlan(specs, device.rank, case.pp)
-    channel = PipelineChannel(forward, backward, plan, Ledger(), SHAPE, torch.float32, torch.device("cpu"))
+    shapes = [SHAPE] * (case.layout.num_virtual_stages - 1)
+    channel = PipelineChannel(forward, backward, plan, Ledger(), shapes, torch.float32, torch.device("cpu"))
     engine = PipelineEngine(case.layout, device.rank, channel, lambda chunk: None)
     engine.loads_late = True
     return engine
@@ -187,7 +188,7 @@ def _rank(
                 for chunk in range(case.chunks)
             ]
             table = engine.timetable(None if evaluates else case.kind, count)
-            engine.channel.shape = case.shape(step)
+            engine.channel.shapes = [case.shape(step)] * (case.layout.num_virtual_stages - 1)
             engine.channel.begin(1.0)
             grad = None if evaluates else torch.ones(())
             with torch.set_grad_enabled(not evaluates):

@@ -64,7 +64,7 @@ def test_a_single_process_is_every_end_of_the_mesh() -> None:
     assert topology.layout.world_size == 1
     assert topology.coordinates.pp == topology.layout.pp - 1 == 0
     assert topology.is_last_rank
-    assert topology.embedding is None
+    assert topology.embedding == {}
     groups = (topology.world, topology.control, topology.tp, topology.dp, topology.pp)
     assert all(group.size == 1 and group.rank == 0 for group in groups)
 

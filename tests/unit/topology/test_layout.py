@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.topology.layout import Coordinates, Layout
+from megatron.topology.layout import Coordinates, Layout, Tie
 
 layouts = st.builds(Layout, tp=st.integers(1, 5), pp=st.integers(1, 5), dp=st.integers(1, 5), chunks=st.integers(1, 4))
 
@@ -37,7 +39,24 @@ def test_groups_are_the_lines_of_the_grid(layout: Layout) -> None:
 def test_embedding_groups_are_the_ends_of_the_pipelines(layout: Layout) -> None:
     grid = _grid(layout)
     ends = zip(grid[0].ravel().tolist(), grid[-1].ravel().tolist(), strict=True)
-    assert set(layout.embedding_groups()) == set(ends)
+    assert set(layout.embedding_groups()) == {tuple(dict.fromkeys(pair)) for pair in ends}
+    assert layout.ties == ((Tie.WORDS,) if layout.pp > 1 else ())
+
+
+@given(layouts, st.integers(1, 3))
+def test_an_encoder_decoder_ties_its_inputs_and_its_output(layout: Layout, decoder: int) -> None:
+    layout = replace(layout, pp=layout.pp + decoder, decoder=decoder)
+    grid = _grid(layout)
+    at = {Tie.WORDS: sorted({0, decoder, layout.pp - 1}), Tie.POSITIONS: [0, decoder]}
+    assert set(layout.ties) == set(at)
+    for tie, stages in at.items():
+        rows = grid[stages]
+        assert set(layout.embedding_groups(tie)) == {tuple(ranks) for ranks in rows.reshape(len(stages), -1).T.tolist()}
+        for ranks in layout.fused_embedding_groups(tie):
+            (tp,) = {layout.coordinates(rank).tp for rank in ranks}
+            assert sorted(ranks) == sorted(rows[:, :, tp].ravel().tolist())
+    alone = [layout.follows_encoder(stage) for stage in range(layout.pp)]
+    assert alone == [False] * decoder + [True] * (layout.pp - decoder)
 
 
 @given(layouts)

@@ -1,0 +1,104 @@
+"""Checks of the model: what its parts are must go together."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from megatron.base.errors import UserError
+from megatron.config.model import PROGRAMS, ModelConfig
+
+
+def check_model(model: ModelConfig) -> None:
+    """Checks that the model can be built on some layout (else UserError)."""
+    if model.num_attention_heads % model.num_query_groups != 0:
+        raise UserError(
+            f"--num-query-groups {model.num_query_groups} does not divide --num-attention-heads "
+            f"{model.num_attention_heads}; choose a divisor"
+        )
+    for flag, length in (("--seq-length", model.seq_length), ("--decoder-seq-length", model.labels_of(0))):
+        if model.position_embedding_type == "learned_absolute" and length > model.max_position_embeddings:
+            raise UserError(
+                f"{flag} {length} is longer than --max-position-embeddings {model.max_position_embeddings}; raise the "
+                "latter to at least the former"
+            )
+    _check_rotary(model)
+    _check_kind(model)
+    if model.add_qkv_bias and model.add_bias_linear:
+        raise UserError(
+            "--add-qkv-bias: all linear layers have biases already; leave it out, or add --disable-bias-linear"
+        )
+    chosen = [
+        flag
+        for flag, on in (
+            ("--swiglu", model.swiglu),
+            ("--openai-gelu", model.openai_gelu),
+            ("--squared-relu", model.squared_relu),
+        )
+        if on
+    ]
+    if len(chosen) > 1:
+        raise UserError(f"{' and '.join(chosen)} exclude each other; keep one activation")
+
+
+def _check_kind(model: ModelConfig) -> None:
+    if not model.causal and model.sliding_window is not None:
+        kind = model.model_type.upper()
+        raise UserError(
+            f"--sliding-window is of earlier positions, and {kind} attends to later ones, too; leave it out"
+        )
+    if model.model_type == "t5":
+        _check_t5(model)
+    if model.model_type == "bert" and model.num_tokentypes == 1:
+        raise UserError("--num-tokentypes 1: the two sentences of a sample have types 0 and 1; give 0 or at least 2")
+    if model.model_type != "bert" and model.num_tokentypes:
+        raise UserError(
+            f"--num-tokentypes {model.num_tokentypes}: only BERT's samples have token types; leave it out, or run "
+            f"{PROGRAMS['bert']}"
+        )
+
+
+def _check_t5(model: ModelConfig) -> None:
+    positions = model.position_embedding_type
+    other_form = {
+        f"--position-embedding-type {positions}": positions != "learned_absolute",
+        "--untie-embeddings-and-output-weights": model.untie_embeddings_and_output_weights,
+        "--parallel-residual": model.parallel_residual,
+    }
+    for flag in [flag for flag, given in other_form.items() if given]:
+        raise UserError(
+            f"{flag}: T5 has learned positions, one embedding for its inputs and its output, and layers whose parts "
+            "follow each other; leave it out"
+        )
+
+
+def _check_rotary(model: ModelConfig) -> None:
+    if model.position_embedding_type != "rope":
+        given = "--rotary-percent" if model.rotary_percent != 1.0 else "--rotary-scaling"
+        if model.rotary_percent != 1.0 or model.rotary_scaling != "none":
+            raise UserError(f"{given} needs rotary positions; add --position-embedding-type rope")
+    _check_rotary_scaling(model)
+    if model.position_embedding_type != "rope":
+        return
+    rotated = int(model.kv_channels * model.rotary_percent)
+    if rotated < 2 or rotated % 2 != 0:
+        raise UserError(
+            f"--rotary-percent {model.rotary_percent:g} of {model.kv_channels} channels a head "
+            f"(--kv-channels) rotates {rotated} channels; choose values that give an even number of at least "
+            "2"
+        )
+
+
+def _check_rotary_scaling(model: ModelConfig) -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(model)}
+    of_all, of_llama3 = ("factor",), ("original_length", "low_turns", "high_turns")
+    needed = {"none": (), "linear": of_all, "llama3": of_all + of_llama3}[model.rotary_scaling]
+    for part in of_all + of_llama3:
+        name = f"rotary_scaling_{part}"
+        if part not in needed and getattr(model, name) != defaults[name]:
+            kind = "llama3" if part in of_llama3 else "linear or llama3"
+            raise UserError(f"--{name.replace('_', '-')} is for --rotary-scaling {kind}; add it, or leave this out")
+    if model.rotary_scaling == "llama3" and model.rotary_scaling_low_turns >= model.rotary_scaling_high_turns:
+        raise UserError(
+            f"--rotary-scaling-low-turns {model.rotary_scaling_low_turns:g} is not below --rotary-scaling-high-turns "
+            f"{model.rotary_scaling_high_turns:g}; lower the former"
+        )

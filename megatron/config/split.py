@@ -1,0 +1,60 @@
+"""Where a pipeline is split between an encoder and its decoder."""
+
+from __future__ import annotations
+
+from megatron.base.errors import UserError
+from megatron.config.model import ModelConfig
+
+_FLAG = "--pipeline-model-parallel-split-rank"
+
+
+def split_rank(given: int | None, pipeline: int, model: ModelConfig) -> int | None:
+    """The stage at which the decoder begins: as given, else in the middle; None where all stages are alike.
+
+    Args:
+        given: --pipeline-model-parallel-split-rank.
+        pipeline: number of stages.
+        model: its layers.
+    """
+    if pipeline == 1 or not model.decoder_layers:
+        return None
+    return pipeline // 2 if given is None else given
+
+
+def check_split(split: int, pipeline: int, model: ModelConfig) -> None:
+    """Checks that an encoder and its decoder can be cut into the stages on their sides (else UserError)."""
+    if not 0 < split < pipeline:
+        raise UserError(
+            f"{_FLAG} {split} leaves the {'encoder' if split <= 0 else 'decoder'} none of the {pipeline} stages "
+            f"(--pipeline-model-parallel-size); give {_range(pipeline)}"
+        )
+    sides = (
+        ("--num-layers", model.num_layers, split, "before"),
+        ("--decoder-num-layers", len(model.decoder_layers), pipeline - split, "after"),
+    )
+    for flag, layers, stages, side in sides:
+        if layers % stages != 0:
+            raise UserError(
+                f"{flag} {layers} is not a multiple of the {stages} pipeline stages {side} {_FLAG} {split}; "
+                "change one of them"
+            )
+
+
+def _range(pipeline: int) -> str:
+    return "1" if pipeline == 2 else f"1 to {pipeline - 1}"
+
+
+def check_not_interleaved(chunks: int | None, per_chunk: int | None) -> None:
+    """Checks that a model with an encoder and a decoder has no virtual stages (else UserError).
+
+    The message names the flag that asks for them.
+    """
+    for value, flag in (
+        (per_chunk, "--num-layers-per-virtual-pipeline-stage"),
+        (chunks, "--virtual-pipeline-model-parallel-size"),
+    ):
+        if value is not None:
+            raise UserError(
+                f"{flag} {value}: chunks of an encoder-decoder would go round its stages more than once, and a stage "
+                "holds layers of one of them; leave it out"
+            )

@@ -1,0 +1,11 @@
+#!/usr/bin/env python
+"""Pretrains T5. On one process: ``python pretrain_t5.py FLAGS``; on several:
+``python tools/launch.py --nproc-per-node N pretrain_t5.py FLAGS``, or under torchrun.
+
+``--help`` lists the flags, grouped; ``--config FILE.yaml`` takes the same names.
+"""
+
+from megatron.training.pretrain_t5 import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())
