@@ -7,7 +7,8 @@ Each side runs in its own process, which steps when it is told to: the sides tak
 of the machine, and the ratio is taken pair by pair. Equal work on both sides: shapes, vocabulary, dropout 0, AdamW
 (torch's fused one), clipping, number of threads. Rates are medians over the steps after a warm-up. The whole program,
 pretrain_gpt.py by its log, is measured beside a plain script around Hugging Face's model in the same way, run by run.
-Steps of sequences that a curriculum has cut to half their length are measured beside whole ones.
+Steps of sequences that a curriculum has cut to half their length are measured beside whole ones, and steps of BERT and
+T5 beside those of a GPT of the same shape, by their time for an operation that the model needs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import argparse
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,8 +29,11 @@ from benchmarks.program import compare_programs
 from benchmarks.record import device_name, header, write_record
 from benchmarks.tables import Cells, Column, Table
 from benchmarks.train_sides import Shape
-from benchmarks.train_steps import process_step, rank_step
+from benchmarks.train_steps import process_step, rank_step, run_config
 from benchmarks.turns import Side, SideError, in_turns, step_together, timed
+from megatron.config.model import ModelType
+from megatron.training.flops import model_flops_per_sample
+from megatron.training.report import model_shape
 
 SHAPES = [
     Shape(4, 256, 256, 8),
@@ -120,6 +124,22 @@ def half_length(shape: Shape, threads: int, steps: int, device: str) -> dict[str
     return {"shape": shape.name, **seconds, "ratio": turns.ratio()}
 
 
+KINDS: tuple[ModelType, ...] = ("bert", "t5")
+
+
+def beside_gpt(kind: ModelType, shape: Shape, threads: int, steps: int, device: str) -> dict[str, Any]:
+    """Measures steps of another kind of model against GPT's, in turns: seconds, and seconds for an operation."""
+    sides = [Side(name, partial(process_step, name, shape, "fp32", threads, device), device) for name in ("gpt", kind)]
+    turns = in_turns(sides[0].step, sides[1].step, turns=steps, warm=2)
+    for side in sides:
+        side.close()
+    configs = [run_config(shape, "fp32", {}, shape.batch, 1, kind=name) for name in ("gpt", kind)]
+    theirs, own = (model_flops_per_sample(model_shape(config, shape.vocab)) for config in configs)
+    seconds = {"seconds": turns.median(1), "gpt_seconds": turns.median()}
+    operations = {"operations": own / theirs, "ratio": turns.ratio() * theirs / own}
+    return {"kind": kind, "shape": shape.name, **seconds, **operations}
+
+
 def _gib(name: str) -> Callable[[Cells], str]:
     """A function that writes bytes as GiB."""
     return lambda row: f"{row[name] / 2**30:.2f} GiB"
@@ -147,6 +167,14 @@ LENGTHS = Table(
     Column("at half length", "half_length_seconds", ".3f"),
     Column("ratio", "ratio", ".2f"),
 )
+OTHER_KINDS = Table(
+    Column("kind, fp32", "kind"),
+    Column("shape", "shape"),
+    Column("s per step", "seconds", ".3f"),
+    Column("GPT's", "gpt_seconds", ".3f"),
+    Column("operations / GPT's", "operations", ".2f"),
+    Column("time for an operation / GPT's", "ratio", ".2f"),
+)
 PARALLEL = Table(
     Column("two processes x 1 thread", "layout"),
     Column("shape", "shape"),
@@ -154,6 +182,11 @@ PARALLEL = Table(
     Column("one process x 2 threads", "one_process_seconds", ".3f"),
     Column("overhead", "overhead", "+.0%"),
 )
+
+
+def _of_kinds(shapes: Sequence[Shape], parts: set[str]) -> list[Shape]:
+    """Shapes with a sequence length that kinds other than GPT are trained with."""
+    return [shape for shape in shapes if "kinds" in parts and shape.seq <= 512]
 
 
 def measure(parts: set[str], quick: bool, steps: int, threads: int) -> dict[str, Any]:
@@ -173,8 +206,16 @@ def measure(parts: set[str], quick: bool, steps: int, threads: int) -> dict[str,
         whole.append(compare_programs(shape, threads, steps, 1 if quick else 3))
         print(f"{shape.name} whole program: ratio {whole[-1]['ratio']:.2f}", file=sys.stderr, flush=True)
     lengths = [half_length(shape, threads, steps, device) for shape in shapes if "lengths" in parts]
+    kinds = [beside_gpt(kind, shape, threads, steps, device) for shape in _of_kinds(shapes, parts) for kind in KINDS]
     layouts = overhead(shapes[min(1, len(shapes) - 1)], steps) if "layouts" in parts else []
-    content = {"peaks": peaks, "single": rows, "programs": whole, "lengths": lengths, "parallel": layouts}
+    content = {
+        "peaks": peaks,
+        "single": rows,
+        "programs": whole,
+        "lengths": lengths,
+        "kinds": kinds,
+        "parallel": layouts,
+    }
     return {**content, "shapes": [asdict(shape) for shape in shapes]}
 
 
@@ -183,7 +224,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny shapes, two steps: does it run?")
     parser.add_argument("--steps", type=int, default=5, help="counted steps of each side (default: 5)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each side (default: all cores)")
-    parts = ("steps", "programs", "lengths", "layouts")
+    parts = ("steps", "programs", "lengths", "kinds", "layouts")
     parser.add_argument("--only", choices=parts, help="this part of the table alone")
     parser.add_argument("--out", type=Path, default=Path("bench_out/train.json"), help="where the figures go as JSON")
     flags = parser.parse_args()
@@ -197,6 +238,7 @@ def main() -> int:
         SINGLE.text(found["single"]),
         WHOLE.text(found["programs"]),
         LENGTHS.text(found["lengths"]),
+        OTHER_KINDS.text(found["kinds"]),
         PARALLEL.text(found["parallel"]),
     ]
     print("\n\n".join([f"Measured peak of a matrix product: {peaks}.", *tables]))

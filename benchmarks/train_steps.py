@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.train_sides import Shape, peer_step
 from benchmarks.turns import Step
+from megatron.config.model import PROGRAMS, ModelType
 from megatron.config.run import RunConfig
 from megatron.data.batch import Batch
 from megatron.topology.launch import LaunchEnvironment, init_process_group
@@ -26,6 +27,7 @@ def run_config(
     world: int,
     divisor: int = 1,
     compress: Sequence[str] = (),
+    kind: ModelType = "gpt",
 ) -> RunConfig:
     """The resolved configuration of a training with as many samples per step as the shape has.
 
@@ -37,10 +39,16 @@ def run_config(
         world: number of ranks.
         divisor: number that the padded vocabulary is divisible by.
         compress: specs of compressors.
+        kind: of the model. T5's layers are half an encoder's, half a decoder's, whose text has a quarter of the length.
     """
-    form: dict[str, Any] = {}
+    form: dict[str, Any] = {"model_type": kind}
+    tokenizer: dict[str, Any] = {"vocab_size": shape.vocab}
+    if kind == "t5":
+        halves = {"num_layers": shape.layers - shape.layers // 2, "decoder_num_layers": shape.layers // 2}
+        form |= {**halves, "decoder_seq_length": shape.seq // 4}
+        tokenizer |= {"tokenizer_type": "BertWordPieceCase", "vocab_file": "unused", "vocab_extra_ids": 100}
     if shape.llama:
-        form = {
+        form |= {
             "ffn_hidden_size": shape.ffn,
             "num_query_groups": shape.groups,
             "position_embedding_type": "rope",
@@ -65,7 +73,7 @@ def run_config(
             },
             "training": {"micro_batch_size": micro, "global_batch_size": shape.samples, "train_iters": 1},
             "optimizer": {"lr": 1e-4, "clip_grad": 1.0},
-            "tokenizer": {"vocab_size": shape.vocab},
+            "tokenizer": tokenizer,
             "parallel": {"distributed_backend": "gloo", **parallel},
             "compression": {"compress": list(compress)},
             "precision": {} if precision == "fp32" else {precision: True},
@@ -85,6 +93,23 @@ def random_batch(ids_b: torch.Tensor, seq: int, vocab: int, generator: torch.Gen
     )
 
 
+def masked_batch(ids_b: torch.Tensor, config: RunConfig, vocab: int) -> Batch:
+    """A micro-batch of random tokens of BERT or T5 without padding, of which stages are told all the same."""
+    model = config.model
+    shape, labels = ((len(ids_b), length) for length in (model.seq_length, model.labels_of(model.seq_length)))
+    whole = dict.fromkeys(("tokens_bs", "labels_bs"), torch.randint(0, vocab, shape))
+    told = {"segment_ids_bs": torch.zeros(shape, dtype=torch.int32)}
+    if model.model_type == "bert":
+        mask_bs = (torch.rand(shape) < config.data.mask_prob).float()
+        half = (torch.arange(model.seq_length) >= model.seq_length // 2).long().expand(shape).contiguous()
+        more = {"loss_mask_bs": mask_bs, "types_bs": half, "order_b": torch.zeros(len(ids_b), dtype=torch.int64)}
+    else:
+        decoder = dict.fromkeys(("labels_bs", "decoder_tokens_bs"), torch.randint(0, vocab, labels))
+        told |= {"decoder_segment_ids_bs": torch.zeros(labels, dtype=torch.int32)}
+        more = {**decoder, "loss_mask_bs": torch.ones(labels)}
+    return Batch(sample_ids_b=ids_b, draw_ids_b=ids_b, **{**whole, **told, **more})
+
+
 def our_step(config: RunConfig, topology: Topology, vocab: int, length: int | None = None) -> Step:
     """A step of the trainer, the whole global batch over the ranks of the topology.
 
@@ -97,7 +122,11 @@ def our_step(config: RunConfig, topology: Topology, vocab: int, length: int | No
     engines = build_engines(config, topology, vocab)
     micro = config.training.micro_batch_size
     length = length or config.model.seq_length
-    batch = random_batch(torch.arange(micro), config.model.seq_length, vocab).truncated(length).to(topology.device)
+    if config.model.causal:
+        batch = random_batch(torch.arange(micro), config.model.seq_length, vocab).truncated(length)
+    else:
+        batch = masked_batch(torch.arange(micro), config, vocab)
+    batch = batch.to(topology.device)
     assert config.training.global_batch_size is not None
     batches = [batch] * (config.training.global_batch_size // (micro * topology.layout.dp))
     return lambda: train_step(engines, batches, 0, 1e-4, 0.01, seq_length=length)
@@ -109,7 +138,8 @@ def process_step(
     """A step on one process, of the trainer or of a peer.
 
     Args:
-        kind: ours, half-length (ours in the middle of a curriculum), nanogpt or hugging-face.
+        kind: ours, half-length (ours in the middle of a curriculum), bert or t5 (ours of that kind), nanogpt or
+            hugging-face.
         shape: shape of the model.
         precision: fp32 or bf16.
         threads: number of threads on a CPU.
@@ -119,10 +149,11 @@ def process_step(
     """
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    if kind not in ("ours", "half-length"):
+    if kind not in ("ours", "half-length", *PROGRAMS):
         return peer_step(kind, shape, precision, device, compiled)
+    model_type: ModelType = next((name for name in PROGRAMS if name == kind), "gpt")
     backend = {"distributed_backend": "nccl" if device == "cuda" else "gloo"}
-    config = run_config(shape, precision, backend, shape.batch, 1, divisor)
+    config = run_config(shape, precision, backend, shape.batch, 1, divisor, kind=model_type)
     length = shape.seq // 2 if kind == "half-length" else None
     return our_step(config, single_process(device), shape.vocab, length)
 

@@ -26,6 +26,10 @@ def test_quick_run(tmp_path: Path) -> None:
     for row in figures["lengths"]:
         assert row["half_length_seconds"] > 0
         assert f"| {row['ratio']:.2f} |" in result.stdout
+    assert [row["kind"] for row in figures["kinds"]] == ["bert", "t5"]
+    for row in figures["kinds"]:
+        assert row["seconds"] > 0
+        assert f"| {row['ratio']:.2f} |" in result.stdout
     assert [row["layout"] for row in figures["parallel"]] == [
         "tensor-parallel 2",
         "pipeline 2, two micro-batches",
