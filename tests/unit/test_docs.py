@@ -22,7 +22,7 @@ from megatron.inference.generate_command import DESCRIPTION, GenerationTaskFlags
 from megatron.inference.serve_command import ServerFlags
 
 REPO = Path(__file__).resolve().parents[2]
-DOCUMENTS = [REPO / "README.md", REPO / "docs" / "architecture.md", REPO / "docs" / "bert.md"]
+DOCUMENTS = [REPO / "README.md", *(REPO / "docs" / f"{name}.md" for name in ("architecture", "bert", "t5"))]
 
 WORLDS = {
     "pretrain_gpt.sh": 1,
@@ -31,6 +31,9 @@ WORLDS = {
     "pretrain_bert.sh": 1,
     "pretrain_bert_distributed.sh": 8,
     "pretrain_bert_distributed_with_mp.sh": 8,
+    "pretrain_t5.sh": 1,
+    "pretrain_t5_distributed.sh": 8,
+    "pretrain_t5_distributed_with_mp.sh": 8,
     "pretrain_gpt3_175B.sh": 1024,
     "switch_to_radius.sh": 8,
 }
@@ -53,7 +56,7 @@ def _recorded_arguments(script: Path, folder: Path, program: str) -> list[str]:
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_examples_resolve_for_their_world(name: str, tmp_path: Path) -> None:
-    kind: ModelType = "bert" if "bert" in name else "gpt"
+    kind: ModelType = "bert" if "bert" in name else "t5" if "t5" in name else "gpt"
     parsed = parse_program(_recorded_arguments(REPO / "examples" / name, tmp_path, PROGRAMS[kind]), kind)
     config = parsed.resolve(WORLDS[name], cuda_available=True)
     assert config.precision.bf16
