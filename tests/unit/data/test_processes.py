@@ -107,9 +107,9 @@ def test_a_signal_finds_no_lock_taken() -> None:
 
     def look(frame: Any, *_: object) -> None:
         name = frame.f_globals["__name__"]
-        if name.partition(".")[0] in ("concurrent", "multiprocessing", "threading", "queue"):
-            if not set(SIGNALS) <= set(signal.pthread_sigmask(signal.SIG_BLOCK, [])):
-                unsafe.add(f"{name}.{frame.f_code.co_name}")
+        disturbed = not set(SIGNALS) <= set(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        if disturbed and name.partition(".")[0] in ("concurrent", "multiprocessing", "threading", "queue"):
+            unsafe.add(f"{name}.{frame.f_code.co_name}")
 
     sys.setprofile(look)
     try:
