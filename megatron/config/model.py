@@ -16,8 +16,11 @@ if TYPE_CHECKING:
 
 MOST_LAYERS = 2048
 LM_LOSS, SOP_LOSS = "lm loss", "sop loss"
+CLASSIFICATION_LOSS, REGRESSION_LOSS = "classification loss", "regression loss"
 ModelType = Literal["gpt", "bert"]
 """Kinds of models."""
+TaskHead = Literal["none", "classification", "regression", "choice"]
+"""What a model says of a whole sample, instead of its words."""
 PROGRAMS: Mapping[ModelType, str] = {"gpt": "pretrain_gpt.py", "bert": "pretrain_bert.py"}
 """The program that trains each kind of model."""
 
@@ -183,6 +186,19 @@ class ModelConfig:
         maximum=MOST,
         checkpoint="shape",
     )
+    task_head: TaskHead = option(  # noqa: RUF009
+        "none",
+        "Head that says one thing of a whole sample, instead of its words: its class, a number, or which of several "
+        "texts is the right one. Only tasks/main.py trains such models, and sets this itself.",
+        checkpoint="shape",
+    )
+    num_classes: int = option(
+        0,
+        "Classes of --task-head classification, or texts that --task-head choice chooses from; tasks/main.py sets it.",
+        minimum=0,
+        maximum=MOST,
+        checkpoint="shape",
+    )
     fp32_residual_connection: bool = option(
         False,
         "Keep the residual stream in fp32 with --fp16 or --bf16; stages then exchange fp32.",
@@ -213,9 +229,37 @@ class ModelConfig:
         return self.model_type == "gpt"
 
     @property
+    def predicts_words(self) -> bool:
+        """Whether the model is a language model, not one of whole samples."""
+        return self.task_head == "none"
+
+    @property
+    def ties_embeddings(self) -> bool:
+        """Whether the output projection is the embedding's weight."""
+        return self.predicts_words and not self.untie_embeddings_and_output_weights
+
+    @property
+    def num_outputs(self) -> int:
+        """Numbers that a model of whole samples gives for each sequence."""
+        return self.num_classes if self.task_head == "classification" else 1
+
+    @property
+    def sequences_per_sample(self) -> int:
+        """Sequences that one label is for; they are next to each other in a micro-batch."""
+        return self.num_classes if self.task_head == "choice" else 1
+
+    @property
     def loss_names(self) -> tuple[str, ...]:
         """Names of the losses that training adds up."""
+        if not self.predicts_words:
+            return (REGRESSION_LOSS if self.task_head == "regression" else CLASSIFICATION_LOSS,)
         return (LM_LOSS, SOP_LOSS) if self.model_type == "bert" and self.bert_binary_head else (LM_LOSS,)
+
+    @property
+    def counts_before(self) -> bool:
+        """Whether what counts in a global batch is counted before its first forward pass: where losses are means over
+        different things, or over samples."""
+        return len(self.loss_names) > 1 or not self.predicts_words
 
     @property
     def activation(self) -> str:

@@ -69,7 +69,7 @@ class Stage(nn.Module, ABC):
         self.comm = comm
         self.dtype = dtype
         self.recompute = recompute
-        tied = not config.untie_embeddings_and_output_weights
+        tied = config.ties_embeddings
         if part.first:
             self.embedding = Embedding(config, shard, comm, device, dtype)
         recompute_core = recompute.recompute_granularity == "selective"
@@ -78,7 +78,7 @@ class Stage(nn.Module, ABC):
         )
         if part.last:
             self.final_layernorm = Norm(config, comm, device, dtype)
-            if not (tied and part.first):
+            if config.predicts_words and not (tied and part.first):
                 self.output_layer = OutputWeight(config, shard, device, dtype)
 
     @property

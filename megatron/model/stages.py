@@ -11,6 +11,7 @@ from megatron.comm.tensor import TensorComm
 from megatron.config.model import ModelConfig, check_vocabulary
 from megatron.config.recompute import RecomputeConfig
 from megatron.model.bert import BertStage
+from megatron.model.classification import ClassifierStage
 from megatron.model.gpt import GPTStage
 from megatron.model.stage import Stage, StagePart
 from megatron.parallel.tensor.embedding import VocabShard
@@ -74,7 +75,8 @@ def make_stage(
     recompute: RecomputeConfig,
 ) -> Stage:
     """A part of a model of the configured kind, whose weights are not initialized; see ``Stage``."""
-    kind = {"gpt": GPTStage, "bert": BertStage}[config.model_type]
+    language: dict[str, type[Stage]] = {"gpt": GPTStage, "bert": BertStage}
+    kind = language[config.model_type] if config.predicts_words else ClassifierStage
     return kind(config, part, shard, comm, device, dtype, recompute)
 
 
