@@ -192,7 +192,7 @@ class ModelConfig:
         "texts is the right one. Only tasks/main.py trains such models, and sets this itself.",
         checkpoint="shape",
     )
-    num_classes: int = option(
+    task_classes: int = option(
         0,
         "Classes of --task-head classification, or texts that --task-head choice chooses from; tasks/main.py sets it.",
         minimum=0,
@@ -241,12 +241,12 @@ class ModelConfig:
     @property
     def num_outputs(self) -> int:
         """Numbers that a model of whole samples gives for each sequence."""
-        return self.num_classes if self.task_head == "classification" else 1
+        return self.task_classes if self.task_head == "classification" else 1
 
     @property
     def sequences_per_sample(self) -> int:
         """Sequences that one label is for; they are next to each other in a micro-batch."""
-        return self.num_classes if self.task_head == "choice" else 1
+        return self.task_classes if self.task_head == "choice" else 1
 
     @property
     def loss_names(self) -> tuple[str, ...]:
