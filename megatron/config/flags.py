@@ -166,6 +166,8 @@ def parse_program(argv: Sequence[str], model_type: ModelType) -> ParsedRun:
         raise UserError(
             f"--model-type {given.model_type}: {prog} trains {model_type.upper()}; run {PROGRAMS[given.model_type]}"
         )
+    if not given.predicts_words:
+        raise UserError(f"--task-head {given.task_head}: {prog} trains language models; run tasks/main.py")
     parsed.config = replace(parsed.config, model=replace(given, model_type=model_type))
     return parsed
 

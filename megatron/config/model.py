@@ -229,6 +229,11 @@ class ModelConfig:
         return self.model_type == "gpt"
 
     @property
+    def kind(self) -> str:
+        """Its kind, as ``kind_text`` has it."""
+        return kind_text(self.model_type, self.task_head, self.task_classes)
+
+    @property
     def predicts_words(self) -> bool:
         """Whether the model is a language model, not one of whole samples."""
         return self.task_head == "none"
@@ -376,11 +381,24 @@ def _check_rotary_scaling(model: ModelConfig) -> None:
         )
 
 
-def check_kind(where: str, found: str, wanted: ModelType) -> None:
+def kind_text(model_type: str, task_head: str = "none", task_classes: int = 0) -> str:
+    """The kind of a model, with what it says of a sample: "bert", or "bert for classification of 3"."""
+    of = f" of {task_classes}" if task_classes else ""
+    return model_type if task_head == "none" else f"{model_type} for {task_head}{of}"
+
+
+def check_kind(where: str, found: str, wanted: str) -> None:
     """Checks that a checkpoint's model is of the wanted kind (else UserError, which begins with ``where``)."""
-    if found != wanted:
-        program = {str(kind): name for kind, name in PROGRAMS.items()}.get(found, "another version")
-        raise UserError(f"{where} holds a model of kind {found}, not {wanted}; go on with it by {program}")
+    if found == wanted:
+        return
+    programs = {str(kind): name for kind, name in PROGRAMS.items()}
+    if wanted not in programs and found in programs:
+        instead = "begin with it by --pretrained-checkpoint"
+    elif " for " in found:
+        instead = "go on with it by its --task of tasks/main.py"
+    else:
+        instead = f"go on with it by {programs.get(found, 'another version')}"
+    raise UserError(f"{where} holds a model of kind {found}, not {wanted}; {instead}")
 
 
 def check_vocabulary(vocab_size: int, multiple: int, tensor: int) -> None:

@@ -12,10 +12,14 @@ from torch import Tensor, nn
 from megatron.comm.tensor import TensorComm, sum_exact
 from megatron.config.model import ModelConfig, ModelType
 from megatron.config.recompute import RecomputeConfig
-from megatron.model.block import hidden_dropout
 from megatron.model.losses import LossSum, StageLoss, Targets, token_weights
 from megatron.model.stage import Stage, StagePart
 from megatron.parallel.tensor.embedding import VocabShard
+
+TASK_HEAD = "classification_head."
+"""Beginning of the names of a head's parameters."""
+HEAD_POOLER, PRETRAINED_POOLER = f"{TASK_HEAD}pooler.", "binary_head.pooler."
+"""The pooler of a head, and of the BERT that it begins with."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +131,7 @@ class ClassifierStage(Stage):
         return result
 
 
-def task_loss(
-    config: ModelConfig, outputs_bc: Tensor, targets: Targets, divisors: Tensor | None = None
-) -> StageLoss:
+def task_loss(config: ModelConfig, outputs_bc: Tensor, targets: Targets, divisors: Tensor | None = None) -> StageLoss:
     """Cross entropy of classes or choices, or the squared error of numbers.
 
     Args:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from megatron.base.errors import UserError
+from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.load import saved_config
 from megatron.checkpoint.ownership import owned_save_folder
@@ -46,7 +48,24 @@ from megatron.training.program import Ranks, run_program
 from megatron.training.progress_state import Progress
 from megatron.training.report import Reporter
 from megatron.training.timers import Timers
-from megatron.training.trainer import Trainer
+from megatron.training.trainer import Judge, Trainer
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run reads and begins with, where that is not pretraining's.
+
+    Args:
+        datasets: builds the data sets from the resolved configuration and the tokenizer; None for those of the flags.
+        pretrained: folder and iteration of a language model that a new run begins with.
+        judge: see ``Trainer``.
+        sections: more sections of the flags, by name, in which all ranks must agree.
+    """
+
+    datasets: Callable[[RunConfig, Tokenizer | None], Datasets] | None = None
+    pretrained: tuple[str, Iteration] | None = None
+    judge: Judge | None = None
+    sections: Mapping[str, Any] = field(default_factory=dict)
 
 
 def main(argv: Sequence[str] | None = None, model_type: ModelType = "gpt") -> int:
@@ -57,22 +76,37 @@ def main(argv: Sequence[str] | None = None, model_type: ModelType = "gpt") -> in
     def body(ranks: Ranks) -> None:
         parsed = parse_program(list(sys.argv[1:] if argv is None else argv), model_type)
         ranks.env = env = LaunchEnvironment.read(parsed.config.parallel.local_rank)
-        config = resolve(parsed, env)
-        if config.training.deterministic_mode:
-            make_deterministic(cuda=config.parallel.distributed_backend == "nccl")
-        check_machine(config, env)
-        writes = env.rank == 0 and not config.validation.skip_train
-        parallel = config.parallel
-        with owned_save_folder(config.checkpoint, print) if writes else nullcontext() as lock:
-            ranks.join(
-                parallel.distributed_backend,
-                parallel.distributed_timeout_minutes,
-                {name: getattr(config, name) for name in run_sections()},
-                peer_timeout_seconds=parallel.peer_timeout_seconds,
-            )
-            run(config, parsed.notes, env, started, lock)
+        train(ranks, resolve(parsed, env), parsed.notes, started)
 
     return run_program(body)
+
+
+def train(ranks: Ranks, config: RunConfig, notes: Sequence[str], started: float, job: Job = Job()) -> None:
+    """Joins the other ranks and trains.
+
+    Args:
+        ranks: the ranks of the command.
+        config: the resolved configuration.
+        notes: notes on the flags.
+        started: ``time.monotonic()`` at the start of the program.
+        job: what is trained on.
+
+    Raises:
+        UserError: on every rank, for what cannot be used.
+    """
+    env, parallel = ranks.env, config.parallel
+    if config.training.deterministic_mode:
+        make_deterministic(cuda=parallel.distributed_backend == "nccl")
+    check_machine(config, env)
+    writes = env.rank == 0 and not config.validation.skip_train
+    with owned_save_folder(config.checkpoint, print) if writes else nullcontext() as lock:
+        ranks.join(
+            parallel.distributed_backend,
+            parallel.distributed_timeout_minutes,
+            {**{name: getattr(config, name) for name in run_sections()}, **job.sections},
+            peer_timeout_seconds=parallel.peer_timeout_seconds,
+        )
+        run(config, notes, env, started, lock, job)
 
 
 def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
@@ -86,14 +120,14 @@ def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
         if wanted.load is None:
             raise UserError("--use-checkpoint-args takes the model's shape from --load, which is missing")
         saved, iteration = saved_config(wanted.load, wanted.ckpt_step)
-        check_kind(f"--load {wanted.load}", saved.model.model_type, parsed.config.model.model_type)
+        check_kind(f"--load {wanted.load}", saved.model.kind, parsed.config.model.kind)
         parsed.config = given = merge_checkpoint_config(parsed.config, parsed.explicit, saved)
-        tokenizer = _fitted(given.tokenizer, saved_entries(wanted.load, iteration), parsed)
+        tokenizer = fitted_tokenizer(given.tokenizer, saved_entries(wanted.load, iteration), parsed)
         parsed.config = replace(given, tokenizer=tokenizer)
     return parsed.resolve(env.world_size, cuda_available=torch.cuda.is_available())
 
 
-def _fitted(tokenizer: TokenizerConfig, entries: int, parsed: ParsedRun) -> TokenizerConfig:
+def fitted_tokenizer(tokenizer: TokenizerConfig, entries: int, parsed: ParsedRun) -> TokenizerConfig:
     """The tokenizer for a checkpoint's model, which may have more entries than it.
 
     Raises:
@@ -109,7 +143,12 @@ def _fitted(tokenizer: TokenizerConfig, entries: int, parsed: ParsedRun) -> Toke
 
 
 def run(
-    config: RunConfig, notes: Sequence[str], env: LaunchEnvironment, started: float, lock: FolderLock | None = None
+    config: RunConfig,
+    notes: Sequence[str],
+    env: LaunchEnvironment,
+    started: float,
+    lock: FolderLock | None = None,
+    job: Job = Job(),
 ) -> None:
     """Builds everything and trains.
 
@@ -119,6 +158,7 @@ def run(
         env: environment of this process.
         started: ``time.monotonic()`` at the start of the program.
         lock: lock of the folder that rank 0 saves to.
+        job: what is trained on.
 
     Raises:
         UserError: on every rank, for data, files or checkpoints that cannot be used.
@@ -138,10 +178,10 @@ def run(
     sizes = StepSizes(_batch_sizes(config, layout.dp), _lengths(config, topology))
     saved = find_saved(config.checkpoint, topology, _rank_0_log(topology))
     if saved is not None:
-        check_saved_kind(config.checkpoint, saved, config.model.model_type, topology)
+        check_saved_kind(config.checkpoint, saved, config.model.kind, topology)
     begun = saved.progress if saved is not None else Progress()
     train_iters = _iterations(config, sizes, begun)
-    datasets, vocab_size = together(topology.control.pg, lambda: _open_data(config, env, train_iters, begun))
+    datasets, vocab_size = together(topology.control.pg, lambda: _open_data(config, env, train_iters, begun, job))
     together(topology.control.pg, lambda: check_room(config, env, vocab_size))
     length = run_length(train_iters, datasets[0], sizes.batches)
     engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length))
@@ -159,12 +199,14 @@ def run(
     checkpoints = RunCheckpoints(config, engines, schedule, progress, _rank_0_log(topology), lock)
     if saved is not None:
         checkpoints.load(saved)
+    elif job.pretrained is not None:
+        checkpoints.load_pretrained(*job.pretrained)
     elif config.checkpoint.load:
         log(f"no checkpoint in {config.checkpoint.load} yet: starting from random weights")
     together(topology.control.pg, reporter.open)
     try:
         parts = (config, engines, sizes, schedule, datasets, train_iters, progress, checkpoints, reporter)
-        Trainer(*parts, timers, started).run()
+        Trainer(*parts, timers, started, job.judge).run()
     finally:
         reporter.close()
 
@@ -263,7 +305,9 @@ def _vocabulary(config: RunConfig, built: Tokenizer | None) -> tuple[int, int, i
     return tokenizer.vocab_size, tokenizer.vocab_size, -1
 
 
-def _open_data(config: RunConfig, env: LaunchEnvironment, train_iters: int, begun: Progress) -> tuple[Datasets, int]:
+def _open_data(
+    config: RunConfig, env: LaunchEnvironment, train_iters: int, begun: Progress, job: Job
+) -> tuple[Datasets, int]:
     """Data sets and the model's entries; one rank of each machine checks the tokens.
 
     Args:
@@ -271,9 +315,12 @@ def _open_data(config: RunConfig, env: LaunchEnvironment, train_iters: int, begu
         env: environment of this process.
         train_iters: iterations of the whole run.
         begun: position of the run, maybe reached with batches of another size.
+        job: what is trained on.
     """
     tokenizer = None if config.tokenizer.tokenizer_type is None else build_tokenizer(config.tokenizer)
     entries, vocab_size, eod = _vocabulary(config, tokenizer)
+    if job.datasets is not None:
+        return job.datasets(config, tokenizer), entries
     size, validation = config.training.global_batch_size, config.validation
     left = max(train_iters - begun.iteration, 0)
     train_samples = config.training.train_samples or begun.consumed_samples + left * size

@@ -34,8 +34,8 @@ class ChunkProgram:
         engines: engines of this rank.
         divisors: see ``Stage.loss``.
 
-    On the chunk that holds the losses, ``sums`` adds them up over the micro-batches; in an evaluation, ``outputs`` keeps
-    what a task head says of each.
+    On the chunk that holds the losses, ``sums`` adds them up over the micro-batches. In an evaluation ``outputs``
+    keeps what a task head says of each.
     """
 
     def __init__(
@@ -277,8 +277,15 @@ def pipeline_span(timers: Timers, ledger: Ledger) -> Span:
 
 
 @torch.no_grad()
-def evaluation_step(engines: Engines, batches: Sequence[Batch]) -> dict[str, tuple[float, float]]:
+def evaluation_step(
+    engines: Engines, batches: Sequence[Batch], outputs: list[tuple[Tensor, Tensor]] | None = None
+) -> dict[str, tuple[float, float]]:
     """Runs some micro-batches forward without dropout.
+
+    Args:
+        engines: engines of this rank.
+        batches: micro-batches of this rank.
+        outputs: is given, on the rank that reports, what a task head says of each micro-batch, and its draws.
 
     Returns:
         Sum of each loss in nats and how many count in it, by name, over this rank's samples; zero on ranks that do not
@@ -291,4 +298,6 @@ def evaluation_step(engines: Engines, batches: Sequence[Batch]) -> dict[str, tup
     kind = [("evaluation", len(batches), length, _shapes(batches)), *engines.comm.kind(length)]
     engines.pipeline.run(table, programs, -1, len(batches), None, kind)
     engines.end_step(taken=False)
+    if outputs is not None and engines.holds_loss and engines.topology.tp.rank == 0:
+        outputs += [(batches[number].draw_ids_b, found_bc) for number, found_bc in programs[-1].outputs.items()]
     return _reported(engines, programs[-1])
