@@ -319,6 +319,7 @@ def check_model(model: ModelConfig) -> None:
         )
     _check_rotary(model)
     _check_kind(model)
+    _check_task_head(model)
     if model.add_qkv_bias and model.add_bias_linear:
         raise UserError(
             "--add-qkv-bias: all linear layers have biases already; leave it out, or add --disable-bias-linear"
@@ -345,6 +346,15 @@ def _check_kind(model: ModelConfig) -> None:
         raise UserError(
             f"--num-tokentypes {model.num_tokentypes}: only BERT's samples have token types; leave it out, or run "
             f"{PROGRAMS['bert']}"
+        )
+
+
+def _check_task_head(model: ModelConfig) -> None:
+    least = 2 if model.task_head in ("classification", "choice") else 0
+    if (least == 0 and model.task_classes) or model.task_classes < least:
+        raise UserError(
+            f"--task-head {model.task_head} with --task-classes {model.task_classes}: classification and choice take "
+            "at least 2, and others none; leave both out, and tasks/main.py --task sets them"
         )
 
 

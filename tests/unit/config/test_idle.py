@@ -166,6 +166,7 @@ PARTNERS: dict[str, tuple[str, int]] = {
     "without --position-embedding-type rope": ("--position-embedding-type rope", 1),
     "only BERT has that head": ("--model-type bert", 1),
     "only BERT masks words": ("--model-type bert", 1),
+    "beside a task, which masks no words": ("--model-type bert", 1),
     "a sample of BERT does not go over the end of a document": ("", 1),
     "beside another activation or --disable-bias-linear": ("", 1),
     "GELU has its tanh form anyway, but with --no-bias-gelu-fusion or --disable-bias-linear": (
@@ -217,6 +218,7 @@ PARTNERS: dict[str, tuple[str, int]] = {
     "without a compressor of pp-forward or tp-forward": (f"{PP2} --compress pp-forward=fixpoint", 2),
 }
 BESIDE: dict[str, str] = {
+    "beside a task, which masks no words": "--model-type bert --task-head classification --task-classes 2",
     "a sample of BERT does not go over the end of a document": "--model-type bert",
     "beside another activation or --disable-bias-linear": "--swiglu",
     "beside --init-method-xavier-uniform": "--init-method-xavier-uniform",
