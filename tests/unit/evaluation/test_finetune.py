@@ -95,7 +95,8 @@ def test_what_cannot_be_done_is_refused_with_one_line(
     changes: dict[str, object], message: str, vocabulary: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train, valid = _files("RTE", tmp_path)
-    assert message in _refused(task_flags(vocabulary, "RTE", train, valid, **changes), capsys)
+    task = str(changes.pop("task", "RTE"))
+    assert message in _refused(task_flags(vocabulary, task, train, valid, **changes), capsys)
 
 
 def test_a_vocabulary_without_separators_is_refused(
