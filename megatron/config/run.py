@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -110,11 +111,13 @@ class RunConfig:
 
     def describe(self) -> str:
         """A readable table of all values, grouped by section, for the top of a log."""
-        lines = []
-        for name, values in self.to_dict().items():
-            lines.append(f"{name}:")
-            lines += [f"  {key} {'.' * (46 - len(key))} {_shown(value)}" for key, value in values.items()]
-        return "\n".join(lines)
+        return "\n".join(describe_section(name, values) for name, values in self.to_dict().items())
+
+
+def describe_section(name: str, values: Mapping[str, Any]) -> str:
+    """A section's values by name, as lines of a log."""
+    lines = [f"  {key} {'.' * (46 - len(key))} {_shown(value)}" for key, value in values.items()]
+    return "\n".join([f"{name}:", *lines])
 
 
 def _noting(notes: list[str] | None) -> Note:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron.base.errors import UserError
+from megatron.base.fields import section_to_plain
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.load import saved_config
@@ -23,7 +24,7 @@ from megatron.config.flags import ParsedRun, parse_program
 from megatron.config.lengths import LengthSchedule
 from megatron.config.merge import merge_checkpoint_config
 from megatron.config.model import ModelType, check_kind
-from megatron.config.run import RunConfig, run_sections
+from megatron.config.run import RunConfig, describe_section, run_sections
 from megatron.config.steps import StepSizes
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.build import Datasets, build_datasets
@@ -175,6 +176,8 @@ def run(
     for note in (*notes, *([kernel_note] if kernel_note else [])):
         log(f"note: {note}")
     log(config.describe())
+    for name, section in job.sections.items():
+        log(describe_section(name, section_to_plain(section)))
     sizes = StepSizes(_batch_sizes(config, layout.dp), _lengths(config, topology))
     saved = find_saved(config.checkpoint, topology, _rank_0_log(topology))
     if saved is not None:

@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.data.batch import Batch
 from megatron.model.classification import ClassifierStage
 from megatron.model.context import ForwardContext
 from megatron.model.losses import StageLoss, Targets
+from megatron.training.step import train_step
 from tests.support.hf_weights import bert_task_pairs, bert_to_ours, gpt2_pairs, gpt2_to_ours
 from tests.support.tiny import VOCAB, tiny_engines, tiny_pairs, tiny_texts
 
@@ -160,3 +162,26 @@ def test_gpt_classifies_by_its_last_token_as_hugging_faces_does() -> None:
     assert found.outputs_bc is not None
     _assert_close(found.outputs_bc, logits.detach())
     _assert_gradients(ours, pairs, gpt2_to_ours)
+
+
+def test_a_sample_that_does_not_count_changes_nothing() -> None:
+    """A last batch that is filled up has the losses and gradients of a smaller one."""
+    found = []
+    for size in (4, 3):
+        engines = tiny_engines(
+            {
+                "model": {"model_type": "bert", "task_head": "classification", "task_classes": 3},
+                "training": {"micro_batch_size": 1, "global_batch_size": size},
+                "precision": {"fp64": True},
+            }
+        )
+        given, ids = _samples(size), torch.arange(size)
+        given["labels_bs"] = (ids % 3).unsqueeze(1)
+        given["loss_mask_bs"] = (ids < 3).float().unsqueeze(1)
+        batches = [
+            Batch(sample_ids_b=ids[n : n + 1], draw_ids_b=ids[n : n + 1], **{k: v[n : n + 1] for k, v in given.items()})
+            for n in range(size)
+        ]
+        metrics = train_step(engines, batches, 0, 1e-3, 0.0)
+        found.append((metrics.loss, metrics.grad_norm))
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
