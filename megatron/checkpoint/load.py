@@ -31,7 +31,7 @@ from megatron.checkpoint.save import (
     silent,
 )
 from megatron.checkpoint.storage import ShardReader, check_file_sizes, check_items, read_item
-from megatron.config.model import kind_text
+from megatron.config.kinds import kind_text
 from megatron.config.run import RunConfig
 from megatron.topology.agree import first_problem, gather_texts, raise_together, rank_of, size_of
 from megatron.topology.errors import ranks_text

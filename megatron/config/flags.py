@@ -17,7 +17,7 @@ from megatron.base.option import FieldOption
 from megatron.base.words import spell
 from megatron.config.collect import FlagTable, Source, Target, collect_yaml
 from megatron.config.idle import idle_notes
-from megatron.config.model import PROGRAMS, ModelType
+from megatron.config.kinds import PROGRAMS, ModelType
 from megatron.config.run import RunConfig, run_sections
 from megatron.config.translate import TRANSLATOR
 from megatron.config.translate.rules import SWITCH, VALUE, VALUES, Explicit, OldFlag, Translator

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from megatron.base.errors import UserError
 from megatron.base.numerals import MOST
 from megatron.base.option import derived, is_unset, option, required
+from megatron.config.kinds import PROGRAMS, ModelType, TaskHead, kind_text
 
 if TYPE_CHECKING:
     import torch
@@ -17,12 +17,6 @@ if TYPE_CHECKING:
 MOST_LAYERS = 2048
 LM_LOSS, SOP_LOSS = "lm loss", "sop loss"
 CLASSIFICATION_LOSS, REGRESSION_LOSS = "classification loss", "regression loss"
-ModelType = Literal["gpt", "bert"]
-"""Kinds of models."""
-TaskHead = Literal["none", "classification", "regression", "choice"]
-"""What a model says of a whole sample, instead of its words."""
-PROGRAMS: Mapping[ModelType, str] = {"gpt": "pretrain_gpt.py", "bert": "pretrain_bert.py"}
-"""The program that trains each kind of model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -389,48 +383,3 @@ def _check_rotary_scaling(model: ModelConfig) -> None:
             f"--rotary-scaling-low-turns {model.rotary_scaling_low_turns:g} is not below --rotary-scaling-high-turns "
             f"{model.rotary_scaling_high_turns:g}; lower the former"
         )
-
-
-def kind_text(model_type: str, task_head: str = "none", task_classes: int = 0) -> str:
-    """The kind of a model, with what it says of a sample: "bert", or "bert for classification of 3"."""
-    of = f" of {task_classes}" if task_classes else ""
-    return model_type if task_head == "none" else f"{model_type} for {task_head}{of}"
-
-
-def check_kind(where: str, found: str, wanted: str) -> None:
-    """Checks that a checkpoint's model is of the wanted kind (else UserError, which begins with ``where``)."""
-    if found == wanted:
-        return
-    programs = {str(kind): name for kind, name in PROGRAMS.items()}
-    if wanted not in programs and found in programs:
-        instead = "begin with it by --pretrained-checkpoint"
-    elif " for " in found:
-        instead = "go on with it by its --task of tasks/main.py"
-    else:
-        instead = f"go on with it by {programs.get(found, 'another version')}"
-    raise UserError(f"{where} holds a model of kind {found}, not {wanted}; {instead}")
-
-
-def check_vocabulary(vocab_size: int, multiple: int, tensor: int) -> None:
-    """Checks that every tensor-parallel rank has entries of the vocabulary after padding (else UserError).
-
-    Args:
-        vocab_size: entries without padding.
-        multiple: --make-vocab-size-divisible-by.
-        tensor: tensor-parallel ranks.
-    """
-    if _all_hold_some(vocab_size, multiple, tensor):
-        return
-    powers = [1 << power for power in range(multiple.bit_length())]
-    fitting = [power for power in powers if power < multiple and _all_hold_some(vocab_size, power, tensor)]
-    less = f"--make-vocab-size-divisible-by {fitting[-1]}" if fitting else "--tensor-model-parallel-size"
-    raise UserError(
-        f"a vocabulary of {vocab_size} entries, padded to a multiple of --make-vocab-size-divisible-by {multiple} x "
-        f"--tensor-model-parallel-size {tensor}, leaves tensor-parallel rank {tensor - 1} none of them; "
-        f"{'use' if fitting else 'lower'} {less}"
-    )
-
-
-def _all_hold_some(vocab_size: int, multiple: int, tensor: int) -> bool:
-    rows = -(-vocab_size // (multiple * tensor)) * multiple
-    return rows * (tensor - 1) < vocab_size

@@ -19,7 +19,7 @@ from megatron.config.compression import CompressionConfig
 from megatron.config.curriculum import CurriculumConfig, check_curriculum, lengths_of
 from megatron.config.data import DataConfig, check_data
 from megatron.config.logs import LoggingConfig, check_logs
-from megatron.config.model import ModelConfig, check_model, check_vocabulary, resolve_model
+from megatron.config.model import ModelConfig, check_model, resolve_model
 from megatron.config.optimizer import OptimizerConfig, check_clock, check_length, check_schedules, resolve_optimizer
 from megatron.config.parallel import ParallelConfig, check_layout, check_parallel, check_torch_ddp, resolve_parallel
 from megatron.config.precision import PrecisionConfig, check_fp8, check_precision
@@ -27,6 +27,7 @@ from megatron.config.recompute import RecomputeConfig, check_recompute, resolve_
 from megatron.config.tokenizer import TokenizerConfig, check_tokenizer
 from megatron.config.training import TrainingConfig, check_batches, check_compile, check_samples, resolve_training
 from megatron.config.validation import ValidationConfig
+from megatron.config.vocabulary import check_vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ from megatron.base.option import derived, field_options, option, required
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.collect import FlagTable
 from megatron.config.flags import FlagParser, ParsedRun
-from megatron.config.model import ModelConfig, TaskHead
+from megatron.config.kinds import TaskHead
+from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig, run_sections
 from megatron.config.translate import TRANSLATOR
 from megatron.config.translate.rules import SWITCH, VALUE, KnownFlag, Translator

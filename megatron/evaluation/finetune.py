@@ -16,8 +16,8 @@ from megatron.checkpoint.find import read_tracker
 from megatron.checkpoint.load import saved_config
 from megatron.checkpoint.vocabulary import saved_entries
 from megatron.config.flags import ParsedRun
+from megatron.config.kinds import check_kind
 from megatron.config.merge import merge_checkpoint_config
-from megatron.config.model import check_kind
 from megatron.config.run import RunConfig
 from megatron.config.tasks import Task, TaskConfig, parse_task, sized
 from megatron.data.build import Datasets

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.comm.tensor import TensorComm, sum_exact
-from megatron.config.model import ModelConfig, ModelType
+from megatron.config.kinds import ModelType
+from megatron.config.model import ModelConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.model.losses import LossSum, StageLoss, Targets, token_weights
 from megatron.model.stage import Stage, StagePart

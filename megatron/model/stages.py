@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron.comm.tensor import TensorComm
-from megatron.config.model import ModelConfig, check_vocabulary
+from megatron.config.model import ModelConfig
 from megatron.config.recompute import RecomputeConfig
+from megatron.config.vocabulary import check_vocabulary
 from megatron.model.bert import BertStage
 from megatron.model.classification import ClassifierStage
 from megatron.model.gpt import GPTStage

@@ -25,7 +25,7 @@ from megatron.checkpoint.save import COMMON
 from megatron.checkpoint.saver import CheckpointSaver
 from megatron.checkpoint.stateful import Scope, StatefulParts, under_todays_names
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.model import check_kind
+from megatron.config.kinds import check_kind
 from megatron.config.run import RunConfig
 from megatron.model.classification import HEAD_POOLER, PRETRAINED_POOLER, TASK_HEAD
 from megatron.optimizer.schedules import LRSchedule

@@ -21,9 +21,9 @@ from megatron.checkpoint.vocabulary import saved_entries
 from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.curriculum import lengths_of
 from megatron.config.flags import ParsedRun, parse_program
+from megatron.config.kinds import ModelType, check_kind
 from megatron.config.lengths import LengthSchedule
 from megatron.config.merge import merge_checkpoint_config
-from megatron.config.model import ModelType, check_kind
 from megatron.config.run import RunConfig, describe_section, run_sections
 from megatron.config.steps import StepSizes
 from megatron.config.tokenizer import TokenizerConfig
@@ -37,14 +37,14 @@ from megatron.topology.agree import gather_texts, together
 from megatron.topology.launch import LaunchEnvironment, pick_device
 from megatron.topology.layout import Layout
 from megatron.topology.topology import Topology, build_topology, single_process
-from megatron.training.assembly import build_engines, groups_by_node, layout_of
+from megatron.training.assembly import Engines, build_engines, groups_by_node, layout_of
 from megatron.training.compression_notes import compression_notes, node_notes, run_length
 from megatron.training.console import make_output_last
 from megatron.training.coverage import coverage_notes
 from megatron.training.determinism import make_deterministic
 from megatron.training.kernel_check import check_kernels
 from megatron.training.machine_check import check_machine, check_room
-from megatron.training.persistence import RunCheckpoints, check_saved_kind, find_saved
+from megatron.training.persistence import RunCheckpoints, SavedRun, check_saved_kind, find_saved
 from megatron.training.program import Ranks, run_program
 from megatron.training.progress_state import Progress
 from megatron.training.report import Reporter
@@ -188,30 +188,41 @@ def run(
     together(topology.control.pg, lambda: check_room(config, env, vocab_size))
     length = run_length(train_iters, datasets[0], sizes.batches)
     engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length))
-    about_nodes = node_notes(engines.plan, topology)
-    for note in (*about_nodes, *compression_notes(config, datasets[0], layout.dp, length, train_iters)):
-        log(f"note: {note}")
-    for line in coverage_notes(engines):
-        log(line)
-    log(_summary(topology, vocab_size, engines.padded_vocab_size, [len(d) if d else 0 for d in datasets]))
+    about_compression = compression_notes(config, datasets[0], layout.dp, length, train_iters)
+    _log_engines(engines, datasets, about_compression, log)
     schedule = _lr_schedule(config)
     progress = Progress()
     timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option, clock=engines.ledger.clock)
     splits = (datasets[1] is not None, datasets[2] is not None)
     reporter = Reporter(config, engines, progress, train_iters, timers, sizes, splits)
     checkpoints = RunCheckpoints(config, engines, schedule, progress, _rank_0_log(topology), lock)
-    if saved is not None:
-        checkpoints.load(saved)
-    elif job.pretrained is not None:
-        checkpoints.load_pretrained(*job.pretrained)
-    elif config.checkpoint.load:
-        log(f"no checkpoint in {config.checkpoint.load} yet: starting from random weights")
+    _begin(checkpoints, saved, job, log)
     together(topology.control.pg, reporter.open)
     try:
         parts = (config, engines, sizes, schedule, datasets, train_iters, progress, checkpoints, reporter)
         Trainer(*parts, timers, started, job.judge).run()
     finally:
         reporter.close()
+
+
+def _log_engines(engines: Engines, datasets: Datasets, notes: Sequence[str], log: Callable[[str], None]) -> None:
+    """Prints what was built, and the notes on it."""
+    for note in (*node_notes(engines.plan, engines.topology), *notes):
+        log(f"note: {note}")
+    for line in coverage_notes(engines):
+        log(line)
+    samples = [len(dataset) if dataset else 0 for dataset in datasets]
+    log(_summary(engines.topology, engines.vocab_size, engines.padded_vocab_size, samples))
+
+
+def _begin(checkpoints: RunCheckpoints, saved: SavedRun | None, job: Job, log: Callable[[str], None]) -> None:
+    """Loads what the run begins with: a checkpoint of its own, else a pretrained model, else nothing."""
+    if saved is not None:
+        checkpoints.load(saved)
+    elif job.pretrained is not None:
+        checkpoints.load_pretrained(*job.pretrained)
+    elif checkpoints.config.load:
+        log(f"no checkpoint in {checkpoints.config.load} yet: starting from random weights")
 
 
 def _topology(config: RunConfig, layout: Layout, device: torch.device, env: LaunchEnvironment) -> Topology:

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.base.option import field_options
 from megatron.config.flags import parse_args, parse_program
-from megatron.config.model import PROGRAMS, ModelType
+from megatron.config.kinds import PROGRAMS, ModelType
 from megatron.config.tasks import TaskCheckpointConfig, TaskConfig, parse_task, sized
 from megatron.config.translate.known import KNOWN_FLAGS
 from megatron.evaluation.command import ZeroShotFlags

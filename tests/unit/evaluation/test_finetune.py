@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,7 +117,8 @@ def test_a_checkpoint_of_another_kind_is_refused_with_what_it_is_for(
     train(1, tiny_flags(write_documents(tmp_path / "texts", documents=10), train_iters=1, save=gpt))
     files = _files("RTE", tmp_path)
     for flag, wanted in (("pretrained_checkpoint", "bert"), ("load", "bert for classification of 2")):
-        said = _refused(task_flags(vocabulary, "RTE", *files, **{flag: gpt}), capsys)
+        changes: dict[str, Any] = {flag: gpt}
+        said = _refused(task_flags(vocabulary, "RTE", *files, **changes), capsys)
         assert f"{gpt} holds a model of kind gpt, not {wanted}; " in said
     saved = tmp_path / "saved"
     assert main(task_flags(vocabulary, "RTE", *files, epochs=1, save=saved)) == 0

@@ -20,12 +20,12 @@ from tests.support.tiny import VOCAB, tiny_engines, tiny_pairs, tiny_texts
 
 TOLERANCE = 1e-5
 HEADS, HIDDEN, LAYERS, LENGTH = 4, 32, 3, 16
-ZEROS = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
 
 
 def _bert(kind: str, classes: int) -> Any:
     import transformers
 
+    labels: dict[str, Any] = {"num_labels": classes}
     config = transformers.MegatronBertConfig(
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
@@ -37,8 +37,9 @@ def _bert(kind: str, classes: int) -> Any:
         initializer_range=0.1,
         layer_norm_eps=1e-5,
         pad_token_id=None,
-        num_labels=classes,
-        **ZEROS,
+        **labels,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
     )
     return getattr(transformers, f"MegatronBertFor{kind}")(config)
 
@@ -142,10 +143,9 @@ def test_bert_chooses_as_hugging_faces_does() -> None:
 def test_gpt_classifies_by_its_last_token_as_hugging_faces_does() -> None:
     from transformers import GPT2Config, GPT2ForSequenceClassification
 
-    config = GPT2Config(
-        vocab_size=VOCAB, n_positions=LENGTH, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, num_labels=3,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, initializer_range=0.1, pad_token_id=VOCAB - 1,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "n_positions": LENGTH, "n_embd": HIDDEN, "n_layer": LAYERS}
+    sizes |= {"num_labels": 3} | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = GPT2Config(n_head=HEADS, initializer_range=0.1, pad_token_id=VOCAB - 1, **sizes)
     theirs = GPT2ForSequenceClassification(config)
     ours = _ours(model_type="gpt", task_head="classification", task_classes=3)
     pairs = [*gpt2_pairs(theirs, ours), ("classification_head.classifier.weight", [theirs.score.weight])]  # type: ignore[arg-type]
