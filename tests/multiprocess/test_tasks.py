@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
 from megatron.checkpoint.load import load_tensors, saved_shapes
@@ -124,7 +125,7 @@ def test_from_a_pretrained_model_to_an_evaluation_on_another_layout(tmp_path: Pa
 
     logs = {name: tmp_path / f"{name}.jsonl" for name in ("whole", "parts", "evaluated")}
     for changes in (
-        {"log_json_file": logs["whole"]},
+        {"log_json_file": logs["whole"], "tensorboard_dir": tmp_path / "curves"},
         {"log_json_file": logs["parts"], "save": saved, "exit_interval": 4},
         {"log_json_file": logs["parts"], "save": saved, "load": saved, "pretrained_checkpoint": None},
     ):
@@ -132,12 +133,16 @@ def test_from_a_pretrained_model_to_an_evaluation_on_another_layout(tmp_path: Pa
     whole = _events(logs["whole"])
     assert [event["iteration"] for event in whole if event["kind"] == "validation"] == [3, 6]
     assert _events(logs["parts"]) == whole
+    read = EventAccumulator(str(tmp_path / "curves"))
+    read.Reload()
+    found = [event["scores"]["dev.tsv"]["F1"] for event in whole if "scores" in event]
+    assert [point.value for point in read.Scalars("F1 validation/dev.tsv")] == pytest.approx(found)
     evaluating = {"epochs": 0, "train_data": None, "load": saved, "lr": None, "log_json_file": logs["evaluated"]}
     split = {"tensor_model_parallel_size": 2}
     run_ranks(2, _run, flags(**evaluating, **split, pretrained_checkpoint=None), init=False, timeout=240)
-    (found,) = _events(logs["evaluated"])
-    assert found["iteration"] == 6
-    _assert_alike([found], whole[-1:], 1e-5)
+    (evaluated,) = _events(logs["evaluated"])
+    assert evaluated["iteration"] == 6
+    _assert_alike([evaluated], whole[-1:], 1e-5)
 
 
 def test_what_cannot_be_read_ends_every_rank_with_one_line(tmp_path: Path) -> None:

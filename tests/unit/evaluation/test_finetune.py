@@ -31,9 +31,8 @@ def test_each_task_is_trained_and_judged_by_its_metrics(
     task: str, vocabulary: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train, valid = _files(task, tmp_path)
-    log, curves = tmp_path / "log.jsonl", tmp_path / "curves"
-    more = {"tensorboard_dir": curves} if task == "MRPC" else {}
-    flags = task_flags(vocabulary, task.lower(), train, valid, epochs=1, log_json_file=log, **more)
+    log = tmp_path / "log.jsonl"
+    flags = task_flags(vocabulary, task.lower(), train, valid, epochs=1, log_json_file=log)
     assert main(flags) == 0
     events = [json.loads(line) for line in log.read_text().splitlines()]
     (found,) = (event for event in events if event["kind"] == "validation")
@@ -45,13 +44,6 @@ def test_each_task_is_trained_and_judged_by_its_metrics(
     printed = capsys.readouterr().out
     assert f" metrics of {name} at iteration {found['iteration']} | {TASKS[task].metrics[0]}: " in printed
     assert "PPL" not in printed
-    if more:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        read = EventAccumulator(str(curves))
-        read.Reload()
-        (point,) = read.Scalars("F1 validation/dev.tsv")
-        assert point.value == pytest.approx(scores["F1"])
 
 
 def test_a_model_learns_what_its_files_say(vocabulary: Path, tmp_path: Path) -> None:
