@@ -14,6 +14,7 @@ from megatron.data.batch import Batch
 from megatron.model.classification import ClassifierStage
 from megatron.model.context import ForwardContext
 from megatron.model.losses import StageLoss, Targets
+from megatron.training.assembly import Engines
 from megatron.training.step import train_step
 from tests.support.hf_weights import bert_task_pairs, bert_to_ours, gpt2_pairs, gpt2_to_ours
 from tests.support.tiny import VOCAB, tiny_engines, tiny_pairs, tiny_texts
@@ -164,24 +165,37 @@ def test_gpt_classifies_by_its_last_token_as_hugging_faces_does() -> None:
     _assert_gradients(ours, pairs, gpt2_to_ours)
 
 
-def test_a_sample_that_does_not_count_changes_nothing() -> None:
-    """A last batch that is filled up has the losses and gradients of a smaller one."""
+def _engines(size: int) -> Engines:
+    return tiny_engines(
+        {
+            "model": {"model_type": "bert", "task_head": "classification", "task_classes": 3},
+            "training": {"micro_batch_size": 1, "global_batch_size": size},
+            "precision": {"fp64": True},
+        }
+    )
+
+
+def test_losses_are_means_over_the_samples_that_count() -> None:
+    """A last batch that is filled up has the loss and gradients of a smaller one: of the mean over its samples."""
+    given, ids = _samples(4), torch.arange(4)
+    given["labels_bs"] = (ids % 3).unsqueeze(1)
+    given["loss_mask_bs"] = (ids < 3).float().unsqueeze(1)
     found = []
     for size in (4, 3):
-        engines = tiny_engines(
-            {
-                "model": {"model_type": "bert", "task_head": "classification", "task_classes": 3},
-                "training": {"micro_batch_size": 1, "global_batch_size": size},
-                "precision": {"fp64": True},
-            }
-        )
-        given, ids = _samples(size), torch.arange(size)
-        given["labels_bs"] = (ids % 3).unsqueeze(1)
-        given["loss_mask_bs"] = (ids < 3).float().unsqueeze(1)
         batches = [
             Batch(sample_ids_b=ids[n : n + 1], draw_ids_b=ids[n : n + 1], **{k: v[n : n + 1] for k, v in given.items()})
             for n in range(size)
         ]
-        metrics = train_step(engines, batches, 0, 1e-3, 0.0)
+        metrics = train_step(_engines(size), batches, 0, 1e-3, 0.0)
         found.append((metrics.loss, metrics.grad_norm))
+    engines = _engines(4)
+    (stage,) = engines.stages
+    for buffer in engines.buffers:
+        buffer.zero_grads()
+    targets = Targets(given["labels_bs"], given["loss_mask_bs"], lengths_b=given["lengths_b"])
+    context = ForwardContext(segment_ids_bs=given["segment_ids_bs"], types_bs=given["types_bs"])
+    objective = stage.loss(stage(given["tokens_bs"], context), targets, stage.counts(targets)).objective
+    objective.backward()
+    norm = torch.cat([buffer.grads_flat for buffer in engines.buffers]).norm()
     assert found[0] == pytest.approx(found[1], rel=1e-12)
+    assert found[0] == pytest.approx((objective.item(), float(norm)), rel=1e-12)
