@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Evaluates a checkpoint on a zero-shot task; ``--help`` says how."""
+"""Fine-tunes a model for a task, or evaluates one; ``--help`` says how."""
 
 from _clone import start_program
 

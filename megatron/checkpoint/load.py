@@ -31,6 +31,7 @@ from megatron.checkpoint.save import (
     silent,
 )
 from megatron.checkpoint.storage import ShardReader, check_file_sizes, check_items, read_item
+from megatron.config.kinds import kind_text
 from megatron.config.run import RunConfig
 from megatron.topology.agree import first_problem, gather_texts, raise_together, rank_of, size_of
 from megatron.topology.errors import ranks_text
@@ -128,7 +129,7 @@ def load_config_yaml(root: str | Path, iteration: Iteration, flag: str | None = 
 
 
 def saved_kind(root: str | Path, iteration: Iteration, flag: str | None = None) -> str:
-    """The kind of a checkpoint's model (``ModelConfig.model_type``); GPT where its configuration does not say.
+    """The kind of a checkpoint's model (``ModelConfig.kind``); GPT where its configuration does not say.
 
     Args:
         root: the folder of all checkpoints.
@@ -140,7 +141,10 @@ def saved_kind(root: str | Path, iteration: Iteration, flag: str | None = None) 
     """
     content = parse_yaml(load_config_yaml(root, iteration, flag), f"{root}, iteration {iteration}")
     model = content.get("model") if isinstance(content, dict) else None
-    return str(model.get("model_type", "gpt")) if isinstance(model, dict) else "gpt"
+    if not isinstance(model, dict):
+        return "gpt"
+    classes = model.get("task_classes", 0)
+    return kind_text(str(model.get("model_type", "gpt")), str(model.get("task_head", "none")), classes)
 
 
 def saved_config(

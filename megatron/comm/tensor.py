@@ -195,6 +195,24 @@ class _ReduceScatter(torch.autograd.Function):
         return ctx.comm.gather(grad, Point.TP_BWD), None
 
 
+class _SumExact(torch.autograd.Function):
+    """Sum over the ranks forward, identity backward; never compressed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: TensorComm) -> Tensor:
+        return comm.gather_exact(x).sum(dim=0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def sum_exact(x: Tensor, comm: TensorComm) -> Tensor:
+    """Sums small contributions of the tensor-parallel ranks, which all compute the same from the sum."""
+    result: Tensor = _SumExact.apply(x, comm)
+    return result
+
+
 def leave_parallel_region(x_sbh: Tensor, comm: TensorComm) -> Tensor:
     """Reduces the partial sums at the end of a tensor-parallel region; split along the sequence where that is on."""
     if comm.size == 1:

@@ -64,7 +64,7 @@ def _nothing_to_do(config: Run, world_size: int, point: Point) -> str:
         return "there is one replica"
     if point is Point.EMBED_GRAD and parallel.pipeline_model_parallel_size == 1:
         return "the embedding is on one pipeline stage only"
-    if point is Point.EMBED_GRAD and config.model.untie_embeddings_and_output_weights:
+    if point is Point.EMBED_GRAD and not config.model.ties_embeddings:
         return "the embeddings are not tied"
     return ""
 
@@ -113,7 +113,7 @@ def _check_tensor(config: Run, spec: Spec, where: str) -> None:
 def _check_gather(config: Run, spec: Spec, where: str) -> None:
     """Checks that all stages of the tied embedding get the same values of it."""
     stages, parallel = config.parallel.pipeline_model_parallel_size, config.parallel
-    tied = stages > 1 and not config.model.untie_embeddings_and_output_weights
+    tied = stages > 1 and config.model.ties_embeddings
     decoder = (parallel.pipeline_model_parallel_split_rank or 0) if config.model.decoder_layers else 0
     holders = sorted({0, decoder, stages - 1})
     covered = {spec.activation.covers_stage(stage, stages) for stage in holders}

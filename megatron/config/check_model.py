@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.base.errors import UserError
-from megatron.config.model import PROGRAMS, ModelConfig
+from megatron.config.kinds import PROGRAMS
+from megatron.config.model import ModelConfig
 
 
 def check_model(model: ModelConfig) -> None:
@@ -23,6 +24,7 @@ def check_model(model: ModelConfig) -> None:
             )
     _check_rotary(model)
     _check_kind(model)
+    _check_task_head(model)
     if model.add_qkv_bias and model.add_bias_linear:
         raise UserError(
             "--add-qkv-bias: all linear layers have biases already; leave it out, or add --disable-bias-linear"
@@ -69,6 +71,17 @@ def _check_t5(model: ModelConfig) -> None:
             f"{flag}: T5 has learned positions, one embedding for its inputs and its output, and layers whose parts "
             "follow each other; leave it out"
         )
+
+
+def _check_task_head(model: ModelConfig) -> None:
+    least = 2 if model.task_head in ("classification", "choice") else 0
+    if (least == 0 and model.task_classes) or model.task_classes < least:
+        raise UserError(
+            f"--task-head {model.task_head} with --task-classes {model.task_classes}: classification and choice take "
+            "at least 2, and others none; leave both out, and tasks/main.py --task sets them"
+        )
+    if model.model_type == "t5" and not model.predicts_words:
+        raise UserError("--model-type t5: tasks/main.py fine-tunes encoders and GPT; give --model-type bert")
 
 
 def _check_rotary(model: ModelConfig) -> None:

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from megatron.base.errors import UserError
-from megatron.base.option import derived, option
+from megatron.base.option import derived, field_options, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +72,11 @@ class CheckpointConfig:
 
 def check_checkpoint(checkpoint: CheckpointConfig) -> None:
     """Checks that settings have the flags that they need (else UserError)."""
+    (keep_last,) = (one.flag for one in field_options("checkpoint", type(checkpoint)) if one.name == "keep_last")
     needs = (
         (checkpoint.save_interval is not None, "--save-interval", checkpoint.save, "--save"),
         (checkpoint.async_save, "--async-save", checkpoint.save, "--save"),
-        (checkpoint.keep_last is not None, "--keep-last", checkpoint.save, "--save"),
+        (checkpoint.keep_last is not None, f"--{keep_last}", checkpoint.save, "--save"),
         (checkpoint.overwrite_checkpoints, "--overwrite-checkpoints", checkpoint.save, "--save"),
         (checkpoint.no_save_optim, "--no-save-optim", checkpoint.save, "--save"),
         (checkpoint.no_save_rng, "--no-save-rng", checkpoint.save, "--save"),

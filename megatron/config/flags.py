@@ -17,7 +17,7 @@ from megatron.base.option import FieldOption
 from megatron.base.words import spell
 from megatron.config.collect import FlagTable, Source, Target, collect_yaml
 from megatron.config.idle import idle_notes
-from megatron.config.model import PROGRAMS, ModelType
+from megatron.config.kinds import PROGRAMS, ModelType
 from megatron.config.run import RunConfig, run_sections
 from megatron.config.translate import TRANSLATOR
 from megatron.config.translate.rules import SWITCH, VALUE, VALUES, Explicit, OldFlag, Translator
@@ -166,6 +166,8 @@ def parse_program(argv: Sequence[str], model_type: ModelType) -> ParsedRun:
         raise UserError(
             f"--model-type {given.model_type}: {prog} trains {model_type.upper()}; run {PROGRAMS[given.model_type]}"
         )
+    if not given.predicts_words:
+        raise UserError(f"--task-head {given.task_head}: {prog} trains language models; run tasks/main.py")
     parsed.config = replace(parsed.config, model=replace(given, model_type=model_type))
     return parsed
 

@@ -91,6 +91,11 @@ RULES: Sequence[Idle] = (
         lambda config, _: config.model.bias_gelu_fusion and config.model.add_bias_linear,
         "GELU has its tanh form anyway, but with --no-bias-gelu-fusion or --disable-bias-linear",
     ),
+    Idle(
+        ("data.mask_prob", "data.short_seq_prob", "model.bert_binary_head"),
+        lambda config, _: not config.model.predicts_words,
+        "beside a task, which masks no words",
+    ),
     Idle(("model.bert_binary_head",), lambda config, _: config.model.model_type != "bert", "only BERT has that head"),
     Idle(
         _fields("data", "mask_prob short_seq_prob"),

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from megatron.base.errors import UserError
 from megatron.base.numerals import MOST
 from megatron.base.option import derived, is_unset, option, required
+from megatron.config.kinds import ModelType, TaskHead, kind_text
 
 if TYPE_CHECKING:
     import torch
 
 MOST_LAYERS = 2048
 LM_LOSS, SOP_LOSS = "lm loss", "sop loss"
-ModelType = Literal["gpt", "bert", "t5"]
-"""Kinds of models."""
-PROGRAMS: Mapping[ModelType, str] = {
-    "gpt": "pretrain_gpt.py",
-    "bert": "pretrain_bert.py",
-    "t5": "pretrain_t5.py",
-}
-"""The program that trains each kind of model."""
+CLASSIFICATION_LOSS, REGRESSION_LOSS = "classification loss", "regression loss"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +195,19 @@ class ModelConfig:
         maximum=MOST,
         checkpoint="shape",
     )
+    task_head: TaskHead = option(  # noqa: RUF009
+        "none",
+        "Head that says one thing of a whole sample, instead of its words: its class, a number, or which of several "
+        "texts is the right one. Only tasks/main.py trains such models, and sets this itself.",
+        checkpoint="shape",
+    )
+    task_classes: int = option(
+        0,
+        "Classes of --task-head classification, or texts that --task-head choice chooses from; tasks/main.py sets it.",
+        minimum=0,
+        maximum=MOST,
+        checkpoint="shape",
+    )
     fp32_residual_connection: bool = option(
         False,
         "Keep the residual stream in fp32 with --fp16 or --bf16; stages then exchange fp32.",
@@ -232,6 +238,31 @@ class ModelConfig:
         return self.model_type == "gpt"
 
     @property
+    def kind(self) -> str:
+        """Its kind, as ``kind_text`` has it."""
+        return kind_text(self.model_type, self.task_head, self.task_classes)
+
+    @property
+    def predicts_words(self) -> bool:
+        """Whether the model is a language model, not one of whole samples."""
+        return self.task_head == "none"
+
+    @property
+    def ties_embeddings(self) -> bool:
+        """Whether the output projection is the embedding's weight."""
+        return self.predicts_words and not self.untie_embeddings_and_output_weights
+
+    @property
+    def num_outputs(self) -> int:
+        """Numbers that a model of whole samples gives for each sequence."""
+        return self.task_classes if self.task_head == "classification" else 1
+
+    @property
+    def sequences_per_sample(self) -> int:
+        """Sequences that one label is for; they are next to each other in a micro-batch."""
+        return self.task_classes if self.task_head == "choice" else 1
+
+    @property
     def decoder_layers(self) -> range:
         """Numbers of the layers of a decoder that reads an encoder; they follow the encoder's. Else empty."""
         decoder = (self.decoder_num_layers or 0) if self.model_type == "t5" else 0
@@ -253,7 +284,15 @@ class ModelConfig:
     @property
     def loss_names(self) -> tuple[str, ...]:
         """Names of the losses that training adds up."""
+        if not self.predicts_words:
+            return (REGRESSION_LOSS if self.task_head == "regression" else CLASSIFICATION_LOSS,)
         return (LM_LOSS, SOP_LOSS) if self.model_type == "bert" and self.bert_binary_head else (LM_LOSS,)
+
+    @property
+    def counts_before(self) -> bool:
+        """Whether what counts in a global batch is counted before its first forward pass: where losses are means over
+        different things, or over samples."""
+        return len(self.loss_names) > 1 or not self.predicts_words
 
     @property
     def activation(self) -> str:
@@ -294,35 +333,3 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
     if is_unset(model.num_tokentypes):
         model = replace(model, num_tokentypes=2 if model.model_type == "bert" and model.bert_binary_head else 0)
     return model
-
-
-def check_kind(where: str, found: str, wanted: ModelType) -> None:
-    """Checks that a checkpoint's model is of the wanted kind (else UserError, which begins with ``where``)."""
-    if found != wanted:
-        program = {str(kind): name for kind, name in PROGRAMS.items()}.get(found, "another version")
-        raise UserError(f"{where} holds a model of kind {found}, not {wanted}; go on with it by {program}")
-
-
-def check_vocabulary(vocab_size: int, multiple: int, tensor: int) -> None:
-    """Checks that every tensor-parallel rank has entries of the vocabulary after padding (else UserError).
-
-    Args:
-        vocab_size: entries without padding.
-        multiple: --make-vocab-size-divisible-by.
-        tensor: tensor-parallel ranks.
-    """
-    if _all_hold_some(vocab_size, multiple, tensor):
-        return
-    powers = [1 << power for power in range(multiple.bit_length())]
-    fitting = [power for power in powers if power < multiple and _all_hold_some(vocab_size, power, tensor)]
-    less = f"--make-vocab-size-divisible-by {fitting[-1]}" if fitting else "--tensor-model-parallel-size"
-    raise UserError(
-        f"a vocabulary of {vocab_size} entries, padded to a multiple of --make-vocab-size-divisible-by {multiple} x "
-        f"--tensor-model-parallel-size {tensor}, leaves tensor-parallel rank {tensor - 1} none of them; "
-        f"{'use' if fitting else 'lower'} {less}"
-    )
-
-
-def _all_hold_some(vocab_size: int, multiple: int, tensor: int) -> bool:
-    rows = -(-vocab_size // (multiple * tensor)) * multiple
-    return rows * (tensor - 1) < vocab_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from megatron.config.compression import CompressionConfig
 from megatron.config.curriculum import CurriculumConfig, check_curriculum, lengths_of
 from megatron.config.data import DataConfig, check_data
 from megatron.config.logs import LoggingConfig, check_logs
-from megatron.config.model import ModelConfig, check_vocabulary, resolve_model
+from megatron.config.model import ModelConfig, resolve_model
 from megatron.config.optimizer import OptimizerConfig, check_clock, check_length, check_schedules, resolve_optimizer
 from megatron.config.parallel import ParallelConfig, check_layout, check_parallel, check_torch_ddp, resolve_parallel
 from megatron.config.precision import PrecisionConfig, check_fp8, check_precision
@@ -27,6 +28,7 @@ from megatron.config.recompute import RecomputeConfig, check_recompute, resolve_
 from megatron.config.tokenizer import TokenizerConfig, check_sentinels, check_tokenizer
 from megatron.config.training import TrainingConfig, check_batches, check_compile, check_samples, resolve_training
 from megatron.config.validation import ValidationConfig
+from megatron.config.vocabulary import check_vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +113,13 @@ class RunConfig:
 
     def describe(self) -> str:
         """A readable table of all values, grouped by section, for the top of a log."""
-        lines = []
-        for name, values in self.to_dict().items():
-            lines.append(f"{name}:")
-            lines += [f"  {key} {'.' * (46 - len(key))} {_shown(value)}" for key, value in values.items()]
-        return "\n".join(lines)
+        return "\n".join(describe_section(name, values) for name, values in self.to_dict().items())
+
+
+def describe_section(name: str, values: Mapping[str, Any]) -> str:
+    """A section's values by name, as lines of a log."""
+    lines = [f"  {key} {'.' * (46 - len(key))} {_shown(value)}" for key, value in values.items()]
+    return "\n".join([f"{name}:", *lines])
 
 
 def _noting(notes: list[str] | None) -> Note:

@@ -37,7 +37,8 @@ class Batch:
     Args:
         tokens_bs: int64; for T5 the encoder's.
         labels_bs: int64. GPT: the tokens one place on. BERT: where the loss counts, the token before it was masked.
-            T5: the decoder's tokens one place on, [b, decoder length].
+            T5: the decoder's tokens one place on, [b, decoder length]. Tasks: the label of each sample, [b, 1],
+            float64 where it is a number.
         loss_mask_bs: float32, 1 where the loss counts, of the shape of the labels.
         position_ids_bs: int64; for T5 the encoder's.
         segment_ids_bs: int32; tokens attend within equal numbers. GPT: number of the document inside the sequence,
@@ -47,6 +48,7 @@ class Batch:
         order_b: int64 labels of BERT's sentence order: 1 where the two sentences are swapped. None for GPT and T5.
         decoder_tokens_bs: int64 tokens that T5's decoder reads, [b, decoder length]. None for GPT and BERT.
         decoder_segment_ids_bs: int32 segment ids of the decoder's tokens.
+        lengths_b: int64 tokens of each sequence of a task, without padding. None for pretraining.
         sample_ids_b: int64 identity of each sample's content in its dataset: the same content, the same id.
         draw_ids_b: int64 position of each sample in the run's stream of samples.
     """
@@ -62,6 +64,7 @@ class Batch:
     order_b: torch.Tensor | None = None
     decoder_tokens_bs: torch.Tensor | None = None
     decoder_segment_ids_bs: torch.Tensor | None = None
+    lengths_b: torch.Tensor | None = None
 
     def truncated(self, length: int) -> Batch:
         """The first ``length`` tokens of every sample."""

@@ -1,15 +1,17 @@
-"""Evaluates a checkpoint of any layout on a task, on one process or, under tools/launch.py, on several."""
+"""Tasks: fine-tuning and its evaluation, and zero-shot tasks, on one process or, under tools/launch.py, on several."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from megatron.base.errors import UserError
 from megatron.base.option import derived, option, required
-from megatron.evaluation import continuation, lambada, wikitext
+from megatron.base.words import spell
+from megatron.config.tasks import TASKS, task_name
+from megatron.evaluation import continuation, finetune, lambada, wikitext
 from megatron.inference.flags import ModelFlags, check_layout, open_model, parse_flags
 from megatron.inference.model import LoadedModel
 from megatron.training.program import Ranks, run_program
@@ -24,14 +26,24 @@ WIKITEXT103 takes any text: the loss of each token, the perplexity, and the perp
 the spelling of WikiText (undone where the path holds "wiki"). LAMBADA takes JSON lines with a field text, whose last
 word is to be found. CONTINUATION takes JSON lines with a field text too: how often greedy decoding goes on as the text
 does, and how often the text's own continuation is likelier than those of other places.
-More processes than the model is split over share the work."""
+More processes than the model is split over share the work.
+
+Other tasks fine-tune a model, or evaluate what was fine-tuned; --task MNLI --help shows their flags:
+
+    python tasks/main.py --task MNLI --train-data train.tsv --valid-data dev_matched.tsv --epochs 3 ...
+
+They are %s."""
+
+
+ZeroShotTask = Literal["WIKITEXT103", "LAMBADA", "CONTINUATION"]
+ZERO_SHOT: tuple[str, ...] = get_args(ZeroShotTask)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroShotFlags:
     """The task, and what it reads."""
 
-    task: Literal["WIKITEXT103", "LAMBADA", "CONTINUATION"] = required("What is measured.")
+    task: ZeroShotTask = required("What is measured.")  # noqa: RUF009
     valid_data: list[str] = required(  # noqa: RUF009
         "The text, or the JSON lines.", metavar="FILE", count=1
     )
@@ -50,11 +62,11 @@ class ZeroShotFlags:
         4, "CONTINUATION: continuations that are ranked, the true one among them.", minimum=2, maximum=64
     )
     micro_batch_size: int = option(8, "Windows in a forward pass.", unit="windows", minimum=1)
-    epochs: int | None = derived("none", "Of fine-tuning, which is not offered.", minimum=0)
+    epochs: int | None = derived("none", "For fine-tuning, which this is not.", minimum=0)
     train_data: list[str] | None = derived(  # noqa: RUF009
-        "none", "For fine-tuning, which is not offered.", metavar="FILE"
+        "none", "For fine-tuning, which this is not.", metavar="FILE"
     )
-    pretrained_checkpoint: str | None = derived("none", "For fine-tuning, which is not offered.", metavar="DIR")
+    pretrained_checkpoint: str | None = derived("none", "For fine-tuning, which this is not.", metavar="DIR")
     keep_last: bool = option(False, "Keep the last, smaller batch: it always is.", no_effect="it is always kept")
 
 
@@ -70,7 +82,8 @@ def checked(flags: ZeroShotFlags) -> Callable[[LoadedModel], str]:
     for name in ("epochs", "train_data", "pretrained_checkpoint"):
         if getattr(flags, name):
             raise UserError(
-                f"--{name.replace('_', '-')}: tasks are zero-shot here; fine-tune with pretrain_gpt.py --finetune"
+                f"--{name.replace('_', '-')}: {flags.task} is a zero-shot task; train on texts with pretrain_gpt.py "
+                "--finetune, or leave it out"
             )
     (path,), batch = flags.valid_data, flags.micro_batch_size
     if flags.task == "LAMBADA":
@@ -86,11 +99,28 @@ def checked(flags: ZeroShotFlags) -> Callable[[LoadedModel], str]:
     return lambda model: wikitext.evaluate(model, read, path, flags.overlapping_eval or None, batch)
 
 
+def asked_task(words: Sequence[str]) -> str:
+    """The word behind the last --task, however that is spelled; empty without one."""
+    found = ""
+    for number, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name.startswith("--") and spell(name) == "task":
+            found = value if equals else "".join(words[number + 1 : number + 2])
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0 when it is done, 2 with a one-line reason when not."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    task = asked_task(words)
+    if task_name(task) in TASKS:
+        return finetune.main(words)
 
     def body(ranks: Ranks) -> None:
-        parsed = parse_flags(sys.argv[1:] if argv is None else argv, {"task": ZeroShotFlags}, "main.py", DESCRIPTION)
+        if task and task.upper() not in ZERO_SHOT:
+            raise UserError(f"--task {task}: choose from {', '.join((*TASKS, *ZERO_SHOT))}")
+        about = DESCRIPTION % ", ".join(TASKS)
+        parsed = parse_flags(words, {"task": ZeroShotFlags}, "main.py", about)
         model_flags: ModelFlags = parsed.sections["model"]
         flags: ZeroShotFlags = parsed.sections["task"]
         evaluate = checked(flags)

@@ -160,8 +160,8 @@ def inference_layout(config: RunConfig, tp: int, pp: int, world_size: int, backe
 
 def check_generates(config: RunConfig, root: str | Path) -> None:
     """Checks that a saved model is one that generates text (else UserError)."""
-    if config.model.model_type != "gpt":
-        raise UserError(f"--load {root} holds a model of kind {config.model.model_type}, and only gpt generates text")
+    if config.model.kind != "gpt":
+        raise UserError(f"--load {root} holds a model of kind {config.model.kind}, and only gpt generates text")
 
 
 def load_model(

@@ -41,7 +41,7 @@ class Embedding(ShardedModule):
         self.comm = comm
         self.dropout = config.hidden_dropout
         self.residual_dtype = config.residual_dtype(dtype)
-        tied = not config.untie_embeddings_and_output_weights
+        tied = config.ties_embeddings
         self.word_embeddings = VocabParallelEmbedding(shard, config.hidden_size, tied, comm, device, dtype, copy)
         self.position_embeddings: PositionEmbedding | None = None
         if config.position_embedding_type == "learned_absolute":
@@ -119,7 +119,7 @@ class OutputWeight(ShardedModule):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        tied = not config.untie_embeddings_and_output_weights
+        tied = config.ties_embeddings
         self.weight = shard.weight(config.hidden_size, device, dtype)
         self.specs["weight"] = shard.spec(config.hidden_size, tied=tied, tied_copy=tied)
         if tied:

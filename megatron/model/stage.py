@@ -69,14 +69,14 @@ class Stage(nn.Module, ABC):
         self.comm = comm
         self.dtype = dtype
         self.recompute = recompute
-        tied = not config.untie_embeddings_and_output_weights
+        tied = config.ties_embeddings
         embeds = part.first or config.begins_decoder(part.layers)
         if embeds:
             self.embedding = Embedding(config, shard, comm, device, dtype, copy=not part.first)
         self.layers = nn.ModuleDict({str(n): self._make_layer(n, device) for n in part.layers})
         if part.last:
             self.final_layernorm = Norm(config, comm, device, dtype)
-            if not (tied and embeds):
+            if config.predicts_words and not (tied and embeds):
                 self.output_layer = OutputWeight(config, shard, device, dtype)
 
     def _make_layer(self, number: int, device: torch.device) -> TransformerLayer:

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from megatron.comm.tensor import TensorComm
-from megatron.config.model import ModelConfig, check_vocabulary
+from megatron.config.model import ModelConfig
 from megatron.config.recompute import RecomputeConfig
+from megatron.config.vocabulary import check_vocabulary
 from megatron.model.bert import BertStage
+from megatron.model.classification import ClassifierStage
 from megatron.model.gpt import GPTStage
 from megatron.model.stage import Stage, StagePart
 from megatron.model.t5 import T5Stage
@@ -94,8 +96,8 @@ def make_stage(
     recompute: RecomputeConfig,
 ) -> Stage:
     """A part of a model of the configured kind, whose weights are not initialized; see ``Stage``."""
-    kinds: dict[str, type[GPTStage | BertStage | T5Stage]] = {"gpt": GPTStage, "bert": BertStage, "t5": T5Stage}
-    kind = kinds[config.model_type]
+    language: dict[str, type[Stage]] = {"gpt": GPTStage, "bert": BertStage, "t5": T5Stage}
+    kind = language[config.model_type] if config.predicts_words else ClassifierStage
     return kind(config, part, shard, comm, device, dtype, recompute)
 
 

@@ -215,7 +215,7 @@ class CostBook:
     @property
     def tied(self) -> bool:
         """Whether the output projection is the embedding."""
-        return not self.config.model.untie_embeddings_and_output_weights
+        return self.config.model.ties_embeddings
 
 
 def _ranks(spec: Spec | None, size: int, levels: Levels) -> tuple[int, int]:

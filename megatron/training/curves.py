@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.base.errors import UserError, first_line
 from megatron.config.logs import LoggingConfig
-from megatron.training.metrics import Evaluation, StepMetrics, perplexity
+from megatron.training.metrics import Evaluation, StepMetrics, has_perplexity, perplexity
 from megatron.training.sink import Sink, known, slowest
 
 
@@ -89,7 +89,10 @@ class CurveSink(Sink, ABC):
     def evaluation(self, evaluation: Evaluation) -> None:
         values = {f"{name} {evaluation.split}": value for name, value in evaluation.losses.items()}
         if self._config.log_validation_ppl_to_tensorboard:
-            values |= {f"{tag} ppl": perplexity(value) for tag, value in values.items()}
+            tokens = {name: value for name, value in evaluation.losses.items() if has_perplexity(name)}
+            values |= {f"{name} {evaluation.split} ppl": perplexity(value) for name, value in tokens.items()}
+        for file, scores in evaluation.scores.items():
+            values |= {f"{metric} {evaluation.split}/{file}": value for metric, value in scores.items()}
         self._curves(evaluation.iteration, values, samples=evaluation.consumed_samples)
 
 

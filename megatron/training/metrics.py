@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 
-from megatron.config.model import LM_LOSS
+from megatron.config.model import CLASSIFICATION_LOSS, REGRESSION_LOSS
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class StepMetrics:
 
     @property
     def loss(self) -> float:
-        """The language model's loss."""
-        return self.losses[LM_LOSS]
+        """The first loss: the language model's, or a task's."""
+        return next(iter(self.losses.values()))
 
     @property
     def skipped(self) -> bool:
@@ -177,6 +177,7 @@ class Evaluation:
         losses: losses by name, nats.
         samples: number of samples, for an evaluation after training; None for those in between.
         split: "validation" or "test".
+        scores: what a task is judged by, for each file: file -> metric -> value.
     """
 
     iteration: int
@@ -184,6 +185,12 @@ class Evaluation:
     losses: Mapping[str, float]
     samples: int | None = None
     split: str = "validation"
+    scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
+def has_perplexity(name: str) -> bool:
+    """Whether a loss is one of tokens, whose exponential is a perplexity."""
+    return name not in (CLASSIFICATION_LOSS, REGRESSION_LOSS)
 
 
 def perplexity(loss: float) -> float:
@@ -231,9 +238,9 @@ def format_train_line(metrics: StepMetrics) -> str:
 
 
 def format_evaluation_lines(evaluation: Evaluation) -> list[str]:
-    """The validation line (nats per token and perplexity of each loss) between two dash rules.
+    """The validation line (nats per token and perplexity of each loss) and the scores of files, between dash rules.
 
-    A loss that is not finite has no perplexity.
+    A loss that is not finite has no perplexity, and nor has a task's.
     """
     line = f" validation loss at iteration {evaluation.iteration}"
     if evaluation.samples is not None:
@@ -241,6 +248,11 @@ def format_evaluation_lines(evaluation: Evaluation) -> list[str]:
     line += " | "
     for name, value in evaluation.losses.items():
         line += f"{name} value: {value:.6E} | "
-        line += f"{name} PPL: {perplexity(value):.6E} | " if math.isfinite(value) else ""
-    rule = "-" * (len(line) + 1)
-    return [rule, line, rule]
+        line += f"{name} PPL: {perplexity(value):.6E} | " if math.isfinite(value) and has_perplexity(name) else ""
+    scores = [
+        f" metrics of {file} at iteration {evaluation.iteration} | "
+        + " | ".join(f"{metric}: {value:.6f}" for metric, value in values.items())
+        for file, values in evaluation.scores.items()
+    ]
+    rule = "-" * (max(map(len, (line, *scores))) + 1)
+    return [rule, line, *scores, rule]

@@ -12,7 +12,7 @@ from megatron.checkpoint.compressor_state import PREFIX, CompressorCheckpoint
 from megatron.checkpoint.files import Iteration, checkpoint_folder, iteration_of
 from megatron.checkpoint.find import read_tracker
 from megatron.checkpoint.folder_lock import FolderLock
-from megatron.checkpoint.load import load_common, load_tensors, saved_kind
+from megatron.checkpoint.load import load_common, load_tensors, saved_kind, saved_shapes
 from megatron.checkpoint.model_state import (
     MAIN,
     MODEL,
@@ -25,8 +25,9 @@ from megatron.checkpoint.save import COMMON
 from megatron.checkpoint.saver import CheckpointSaver
 from megatron.checkpoint.stateful import Scope, StatefulParts, under_todays_names
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.model import ModelType, check_kind
+from megatron.config.kinds import check_kind
 from megatron.config.run import RunConfig
+from megatron.model.classification import HEAD_POOLER, PRETRAINED_POOLER, TASK_HEAD
 from megatron.model.stages import stage_layers
 from megatron.optimizer.schedules import LRSchedule
 from megatron.topology.agree import gather_texts, raise_together, together
@@ -86,7 +87,7 @@ def find_saved(config: CheckpointConfig, topology: Topology, log: Callable[[str]
     return SavedRun(iteration, common, counters, progress)
 
 
-def check_saved_kind(config: CheckpointConfig, saved: SavedRun, model_type: ModelType, topology: Topology) -> None:
+def check_saved_kind(config: CheckpointConfig, saved: SavedRun, kind: str, topology: Topology) -> None:
     """Checks that a checkpoint is of a model of the run's kind. A collective call.
 
     Raises:
@@ -95,7 +96,7 @@ def check_saved_kind(config: CheckpointConfig, saved: SavedRun, model_type: Mode
     root = config.load
     assert root is not None
     found = together(topology.control.pg, lambda: saved_kind(root, saved.iteration))
-    check_kind(f"--load {root}", found, model_type)
+    check_kind(f"--load {root}", found, kind)
 
 
 class RunCheckpoints:
@@ -190,6 +191,26 @@ class RunCheckpoints:
             raise UserError(f"{where} does not fit this run: {error!r}") from error
         self.log(f"loaded the checkpoint of iteration {saved.iteration} from {root}")
 
+    def load_pretrained(self, root: str, iteration: Iteration) -> None:
+        """Loads a language model's weights under a new task head. Every rank calls this.
+
+        BERT's pooler, which has learned to look at a whole sample, is loaded into the head, where there is one.
+
+        Raises:
+            UserError: on every rank, before anything has changed, when the checkpoint cannot be used.
+        """
+        optimizer = self.engines.optimizer
+        saved = together(self.group, lambda: saved_shapes(root, iteration, MODEL))
+        tensors = {}
+        for name, shard in model_tensors(self.engines.stages).items():
+            there = name.replace(HEAD_POOLER, PRETRAINED_POOLER)
+            if not name.startswith(MODEL + TASK_HEAD) or there in saved:
+                tensors[there] = shard
+        load_tensors(root, iteration, tensors, self.group, allow_unexpected=_of_no_body, log=self.log)
+        if optimizer.separate_main:
+            optimizer.reload_main()
+        self.log(f"loaded the language model of iteration {iteration} from {root}; its head is new")
+
     def _restore(self, root: str, saved: SavedRun) -> None:
         optimizer, iteration, common = self.engines.optimizer, saved.iteration, saved.common
         weights_only = self.config.loads_weights_only
@@ -226,6 +247,12 @@ class RunCheckpoints:
             Scope.POSITION: not self.config.finetune,
         }
         return [scope for scope, wanted in asked.items() if wanted]
+
+
+def _of_no_body(name: str) -> bool:
+    """Whether a tensor of a language model's checkpoint is of no use to a task: its heads, and all but the model."""
+    heads = ("lm_head.", "binary_head.", "output_layer.")
+    return not name.startswith(MODEL) or name.removeprefix(MODEL).startswith(heads)
 
 
 def _parts(engines: Engines, schedule: LRSchedule, progress: Progress, log: Callable[[str], None]) -> StatefulParts:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from megatron.base.errors import UserError
+from megatron.base.fields import section_to_plain
+from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.load import saved_config
 from megatron.checkpoint.ownership import owned_save_folder
@@ -19,10 +22,10 @@ from megatron.checkpoint.vocabulary import saved_entries
 from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.curriculum import lengths_of
 from megatron.config.flags import ParsedRun, parse_program
+from megatron.config.kinds import ModelType, check_kind
 from megatron.config.lengths import LengthSchedule
 from megatron.config.merge import merge_checkpoint_config
-from megatron.config.model import ModelType, check_kind
-from megatron.config.run import RunConfig, run_sections
+from megatron.config.run import RunConfig, describe_section, run_sections
 from megatron.config.steps import StepSizes
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.data.build import Datasets, build_datasets
@@ -35,19 +38,36 @@ from megatron.topology.agree import gather_texts, together
 from megatron.topology.launch import LaunchEnvironment, pick_device
 from megatron.topology.layout import Layout
 from megatron.topology.topology import Topology, build_topology, single_process
-from megatron.training.assembly import build_engines, groups_by_node, layout_of
+from megatron.training.assembly import Engines, build_engines, groups_by_node, layout_of
 from megatron.training.compression_notes import compression_notes, node_notes, run_length
 from megatron.training.console import make_output_last
 from megatron.training.coverage import coverage_notes
 from megatron.training.determinism import make_deterministic
 from megatron.training.kernel_check import check_kernels
 from megatron.training.machine_check import check_machine, check_room
-from megatron.training.persistence import RunCheckpoints, check_saved_kind, find_saved
+from megatron.training.persistence import RunCheckpoints, SavedRun, check_saved_kind, find_saved
 from megatron.training.program import Ranks, run_program
 from megatron.training.progress_state import Progress
 from megatron.training.report import Reporter
 from megatron.training.timers import Timers
-from megatron.training.trainer import Trainer
+from megatron.training.trainer import Judge, Trainer
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run reads and begins with, where that is not pretraining's.
+
+    Args:
+        datasets: builds the data sets from the resolved configuration and the tokenizer; None for those of the flags.
+        pretrained: folder and iteration of a language model that a new run begins with.
+        judge: see ``Trainer``.
+        sections: more sections of the flags, by name, in which all ranks must agree.
+    """
+
+    datasets: Callable[[RunConfig, Tokenizer | None], Datasets] | None = None
+    pretrained: tuple[str, Iteration] | None = None
+    judge: Judge | None = None
+    sections: Mapping[str, Any] = field(default_factory=dict)
 
 
 def main(argv: Sequence[str] | None = None, model_type: ModelType = "gpt") -> int:
@@ -58,22 +78,37 @@ def main(argv: Sequence[str] | None = None, model_type: ModelType = "gpt") -> in
     def body(ranks: Ranks) -> None:
         parsed = parse_program(list(sys.argv[1:] if argv is None else argv), model_type)
         ranks.env = env = LaunchEnvironment.read(parsed.config.parallel.local_rank)
-        config = resolve(parsed, env)
-        if config.training.deterministic_mode:
-            make_deterministic(cuda=config.parallel.distributed_backend == "nccl")
-        check_machine(config, env)
-        writes = env.rank == 0 and not config.validation.skip_train
-        parallel = config.parallel
-        with owned_save_folder(config.checkpoint, print) if writes else nullcontext() as lock:
-            ranks.join(
-                parallel.distributed_backend,
-                parallel.distributed_timeout_minutes,
-                {name: getattr(config, name) for name in run_sections()},
-                peer_timeout_seconds=parallel.peer_timeout_seconds,
-            )
-            run(config, parsed.notes, env, started, lock)
+        train(ranks, resolve(parsed, env), parsed.notes, started)
 
     return run_program(body)
+
+
+def train(ranks: Ranks, config: RunConfig, notes: Sequence[str], started: float, job: Job = Job()) -> None:
+    """Joins the other ranks and trains.
+
+    Args:
+        ranks: the ranks of the command.
+        config: the resolved configuration.
+        notes: notes on the flags.
+        started: ``time.monotonic()`` at the start of the program.
+        job: what is trained on.
+
+    Raises:
+        UserError: on every rank, for what cannot be used.
+    """
+    env, parallel = ranks.env, config.parallel
+    if config.training.deterministic_mode:
+        make_deterministic(cuda=parallel.distributed_backend == "nccl")
+    check_machine(config, env)
+    writes = env.rank == 0 and not config.validation.skip_train
+    with owned_save_folder(config.checkpoint, print) if writes else nullcontext() as lock:
+        ranks.join(
+            parallel.distributed_backend,
+            parallel.distributed_timeout_minutes,
+            {**{name: getattr(config, name) for name in run_sections()}, **job.sections},
+            peer_timeout_seconds=parallel.peer_timeout_seconds,
+        )
+        run(config, notes, env, started, lock, job)
 
 
 def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
@@ -87,14 +122,14 @@ def resolve(parsed: ParsedRun, env: LaunchEnvironment) -> RunConfig:
         if wanted.load is None:
             raise UserError("--use-checkpoint-args takes the model's shape from --load, which is missing")
         saved, iteration = saved_config(wanted.load, wanted.ckpt_step)
-        check_kind(f"--load {wanted.load}", saved.model.model_type, parsed.config.model.model_type)
+        check_kind(f"--load {wanted.load}", saved.model.kind, parsed.config.model.kind)
         parsed.config = given = merge_checkpoint_config(parsed.config, parsed.explicit, saved)
-        tokenizer = _fitted(given.tokenizer, saved_entries(wanted.load, iteration), parsed)
+        tokenizer = fitted_tokenizer(given.tokenizer, saved_entries(wanted.load, iteration), parsed)
         parsed.config = replace(given, tokenizer=tokenizer)
     return parsed.resolve(env.world_size, cuda_available=torch.cuda.is_available())
 
 
-def _fitted(tokenizer: TokenizerConfig, entries: int, parsed: ParsedRun) -> TokenizerConfig:
+def fitted_tokenizer(tokenizer: TokenizerConfig, entries: int, parsed: ParsedRun) -> TokenizerConfig:
     """The tokenizer for a checkpoint's model, which may have more entries than it.
 
     Raises:
@@ -110,7 +145,12 @@ def _fitted(tokenizer: TokenizerConfig, entries: int, parsed: ParsedRun) -> Toke
 
 
 def run(
-    config: RunConfig, notes: Sequence[str], env: LaunchEnvironment, started: float, lock: FolderLock | None = None
+    config: RunConfig,
+    notes: Sequence[str],
+    env: LaunchEnvironment,
+    started: float,
+    lock: FolderLock | None = None,
+    job: Job = Job(),
 ) -> None:
     """Builds everything and trains.
 
@@ -120,6 +160,7 @@ def run(
         env: environment of this process.
         started: ``time.monotonic()`` at the start of the program.
         lock: lock of the folder that rank 0 saves to.
+        job: what is trained on.
 
     Raises:
         UserError: on every rank, for data, files or checkpoints that cannot be used.
@@ -136,38 +177,53 @@ def run(
     for note in (*notes, *([kernel_note] if kernel_note else [])):
         log(f"note: {note}")
     log(config.describe())
+    for name, section in job.sections.items():
+        log(describe_section(name, section_to_plain(section)))
     sizes = StepSizes(_batch_sizes(config, layout.dp), _lengths(config, topology))
     saved = find_saved(config.checkpoint, topology, _rank_0_log(topology))
     if saved is not None:
-        check_saved_kind(config.checkpoint, saved, config.model.model_type, topology)
+        check_saved_kind(config.checkpoint, saved, config.model.kind, topology)
     begun = saved.progress if saved is not None else Progress()
     train_iters = _iterations(config, sizes, begun)
-    datasets, vocab_size = together(topology.control.pg, lambda: _open_data(config, env, train_iters, begun))
+    datasets, vocab_size = together(topology.control.pg, lambda: _open_data(config, env, train_iters, begun, job))
     together(topology.control.pg, lambda: check_room(config, env, vocab_size))
     length = run_length(train_iters, datasets[0], sizes.batches)
     engines = together(topology.control.pg, lambda: build_engines(config, topology, vocab_size, length))
-    about_nodes = node_notes(engines.plan, topology)
-    for note in (*about_nodes, *compression_notes(config, datasets[0], layout.dp, length, train_iters)):
-        log(f"note: {note}")
-    for line in coverage_notes(engines):
-        log(line)
-    log(_summary(topology, vocab_size, engines.padded_vocab_size, [len(d) if d else 0 for d in datasets]))
+    about_compression = compression_notes(config, datasets[0], layout.dp, length, train_iters)
+    _log_engines(engines, datasets, about_compression, log)
     schedule = _lr_schedule(config)
     progress = Progress()
     timers = Timers(config.logging.timing_log_level, config.logging.timing_log_option, clock=engines.ledger.clock)
     splits = (datasets[1] is not None, datasets[2] is not None)
     reporter = Reporter(config, engines, progress, train_iters, timers, sizes, splits)
     checkpoints = RunCheckpoints(config, engines, schedule, progress, _rank_0_log(topology), lock)
-    if saved is not None:
-        checkpoints.load(saved)
-    elif config.checkpoint.load:
-        log(f"no checkpoint in {config.checkpoint.load} yet: starting from random weights")
+    _begin(checkpoints, saved, job, log)
     together(topology.control.pg, reporter.open)
     try:
         parts = (config, engines, sizes, schedule, datasets, train_iters, progress, checkpoints, reporter)
-        Trainer(*parts, timers, started).run()
+        Trainer(*parts, timers, started, job.judge).run()
     finally:
         reporter.close()
+
+
+def _log_engines(engines: Engines, datasets: Datasets, notes: Sequence[str], log: Callable[[str], None]) -> None:
+    """Prints what was built, and the notes on it."""
+    for note in (*node_notes(engines.plan, engines.topology), *notes):
+        log(f"note: {note}")
+    for line in coverage_notes(engines):
+        log(line)
+    samples = [len(dataset) if dataset else 0 for dataset in datasets]
+    log(_summary(engines.topology, engines.vocab_size, engines.padded_vocab_size, samples))
+
+
+def _begin(checkpoints: RunCheckpoints, saved: SavedRun | None, job: Job, log: Callable[[str], None]) -> None:
+    """Loads what the run begins with: a checkpoint of its own, else a pretrained model, else nothing."""
+    if saved is not None:
+        checkpoints.load(saved)
+    elif job.pretrained is not None:
+        checkpoints.load_pretrained(*job.pretrained)
+    elif checkpoints.config.load:
+        log(f"no checkpoint in {checkpoints.config.load} yet: starting from random weights")
 
 
 def _topology(config: RunConfig, layout: Layout, device: torch.device, env: LaunchEnvironment) -> Topology:
@@ -270,7 +326,9 @@ def _vocabulary(config: RunConfig, built: Tokenizer | None) -> tuple[int, int, i
     return tokenizer.vocab_size, tokenizer.vocab_size, -1
 
 
-def _open_data(config: RunConfig, env: LaunchEnvironment, train_iters: int, begun: Progress) -> tuple[Datasets, int]:
+def _open_data(
+    config: RunConfig, env: LaunchEnvironment, train_iters: int, begun: Progress, job: Job
+) -> tuple[Datasets, int]:
     """Data sets and the model's entries; one rank of each machine checks the tokens.
 
     Args:
@@ -278,9 +336,12 @@ def _open_data(config: RunConfig, env: LaunchEnvironment, train_iters: int, begu
         env: environment of this process.
         train_iters: iterations of the whole run.
         begun: position of the run, maybe reached with batches of another size.
+        job: what is trained on.
     """
     tokenizer = None if config.tokenizer.tokenizer_type is None else build_tokenizer(config.tokenizer)
     entries, vocab_size, eod = _vocabulary(config, tokenizer)
+    if job.datasets is not None:
+        return job.datasets(config, tokenizer), entries
     size, validation = config.training.global_batch_size, config.validation
     left = max(train_iters - begun.iteration, 0)
     train_samples = config.training.train_samples or begun.consumed_samples + left * size

@@ -42,11 +42,11 @@ def model_shape(config: RunConfig, padded_vocab_size: int) -> ModelShape:
         num_query_groups=model.num_query_groups,
         kv_channels=model.kv_channels,
         seq_length=model.seq_length,
-        padded_vocab_size=padded_vocab_size,
+        padded_vocab_size=padded_vocab_size if model.predicts_words else 0,
         swiglu=model.swiglu,
         sliding_window=model.sliding_window,
         causal=model.causal,
-        head_transform=model.model_type == "bert",
+        head_transform=model.model_type == "bert" and model.predicts_words,
         decoder_layers=len(model.decoder_layers),
         decoder_seq_length=model.labels_of(0),
     )
@@ -239,7 +239,14 @@ class Reporter:
         """Operations of a sample of some length."""
         return float(model_flops_per_sample(replace(self.shape, seq_length=length)))
 
-    def validation(self, losses: Mapping[str, float], *, samples: int | None = None, split: str = "validation") -> None:
+    def validation(
+        self,
+        losses: Mapping[str, float],
+        *,
+        samples: int | None = None,
+        split: str = "validation",
+        scores: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
         """Reports an evaluation."""
         done = self.progress
         self.sinks.evaluation(
@@ -249,6 +256,7 @@ class Reporter:
                 losses=losses,
                 samples=samples,
                 split=split,
+                scores=scores or {},
             )
         )
 

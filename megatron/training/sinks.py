@@ -164,7 +164,8 @@ class JsonLinesSink(Sink):
 
     def evaluation(self, evaluation: Evaluation) -> None:
         values = {"consumed_samples": evaluation.consumed_samples, "samples": evaluation.samples}
-        self.event(evaluation.split, evaluation.iteration, {**values, **_keys(evaluation.losses)})
+        scores = {"scores": evaluation.scores} if evaluation.scores else {}
+        self.event(evaluation.split, evaluation.iteration, {**values, **_keys(evaluation.losses), **scores})
 
     def close(self) -> None:
         self._file.close()

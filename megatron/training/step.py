@@ -34,7 +34,8 @@ class ChunkProgram:
         engines: engines of this rank.
         divisors: see ``Stage.loss``.
 
-    On the chunk that holds the losses, ``sums`` adds them up over the micro-batches.
+    On the chunk that holds the losses, ``sums`` adds them up over the micro-batches. In an evaluation ``outputs``
+    keeps what a task head says of each.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class ChunkProgram:
         self.keys_hold_tokens = engines.keys_hold_tokens
         self.divisors = divisors
         self.losses: list[tuple[LossSum, ...]] = []
+        self.outputs: dict[int, Tensor] = {}
 
     def key(self, micro_batch: int, boundary: int) -> Hashable:
         batch = self.batches[micro_batch]
@@ -66,13 +68,13 @@ class ChunkProgram:
             key.vocab_size = self.engines.vocab_size
         return key
 
+    def _keys(self, batch: Batch) -> DropoutKeys | None:
+        return None if self.seed is None else DropoutKeys(self.seed, tuple(batch.draw_ids_b.tolist()))
+
     def _context(self, batch: Batch) -> ForwardContext:
         data = self.engines.config.data
-        keys = None
-        if self.seed is not None:
-            keys = DropoutKeys(self.seed, tuple(batch.draw_ids_b.tolist()))
         return ForwardContext(
-            dropout=keys,
+            dropout=self._keys(batch),
             position_ids_bs=batch.position_ids_bs if data.reset_position_ids else None,
             segment_ids_bs=batch.segment_ids_bs,
             types_bs=batch.types_bs,
@@ -92,8 +94,10 @@ class ChunkProgram:
         out_sbh: Tensor = run(x, self._context(batch))
         if not self.stage.part.last:
             return out_sbh
-        found = self.stage.loss(out_sbh, _targets(batch), self.divisors)
+        found = self.stage.loss(out_sbh, _targets(batch, self._keys(batch)), self.divisors)
         self.losses.append(found.sums)
+        if found.outputs_bc is not None and not torch.is_grad_enabled():
+            self.outputs[micro_batch] = found.outputs_bc
         return found.objective
 
     def sums(self) -> list[tuple[float, float]]:
@@ -106,10 +110,10 @@ def _total(scalars: Sequence[Tensor]) -> float:
     return float(torch.stack(list(scalars)).double().sum())
 
 
-def _targets(batch: Batch) -> Targets:
+def _targets(batch: Batch, keys: DropoutKeys | None = None) -> Targets:
     assert batch.labels_bs is not None
     assert batch.loss_mask_bs is not None
-    return Targets(batch.labels_bs, batch.loss_mask_bs, batch.order_b)
+    return Targets(batch.labels_bs, batch.loss_mask_bs, batch.order_b, batch.lengths_b, keys)
 
 
 def take_batches(
@@ -166,8 +170,7 @@ def train_step(
     timers = timers or Timers(clock=ledger.clock)
     samples = len(batches) * engines.topology.layout.dp * engines.config.training.micro_batch_size
     last_chunk = _forward_backward(engines, batches, iteration, length, timers)
-    exact = len(engines.config.model.loss_names) > 1
-    expected = None if exact else samples * engines.config.model.labels_of(length)
+    expected = None if engines.config.model.counts_before else samples * engines.config.model.labels_of(length)
     reduction = "grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce"
     with ledger.computing(), timers(reduction, level=1):
         losses = _reported(engines, last_chunk)
@@ -211,12 +214,12 @@ def _reported(engines: Engines, last_chunk: ChunkProgram) -> dict[str, tuple[flo
 
 
 def _divisors(engines: Engines, batches: Sequence[Batch]) -> Tensor | None:
-    """Divisors of several losses, which make their sum a sum of means over what counts in the global batch.
+    """Divisors of the losses, which make their sum a sum of means over what counts in the global batch.
 
-    None for a single loss: its mean is over all tokens, and one factor at the end corrects it for those that do not
-    count.
+    None for a single loss of tokens: its mean is over all tokens, and one factor at the end corrects it for those that
+    do not count.
     """
-    if len(engines.config.model.loss_names) == 1 or not engines.holds_loss:
+    if not engines.config.model.counts_before or not engines.holds_loss:
         return None
     dp = engines.topology.dp
     counts = torch.stack([engines.stages[-1].counts(_targets(batch)) for batch in batches]).double().sum(dim=0)
@@ -277,8 +280,15 @@ def pipeline_span(timers: Timers, ledger: Ledger) -> Span:
 
 
 @torch.no_grad()
-def evaluation_step(engines: Engines, batches: Sequence[Batch]) -> dict[str, tuple[float, float]]:
+def evaluation_step(
+    engines: Engines, batches: Sequence[Batch], outputs: list[tuple[Tensor, Tensor]] | None = None
+) -> dict[str, tuple[float, float]]:
     """Runs some micro-batches forward without dropout.
+
+    Args:
+        engines: engines of this rank.
+        batches: micro-batches of this rank.
+        outputs: is given, on the rank that reports, what a task head says of each micro-batch, and its draws.
 
     Returns:
         Sum of each loss in nats and how many count in it, by name, over this rank's samples; zero on ranks that do not
@@ -291,4 +301,6 @@ def evaluation_step(engines: Engines, batches: Sequence[Batch]) -> dict[str, tup
     kind = [("evaluation", len(batches), length, _shapes(batches)), *engines.comm.kind(length)]
     engines.pipeline.run(table, programs, -1, len(batches), None, kind)
     engines.end_step(taken=False)
+    if outputs is not None and engines.holds_loss and engines.topology.tp.rank == 0:
+        outputs += [(batches[number].draw_ids_b, found_bc) for number, found_bc in programs[-1].outputs.items()]
     return _reported(engines, programs[-1])

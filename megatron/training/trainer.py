@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+
+from torch import Tensor
 
 from megatron.config.run import RunConfig
 from megatron.config.steps import StepSizes
@@ -13,7 +16,7 @@ from megatron.data.loader import MicroBatches, build_loader
 from megatron.optimizer.schedules import LRSchedule
 from megatron.topology.topology import Topology
 from megatron.training.assembly import Engines
-from megatron.training.evaluation import evaluate
+from megatron.training.evaluation import Evaluated, evaluate
 from megatron.training.persistence import RunCheckpoints
 from megatron.training.program import NothingLearnedError
 from megatron.training.progress_state import Progress
@@ -23,6 +26,8 @@ from megatron.training.signals import ExitPolicy, ExitReason, ExitSignals
 from megatron.training.step import take_batches, train_step
 from megatron.training.timers import Timers
 
+Judge = Callable[[Tensor], Mapping[str, Mapping[str, float]]]
+"""Scores outputs of a task head, one row for each draw of an evaluation: file -> metric -> value."""
 _SIGNAL_VOTE = 2.0**20
 """A vote that exceeds all ranks' votes for the time limit together."""
 _SWITCH_VOTE = 2.0**40
@@ -40,6 +45,7 @@ class Trainer:
         train_iters: iterations of the whole run.
         progress, checkpoints, reporter: counters, where they are saved, and reports to the user.
         started: ``time.monotonic()`` at the start of the program.
+        judge: scores what a task head says of the validation samples, all of which each evaluation reads.
     """
 
     def __init__(
@@ -55,8 +61,11 @@ class Trainer:
         reporter: Reporter,
         timers: Timers,
         started: float,
+        judge: Judge | None = None,
     ) -> None:
         self.config = config
+        self.judge = judge
+        self._judged_at: int | None = None
         self.engines = engines
         self.topology: Topology = engines.topology
         self.sizes = sizes
@@ -209,13 +218,14 @@ class Trainer:
             dataloader_type=self.config.data.dataloader_type,
         )
 
-    def _evaluate(self, dataset: Dataset, skip_rounds: int) -> dict[str, float]:
-        """Computes the mean losses over ``--eval-iters`` global batches, by name."""
+    def _evaluate(self, dataset: Dataset, skip_rounds: int) -> Evaluated:
+        """Evaluates ``--eval-iters`` global batches."""
         rounds = self.config.validation.eval_iters
         size = self.config.training.global_batch_size
         count = size // (self.config.training.micro_batch_size * self.topology.dp.size)
-        with self._loader(dataset, skip_rounds * rounds * size) as batches:
-            return evaluate(self.engines, batches, rounds, count)
+        first = skip_rounds * rounds * size
+        with self._loader(dataset, first) as batches:
+            return evaluate(self.engines, batches, rounds, count, first)
 
     def _validate(self) -> None:
         """Evaluates between training steps, each time on the next samples of the validation set."""
@@ -223,11 +233,18 @@ class Trainer:
         if self.config.validation.eval_iters == 0:
             return
         done = self.progress.iteration // self.config.validation.eval_interval - 1
-        self.reporter.validation(self._evaluate(self.valid_set, done))
+        self._report(self._evaluate(self.valid_set, 0 if self.judge is not None else done))
+
+    def _report(self, found: Evaluated, samples: int | None = None, split: str = "validation") -> None:
+        scores = None
+        if self.judge is not None and found.outputs_nc is not None:
+            scores = self.judge(found.outputs_nc)
+            self._judged_at = self.progress.iteration
+        self.reporter.validation(found.losses, samples=samples, split=split, scores=scores)
 
     def _final_evaluations(self) -> None:
         rounds = self.config.validation.eval_iters
         samples = rounds * self.config.training.global_batch_size
         for split, dataset in (("validation", self.valid_set), ("test", self.test_set)):
-            if dataset is not None and rounds:
-                self.reporter.validation(self._evaluate(dataset, 0), samples=samples, split=split)
+            if dataset is not None and rounds and self._judged_at != self.progress.iteration:
+                self._report(self._evaluate(dataset, 0), samples, split)

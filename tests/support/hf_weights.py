@@ -44,7 +44,34 @@ def gpt2_to_ours(name: str, parts: list[Tensor], heads: int) -> Tensor:
 
 def bert_pairs(theirs: Any, ours: BertStage) -> Iterator[tuple[str, list[Tensor]]]:
     """The same for MegatronBertForPreTraining and MegatronBertForMaskedLM."""
-    body, head = theirs.bert, theirs.cls.predictions
+    head = theirs.cls.predictions
+    yield from bert_body_pairs(theirs.bert)
+    modules: list[tuple[str, list[Any]]] = [
+        ("lm_head.dense", [head.transform.dense]),
+        ("lm_head.layernorm", [head.transform.LayerNorm]),
+    ]
+    if hasattr(ours, "binary_head"):
+        pooler = theirs.bert.pooler.dense
+        modules += [("binary_head.pooler", [pooler]), ("binary_head.order", [theirs.cls.seq_relationship])]
+    yield from _weights_and_biases(modules)
+    yield "lm_head.bias", [head.decoder.bias]
+
+
+def bert_task_pairs(theirs: Any) -> Iterator[tuple[str, list[Tensor]]]:
+    """The same for MegatronBertForSequenceClassification and MegatronBertForMultipleChoice."""
+    yield from bert_body_pairs(theirs.bert)
+    head = [("classification_head.pooler", [theirs.bert.pooler.dense])]
+    yield from _weights_and_biases([*head, ("classification_head.classifier", [theirs.classifier])])
+
+
+def _weights_and_biases(modules: list[tuple[str, list[Any]]]) -> Iterator[tuple[str, list[Tensor]]]:
+    for name, parts in modules:
+        for kind in ("weight", "bias"):
+            yield f"{name}.{kind}", [getattr(part, kind) for part in parts]
+
+
+def bert_body_pairs(body: Any) -> Iterator[tuple[str, list[Tensor]]]:
+    """The same for what all of Megatron's BERTs have."""
     yield "embedding.word_embeddings.weight", [body.embeddings.word_embeddings.weight]
     yield "embedding.position_embeddings.weight", [body.embeddings.position_embeddings.weight]
     yield "embedding.tokentype_embeddings.weight", [body.embeddings.token_type_embeddings.weight]
@@ -60,13 +87,7 @@ def bert_pairs(theirs: Any, ours: BertStage) -> Iterator[tuple[str, list[Tensor]
             (f"layers.{number}.mlp.dense_h_to_4h", [block.intermediate.dense]),
             (f"layers.{number}.mlp.dense_4h_to_h", [block.output.dense]),
         ]
-    modules += [("lm_head.dense", [head.transform.dense]), ("lm_head.layernorm", [head.transform.LayerNorm])]
-    if hasattr(ours, "binary_head"):
-        modules += [("binary_head.pooler", [body.pooler.dense]), ("binary_head.order", [theirs.cls.seq_relationship])]
-    for name, parts in modules:
-        for kind in ("weight", "bias"):
-            yield f"{name}.{kind}", [getattr(part, kind) for part in parts]
-    yield "lm_head.bias", [head.decoder.bias]
+    yield from _weights_and_biases(modules)
 
 
 def bert_to_ours(name: str, parts: list[Tensor], heads: int) -> Tensor:

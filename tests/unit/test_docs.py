@@ -12,7 +12,8 @@ import pytest
 
 from megatron.base.option import field_options
 from megatron.config.flags import parse_args, parse_program
-from megatron.config.model import PROGRAMS, ModelType
+from megatron.config.kinds import PROGRAMS, ModelType
+from megatron.config.tasks import TaskCheckpointConfig, TaskConfig, parse_task, sized
 from megatron.config.translate.known import KNOWN_FLAGS
 from megatron.evaluation.command import ZeroShotFlags
 from megatron.evaluation.harness_command import EvaluationFlags
@@ -22,8 +23,10 @@ from megatron.inference.generate_command import DESCRIPTION, GenerationTaskFlags
 from megatron.inference.serve_command import ServerFlags
 
 REPO = Path(__file__).resolve().parents[2]
-DOCUMENTS = [REPO / "README.md", *(REPO / "docs" / f"{name}.md" for name in ("architecture", "bert", "t5"))]
+DOCUMENTS = [REPO / "README.md", *(REPO / "docs" / f"{name}.md" for name in ("architecture", "bert", "t5", "tasks"))]
 
+TASK_EXAMPLES = {"finetune_mnli_distributed.sh": ("MNLI", 64), "finetune_race_distributed.sh": ("RACE", 128)}
+"""Task, and sequences of a global batch."""
 WORLDS = {
     "pretrain_gpt.sh": 1,
     "pretrain_gpt_distributed.sh": 8,
@@ -63,9 +66,19 @@ def test_examples_resolve_for_their_world(name: str, tmp_path: Path) -> None:
     assert not [note for note in parsed.notes if "no effect" in note]
 
 
+@pytest.mark.parametrize("name", TASK_EXAMPLES)
+def test_examples_of_tasks_resolve_for_their_world(name: str, tmp_path: Path) -> None:
+    parsed, given, _ = parse_task(_recorded_arguments(REPO / "examples" / name, tmp_path, "tasks/main.py"))
+    parsed.config = sized(parsed, given, 8, (10**5, 10**4))
+    config = parsed.resolve(8, cuda_available=True)
+    assert (given.task, config.training.global_batch_size) == TASK_EXAMPLES[name]
+    assert config.precision.bf16
+    assert not [note for note in parsed.notes if "no effect" in note]
+
+
 def test_every_example_is_tested() -> None:
     scripts = {path.name for path in (REPO / "examples").glob("*.sh")}
-    assert scripts == {*WORLDS, "quickstart.sh", "finetune_gpt2_aqsgd.sh"}
+    assert scripts == {*WORLDS, *TASK_EXAMPLES, "quickstart.sh", "finetune_gpt2_aqsgd.sh"}
     for script in scripts:
         subprocess.run(["bash", "-n", str(REPO / "examples" / script)], check=True)
 
@@ -93,7 +106,8 @@ def test_commands_of_the_readme_parse() -> None:
 
 def _flags_of_sections() -> str:
     """Flags of the programs whose flags are generated from sections of their own."""
-    sections = (ModelFlags, SamplingFlags, GenerationTaskFlags, ServerFlags, EvaluationFlags, ZeroShotFlags, SweepFlags)
+    sections: tuple[type, ...] = (ModelFlags, SamplingFlags, GenerationTaskFlags, ServerFlags, EvaluationFlags)
+    sections += (ZeroShotFlags, SweepFlags, TaskConfig, TaskCheckpointConfig)
     return " ".join(f"--{flag}" for cls in sections for field in field_options("", cls) for flag in field.flags)
 
 

@@ -46,7 +46,9 @@ def _requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
     one_after_the_other = {"no --parallel-residual": not model.parallel_residual}
     looks_at_all = {"no --sliding-window": model.sliding_window is None}
     no_biases = {"--disable-bias-linear": not model.add_bias_linear}
+    language = {"no --task-head": model.predicts_words}
     gelu = {
+        **language,
         "--normalization LayerNorm": model.normalization == "LayerNorm",
         "no --swiglu": not model.swiglu,
         "no --squared-relu": not model.squared_relu,
@@ -55,6 +57,7 @@ def _requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
         "--kv-channels of hidden size / heads": model.num_attention_heads * model.kv_channels == model.hidden_size,
     }
     swiglu = {
+        **language,
         **rope,
         "--rotary-percent 1": model.rotary_percent == 1.0,
         "--normalization RMSNorm": model.normalization == "RMSNorm",

@@ -143,7 +143,7 @@ def _check_has_a_form(model: ModelConfig) -> None:
     plain = {field.name: field.default for field in dataclasses.fields(model)}
     llama3 = ("original_length", "low_turns", "high_turns")
     other = {
-        f"model of kind {model.model_type}": model.model_type != "gpt",
+        f"model of kind {model.kind}": model.kind != "gpt",
         "--parallel-residual": model.parallel_residual,
         "--sliding-window": model.sliding_window is not None,
         "--rotary-scaling-factor with a fraction": model.rotary_scaling == "linear"

@@ -168,6 +168,7 @@ T5 = "--model-type t5 --decoder-seq-length 8 --tokenizer-type BertWordPieceCase 
 PARTNERS: dict[str, tuple[str, int]] = {
     "without --position-embedding-type rope": ("--position-embedding-type rope", 1),
     "only BERT has that head": ("--model-type bert", 1),
+    "beside a task, which masks no words": ("--model-type bert", 1),
     "only BERT and T5 mask words": ("--model-type bert", 1),
     "only T5 has a decoder beside an encoder": (f"{PP2} {T5}", 2),
     "T5's encoder and decoder share the one pipeline stage": (f"{PP2} {T5}", 2),
@@ -222,6 +223,7 @@ PARTNERS: dict[str, tuple[str, int]] = {
     "without a compressor of pp-forward or tp-forward": (f"{PP2} --compress pp-forward=fixpoint", 2),
 }
 BESIDE: dict[str, str] = {
+    "beside a task, which masks no words": "--model-type bert --task-head classification --task-classes 2",
     "only T5 has a decoder beside an encoder": PP2,
     "T5's encoder and decoder share the one pipeline stage": T5,
     "a sample of BERT or T5 does not go over the end of a document": T5,

@@ -9,7 +9,17 @@ import pytest
 from megatron.base.option import FieldOption
 from megatron.config import UserError, build_run_parser
 from megatron.config import others as module
-from megatron.config.others import SYSTEMS, Fate, TheirFlag, fate_of, fates, flags_of_others_markdown, read_list
+from megatron.config.others import (
+    OF_TASKS,
+    SYSTEMS,
+    Fate,
+    TheirFlag,
+    fate_of,
+    fates,
+    flags_of_others_markdown,
+    parser_of,
+    read_list,
+)
 from megatron.config.translate.rules import SWITCH, KnownFlag, Meaning, Shortcut
 from tests.unit.config.original_scripts import AQSGD_LM, COMPLETE, Script
 
@@ -22,18 +32,19 @@ COUNTS = {
     "radius": 213,
     "edgc": 181,
     "aq-sgd": 56,
+    "megatron-deepspeed-tasks": 18,
 }
 """Of the first, two have a second spelling."""
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_flag_is_accepted_or_explained(system: str) -> None:
-    flags = read_list(system)
+    flags, parser = read_list(system), parser_of(system)
     assert len({flag.name for flag in flags}) == len(flags) == COUNTS[system]
     for flag in flags:
-        fate = fate_of(flag, PARSER)
+        fate = fate_of(flag, parser)
         assert fate.how or fate.status == "works", flag.name
-        target = PARSER.table.by_flag(flag.name)
+        target = parser.table.by_flag(flag.name)
         if flag.switch:  # a word after it would be lost, or missing
             assert target is not None
             takes = target.arity != SWITCH if isinstance(target, (KnownFlag, Shortcut)) else not _is_switch(target)
@@ -66,7 +77,8 @@ def test_every_list_is_in_the_page_and_every_system_has_a_list() -> None:
     ],
 )
 def test_what_becomes_of_a_flag(name: str, fate: Fate) -> None:
-    flags = {flag for system in SYSTEMS for flag in read_list(system) if flag.name == name}
+    systems = [system for system in SYSTEMS if system != OF_TASKS]
+    flags = {flag for system in systems for flag in read_list(system) if flag.name == name}
     assert {fate_of(flag, PARSER) for flag in flags} == {fate}
 
 
@@ -75,6 +87,14 @@ def test_flags_for_another_program_name_it() -> None:
         fate, systems = fates()[name.replace("_", "-")]
         assert (fate.status, systems) == ("works in another program", ["optimus-cc", "radius"])
         assert fate.how.startswith("val_check_gpt.py, and pretrain_gpt.py")
+
+
+def test_flags_of_tasks_are_judged_by_their_own_program() -> None:
+    found = fates()
+    assert found["train-data"][0].status == "no effect"
+    assert found["tasks/main.py --train-data"] == (Fate("works"), [OF_TASKS])
+    assert found["tasks/main.py --keep-last"] == (Fate("works"), [OF_TASKS])
+    assert found["tasks/main.py --qa-data-dev"][0].status == "refused"
 
 
 def test_a_flag_without_an_explanation_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from megatron.base.errors import UserError
 from megatron.config.flags import parse_program
-from megatron.config.model import PROGRAMS, ModelConfig, ModelType, check_kind
+from megatron.config.kinds import PROGRAMS, ModelType, check_kind
+from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 
 _BASE = """

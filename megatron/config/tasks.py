@@ -1,0 +1,237 @@
+"""Fine-tuning tasks: their flags, what they ask of the model, and the run that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megatron.base.errors import UserError
+from megatron.base.option import derived, field_options, option, required
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.collect import FlagTable
+from megatron.config.flags import FlagParser, ParsedRun
+from megatron.config.kinds import TaskHead
+from megatron.config.model import ModelConfig
+from megatron.config.run import RunConfig, run_sections
+from megatron.config.translate import TRANSLATOR
+from megatron.config.translate.rules import SWITCH, VALUE, KnownFlag, Translator
+
+PROGRAM = "tasks/main.py"
+
+Metric = Literal["accuracy", "F1", "Matthews", "Pearson", "Spearman"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task of labelled samples.
+
+    Args:
+        head: what the model says of a sample.
+        classes: classes, or sequences of a choice.
+        metrics: how it is judged.
+        folders: its data are folders, not files.
+        most_first: most tokens of a first text; None for any number.
+    """
+
+    head: TaskHead = "classification"
+    classes: int = 2
+    metrics: tuple[Metric, ...] = ("accuracy",)
+    folders: bool = False
+    most_first: int | None = None
+
+    def on(self, model: ModelConfig) -> ModelConfig:
+        """The model with the head of the task."""
+        return replace(model, task_head=self.head, task_classes=self.classes)
+
+
+TASKS: Mapping[str, Task] = {
+    "RACE": Task("choice", 4, folders=True, most_first=128),
+    "MNLI": Task(classes=3),
+    "QQP": Task(metrics=("accuracy", "F1")),
+    "QNLI": Task(),
+    "SST-2": Task(),
+    "CoLA": Task(metrics=("Matthews", "accuracy")),
+    "STS-B": Task("regression", 0, metrics=("Pearson", "Spearman")),
+    "MRPC": Task(metrics=("accuracy", "F1")),
+    "RTE": Task(),
+}
+"""The tasks that a model is fine-tuned for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """Fine-tuning for a task."""
+
+    task: str = required("The task: " + ", ".join(TASKS) + ".", metavar="TASK")
+    epochs: int = required(
+        "Passes over the training data; 0 evaluates the checkpoint of --load.", unit="epochs", minimum=0, maximum=10**6
+    )
+    train_data: list[str] = option(  # noqa: RUF009
+        [], "Files (RACE: folders) of training samples.", metavar="FILE", contents="file"
+    )
+    valid_data: list[str] = option(  # noqa: RUF009
+        [], "Files (RACE: folders) that are evaluated after each epoch, each by itself.", metavar="FILE",
+        contents="file",
+    )  # fmt: skip
+    pretrained_checkpoint: str | None = derived(
+        "random weights", "Folder with the pretrained model, of any layout.", metavar="FOLDER"
+    )
+    keep_last_batch: bool = option(
+        False,
+        "Train on what is left at the end of an epoch, too, as a smaller batch. Otherwise it waits for another epoch.",
+        flag="keep-last",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskCheckpointConfig(CheckpointConfig):
+    """Checkpoints of fine-tuning, where --keep-last is about batches."""
+
+    keep_last: int | None = derived(
+        "all", "Keep only this many of the newest checkpoints.", flag="keep-checkpoints", unit="checkpoints", minimum=1
+    )
+
+
+_RETRIEVAL = "retrieval tasks are not available; leave it out"
+_OTHER_TASKS = (
+    KnownFlag(name="overlapping-eval", arity=VALUE, refused=False, reason="only --task WIKITEXT103 reads it"),
+    KnownFlag(name="strict-lambada", arity=SWITCH, refused=False, reason="only --task LAMBADA reads it"),
+    *(
+        KnownFlag(name=name, arity=VALUE, refused=False, reason="only retrieval tasks read it")
+        for name in (
+            *("faiss-match", "faiss-topk-retrievals", "eval-micro-batch-size", "train-hard-neg"),
+            *("val-av-rank-hard-neg", "val-av-rank-other-neg"),
+        )
+    ),
+    *(KnownFlag(name=name, arity=VALUE, refused=True, reason=_RETRIEVAL) for name in ("qa-data-dev", "qa-data-test")),
+    *(KnownFlag(name=name, refused=True, reason=_RETRIEVAL) for name in ("faiss-use-gpu", "train-with-neg")),
+)  # fmt: skip
+"""Flags of Megatron's tasks that no fine-tuning task here reads."""
+
+_COUNTED = (
+    *("training.train_iters", "training.train_samples", "training.train_tokens", "training.rampup_batch_size"),
+    *("curriculum.curriculum_learning", "data.dataloader_type"),
+)
+_PATHS = ("data.data_path", "data.train_data_path", "data.valid_data_path", "data.test_data_path")
+
+
+def task_parser() -> FlagParser:
+    """The parser of fine-tuning: the flags of a training run, and those of tasks."""
+    sections = {**run_sections(), "checkpoint": TaskCheckpointConfig, "task": TaskConfig}
+    own = {flag for name, cls in sections.items() for field in field_options(name, cls) for flag in field.flags}
+    flags = (*(flag for flag in TRANSLATOR.flags if flag.name not in own), *_OTHER_TASKS)
+    table = FlagTable(sections, Translator(flags=flags, dialects=TRANSLATOR.dialects))
+    return FlagParser(table, PROGRAM, f"Fine-tune a model for a task: {', '.join(TASKS)}.")
+
+
+def parse_task(argv: Sequence[str]) -> tuple[ParsedRun, TaskConfig, Task]:
+    """Parses a command line of fine-tuning, without the program's name.
+
+    Raises:
+        UserError: when it is not understood; the message is one line.
+    """
+    parsed = task_parser().parse(argv, check=False)
+    given: TaskConfig = parsed.sections.pop("task")
+    run = ParsedRun(config=RunConfig(**parsed.sections), notes=parsed.notes, explicit=parsed.explicit)
+    name = task_name(given.task) if given.task is not None else None
+    if name not in TASKS:
+        raise UserError(f"--task {given.task}: choose from {', '.join(TASKS)}")
+    task, explicit = TASKS[name], run.explicit
+    for path, instead in (("model.task_head", "--task says it"), ("model.task_classes", "--task says it")):
+        if path in explicit:
+            raise UserError(f"--{_flag(path)}: {instead}; leave it out")
+    for path in _COUNTED:
+        if path in explicit:
+            raise UserError(f"--{_flag(path)}: a task is trained for --epochs over --train-data; leave it out")
+    for path in _PATHS:
+        if path in explicit:
+            raise UserError(f"--{_flag(path)}: a task reads labelled files; give --train-data and --valid-data")
+    idle = [f"--{_flag(path)}" for path in ("validation.eval_interval", "validation.eval_iters") if path in explicit]
+    if idle:
+        run.notes.append(f"{', '.join(idle)}: no effect, the whole of --valid-data is evaluated after each epoch")
+    model = run.config.model
+    if "model.model_type" not in explicit:
+        model = replace(model, model_type="bert")
+    run.config = replace(run.config, model=task.on(model))
+    given = replace(given, task=name)
+    _check_given(given, run, explicit)
+    return run, given, task
+
+
+def task_name(word: str) -> str:
+    """A task's name, however it is spelled; the word itself where it is none."""
+    alike = {_alike(name): name for name in TASKS}
+    return alike.get(_alike(word), word)
+
+
+def _alike(word: str) -> str:
+    return word.lower().replace("-", "").replace("_", "")
+
+
+def _flag(path: str) -> str:
+    return path.partition(".")[2].replace("_", "-")
+
+
+def _check_given(task: TaskConfig, run: ParsedRun, explicit: Collection[str]) -> None:
+    missing = [f"--{name.replace('_', '-')}" for name in ("epochs",) if getattr(task, name) is None]
+    missing += ["--valid-data"] if not task.valid_data else []
+    missing += ["--train-data"] if task.epochs and not task.train_data else []
+    if missing:
+        raise UserError(f"not given but required for --task {task.task}: {', '.join(missing)}; add it")
+    if task.epochs == 0 and run.config.checkpoint.load is None and task.pretrained_checkpoint is None:
+        raise UserError("--epochs 0 evaluates a checkpoint: give --load FOLDER")
+    if run.config.data.sample_order == "megatron":
+        raise UserError("--sample-order megatron: is an order of pretraining; give lazy or fixed")
+
+
+def sized(parsed: ParsedRun, given: TaskConfig, world_size: int, samples: tuple[int, int]) -> RunConfig:
+    """The run of a task, unresolved: its batches, iterations and evaluations.
+
+    Where a sample has several sequences, micro-batch and global batch are multiplied by them, as in Megatron.
+
+    Args:
+        parsed, given: what ``parse_task`` returned; the model may be a checkpoint's.
+        world_size: processes.
+        samples: training and validation samples.
+
+    Raises:
+        UserError: when there are fewer samples than one batch takes.
+    """
+    config, each = parsed.config, parsed.config.model.sequences_per_sample
+    training, validation = config.training, config.validation
+    if training.micro_batch_size is None:
+        raise UserError("not given but required: --micro-batch-size; add it")
+    replicas = max(config.data_parallel_size(world_size), 1)
+    size = training.global_batch_size or training.micro_batch_size * replicas
+    steps = -(-samples[0] // size) if given.keep_last_batch else samples[0] // size
+    if given.epochs and not steps:
+        raise UserError(
+            f"--train-data holds {samples[0]} samples, less than one global batch of {size}: lower "
+            "--global-batch-size, or add --keep-last"
+        )
+    checkpoint, optimizer = config.checkpoint, config.optimizer
+    if given.epochs == 0:
+        # Only the weights are needed; --lr is required of every run.
+        loads = checkpoint.load is not None
+        checkpoint = replace(checkpoint, no_load_optim=loads, no_load_lr_state=loads, exit_on_missing_checkpoint=loads)
+        optimizer = replace(optimizer, lr=optimizer.lr or 1e-5)
+    elif checkpoint.save is not None and checkpoint.save_interval is None:
+        checkpoint = replace(checkpoint, save_interval=steps)
+    return replace(
+        config,
+        training=replace(
+            training,
+            micro_batch_size=training.micro_batch_size * each,
+            global_batch_size=size * each,
+            train_iters=max(given.epochs * steps, 1),
+        ),
+        validation=replace(
+            validation,
+            eval_iters=-(-samples[1] // size),
+            eval_interval=max(steps, 1),
+            skip_train=validation.skip_train or given.epochs == 0,
+        ),
+        checkpoint=checkpoint,
+        optimizer=optimizer,
+    )

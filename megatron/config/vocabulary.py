@@ -1,0 +1,30 @@
+"""The vocabulary, padded for the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from megatron.base.errors import UserError
+
+
+def check_vocabulary(vocab_size: int, multiple: int, tensor: int) -> None:
+    """Checks that every tensor-parallel rank has entries of the vocabulary after padding (else UserError).
+
+    Args:
+        vocab_size: entries without padding.
+        multiple: --make-vocab-size-divisible-by.
+        tensor: tensor-parallel ranks.
+    """
+    if _all_hold_some(vocab_size, multiple, tensor):
+        return
+    powers = [1 << power for power in range(multiple.bit_length())]
+    fitting = [power for power in powers if power < multiple and _all_hold_some(vocab_size, power, tensor)]
+    less = f"--make-vocab-size-divisible-by {fitting[-1]}" if fitting else "--tensor-model-parallel-size"
+    raise UserError(
+        f"a vocabulary of {vocab_size} entries, padded to a multiple of --make-vocab-size-divisible-by {multiple} x "
+        f"--tensor-model-parallel-size {tensor}, leaves tensor-parallel rank {tensor - 1} none of them; "
+        f"{'use' if fitting else 'lower'} {less}"
+    )
+
+
+def _all_hold_some(vocab_size: int, multiple: int, tensor: int) -> bool:
+    rows = -(-vocab_size // (multiple * tensor)) * multiple
+    return rows * (tensor - 1) < vocab_size

@@ -1,0 +1,1 @@
+"""Labelled samples of fine-tuning tasks."""

@@ -1,0 +1,186 @@
+"""Labelled samples as a source for loaders: texts to tokens, labels, and which of them count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron.base.errors import UserError
+from megatron.config.model import ModelConfig
+from megatron.data.batch import Batch
+from megatron.data.masked_dataset import padding, places, take
+from megatron.data.source import row
+from megatron.data.tasks.epochs import Epochs
+from megatron.data.tasks.examples import Example
+from megatron.tokenizer.api import Tokenizer
+from megatron.tokenizer.wordpiece import word_piece_ids
+
+_CACHED_TEXTS = 1024
+# The first token, a separator behind each text, and a token of each.
+_LEAST_LENGTH = 5
+# Length, label, and whether it counts.
+_AFTER_TOKENS = 3
+
+
+@dataclass(frozen=True)
+class Separators:
+    """Ids of the tokens around texts.
+
+    Args:
+        first: begins every sequence; None for nothing.
+        end: stands behind every text.
+        pad: fills up.
+    """
+
+    first: int | None
+    end: int
+    pad: int
+
+
+def separators_of(tokenizer: Tokenizer, model: ModelConfig) -> Separators:
+    """The tokens around texts: BERT's own; for GPT the end of a document, whose state the classifier reads at last.
+
+    Raises:
+        UserError: when the tokenizer does not have them.
+    """
+    if model.causal:
+        return Separators(None, tokenizer.eod, tokenizer.eod)
+    ids = word_piece_ids(tokenizer)
+    return Separators(ids.cls, ids.sep, ids.pad)
+
+
+def paired(
+    first: Sequence[int], second: Sequence[int] | None, length: int, around: Separators
+) -> tuple[list[int], int]:
+    """The tokens of one or two texts, at most ``length``, and how many of them are of the first.
+
+    What is too much is cut off the end, as in Megatron.
+    """
+    tokens = [*([] if around.first is None else [around.first]), *first, around.end]
+    of_first = len(tokens)
+    tokens += second or ()
+    if len(tokens) >= length:
+        tokens = [*tokens[: length - 1], around.end]
+    elif second is not None:
+        tokens.append(around.end)
+    return tokens, min(of_first, length if second is None else length - 1)
+
+
+class TaskDataset:
+    """Samples of a task, some of whose draws may not count.
+
+    A draw is a sequence: a sample with several takes as many draws in a row.
+
+    Args:
+        examples: the samples.
+        epochs: their order.
+        num_epochs: epochs that may be drawn.
+        tokenizer: tokenizer of the model.
+        model: model that reads them.
+        most_first: most tokens of a first text; None for any number.
+        seed: seed of the run.
+
+    Raises:
+        UserError: when the tokenizer or the length does not suit.
+    """
+
+    resets_positions = False
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        epochs: Epochs,
+        num_epochs: int,
+        tokenizer: Tokenizer,
+        model: ModelConfig,
+        *,
+        most_first: int | None,
+        seed: int,
+    ) -> None:
+        self.examples = examples
+        self.epochs = epochs
+        self.seed = seed
+        self._num_epochs = num_epochs
+        self._around = separators_of(tokenizer, model)
+        self._most_first = most_first
+        self._length = model.seq_length
+        if self._length < _LEAST_LENGTH:
+            raise UserError(f"--seq-length {self._length} leaves no room for texts; give at least {_LEAST_LENGTH}")
+        self._causal = model.causal
+        self._has_types = model.num_tokentypes > 0
+        self._real = model.task_head == "regression"
+        self._each = model.sequences_per_sample
+        self._tokenize = lru_cache(_CACHED_TEXTS)(tokenizer.tokenize)
+        self.row_length = 2 * self._length + _AFTER_TOKENS
+
+    def __len__(self) -> int:
+        return self._num_epochs * self.epoch_samples
+
+    @property
+    def epoch_samples(self) -> int:
+        """See ``SampleSource``."""
+        return self.epochs.draws * self._each
+
+    @property
+    def lanes(self) -> int | None:
+        """See ``SampleSource``."""
+        return None if self.epochs.lanes is None else self.epochs.lanes * self._each
+
+    def sample_id(self, index: int) -> int:
+        """See ``SampleSource``.
+
+        Raises:
+            IndexError: when the index is outside the dataset.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        draw, number = divmod(index, self._each)
+        return self.epochs.at(draw).sample * self._each + number
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        """The row of draw ``index``, int64 [row_length].
+
+        Raises:
+            IndexError: when the index is outside the dataset.
+        """
+        return row(self, index)
+
+    def read(self, index: int, out_t: NDArray[np.int64]) -> None:
+        """See ``SampleSource``: tokens, types, and their number; the label's bits, and whether it counts."""
+        sample, number = divmod(self.sample_id(index), self._each)
+        example, length = self.examples[sample], self._length
+        first, second = example.sequences[number]
+        second_tokens = None if second is None else self._tokenize(second)
+        first_tokens = self._tokenize(first)[: self._most_first]
+        tokens, of_first = paired(first_tokens, second_tokens, length, self._around)
+        out_t[:length] = self._around.pad
+        out_t[: len(tokens)] = tokens
+        types_s = out_t[length : 2 * length]
+        types_s[:] = 0
+        types_s[of_first : len(tokens)] = 1
+        out_t[-3] = len(tokens)
+        out_t[-2] = np.float64(example.label).view(np.int64) if self._real else example.label
+        out_t[-1] = number == 0 and self.epochs.at(index // self._each).counts
+
+    def collate(
+        self, rows_bt: NDArray[np.int64], sample_ids_b: NDArray[np.int64], draw_ids_b: NDArray[np.int64]
+    ) -> Batch:
+        """See ``SampleSource``."""
+        length = self._length
+        labels_b1 = np.ascontiguousarray(rows_bt[:, -2:-1])
+        return Batch(
+            sample_ids_b=torch.from_numpy(sample_ids_b),
+            draw_ids_b=torch.from_numpy(draw_ids_b),
+            tokens_bs=take(rows_bt, 0, length),
+            types_bs=take(rows_bt, length, length) if self._has_types else None,
+            labels_bs=torch.from_numpy(labels_b1.view(np.float64) if self._real else labels_b1),
+            loss_mask_bs=torch.from_numpy(rows_bt[:, -1:].astype(np.float32)),
+            position_ids_bs=places(len(rows_bt), length),
+            segment_ids_bs=None if self._causal else padding(rows_bt[:, -3], length),
+            lengths_b=torch.from_numpy(rows_bt[:, -3].copy()),
+        )

@@ -1,0 +1,147 @@
+"""GLUE's tasks: which columns of their TSV files hold texts and labels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.base.errors import UserError
+from megatron.data.tasks.examples import Example, ExampleFile, clean_text
+from megatron.data.text_file import read_utf8
+
+_MOST_TORN = 0.01
+"""Largest share of torn lines in a file that is known to have some."""
+
+
+@dataclass(frozen=True)
+class GlueFormat:
+    """The files of one task.
+
+    Args:
+        texts: names of the columns of one or two texts; numbers where files have no header.
+        label: name or number of the label's column.
+        classes: labels, in the order of their numbers; empty where a label is a number from ``bounds``.
+        columns: columns of every line where files have no header.
+        bounds: least and largest number.
+        torn: whether the published files have torn lines, which are left out.
+    """
+
+    texts: tuple[str | int, ...]
+    label: str | int
+    classes: tuple[str, ...] = ("0", "1")
+    columns: int | None = None
+    bounds: tuple[float, float] = (0.0, 5.0)
+    torn: bool = False
+
+
+_SENTENCES = ("sentence1", "sentence2")
+_ENTAILMENT = ("entailment", "not_entailment")
+
+FORMATS: Mapping[str, GlueFormat] = {
+    "MNLI": GlueFormat(_SENTENCES, "gold_label", ("contradiction", "entailment", "neutral")),
+    "QQP": GlueFormat(("question1", "question2"), "is_duplicate", torn=True),
+    "QNLI": GlueFormat(("question", "sentence"), "label", _ENTAILMENT),
+    "SST-2": GlueFormat(("sentence",), "label"),
+    "CoLA": GlueFormat((3,), 1, columns=4),
+    "STS-B": GlueFormat(_SENTENCES, "score", ()),
+    "MRPC": GlueFormat(("#1 String", "#2 String"), "Quality"),
+    "RTE": GlueFormat(_SENTENCES, "label", _ENTAILMENT),
+}
+
+
+def read_glue(task: str, path: str, flag: str) -> ExampleFile:
+    """Reads a TSV file of a task, as GLUE publishes it.
+
+    Args:
+        task: a key of ``FORMATS``.
+        path: path of the file.
+        flag: flag that names it, for messages.
+
+    Raises:
+        UserError: when it cannot be read, or is not of this format; the message names file and line.
+    """
+    form, where = FORMATS[task], f"{flag} {path}"
+    lines = read_utf8(path, flag).removeprefix("\ufeff").split("\n")
+    if lines and not lines[-1]:
+        lines.pop()
+    if not lines:
+        raise UserError(f"{where}: is empty")
+    columns, first = _columns(task, form, lines[0], where)
+    examples: list[Example] = []
+    torn: list[int] = []
+    for number, row in _rows(lines, first):
+        if len(row) == columns.count and all(row[place].strip() for place in columns.texts):
+            examples.append(_example(form, columns, row, f"{where}, line {number}"))
+        elif form.torn:
+            torn.append(number)
+        else:
+            raise _not_fitting(row, columns, f"{where}, line {number}")
+    if torn and len(torn) > _MOST_TORN * len(lines):
+        raise UserError(
+            f"{where}, line {torn[0]}: is no line of {columns.count} columns with texts, and nor are "
+            f"{len(torn) - 1} others; give {task}'s own file"
+        )
+    if not examples:
+        raise UserError(f"{where}: holds no sample after line {first}")
+    note = f"{where}: {len(torn)} torn lines are left out, the first at line {torn[0]}" if torn else ""
+    return ExampleFile(path, examples, note)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Places of a file's columns, and how many there are."""
+
+    texts: tuple[int, ...]
+    label: int
+    count: int
+
+
+def _rows(lines: Sequence[str], first: int) -> Iterator[tuple[int, list[str]]]:
+    """Numbers of lines, from 1, and their fields."""
+    for number, line in enumerate(lines[first:], first + 1):
+        yield number, line.split("\t")
+
+
+def _columns(task: str, form: GlueFormat, line: str, where: str) -> tuple[_Columns, int]:
+    """The columns of a file, and the number of lines before the first sample."""
+    if form.columns is not None:
+        texts = tuple(int(place) for place in form.texts)
+        return _Columns(texts, int(form.label), form.columns), 0
+    names = [name.strip() for name in line.split("\t")]
+    for name in (*form.texts, form.label):
+        if name not in names:
+            test = "; GLUE's test files have no labels" if name == form.label else ""
+            raise UserError(
+                f"{where}, line 1: {task} needs the column {name}, and the header has {', '.join(names)[:200]}{test}"
+            )
+    places = tuple(names.index(str(name)) for name in form.texts)
+    return _Columns(places, names.index(str(form.label)), len(names)), 1
+
+
+def _not_fitting(row: Sequence[str], columns: _Columns, where: str) -> UserError:
+    if len(row) != columns.count:
+        return UserError(f"{where}: has {len(row)} columns instead of {columns.count}, separated by tabs")
+    empty = next(place for place in columns.texts if not row[place].strip())
+    return UserError(f"{where}: column {empty + 1} holds no text")
+
+
+def _example(form: GlueFormat, columns: _Columns, row: Sequence[str], where: str) -> Example:
+    first, *second = (clean_text(row[place].strip()) for place in columns.texts)
+    label = _label(form, row[columns.label].strip(), where)
+    return Example(((first, second[0] if second else None),), label)
+
+
+def _label(form: GlueFormat, word: str, where: str) -> int | float:
+    if form.classes:
+        if word not in form.classes:
+            raise UserError(f"{where}: the label {word!r} is none of {', '.join(form.classes)}")
+        return form.classes.index(word)
+    least, most = form.bounds
+    try:
+        number = float(word)
+    except ValueError:
+        number = math.nan
+    if not least <= number <= most:
+        raise UserError(f"{where}: the label {word!r} is no number from {least:g} to {most:g}")
+    return number

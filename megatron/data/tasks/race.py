@@ -1,0 +1,86 @@
+"""RACE: passages with questions, each with four answers of which one is right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.base.errors import UserError
+from megatron.data.tasks.examples import Example, ExampleFile, clean_text
+from megatron.data.text_file import read_utf8
+
+CHOICES = 4
+MOST_QUESTION_TOKENS = 128
+"""Most tokens of a question with its answer, as in Megatron."""
+_LETTERS = "ABCD"
+
+
+def read_race(path: str, flag: str) -> ExampleFile:
+    """Reads a folder of ``.txt`` files, each with a passage and its questions in a line of JSON.
+
+    A question with a blank (``_``) is read with the answer in it; any other with the answer behind it.
+
+    Args:
+        path: path of the folder, such as RACE/train/middle.
+        flag: flag that names it, for messages.
+
+    Raises:
+        UserError: when it cannot be read, or a file is not of this format; the message names file and line.
+    """
+    try:
+        files = sorted(entry for entry in Path(path).iterdir() if entry.suffix == ".txt")
+    except OSError as error:
+        raise UserError(f"{flag} {path}: {error.strerror}; RACE's data are folders of .txt files") from error
+    if not files:
+        raise UserError(f"{flag} {path}: holds no .txt file; name RACE's innermost folders, such as train/middle")
+    examples: list[Example] = []
+    for file in files:
+        lines = read_utf8(str(file), flag).split("\n")
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                examples += _questions(line, f"{flag} {file}, line {number}")
+    if not examples:
+        raise UserError(f"{flag} {path}: holds no question")
+    return ExampleFile(path, examples)
+
+
+def _questions(line: str, where: str) -> Iterator[Example]:
+    """The samples of one passage."""
+    try:
+        passage = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{where}: is no JSON ({error})") from error
+    if not isinstance(passage, dict):
+        raise UserError(f"{where}: is no JSON object with article, questions, options and answers")
+    article = passage.get("article")
+    if not isinstance(article, str) or not article.strip():
+        raise UserError(f"{where}: article must be a text")
+    questions, options, answers = (_list(passage, name, where) for name in ("questions", "options", "answers"))
+    if not len(questions) == len(options) == len(answers):
+        raise UserError(
+            f"{where}: has {len(questions)} questions, {len(options)} options and {len(answers)} answers; "
+            "there must be as many of each"
+        )
+    text = clean_text(article)
+    for number, (question, texts, answer) in enumerate(zip(questions, options, answers, strict=True), 1):
+        of = f"{where}, question {number}"
+        if not isinstance(question, str) or not isinstance(texts, list) or not all(isinstance(x, str) for x in texts):
+            raise UserError(f"{of}: the question must be a text and its options a list of texts")
+        if len(texts) != CHOICES:
+            raise UserError(f"{of}: has {len(texts)} options instead of {CHOICES}")
+        if not isinstance(answer, str) or len(answer) != 1 or answer not in _LETTERS:
+            raise UserError(f"{of}: the answer {answer!r} is none of {', '.join(_LETTERS)}")
+        yield Example(tuple((_with(question, one), text) for one in texts), _LETTERS.index(answer))
+
+
+def _list(passage: Mapping[str, Any], name: str, where: str) -> list[Any]:
+    value = passage.get(name)
+    if not isinstance(value, list):
+        raise UserError(f"{where}: {name} must be a list")
+    return value
+
+
+def _with(question: str, answer: str) -> str:
+    return clean_text(question.replace("_", answer) if "_" in question else f"{question} {answer}")

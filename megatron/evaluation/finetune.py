@@ -1,0 +1,159 @@
+"""Fine-tuning for a task, and evaluation of what was fine-tuned: a run of the ordinary trainer on labelled samples."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron.base.errors import UserError
+from megatron.checkpoint.files import Iteration
+from megatron.checkpoint.find import read_tracker
+from megatron.checkpoint.load import saved_config
+from megatron.checkpoint.vocabulary import saved_entries
+from megatron.config.flags import ParsedRun
+from megatron.config.kinds import check_kind
+from megatron.config.merge import merge_checkpoint_config
+from megatron.config.run import RunConfig
+from megatron.config.tasks import Task, TaskConfig, parse_task, sized
+from megatron.data.build import Datasets
+from megatron.data.tasks.dataset import TaskDataset
+from megatron.data.tasks.epochs import Epochs
+from megatron.data.tasks.examples import ExampleFile
+from megatron.data.tasks.glue import read_glue
+from megatron.data.tasks.race import read_race
+from megatron.evaluation.task_metrics import check_packages, scores
+from megatron.tokenizer.api import Tokenizer
+from megatron.topology.launch import LaunchEnvironment
+from megatron.training.console import make_output_last
+from megatron.training.pretrain import Job, fitted_tokenizer, train
+from megatron.training.program import Ranks, run_program
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """The labelled samples of a run.
+
+    Args:
+        given, task: the flags, and what the task is.
+        training, validation: files as they were read.
+    """
+
+    given: TaskConfig
+    task: Task
+    training: Sequence[ExampleFile]
+    validation: Sequence[ExampleFile]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Training and validation samples."""
+        return _samples(self.training), _samples(self.validation)
+
+    @property
+    def notes(self) -> list[str]:
+        """What was left out of the files."""
+        return [file.note for file in (*self.training, *self.validation) if file.note]
+
+    def datasets(self, config: RunConfig, tokenizer: Tokenizer | None) -> Datasets:
+        """The data sets of a resolved run, or raises UserError where the tokenizer does not suit."""
+        if tokenizer is None:
+            raise UserError(
+                "a task reads texts: give --tokenizer-type, such as BertWordPieceLowerCase --vocab-file FILE"
+            )
+        model, seed = config.model, config.training.seed
+        size = config.training.global_batch_size // model.sequences_per_sample
+        train, valid = self.sizes
+        recurring = config.data.sample_order == "fixed"
+        orders = (
+            Epochs(train, size, keep_last=self.given.keep_last_batch, recurring=recurring, seed=seed),
+            Epochs(valid, size, keep_last=True, shuffle=False),
+        )
+
+        def build(files: Sequence[ExampleFile], order: Epochs, epochs: int) -> TaskDataset:
+            examples = [example for file in files for example in file.examples]
+            most = self.task.most_first
+            return TaskDataset(examples, order, epochs, tokenizer, model, most_first=most, seed=seed)
+
+        training = build(self.training, orders[0], self.given.epochs) if self.given.epochs else None
+        return training, build(self.validation, orders[1], 1), None
+
+    def judge(self, outputs_nc: Tensor) -> dict[str, dict[str, float]]:
+        """See ``Judge``."""
+        return scores(self.task, self.validation, outputs_nc)
+
+
+def _samples(files: Sequence[ExampleFile]) -> int:
+    return sum(len(file.examples) for file in files)
+
+
+def read_data(given: TaskConfig, task: Task) -> TaskData:
+    """Reads the files that the flags name.
+
+    Raises:
+        UserError: when one cannot be read, or is not of the task's format; the message names file and line.
+    """
+
+    def read(paths: Sequence[str], flag: str) -> list[ExampleFile]:
+        if task.folders:
+            return [read_race(path, flag) for path in paths]
+        return [read_glue(given.task, path, flag) for path in paths]
+
+    training = read(given.train_data, "--train-data") if given.epochs else []
+    return TaskData(given, task, training, read(given.valid_data, "--valid-data"))
+
+
+def begin_with(parsed: ParsedRun, given: TaskConfig, task: Task) -> tuple[str, Iteration] | None:
+    """Gives the run the shape of the checkpoint that it begins with: that of --load, else the pretrained one.
+
+    Returns:
+        Folder and iteration of the pretrained model, where the run begins with it.
+
+    Raises:
+        UserError: when the checkpoint is of another model, or a flag of another shape.
+    """
+    checkpoint, wanted = parsed.config.checkpoint, parsed.config.model
+    load = checkpoint.load
+    if load is not None and (checkpoint.ckpt_step is not None or read_tracker(load) is not None):
+        saved, iteration = saved_config(load, checkpoint.ckpt_step)
+        check_kind(f"--load {load}", saved.model.kind, wanted.kind)
+        _take_shape(parsed, saved, load, iteration, task)
+        return None
+    folder = given.pretrained_checkpoint
+    if folder is None:
+        return None
+    if read_tracker(folder) is None:
+        raise UserError(f"--pretrained-checkpoint {folder} holds no checkpoint; name the folder that --save wrote to")
+    saved, iteration = saved_config(folder)
+    check_kind(f"--pretrained-checkpoint {folder}", saved.model.kind, wanted.model_type)
+    _take_shape(parsed, saved, folder, iteration, task)
+    return folder, iteration
+
+
+def _take_shape(parsed: ParsedRun, saved: RunConfig, root: str, iteration: Iteration, task: Task) -> None:
+    saved = replace(saved, model=task.on(saved.model))
+    merged = merge_checkpoint_config(parsed.config, parsed.explicit, saved, "")
+    tokenizer = fitted_tokenizer(merged.tokenizer, saved_entries(root, iteration), parsed)
+    parsed.config = replace(merged, tokenizer=tokenizer)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Fine-tunes or evaluates on this rank; returns the exit status."""
+    started = time.monotonic()
+    make_output_last()
+
+    def body(ranks: Ranks) -> None:
+        check_packages()
+        parsed, given, task = parse_task(list(sys.argv[1:] if argv is None else argv))
+        ranks.env = env = LaunchEnvironment.read(parsed.config.parallel.local_rank)
+        pretrained = begin_with(parsed, given, task)
+        data = read_data(given, task)
+        parsed.config = sized(parsed, given, env.world_size, data.sizes)
+        config = parsed.resolve(env.world_size, cuda_available=torch.cuda.is_available())
+        job = Job(data.datasets, pretrained, data.judge, {"task": given})
+        train(ranks, config, [*parsed.notes, *data.notes], started, job)
+
+    return run_program(body)

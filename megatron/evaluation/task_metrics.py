@@ -1,0 +1,102 @@
+"""What tasks are judged by, computed by scikit-learn and SciPy."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from megatron.base.errors import UserError
+from megatron.config.tasks import Metric, Task
+from megatron.data.tasks.examples import ExampleFile
+
+
+def check_packages() -> None:
+    """Checks that the packages of the metrics are there (else UserError)."""
+    missing = [name for name, module in (("scikit-learn", "sklearn"), ("scipy", "scipy")) if not _there(module)]
+    if missing:
+        raise UserError(f"tasks are judged by {' and '.join(missing)}: pip install 'megatron-cc[tasks]'")
+
+
+def _there(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _accuracy(labels_n: Any, found_n: Any) -> float:
+    from sklearn.metrics import accuracy_score
+
+    return float(accuracy_score(labels_n, found_n))
+
+
+def _f1(labels_n: Any, found_n: Any) -> float:
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(labels_n, found_n, zero_division=0.0))
+
+
+def _matthews(labels_n: Any, found_n: Any) -> float:
+    from sklearn.metrics import matthews_corrcoef
+
+    return float(matthews_corrcoef(labels_n, found_n))
+
+
+def _pearson(labels_n: Any, found_n: Any) -> float:
+    from scipy.stats import pearsonr
+
+    return float(pearsonr(labels_n, found_n).statistic) if len(labels_n) > 1 else math.nan
+
+
+def _spearman(labels_n: Any, found_n: Any) -> float:
+    from scipy.stats import spearmanr
+
+    return float(spearmanr(labels_n, found_n).statistic) if len(labels_n) > 1 else math.nan
+
+
+_METRICS: Mapping[Metric, Callable[[Any, Any], float]] = {
+    "accuracy": _accuracy,
+    "F1": _f1,
+    "Matthews": _matthews,
+    "Pearson": _pearson,
+    "Spearman": _spearman,
+}
+
+
+def scores(task: Task, files: Sequence[ExampleFile], outputs_nc: Tensor) -> dict[str, dict[str, float]]:
+    """The metrics of each file.
+
+    Args:
+        task: the task.
+        files: validation files.
+        outputs_nc: what the model says of each sequence of all files, in order; more rows do not count.
+    """
+    each = task.classes if task.head == "choice" else 1
+    labels = [example.label for file in files for example in file.examples]
+    kept = outputs_nc[: len(labels) * each].numpy()
+    found_n = kept[:, 0] if task.head == "regression" else kept.reshape(len(labels), -1).argmax(axis=1)
+    result: dict[str, dict[str, float]] = {}
+    begin = 0
+    for name, file in zip(short_names([file.path for file in files]), files, strict=True):
+        end = begin + len(file.examples)
+        of_file = np.asarray(labels[begin:end]), found_n[begin:end]
+        with warnings.catch_warnings():
+            # A correlation with a constant is a nan, of which SciPy warns, too.
+            warnings.simplefilter("ignore")
+            result[name] = {str(metric): _METRICS[metric](*of_file) for metric in task.metrics}
+        begin = end
+    return result
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Names of files in logs: the last parts of their paths, as many as tell them apart."""
+    parts = [Path(path).parts for path in paths]
+    for count in range(1, max(map(len, parts), default=0) + 1):
+        names = ["/".join(one[-count:]) for one in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{path} ({number})" for number, path in enumerate(paths, 1)]

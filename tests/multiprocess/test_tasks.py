@@ -1,0 +1,157 @@
+"""Fine-tuning on several ranks: the numbers of one process, a pretrained model, exact resume, and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+
+from megatron.checkpoint.load import load_tensors, saved_shapes
+from megatron.checkpoint.logical import shard_of_local
+from megatron.checkpoint.model_state import MODEL
+from megatron.evaluation.command import main
+from megatron.training import pretrain_bert
+from tests.support.cli import run_cli
+from tests.support.corpus import tiny_bert_flags, write_sentences
+from tests.support.spawn import run_ranks
+from tests.support.tasks import task_flags, write_race, write_tsv, write_vocabulary
+
+pytestmark = pytest.mark.multiprocess
+
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
+def _run(flags: list[str]) -> None:
+    status = main(flags)
+    assert status == 0, status
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    """What the training steps and the evaluations found."""
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    kept = ("kind", "iteration", "classification_loss", "regression_loss", "grad_norm", "scores")
+    return [
+        {name: event[name] for name in kept if name in event}
+        for event in events
+        if event["kind"] in ("train", "validation")
+    ]
+
+
+def _assert_alike(found: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float) -> None:
+    assert [(event["kind"], event["iteration"]) for event in found] == [
+        (event["kind"], event["iteration"]) for event in expected
+    ]
+    for ours, theirs in zip(found, expected, strict=True):
+        for name, value in theirs.items():
+            if isinstance(value, float):
+                assert ours[name] == pytest.approx(value, rel=tolerance), (name, theirs["iteration"])
+            elif name == "scores":
+                for file, scores in value.items():
+                    assert ours[name][file] == pytest.approx(scores, rel=tolerance)
+
+
+SPLIT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
+    "MNLI": ("MNLI", 8, {**SPLIT, "use_distributed_optimizer": True}, {}),
+    "GPT": ("STS-B", 2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {"model_type": "gpt"}),
+    "RACE": ("RACE", 4, {"pipeline_model_parallel_size": 2}, {"global_batch_size": 2}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_numbers_do_not_depend_on_the_layout(name: str, tmp_path: Path) -> None:
+    """With dropout in the head, last batches that are not full, and one that a replica has nothing of."""
+    task, ranks, layout, model = LAYOUTS[name]
+    vocabulary = write_vocabulary(tmp_path)
+    if task == "RACE":
+        train, valid = [write_race(tmp_path / "train", 3)], [write_race(tmp_path / "dev", 2, questions=3, seed=1)]
+        train[0].joinpath("0.txt").unlink()
+    else:
+        train = [write_tsv(tmp_path / "train.tsv", task, 9)]
+        valid = [write_tsv(tmp_path / f"dev{number}.tsv", task, 6, number) for number in (1, 2)]
+    common = {"fp64": True, "keep_last": True, "global_batch_size": 8, "lr_warmup_fraction": 0.2, **DROPOUT, **model}
+    logs = [tmp_path / "one.jsonl", tmp_path / "split.jsonl"]
+    for world_size, log, changes in ((1, logs[0], {}), (ranks, logs[1], layout)):
+        flags = task_flags(vocabulary, task, train, valid, log_json_file=log, **common, **changes)
+        run_ranks(world_size, _run, flags, timeout=240, init=False)
+    one, split = map(_events, logs)
+    steps = 2
+    assert [event["iteration"] for event in one if event["kind"] == "validation"] == [steps, 2 * steps]
+    assert len([event for event in one if event["kind"] == "train"]) == 2 * steps
+    _assert_alike(split, one, 1e-10)
+
+
+def _tensors(root: Path) -> dict[str, Tensor]:
+    """The model of the last checkpoint."""
+    iteration = int((root / "latest_checkpointed_iteration.txt").read_text())
+    found = {
+        name: torch.empty(shape, dtype=kind) for name, (shape, kind) in saved_shapes(root, iteration, MODEL).items()
+    }
+    shards = {name: shard_of_local(x, (0,) * x.dim(), tuple(x.shape)) for name, x in found.items()}
+    load_tensors(root, iteration, shards, allow_unexpected=True)
+    return {name.removeprefix(MODEL): x for name, x in found.items()}
+
+
+def _pretrain(flags: list[str]) -> None:
+    assert pretrain_bert.main(flags) == 0
+
+
+def test_from_a_pretrained_model_to_an_evaluation_on_another_layout(tmp_path: Path) -> None:
+    data = write_sentences(tmp_path / "tiny")
+    pretrained, saved, still = tmp_path / "pretrained", tmp_path / "saved", tmp_path / "still"
+    two = {"pipeline_model_parallel_size": 2}
+    run_ranks(2, _pretrain, tiny_bert_flags(data, train_iters=2, save=pretrained, **two), init=False, timeout=240)
+    train, valid = write_tsv(tmp_path / "train.tsv", "MRPC", 12), write_tsv(tmp_path / "dev.tsv", "MRPC", 7, 1)
+
+    def flags(**changes: object) -> list[str]:
+        # The shape is the checkpoint's.
+        shape = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"))
+        given = {**shape, "pretrained_checkpoint": pretrained, **DROPOUT, **changes}
+        return task_flags(data[1], "MRPC", [train], [valid], **given)
+
+    run_ranks(2, _run, flags(epochs=1, lr=1e-30, weight_decay=0, save=still, **two), init=False, timeout=240)
+    before, after = _tensors(pretrained), _tensors(still)
+    assert torch.equal(after.pop("classification_head.pooler.weight"), before["binary_head.pooler.weight"])
+    assert torch.equal(after.pop("classification_head.pooler.bias"), before["binary_head.pooler.bias"])
+    assert tuple(after.pop("classification_head.classifier.weight").shape) == (2, 16)
+    after.pop("classification_head.classifier.bias")
+    assert {name for name in before if not name.startswith(("lm_head", "binary_head"))} == set(after)
+    assert all(torch.equal(x, before[name]) for name, x in after.items())
+
+    logs = {name: tmp_path / f"{name}.jsonl" for name in ("whole", "parts", "evaluated")}
+    for changes in (
+        {"log_json_file": logs["whole"], "tensorboard_dir": tmp_path / "curves"},
+        {"log_json_file": logs["parts"], "save": saved, "exit_interval": 4},
+        {"log_json_file": logs["parts"], "save": saved, "load": saved, "pretrained_checkpoint": None},
+    ):
+        run_ranks(2, _run, flags(**changes), init=False, timeout=240)
+    whole = _events(logs["whole"])
+    assert [event["iteration"] for event in whole if event["kind"] == "validation"] == [3, 6]
+    assert _events(logs["parts"]) == whole
+    read = EventAccumulator(str(tmp_path / "curves"))
+    read.Reload()
+    found = [event["scores"]["dev.tsv"]["F1"] for event in whole if "scores" in event]
+    assert [point.value for point in read.Scalars("F1 validation/dev.tsv")] == pytest.approx(found)
+    evaluating = {"epochs": 0, "train_data": None, "load": saved, "lr": None, "log_json_file": logs["evaluated"]}
+    split = {"tensor_model_parallel_size": 2}
+    run_ranks(2, _run, flags(**evaluating, **split, pretrained_checkpoint=None), init=False, timeout=240)
+    (evaluated,) = _events(logs["evaluated"])
+    assert evaluated["iteration"] == 6
+    _assert_alike([evaluated], whole[-1:], 1e-5)
+
+
+def test_what_cannot_be_read_ends_every_rank_with_one_line(tmp_path: Path) -> None:
+    vocabulary = write_vocabulary(tmp_path)
+    train, valid = write_tsv(tmp_path / "train.tsv", "RTE", 8), write_tsv(tmp_path / "dev.tsv", "RTE", 8)
+    with valid.open("a") as file:
+        file.write("8\tw1\tw2\tmaybe\n")
+    done = run_cli(2, ["tasks/main.py", *task_flags(vocabulary, "RTE", [train], [valid])])
+    assert done.returncode == 2
+    said = f"error: --valid-data {valid}, line 10: the label 'maybe' is none of entailment, not_entailment"
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
