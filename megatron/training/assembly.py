@@ -85,7 +85,7 @@ class Engines:
         self.comm.begin(iteration)
         self.sync.begin(iteration, scale)
         if self.channel is not None:
-            self.channel.shape = _message_shape(self.config, self.topology, seq_length or self.config.model.seq_length)
+            self.channel.shape = _message_shape(self.config, seq_length or self.config.model.seq_length)
             self.channel.begin(scale)
 
     def compressor_states(self) -> Iterator[CompressorState]:
@@ -184,7 +184,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         reduce=not (torch_ddp or parallel.no_allreduce),
         clip_grad=config.optimizer.clip_grad,
     )
-    channel = _build_channel(config, topology, plan, ledger) if layout.pp > 1 else None
+    channel = _build_channel(config, topology, plan, ledger, comm) if layout.pp > 1 else None
     return Engines(
         config=config,
         topology=topology,
@@ -293,17 +293,21 @@ def _build_loss_scale(config: RunConfig) -> LossScale:
     )
 
 
-def _message_shape(config: RunConfig, topology: Topology, length: int) -> torch.Size:
-    """Shape of a pipeline message; under sequence parallelism each rank sends its part of the sequence."""
-    parts = topology.layout.tp if config.parallel.sequence_parallel else 1
-    return torch.Size((length // parts, config.training.micro_batch_size, config.model.hidden_size))
+def _message_shape(config: RunConfig, length: int) -> torch.Size:
+    """Shape of a pipeline message, which may be a rank's part of the sequence."""
+    return torch.Size(
+        (length // config.parallel.message_parts, config.training.micro_batch_size, config.model.hidden_size)
+    )
 
 
-def _build_channel(config: RunConfig, topology: Topology, plan: CompressionPlan, ledger: Ledger) -> PipelineChannel:
+def _build_channel(
+    config: RunConfig, topology: Topology, plan: CompressionPlan, ledger: Ledger, comm: TensorComm
+) -> PipelineChannel:
     """The channel of pipeline messages."""
-    shape = _message_shape(config, topology, config.model.seq_length)
+    shape = _message_shape(config, config.model.seq_length)
     dtype, links = (
         config.model.residual_dtype(config.precision.params_dtype),
         (topology.forward_link, topology.backward_link),
     )
-    return PipelineChannel(*links, plan, ledger, shape, dtype, topology.device)
+    parts = comm if config.parallel.splits_messages else None
+    return PipelineChannel(*links, plan, ledger, shape, dtype, topology.device, parts)

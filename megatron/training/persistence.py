@@ -131,7 +131,7 @@ class RunCheckpoints:
             layout,
             engines.topology.coordinates,
             config.model.num_layers // layout.num_virtual_stages,
-            config.parallel.sequence_parallel,
+            config.parallel.message_parts > 1,
         )
         self.parts = _parts(engines, schedule, progress, log)
         self.saver: CheckpointSaver | None = None

@@ -60,7 +60,7 @@ class ChunkProgram:
             assert batch.tokens_bs is not None
             tp = self.engines.topology.tp
             tokens_sb = batch.tokens_bs.t()
-            parts = tp.size if self.engines.config.parallel.sequence_parallel else 1
+            parts = self.engines.config.parallel.message_parts
             key.tokens_sb = tokens_sb.chunk(parts)[tp.rank % parts]
             key.vocab_size = self.engines.vocab_size
         return key
