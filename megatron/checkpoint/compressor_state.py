@@ -185,7 +185,9 @@ class CompressorCheckpoint:
             if self.channel is not None and self.channel.plan.compressed(way.point):
                 for end, states, boundary in self._ends(way):
                     state = states.setdefault(boundary, CompressorState())
-                    name = f"{way.point.value}.layer{self.first_layers[boundary + 1]}.{end}"
+                    # What was learned of whole messages says nothing of their parts, and the other way around.
+                    part = "" if self.channel.parts is None else ".part"
+                    name = f"{way.point.value}.layer{self.first_layers[boundary + 1]}.{end}{part}"
                     means = dict(self.channel.plan.codec(way.point).traits.means)
                     yield _Place(name, state, holders, holder, means=means, cut=self.cut)
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron.comm.ledger import Ledger
 from megatron.comm.observer import SentMessage
 from megatron.comm.policy import CompressionPlan, Position
+from megatron.comm.tensor import TensorComm
 from megatron.compression.api import Codec, Payload
 from megatron.compression.identity import IdentityCodec
 from megatron.compression.points import Point
@@ -25,6 +26,8 @@ from megatron.compression.state import CompressorState
 from megatron.topology.group import Group, Pending, num_bytes
 
 _IDENTITY = IdentityCodec()
+_GATHERED_AT = {Point.PP_FWD: Point.TP_FWD, Point.PP_BWD: Point.TP_BWD}
+"""The tensor-parallel point whose all-gather puts the parts of a message together."""
 
 
 @dataclass
@@ -58,9 +61,11 @@ class PipelineChannel:
         forward_link, backward_link: the pipeline's ranks, one group per direction.
         plan: the compressors of ``PP_FWD`` and ``PP_BWD``.
         ledger: where the bytes are counted.
-        shapes: shape of one micro-batch's message on this rank, (sequence, batch, hidden), by boundary. They may be set
+        shapes: shape of this rank's message of one micro-batch, (sequence, batch, hidden), by boundary. They may be set
             anew between steps, to the same on all ranks.
         dtype, device: those of activations and their gradients.
+        parts: the tensor-parallel ranks, each of which sends its equal part of the sequence of what all of them hold;
+            where the parts arrive, they are all-gathered. None where a message is all that this rank holds.
     """
 
     def __init__(
@@ -72,12 +77,14 @@ class PipelineChannel:
         shapes: Sequence[torch.Size],
         dtype: torch.dtype,
         device: torch.device,
+        parts: TensorComm | None = None,
     ) -> None:
         self.plan = plan
         self.ledger = ledger
         self.shapes = shapes
         self.dtype = dtype
         self.device = device
+        self.parts = parts
         self._scale = 1.0
         rank, size = forward_link.rank, forward_link.size
         following, previous = (rank + 1) % size, (rank - 1) % size
@@ -133,7 +140,14 @@ class PipelineChannel:
         for sends, messages in ((True, sent), (False, received)):
             for message in messages:
                 ends.setdefault((message.way.point, message.position.boundary, sends), []).append(message)
-        return [self._kind_of_end(end, messages) for end, messages in ends.items()]
+        kinds = [self._kind_of_end(end, messages) for end, messages in ends.items()]
+        if self.parts is not None:
+            kinds += [self._kind_of_gather(point, boundary) for point, boundary, sends in ends if not sends]
+        return kinds
+
+    def _kind_of_gather(self, point: Point, boundary: int) -> Hashable:
+        assert self.parts is not None
+        return point, "gather", tuple(self.shapes[boundary]), self.parts.gather_codec(_GATHERED_AT[point])
 
     def _kind_of_end(self, end: tuple[Point, int, bool], messages: Sequence[Message]) -> Hashable:
         way, (_, boundary, sends) = messages[0].way, end
@@ -149,7 +163,8 @@ class PipelineChannel:
         return end, tuple(shape), self._scale == 1.0, tuple(codecs), tuple(launches)
 
     def send(self, message: Message, x: Tensor) -> None:
-        """Starts sending ``x`` over a boundary."""
+        """Starts sending ``x`` over a boundary; of what all tensor-parallel ranks hold, this rank's part of it."""
+        x = x if self.parts is None else self.parts.own_part(x)
         way, position, key = message.way, message.position, message.key
         codec = self._codec(way, position)
         dtype, scale = self._unscaled(way, codec)
@@ -202,7 +217,7 @@ class PipelineChannel:
                 way.newest.synchronize()
 
     def recv(self, message: Message) -> Tensor:
-        """Waits for a message whose receive was posted, and decodes it."""
+        """Waits for a message whose receive was posted, decodes it, and gathers its other parts where it has some."""
         way, position, key = message.way, message.position, message.key
         payload, pending = way.posted.pop((position.boundary, position.micro_batch))
         if not pending.waited:
@@ -214,7 +229,7 @@ class PipelineChannel:
             x = (x if scale == 1.0 else x * scale).to(self.dtype)
         for observer in self.ledger.observers:
             observer.on_receive(way.point, position, x)
-        return x
+        return x if self.parts is None else self.parts.gather(x, _GATHERED_AT[way.point])
 
     def flush(self, keep: int = 0) -> None:
         """Waits until at most ``keep`` sends of each direction are pending."""

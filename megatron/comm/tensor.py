@@ -19,6 +19,7 @@ from megatron.comm.gather import PendingGather
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.rounds import PackedReduction, TensorReduction
+from megatron.compression.api import Codec
 from megatron.compression.approximation import write
 from megatron.compression.identity import IdentityCodec, IdentityRounds
 from megatron.compression.points import Point
@@ -136,10 +137,13 @@ class TensorComm:
         """A state that lasts for one collective, with the iteration in it, so that each iteration draws other noise."""
         return CompressorState(counters=dict.fromkeys(("draws", "messages"), self._iteration))
 
+    def gather_codec(self, point: Point) -> Codec:
+        """The codec of this step's all-gathers."""
+        return self.plan.codec(point) if self._on[point] else _EXACT_CODEC
+
     def start_gather(self, x: Tensor, point: Point) -> PendingGather:
         """Starts an all-gather of ``x`` along dimension 0."""
-        codec = self.plan.codec(point) if self._on[point] else _EXACT_CODEC
-        return PendingGather(codec, x, self._state(), None, self.group, self.ledger, point)
+        return PendingGather(self.gather_codec(point), x, self._state(), None, self.group, self.ledger, point)
 
     def gather(self, x: Tensor, point: Point) -> Tensor:
         """All-gathers ``x`` along dimension 0."""

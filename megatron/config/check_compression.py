@@ -104,9 +104,10 @@ def _check_embedding(config: Run, spec: Spec, where: str) -> None:
 
 
 def _check_tensor(config: Run, spec: Spec, where: str) -> None:
-    if config.parallel.sequence_parallel and spec.registration.codec is None:
+    if config.parallel.message_parts > 1 and spec.registration.codec is None:
         raise UserError(
-            f"{where}: --sequence-parallel gathers activations, which {spec.name} cannot carry; use fixpoint"
+            f"{where}: {config.parallel.splitting_flag} gathers activations, which {spec.name} cannot carry; "
+            "use fixpoint"
         )
 
 

@@ -220,11 +220,11 @@ def check_curriculum(curriculum: CurriculumConfig, model: ModelConfig, parallel:
         raise UserError(
             "--curriculum-learning cuts samples off, and of T5's it would cut what the decoder is to find; leave it out"
         )
-    parts = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    parts = parallel.message_parts
     odd = [length for length in lengths_of(curriculum, model.seq_length).lengths if length % parts]
     if odd:
         raise UserError(
-            f"--sequence-parallel: {_lengths_flag(curriculum)} leads to sequences of {odd[0]} tokens, which "
+            f"{parallel.splitting_flag}: {_lengths_flag(curriculum)} leads to sequences of {odd[0]} tokens, which "
             f"--tensor-model-parallel-size {parts} does not divide; take lengths that are multiples of {parts}"
         )
 

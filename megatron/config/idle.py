@@ -128,6 +128,18 @@ RULES: Sequence[Idle] = (
         "there is one pipeline stage",
     ),
     Idle(
+        ("parallel.scatter_gather_tensors_in_pipeline",),
+        lambda config, _: (
+            config.parallel.tensor_model_parallel_size == 1 or config.parallel.pipeline_model_parallel_size == 1
+        ),
+        "there is one tensor-parallel rank, or one pipeline stage",
+    ),
+    Idle(
+        ("parallel.scatter_gather_tensors_in_pipeline",),
+        lambda config, _: config.parallel.sequence_parallel,
+        "beside --sequence-parallel, under which a rank holds only a part of a message",
+    ),
+    Idle(
         ("parallel.async_tensor_model_parallel_allreduce",),
         lambda config, _: config.parallel.tensor_model_parallel_size == 1,
         "there is one tensor-parallel rank",

@@ -53,6 +53,11 @@ class ParallelConfig:
     sequence_parallel: bool = option(
         False, "Split the sequence over the tensor-parallel processes outside attention and MLP."
     )
+    scatter_gather_tensors_in_pipeline: bool = option(
+        False,
+        "Split each pipeline message over the tensor-parallel processes: each sends its part of the sequence, and the "
+        "parts are gathered where they arrive.",
+    )
     async_tensor_model_parallel_allreduce: bool = option(
         True,
         "Do not overlap the tensor-parallel all-reduce of input gradients with the computation of weight gradients.",
@@ -109,6 +114,22 @@ class ParallelConfig:
         maximum=MOST_PROCESSES,
         may_differ="it tells the processes of a machine apart",
     )
+
+    @property
+    def splits_messages(self) -> bool:
+        """Whether pipeline messages of whole activations are split over the tensor-parallel processes."""
+        both = self.tensor_model_parallel_size > 1 and self.pipeline_model_parallel_size > 1
+        return self.scatter_gather_tensors_in_pipeline and both and not self.sequence_parallel
+
+    @property
+    def message_parts(self) -> int:
+        """Number of parts of the sequence that tensor-parallel processes send to the next stage, one each."""
+        return self.tensor_model_parallel_size if self.sequence_parallel or self.splits_messages else 1
+
+    @property
+    def splitting_flag(self) -> str:
+        """The flag that splits sequences."""
+        return "--sequence-parallel" if self.sequence_parallel else "--scatter-gather-tensors-in-pipeline"
 
     def data_parallel_size(self, world_size: int) -> int:
         """Number of processes that hold the same shard and see different samples.
@@ -196,10 +217,10 @@ def check_layout(parallel: ParallelConfig, model: ModelConfig, world_size: int) 
             f"{pipeline}; change one of them"
         )
     for flag, length in (("--seq-length", model.seq_length), ("--decoder-seq-length", model.labels_of(0))):
-        if parallel.sequence_parallel and length % tensor != 0:
+        if length % parallel.message_parts != 0:
             raise UserError(
-                f"--sequence-parallel: {flag} {length} is not a multiple of --tensor-model-parallel-size {tensor}; "
-                "change one of them"
+                f"{parallel.splitting_flag}: {flag} {length} is not a multiple of --tensor-model-parallel-size "
+                f"{tensor}; change one of them"
             )
 
 

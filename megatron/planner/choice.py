@@ -50,6 +50,14 @@ class Choice:
         """The layout of the choice."""
         return self.tp, self.pp, self.dp
 
+    def message_parts(self, config: RunConfig) -> int:
+        """Number of parts of the sequence that tensor-parallel ranks send to the next stage, one each."""
+        return self.configure(config).parallel.message_parts
+
+    def gathers_messages(self, config: RunConfig) -> bool:
+        """Whether the parts of pipeline messages are all-gathered where they arrive."""
+        return self.configure(config).parallel.splits_messages
+
     def configure(self, config: RunConfig) -> RunConfig:
         """The configuration with this choice in it, unresolved."""
         return dataclasses.replace(

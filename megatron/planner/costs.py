@@ -176,7 +176,7 @@ class CostBook:
     def message(self, choice: Choice, point: Point, compressed: bool) -> MessageCost:
         """The cost of a pipeline message."""
         texts = self._text(choice, point) if compressed else ()
-        parts = choice.tp if choice.sequence_parallel else 1
+        parts = choice.message_parts(self.config)
         model = self.config.model
         shape = torch.Size((model.seq_length // parts, choice.micro_batch, model.hidden_size))
         key = (point, shape, texts)
@@ -190,6 +190,14 @@ class CostBook:
                 lambda: message(plan.codec(point), shape, dtype, self._stand, choice.micro_batch, self.vocab_size),
             )
         return self._messages[key]
+
+    def message_gather(self, choice: Choice, point: Point) -> MessageCost | None:
+        """The cost of a rank's part of a pipeline message in the all-gather that puts them together; None without."""
+        if not choice.gathers_messages(self.config):
+            return None
+        tp_point = Point.TP_FWD if point is Point.PP_FWD else Point.TP_BWD
+        spec = self.specs(choice).get(tp_point)
+        return self.message(choice, tp_point, spec is not None and spec.activation.on(STEADY))
 
     def gathered(self, choice: Choice, elements: int, stage: int) -> MessageCost:
         """The cost of a replica's updated parameters on a stage, as a message to the others."""

@@ -116,6 +116,10 @@ def traffic(stages: Stages, choice: Choice, wires: Wires) -> dict[str, float]:
                 total += count * choice.micro_batches * sent
             if point is Point.TP_BWD:
                 total += sent_bytes([stages.partial_reduction(choice, rank)], choice.tp)
+        own = book.message_gather(choice, Point.PP_FWD if point is Point.TP_FWD else Point.PP_BWD)
+        if own is not None:
+            messages = (choice.pp * choice.chunks - 1) * choice.micro_batches
+            total += messages * own.nbytes * (choice.tp - 1)
         found[point.value] = total / choice.pp
     for point in (Point.PP_FWD, Point.PP_BWD):
         found[point.value] = _messages(stages, choice, point) / choice.pp

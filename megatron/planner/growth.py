@@ -56,7 +56,7 @@ def growth(predictor: Predictor, choice: Choice) -> Growth | None:
     if not lengths.grows or not iterations:
         return None
     low, full = lengths.lengths[0], lengths.full
-    parts = choice.tp if choice.sequence_parallel else 1
+    parts = choice.message_parts(config)
     middle = max((low + full) // 2 // parts, 1) * parts
     seconds = {length: _of_length(predictor, length).predict(choice).seconds for length in {low, middle, full}}
 

@@ -116,8 +116,9 @@ class Stages:
             if (forward, on, wire) not in hops:
                 sent = self.book.message(choice, point, on)
                 factor = self.book.coding(choice, point) if on else 1.0
+                arrived_s = sent.decode_s * factor + self.gather_seconds(choice, point, wires)
                 hops[forward, on, wire] = Hop(
-                    sent.encode_s * factor, sent.nbytes / wire.bytes_per_s, wire.latency_s, sent.decode_s * factor
+                    sent.encode_s * factor, sent.nbytes / wire.bytes_per_s, wire.latency_s, arrived_s
                 )
             return hops[forward, on, wire]
 
@@ -128,6 +129,14 @@ class Stages:
             choice.pp,
             hop,
         )
+
+    def gather_seconds(self, choice: Choice, point: Point, wires: Wires) -> float:
+        """Seconds of putting the parts of a pipeline message together."""
+        part = self.book.message_gather(choice, point)
+        if part is None:
+            return 0.0
+        collective = Collective("all-gather", part.nbytes * choice.tp)
+        return part.encode_s + part.decode_s + collective_seconds([collective], wires.tp, choice.tp)
 
     def contents(self, choice: Choice, rank: int) -> dict[str, int]:
         """Pieces on a pipeline rank, and their numbers."""

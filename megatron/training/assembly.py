@@ -185,7 +185,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         reduce=not (torch_ddp or parallel.no_allreduce),
         clip_grad=config.optimizer.clip_grad,
     )
-    channel = _build_channel(config, topology, plan, ledger) if layout.pp > 1 else None
+    channel = _build_channel(config, topology, plan, ledger, comm) if layout.pp > 1 else None
     return Engines(
         config=config,
         topology=topology,
@@ -295,18 +295,20 @@ def _build_loss_scale(config: RunConfig) -> LossScale:
 
 
 def _message_shapes(config: RunConfig, layout: Layout, length: int | None = None) -> list[torch.Size]:
-    """Shapes of pipeline messages by boundary; under sequence parallelism each rank sends its part of the sequence."""
-    parts = layout.tp if config.parallel.sequence_parallel else 1
+    """Shapes of pipeline messages by boundary, which may be a rank's parts of the sequence."""
     lengths = boundary_lengths(config.model, layout, length or config.model.seq_length)
     rest = (config.training.micro_batch_size, config.model.hidden_size)
-    return [torch.Size((length // parts, *rest)) for length in lengths]
+    return [torch.Size((length // config.parallel.message_parts, *rest)) for length in lengths]
 
 
-def _build_channel(config: RunConfig, topology: Topology, plan: CompressionPlan, ledger: Ledger) -> PipelineChannel:
+def _build_channel(
+    config: RunConfig, topology: Topology, plan: CompressionPlan, ledger: Ledger, comm: TensorComm
+) -> PipelineChannel:
     """The channel of pipeline messages."""
     shapes = _message_shapes(config, topology.layout)
     dtype, links = (
         config.model.residual_dtype(config.precision.params_dtype),
         (topology.forward_link, topology.backward_link),
     )
-    return PipelineChannel(*links, plan, ledger, shapes, dtype, topology.device)
+    parts = comm if config.parallel.splits_messages else None
+    return PipelineChannel(*links, plan, ledger, shapes, dtype, topology.device, parts)

@@ -133,7 +133,7 @@ class RunCheckpoints:
             layout,
             engines.topology.coordinates,
             [stage_layers(config.model, layout, stage).start for stage in range(layout.num_virtual_stages)],
-            config.parallel.sequence_parallel,
+            config.parallel.message_parts > 1,
         )
         self.parts = _parts(engines, schedule, progress, log)
         self.saver: CheckpointSaver | None = None

@@ -59,12 +59,13 @@ class ChunkProgram:
         batch = self.batches[micro_batch]
         key = Content(batch.sample_ids_b.tolist())
         if self.keys_hold_tokens:
-            topology = self.engines.topology
+            topology, parallel = self.engines.topology, self.engines.config.parallel
             both = topology.layout.follows_encoder(boundary)
-            parts = topology.tp.size if self.engines.config.parallel.sequence_parallel else 1
-            sent = [batch.decoder_tokens_bs, batch.tokens_bs] if both else [batch.tokens_bs]
-            own = [x.t().chunk(parts)[topology.tp.rank % parts] for x in sent if x is not None]
-            key.tokens_sb = torch.cat(own)
+            sent = [x.t() for x in ([batch.decoder_tokens_bs] if both else []) + [batch.tokens_bs] if x is not None]
+            # Sequence parallelism splits each of the sequences, and messages in parts what they are joined to.
+            wholes = sent if parallel.sequence_parallel else [torch.cat(sent)]
+            parts = parallel.message_parts
+            key.tokens_sb = torch.cat([x.chunk(parts)[topology.tp.rank % parts] for x in wholes])
             key.vocab_size = self.engines.vocab_size
         return key
 

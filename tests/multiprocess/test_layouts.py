@@ -20,6 +20,7 @@ def _parallel(tp: int = 1, pp: int = 1, **more: Any) -> Changes:
     }
 
 
+SPLIT = {"scatter_gather_tensors_in_pipeline": True}
 SP = {"sequence_parallel": True}
 DIST = {"use_distributed_optimizer": True}
 OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}
@@ -61,6 +62,8 @@ LAYOUTS: dict[int, dict[str, Changes]] = {
         "pp4": _parallel(pp=4),
         "dp4 sharded": _parallel(**DIST),
         "tp2 pp2 sp": _parallel(tp=2, pp=2, **SP),
+        "tp2 pp2 split eager": _parallel(tp=2, pp=2, pipeline_schedule="eager-1f1b", **SPLIT),
+        "tp2 pp2 virtual split uniform": {**_parallel(tp=2, pp=2, **VIRTUAL, **SPLIT), **UNIFORM},
         "tp2 pp2 virtual sp block": {**_parallel(tp=2, pp=2, **VIRTUAL, **SP), **BLOCK},
         "tp2 dp2 sp sharded overlap": _parallel(tp=2, **SP, **DIST, **OVERLAP),
         "pp2 dp2 sharded": _parallel(pp=2, **DIST),

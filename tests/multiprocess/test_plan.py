@@ -43,6 +43,12 @@ pytestmark = pytest.mark.multiprocess
             "compress": ["pp-backward=lowrank,rank=2,when=epilogue,error-feedback=lazy"],
         },
         {
+            "pipeline_model_parallel_size": 2,
+            "tensor_model_parallel_size": 2,
+            "scatter_gather_tensors_in_pipeline": True,
+            "compress": ["pp-backward=lowrank,rank=2,when=epilogue,error-feedback=lazy", "tp-forward=fixpoint"],
+        },
+        {
             "pipeline_model_parallel_size": 4,
             "pipeline_schedule": "eager-1f1b",
             "global_batch_size": 8,
@@ -56,7 +62,7 @@ pytestmark = pytest.mark.multiprocess
             "compress": ["tp-forward=fixpoint,bits=8"],
         },
     ],
-    ids=["tp2 dp2", "pp2 dp2", "tp2 pp2 interleaved", "pp4 eager", "tp2 recomputed"],
+    ids=["tp2 dp2", "pp2 dp2", "tp2 pp2 interleaved", "tp2 pp2 in parts", "pp4 eager", "tp2 recomputed"],
 )
 def test_bytes_are_what_training_counts(settings: dict[str, object], tmp_path: Path) -> None:
     log, saved = tmp_path / "log.jsonl", tmp_path / "saved"

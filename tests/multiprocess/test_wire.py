@@ -138,6 +138,17 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
             },
         },
     ),
+    "messages in parts": (
+        4,
+        {
+            "parallel": {
+                "tensor_model_parallel_size": 2,
+                "pipeline_model_parallel_size": 2,
+                "scatter_gather_tensors_in_pipeline": True,
+            },
+            "compression": {"compress": ["pp-backward=lowrank,rank=8,error-feedback=lazy"]},
+        },
+    ),
     "compressed tensors and fixed-point gradients": (
         4,
         {

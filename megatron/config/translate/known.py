@@ -60,8 +60,7 @@ _HARMLESS = [
     ),
     _harmless(
         "pipeline sends and receives are asynchronous and overlap compute",
-        switches="overlap-p2p-communication no-overlap-p2p-communication use-ring-exchange-p2p "
-        "no-scatter-gather-tensors-in-pipeline",
+        switches="overlap-p2p-communication no-overlap-p2p-communication use-ring-exchange-p2p",
     ),
     _harmless(
         "the schedule is --pipeline-schedule; the numbers are the same",

@@ -70,6 +70,12 @@ SHORTCUTS: tuple[Shortcut, ...] = (
         rule=_without_position_embedding,
     ),
     Shortcut(
+        name="no-scatter-gather-tensors-in-pipeline",
+        help="Whole messages, as without --scatter-gather-tensors-in-pipeline.",
+        sets={"parallel.scatter_gather_tensors_in_pipeline": "false"},
+        note="--no-scatter-gather-tensors-in-pipeline: messages are whole anyway, unless a flag asks for parts",
+    ),
+    Shortcut(
         name="group-query-attention",
         help="Grouped-query attention; --num-query-groups alone says the same.",
         rule=_needs_query_groups,

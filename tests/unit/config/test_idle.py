@@ -180,6 +180,8 @@ PARTNERS: dict[str, tuple[str, int]] = {
     ),
     "beside --init-method-xavier-uniform": ("", 1),
     "there is one pipeline stage": (PP2, 2),
+    "there is one tensor-parallel rank, or one pipeline stage": (f"{PP2} {TP2}", 4),
+    "beside --sequence-parallel, under which a rank holds only a part of a message": (f"{PP2} {TP2}", 4),
     "there is one tensor-parallel rank": (TP2, 2),
     "there is one replica": ("", 2),
     "beside --DDP-impl torch, which has its own": ("--overlap-grad-reduce", 2),
