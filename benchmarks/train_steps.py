@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.train_sides import Shape, peer_step
 from benchmarks.turns import Step
-from megatron.config.model import PROGRAMS, ModelType
+from megatron.config.kinds import PROGRAMS, ModelType
 from megatron.config.run import RunConfig
 from megatron.data.batch import Batch
 from megatron.topology.launch import LaunchEnvironment, init_process_group

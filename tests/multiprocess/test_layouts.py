@@ -240,6 +240,7 @@ SPLITS: dict[int, dict[str, Changes]] = {
     4: {
         "tp2 pp2": {**_parallel(tp=2, pp=2, pipeline_schedule="eager-1f1b"), **SELECTIVE},
         "tp2 pp2 sp": {**_parallel(tp=2, pp=2, **SP), **UNIFORM},
+        "tp2 pp2 in parts": _parallel(tp=2, pp=2, scatter_gather_tensors_in_pipeline=True),
         "pp2 dp2 sharded": _parallel(pp=2, **DIST),
         "pp4": {**_parallel(pp=4, pipeline_schedule="gpipe"), **PADDED},
         "pp4 split at 1": _parallel(pp=4, pipeline_model_parallel_split_rank=1),

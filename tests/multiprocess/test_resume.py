@@ -133,6 +133,18 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
             "compress": ["pp-forward=delta,bits=3,predict=token,eval=on,rounding=stochastic"],
         },
     ),
+    "messages in parts, each with its own memory": (
+        4,
+        {
+            "pipeline_model_parallel_size": 2,
+            "tensor_model_parallel_size": 2,
+            "scatter_gather_tensors_in_pipeline": True,
+            "compress": [
+                "pp-forward=delta,bits=3,predict=token,rounding=stochastic",
+                "pp-backward=lowrank,rank=2,error-feedback=lazy",
+            ],
+        },
+    ),
     "parameters gathered as differences": (
         2,
         {"use_distributed_optimizer": True, "compress": ["param-gather=fixpoint,bits=4,rounding=stochastic"]},

@@ -56,6 +56,12 @@ BY_ITERATIONS = [
         ["--sequence-parallel", "--seq-length 33"],
     ),
     (
+        "--scatter-gather-tensors-in-pipeline --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+        "--seq-length 33",
+        4,
+        ["--scatter-gather-tensors-in-pipeline", "--seq-length 33"],
+    ),
+    (
         "--num-layers-per-virtual-pipeline-stage 1",
         1,
         ["--num-layers-per-virtual-pipeline-stage 1", "--pipeline-model-parallel-size of at least 2"],
