@@ -166,7 +166,7 @@ class FrozenPipeline:
             x_sbh = x_sbh.detach().requires_grad_()
             inputs.append(x_sbh)
             for _, layer in part:
-                rotary = self.stage._rotary(x_sbh, context)
+                rotary = self.stage._positions(x_sbh, context)
                 x_sbh = layer(x_sbh, context, rotary, cast(TransformerLayer, layer).dropout_keys(context))
             outputs.append(x_sbh)
         total, _ = self.stage.token_losses(

@@ -64,7 +64,7 @@ def _nothing_to_do(config: Run, world_size: int, point: Point) -> str:
         return "there is one replica"
     if point is Point.EMBED_GRAD and parallel.pipeline_model_parallel_size == 1:
         return "the embedding is on one pipeline stage only"
-    if point is Point.EMBED_GRAD and not config.model.ties_embeddings:
+    if point is Point.EMBED_GRAD and not (config.model.ties_embeddings or config.model.shares_distances):
         return "the embeddings are not tied"
     return ""
 
@@ -114,12 +114,13 @@ def _check_tensor(config: Run, spec: Spec, where: str) -> None:
 def _check_gather(config: Run, spec: Spec, where: str) -> None:
     """Checks that all stages of the tied embedding get the same values of it."""
     stages, parallel = config.parallel.pipeline_model_parallel_size, config.parallel
-    tied = stages > 1 and config.model.ties_embeddings
+    everywhere = config.model.shares_distances
+    tied = stages > 1 and (config.model.ties_embeddings or everywhere)
     decoder = (parallel.pipeline_model_parallel_split_rank or 0) if config.model.decoder_layers else 0
-    holders = sorted({0, decoder, stages - 1})
+    holders = range(stages) if everywhere else sorted({0, decoder, stages - 1})
     covered = {spec.activation.covers_stage(stage, stages) for stage in holders}
     if tied and parallel.use_distributed_optimizer and not spec.identity and len(covered) > 1:
-        untied = "" if decoder else ", or --untie-embeddings-and-output-weights"
+        untied = "" if decoder or everywhere else ", or --untie-embeddings-and-output-weights"
         raise UserError(
             f"{where}: stages: stages {', '.join(map(str, holders))} hold the same embedding and must all gather it "
             f"compressed, or none; write stages=all{untied}"

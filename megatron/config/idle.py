@@ -98,6 +98,11 @@ RULES: Sequence[Idle] = (
     ),
     Idle(("model.bert_binary_head",), lambda config, _: config.model.model_type != "bert", "only BERT has that head"),
     Idle(
+        _fields("model", "position_buckets max_relative_positions conv_kernel_size"),
+        lambda config, _: config.model.model_type != "deberta",
+        "only DeBERTa has distances and a convolution",
+    ),
+    Idle(
         _fields("data", "mask_prob short_seq_prob"),
         lambda config, _: config.model.causal,
         "only BERT and T5 mask words",

@@ -7,7 +7,7 @@ from typing import Literal
 
 from megatron.base.errors import UserError
 
-ModelType = Literal["gpt", "bert", "t5"]
+ModelType = Literal["gpt", "bert", "t5", "deberta"]
 """Kinds of models."""
 TaskHead = Literal["none", "classification", "regression", "choice"]
 """What a model says of a whole sample, instead of its words."""
@@ -15,6 +15,7 @@ PROGRAMS: Mapping[ModelType, str] = {
     "gpt": "pretrain_gpt.py",
     "bert": "pretrain_bert.py",
     "t5": "pretrain_t5.py",
+    "deberta": "tasks/main.py",
 }
 """The program that trains each kind of model."""
 

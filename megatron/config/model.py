@@ -195,6 +195,29 @@ class ModelConfig:
         maximum=MOST,
         checkpoint="shape",
     )
+    position_buckets: int = option(
+        0,
+        "DeBERTa: farther distances between tokens than half of this share vectors by their logarithm; 0 for none.",
+        minimum=0,
+        maximum=MOST,
+        checkpoint="shape",
+    )
+    max_relative_positions: int | None = derived(
+        "--max-position-embeddings for DeBERTa",
+        "DeBERTa: distances from which on all have the same vector.",
+        unit="tokens",
+        minimum=1,
+        maximum=MOST,
+        checkpoint="shape",
+    )
+    conv_kernel_size: int = option(
+        0,
+        "DeBERTa: width of a convolution beside the first layer; 0 for none.",
+        unit="tokens",
+        minimum=0,
+        maximum=255,
+        checkpoint="shape",
+    )
     task_head: TaskHead = option(  # noqa: RUF009
         "none",
         "Head that says one thing of a whole sample, instead of its words: its class, a number, or which of several "
@@ -244,13 +267,23 @@ class ModelConfig:
 
     @property
     def predicts_words(self) -> bool:
-        """Whether the model is a language model, not one of whole samples."""
-        return self.task_head == "none"
+        """Whether the model is a language model, not one of whole samples (as DeBERTa always is)."""
+        return self.task_head == "none" and self.model_type != "deberta"
 
     @property
     def ties_embeddings(self) -> bool:
         """Whether the output projection is the embedding's weight."""
         return self.predicts_words and not self.untie_embeddings_and_output_weights
+
+    @property
+    def shares_distances(self) -> bool:
+        """Whether all pipeline stages hold an embedding of the distances between tokens."""
+        return self.model_type == "deberta"
+
+    @property
+    def relative_span(self) -> int:
+        """Distances in one direction that have a vector of their own."""
+        return self.position_buckets or self.max_relative_positions or 0
 
     @property
     def num_outputs(self) -> int:
@@ -330,6 +363,8 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
         model = replace(model, decoder_num_layers=model.num_layers)
     if is_unset(model.max_position_embeddings):
         model = replace(model, max_position_embeddings=max(model.seq_length, model.decoder_seq_length or 0))
+    if is_unset(model.max_relative_positions) and model.shares_distances:
+        model = replace(model, max_relative_positions=model.max_position_embeddings)
     if is_unset(model.num_tokentypes):
         model = replace(model, num_tokentypes=2 if model.model_type == "bert" and model.bert_binary_head else 0)
     return model

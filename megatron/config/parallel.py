@@ -204,9 +204,13 @@ def check_layout(parallel: ParallelConfig, model: ModelConfig, world_size: int) 
             raise UserError(
                 f"{flag} {size} is not a multiple of --tensor-model-parallel-size {tensor}; change one of them"
             )
-    if model.decoder_layers:
-        check_not_interleaved(
-            parallel.virtual_pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage
+    check_not_interleaved(
+        parallel.virtual_pipeline_model_parallel_size, parallel.num_layers_per_virtual_pipeline_stage, model
+    )
+    if parallel.sequence_parallel and model.model_type == "deberta" and model.conv_kernel_size:
+        raise UserError(
+            f"--sequence-parallel: a convolution of --conv-kernel-size {model.conv_kernel_size} needs neighbors that "
+            "are on other ranks; leave the flag out"
         )
     split = split_rank(parallel.pipeline_model_parallel_split_rank, pipeline, model)
     if split is not None:

@@ -44,17 +44,22 @@ def _range(pipeline: int) -> str:
     return "1" if pipeline == 2 else f"1 to {pipeline - 1}"
 
 
-def check_not_interleaved(chunks: int | None, per_chunk: int | None) -> None:
-    """Checks that a model with an encoder and a decoder has no virtual stages (else UserError).
+def check_not_interleaved(chunks: int | None, per_chunk: int | None, model: ModelConfig) -> None:
+    """Checks that a model whose stages cannot be cut into virtual ones has none (else UserError).
 
     The message names the flag that asks for them.
     """
+    why = ""
+    if model.decoder_layers:
+        why = (
+            "chunks of an encoder-decoder would go round its stages more than once, and a stage holds layers of one of "
+            "them"
+        )
+    if model.shares_distances:
+        why = "each stage of DeBERTa holds one copy of the embedding of distances, and its chunks would need several"
     for value, flag in (
         (per_chunk, "--num-layers-per-virtual-pipeline-stage"),
         (chunks, "--virtual-pipeline-model-parallel-size"),
     ):
-        if value is not None:
-            raise UserError(
-                f"{flag} {value}: chunks of an encoder-decoder would go round its stages more than once, and a stage "
-                "holds layers of one of them; leave it out"
-            )
+        if value is not None and why:
+            raise UserError(f"{flag} {value}: {why}; leave it out")

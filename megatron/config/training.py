@@ -255,6 +255,8 @@ def why_not_compiled(training: TrainingConfig, parallel: ParallelConfig, model: 
             f"--attention-dropout {model.attention_dropout:g} seeds a fused CUDA kernel, which is not compiled; "
             "add --attention-dropout 0 or leave the flag out"
         )
+    if model.model_type == "deberta":
+        return "DeBERTa's layers are not compiled; leave the flag out"
     if training.deterministic_mode:
         return "compiled layers may add in another order than --deterministic-mode promises; leave one of them out"
     return None

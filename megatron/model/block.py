@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
 
 import torch
@@ -25,34 +26,28 @@ def hidden_dropout(x_sbh: Tensor, p: float, keys: SiteKeys | None, site: int, co
     return x_sbh * (comm.own_part(mask_sbh) if parts > 1 else mask_sbh)
 
 
-class TransformerLayer(nn.Module):
-    """Pre-norm attention and MLP, each with dropout and a residual, one after the other or side by side.
-
-    (s, b, h) -> (s, b, h).
-    """
+class Layer(nn.Module, ABC):
+    """What layers of all kinds have in common: (s, b, h) -> (s, b, h)."""
 
     sites: tuple[str, ...] = ("attention-output", "mlp-output")
     """Key the dropout masks of the residual branches within a layer."""
+    self_attention: SelfAttention
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        comm: TensorComm,
-        device: torch.device,
-        dtype: torch.dtype,
-        recompute_core: bool,
-        causal: bool,
-    ) -> None:
+    def __init__(self, config: ModelConfig, layer: int, comm: TensorComm) -> None:
         super().__init__()
         self.layer = layer
         self.comm = comm
         self.dropout = config.hidden_dropout
-        self.parallel = config.parallel_residual
-        self.input_layernorm = Norm(config, comm, device, dtype)
-        self.self_attention = SelfAttention(config, layer, comm, device, dtype, causal, recompute_core)
-        self.post_attention_layernorm = Norm(config, comm, device, dtype)
-        self.mlp = MLP(config, comm, device, dtype)
+
+    @abstractmethod
+    def forward(
+        self,
+        x_sbh: Tensor,
+        context: ForwardContext,
+        positions: tuple[Tensor, Tensor] | None,
+        dropout: LayerDropout | None,
+    ) -> Tensor:
+        """What the next layer is given; ``positions`` are those of ``Stage``."""
 
     def _add(
         self, branch: tuple[Tensor, Tensor | None], residual_sbh: Tensor, dropout: LayerDropout | None, site: int
@@ -71,25 +66,46 @@ class TransformerLayer(nn.Module):
         hidden = keys.at(*((self.layer, site) for site in self.sites))
         return LayerDropout(hidden, self.self_attention.dropout_keys(keys))
 
+
+class TransformerLayer(Layer):
+    """Pre-norm attention and MLP, each with dropout and a residual, one after the other or side by side."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        comm: TensorComm,
+        device: torch.device,
+        dtype: torch.dtype,
+        recompute_core: bool,
+        causal: bool,
+    ) -> None:
+        super().__init__(config, layer, comm)
+        self.parallel = config.parallel_residual
+        self.input_layernorm = Norm(config, comm, device, dtype)
+        self.self_attention = SelfAttention(config, layer, comm, device, dtype, causal, recompute_core)
+        self.post_attention_layernorm = Norm(config, comm, device, dtype)
+        self.mlp = MLP(config, comm, device, dtype)
+
     def _attended(
         self,
         x_sbh: Tensor,
         context: ForwardContext,
-        rotary: tuple[Tensor, Tensor] | None,
+        positions: tuple[Tensor, Tensor] | None,
         dropout: LayerDropout | None,
     ) -> Tensor:
         """The layer's input with self-attention added."""
         keys = None if dropout is None else dropout.attention
-        return self._add(self.self_attention(self.input_layernorm(x_sbh), context, rotary, keys), x_sbh, dropout, 0)
+        return self._add(self.self_attention(self.input_layernorm(x_sbh), context, positions, keys), x_sbh, dropout, 0)
 
     def forward(
         self,
         x_sbh: Tensor,
         context: ForwardContext,
-        rotary: tuple[Tensor, Tensor] | None,
+        positions: tuple[Tensor, Tensor] | None,
         dropout: LayerDropout | None,
     ) -> Tensor:
-        then_sbh = self._attended(x_sbh, context, rotary, dropout)
+        then_sbh = self._attended(x_sbh, context, positions, dropout)
         mlp_input = x_sbh if self.parallel else then_sbh
         return self._add(self.mlp(self.post_attention_layernorm(mlp_input)), then_sbh, dropout, 1)
 
@@ -123,10 +139,10 @@ class DecoderLayer(TransformerLayer):
         self,
         x_sbh: Tensor,
         context: ForwardContext,
-        rotary: tuple[Tensor, Tensor] | None,
+        positions: tuple[Tensor, Tensor] | None,
         dropout: LayerDropout | None,
     ) -> Tensor:
-        then_sbh = self._attended(x_sbh, context, rotary, dropout)
+        then_sbh = self._attended(x_sbh, context, positions, dropout)
         keys = None if dropout is None else dropout.cross
         read = self.cross_attention(self.post_attention_layernorm(then_sbh), context, keys)
         then_sbh = self._add(read, then_sbh, dropout, 2)

@@ -42,6 +42,7 @@ class Pooling:
 
 POOLING: Mapping[ModelType, Pooling] = {
     "bert": Pooling(activation=torch.tanh),
+    "deberta": Pooling(activation=F.gelu),
     "gpt": Pooling(of_last=True, dropout=False, bias=False),
 }
 """As Megatron's and Hugging Face's classifiers of each kind have it."""
@@ -116,7 +117,7 @@ class ClassifierStage(Stage):
         recompute: RecomputeConfig,
     ) -> None:
         super().__init__(config, part, shard, comm, device, dtype, recompute)
-        if part.last:
+        if part.last and config.task_head != "none":
             self.classification_head = ClassificationHead(config, comm, device, dtype)
 
     def counts(self, targets: Targets) -> Tensor:

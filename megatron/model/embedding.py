@@ -52,15 +52,18 @@ class Embedding(ShardedModule):
 
     def forward(self, tokens_bs: Tensor, context: ForwardContext, site: str = "embedding") -> Tensor:
         """Vectors of tokens; ``site`` keys their dropout masks."""
-        x_sbh = self.word_embeddings(tokens_bs)
+        x_sbh = self._summed(tokens_bs, context)
+        keys = None if context.dropout is None else context.dropout.at((site,))
+        return hidden_dropout(x_sbh, self.dropout, keys, 0, self.comm)
+
+    def _summed(self, tokens_bs: Tensor, context: ForwardContext) -> Tensor:
+        x_sbh: Tensor = self.word_embeddings(tokens_bs)
         if self.position_embeddings is not None:
             x_sbh = x_sbh + self.position_embeddings(tokens_bs, context)
         if self.tokentype_embeddings is not None:
             assert context.types_bs is not None
             x_sbh = x_sbh + self.tokentype_embeddings(context.types_bs)
-        x_sbh = x_sbh.to(self.residual_dtype)
-        keys = None if context.dropout is None else context.dropout.at((site,))
-        return hidden_dropout(x_sbh, self.dropout, keys, 0, self.comm)
+        return x_sbh.to(self.residual_dtype)
 
 
 class _Table(ShardedModule):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from megatron.comm.tensor import TensorComm
 from megatron.compression.points import Point
 from megatron.config.model import ModelConfig
 from megatron.config.recompute import RecomputeConfig
-from megatron.model.block import DecoderLayer, TransformerLayer
+from megatron.model.block import DecoderLayer, Layer, TransformerLayer
 from megatron.model.context import ForwardContext
 from megatron.model.embedding import Embedding, OutputWeight
 from megatron.model.losses import StageLoss, Targets
@@ -52,6 +53,9 @@ class Stage(nn.Module, ABC):
         recompute: activations that backward recomputes instead of keeping them.
     """
 
+    embedding_type: ClassVar[type[Embedding]] = Embedding
+    ends_with_norm: ClassVar[bool] = True
+
     def __init__(
         self,
         config: ModelConfig,
@@ -72,14 +76,15 @@ class Stage(nn.Module, ABC):
         tied = config.ties_embeddings
         embeds = part.first or config.begins_decoder(part.layers)
         if embeds:
-            self.embedding = Embedding(config, shard, comm, device, dtype, copy=not part.first)
+            self.embedding = self.embedding_type(config, shard, comm, device, dtype, copy=not part.first)
         self.layers = nn.ModuleDict({str(n): self._make_layer(n, device) for n in part.layers})
         if part.last:
-            self.final_layernorm = Norm(config, comm, device, dtype)
+            if self.ends_with_norm:
+                self.final_layernorm = Norm(config, comm, device, dtype)
             if config.predicts_words and not (tied and embeds):
                 self.output_layer = OutputWeight(config, shard, device, dtype)
 
-    def _make_layer(self, number: int, device: torch.device) -> TransformerLayer:
+    def _make_layer(self, number: int, device: torch.device) -> Layer:
         config, recompute_core = self.config, self.recompute.recompute_granularity == "selective"
         if number in config.decoder_layers:
             return DecoderLayer(config, number, self.comm, device, self.dtype, recompute_core)
@@ -90,8 +95,8 @@ class Stage(nn.Module, ABC):
         """Local rows of the output projection, (rows, h)."""
         return self.output_layer.weight if hasattr(self, "output_layer") else self.embedding.word_embeddings.weight
 
-    def _layers(self) -> list[TransformerLayer]:
-        return cast("list[TransformerLayer]", list(self.layers.values()))
+    def _layers(self) -> list[Layer]:
+        return cast("list[Layer]", list(self.layers.values()))
 
     def compile_layers(self, backend: str = "inductor", lengths_vary: bool = False) -> None:
         """Compiles the layers by torch, all to the same code: one for training and one for evaluation.
@@ -117,32 +122,34 @@ class Stage(nn.Module, ABC):
         x_sbh = self.embedding(x, context) if self.part.first else x
         return self._transform(self._layers(), x_sbh, context)
 
-    def _transform(self, layers: list[TransformerLayer], x_sbh: Tensor, context: ForwardContext) -> Tensor:
+    def _transform(self, layers: Sequence[Layer], x_sbh: Tensor, context: ForwardContext) -> Tensor:
         """Runs layers one after the other, recomputing them in backward where that is asked for."""
-        rotary = self._rotary(x_sbh, context)
+        positions = self._positions(x_sbh, context)
         full = self.recompute.recompute_granularity == "full" and torch.is_grad_enabled()
         if not full:
-            return self._run(layers, x_sbh, context, rotary)
+            return self._run(layers, x_sbh, context, positions)
         count = self.recompute.recompute_num_layers
         if self.recompute.recompute_method == "block":
-            groups = [[layer] for layer in layers[:count]]
+            groups: list[Sequence[Layer]] = [[layer] for layer in layers[:count]]
             rest = layers[count:]
         else:
             groups = [layers[i : i + count] for i in range(0, len(layers), count)]
-            rest = []
+            rest = ()
         for group in groups:
-            x_sbh = checkpoint(self._run, group, x_sbh, context, rotary, use_reentrant=False, preserve_rng_state=False)
-        return self._run(rest, x_sbh, context, rotary)
+            given = (group, x_sbh, context, positions)
+            x_sbh = checkpoint(self._run, *given, use_reentrant=False, preserve_rng_state=False)
+        return self._run(rest, x_sbh, context, positions)
 
     @staticmethod
     def _run(
-        layers: list[TransformerLayer], x_sbh: Tensor, context: ForwardContext, rotary: tuple[Tensor, Tensor] | None
+        layers: Sequence[Layer], x_sbh: Tensor, context: ForwardContext, positions: tuple[Tensor, Tensor] | None
     ) -> Tensor:
         for layer in layers:
-            x_sbh = layer(x_sbh, context, rotary, layer.dropout_keys(context))
+            x_sbh = layer(x_sbh, context, positions, layer.dropout_keys(context))
         return x_sbh
 
-    def _rotary(self, x_sbh: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor] | None:
+    def _positions(self, x_sbh: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor] | None:
+        """What all layers are told of positions: the rotary tables, where there are any."""
         if self.config.position_embedding_type != "rope":
             return None
         if context.position_ids_bs is not None:

@@ -13,6 +13,7 @@ from megatron.config.recompute import RecomputeConfig
 from megatron.config.vocabulary import check_vocabulary
 from megatron.model.bert import BertStage
 from megatron.model.classification import ClassifierStage
+from megatron.model.deberta import DebertaStage
 from megatron.model.gpt import GPTStage
 from megatron.model.stage import Stage, StagePart
 from megatron.model.t5 import T5Stage
@@ -96,8 +97,9 @@ def make_stage(
     recompute: RecomputeConfig,
 ) -> Stage:
     """A part of a model of the configured kind, whose weights are not initialized; see ``Stage``."""
-    language: dict[str, type[Stage]] = {"gpt": GPTStage, "bert": BertStage, "t5": T5Stage}
-    kind = language[config.model_type] if config.predicts_words else ClassifierStage
+    language: dict[str, type[Stage]] = {"gpt": GPTStage, "bert": BertStage, "t5": T5Stage, "deberta": DebertaStage}
+    of_samples = not config.predicts_words and config.model_type != "deberta"
+    kind = ClassifierStage if of_samples else language[config.model_type]
     return kind(config, part, shard, comm, device, dtype, recompute)
 
 

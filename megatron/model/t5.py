@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from megatron.comm.tensor import TensorComm
 from megatron.config.model import ModelConfig
 from megatron.config.recompute import RecomputeConfig
-from megatron.model.block import TransformerLayer
+from megatron.model.block import Layer
 from megatron.model.context import ForwardContext, Memory
 from megatron.model.losses import LossSum, StageLoss, Targets, token_weights
 from megatron.model.norm import Norm
@@ -70,7 +71,7 @@ class T5Stage(Stage):
             return x
         return self._decode(layers[self.encoder_size :], x, context)
 
-    def _decode(self, layers: list[TransformerLayer], x_sbh: Tensor, context: ForwardContext) -> Tensor:
+    def _decode(self, layers: Sequence[Layer], x_sbh: Tensor, context: ForwardContext) -> Tensor:
         own = replace(context, position_ids_bs=None, segment_ids_bs=context.decoder_segment_ids_bs)
         if self.begins_decoder:
             assert context.decoder_tokens_bs is not None

@@ -245,8 +245,11 @@ def run(options: argparse.Namespace) -> None:
     if options.write and options.no_search:
         raise UserError("--write writes what the search finds; leave out --no-search")
     config = parse_args(["--config", options.config]).config
-    if config.model.model_type == "t5":
-        raise UserError(f"--config {options.config}: model_type t5 is not planned: its stages differ; try its layouts")
+    kind = config.model.model_type
+    if kind in ("t5", "deberta"):
+        raise UserError(
+            f"--config {options.config}: model_type {kind} is not planned: its stages differ; try its layouts"
+        )
     cluster = read_cluster(path) if path.exists() or not options.measure else _this_machine()
     gpus = options.gpus or cluster.gpus
     try:

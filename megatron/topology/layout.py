@@ -12,6 +12,7 @@ class Tie(enum.Enum):
 
     WORDS = "embedding"
     POSITIONS = "position embedding"
+    DISTANCES = "embedding of distances"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Layout:
         dp: data-parallel replicas.
         chunks: virtual stages (model chunks) on each pipeline rank.
         decoder: stage at which the decoder of an encoder-decoder begins; 0 where that is not a later stage.
+        distances: whether all stages hold an embedding of the distances between tokens.
     """
 
     tp: int = 1
@@ -40,6 +42,7 @@ class Layout:
     dp: int = 1
     chunks: int = 1
     decoder: int = 0
+    distances: bool = False
 
     @property
     def world_size(self) -> int:
@@ -67,7 +70,9 @@ class Layout:
         return 0 < self.decoder <= virtual_stage
 
     def holders(self, tie: Tie) -> tuple[int, ...]:
-        """Stages that hold a tied embedding, in order: the input's, a decoder's input's and the output's."""
+        """Stages that hold a tied embedding, in order: the input's, a decoder's input's and the output's, or all."""
+        if tie is Tie.DISTANCES:
+            return tuple(range(self.pp)) if self.distances else (0,)
         inputs = {0, self.decoder}
         return tuple(sorted(inputs | {self.pp - 1} if tie is Tie.WORDS else inputs))
 

@@ -136,6 +136,7 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
         dp=config.data_parallel_size(world_size),
         chunks=parallel.virtual_pipeline_model_parallel_size or 1,
         decoder=(parallel.pipeline_model_parallel_split_rank or 0) if config.model.decoder_layers else 0,
+        distances=config.model.shares_distances,
     )
 
 

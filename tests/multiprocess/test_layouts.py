@@ -222,6 +222,47 @@ def test_bert_agrees(world_size: int, head: bool) -> None:
             assert found == pytest.approx(wanted, rel=1e-10, abs=0), name
 
 
+CONVOLVED = {"model": {"conv_kernel_size": 3}}
+OF_DEBERTA: Changes = {
+    "model": {
+        "model_type": "deberta", "task_head": "classification", "task_classes": 2, "position_buckets": 6,
+        "attention_dropout": 0.1, "hidden_dropout": 0.2,
+    },
+    **DOUBLE,
+}  # fmt: skip
+DISTANT: dict[int, dict[str, Changes]] = {
+    1: {name: {**LAYOUTS[1][name], **CONVOLVED} for name in ("uniform", "selective", "micro 2")},
+    2: {
+        "tp2": {**LAYOUTS[2]["tp2"], **CONVOLVED},
+        "tp2 sp uniform micro 2": LAYOUTS[2]["tp2 sp uniform micro 2"],
+        "pp2": {**LAYOUTS[2]["pp2"], **CONVOLVED},
+        "dp2 sharded overlap micro 2": LAYOUTS[2]["dp2 sharded overlap micro 2"],
+    },
+    4: {
+        "pp4": LAYOUTS[4]["pp4"],
+        "tp2 pp2": {**_parallel(tp=2, pp=2, **OVERLAP), **SELECTIVE, **CONVOLVED},
+        "tp2 pp2 sp": LAYOUTS[4]["tp2 pp2 sp"],
+        "pp2 dp2 sharded": LAYOUTS[4]["pp2 dp2 sharded"],
+        "pp2 dp2 fused": {**_parallel(pp=2), "compression": {"compress": ["embedding=fused"]}},
+    },
+}
+"""Every stage holds the embedding of distances, and every tensor-parallel rank a part of its gradient."""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("world_size", DISTANT)
+def test_deberta_agrees(world_size: int) -> None:
+    merged = {**OF_DEBERTA, "model": {**OF_DEBERTA["model"], **CONVOLVED["model"]}}
+    references, layouts = {True: _reference(merged, 5), False: _reference(OF_DEBERTA, 5)}, DISTANT[world_size]
+    assert references[True].losses != references[False].losses
+    if world_size == 1:
+        traces = _run_all(layouts, OF_DEBERTA, 5, False)
+    else:
+        traces = _traces(world_size, OF_DEBERTA, 5, layouts=layouts)
+    for name, trace in traces.items():
+        _assert_close(trace, references["model" in layouts[name]], 1e-10, name)
+
+
 OF_T5: Changes = {
     **T5,
     "model": {**T5["model"], "num_layers": 2, "decoder_num_layers": 6, "attention_dropout": 0.1, "hidden_dropout": 0.2},

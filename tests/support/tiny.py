@@ -136,6 +136,9 @@ def _tensors(config: RunConfig, ids: Sequence[int], masked: bool) -> dict[str, t
     model = config.model
     if model.model_type == "t5":
         return tiny_spans(ids, model.seq_length, model.labels_of(0))
+    if model.task_head == "classification":
+        given = tiny_pairs(ids, model.seq_length)
+        return {**given, "labels_bs": given["order_b"].unsqueeze(1), "loss_mask_bs": torch.ones(len(ids), 1)}
     return tiny_texts(ids, model.seq_length, masked) if model.causal else tiny_pairs(ids, model.seq_length)
 
 

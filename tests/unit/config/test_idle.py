@@ -27,6 +27,8 @@ BASE = _BASE.split()
 
 # Values that a rule by type would not find.
 VALUES = {
+    "position_buckets": "8",
+    "conv_kernel_size": "3",
     "train_iters": "50",
     "hidden_size": "128",
     "micro_batch_size": "4",
@@ -66,6 +68,8 @@ VALUES = {
     "curriculum_root_degree": "3",
 }
 SHORTCUT_VALUES = {
+    "position_buckets": "8",
+    "conv_kernel_size": "3",
     "activations-checkpoint-method": "uniform",
     "model-parallel-size": "2",
     "warmup": "0.1",
@@ -169,6 +173,7 @@ PARTNERS: dict[str, tuple[str, int]] = {
     "without --position-embedding-type rope": ("--position-embedding-type rope", 1),
     "only BERT has that head": ("--model-type bert", 1),
     "beside a task, which masks no words": ("--model-type bert", 1),
+    "only DeBERTa has distances and a convolution": ("--model-type deberta", 1),
     "only BERT and T5 mask words": ("--model-type bert", 1),
     "only T5 has a decoder beside an encoder": (f"{PP2} {T5}", 2),
     "T5's encoder and decoder share the one pipeline stage": (f"{PP2} {T5}", 2),

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.base.errors import UserError
 from megatron.config.flags import parse_program
-from megatron.config.kinds import PROGRAMS, ModelType, check_kind
+from megatron.config.kinds import ModelType, check_kind
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 
@@ -29,7 +29,7 @@ NEEDED: dict[ModelType, list[str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", PROGRAMS)
+@pytest.mark.parametrize("kind", NEEDED)
 def test_a_program_sets_the_kind_itself(kind: ModelType) -> None:
     base = [*BASE, *NEEDED[kind]]
     parsed = parse_program(base, kind)
