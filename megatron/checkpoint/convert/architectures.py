@@ -9,11 +9,11 @@ import torch
 
 from megatron.base.errors import UserError
 from megatron.base.values import Values
+from megatron.checkpoint.convert.config_words import DTYPE_NAMES, gelu_name, is_tanh
+from megatron.checkpoint.convert.deberta import DEBERTA, deberta_config, deberta_model
 from megatron.checkpoint.convert.model import model_of
 from megatron.config.model import ModelConfig
 
-_DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 MEGATRON_BERT = "megatron-bert"
 _BERT_WITH_BINARY_HEAD, _BERT_WITHOUT = "MegatronBertForPreTraining", "MegatronBertForMaskedLM"
 GPT2_END = 50256
@@ -48,7 +48,6 @@ def _requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
     no_biases = {"--disable-bias-linear": not model.add_bias_linear}
     language = {"no --task-head": model.predicts_words}
     gelu = {
-        **language,
         "--normalization LayerNorm": model.normalization == "LayerNorm",
         "no --swiglu": not model.swiglu,
         "no --squared-relu": not model.squared_relu,
@@ -68,10 +67,12 @@ def _requirements(model: ModelConfig) -> dict[str, dict[str, bool]]:
     if model.model_type == "bert":
         tied = {"no --untie-embeddings-and-output-weights": not model.untie_embeddings_and_output_weights}
         types = {"--num-tokentypes of at least 2": model.num_tokentypes >= 2}
-        return {MEGATRON_BERT: {**learned, **gelu, **one_after_the_other, **tied, **types}}
+        return {MEGATRON_BERT: {**language, **learned, **gelu, **one_after_the_other, **tied, **types}}
+    if model.model_type == "deberta":
+        return {DEBERTA: {**gelu, "no --task-head choice": model.task_head != "choice"}}
     return {
-        "gpt2": {**learned, **gelu, **one_after_the_other, **looks_at_all},
-        "gpt_neox": {**rope, **gelu, **looks_at_all},
+        "gpt2": {**language, **learned, **gelu, **one_after_the_other, **looks_at_all},
+        "gpt_neox": {**language, **rope, **gelu, **looks_at_all},
         "llama": {**swiglu, **looks_at_all, "no --add-qkv-bias": not model.add_qkv_bias},
         "mistral": {**swiglu, **no_biases, "no --add-qkv-bias": not model.add_qkv_bias},
         "qwen2": {**swiglu, **no_biases, "--add-qkv-bias": model.add_qkv_bias},
@@ -89,13 +90,15 @@ def hf_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype, end: int 
     kind = architecture_of(model)
     if kind == MEGATRON_BERT:
         return _bert_config(model, vocab_size, dtype)
+    if kind == DEBERTA:
+        return deberta_config(model, vocab_size, dtype)
     end = min(vocab_size - 1, GPT2_END) if end is None and kind == "gpt2" else end
     return {
         "architectures": [f"{ARCHITECTURES[kind]}ForCausalLM" if kind != "gpt2" else "GPT2LMHeadModel"],
         "model_type": kind,
         "vocab_size": vocab_size,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
-        "torch_dtype": _DTYPE_NAMES.get(dtype, "float32"),
+        "torch_dtype": DTYPE_NAMES.get(dtype, "float32"),
         "bos_token_id": end,
         "eos_token_id": end,
         **(_gpt2_config(model) if kind == "gpt2" else _rotary_config(model, kind)),
@@ -108,23 +111,19 @@ def _bert_config(model: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dic
         "model_type": MEGATRON_BERT,
         "vocab_size": vocab_size,
         "tie_word_embeddings": True,
-        "torch_dtype": _DTYPE_NAMES.get(dtype, "float32"),
+        "torch_dtype": DTYPE_NAMES.get(dtype, "float32"),
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_attention_heads,
         "intermediate_size": model.ffn_hidden_size,
         "max_position_embeddings": model.max_position_embeddings,
         "type_vocab_size": model.num_tokentypes,
-        "hidden_act": _gelu_name(model),
+        "hidden_act": gelu_name(model),
         "layer_norm_eps": model.norm_epsilon,
         "attention_probs_dropout_prob": model.attention_dropout,
         "hidden_dropout_prob": model.hidden_dropout,
         "pad_token_id": None,
     }
-
-
-def _gelu_name(model: ModelConfig) -> str:
-    return "gelu_new" if model.activation == "gelu_tanh" else "gelu"
 
 
 def _gpt2_config(model: ModelConfig) -> dict[str, Any]:
@@ -134,7 +133,7 @@ def _gpt2_config(model: ModelConfig) -> dict[str, Any]:
         "n_head": model.num_attention_heads,
         "n_inner": model.ffn_hidden_size,
         "n_positions": model.max_position_embeddings,
-        "activation_function": _gelu_name(model),
+        "activation_function": gelu_name(model),
         "layer_norm_epsilon": model.norm_epsilon,
         "attn_pdrop": model.attention_dropout,
         "resid_pdrop": model.hidden_dropout,
@@ -154,7 +153,7 @@ def _rotary_config(model: ModelConfig, kind: str) -> dict[str, Any]:
     }
     if kind == "gpt_neox":
         return common | {
-            "hidden_act": _gelu_name(model),
+            "hidden_act": gelu_name(model),
             "layer_norm_eps": model.norm_epsilon,
             "rotary_emb_base": model.rotary_base,
             "rotary_pct": model.rotary_percent,
@@ -205,14 +204,6 @@ def model_of_config(config: Values) -> ModelConfig:
     return model_of(**_READERS[kind](config))
 
 
-def _activation(config: Values, name: str, default: str) -> bool:
-    """Whether a GELU has its tanh form."""
-    activation = config.text(name, default)
-    if activation not in (*_TANH_GELU, "gelu"):
-        raise UserError(f"{name} {activation!r} is none of ours (gelu_new, gelu); it cannot be converted")
-    return activation != "gelu"
-
-
 def _gpt2_model(config: Values) -> dict[str, object]:
     if not config.flag("scale_attn_weights", True) or config.flag("scale_attn_by_inverse_layer_idx", False):
         raise UserError("scale_attn_weights=false and scale_attn_by_inverse_layer_idx=true cannot be converted")
@@ -225,7 +216,7 @@ def _gpt2_model(config: Values) -> dict[str, object]:
         "seq_length": positions,
         "max_position_embeddings": positions,
         "norm_epsilon": config.number("layer_norm_epsilon", 1e-5),
-        "bias_gelu_fusion": _activation(config, "activation_function", "gelu_new"),
+        "bias_gelu_fusion": is_tanh(config, "activation_function", "gelu_new"),
         "untie_embeddings_and_output_weights": not config.flag("tie_word_embeddings", True),
         "attention_dropout": config.number("attn_pdrop", 0.1),
         "hidden_dropout": config.number("resid_pdrop", 0.1),
@@ -281,7 +272,7 @@ def _neox_model(config: Values) -> dict[str, object]:
     return {
         **_rotary_model(config, rope, "rotary_emb_base", percent),
         "norm_epsilon": config.number("layer_norm_eps", 1e-5),
-        "bias_gelu_fusion": _activation(config, "hidden_act", "gelu"),
+        "bias_gelu_fusion": is_tanh(config, "hidden_act", "gelu"),
         "parallel_residual": config.flag("use_parallel_residual", True),
         "hidden_dropout": config.number("hidden_dropout", 0.0),
     }
@@ -305,7 +296,7 @@ def _bert_model(config: Values) -> dict[str, object]:
         "seq_length": positions,
         "max_position_embeddings": positions,
         "norm_epsilon": config.number("layer_norm_eps", 1e-12),
-        "bias_gelu_fusion": _activation(config, "hidden_act", "gelu"),
+        "bias_gelu_fusion": is_tanh(config, "hidden_act", "gelu"),
         "attention_dropout": config.number("attention_probs_dropout_prob", 0.1),
         "hidden_dropout": config.number("hidden_dropout_prob", 0.1),
     }
@@ -384,6 +375,7 @@ _READERS: Mapping[str, Callable[[Values], dict[str, object]]] = {
     "mistral": _mistral_model,
     "qwen2": _qwen2_model,
     MEGATRON_BERT: _bert_model,
+    DEBERTA: deberta_model,
 }
 ARCHITECTURES = {
     "gpt2": "GPT-2",
@@ -392,5 +384,6 @@ ARCHITECTURES = {
     "mistral": "Mistral",
     "qwen2": "Qwen2",
     MEGATRON_BERT: "MegatronBert",
+    DEBERTA: "DeBERTa-v2",
 }
 """Their names by model_type."""

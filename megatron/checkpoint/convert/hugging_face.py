@@ -31,6 +31,7 @@ _NO_WEIGHTS = re.compile(r"\.(attn|attention)\.(bias|masked_bias)$|\.rotary_emb\
 HEADS = ("lm_head.weight", "cls.predictions.decoder.weight")
 _OTHER_NAMES = (
     ("transformer.", ""),
+    ("deberta.", ""),
     ("embed_out.", "lm_head."),
     ("cls.predictions.bias", "cls.predictions.decoder.bias"),
 )
@@ -65,7 +66,7 @@ def read_hf(folder: Path) -> Weights:
         dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
         entries[rule.ours] = Entry(rule.shape, dtype, _joined(rule, [part.to(dtype) for part in parts]))
     stored.check_all_used(used)
-    if not model.untie_embeddings_and_output_weights:
+    if model.ties_embeddings:
         stored.check_tied(entries[TIED_NAME])
     return Weights(model, vocab_size, entries)
 

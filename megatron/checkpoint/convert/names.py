@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.convert.architectures import MEGATRON_BERT, architecture_of
+from megatron.checkpoint.convert.deberta import DEBERTA
 from megatron.config.model import ModelConfig
 
 Views = Callable[[Tensor], Sequence[Tensor]]
@@ -52,6 +53,8 @@ def rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
     kind = architecture_of(model)
     if kind == MEGATRON_BERT:
         yield from bert_rules(model, vocab_size)
+    elif kind == DEBERTA:
+        yield from deberta_rules(model, vocab_size)
     elif kind == "gpt2":
         yield from gpt2_rules(model, vocab_size)
     elif kind == "gpt_neox":
@@ -173,6 +176,44 @@ def bert_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
             yield _same(f"binary_head.pooler.{kind}", f"bert.pooler.dense.{kind}", h, *rest)
             yield _same(f"binary_head.order.{kind}", f"cls.seq_relationship.{kind}", 2, *rest)
     yield _same("lm_head.bias", "cls.predictions.bias", vocab_size)
+
+
+def deberta_rules(model: ModelConfig, vocab_size: int) -> Iterator[Rule]:
+    """Rules of DebertaV2Model and DebertaV2ForSequenceClassification."""
+    h, ffn, body = model.hidden_size, model.ffn_hidden_size, "deberta."
+    embedding, encoder = f"{body}embeddings.", f"{body}encoder."
+    yield _same("embedding.word_embeddings.weight", f"{embedding}word_embeddings.weight", vocab_size, h)
+    if model.position_embedding_type == "learned_absolute":
+        positions = "embedding.position_embeddings.weight"
+        yield _same(positions, f"{embedding}position_embeddings.weight", model.max_position_embeddings, h)
+    if model.num_tokentypes:
+        types = "embedding.tokentype_embeddings.weight"
+        yield _same(types, f"{embedding}token_type_embeddings.weight", model.num_tokentypes, h)
+    for kind in ("weight", "bias"):
+        yield _same(f"embedding.layernorm.{kind}", f"{embedding}LayerNorm.{kind}", h)
+    for number in range(model.num_layers):
+        at, there = f"layers.{number}.", f"{encoder}layer.{number}."
+        parts = [f"{there}attention.self.{part}_proj" for part in ("query", "key", "value")]
+        for kind, rest in (("weight", (h,)), ("bias", ())):
+            yield _by_group(model, at, parts, kind, rest)
+            yield _same(f"{at}self_attention.dense.{kind}", f"{there}attention.output.dense.{kind}", h, *rest)
+            yield _same(f"{at}post_attention_layernorm.{kind}", f"{there}attention.output.LayerNorm.{kind}", h)
+            yield _same(f"{at}mlp.dense_h_to_4h.{kind}", f"{there}intermediate.dense.{kind}", ffn, *rest)
+            inner = (ffn,) if rest else ()
+            yield _same(f"{at}mlp.dense_4h_to_h.{kind}", f"{there}output.dense.{kind}", h, *inner)
+            yield _same(f"{at}output_layernorm.{kind}", f"{there}output.LayerNorm.{kind}", h)
+    if model.conv_kernel_size:
+        at, there = "layers.0.convolution.", f"{encoder}conv."
+        yield _same(f"{at}weight", f"{there}conv.weight", h, h, model.conv_kernel_size)
+        yield _same(f"{at}bias", f"{there}conv.bias", h)
+        for kind in ("weight", "bias"):
+            yield _same(f"{at}layernorm.{kind}", f"{there}LayerNorm.{kind}", h)
+    yield _same("relative_positions.weight", f"{encoder}rel_embeddings.weight", 2 * model.relative_span, h)
+    for kind, rest in (("weight", (h,)), ("bias", ())):
+        yield _same(f"relative_positions.layernorm.{kind}", f"{encoder}LayerNorm.{kind}", h)
+        if model.task_head != "none":
+            yield _same(f"classification_head.pooler.{kind}", f"pooler.dense.{kind}", h, *rest)
+            yield _same(f"classification_head.classifier.{kind}", f"classifier.{kind}", model.num_outputs, *rest)
 
 
 def _by_group(model: ModelConfig, at: str, theirs: Sequence[str], kind: str, rest: tuple[int, ...]) -> Rule:

@@ -13,8 +13,12 @@ from megatron.tokenizer.build import build_tokenizer
 
 _FILES = (
     "vocab.json", "merges.txt", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json",
+    "added_tokens.json", "spm.model",
 )  # fmt: skip
+
+
+_SENTENCE_PIECE = ("tokenizer.model", "spm.model")
+"""Names of SentencePiece models: most architectures', and DeBERTa's."""
 
 
 def tokenizer_beside(*folders: Path) -> TokenizerConfig:
@@ -28,8 +32,10 @@ def tokenizer_beside(*folders: Path) -> TokenizerConfig:
             )
         if pair or (folder / "tokenizer.json").is_file():
             return TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(folder.resolve()))
-        if (folder / "tokenizer.model").is_file():
-            model = str((folder / "tokenizer.model").resolve())
+        for name in _SENTENCE_PIECE:
+            if not (folder / name).is_file():
+                continue
+            model = str((folder / name).resolve())
             return TokenizerConfig(tokenizer_type="SentencePieceTokenizer", tokenizer_model=model)
     return TokenizerConfig()
 
@@ -84,7 +90,7 @@ def copy_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> None:
     if model is not None and model.is_dir():
         named |= {name: str(model / name) for name in _FILES if (model / name).is_file()}
     elif model is not None:
-        named["tokenizer.model"] = str(model)
+        named[model.name if model.name in _SENTENCE_PIECE else _SENTENCE_PIECE[0]] = str(model)
     for name, source in named.items():
         if source:
             if name.endswith(".json"):

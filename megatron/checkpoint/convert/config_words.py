@@ -1,0 +1,25 @@
+"""Words of config.json that several architectures share."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.base.errors import UserError
+from megatron.base.values import Values
+from megatron.config.model import ModelConfig
+
+DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+
+
+def gelu_name(model: ModelConfig) -> str:
+    """The name of a model's GELU."""
+    return "gelu_new" if model.activation == "gelu_tanh" else "gelu"
+
+
+def is_tanh(config: Values, name: str, default: str) -> bool:
+    """Whether a GELU has its tanh form."""
+    activation = config.text(name, default)
+    if activation not in (*_TANH_GELU, "gelu"):
+        raise UserError(f"{name} {activation!r} is none of ours (gelu_new, gelu); it cannot be converted")
+    return activation != "gelu"
