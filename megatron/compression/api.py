@@ -291,6 +291,11 @@ class Codec(Compressor, ABC):
         """Whether the message of a tensor is smaller than the tensor was in this dtype, before it was widened."""
         return True
 
+    def remembered_bytes(self, row: torch.Size) -> int:
+        """Bytes that a remembered sample takes at each end, for a tensor of ``row`` a sample; see
+        ``CodecTraits.samples``."""
+        return 0
+
     def begin_step(self, state: CompressorState) -> None:  # optional
         """Begins a step; ``state`` is that of the sender's end."""
 

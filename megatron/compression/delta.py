@@ -232,6 +232,10 @@ class DeltaCodec(Codec):
         """Elements of a remembered row."""
         return self.memory.nbytes(row) if self.config.cache_bits else row.numel()
 
+    def remembered_bytes(self, row: torch.Size) -> int:
+        each = 1 if self.config.cache_bits else _DTYPES[self.config.cache_dtype].itemsize
+        return self._size(row) * each
+
     def _first_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """What a first visit's numbers are on the wire in a run of activations of ``dtype``; None in fixed point."""
         if self.config.first_bits <= 8:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import torch
+
 from megatron.comm.policy import CompressionPlan
 from megatron.compression.points import Point
 from megatron.compression.schedule import RunLength
 from megatron.config.batch_size import BatchSizeSchedule
 from megatron.config.curriculum import lengths_of
+from megatron.config.memory import in_words
 from megatron.config.run import RunConfig
 from megatron.data.build import Dataset
 from megatron.topology.topology import Topology
+from megatron.training.assembly import Engines
 
 
 def run_length(train_iters: int, train: Dataset | None, batch_sizes: BatchSizeSchedule) -> RunLength:
@@ -53,6 +57,27 @@ def compression_notes(
                 f"{where}: samples return to other replicas than before, which do not remember them; "
                 "take a micro-batch size x replicas that divides 64, and one data set"
             )
+    return notes
+
+
+def cache_notes(engines: Engines, train: Dataset | None) -> list[str]:
+    """What the memory of samples takes, which grows to this during the first epoch."""
+    channel, plan, notes = engines.channel, engines.plan, []
+    for point, spec in plan.specs.items() if channel is not None and train is not None else ():
+        if not spec.remembered_samples:
+            continue
+        assert channel is not None
+        assert train is not None
+        codec = plan.codec(point)
+        row = max(codec.remembered_bytes(torch.Size((shape[0], shape[2]))) for shape in channel.shapes)
+        replicas = engines.topology.layout.dp
+        samples = min(spec.remembered_samples, -(-train.epoch_samples // replicas))
+        in_memory = min(samples, getattr(spec.options, "memory", 0) or samples)
+        on_disk = f", and {in_words((samples - in_memory) * row)} in a file" if in_memory < samples else ""
+        notes.append(
+            f"--compress {point.value}={spec.name}: each end of a boundary will remember {samples:,} samples of "
+            f"{in_words(row)}: {in_words(in_memory * row)} of memory{on_disk}"
+        )
     return notes
 
 

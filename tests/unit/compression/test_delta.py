@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -251,3 +252,15 @@ def test_a_store_is_a_dictionary(actions: list[tuple[str, int]], memory: int) ->
         assert (name in store) == (name in plain)
         assert sorted(store.names()) == sorted(plain)
         assert {n: float(store.peek(n)) for n in store.names()} == plain
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_dtype": "fp32"}, {"cache_bits": 3}])
+def test_the_memory_of_a_sample_is_foreseen(options: dict[str, Any]) -> None:
+    codec = DeltaCodec(DeltaConfig(**options))
+    _, (sender, receiver) = _visited(codec, 2)
+    for state in (sender, receiver):
+        exported = state.cache("samples", 9).exported()
+        assert exported is not None
+        samples, rows = exported
+        held = rows.numel() * rows.element_size() / len(samples)
+        assert codec.remembered_bytes(torch.Size((S, H))) == held
