@@ -6,11 +6,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron.base.errors import UserError
+from megatron.checkpoint.convert.hugging_face import is_hf
 from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.find import read_tracker
 from megatron.checkpoint.load import saved_config
@@ -126,7 +128,11 @@ def begin_with(parsed: ParsedRun, given: TaskConfig, task: Task) -> tuple[str, I
     if folder is None:
         return None
     if read_tracker(folder) is None:
-        raise UserError(f"--pretrained-checkpoint {folder} holds no checkpoint; name the folder that --save wrote to")
+        there = "is a Hugging Face folder" if is_hf(Path(folder)) else "holds no checkpoint"
+        raise UserError(
+            f"--pretrained-checkpoint {folder} {there}; name the folder that --save, or tools/ckpt_convert.py --to "
+            "megatron-cc, wrote to"
+        )
     saved, iteration = saved_config(folder)
     check_kind(f"--pretrained-checkpoint {folder}", saved.model.kind, wanted.model_type)
     _take_shape(parsed, saved, folder, iteration, task)

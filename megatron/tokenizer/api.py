@@ -39,6 +39,14 @@ class Tokenizer(Protocol):
         """The text of ids."""
 
 
+@runtime_checkable
+class Pieces(Protocol):
+    """A tokenizer that knows its pieces by name."""
+
+    def id_of(self, piece: str) -> int | None:
+        """The id of a piece, where there is one."""
+
+
 class TokenizerFlags(Protocol):
     """The fields of the tokenizer section."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.base.errors import UserError
 
-_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+_END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
 class HFTokenizer:
@@ -37,12 +37,17 @@ class HFTokenizer:
             self._slow = _load_slow(folder)
             vocab = self._slow.get_vocab()
         self.vocab_size: int = max(vocab.values(), default=-1) + 1
+        self._ids = vocab
         names = _special_names(folder)
         end = names.get("eos_token") or next((name for name in _END_NAMES if name in vocab), None)
         if end is None or end not in vocab:
             raise UserError(f"--tokenizer-model {folder}: no end of document. Set eos_token in tokenizer_config.json")
         self.eod: int = vocab[end]
         self.bos: int | None = vocab.get(names.get("bos_token", ""))
+
+    def id_of(self, piece: str) -> int | None:
+        """The id of a piece, where there is one."""
+        return self._ids.get(piece)
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of a text."""

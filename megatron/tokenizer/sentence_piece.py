@@ -48,6 +48,11 @@ class SentencePieceTokenizer:
             self.eod, added = self._pieces, 1
         self.vocab_size: int = self._pieces + added + extra_ids
 
+    def id_of(self, piece: str) -> int | None:
+        """The id of a piece, where there is one."""
+        number = int(self._model.piece_to_id(piece))
+        return None if self._model.is_unknown(number) else number
+
     def tokenize(self, text: str) -> list[int]:
         """The ids of a text."""
         return list(self._model.encode(text, out_type=int))

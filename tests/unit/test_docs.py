@@ -78,7 +78,7 @@ def test_examples_of_tasks_resolve_for_their_world(name: str, tmp_path: Path) ->
 
 def test_every_example_is_tested() -> None:
     scripts = {path.name for path in (REPO / "examples").glob("*.sh")}
-    assert scripts == {*WORLDS, *TASK_EXAMPLES, "quickstart.sh", "finetune_gpt2_aqsgd.sh"}
+    assert scripts == {*WORLDS, *TASK_EXAMPLES, "quickstart.sh", "finetune_gpt2_aqsgd.sh", "finetune_deberta_aqsgd.sh"}
     for script in scripts:
         subprocess.run(["bash", "-n", str(REPO / "examples" / script)], check=True)
 

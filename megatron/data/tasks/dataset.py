@@ -17,7 +17,7 @@ from megatron.data.masked_dataset import padding, places, take
 from megatron.data.source import row
 from megatron.data.tasks.epochs import Epochs
 from megatron.data.tasks.examples import Example
-from megatron.tokenizer.api import Tokenizer
+from megatron.tokenizer.api import Pieces, Tokenizer
 from megatron.tokenizer.wordpiece import word_piece_ids
 
 _CACHED_TEXTS = 1024
@@ -25,6 +25,7 @@ _CACHED_TEXTS = 1024
 _LEAST_LENGTH = 5
 # Length, label, and whether it counts.
 _AFTER_TOKENS = 3
+_NAMES = ("[CLS]", "[SEP]", "[PAD]")
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,23 @@ class Separators:
 
 
 def separators_of(tokenizer: Tokenizer, model: ModelConfig) -> Separators:
-    """The tokens around texts: BERT's own; for GPT the end of a document, whose state the classifier reads at last.
+    """The tokens around texts: BERT's and DeBERTa's own; for GPT the end of a document, whose state the classifier
+    reads at last.
 
     Raises:
         UserError: when the tokenizer does not have them.
     """
     if model.causal:
         return Separators(None, tokenizer.eod, tokenizer.eod)
+    if model.model_type == "deberta":
+        found = [tokenizer.id_of(name) for name in _NAMES] if isinstance(tokenizer, Pieces) else [None]
+        if None in found:
+            raise UserError(
+                f"--tokenizer-type {tokenizer.name} has no {', '.join(_NAMES)}, which DeBERTa's texts stand between: "
+                "give --tokenizer-type SentencePieceTokenizer --tokenizer-model spm.model of its folder"
+            )
+        cls, sep, pad = found
+        return Separators(cls, sep or 0, pad or 0)
     ids = word_piece_ids(tokenizer)
     return Separators(ids.cls, ids.sep, ids.pad)
 
