@@ -132,8 +132,8 @@ def test_it_goes_back_to_hugging_face(tmp_path: Path) -> None:
     theirs, given = their_folder(tmp_path / "hf", **FORMS["v2-xlarge"]), _given()
     _converted(tmp_path / "hf", tmp_path / "ours", "megatron-cc")
     _converted(tmp_path / "ours", tmp_path / "back", "hf")
-    back: Any
-    back, report = DebertaV2ForSequenceClassification.from_pretrained(tmp_path / "back", output_loading_info=True)
+    found: Any = DebertaV2ForSequenceClassification.from_pretrained(tmp_path / "back", output_loading_info=True)
+    back, report = found
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert torch.equal(back.eval()(given["tokens_bs"]).logits, theirs.eval()(given["tokens_bs"]).logits)

@@ -14,6 +14,8 @@ from tests.support.corpus import tiny_flags, write_documents
 from tests.support.tasks import task_flags, write_race, write_tsv, write_vocabulary
 from tests.support.train import train
 
+pytestmark = pytest.mark.multiprocess
+
 
 @pytest.fixture(scope="module")
 def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
