@@ -362,7 +362,7 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
     if is_unset(model.decoder_num_layers) and model.model_type == "t5":
         model = replace(model, decoder_num_layers=model.num_layers)
     if is_unset(model.max_position_embeddings):
-        model = replace(model, max_position_embeddings=max(model.seq_length, model.decoder_seq_length or 0))
+        model = replace(model, max_position_embeddings=max(model.seq_length, model.labels_of(0)))
     if is_unset(model.max_relative_positions) and model.shares_distances:
         model = replace(model, max_relative_positions=model.max_position_embeddings)
     if is_unset(model.num_tokentypes):

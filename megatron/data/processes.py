@@ -91,6 +91,7 @@ class _Worker:
     def __init__(self, work: Sequence[Any]) -> None:
         theirs, self._lifeline = _CONTEXT.Pipe(duplex=False)
         self._executor = ProcessPoolExecutor(1, _CONTEXT, _begin, (theirs, *work))
+        self._results: Any = self._executor._result_queue
 
     def ask(self, item: Any) -> tuple[bool, Any]:
         """Whether it could be done, and the result or the error.
@@ -102,6 +103,9 @@ class _Worker:
             future = self._executor.submit(_answer, item)
         except (EOFError, OSError) as error:
             raise UserError(f"a process could not be started ({error}); give fewer --workers") from error
+        # The process has its own end of this pipe by now. With this one open, the executor would wait for ever for the
+        # rest of a result in the middle of which the process was killed.
+        self._results._writer.close()
         return future.result()
 
     def end(self) -> None:

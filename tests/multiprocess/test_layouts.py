@@ -286,6 +286,10 @@ SPLITS: dict[int, dict[str, Changes]] = {
         "pp4": {**_parallel(pp=4, pipeline_schedule="gpipe"), **PADDED},
         "pp4 split at 1": _parallel(pp=4, pipeline_model_parallel_split_rank=1),
     },
+    6: {
+        "tp2 pp3 sp": _parallel(tp=2, pp=3, **SP),
+        "tp2 pp3 in parts": _parallel(tp=2, pp=3, **SPLIT),
+    },
 }
 """Up to three stages hold the embedding, and two the positions."""
 

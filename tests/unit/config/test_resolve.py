@@ -88,6 +88,13 @@ def test_an_old_readme_command_resolves() -> None:
     assert config.recompute.recompute_granularity == "full"
 
 
+def test_the_length_of_a_decoder_gives_positions_to_t5_alone(by_iterations: list[str]) -> None:
+    longer = [*by_iterations, "--decoder-seq-length", "64"]
+    assert _resolve(longer).model.max_position_embeddings == 32
+    t5 = "--model-type t5 --tokenizer-type BertWordPieceCase --vocab-file v --vocab-extra-ids 4"
+    assert _resolve([*longer, *t5.split()]).model.max_position_embeddings == 64
+
+
 def test_derived_values(by_iterations: list[str]) -> None:
     config = _resolve(by_iterations, 3)
     assert config.model.ffn_hidden_size == 256

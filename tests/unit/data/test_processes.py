@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,23 @@ def test_a_killed_process_is_one_line_or_one_result() -> None:
     with pytest.raises(UserError, match=r"was killed .*--workers"):
         list(in_processes(_die, range(20), 2))
     found = list(in_processes(_die, range(20), 2, lost=lambda number: -number))
+    assert found == [0, 1, 2, -3, *range(4, 20)]
+
+
+def _die_in_the_middle_of_the_answer(number: int) -> int:
+    def send_half(self: Any, message: bytes) -> None:
+        os.write(self.fileno(), message[: len(message) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    connection: Any = Connection
+    if number == 3:
+        connection._send = send_half
+    return number
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_was_killed_in_the_middle_of_its_answer_was_killed() -> None:
+    found = list(in_processes(_die_in_the_middle_of_the_answer, range(20), 2, lost=lambda number: -number))
     assert found == [0, 1, 2, -3, *range(4, 20)]
 
 
