@@ -92,7 +92,7 @@ RULES: Sequence[Idle] = (
         "GELU has its tanh form anyway, but with --no-bias-gelu-fusion or --disable-bias-linear",
     ),
     Idle(
-        ("data.mask_prob", "data.short_seq_prob", "model.bert_binary_head"),
+        _fields("data", "mask_prob short_seq_prob"),
         lambda config, _: not config.model.predicts_words,
         "beside a task, which masks no words",
     ),

@@ -26,15 +26,19 @@ def kind_text(model_type: str, task_head: str = "none", task_classes: int = 0) -
     return model_type if task_head == "none" else f"{model_type} for {task_head}{of}"
 
 
-def check_kind(where: str, found: str, wanted: str) -> None:
-    """Checks that a checkpoint's model is of the wanted kind (else UserError, which begins with ``where``)."""
-    if found == wanted:
-        return
+def check_kind(where: str, found: str, wanted: str, instead: str = "") -> None:
+    """Checks that a checkpoint's model is of the wanted kind (else UserError, which begins with ``where``).
+
+    ``instead`` is what can be done, where the caller knows better.
+    """
+    if found != wanted:
+        raise UserError(f"{where} holds a model of kind {found}, not {wanted}; {instead or _instead(found, wanted)}")
+
+
+def _instead(found: str, wanted: str) -> str:
     programs = {str(kind): name for kind, name in PROGRAMS.items()}
     if wanted not in programs and found in programs:
-        instead = "begin with it by --pretrained-checkpoint"
-    elif " for " in found:
-        instead = "go on with it by its --task of tasks/main.py"
-    else:
-        instead = f"go on with it by {programs.get(found, 'another version')}"
-    raise UserError(f"{where} holds a model of kind {found}, not {wanted}; {instead}")
+        return "begin with it by --pretrained-checkpoint"
+    if " for " in found:
+        return "go on with it by its --task of tasks/main.py"
+    return f"go on with it by {programs.get(found, 'another version')}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.base.errors import UserError
+from megatron.base.fields import check_fields
 from megatron.base.option import derived, field_options, option, required
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.collect import FlagTable
@@ -113,6 +114,7 @@ _COUNTED = (
     *("training.train_iters", "training.train_samples", "training.train_tokens", "training.rampup_batch_size"),
     *("curriculum.curriculum_learning", "data.dataloader_type"),
 )
+_COUNTED_IN_SAMPLES = ("lr_warmup_samples", "lr_decay_samples")
 _PATHS = ("data.data_path", "data.train_data_path", "data.valid_data_path", "data.test_data_path")
 
 
@@ -137,6 +139,7 @@ def parse_task(argv: Sequence[str]) -> tuple[ParsedRun, TaskConfig, Task]:
     name = task_name(given.task) if given.task is not None else None
     if name not in TASKS:
         raise UserError(f"--task {given.task}: choose from {', '.join(TASKS)}")
+    check_fields("task", given)
     task, explicit = TASKS[name], run.explicit
     for path, instead in (("model.task_head", "--task says it"), ("model.task_classes", "--task says it")):
         if path in explicit:
@@ -147,6 +150,10 @@ def parse_task(argv: Sequence[str]) -> tuple[ParsedRun, TaskConfig, Task]:
     for path in _PATHS:
         if path in explicit:
             raise UserError(f"--{_flag(path)}: a task reads labelled files; give --train-data and --valid-data")
+    for counted in _COUNTED_IN_SAMPLES:
+        if getattr(run.config.optimizer, counted):
+            flag = f"--{counted.replace('_', '-')}"
+            raise UserError(f"{flag}: a task is counted in iterations; give {flag.replace('samples', 'iters')}")
     idle = [f"--{_flag(path)}" for path in ("validation.eval_interval", "validation.eval_iters") if path in explicit]
     if idle:
         run.notes.append(f"{', '.join(idle)}: no effect, the whole of --valid-data is evaluated after each epoch")
@@ -193,12 +200,14 @@ def sized(parsed: ParsedRun, given: TaskConfig, world_size: int, samples: tuple[
     Args:
         parsed, given: what ``parse_task`` returned; the model may be a checkpoint's.
         world_size: processes.
-        samples: training and validation samples.
+        samples: training samples of an epoch, and validation samples.
 
     Raises:
-        UserError: when there are fewer samples than one batch takes.
+        UserError: when there are fewer samples than one batch takes, or a size is out of its bounds.
     """
     config, each = parsed.config, parsed.config.model.sequences_per_sample
+    for section in ("parallel", "training"):
+        check_fields(section, getattr(config, section))
     training, validation = config.training, config.validation
     if training.micro_batch_size is None:
         raise UserError("not given but required: --micro-batch-size; add it")
@@ -212,10 +221,10 @@ def sized(parsed: ParsedRun, given: TaskConfig, world_size: int, samples: tuple[
         )
     checkpoint, optimizer = config.checkpoint, config.optimizer
     if given.epochs == 0:
-        # Only the weights are needed; --lr is required of every run.
+        # Only the weights are needed; every run has a schedule, which the one iteration here must not contradict.
         loads = checkpoint.load is not None
         checkpoint = replace(checkpoint, no_load_optim=loads, no_load_lr_state=loads, exit_on_missing_checkpoint=loads)
-        optimizer = replace(optimizer, lr=optimizer.lr or 1e-5)
+        optimizer = replace(optimizer, lr=optimizer.lr or max(1e-5, optimizer.min_lr), lr_warmup_iters=0)
     elif checkpoint.save is not None and checkpoint.save_interval is None:
         checkpoint = replace(checkpoint, save_interval=steps)
     return replace(

@@ -17,9 +17,11 @@ from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.find import read_tracker
 from megatron.checkpoint.load import saved_config
 from megatron.checkpoint.vocabulary import saved_entries
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.flags import ParsedRun
 from megatron.config.kinds import check_kind
 from megatron.config.merge import merge_checkpoint_config
+from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.config.tasks import Task, TaskConfig, parse_task, sized
 from megatron.data.build import Datasets
@@ -29,6 +31,7 @@ from megatron.data.tasks.examples import ExampleFile
 from megatron.data.tasks.glue import read_glue
 from megatron.data.tasks.race import read_race
 from megatron.evaluation.task_metrics import check_packages, scores
+from megatron.model.classification import POOLING
 from megatron.tokenizer.api import Tokenizer
 from megatron.topology.launch import LaunchEnvironment
 from megatron.training.console import make_output_last
@@ -50,10 +53,9 @@ class TaskData:
     training: Sequence[ExampleFile]
     validation: Sequence[ExampleFile]
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Training and validation samples."""
-        return _samples(self.training), _samples(self.validation)
+    def sizes(self, config: RunConfig) -> tuple[int, int]:
+        """Training samples of an epoch, of which an order may leave some out, and validation samples."""
+        return self._order(config, 1).draws, _samples(self.validation)
 
     @property
     def notes(self) -> list[str]:
@@ -68,12 +70,7 @@ class TaskData:
             )
         model, seed = config.model, config.training.seed
         size = config.training.global_batch_size // model.sequences_per_sample
-        train, valid = self.sizes
-        recurring = config.data.sample_order == "fixed"
-        orders = (
-            Epochs(train, size, keep_last=self.given.keep_last_batch, recurring=recurring, seed=seed),
-            Epochs(valid, size, keep_last=True, shuffle=False),
-        )
+        orders = self._order(config, size), Epochs(_samples(self.validation), size, keep_last=True, shuffle=False)
 
         def build(files: Sequence[ExampleFile], order: Epochs, epochs: int) -> TaskDataset:
             examples = [example for file in files for example in file.examples]
@@ -82,6 +79,12 @@ class TaskData:
 
         training = build(self.training, orders[0], self.given.epochs) if self.given.epochs else None
         return training, build(self.validation, orders[1], 1), None
+
+    def _order(self, config: RunConfig, size: int) -> Epochs:
+        """The order of training, in batches of ``size`` samples."""
+        recurring = config.data.sample_order == "fixed"
+        samples, keeps = _samples(self.training), self.given.keep_last_batch
+        return Epochs(samples, size, keep_last=keeps, recurring=recurring, seed=config.training.seed)
 
     def judge(self, outputs_nc: Tensor) -> dict[str, dict[str, float]]:
         """See ``Judge``."""
@@ -119,9 +122,9 @@ def begin_with(parsed: ParsedRun, given: TaskConfig, task: Task) -> tuple[str, I
     """
     checkpoint, wanted = parsed.config.checkpoint, parsed.config.model
     load = checkpoint.load
-    if load is not None and (checkpoint.ckpt_step is not None or read_tracker(load) is not None):
+    if load is not None and _holds_checkpoint(checkpoint):
         saved, iteration = saved_config(load, checkpoint.ckpt_step)
-        check_kind(f"--load {load}", saved.model.kind, wanted.kind)
+        check_kind(f"--load {load}", saved.model.kind, wanted.kind, _other_type(saved.model, wanted))
         _take_shape(parsed, saved, load, iteration, task)
         return None
     folder = given.pretrained_checkpoint
@@ -134,9 +137,16 @@ def begin_with(parsed: ParsedRun, given: TaskConfig, task: Task) -> tuple[str, I
             "megatron-cc, wrote to"
         )
     saved, iteration = saved_config(folder)
-    check_kind(f"--pretrained-checkpoint {folder}", saved.model.kind, wanted.model_type)
+    where = f"--pretrained-checkpoint {folder}"
+    check_kind(where, saved.model.kind, wanted.model_type, _other_type(saved.model, wanted))
     _take_shape(parsed, saved, folder, iteration, task)
     return folder, iteration
+
+
+def _other_type(saved: ModelConfig, wanted: ModelConfig) -> str:
+    """What to do about a checkpoint of another kind that can be fine-tuned, too; empty for others."""
+    differs = saved.model_type != wanted.model_type and saved.model_type in POOLING
+    return f"give --model-type {saved.model_type}" if differs else ""
 
 
 def _take_shape(parsed: ParsedRun, saved: RunConfig, root: str, iteration: Iteration, task: Task) -> None:
@@ -144,6 +154,45 @@ def _take_shape(parsed: ParsedRun, saved: RunConfig, root: str, iteration: Itera
     merged = merge_checkpoint_config(parsed.config, parsed.explicit, saved, "")
     tokenizer = fitted_tokenizer(merged.tokenizer, saved_entries(root, iteration), parsed)
     parsed.config = replace(merged, tokenizer=tokenizer)
+
+
+def check_batches(config: RunConfig, given: TaskConfig) -> None:
+    """Checks that a run goes on with the batches and epochs that it began with: its position is counted in them.
+
+    Args:
+        config: what ``sized`` returned.
+        given: flags of the task.
+
+    Raises:
+        UserError: when it would not.
+    """
+    checkpoint = config.checkpoint
+    load = checkpoint.load
+    trains = given.epochs and not config.validation.skip_train
+    if load is None or checkpoint.finetune or not trains or not _holds_checkpoint(checkpoint):
+        return
+    saved, iteration = saved_config(load, checkpoint.ckpt_step)
+    if not isinstance(iteration, int):
+        return
+    each, anew = config.model.sequences_per_sample, "--finetune to begin anew with its weights"
+    then, now = saved.training.global_batch_size // each, config.training.global_batch_size // each
+    if then != now:
+        raise UserError(
+            f"--load {load} goes on with global batches of {then} samples, and this run has {now}: give "
+            f"--global-batch-size {then}, or {anew}"
+        )
+    then, now = saved.validation.eval_interval, config.validation.eval_interval
+    if then != now:
+        raise UserError(
+            f"--load {load} goes on with epochs of {then} iterations, and this run has {now}: give the same "
+            f"--train-data, --sample-order and --keep-last, or {anew}"
+        )
+
+
+def _holds_checkpoint(checkpoint: CheckpointConfig) -> bool:
+    """Whether --load names a checkpoint that is there, or must be."""
+    load = checkpoint.load
+    return load is not None and (checkpoint.ckpt_step is not None or read_tracker(load) is not None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,7 +206,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks.env = env = LaunchEnvironment.read(parsed.config.parallel.local_rank)
         pretrained = begin_with(parsed, given, task)
         data = read_data(given, task)
-        parsed.config = sized(parsed, given, env.world_size, data.sizes)
+        parsed.config = sized(parsed, given, env.world_size, data.sizes(parsed.config))
+        check_batches(parsed.config, given)
         config = parsed.resolve(env.world_size, cuda_available=torch.cuda.is_available())
         job = Job(data.datasets, pretrained, data.judge, {"task": given})
         train(ranks, config, [*parsed.notes, *data.notes], started, job)

@@ -95,9 +95,10 @@ class Trainer:
             if begun < self.train_iters:
                 reason = self._train()
             else:
+                more = "--epochs" if self.judge is not None else "--train-iters, --train-samples or --train-tokens"
                 self.reporter.line(
                     f"nothing is left to train or to save: the run is at iteration {begun} of {self.train_iters}; "
-                    "raise --train-iters, --train-samples or --train-tokens to go on"
+                    f"raise {more} to go on"
                 )
         if reason is ExitReason.NONE:
             self._final_evaluations()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.tasks import TASKS, parse_task
+from megatron.config.tasks import TASKS, parse_task, sized
 from megatron.evaluation.command import asked_task, main
 from tests.support.corpus import tiny_flags, write_documents
 from tests.support.tasks import task_flags, write_race, write_tsv, write_vocabulary
@@ -84,6 +84,12 @@ def _refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ({"tokenizer_type": "NullTokenizer", "vocab_size": 9, "vocab_file": None}, "has no [MASK], [CLS] and [SEP]"),
         ({"qa_data_dev": "x"}, "--qa-data-dev x: retrieval tasks are not available"),
         ({"seq_length": 4}, "--seq-length 4 leaves no room for texts"),
+        ({"epochs": -1}, "--epochs"),
+        ({"micro_batch_size": 0, "global_batch_size": None}, "--micro-batch-size"),
+        ({"global_batch_size": 0}, "--global-batch-size"),
+        ({"tensor_model_parallel_size": 0}, "--tensor-model-parallel-size"),
+        ({"lr_warmup_samples": 4}, "--lr-warmup-samples: a task is counted in iterations; give --lr-warmup-iters"),
+        ({"lr_decay_samples": 4}, "--lr-decay-samples: a task is counted in iterations; give --lr-decay-iters"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_one_line(
@@ -113,7 +119,7 @@ def test_a_checkpoint_of_another_kind_is_refused_with_what_it_is_for(
     for flag, wanted in (("pretrained_checkpoint", "bert"), ("load", "bert for classification of 2")):
         changes: dict[str, Any] = {flag: gpt}
         said = _refused(task_flags(vocabulary, "RTE", *files, **changes), capsys)
-        assert f"{gpt} holds a model of kind gpt, not {wanted}; " in said
+        assert f"{gpt} holds a model of kind gpt, not {wanted}; give --model-type gpt" in said
     saved = tmp_path / "saved"
     assert main(task_flags(vocabulary, "RTE", *files, epochs=1, save=saved)) == 0
     capsys.readouterr()
@@ -123,10 +129,61 @@ def test_a_checkpoint_of_another_kind_is_refused_with_what_it_is_for(
     assert f"--load {saved} {kind} bert for classification of 3; go on with it by its --task" in said
     said = _refused(task_flags(vocabulary, "MNLI", *mnli, pretrained_checkpoint=saved), capsys)
     assert f"--pretrained-checkpoint {saved} {kind} bert; go on with it by its --task" in said
-    said = _refused(["--task", "LAMBADA", "--valid-data", "x", "--load", str(saved)], capsys)
-    assert "No such file" in said or "only gpt generates text" in said
+    texts = tmp_path / "lambada.jsonl"
+    texts.write_text('{"text": "w1 w2"}\n')
+    said = _refused(["--task", "LAMBADA", "--valid-data", str(texts), "--load", str(saved)], capsys)
+    assert said.endswith("bert for classification of 2, and only gpt generates text")
     said = _refused(task_flags(vocabulary, "RTE", *files, load=saved, hidden_size=32), capsys)
     assert "--hidden-size: 32 was given but the checkpoint has 16; leave the flag out" in said
+
+
+def test_epochs_of_recurring_samples_are_as_long_as_their_order(vocabulary: Path, tmp_path: Path) -> None:
+    """Of 35 samples 34 fill two lanes: six batches of five an epoch, not seven."""
+    files = _files("SST-2", tmp_path, train=35)
+    log = tmp_path / "log.jsonl"
+    changes: dict[str, Any] = {"global_batch_size": 5, "sample_order": "fixed", "log_json_file": log}
+    assert main(task_flags(vocabulary, "SST-2", *files, **changes)) == 0
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [event["iteration"] for event in events if event["kind"] == "validation"] == [6, 12]
+
+
+def test_a_run_goes_on_with_the_batches_and_epochs_that_it_began_with(
+    vocabulary: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train, valid = _files("RTE", tmp_path)
+    saved = tmp_path / "saved"
+
+    def flags(**changes: object) -> list[str]:
+        return task_flags(vocabulary, "RTE", train, valid, **{"save": saved, "load": saved, **changes})
+
+    assert main(flags(epochs=1)) == 0
+    said = _refused(flags(global_batch_size=8), capsys)
+    assert "goes on with global batches of 4 samples, and this run has 8: give --global-batch-size 4, or" in said
+    train = [write_tsv(tmp_path / "more.tsv", "RTE", 12)]
+    said = _refused(flags(), capsys)
+    assert "goes on with epochs of 2 iterations, and this run has 3: give the same --train-data," in said
+    train = [tmp_path / "train.tsv"]
+    assert main(flags(epochs=1)) == 0
+    assert "the run is at iteration 2 of 2; raise --epochs to go on" in capsys.readouterr().out
+    assert main(flags(save=tmp_path / "anew", finetune=True, global_batch_size=8)) == 0
+    assert main(flags(override_opt_param_scheduler=True)) == 0
+    assert " metrics of dev.tsv at iteration 4 | " in capsys.readouterr().out
+
+
+def test_flags_of_the_training_run_may_stay_in_an_evaluation(vocabulary: Path, tmp_path: Path) -> None:
+    files = _files("RTE", tmp_path)
+    saved = tmp_path / "saved"
+    assert main(task_flags(vocabulary, "RTE", *files, save=saved, lr_warmup_iters=3)) == 0
+    assert main(task_flags(vocabulary, "RTE", *files, epochs=0, load=saved, lr_warmup_iters=3)) == 0
+    assert main(task_flags(vocabulary, "RTE", *files, epochs=0, load=saved, lr=None, min_lr=1e-3)) == 0
+
+
+def test_a_bert_without_its_binary_head_has_no_token_types(vocabulary: Path) -> None:
+    flags = task_flags(vocabulary, "RTE", [Path("a")], [Path("b")], bert_no_binary_head=True)
+    run, given, _ = parse_task(flags)
+    run.config = sized(run, given, 1, (8, 6))
+    assert run.resolve(1).model.num_tokentypes == 0
+    assert not [note for note in run.notes if "binary-head" in note]
 
 
 def test_what_pretraining_evaluates_is_noted_and_spellings_do_not_matter(vocabulary: Path) -> None:

@@ -12,8 +12,6 @@ from megatron.data.tasks.examples import Example, ExampleFile, clean_text
 from megatron.data.text_file import read_utf8
 
 CHOICES = 4
-MOST_QUESTION_TOKENS = 128
-"""Most tokens of a question with its answer, as in Megatron."""
 _LETTERS = "ABCD"
 
 
@@ -50,8 +48,9 @@ def _questions(line: str, where: str) -> Iterator[Example]:
     """The samples of one passage."""
     try:
         passage = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{where}: is no JSON ({error})") from error
+        json.dumps(passage, ensure_ascii=False).encode()  # an escape may be half of a character
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: is no JSON of whole characters ({error})") from error
     if not isinstance(passage, dict):
         raise UserError(f"{where}: is no JSON object with article, questions, options and answers")
     article = passage.get("article")

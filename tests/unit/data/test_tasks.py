@@ -97,6 +97,8 @@ def test_race_puts_each_answer_into_its_question(tmp_path: Path) -> None:
 PASSAGE = {"article": "w1", "questions": ["w2"], "options": [["w1", "w2", "w3", "w4"]], "answers": ["A"]}
 BAD_RACE = {
     "json": ("{", "is no JSON"),
+    "half of a character": (json.dumps({**PASSAGE, "article": "w1 \ud800"}), "is no JSON of whole characters"),
+    "a number without end": ('{"id": ' + "1" * 5000 + "}", "is no JSON of whole characters"),
     "list": ("[]", "is no JSON object with article"),
     "article": (json.dumps({**PASSAGE, "article": 3}), "article must be a text"),
     "answers": (json.dumps({**PASSAGE, "answers": []}), "has 1 questions, 1 options and 0 answers"),
