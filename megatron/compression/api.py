@@ -262,6 +262,7 @@ class CodecTraits:
             its count says. Another layout begins at the means of all ranks' tables.
         samples: how many samples each end remembers; more than 0 for a codec that gains from samples that come again,
             and from those alone: it is off in evaluation.
+        samples_in_memory: how many of them at most are in memory, the others in a file; None for all.
         tokens: keys at the pipeline's points hold the samples' tokens (``Content``).
         folders: where it writes to on this machine.
     """
@@ -272,6 +273,7 @@ class CodecTraits:
     steady: tuple[str, ...] = ()
     means: tuple[tuple[str, str], ...] = ()
     samples: int = 0
+    samples_in_memory: int | None = None
     tokens: bool = False
     folders: tuple[str, ...] = ()
 

@@ -147,6 +147,7 @@ class DeltaCodec(Codec):
             shared=(f"{_CACHE}.ids", f"{_CACHE}.rows"),
             steady=(_CACHE, "messages"),
             samples=self.config.cache,
+            samples_in_memory=self.config.memory or None,
             folders=(self.config.folder,) if self.config.folder else (),
         )
         self.difference = Quantizer(self.config)

@@ -72,7 +72,7 @@ def cache_notes(engines: Engines, train: Dataset | None) -> list[str]:
         row = max(codec.remembered_bytes(torch.Size((shape[0], shape[2]))) for shape in channel.shapes)
         replicas = engines.topology.layout.dp
         samples = min(spec.remembered_samples, -(-train.epoch_samples // replicas))
-        in_memory = min(samples, getattr(spec.options, "memory", 0) or samples)
+        in_memory = min(samples, codec.traits.samples_in_memory or samples)
         on_disk = f", and {in_words((samples - in_memory) * row)} in a file" if in_memory < samples else ""
         notes.append(
             f"--compress {point.value}={spec.name}: each end of a boundary will remember {samples:,} samples of "

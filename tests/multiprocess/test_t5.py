@@ -71,9 +71,12 @@ def test_compressors_at_every_point() -> None:
             assert found == [], name
             assert all(math.isfinite(value) for value in trace.losses), name
             assert trace.losses[-1] < trace.losses[0], name
-            for point in ("pp-forward", "pp-backward", "dp-grad", "tp-forward"):
-                if name != "stages":
-                    assert trace.bytes_by_point.get(point, 0) <= 0.6 * trace.raw_by_point.get(point, 0), (name, point)
+            for point, raw in trace.raw_by_point.items():
+                if name != "stages" and point in ("pp-forward", "pp-backward", "dp-grad", "tp-forward"):
+                    assert trace.bytes_by_point[point] <= 0.6 * raw, (name, point)
+    used = {name: {point for traces in ranks for point in traces[name][0].raw_by_point} for name in COMPRESSED}
+    assert used["replicas"] >= {"pp-forward", "pp-backward", "dp-grad"}
+    assert used["parts"] >= {"pp-forward", "pp-backward", "tp-forward"}
     # Activations in fp32 of a sample: between stages of the decoder those of both parts.
     (width, encoder, decoder), samples = (32 * 4, 16, 8), 6 * 4
     sent = [traces["stages"][0].raw_by_point.get("pp-forward", 0) for traces in ranks]

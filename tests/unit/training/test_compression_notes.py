@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from megatron.compression.builtin import BUILTIN
+from megatron.compression.points import Point
+from megatron.compression.registry import Registry
+from megatron.compression.schedule import RunLength
+from megatron.compression.spec import read_spec
 from megatron.config.batch_size import BatchSizeSchedule
 from megatron.data.build import build_datasets
-from megatron.training.compression_notes import compression_notes, run_length
+from megatron.training.compression_notes import cache_notes, compression_notes, run_length
 from tests.support.tiny import tiny_config
 from tests.unit.data.cases import write
 
@@ -59,3 +66,21 @@ def test_samples_stay_with_their_replica_where_that_is_possible(tmp_path: Path) 
     assert _notes(tmp_path, "pp-forward=delta", 1000, replicas=4) == []
     (note,) = _notes(tmp_path, "pp-forward=delta", 1000, replicas=3)
     assert "samples return to other replicas" in note
+
+
+@pytest.mark.parametrize(
+    ("memory", "said"),
+    [(0, "6 samples of 128 bytes: 768 bytes of memory"), (2, "256 bytes of memory, and 512 bytes in a file")],
+)
+def test_what_a_memory_of_samples_takes_is_split_as_asked(memory: int, said: str) -> None:
+    """Rows of 4 x 16 numbers of two bytes, for half of 12 samples."""
+    point = Point.PP_FWD
+    spec = read_spec(f"pp-forward=delta,bits=4,cache=100,memory={memory}", Registry(BUILTIN), RunLength())
+    engines: Any = SimpleNamespace(
+        channel=SimpleNamespace(shapes=[torch.Size((4, 1, 16))]),
+        plan=SimpleNamespace(specs={point: spec}, codec=lambda at: {point: spec.codec()}[at]),
+        topology=SimpleNamespace(layout=SimpleNamespace(dp=2)),
+    )
+    train: Any = SimpleNamespace(epoch_samples=12)
+    (note,) = cache_notes(engines, train)
+    assert note.endswith(said)
