@@ -38,6 +38,10 @@ COLOR = {
     Point.DP_GRAD: COLORS[3],
     Point.PARAM_GATHER: COLORS[3],
     Point.EMBED_GRAD: COLORS[4],
+    Point.EP_DISPATCH_FWD: COLORS[0],
+    Point.EP_DISPATCH_BWD: COLORS[1],
+    Point.EP_COMBINE_FWD: COLORS[2],
+    Point.EP_COMBINE_BWD: COLORS[3],
 }
 
 
@@ -179,11 +183,40 @@ def draw_points() -> Any:
     return figure
 
 
-DIAGRAMS = {"communication-points": draw_points, "1f1b-epilogue": draw_schedule}
+def draw_experts() -> Any:
+    """What two ranks that share the experts of a layer send each other: rows of tokens, and their gradients."""
+    figure = new_figure(9.5, 3.6)
+    axes = figure.subplots()
+    axes.set_xlim(-0.4, 12.0)
+    axes.set_ylim(-0.2, 4.9)
+    axes.axis("off")
+    columns = (0.2, 4.65, 9.1)
+    titles = ("router", "experts", "weighted sum")
+    for rank, y in enumerate((3.3, 0.2)):
+        own = f"{2 * rank}, {2 * rank + 1}"
+        texts = (f"of the tokens of rank {rank}", f"{own} of 0 to 3", "of each token's experts")
+        for x, title, text in zip(columns, titles, texts, strict=True):
+            _box(axes, x, y, title, text)
+        axes.text(-0.2, y + 0.57, f"rank {rank}", rotation=90, ha="center", va="center", fontsize=11)
+    pairs = (
+        (columns[0], columns[1], Point.EP_DISPATCH_FWD, Point.EP_DISPATCH_BWD),
+        (columns[1], columns[2], Point.EP_COMBINE_FWD, Point.EP_COMBINE_BWD),
+    )
+    for left, right, forward, backward in pairs:
+        for start, end in ((3.3, 0.2), (0.2, 3.3)):
+            _arrow(axes, (left + 2.3, start + 0.8), (right, end + 0.8), forward)
+            _arrow(axes, (right, end + 0.35), (left + 2.3, start + 0.35), backward)
+        center = (left + 2.3 + right) / 2
+        _label(axes, center, 4.7, [forward])
+        _label(axes, center, -0.05, [backward])
+    return figure
+
+
+DIAGRAMS = {"communication-points": draw_points, "1f1b-epilogue": draw_schedule, "expert-legs": draw_experts}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draws both."""
+    """Draws all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=REPO / "docs" / "images", help="folder of the pictures")
     options = parser.parse_args(arguments)

@@ -14,6 +14,9 @@ from megatron.base.regular import read_regular
 _LARGEST = 1 << 20
 """Bytes of a file. All flags together are a hundredth of that, and reading YAML takes seconds a megabyte."""
 
+_LONGEST_NUMBER = 400
+"""Digits of a whole number: none that is meant has as many, and Python does not print those of thousands."""
+
 
 def read_settings(path: str | Path, where: str, kind: str) -> str:
     """Reads the text of a file.
@@ -78,6 +81,16 @@ class _PlainLoader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) > _LONGEST_NUMBER:
+            problem = f"a number of {len(node.value):,} digits"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        number: int = super().construct_yaml_int(node)
+        return number
+
+
+_PlainLoader.add_constructor("tag:yaml.org,2002:int", _PlainLoader.construct_yaml_int)
 
 
 class _BlockDumper(yaml.SafeDumper):

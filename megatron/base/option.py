@@ -71,7 +71,8 @@ def option(default: Any, help: str, **details: Any) -> Any:
     """A field with a default. ``details`` are the attributes of Option."""
     metadata = {_METADATA_KEY: Option(help=help, **details)}
     if isinstance(default, list):
-        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+        # A list has no hash; a section without it still has one.
+        return dataclasses.field(default_factory=default.copy, hash=False, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 

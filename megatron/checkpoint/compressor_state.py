@@ -22,8 +22,7 @@ from megatron.checkpoint.files import Iteration
 from megatron.checkpoint.load import load_tensors, saved_shapes
 from megatron.checkpoint.logical import LogicalShard, TensorBox, shard_of_local
 from megatron.comm.channel import Direction, PipelineChannel
-from megatron.comm.reducer import Unit
-from megatron.compression.api import RoundCompressor
+from megatron.comm.reducer import GradReducer, Unit
 from megatron.compression.error_feedback import RESIDUAL
 from megatron.compression.points import Point
 from megatron.compression.state import CompressorState
@@ -173,7 +172,7 @@ class CompressorCheckpoint:
             for bucket, units in zip(buffer.buckets, reducer.units, strict=True):
                 slots = {slot.start - bucket.start: slot for slot in bucket.slots}
                 for unit in units:
-                    yield from self._of_unit(unit, slots, bucket.stop - bucket.start, reducer.compressor)
+                    yield from self._of_unit(unit, slots, bucket.stop - bucket.start, reducer)
         for tied in self.sync.ties if self.sync.plan.compressed(Point.EMBED_GRAD) else ():
             group, slot = tied.sync.group, tied.slot
             name = f"{Point.EMBED_GRAD.value}.{slot.logical_name}"
@@ -192,10 +191,11 @@ class CompressorCheckpoint:
                     yield _Place(name, state, holders, holder, means=means, cut=self.cut)
 
     def _of_unit(
-        self, unit: Unit, slots: Mapping[int, ParamSlot], length: int, compressor: RoundCompressor
+        self, unit: Unit, slots: Mapping[int, ParamSlot], length: int, reducer: GradReducer
     ) -> Iterator[_Place]:
         """The parameters of a unit: those of its stack, or all of its bucket (of some length)."""
         starts = [place.start for place in unit.places] or sorted(slots)
+        replicas = reducer.group
         for index, start in enumerate(starts):
             slot = slots[start]
             # All stages of a tied embedding contribute to one sum, each with a residual of its own.
@@ -203,14 +203,14 @@ class CompressorCheckpoint:
             yield _Place(
                 f"{Point.DP_GRAD.value}.{slot.logical_name}",
                 unit.state,
-                holders=(self.layout.dp * len(stages), self.layout.tp),
-                holder=(self.at.dp + self.layout.dp * stages.index(self.at.pp), self.at.tp),
+                holders=(replicas.size * len(stages), self.layout.tp),
+                holder=(replicas.rank + replicas.size * stages.index(self.at.pp), self.at.tp),
                 index=index if unit.places else None,
                 span=None if unit.places else (start, start + slot.stop - slot.start),
                 whole=len(starts) if unit.places else length,
                 slot=slot,
                 leads=index == 0,
-                index_sets=compressor.traits.index_sets,
+                index_sets=reducer.compressor.traits.index_sets,
             )
 
     def _ends(self, way: Direction) -> Iterator[tuple[str, dict[int, CompressorState], int]]:

@@ -19,13 +19,15 @@ MAIN = OPTIMIZER + "main."
 
 
 def model_tensors(stages: Sequence[nn.Module]) -> dict[str, LogicalShard]:
-    """This rank's slices of the model's parameters, by logical name."""
+    """This rank's slices of the model's parameters, by logical name, and of what else belongs to it (buffers)."""
     tensors = {}
     for stage in stages:
         specs = collect_specs(stage)
         for name, param in stage.named_parameters():
             logical_name, spec = specs[name]
             tensors[MODEL + logical_name] = shard_of_local(param.data, spec.offsets(), spec.logical_shape)
+        for name, buffer in stage.named_buffers():
+            tensors[MODEL + name] = shard_of_local(buffer, (0,) * buffer.dim(), tuple(buffer.shape))
     return tensors
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.comm.experts import ExpertComm
 from megatron.comm.gather import PendingGather
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
@@ -57,6 +58,7 @@ class TensorComm:
         plan: the compressors of ``TP_FWD`` and ``TP_BWD``, and when they are on.
         sequence_parallel: activations between parallel regions are split along the sequence.
         asynchronous: backward collectives overlap with the matrix products of the weight gradients.
+        experts: the expert-parallel points of the same layers; None where this rank holds all experts.
     """
 
     def __init__(
@@ -66,12 +68,14 @@ class TensorComm:
         plan: CompressionPlan,
         sequence_parallel: bool = False,
         asynchronous: bool = True,
+        experts: ExpertComm | None = None,
     ) -> None:
         self.group = group
         self.ledger = ledger
         self.plan = plan
         self.sequence_parallel = sequence_parallel and group.size > 1
         self.asynchronous = asynchronous
+        self.experts = experts or ExpertComm(Group(None, (0,), 0, "expert-parallel", "none"), ledger, plan)
         points = (Point.TP_FWD, Point.TP_BWD)
         self._on = dict.fromkeys(points, False)
         self._iteration = 0
@@ -79,6 +83,7 @@ class TensorComm:
     def begin(self, iteration: int) -> None:
         """Begins a step; -1 stands for an evaluation."""
         self._iteration = max(iteration, 0)
+        self.experts.begin(iteration)
         for point in self._on:
             covered = self.plan.covers(point, self.plan.stage)
             self._on[point] = covered and self.plan.activation(point).on(iteration)
@@ -209,6 +214,53 @@ class _SumExact(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+class _Enter(torch.autograd.Function):
+    """f: identity forward, all-reduce backward; with sequence parallelism all-gather and reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: TensorComm) -> Tensor:
+        ctx.comm = comm
+        return comm.gather(x, Point.TP_FWD) if comm.sequence_parallel else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        comm: TensorComm = ctx.comm
+        # Others may read this gradient, too, so the all-reduce gets memory of its own.
+        own = grad.clone(memory_format=torch.contiguous_format)
+        return comm.start_reduce(own, Point.TP_BWD, scatter=comm.sequence_parallel).wait().clone(), None
+
+
+class _EnterExact(torch.autograd.Function):
+    """f for small tensors: never compressed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: TensorComm) -> Tensor:
+        ctx.comm = comm
+        return comm.gather_exact(x).flatten(0, 1) if comm.sequence_parallel else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        comm: TensorComm = ctx.comm
+        total = comm.gather_exact(grad).sum(dim=0)
+        return (comm.own_part(total) if comm.sequence_parallel else total), None
+
+
+def enter_parallel_region(x_sbh: Tensor, comm: TensorComm, exact: bool = False) -> Tensor:
+    """Begins a tensor-parallel region whose parts do not do so themselves: the whole sequence, on every rank.
+
+    The ranks' gradients of the result add up to that of the input.
+
+    Args:
+        x_sbh: activations; their own part of s under sequence parallelism.
+        comm: the tensor-parallel ranks.
+        exact: the tensor is small, and must be the same on all ranks: it is never compressed.
+    """
+    if comm.size == 1:
+        return x_sbh
+    result: Tensor = (_EnterExact if exact else _Enter).apply(x_sbh, comm)
+    return result
 
 
 def sum_exact(x: Tensor, comm: TensorComm) -> Tensor:

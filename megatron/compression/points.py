@@ -20,6 +20,14 @@ class Point(enum.Enum):
     """Tensor- and sequence-parallel collectives of the forward pass."""
     TP_BWD = "tp-backward"
     """Tensor- and sequence-parallel collectives of the backward pass."""
+    EP_DISPATCH_FWD = "ep-dispatch-forward"
+    """Tokens to the ranks that hold their experts."""
+    EP_DISPATCH_BWD = "ep-dispatch-backward"
+    """Gradients of these tokens, back to where they came from."""
+    EP_COMBINE_FWD = "ep-combine-forward"
+    """Experts' outputs, back to where the tokens came from."""
+    EP_COMBINE_BWD = "ep-combine-backward"
+    """Gradients of experts' outputs, to the ranks that hold the experts."""
     PARAM_GATHER = "param-gather"
     """The all-gather of parameters that the sharded optimizer updated."""
     CONTROL = "control"
@@ -33,14 +41,29 @@ class Point(enum.Enum):
     @property
     def forward(self) -> bool:
         """Whether evaluation has this traffic, too."""
-        return self in (Point.PP_FWD, Point.TP_FWD)
+        return self in (Point.PP_FWD, Point.TP_FWD, Point.EP_DISPATCH_FWD, Point.EP_COMBINE_FWD)
+
+    @property
+    def of_experts(self) -> bool:
+        """Whether it carries rows of tokens between the ranks that share experts."""
+        return self in EXPERT_POINTS
 
     @property
     def keeps_state(self) -> bool:
         """Whether a compressor may keep state: not where recomputation would run it again."""
-        return self not in (Point.TP_FWD, Point.TP_BWD, Point.PARAM_GATHER)
+        return self not in (Point.TP_FWD, Point.TP_BWD, Point.PARAM_GATHER, *EXPERT_POINTS)
 
     @property
     def compressible(self) -> bool:
         """Whether a compressor may serve it."""
         return self is not Point.CONTROL
+
+
+EXPERT_POINTS = (Point.EP_DISPATCH_FWD, Point.EP_DISPATCH_BWD, Point.EP_COMBINE_FWD, Point.EP_COMBINE_BWD)
+"""The four legs of expert parallelism."""
+
+EXPERT_LEGS = {
+    "ep-dispatch": (Point.EP_DISPATCH_FWD, Point.EP_DISPATCH_BWD),
+    "ep-combine": (Point.EP_COMBINE_FWD, Point.EP_COMBINE_BWD),
+}
+"""Names that stand for both directions on the command line."""

@@ -12,7 +12,7 @@ from megatron.base.option import FieldOption, field_options
 from megatron.base.words import nearest
 from megatron.compression.api import Codec, Compressor, Controller, RoundCompressor
 from megatron.compression.error_feedback import ErrorFeedback, ErrorFeedbackCodec, MessageResidual, SumResidual
-from megatron.compression.points import Point
+from megatron.compression.points import EXPERT_LEGS, EXPERT_POINTS, Point
 from megatron.compression.registry import Registration, Registry
 from megatron.compression.schedule import Activation, RunLength, Schedule, read_iterations, read_schedule, read_stages
 
@@ -26,6 +26,7 @@ _STATELESS = {
     Point.TP_FWD: "recomputation and evaluation run it again",
     Point.TP_BWD: "recomputation and evaluation run it again",
     Point.PARAM_GATHER: "the next difference makes up for what this one lost",
+    **dict.fromkeys(EXPERT_POINTS, "its rows are of other tokens each time"),
 }
 
 COMMON = {
@@ -35,7 +36,7 @@ COMMON = {
     "error-feedback": "off; local or aggregate for all-reduces; lazy, lazy-reset within each iteration, or lazy-mean "
     "over the tokens, for messages ('on' is the compressor's default)",
     "fused": "on or off: one all-reduce over the replicas of all stages that hold the embedding (embedding)",
-    "eval": "on or off: compress in evaluation (pp-forward, tp-forward)",
+    "eval": "on or off: compress in evaluation (pp-forward, tp-forward, ep-dispatch-forward, ep-combine-forward)",
 }
 """Options that every compressor has."""
 
@@ -133,14 +134,22 @@ def read_specs(texts: Sequence[str], registry: Registry, length: RunLength) -> d
     """
     specs: dict[Point, Spec] = {}
     for text in texts:
-        try:
-            spec = read_spec(text, registry, length)
-        except UserError as error:
-            raise UserError(f"--compress {text}: {error}") from error
-        if spec.point in specs:
-            raise UserError(f"--compress {text}: {spec.point.value} is given twice; leave one out")
-        specs[spec.point] = spec
+        for each in _by_point(text):
+            try:
+                spec = read_spec(each, registry, length)
+            except UserError as error:
+                raise UserError(f"--compress {text}: {error}") from error
+            if spec.point in specs:
+                raise UserError(f"--compress {text}: {spec.point.value} is given twice; leave one out")
+            specs[spec.point] = spec
     return specs
+
+
+def _by_point(text: str) -> list[str]:
+    """A spec for each point that the name before the equals sign stands for."""
+    place, equals, rest = text.partition("=")
+    points = EXPERT_LEGS.get(place.strip().lower(), ())
+    return [f"{point.value}{equals}{rest}" for point in points] or [text]
 
 
 def read_spec(text: str, registry: Registry, length: RunLength) -> Spec:
@@ -290,7 +299,8 @@ def describe(registry: Registry) -> str:
         if point.compressible:
             names = [name for name in registry.names if _serves(registry[name], point, name)]
             extra = [FUSED] if point is Point.EMBED_GRAD else []
-            lines.append(f"  {point.value:<14} {', '.join(extra + names)}")
+            lines.append(f"  {point.value:<20} {', '.join(extra + names)}")
+    lines += [f"  {name:<20} both of {', '.join(p.value for p in both)}" for name, both in EXPERT_LEGS.items()]
     lines += ["", "options of every compressor:"]
     lines += [f"  {key:<16} {text}" for key, text in COMMON.items()]
     needs: dict[str, list[str]] = {}

@@ -23,6 +23,8 @@ def check_compression(config: Run, world_size: int, note: Callable[[str], None])
         idle = _nothing_to_do(config, world_size, point)
         if idle and not spec.identity:
             note(f"{where}: no effect, {idle}")
+        if point is Point.DP_GRAD:
+            _check_experts(config, spec, where)
         if point is Point.DP_GRAD and config.parallel.ddp_impl == "torch" and not spec.identity:
             raise UserError(f"{where}: --DDP-impl torch reduces gradients itself; use --DDP-impl local")
         problem = spec.compressor().check(point, flags)
@@ -56,6 +58,8 @@ def _nothing_to_do(config: Run, world_size: int, point: Point) -> str:
         return "there is one pipeline stage"
     if point in (Point.TP_FWD, Point.TP_BWD) and parallel.tensor_model_parallel_size == 1:
         return "there is one tensor-parallel rank"
+    if point.of_experts and parallel.expert_model_parallel_size == 1:
+        return "every replica holds all experts (--expert-model-parallel-size)"
     if point is Point.DP_GRAD and parallel.no_allreduce:
         return "--no-allreduce leaves the sums out"
     if point is Point.PARAM_GATHER and not parallel.use_distributed_optimizer:
@@ -89,6 +93,15 @@ def _check_rank(config: Run, spec: Spec, where: str) -> None:
         raise UserError(
             f"{where}: rank={rank} is above the rank of any matrix of a model of --hidden-size {hidden}; "
             f"write rank={max(hidden // 4, 1)} or less"
+        )
+
+
+def _check_experts(config: Run, spec: Spec, where: str) -> None:
+    size = config.parallel.expert_model_parallel_size
+    if size > 1 and spec.rounds().traits.clips_first:
+        raise UserError(
+            f"{where}: clips each replica's gradient before it is reduced, and with --expert-model-parallel-size "
+            f"{size} a replica has those of other replicas' tokens; leave one of the two out"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.base.errors import UserError
+from megatron.config.check_experts import check_experts
 from megatron.config.kinds import PROGRAMS
 from megatron.config.model import ModelConfig
 
@@ -25,6 +26,7 @@ def check_model(model: ModelConfig) -> None:
     _check_rotary(model)
     _check_kind(model)
     _check_task_head(model)
+    check_experts(model)
     if model.add_qkv_bias and model.add_bias_linear:
         raise UserError(
             "--add-qkv-bias: all linear layers have biases already; leave it out, or add --disable-bias-linear"

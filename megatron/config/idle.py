@@ -7,29 +7,12 @@ Every field of a run is here, or always acts, or says `no_effect` itself: tests/
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 
 from megatron.base.option import field_options
+from megatron.config.idle_experts import EXPERT_RULES
+from megatron.config.idle_rule import Idle, fields_of
 from megatron.config.run import RunConfig, run_sections
 from megatron.config.training import why_not_compiled
-
-
-@dataclass(frozen=True)
-class Idle:
-    """Fields that have no effect under one condition.
-
-    fields: dotted names.
-    holds: whether they have nothing to act on, in a resolved run of so many processes.
-    why: the words behind "no effect".
-    """
-
-    fields: tuple[str, ...]
-    holds: Callable[[RunConfig, int], bool]
-    why: str
-
-
-def _fields(section: str, names: str) -> tuple[str, ...]:
-    return tuple(f"{section}.{name}" for name in names.split())
 
 
 def _decays(config: RunConfig) -> bool:
@@ -72,7 +55,7 @@ def _forward_codec(config: RunConfig) -> bool:
     return any(point in ("pp-forward", "tp-forward") for point in points)
 
 
-_CURVES = _fields(
+_CURVES = fields_of(
     "logging",
     "tensorboard_log_interval log_timers_to_tensorboard log_batch_size_to_tensorboard "
     "log_learning_rate_to_tensorboard log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard "
@@ -85,6 +68,7 @@ RULES: Sequence[Idle] = (
         lambda config, _: config.model.position_embedding_type != "rope",
         "without --position-embedding-type rope",
     ),
+    *EXPERT_RULES,
     Idle(("model.bias_gelu_fusion",), _fixed_gelu, "beside another activation or --disable-bias-linear"),
     Idle(
         ("model.openai_gelu",),
@@ -92,23 +76,23 @@ RULES: Sequence[Idle] = (
         "GELU has its tanh form anyway, but with --no-bias-gelu-fusion or --disable-bias-linear",
     ),
     Idle(
-        _fields("data", "mask_prob short_seq_prob"),
+        fields_of("data", "mask_prob short_seq_prob"),
         lambda config, _: not config.model.predicts_words,
         "beside a task, which masks no words",
     ),
     Idle(("model.bert_binary_head",), lambda config, _: config.model.model_type != "bert", "only BERT has that head"),
     Idle(
-        _fields("model", "position_buckets max_relative_positions conv_kernel_size"),
+        fields_of("model", "position_buckets max_relative_positions conv_kernel_size"),
         lambda config, _: config.model.model_type != "deberta",
         "only DeBERTa has distances and a convolution",
     ),
     Idle(
-        _fields("data", "mask_prob short_seq_prob"),
+        fields_of("data", "mask_prob short_seq_prob"),
         lambda config, _: config.model.causal,
         "only BERT and T5 mask words",
     ),
     Idle(
-        (*_fields("model", "decoder_num_layers decoder_seq_length"), "parallel.pipeline_model_parallel_split_rank"),
+        (*fields_of("model", "decoder_num_layers decoder_seq_length"), "parallel.pipeline_model_parallel_split_rank"),
         lambda config, _: config.model.model_type != "t5",
         "only T5 has a decoder beside an encoder",
     ),
@@ -118,7 +102,7 @@ RULES: Sequence[Idle] = (
         "T5's encoder and decoder share the one pipeline stage",
     ),
     Idle(
-        _fields("data", "reset_position_ids reset_attention_mask eod_mask_loss"),
+        fields_of("data", "reset_position_ids reset_attention_mask eod_mask_loss"),
         lambda config, _: not config.model.causal,
         "a sample of BERT or T5 does not go over the end of a document",
     ),
@@ -150,12 +134,12 @@ RULES: Sequence[Idle] = (
         "there is one tensor-parallel rank",
     ),
     Idle(
-        _fields("parallel", "overlap_grad_reduce no_allreduce use_distributed_optimizer"),
+        fields_of("parallel", "overlap_grad_reduce no_allreduce use_distributed_optimizer"),
         _one_replica,
         "there is one replica",
     ),
     Idle(
-        _fields("parallel", "overlap_grad_reduce ddp_bucket_size"),
+        fields_of("parallel", "overlap_grad_reduce ddp_bucket_size"),
         lambda config, _: config.parallel.ddp_impl == "torch",
         "beside --DDP-impl torch, which has its own",
     ),
@@ -181,7 +165,7 @@ RULES: Sequence[Idle] = (
         "layers are compiled by themselves only on CUDA, with one tensor-parallel rank",
     ),
     Idle(
-        _fields("curriculum", "curriculum_type curriculum_seqlen_min curriculum_seqlen_step curriculum_seqlen_steps"),
+        fields_of("curriculum", "curriculum_type curriculum_seqlen_min curriculum_seqlen_step curriculum_seqlen_steps"),
         lambda config, _: not config.curriculum.curriculum_learning,
         "without --curriculum-learning",
     ),
@@ -191,7 +175,7 @@ RULES: Sequence[Idle] = (
         "without --curriculum-learning by --curriculum-type fixed_root",
     ),
     Idle(
-        _fields("curriculum", "curriculum_discrete_seqlens curriculum_discrete_steps"),
+        fields_of("curriculum", "curriculum_discrete_seqlens curriculum_discrete_steps"),
         _no_curriculum_by("fixed_discrete"),
         "without --curriculum-learning by --curriculum-type fixed_discrete",
     ),
@@ -201,7 +185,7 @@ RULES: Sequence[Idle] = (
         "without --curriculum-learning by --curriculum-type custom",
     ),
     Idle(
-        _fields("curriculum", "curriculum_seqlen_min curriculum_seqlen_step"),
+        fields_of("curriculum", "curriculum_seqlen_min curriculum_seqlen_step"),
         _curriculum_by("fixed_discrete", "custom"),
         "beside --curriculum-type fixed_discrete and custom, which have lengths of their own",
     ),
@@ -211,22 +195,22 @@ RULES: Sequence[Idle] = (
         "beside --curriculum-type fixed_discrete, which has steps of its own",
     ),
     Idle(
-        _fields("precision", "initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
+        fields_of("precision", "initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
         lambda config, _: not config.precision.fp16,
         "without --fp16",
     ),
     Idle(
-        _fields("precision", "initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
+        fields_of("precision", "initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
         lambda config, _: config.precision.loss_scale is not None,
         "beside a constant --loss-scale",
     ),
     Idle(
-        _fields("optimizer", "adam_beta1 adam_beta2 adam_eps use_apex"),
+        fields_of("optimizer", "adam_beta1 adam_beta2 adam_eps use_apex"),
         lambda config, _: config.optimizer.optimizer != "adam",
         "without --optimizer adam",
     ),
     Idle(
-        _fields("optimizer", "lamb_beta1 lamb_beta2 lamb_eps"),
+        fields_of("optimizer", "lamb_beta1 lamb_beta2 lamb_eps"),
         lambda config, _: config.optimizer.optimizer != "lamb",
         "without --optimizer lamb",
     ),
@@ -237,7 +221,7 @@ RULES: Sequence[Idle] = (
     ),
     Idle(("optimizer.min_lr",), _constant, "with --lr-decay-style constant"),
     Idle(
-        _fields("optimizer", "lr_decay_iters lr_decay_samples lr_decay_tokens"),
+        fields_of("optimizer", "lr_decay_iters lr_decay_samples lr_decay_tokens"),
         lambda config, _: not _decays(config) and config.optimizer.lr_warmup_fraction is None,
         "with --lr-decay-style constant",
     ),
@@ -247,7 +231,7 @@ RULES: Sequence[Idle] = (
         "beside --start-weight-decay and --end-weight-decay",
     ),
     Idle(
-        _fields(
+        fields_of(
             "optimizer",
             "override_opt_param_scheduler use_checkpoint_opt_param_scheduler use_new_lr use_new_min_lr",
         ),
@@ -255,7 +239,7 @@ RULES: Sequence[Idle] = (
         "no schedule is loaded (--load without --finetune and --no-load-lr-state does that)",
     ),
     Idle(
-        _fields("checkpoint", "no_load_optim no_load_lr_state"),
+        fields_of("checkpoint", "no_load_optim no_load_lr_state"),
         lambda config, _: not _resumes(config),
         "nothing of it is loaded anyway (--load without --finetune does that)",
     ),
@@ -265,17 +249,17 @@ RULES: Sequence[Idle] = (
         "without --data-path",
     ),
     Idle(
-        _fields("tokenizer", "vocab_file"),
+        fields_of("tokenizer", "vocab_file"),
         _tokenizer_is_not("GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"),
         "only --tokenizer-type GPT2BPETokenizer and BertWordPiece... read it",
     ),
     Idle(
-        _fields("tokenizer", "merge_file"),
+        fields_of("tokenizer", "merge_file"),
         _tokenizer_is_not("GPT2BPETokenizer"),
         "only --tokenizer-type GPT2BPETokenizer reads it",
     ),
     Idle(
-        _fields("tokenizer", "tokenizer_model"),
+        fields_of("tokenizer", "tokenizer_model"),
         _tokenizer_is_not(
             "SentencePieceTokenizer",
             "GPTSentencePieceTokenizer",
@@ -286,7 +270,7 @@ RULES: Sequence[Idle] = (
         "only --tokenizer-type SentencePieceTokenizer and HFTokenizer read it",
     ),
     Idle(
-        _fields("tokenizer", "vocab_extra_ids"),
+        fields_of("tokenizer", "vocab_extra_ids"),
         _tokenizer_is_not(
             "SentencePieceTokenizer",
             "GPTSentencePieceTokenizer",
@@ -307,27 +291,27 @@ RULES: Sequence[Idle] = (
         "without --tensorboard-dir or --wandb-project",
     ),
     Idle(
-        _fields("logging", "tensorboard_queue_size"),
+        fields_of("logging", "tensorboard_queue_size"),
         lambda config, _: config.logging.tensorboard_dir is None,
         "without --tensorboard-dir",
     ),
     Idle(
-        _fields("logging", "wandb_exp_name wandb_save_dir"),
+        fields_of("logging", "wandb_exp_name wandb_save_dir"),
         lambda config, _: config.logging.wandb_project is None,
         "without --wandb-project",
     ),
     Idle(
-        _fields("logging", "timing_log_option"),
+        fields_of("logging", "timing_log_option"),
         lambda config, _: config.logging.timing_log_level == 0,
         "without --timing-log-level above 0",
     ),
     Idle(
-        _fields("logging", "log_gradients_interval log_gradients_density"),
+        fields_of("logging", "log_gradients_interval log_gradients_density"),
         lambda config, _: not config.logging.log_gradients,
         "without --log-gradients",
     ),
     Idle(
-        _fields("logging", "profile_step_start profile_step_end"),
+        fields_of("logging", "profile_step_start profile_step_end"),
         lambda config, _: config.logging.profile_trace is None,
         "without --profile-trace",
     ),

@@ -50,6 +50,7 @@ def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = Non
     stages = parallel.pipeline_model_parallel_size
     split = parallel.pipeline_model_parallel_split_rank if model.decoder_layers else None
     numbers = model.num_layers // (split or stages) * matrices
+    numbers += _of_experts(config, range(model.num_layers // (split or stages)))
     if stages == 1:
         numbers += len(model.decoder_layers) * (matrices + attention)
     entries = (vocab_size if vocab_size is not None else config.tokenizer.vocab_size) or 0
@@ -60,7 +61,8 @@ def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = Non
     tokens = model.seq_length * training.micro_batch_size
     row = model.hidden_size // (tensor if parallel.sequence_parallel else 1) + (model.ffn_hidden_size + heads) // tensor
     batch = training.global_batch_size // config.data_parallel_size(world_size) * model.seq_length
-    shape = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels")
+    experts = ("num_experts", "moe_ffn_hidden_size") if model.has_experts else ()
+    shape = ("num_layers", "hidden_size", "ffn_hidden_size", *experts, "num_attention_heads", "kv_channels")
     return [
         Need(numbers // tensor * each, "the weights of its layers", _given(model, *shape)),
         Need(
@@ -82,8 +84,21 @@ def least_needs(config: RunConfig, world_size: int, vocab_size: int | None = Non
     ]
 
 
+def _of_experts(config: RunConfig, layers: range) -> int:
+    """Numbers of the experts of some layers, beyond those of the dense MLPs in their place."""
+    model, ranks = config.model, config.parallel.expert_model_parallel_size
+    matrices = (3 if model.swiglu else 2) * model.hidden_size
+    found = [count for layer, count in model.expert_layers.items() if layer in layers]
+    widths = (count // ranks * (model.moe_ffn_hidden_size or 0) - model.ffn_hidden_size for count in found)
+    return matrices * sum(widths)
+
+
 def _given(section: object, *names: str) -> tuple[str, ...]:
-    return tuple(f"--{name.replace('_', '-')} {getattr(section, name)}" for name in names)
+    return tuple(f"--{name.replace('_', '-')} {_shown(getattr(section, name))}" for name in names)
+
+
+def _shown(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _width(config: RunConfig) -> int:

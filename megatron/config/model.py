@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from megatron.base.errors import UserError
 from megatron.base.numerals import MOST
 from megatron.base.option import derived, is_unset, option, required
+from megatron.config.experts import ExpertsConfig
 from megatron.config.kinds import ModelType, TaskHead, kind_text
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ CLASSIFICATION_LOSS, REGRESSION_LOSS = "classification loss", "regression loss"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(ExpertsConfig):
     """Network size and form. Sizes are global: they do not depend on the layout."""
 
     model_type: ModelType = option(  # noqa: RUF009
@@ -302,6 +303,11 @@ class ModelConfig:
         return range(self.num_layers, self.num_layers + decoder) if decoder else range(0)
 
     @property
+    def expert_layers(self) -> dict[int, int]:
+        """Number of experts of each layer that has them, by layer."""
+        return self.expert_layers_of(self.num_layers)
+
+    @property
     def total_layers(self) -> int:
         """Number of all layers."""
         return self.num_layers + len(self.decoder_layers)
@@ -357,6 +363,10 @@ def resolve_model(model: ModelConfig) -> ModelConfig:
         if width == 0:
             raise UserError(f"--swiglu: --hidden-size {hidden} is too small for a default; give --ffn-hidden-size")
         model = replace(model, ffn_hidden_size=width)
+    if is_unset(model.moe_ffn_hidden_size) and model.has_experts:
+        model = replace(model, moe_ffn_hidden_size=model.ffn_hidden_size)
+    if is_unset(model.moe_eval_capacity_factor):
+        model = replace(model, moe_eval_capacity_factor=model.moe_expert_capacity_factor)
     if is_unset(model.num_query_groups):
         model = replace(model, num_query_groups=heads)
     if is_unset(model.decoder_num_layers) and model.model_type == "t5":

@@ -82,7 +82,7 @@ def read_list(system: str) -> list[TheirFlag]:
     flags = []
     for line in (LISTS / f"{system}.txt").read_text(encoding="utf-8").splitlines()[1:]:
         _, name, arity, *default = line.split(" ", 3)
-        flags.append(TheirFlag(name, arity == SWITCH, default[0] if default and default[0] not in ("∅", "[]") else ""))
+        flags.append(TheirFlag(name, arity == SWITCH, default[0].strip("[]") if default and default[0] != "∅" else ""))
     return flags
 
 

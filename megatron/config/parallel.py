@@ -50,6 +50,15 @@ class ParallelConfig:
         "Order of forward and backward passes. Interleaving is 1f1b with virtual stages; eager-1f1b hides messages "
         "over slow links behind twice the warm-up, for up to twice the activations.",
     )
+    expert_model_parallel_size: int = option(
+        1,
+        "Expert-parallel size: data-parallel processes that share the experts of each layer, and send each other the "
+        "tokens for them.",
+        unit="processes",
+        minimum=1,
+        maximum=MOST_PROCESSES,
+        aliases=("moe-expert-parallel-size", "ep-world-size"),
+    )
     sequence_parallel: bool = option(
         False, "Split the sequence over the tensor-parallel processes outside attention and MLP."
     )
@@ -199,6 +208,8 @@ def check_layout(parallel: ParallelConfig, model: ModelConfig, world_size: int) 
         (model.num_attention_heads, "--num-attention-heads"),
         (model.num_query_groups, "--num-query-groups"),
         (model.ffn_hidden_size, "--ffn-hidden-size"),
+        (model.moe_ffn_hidden_size or 0, "--moe-ffn-hidden-size"),
+        (model.moe_shared_expert_intermediate_size or 0, "--moe-shared-expert-intermediate-size"),
     ):
         if size % tensor != 0:
             raise UserError(
@@ -212,6 +223,7 @@ def check_layout(parallel: ParallelConfig, model: ModelConfig, world_size: int) 
             f"--sequence-parallel: a convolution of --conv-kernel-size {model.conv_kernel_size} needs neighbors that "
             "are on other ranks; leave the flag out"
         )
+    _check_experts(parallel, model, world_size)
     split = split_rank(parallel.pipeline_model_parallel_split_rank, pipeline, model)
     if split is not None:
         check_split(split, pipeline, model)
@@ -225,6 +237,26 @@ def check_layout(parallel: ParallelConfig, model: ModelConfig, world_size: int) 
             raise UserError(
                 f"{parallel.splitting_flag}: {flag} {length} is not a multiple of --tensor-model-parallel-size "
                 f"{tensor}; change one of them"
+            )
+
+
+def _check_experts(parallel: ParallelConfig, model: ModelConfig, world_size: int) -> None:
+    ranks, replicas = parallel.expert_model_parallel_size, parallel.data_parallel_size(world_size)
+    if model.has_experts and parallel.ddp_impl == "torch":
+        raise UserError("--DDP-impl torch: a layer with experts is not for it; use --DDP-impl local")
+    if ranks == 1:
+        return
+    given = f"--expert-model-parallel-size {ranks}"
+    if not model.has_experts:
+        raise UserError(f"{given}: no layer has experts; add --num-experts, or leave it out")
+    if replicas % ranks != 0:
+        raise UserError(
+            f"{given} does not divide the {replicas} data-parallel processes, which share the experts; choose a divisor"
+        )
+    for count in model.expert_layers.values():
+        if count % ranks != 0:
+            raise UserError(
+                f"{given} does not divide the {count} experts of a layer (--num-experts); change one of them"
             )
 
 

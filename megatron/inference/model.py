@@ -211,8 +211,9 @@ def load_model(
     if topology.layout.pp > 1:
         links = (topology.forward_link, topology.backward_link)
         channel = PipelineChannel(*links, plan, ledger, (), config.model.residual_dtype(dtype), topology.device)
-    # What ranks exchange is not recorded.
-    records = topology.device.type == "cuda" and topology.layout.world_size == 1
+    # What ranks exchange is not recorded, nor what has other shapes each time.
+    alone = topology.layout.world_size == 1 and not config.model.has_experts
+    records = topology.device.type == "cuda" and alone
     workspaces = Workspaces(record_on_cuda if records else None)
     return LoadedModel(stage.eval(), built, config, chosen, topology, ledger, channel, workspaces)
 

@@ -12,6 +12,7 @@ from megatron.comm.tensor import TensorComm
 from megatron.config.model import ModelConfig
 from megatron.model.attention import CrossAttention, SelfAttention
 from megatron.model.context import ForwardContext, LayerDropout
+from megatron.model.experts import Experts
 from megatron.model.mlp import MLP
 from megatron.model.norm import Norm
 from megatron.parallel.tensor.random import SiteKeys
@@ -85,7 +86,11 @@ class TransformerLayer(Layer):
         self.input_layernorm = Norm(config, comm, device, dtype)
         self.self_attention = SelfAttention(config, layer, comm, device, dtype, causal, recompute_core)
         self.post_attention_layernorm = Norm(config, comm, device, dtype)
-        self.mlp = MLP(config, comm, device, dtype)
+        self.mlp: MLP | Experts = (
+            Experts(config, layer, comm, device, dtype)
+            if layer in config.expert_layers
+            else MLP(config, comm, device, dtype)
+        )
 
     def _attended(
         self,
@@ -107,7 +112,7 @@ class TransformerLayer(Layer):
     ) -> Tensor:
         then_sbh = self._attended(x_sbh, context, positions, dropout)
         mlp_input = x_sbh if self.parallel else then_sbh
-        return self._add(self.mlp(self.post_attention_layernorm(mlp_input)), then_sbh, dropout, 1)
+        return self._add(self.mlp(self.post_attention_layernorm(mlp_input), context), then_sbh, dropout, 1)
 
 
 class DecoderLayer(TransformerLayer):
@@ -146,4 +151,4 @@ class DecoderLayer(TransformerLayer):
         keys = None if dropout is None else dropout.cross
         read = self.cross_attention(self.post_attention_layernorm(then_sbh), context, keys)
         then_sbh = self._add(read, then_sbh, dropout, 2)
-        return self._add(self.mlp(self.post_cross_attention_layernorm(then_sbh)), then_sbh, dropout, 1)
+        return self._add(self.mlp(self.post_cross_attention_layernorm(then_sbh), context), then_sbh, dropout, 1)

@@ -26,6 +26,26 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class ExpertContext:
+    """What layers with experts are given in training.
+
+    Args:
+        micro_batch: number of the micro-batch in the step.
+        loss_grad: gradient of the objective, which the layers' own losses share; a scalar.
+        seen: takes, by (layer, micro-batch), the number of tokens that each expert was given, int64, and the layer's
+            losses without their weights (``EXPERT_LOSSES``). A recomputation writes the same once more.
+    """
+
+    micro_batch: int
+    loss_grad: Tensor
+    seen: dict[tuple[int, int], tuple[Tensor, Tensor]]
+
+
+EXPERT_LOSSES = ("load balancing", "z")
+"""Losses of a layer with experts."""
+
+
+@dataclass(frozen=True)
 class ForwardContext:
     """Inputs of one micro-batch, the same on every stage.
 
@@ -38,6 +58,7 @@ class ForwardContext:
         decoder_tokens_bs, decoder_segment_ids_bs: int64 tokens that a decoder beside an encoder reads, and their
             segments; the other tensors are then the encoder's.
         memory: what the decoder's layers read of the encoder; None elsewhere.
+        experts: what layers with experts are given; None in evaluation.
         cache: keys and values of earlier positions, in generation.
         attention: torch's function, or one with the same arguments in its place.
     """
@@ -49,6 +70,7 @@ class ForwardContext:
     decoder_tokens_bs: Tensor | None = None
     decoder_segment_ids_bs: Tensor | None = None
     memory: Memory | None = None
+    experts: ExpertContext | None = None
     cache: KVCache | None = None
     attention: Callable[..., Tensor] = F.scaled_dot_product_attention
 

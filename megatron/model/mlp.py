@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.comm.tensor import TensorComm
 from megatron.config.model import ModelConfig
+from megatron.model.context import ForwardContext
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.tensor.shards import ShardedModule
 
@@ -19,7 +20,7 @@ def _swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * value
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "squared_relu": lambda x: F.relu(x).square(),
@@ -39,12 +40,12 @@ class MLP(ShardedModule):
         shape: tuple[int, ...] = (config.ffn_hidden_size, config.hidden_size)
         if config.swiglu:
             shape = (2, *shape)
-        self.activation = _ACTIVATIONS[config.activation]
+        self.activation = ACTIVATIONS[config.activation]
         self.dense_h_to_4h = ColumnParallelLinear(shape, config.add_bias_linear, comm, device, dtype)
         self.dense_4h_to_h = RowParallelLinear(
             config.ffn_hidden_size, config.hidden_size, config.add_bias_linear, comm, device, dtype
         )
 
-    def forward(self, x_sbh: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x_sbh: Tensor, context: ForwardContext | None = None) -> tuple[Tensor, Tensor | None]:
         result: tuple[Tensor, Tensor | None] = self.dense_4h_to_h(self.activation(self.dense_h_to_4h(x_sbh)))
         return result

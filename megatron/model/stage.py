@@ -99,13 +99,16 @@ class Stage(nn.Module, ABC):
         return cast("list[Layer]", list(self.layers.values()))
 
     def compile_layers(self, backend: str = "inductor", lengths_vary: bool = False) -> None:
-        """Compiles the layers by torch, all to the same code: one for training and one for evaluation.
+        """Compiles the layers by torch, but those with experts, all to the same code: one for training and one for
+        evaluation.
 
         Args:
             backend: torch's name of the compiler's backend.
             lengths_vary: sequences of other lengths will come; the second one then gets code for any length.
         """
         for layer in self._layers():
+            if layer.layer in self.config.expert_layers:
+                continue  # how many tokens an expert gets is never the same
             layer.compile(dynamic=None if lengths_vary else False, backend=backend)
 
     def compute_in_fp8(self, recipe: Recipe | None) -> None:

@@ -119,5 +119,5 @@ def _draw(name: str, spec: ParamSpec, param: Tensor, config: ModelConfig) -> Dra
     if config.init_method_xavier_uniform and "embedding" not in name and "output_layer" not in name:
         fan_out, fan_in = spec.logical_shape[-2:]
         return uniform(math.sqrt(6.0 / (fan_in + fan_out)))
-    scaled = name.endswith(("attention.dense.weight", "mlp.dense_4h_to_h.weight"))
+    scaled = name.endswith(("attention.dense.weight", "dense_4h_to_h.weight"))
     return normal(config.init_method_std / (math.sqrt(2.0 * config.num_layers) if scaled else 1.0))

@@ -94,11 +94,9 @@ class Optimizer:
         self.sharded = sharded and topology.dp.size > 1
         self.log_params_norm = log_params_norm
         self.log_num_zeros = log_num_zeros
-        self.shards = own_shards(buffers, topology.dp, self.sharded, separate=separates(plan, self.sharded))
-        self.publisher = ParamPublisher(buffers, self.shards, topology.dp, plan, ledger, self.sharded)
-        slots = [slot for buffer in buffers for bucket in buffer.buckets for slot in bucket.slots]
-        holders = [topology.tp, *([topology.dp] if self.sharded else [])]
-        self.whole = WholeSums(self.shards, slots, holders, ledger)
+        self.shards = own_shards(buffers, self.sharded, separate=separates(plan, self.sharded))
+        self.publisher = ParamPublisher(buffers, self.shards, plan, ledger, self.sharded)
+        self.whole = WholeSums(self.shards, buffers, topology.tp, self.sharded, ledger)
         self.inner = make_inner(self.shards, config, self.whole)
         self.frozen_at = 0
 
@@ -197,9 +195,7 @@ class Optimizer:
         )
 
     def _counted(self) -> list[ParamShard]:
-        """The shards that this rank counts in norms; of equal replicas only the first one counts."""
-        if not self.sharded and self.topology.dp.rank != 0:
-            return []
+        """The shards that this rank counts in norms."""
         return [shard for shard in self.shards if shard.counts_in_norm(self.topology.tp.rank)]
 
     def reload_main(self) -> None:

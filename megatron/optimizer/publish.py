@@ -30,7 +30,6 @@ class ParamPublisher:
     Args:
         buffers: buffers of the chunks.
         shards: the shards that this rank updates.
-        group: the data-parallel ranks.
         plan, ledger: the compressor of ``PARAM_GATHER``, and where the bytes are counted.
         sharded: whether each rank owns a share.
     """
@@ -39,12 +38,11 @@ class ParamPublisher:
         self,
         buffers: Sequence[FlatBuffer],
         shards: Sequence[ParamShard],
-        group: Group,
         plan: CompressionPlan,
         ledger: Ledger,
         sharded: bool,
     ) -> None:
-        self.group, self.ledger, self.sharded = group, ledger, sharded
+        self.ledger, self.sharded = ledger, sharded
         self.plan = plan
         self.separate_main = any(shard.main.dtype != shard.model.dtype for shard in shards) or separates(plan, sharded)
         self._shards = list(shards)
@@ -68,17 +66,15 @@ class ParamPublisher:
         gathers = []
         for buffer, bucket in self._buckets:
             params = buffer.params_of(bucket)
-            own = params[own_share(bucket, self.group, True)]
-            gathers.append(self._start(IdentityCodec(), own, None, params, None))
+            own = params[own_share(bucket, buffer.group, True)]
+            gathers.append(self._start(buffer.group, IdentityCodec(), own, None, params, None))
         for gather in gathers:
             gather.wait()
 
     def _start(
-        self, codec: Codec, own: Tensor, key: Hashable, out: Tensor | None, raw_bytes: int | None
+        self, group: Group, codec: Codec, own: Tensor, key: Hashable, out: Tensor | None, raw_bytes: int | None
     ) -> PendingGather:
-        return PendingGather(
-            codec, own, CompressorState(), key, self.group, self.ledger, Point.PARAM_GATHER, out, raw_bytes
-        )
+        return PendingGather(codec, own, CompressorState(), key, group, self.ledger, Point.PARAM_GATHER, out, raw_bytes)
 
     def _add_differences(self, iteration: int) -> None:
         gathers = []
@@ -87,7 +83,7 @@ class ParamPublisher:
             raw = own.numel() * buffer.params_flat.element_size()
             # All stages of a tied embedding must draw the same noise for it, whatever their other buckets are.
             key = iteration, bucket.slots[0].logical_name
-            gathers.append(self._start(self.plan.codec(Point.PARAM_GATHER), own, key, None, raw))
+            gathers.append(self._start(buffer.group, self.plan.codec(Point.PARAM_GATHER), own, key, None, raw))
         for gather, (buffer, bucket) in zip(gathers, self._buckets, strict=True):
             differences = gather.wait()
             with self.ledger.decoding(Point.PARAM_GATHER):
@@ -96,7 +92,7 @@ class ParamPublisher:
 
     def _difference(self, buffer: FlatBuffer, bucket: Bucket) -> Tensor:
         """This rank's share of a bucket: main values less the model's; padding is zero."""
-        share = own_share(bucket, self.group, True)
+        share = own_share(bucket, buffer.group, True)
         wide = torch.float64 if buffer.params_flat.dtype == torch.float64 else torch.float32
         own = torch.zeros(share.stop - share.start, dtype=wide, device=buffer.params_flat.device)
         for slot in bucket.slots:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from megatron.parallel.data.buffer import FlatBuffer, ParamSlot
 from megatron.parallel.data.gradients import overlap_slots, own_share
-from megatron.topology.group import Group
 
 
 @dataclass(frozen=True)
@@ -23,6 +22,7 @@ class ParamShard:
         main: the values that the optimizer updates, fp32 (or fp64): the model's own memory where the dtypes agree.
         model: the same range of the model's parameter, flat.
         grad: the same range of the gradient buffer, flat.
+        counted: this rank counts it in sums over replicas; of equal ones only the first does.
     """
 
     slot: ParamSlot
@@ -31,6 +31,7 @@ class ParamShard:
     main: Tensor
     model: Tensor
     grad: Tensor
+    counted: bool
 
     @property
     def decays(self) -> bool:
@@ -40,26 +41,26 @@ class ParamShard:
     def counts_in_norm(self, tp_rank: int) -> bool:
         """Whether this rank is the one that counts these elements in norms over the whole model."""
         spec = self.slot.spec
-        return not spec.tied_copy and (spec.dim is not None or tp_rank == 0)
+        return self.counted and not spec.tied_copy and (spec.dim is not None or tp_rank == 0)
 
 
-def own_shards(buffers: Sequence[FlatBuffer], group: Group, sharded: bool, separate: bool = False) -> list[ParamShard]:
+def own_shards(buffers: Sequence[FlatBuffer], sharded: bool, separate: bool = False) -> list[ParamShard]:
     """The shards of this rank, over all chunks.
 
     Args:
         buffers: buffers of the chunks.
-        group: the data-parallel ranks that share the work when ``sharded``.
-        sharded: whether to own only an equal share of each bucket.
+        sharded: whether to own only an equal share of each bucket, which its replicas share out.
         separate: whether main values have memory of their own even where the dtypes agree.
     """
     shards = []
     for buffer in buffers:
+        counted = sharded or buffer.group.rank == 0
         main_dtype = torch.float64 if buffer.params_flat.dtype == torch.float64 else torch.float32
         for bucket in buffer.buckets:
-            for index, start, stop in overlap_slots(bucket, own_share(bucket, group, sharded)):
+            for index, start, stop in overlap_slots(bucket, own_share(bucket, buffer.group, sharded)):
                 slot = bucket.slots[index]
                 place = slice(slot.start + start, slot.start + stop)
                 model = buffer.params_flat[place]
                 main = model.to(main_dtype, copy=separate)
-                shards.append(ParamShard(slot, start, stop, main, model, buffer.grads_flat[place]))
+                shards.append(ParamShard(slot, start, stop, main, model, buffer.grads_flat[place], counted))
     return shards

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.comm.ledger import Ledger
 from megatron.compression.points import Point
 from megatron.optimizer.shards import ParamShard
-from megatron.parallel.data.buffer import ParamSlot
+from megatron.parallel.data.buffer import FlatBuffer
 from megatron.topology.group import Group
 
 
@@ -19,22 +19,31 @@ class WholeSums:
 
     Args:
         shards: the shards that this rank updates.
-        slots: all parameters that this rank holds, in the order that the holders share.
-        holders: this rank's tensor-parallel group, and the group that shares the shards of a sharded optimizer; the
-            ranks of each hold parts of the same tensors.
+        buffers: all parameters that this rank holds, in the order that their holders share.
+        tp: the tensor-parallel ranks, which hold parts of the same tensors.
+        sharded: the replicas of each buffer share its shards out.
         ledger: where the all-gathers over the holders are counted.
     """
 
     def __init__(
-        self, shards: Sequence[ParamShard], slots: Sequence[ParamSlot], holders: Sequence[Group], ledger: Ledger
+        self,
+        shards: Sequence[ParamShard],
+        buffers: Sequence[FlatBuffer],
+        tp: Group,
+        sharded: bool,
+        ledger: Ledger,
     ) -> None:
-        self._holders, self._ledger = holders, ledger
+        self._tp, self._ledger = tp, ledger
+        counts = [sum(len(bucket.slots) for bucket in buffer.buckets) for buffer in buffers]
+        # Buffers of the same replicas are gathered together.
+        self._replicas = list(_runs([buffer.group for buffer in buffers], counts)) if sharded else []
+        slots = [slot for buffer in buffers for bucket in buffer.buckets for slot in bucket.slots]
         self._slots, self.device = len(slots), slots[0].param.device
         places = {id(slot): place for place, slot in enumerate(slots)}
         self._places = torch.tensor([places[id(shard.slot)] for shard in shards], dtype=torch.int64, device=self.device)
         # Of a parameter that all tensor-parallel ranks hold whole, the first one's counts.
-        counts = [shard.slot.spec.dim is not None or holders[0].rank == 0 for shard in shards]
-        self._weights = torch.tensor(counts, dtype=torch.float64, device=self.device).unsqueeze(1)
+        weights = [shard.slot.spec.dim is not None or tp.rank == 0 for shard in shards]
+        self._weights = torch.tensor(weights, dtype=torch.float64, device=self.device).unsqueeze(1)
 
     def __call__(self, sums_ns: Tensor) -> Tensor:
         """The sums over the whole tensors that the shards are parts of.
@@ -48,9 +57,11 @@ class WholeSums:
         """
         rows = torch.zeros(self._slots, sums_ns.shape[1], dtype=torch.float64, device=self.device)
         rows.index_add_(0, self._places, sums_ns.to(torch.float64) * self._weights)
-        for group in self._holders:
+        if self._tp.size > 1:
+            rows = self._added(self._tp, rows)
+        for group, numbers in self._replicas:
             if group.size > 1:
-                rows = self._added(group, rows)
+                rows[numbers] = self._added(group, rows[numbers])
         return rows[self._places]
 
     def _added(self, group: Group, rows: Tensor) -> Tensor:
@@ -62,6 +73,16 @@ class WholeSums:
         for share in others:
             total = total + share
         return total
+
+
+def _runs(groups: Sequence[Group], counts: Sequence[int]) -> Iterator[tuple[Group, list[int]]]:
+    """Each group with the numbers of its slots, of which the buffers have these counts."""
+    found: dict[int, tuple[Group, list[int]]] = {}
+    first = 0
+    for group, count in zip(groups, counts, strict=True):
+        found.setdefault(id(group), (group, []))[1].extend(range(first, first + count))
+        first += count
+    yield from found.values()
 
 
 def row_of(values: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -250,6 +250,8 @@ def run(options: argparse.Namespace) -> None:
         raise UserError(
             f"--config {options.config}: model_type {kind} is not planned: its stages differ; try its layouts"
         )
+    if config.model.has_experts:
+        raise UserError(f"--config {options.config}: num_experts: experts are not planned yet; try its layouts")
     cluster = read_cluster(path) if path.exists() or not options.measure else _this_machine()
     gpus = options.gpus or cluster.gpus
     try:

@@ -161,8 +161,9 @@ class Pieces:
         buffer = FlatBuffer(
             named_params(collect_specs(stage), stage),
             main_grad_dtype(dtype, config.parallel.accumulate_allreduce_grads_in_fp32),
-            shares,
+            self.stand.group(shares, meter),
             None,
+            sharded=shares > 1,
             tensor_parallel=tp > 1,
         )
         self.stand.fill(buffer.params_flat)

@@ -263,6 +263,21 @@ class Group:
         sent = (self.size - 1) * num_bytes(x) // self.size
         return self._exchange(out, x, "all-to-all", sent)
 
+    def exchange_parts(self, out: Sequence[Tensor], x: Sequence[Tensor]) -> Pending:
+        """All-to-all of any sizes: sends ``x[i]`` to rank i; ``out[i]`` comes from rank i. Its own stays where it is.
+
+        Args:
+            out, x: one flat, contiguous tensor a rank, of the sizes that the ranks have agreed on; all of one dtype.
+        """
+        if self.size == 1:
+            return Pending(None, 0, NOTHING)
+        sent = sum(num_bytes(part) for rank, part in enumerate(x) if rank != self.rank)
+        if self.backend == "gloo":
+            return self.start("all-to-all", sent, lambda: self._stepwise(x, out))
+        none = x[0].new_empty(0)
+        given, taken = ([none if r == self.rank else part for r, part in enumerate(parts)] for parts in (x, out))
+        return self.start("all-to-all", sent, lambda: dist.all_to_all(taken, given, group=self.pg, async_op=True))
+
     def _take_spare(self, x: Tensor) -> Tensor:
         """Work space like ``x``, that of an earlier call where one fits: fresh memory costs a fault per page."""
         for index, spare in enumerate(self._spare):

@@ -35,6 +35,7 @@ class Layout:
         chunks: virtual stages (model chunks) on each pipeline rank.
         decoder: stage at which the decoder of an encoder-decoder begins; 0 where that is not a later stage.
         distances: whether all stages hold an embedding of the distances between tokens.
+        ep: neighboring replicas that share the experts of each layer; it divides ``dp``.
     """
 
     tp: int = 1
@@ -43,6 +44,7 @@ class Layout:
     chunks: int = 1
     decoder: int = 0
     distances: bool = False
+    ep: int = 1
 
     @property
     def world_size(self) -> int:
@@ -92,6 +94,18 @@ class Layout:
         for pp in range(self.pp):
             for tp in range(self.tp):
                 yield tuple(self.rank_of(tp=tp, dp=d, pp=pp) for d in range(self.dp))
+
+    def ep_groups(self) -> Iterator[tuple[int, ...]]:
+        """Expert-parallel groups: ranks of a data-parallel group that share its experts."""
+        for ranks in self.dp_groups():
+            for first in range(0, self.dp, self.ep):
+                yield ranks[first : first + self.ep]
+
+    def expert_dp_groups(self) -> Iterator[tuple[int, ...]]:
+        """Groups of ranks that hold equal experts."""
+        for ranks in self.dp_groups():
+            for first in range(self.ep):
+                yield ranks[first :: self.ep]
 
     def pp_groups(self) -> Iterator[tuple[int, ...]]:
         """Pipeline-parallel groups: ranks along one pipeline, first stage first."""

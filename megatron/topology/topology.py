@@ -30,6 +30,8 @@ class Topology:
         control: all ranks over gloo on the CPU, for small decisions and checkpoints.
         tp, dp, pp: this rank's groups along each dimension.
         forward_link, backward_link: point-to-point groups of activations and of their gradients.
+        ep: the replicas that share this one's experts.
+        expert_dp: the replicas that hold equal experts; ``dp`` where every replica holds all of them.
         embedding: the stages of this rank's pipeline that hold a tied embedding, where it is one of several.
         fused_embedding: the same stages of all pipelines, on this rank's tensor-parallel coordinate.
     """
@@ -45,6 +47,8 @@ class Topology:
     pp: Group
     forward_link: Group
     backward_link: Group
+    ep: Group
+    expert_dp: Group
     embedding: Mapping[Tie, Group] = field(default_factory=dict)
     fused_embedding: Mapping[Tie, Group] = field(default_factory=dict)
 
@@ -64,6 +68,7 @@ def single_process(device: torch.device | str = "cpu") -> Topology:
     def alone(name: str) -> Group:
         return Group(None, (0,), 0, name, "none")
 
+    replicas = alone("data-parallel")
     return Topology(
         layout=Layout(),
         rank=0,
@@ -72,7 +77,9 @@ def single_process(device: torch.device | str = "cpu") -> Topology:
         world=alone("world"),
         control=alone("control"),
         tp=alone("tensor-parallel"),
-        dp=alone("data-parallel"),
+        dp=replicas,
+        ep=alone("expert-parallel"),
+        expert_dp=replicas,
         pp=alone("pipeline"),
         forward_link=alone("pipeline-forward"),
         backward_link=alone("pipeline-backward"),
@@ -104,8 +111,7 @@ def build_topology(
     if dist.get_world_size() != layout.world_size:
         raise ValueError(f"layout {layout} needs {layout.world_size} ranks, the world has {dist.get_world_size()}")
     rank = dist.get_rank()
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    timeout = _default_timeout(device)
+    backend, timeout = "nccl" if device.type == "cuda" else "gloo", _default_timeout(device)
     shape, dims = (layout.pp, layout.dp, layout.tp), ("pp", "dp", "tp")
     overrides: Any = {dim: (backend, _options(device, timeout)) for dim in dims}
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=dims, backend_override=overrides)
@@ -120,7 +126,8 @@ def build_topology(
     control = make([everyone], "control", "gloo")
     assert control is not None
     pipeline = along("pp", layout.pp_groups(), "pipeline")
-    split = layout.pp > 1
+    replicas = along("dp", layout.dp_groups(), "data-parallel")
+    experts, expert_replicas = _expert_groups(layout, replicas, make)
     topology = Topology(
         layout=layout,
         rank=rank,
@@ -129,14 +136,16 @@ def build_topology(
         world=world,
         control=control,
         tp=along("tp", layout.tp_groups(), "tensor-parallel"),
-        dp=along("dp", layout.dp_groups(), "data-parallel"),
+        dp=replicas,
+        ep=experts,
+        expert_dp=expert_replicas,
         pp=pipeline,
         embedding=_of_ties({tie: make(layout.embedding_groups(tie), tie.value) for tie in layout.ties}),
         fused_embedding=_of_ties(
             {tie: make(layout.fused_embedding_groups(tie), f"{tie.value} replicas") for tie in layout.ties}
         ),
-        forward_link=_link(layout, device, make, "pipeline-forward") if split else pipeline,
-        backward_link=_link(layout, device, make, "pipeline-backward") if split else pipeline,
+        forward_link=_link(pipeline, layout, device, make, "pipeline-forward"),
+        backward_link=_link(pipeline, layout, device, make, "pipeline-backward"),
     )
     if by_node:
         _cut_by_node(topology, by_node, node, make)
@@ -166,8 +175,21 @@ def _of_ties(groups: Mapping[Tie, Group | None]) -> dict[Tie, Group]:
     return {tie: group for tie, group in groups.items() if group is not None}
 
 
-def _link(layout: Layout, device: torch.device, make: _GroupMaker, name: str) -> Group:
-    """The group of one direction of the pipeline's messages."""
+def _expert_groups(layout: Layout, replicas: Group, make: _GroupMaker) -> tuple[Group, Group]:
+    """The replicas that share this one's experts, and those that hold equal ones."""
+    if layout.ep == 1:
+        rank = replicas.ranks[replicas.rank]
+        return Group(None, (rank,), 0, "expert-parallel", "none"), replicas
+    shared, equal = make(layout.ep_groups(), "expert-parallel"), make(layout.expert_dp_groups(), "expert replicas")
+    assert shared is not None
+    assert equal is not None
+    return shared, equal
+
+
+def _link(pipeline: Group, layout: Layout, device: torch.device, make: _GroupMaker, name: str) -> Group:
+    """The group of one direction of the pipeline's messages; the pipeline's own where there are none."""
+    if layout.pp == 1:
+        return pipeline
     upwards = make(layout.pp_groups(), name)
     downwards = make(layout.pp_groups(), name) if layout.chunks > 1 else None
     assert upwards is not None
@@ -180,6 +202,8 @@ def _cut_by_node(topology: Topology, kinds: Collection[str], node: str, make: _G
     """Gives the groups of some kinds (of ``NODE_SPLITS``) their ranks by node."""
     layout, node_of = topology.layout, gather_texts(topology.control.pg, node)
     groups: list[tuple[str, Group | None, Iterable[tuple[int, ...]]]] = [("dp", topology.dp, layout.dp_groups())]
+    if layout.ep > 1:
+        groups.append(("dp", topology.expert_dp, layout.expert_dp_groups()))
     for tie in layout.ties:
         groups.append(("embedding", topology.embedding.get(tie), layout.embedding_groups(tie)))
         groups.append(("fused_embedding", topology.fused_embedding.get(tie), layout.fused_embedding_groups(tie)))

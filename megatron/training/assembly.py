@@ -12,6 +12,7 @@ import torch
 
 from megatron.base.errors import UserError
 from megatron.comm.channel import PipelineChannel
+from megatron.comm.experts import ExpertComm
 from megatron.comm.ledger import Ledger
 from megatron.comm.policy import CompressionPlan
 from megatron.comm.tensor import TensorComm
@@ -32,6 +33,7 @@ from megatron.parallel.tensor.shards import collect_specs
 from megatron.topology.clock import clock_of
 from megatron.topology.layout import Layout
 from megatron.topology.topology import Topology
+from megatron.training.experts import ExpertTally
 from megatron.training.observers import build_experiments, build_traces
 
 
@@ -52,6 +54,7 @@ class Engines:
         channel: messages to the neighboring stages; None with a single stage.
         comm: the tensor-parallel points.
         plan: the compressors of all points.
+        experts: counts the tokens of experts, where layers have any.
         replicas: torch's DistributedDataParallel around the chunk, with ``--DDP-impl torch``.
     """
 
@@ -69,6 +72,7 @@ class Engines:
     channel: PipelineChannel | None
     comm: TensorComm
     plan: CompressionPlan
+    experts: ExpertTally
 
     def begin_step(self, iteration: int, seq_length: int | None = None) -> None:
         """Begins a step at the communication points, with its loss scale.
@@ -137,6 +141,7 @@ def layout_of(config: RunConfig, world_size: int) -> Layout:
         chunks=parallel.virtual_pipeline_model_parallel_size or 1,
         decoder=(parallel.pipeline_model_parallel_split_rank or 0) if config.model.decoder_layers else 0,
         distances=config.model.shares_distances,
+        ep=parallel.expert_model_parallel_size,
     )
 
 
@@ -170,11 +175,12 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         plan,
         sequence_parallel=parallel.sequence_parallel,
         asynchronous=parallel.async_tensor_model_parallel_allreduce,
+        experts=ExpertComm(topology.ep, ledger, plan),
     )
     stages = _build_stages(config, topology, vocab_size, comm)
     torch_ddp = parallel.ddp_impl == "torch" and layout.dp > 1
     sharded = parallel.use_distributed_optimizer and layout.dp > 1
-    buffers = _build_buffers(config, layout, stages, sharded)
+    buffers = _build_buffers(config, topology, stages, sharded)
     ledger.observers += build_experiments(config.logging, topology, buffers)
     sync = GradientSync(
         buffers,
@@ -202,6 +208,7 @@ def build_engines(config: RunConfig, topology: Topology, vocab_size: int, length
         channel=channel,
         comm=comm,
         plan=plan,
+        experts=ExpertTally(config.model, stages, topology, ledger),
     )
 
 
@@ -268,19 +275,29 @@ def _compiles(config: RunConfig, device: torch.device) -> bool:
     )
 
 
-def _build_buffers(config: RunConfig, layout: Layout, stages: Sequence[Stage], sharded: bool) -> list[FlatBuffer]:
-    """The parameters and gradients of each stage, in buckets."""
-    parallel = config.parallel
-    return [
-        FlatBuffer(
-            named_params(collect_specs(stage), stage),
-            main_grad_dtype(config.precision.params_dtype, parallel.accumulate_allreduce_grads_in_fp32),
-            layout.dp if sharded else 1,
-            bucket_elements(parallel.ddp_bucket_size, parallel.overlap_grad_reduce, layout.dp),
-            tensor_parallel=layout.tp > 1,
-        )
-        for stage in stages
-    ]
+def _build_buffers(config: RunConfig, topology: Topology, stages: Sequence[Stage], sharded: bool) -> list[FlatBuffer]:
+    """The parameters and gradients of each stage, in buckets; experts that not all replicas hold in buckets of their
+    own."""
+    parallel, layout = config.parallel, topology.layout
+    buffers = []
+    for chunk, stage in enumerate(stages):
+        params = named_params(collect_specs(stage), stage)
+        own = [param for param in params if param[2].of_expert and layout.ep > 1]
+        shared = [param for param in params if not (param[2].of_expert and layout.ep > 1)]
+        for members, group in ((shared, topology.dp), (own, topology.expert_dp)):
+            if members:
+                buffers.append(
+                    FlatBuffer(
+                        members,
+                        main_grad_dtype(config.precision.params_dtype, parallel.accumulate_allreduce_grads_in_fp32),
+                        group,
+                        bucket_elements(parallel.ddp_bucket_size, parallel.overlap_grad_reduce, layout.dp),
+                        sharded=sharded,
+                        tensor_parallel=layout.tp > 1,
+                        chunk=chunk,
+                    )
+                )
+    return buffers
 
 
 def _build_loss_scale(config: RunConfig) -> LossScale:

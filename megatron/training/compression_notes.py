@@ -86,7 +86,7 @@ def node_notes(plan: CompressionPlan, topology: Topology) -> list[str]:
     notes = []
     for point, spec in plan.specs.items():
         embeddings = topology.fused_embedding if spec.fused else topology.embedding
-        groups = {Point.DP_GRAD: [topology.dp], Point.EMBED_GRAD: list(embeddings.values())}
+        groups = {Point.DP_GRAD: [topology.dp, topology.expert_dp], Point.EMBED_GRAD: list(embeddings.values())}
         for group in groups.get(point, []):
             if group.size > 1 and group.split is not None and plan.rounds(point).traits.levels:
                 notes.append(f"--compress {point.value}={spec.name}: {group.split.note}")

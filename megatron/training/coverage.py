@@ -79,12 +79,24 @@ def _shares(engines: Engines, point: Point) -> Shares:
         return _pipeline(engines, point)
     if point in (Point.TP_FWD, Point.TP_BWD):
         return _tensor(engines, point)
+    if point.of_experts:
+        return _experts(engines, point)
     if point is Point.EMBED_GRAD:
         return _embedding(engines)
     if point is Point.PARAM_GATHER:
         total = float(sum(buffer.params_flat.numel() for buffer in engines.buffers)) * engines.optimizer.sharded
         return total * compresses(engines.plan, engines.optimizer.sharded), total, 0
     return _gradients(engines)
+
+
+def _experts(engines: Engines, point: Point) -> Shares:
+    """How many tokens go where is not known before; a row for each layer stands for them."""
+    model, plan = engines.config.model, engines.plan
+    layers = [n for stage in engines.stages for n in stage.part.layers if n in model.expert_layers]
+    total = float(len(layers) * model.hidden_size) * (engines.topology.ep.size > 1)
+    row = (1, model.hidden_size)
+    done = plan.covers(point, plan.stage) and plan.ever_compresses(point, row, engines.config.precision.params_dtype)
+    return total * done, total, 0
 
 
 def _gradients(engines: Engines) -> Shares:

@@ -51,7 +51,8 @@ class CurveSink(Sink, ABC):
             "num-zeros": metrics.num_zeros,
             "params-norm": metrics.params_norm,
         }
-        values = {**metrics.losses, **known(optional)}
+        imbalances = {f"expert load max over mean/layer {n + 1}": x for n, x in metrics.expert_imbalances.items()}
+        values = {**metrics.losses, **known(optional), **imbalances}
         self._curves(metrics.iteration, values, samples=metrics.consumed_samples)
 
     def window(self, metrics: StepMetrics) -> None:

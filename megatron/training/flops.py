@@ -18,6 +18,8 @@ class ModelShape:
     Args:
         causal: a token attends to earlier ones alone.
         head_transform: a product of width h comes before the logits, as in BERT.
+        expert_layers: how many of the layers have experts in place of the feed-forward network.
+        expert_products: multiply-adds of a token in all of these: of its experts, of the router, and of what is beside.
         decoder_layers, decoder_seq_length: layers and tokens of a decoder beside these, which reads them and computes
             the logits in their place; 0 where there is none.
     """
@@ -34,6 +36,8 @@ class ModelShape:
     sliding_window: int | None = None
     causal: bool = True
     head_transform: bool = False
+    expert_layers: int = 0
+    expert_products: int = 0
     decoder_layers: int = 0
     decoder_seq_length: int = 0
 
@@ -66,7 +70,7 @@ def model_flops_per_sample(shape: ModelShape, *, causal: bool = True) -> int:
     Attention counts the pairs that the mask lets through: s(s+1)/2, or fewer within a sliding window, and all of them
     where a token attends to later ones, too. ``causal=False`` counts all s*s pairs anyway, which is what many
     published figures do. A decoder's layers attend to their own tokens, earlier ones alone, and to all of the
-    encoder's, of which each computes keys and values.
+    encoder's, of which each computes keys and values. Of a layer's experts those that a token goes to count.
     """
     s, h = shape.seq_length, shape.hidden_size
     q_width = shape.num_attention_heads * shape.kv_channels
@@ -75,7 +79,8 @@ def model_flops_per_sample(shape: ModelShape, *, causal: bool = True) -> int:
     feed_forward = (3 if shape.swiglu else 2) * h * shape.ffn_hidden_size
     window = min(shape.sliding_window or s, s)
     pairs = window * (window + 1) // 2 + (s - window) * window if causal and shape.causal else s * s
-    layers = shape.num_layers * (s * (projections + feed_forward) + 2 * pairs * q_width)
+    layers = shape.num_layers * (s * projections + 2 * pairs * q_width)
+    layers += s * ((shape.num_layers - shape.expert_layers) * feed_forward + shape.expert_products)
     if shape.decoder_layers:
         d = shape.decoder_seq_length
         own = d * (d + 1) // 2 if causal else d * d

@@ -47,8 +47,12 @@ def model_size(engines: Engines) -> ModelSize:
     """Counts the parameters of the whole model. Every rank calls it."""
     topology = engines.topology
     specs = [spec for stage in engines.stages for _, spec in collect_specs(stage).values()]
-    first = topology.tp.rank == 0 and topology.dp.rank == 0
-    own = sum(math.prod(spec.logical_shape) for spec in specs if first and not spec.tied_copy)
+    replicas = {True: topology.expert_dp, False: topology.dp}
+    own = sum(
+        math.prod(spec.logical_shape)
+        for spec in specs
+        if topology.tp.rank == 0 and replicas[spec.of_expert].rank == 0 and not spec.tied_copy
+    )
     held = sum(parameter.numel() for stage in engines.stages for parameter in stage.parameters())
     total, largest = torch.tensor([own]), torch.tensor([held])
     topology.control.all_reduce(total).wait()

@@ -43,23 +43,22 @@ class GradientProbe(Observer):
         if iteration % self.interval:
             return
         topology = self.topology
-        own = self.look() if topology.dp.rank == 0 and topology.tp.rank == 0 else {}
+        own = self.look() if topology.tp.rank == 0 else {}
         parameters: dict[str, Figures] = {}
         for text in gather_texts(topology.control.pg, json.dumps(own)):
             parameters.update(json.loads(text))
         yield Finding("gradients", {"density": self.density, "parameters": parameters})
 
     def look(self) -> dict[str, Figures]:
-        """Figures by parameter: ``energy``, the squared norm's share of the largest, ``kept``, the share that was there
-        at the last look (none at the first), and ``places``, how many of them are in each part."""
+        """Figures by parameter of which this is the first replica: ``energy``, the squared norm's share of the largest,
+        ``kept``, the share that was there at the last look (none at the first), and ``places``, how many of them are
+        in each part."""
         found: dict[str, Figures] = {}
         for buffer in self.buffers:
-            for bucket in buffer.buckets:
-                for slot in bucket.slots:
-                    if slot.param.dim() > 1:
-                        found[slot.logical_name] = self._one(
-                            slot.logical_name, buffer.grads_flat[slot.start : slot.stop]
-                        )
+            for slot in (slot for bucket in buffer.buckets for slot in bucket.slots if buffer.group.rank == 0):
+                if slot.param.dim() > 1:
+                    grad = buffer.grads_flat[slot.start : slot.stop]
+                    found[slot.logical_name] = self._one(slot.logical_name, grad)
         return found
 
     def _one(self, name: str, grad: Tensor) -> Figures:

@@ -47,6 +47,10 @@ class PointTraffic:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
+ExpertLoads = Mapping[int, Sequence[float]]
+"""By layer, the number of tokens that chose each of its experts."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
     """Metrics of one step, or of a window of steps: mean losses, counts, and the rest as of the last step."""
@@ -60,6 +64,7 @@ class StepMetrics:
     grad_norm: float | None = None  # norm of the unscaled gradients before clipping; None where skipped
     params_norm: float | None = None  # where asked for, as num_zeros
     num_zeros: float | None = None
+    expert_loads: ExpertLoads = field(default_factory=dict)  # where layers have experts
     votes: float = 0.0  # votes to stop, all-reduced
     iterations: int = 1
     skipped_iterations: int = 0  # steps without an update, since a gradient was not finite
@@ -91,6 +96,16 @@ class StepMetrics:
     def loss(self) -> float:
         """The first loss: the language model's, or a task's."""
         return next(iter(self.losses.values()))
+
+    @property
+    def expert_imbalance(self) -> float | None:
+        """The largest of ``expert_imbalances``; None without experts."""
+        return max(self.expert_imbalances.values(), default=None)
+
+    @property
+    def expert_imbalances(self) -> dict[int, float]:
+        """Most tokens of an expert over the mean of its layer, by layer."""
+        return {n: max(counts) * len(counts) / (sum(counts) or 1.0) for n, counts in self.expert_loads.items()}
 
     @property
     def skipped(self) -> bool:
@@ -234,6 +249,8 @@ def format_train_line(metrics: StepMetrics) -> str:
         fields.append(f"MFU: {metrics.mfu:.1%}")
     if metrics.curriculum_seqlen is not None:
         fields.append(f"curriculum seqlen: {metrics.curriculum_seqlen:5d}")
+    if metrics.expert_imbalance is not None:
+        fields.append(f"expert load max/mean: {metrics.expert_imbalance:.3f}")
     return " " + " ".join(f"{field} |" for field in fields)
 
 

@@ -11,6 +11,7 @@ from datetime import datetime
 
 import torch
 
+from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.config.steps import StepSizes
 from megatron.training.assembly import Engines
@@ -47,9 +48,20 @@ def model_shape(config: RunConfig, padded_vocab_size: int) -> ModelShape:
         sliding_window=model.sliding_window,
         causal=model.causal,
         head_transform=model.model_type == "bert" and model.predicts_words,
+        expert_layers=len(model.expert_layers),
+        expert_products=expert_products(model),
         decoder_layers=len(model.decoder_layers),
         decoder_seq_length=model.labels_of(0),
     )
+
+
+def expert_products(model: ModelConfig) -> int:
+    """Multiply-adds of a token in all layers with experts; see ``ModelShape``."""
+    shared = model.ffn_hidden_size if model.mlp_type == "residual" else model.moe_shared_expert_intermediate_size or 0
+    width = model.moe_router_topk * (model.moe_ffn_hidden_size or 0) + shared
+    mixing = 2 if model.mlp_type == "residual" else int(model.moe_shared_expert_gate)
+    of_experts = (3 if model.swiglu else 2) * width + mixing
+    return sum(model.hidden_size * (of_experts + count) for count in model.expert_layers.values())
 
 
 def peak_memory_bytes(device: torch.device) -> int:

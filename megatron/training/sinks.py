@@ -148,6 +148,7 @@ class JsonLinesSink(Sink):
             "global_batch_size": metrics.global_batch_size,
             "loss_scale": metrics.loss_scale,
             **known(optional),
+            **_loads(metrics),
             "skipped_iterations": metrics.skipped_iterations,
             "nan_iterations": metrics.nan_iterations,
             "seconds_per_iteration": metrics.seconds_per_iteration,
@@ -201,6 +202,12 @@ def open_sinks(
     if config.wandb_project is not None:
         sinks.append(WandbSink(config.wandb_project, config, dp_size=dp_size, world_size=world_size))
     return sinks
+
+
+def _loads(metrics: StepMetrics) -> dict[str, Any]:
+    """The tokens of each expert, by layer from 1, where layers have any."""
+    loads = {str(layer + 1): list(counts) for layer, counts in metrics.expert_loads.items()}
+    return {"expert_loads": loads, "expert_imbalance": metrics.expert_imbalance} if loads else {}
 
 
 def _keys(losses: Mapping[str, float]) -> dict[str, float]:

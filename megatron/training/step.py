@@ -33,6 +33,7 @@ class ChunkProgram:
         seed: seed of the dropout masks; None turns dropout off.
         engines: engines of this rank.
         divisors: see ``Stage.loss``.
+        loss_grad: gradient of each micro-batch's objective; None in evaluation.
 
     On the chunk that holds the losses, ``sums`` adds them up over the micro-batches. In an evaluation ``outputs``
     keeps what a task head says of each.
@@ -45,6 +46,7 @@ class ChunkProgram:
         seed: int | None,
         engines: Engines,
         divisors: Tensor | None = None,
+        loss_grad: Tensor | None = None,
     ) -> None:
         self.stage = stage
         self.batches = batches
@@ -52,6 +54,7 @@ class ChunkProgram:
         self.engines = engines
         self.keys_hold_tokens = engines.keys_hold_tokens
         self.divisors = divisors
+        self.loss_grad = loss_grad
         self.losses: list[tuple[LossSum, ...]] = []
         self.outputs: dict[int, Tensor] = {}
 
@@ -72,8 +75,10 @@ class ChunkProgram:
     def _keys(self, batch: Batch) -> DropoutKeys | None:
         return None if self.seed is None else DropoutKeys(self.seed, tuple(batch.draw_ids_b.tolist()))
 
-    def _context(self, batch: Batch) -> ForwardContext:
-        data = self.engines.config.data
+    def _context(self, batch: Batch, micro_batch: int) -> ForwardContext:
+        data, experts = self.engines.config.data, None
+        if self.engines.experts.on and self.loss_grad is not None:
+            experts = self.engines.experts.context(micro_batch, self.loss_grad)
         return ForwardContext(
             dropout=self._keys(batch),
             position_ids_bs=batch.position_ids_bs if data.reset_position_ids else None,
@@ -81,6 +86,7 @@ class ChunkProgram:
             types_bs=batch.types_bs,
             decoder_tokens_bs=batch.decoder_tokens_bs,
             decoder_segment_ids_bs=batch.decoder_segment_ids_bs,
+            experts=experts,
         )
 
     def forward(self, micro_batch: int, x_sbh: Tensor | None) -> Tensor:
@@ -92,7 +98,7 @@ class ChunkProgram:
         if replicas is not None and torch.is_grad_enabled():
             replicas.all_reduce_in_backward(micro_batch == len(self.batches) - 1)
             run = replicas.wrapped
-        out_sbh: Tensor = run(x, self._context(batch))
+        out_sbh: Tensor = run(x, self._context(batch, micro_batch))
         if not self.stage.part.last:
             return out_sbh
         found = self.stage.loss(out_sbh, _targets(batch, self._keys(batch)), self.divisors)
@@ -172,10 +178,7 @@ def train_step(
     samples = len(batches) * engines.topology.layout.dp * engines.config.training.micro_batch_size
     last_chunk = _forward_backward(engines, batches, iteration, length, timers)
     expected = None if engines.config.model.counts_before else samples * engines.config.model.labels_of(length)
-    reduction = "grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce"
-    with ledger.computing(), timers(reduction, level=1):
-        losses = _reported(engines, last_chunk)
-        all_finite = engines.sync.finish(sum(count for _, count in losses.values()), expected)
+    losses, all_finite = _reduce(engines, last_chunk, expected, timers)
     with ledger.computing(), timers("optimizer", level=1), ledger.span("optimizer"):
         totals = engines.optimizer.step(
             losses,
@@ -191,11 +194,13 @@ def train_step(
         )
     if not totals.skipped and engines.sync.wants_update:
         engines.sync.observe_update()
+    own_losses, loads = engines.experts.finish(len(batches), not totals.skipped)
     engines.plan.skipped += totals.skipped
     engines.end_step(taken=not totals.skipped)
     return StepMetrics(
         iteration=iteration + 1,
-        losses=totals.losses,
+        losses={**totals.losses, **own_losses},
+        expert_loads=loads,
         global_batch_size=samples,
         seq_length=length,
         loss_scale=totals.loss_scale,
@@ -205,6 +210,16 @@ def train_step(
         votes=totals.votes,
         skipped_iterations=int(totals.skipped),
     )
+
+
+def _reduce(
+    engines: Engines, last_chunk: ChunkProgram, expected: int | None, timers: Timers
+) -> tuple[dict[str, tuple[float, float]], bool]:
+    """Reduces the gradients; returns this rank's losses, and what ``GradientSync.finish`` does."""
+    reduction = "grads-reduce-scatter" if engines.optimizer.sharded else "grads-all-reduce"
+    with engines.ledger.computing(), timers(reduction, level=1):
+        losses = _reported(engines, last_chunk)
+        return losses, engines.sync.finish(sum(count for _, count in losses.values()), expected)
 
 
 def _reported(engines: Engines, last_chunk: ChunkProgram) -> dict[str, tuple[float, float]]:
@@ -240,10 +255,11 @@ def _forward_backward(
         for buffer in engines.buffers:
             buffer.zero_grads()
     engines.begin_step(iteration, length)
+    engines.experts.begin()
     divisors = _divisors(engines, batches)
-    programs = [ChunkProgram(stage, batches, config.training.seed, engines, divisors) for stage in engines.stages]
     table = engines.pipeline.timetable(config.parallel.pipeline_schedule, count)
     kind = [("training", count, length, _shapes(batches)), *engines.comm.kind(length), *engines.sync.kind()]
+    kind += _kinds_of_experts(engines)
     # Each micro-batch's loss is a mean over its tokens (or as much as if all counted alike), so this makes the sum over
     # all a mean over the batch.
     loss_grad = torch.tensor(
@@ -251,10 +267,18 @@ def _forward_backward(
         dtype=torch.float64 if config.precision.fp64 else torch.float32,
         device=engines.topology.device,
     )
+    programs = [
+        ChunkProgram(stage, batches, config.training.seed, engines, divisors, loss_grad) for stage in engines.stages
+    ]
     with timers("forward-backward", level=1):
         span = pipeline_span(timers, engines.ledger)
         engines.pipeline.run(table, programs, iteration, count, loss_grad, kind, span=span)
     return programs[-1]
+
+
+def _kinds_of_experts(engines: Engines) -> list[Hashable]:
+    """The part of a step's kind that layers with experts add: unknown, as their shapes are others each time."""
+    return [None] if engines.experts.on else []
 
 
 _SHOWN = {
@@ -300,6 +324,7 @@ def evaluation_step(
     programs = [ChunkProgram(stage, batches, None, engines) for stage in engines.stages]
     table = engines.pipeline.timetable(None, len(batches))
     kind = [("evaluation", len(batches), length, _shapes(batches)), *engines.comm.kind(length)]
+    kind += _kinds_of_experts(engines)
     engines.pipeline.run(table, programs, -1, len(batches), None, kind)
     engines.end_step(taken=False)
     if outputs is not None and engines.holds_loss and engines.topology.tp.rank == 0:

@@ -23,7 +23,8 @@ from megatron.inference.generate_command import DESCRIPTION, GenerationTaskFlags
 from megatron.inference.serve_command import ServerFlags
 
 REPO = Path(__file__).resolve().parents[2]
-DOCUMENTS = [REPO / "README.md", *(REPO / "docs" / f"{name}.md" for name in ("architecture", "bert", "t5", "tasks"))]
+PAGES = ("architecture", "bert", "t5", "tasks", "moe")
+DOCUMENTS = [REPO / "README.md", *(REPO / "docs" / f"{name}.md" for name in PAGES)]
 
 TASK_EXAMPLES = {"finetune_mnli_distributed.sh": ("MNLI", 64), "finetune_race_distributed.sh": ("RACE", 128)}
 """Task, and sequences of a global batch."""
@@ -39,6 +40,8 @@ WORLDS = {
     "pretrain_t5_distributed_with_mp.sh": 8,
     "pretrain_gpt3_175B.sh": 1024,
     "switch_to_radius.sh": 8,
+    "moe/pretrain_gpt_350M_PR-MoE.sh": 64,
+    "moe/pretrain_gpt_1.3B_MoE-128.sh": 128,
 }
 
 
@@ -77,10 +80,11 @@ def test_examples_of_tasks_resolve_for_their_world(name: str, tmp_path: Path) ->
 
 
 def test_every_example_is_tested() -> None:
-    scripts = {path.name for path in (REPO / "examples").glob("*.sh")}
+    folder = REPO / "examples"
+    scripts = {str(path.relative_to(folder)) for path in (*folder.glob("*.sh"), *folder.glob("moe/*.sh"))}
     assert scripts == {*WORLDS, *TASK_EXAMPLES, "quickstart.sh", "finetune_gpt2_aqsgd.sh", "finetune_deberta_aqsgd.sh"}
     for script in scripts:
-        subprocess.run(["bash", "-n", str(REPO / "examples" / script)], check=True)
+        subprocess.run(["bash", "-n", str(folder / script)], check=True)
 
 
 def _commands(text: str) -> list[list[str]]:

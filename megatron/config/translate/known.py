@@ -117,11 +117,13 @@ _HARMLESS = [
     _harmless("checkpoints have one format", values="ckpt-format dist-ckpt-format"),
     # Other models and programs
     _harmless(
-        "only models with experts (--num-experts above 1) read it, which are not available yet",
-        switches="disable-moe-token-dropping create-moe-param-group disable-moe-top2-2nd-expert-sampling "
-        "use-tutel enable-expert-tensor-parallelism",
-        values="mlp-type topk expert-interval moe-train-capacity-factor moe-eval-capacity-factor "
-        "moe-min-capacity moe-loss-coeff",
+        "no token is dropped unless --moe-expert-capacity-factor is given",
+        switches="disable-moe-token-dropping",
+    ),
+    _harmless(
+        "experts' parameters have buffers of their own, and tokens are routed by this package's code",
+        switches="create-moe-param-group disable-moe-top2-2nd-expert-sampling use-tutel "
+        "enable-expert-tensor-parallelism",
     ),
     _harmless(
         "--get-val-ppls on the command line asks for the losses of checkpoints, which it is for",
@@ -186,10 +188,9 @@ _HARMLESS = [
 
 _REFUSED = [
     _refused(
-        "mixture of experts is not available yet; leave it out",
+        "experts are --num-experts, and the processes that share them --expert-model-parallel-size; use these",
         switches="expert-parallel",
-        values="moe-expert-parallel-size=1 ep-world-size=1 num-experts-switch",
-        lists="num-experts=1",
+        values="num-experts-switch",
     ),
     _refused(
         "this form of the layer is not available; leave it out",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.parallel.tensor.shards import ParamSpec
+from megatron.topology.group import Group
 
 
 class BucketKind(enum.Enum):
@@ -53,14 +54,16 @@ class Bucket:
 
 
 class FlatBuffer:
-    """The parameters and gradients of one chunk, in flat tensors.
+    """The parameters and gradients of one chunk that the same replicas hold, in flat tensors.
 
     Args:
         params: (local name, logical name, spec, parameter) in the order of the forward pass.
         grad_dtype: dtype in which gradients accumulate.
-        shares: number of equal parts that every bucket must divide into.
+        group: the ranks that hold replicas of these parameters.
         bucket_elements: buckets are closed at this size; None puts everything in one.
+        sharded: every bucket must divide into equal parts, one for each replica.
         tensor_parallel: there are several tensor-parallel ranks.
+        chunk: number of the chunk on this rank.
 
     After construction the parameters are views into ``params_flat``; where the dtypes agree their ``grad`` is a view
     into ``grads_flat`` that autograd accumulates into, else a hook adds each gradient there.
@@ -70,10 +73,15 @@ class FlatBuffer:
         self,
         params: Sequence[tuple[str, str, ParamSpec, nn.Parameter]],
         grad_dtype: torch.dtype,
-        shares: int,
+        group: Group,
         bucket_elements: int | None,
+        *,
+        sharded: bool = False,
         tensor_parallel: bool = False,
+        chunk: int = 0,
     ) -> None:
+        self.group, self.chunk = group, chunk
+        shares = group.size if sharded else 1
         self.buckets = _plan_buckets(params, shares, bucket_elements, tensor_parallel)
         first = params[0][3]
         size = self.buckets[-1].stop

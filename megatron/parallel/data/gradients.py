@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -43,8 +44,8 @@ class GradientSync:
     """Reduces the gradients of all chunks.
 
     Args:
-        buffers: buffers of the chunks.
-        topology: the groups of the reductions.
+        buffers: buffers of the chunks, each with the replicas that reduce it.
+        topology: the other groups.
         plan: the compressors.
         ledger: where the bytes are counted.
         sharded: each rank needs only its own share of every bucket.
@@ -79,7 +80,11 @@ class GradientSync:
         self.ties = list(self._find_ties(fused))
         self.reducers = [
             GradReducer(
-                [reduced_bucket(buffer, bucket, fused) for bucket in buffer.buckets], self.group, plan, ledger, sharded
+                [reduced_bucket(buffer, bucket, fused) for bucket in buffer.buckets],
+                buffer.group,
+                plan,
+                ledger,
+                sharded,
             )
             for buffer in buffers
         ]
@@ -117,7 +122,7 @@ class GradientSync:
     def kind(self) -> list[Hashable]:
         """Key of the kernels that are launched during backward: a part of the step's kind for each chunk."""
         in_backward = self.overlap and not self.clips_first
-        return [both(chunk, reducer.kind()) for chunk, reducer in enumerate(self.reducers) if in_backward]
+        return [both(number, reducer.kind()) for number, reducer in enumerate(self.reducers) if in_backward]
 
     def states(self) -> Iterator[CompressorState]:
         """States of the compressors of gradients."""
@@ -149,7 +154,7 @@ class GradientSync:
             for buffer in self.buffers:
                 for bucket in buffer.buckets:
                     whole = buffer.grads_of(bucket)
-                    pending = self.group.all_gather(whole, whole[own_share(bucket, self.group, True)])
+                    pending = buffer.group.all_gather(whole, whole[own_share(bucket, buffer.group, True)])
                     self.ledger.sent(Point.DP_GRAD, pending.sent_bytes, 0)
                     self.ledger.wait(Point.DP_GRAD, pending)
         for reducer in self.reducers:
@@ -163,13 +168,9 @@ class GradientSync:
         """Announces that the coming backward completes the chunk's gradients."""
         if not self.overlap or self.clips_first:
             return  # a norm needs all gradients
-        buffer, reducer = self.buffers[chunk], self.reducers[chunk]
-
-        def full(index: int) -> None:
-            if buffer.buckets[index].kind in (BucketKind.PLAIN, BucketKind.REPLICATED):
-                reducer.mark_ready(index)
-
-        buffer.notify_when_full(full)
+        for buffer, reducer in zip(self.buffers, self.reducers, strict=True):
+            if buffer.chunk == chunk and self._reduces(buffer):
+                buffer.notify_when_full(partial(_launch_full, buffer, reducer))
 
     def finish(self, counted: float, expected_tokens: int | None) -> bool:
         """Leaves reduced gradients in the buckets (with ``sharded``: in this rank's shares).
@@ -188,16 +189,15 @@ class GradientSync:
         if self.clips_first and self.clip_grad > 0:
             max_norm = self.clip_grad
             clip_replica(self.buffers, self.topology, self.ledger, max_norm, self._scale, counted, expected_tokens)
-        reduces = self.group.size > 1 and self.reduce
-        for reducer in self.reducers:
-            if reduces:
+        for buffer, reducer in zip(self.buffers, self.reducers, strict=True):
+            if self._reduces(buffer):
                 reducer.launch()
             else:
                 for untouched in reducer.buckets:
                     reducer.check(untouched.flat)
         all_finite = not self._asks or self._agree_all_finite(counted)
-        if reduces:
-            for reducer in self.reducers:
+        for buffer, reducer in zip(self.buffers, self.reducers, strict=True):
+            if self._reduces(buffer):
                 reducer.finish(all_finite)
         for tied in self.ties if all_finite else ():
             own = tied.buffer.grads_of(tied.bucket)[own_share(tied.bucket, self.group, self.sharded)]
@@ -210,9 +210,13 @@ class GradientSync:
         buckets = [(buffer, bucket) for buffer in self.buffers for bucket in buffer.buckets]
         seen = [(tied.buffer, tied.bucket) for tied in self.ties] if point is Point.EMBED_GRAD else buckets
         return ReducedPoint(
-            [buffer.grads_of(bucket)[own_share(bucket, self.group, self.sharded)] for buffer, bucket in seen],
+            [buffer.grads_of(bucket)[own_share(bucket, buffer.group, self.sharded)] for buffer, bucket in seen],
             [tuple(slot.param.shape) for _, bucket in seen for slot in bucket.slots if slot.param.dim() > 1],
         )
+
+    def _reduces(self, buffer: FlatBuffer) -> bool:
+        """Whether there are replicas to reduce a buffer's gradients with."""
+        return self.reduce and buffer.group.size > 1
 
     def _agree_all_finite(self, counted: float) -> bool:
         """Whether all local gradients of all ranks are finite and something counts in a loss."""
@@ -232,6 +236,12 @@ class GradientSync:
                     pending = self.tp.all_reduce(buffer.grads_of(bucket))
                     self.ledger.sent(Point.TP_BWD, pending.sent_bytes)
                     self.ledger.wait(Point.TP_BWD, pending)
+
+
+def _launch_full(buffer: FlatBuffer, reducer: GradReducer, index: int) -> None:
+    """Launches a bucket that backward has filled, unless something must be done with it before."""
+    if buffer.buckets[index].kind in (BucketKind.PLAIN, BucketKind.REPLICATED):
+        reducer.mark_ready(index)
 
 
 def reduced_bucket(buffer: FlatBuffer, bucket: Bucket, fused_embedding: bool) -> GradBucket:

@@ -105,6 +105,15 @@ class SiteKeys:
         result: Tensor = _keyed_mask(self.seeds_nb[site], shape, p, like.dtype, like.device)
         return result
 
+    def uniform(self, site: int, shape: tuple[int, ...], low: float, high: float, like: Tensor) -> Tensor:
+        """Uniform random numbers of each sample, stacked along dimension 0; arguments as in ``keep_mask``."""
+        values = torch.empty((self.seeds_nb.shape[1], *shape), dtype=like.dtype, device=like.device)
+        generator = torch.Generator(device=like.device)
+        for row, seed in zip(values, self.seeds_nb[site].tolist(), strict=True):
+            generator.manual_seed(seed)
+            row.uniform_(low, high, generator=generator)
+        return values
+
 
 @torch.library.custom_op("megatron::keyed_mask", mutates_args=())
 def _keyed_mask(seeds_b: Tensor, shape: Sequence[int], p: float, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -21,6 +21,7 @@ class ParamSpec:
             shares must be all-reduced (replicated parameters under sequence parallelism).
         tied_copy: a further holder of a logical parameter whose first holder is another stage.
         tied: which tied embedding it is, on any stage; None for other parameters.
+        of_expert: it belongs to an expert: only the replicas that hold that expert reduce its gradient.
     """
 
     logical_shape: tuple[int, ...]
@@ -29,6 +30,7 @@ class ParamSpec:
     partial_grad: bool = False
     tied_copy: bool = False
     tied: Tie | None = None
+    of_expert: bool = False
 
     def offsets(self) -> tuple[int, ...]:
         """Offsets of the local tensor in the logical one."""

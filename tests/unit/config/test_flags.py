@@ -216,23 +216,30 @@ def test_each_refused_flag_is_refused_by_name_unless_neutral(flag: KnownFlag) ->
         assert parsed.notes == []
 
 
-def test_experts_are_refused_with_all_values_named() -> None:
-    assert parse_args(["--num-experts", "1", "1"]).notes == []
-    # Scripts of dense models give these as well, with values of their own.
-    notes = parse_args(["--num-experts", "1", "--moe-loss-coeff", "0.01", "--moe-min-capacity", "8"]).notes
-    assert [note.split()[0] for note in notes] == ["--moe-loss-coeff", "--moe-min-capacity"]
-    with pytest.raises(UserError, match="--num-experts 1 8: mixture of experts is not available yet; leave it out"):
-        parse_args(["--num-experts", "1", "8"])
+def test_scripts_of_dense_models_give_the_flags_of_experts_as_well(by_iterations: list[str]) -> None:
+    """One expert is a dense layer."""
+    words = [*by_iterations, *["--num-experts", "1", "--moe-loss-coeff", "0.5", "--moe-min-capacity", "8"]]
+    parsed = parse_args(words)
+    assert not parsed.config.model.has_experts
+    parsed.resolve(1)
+    assert [note.split(":")[0] for note in parsed.notes] == ["--moe-aux-loss-coeff, --moe-min-capacity"]
 
 
 # Flags whose default differs in form only, or by design.
 _OTHER_DEFAULTS = {
     "distributed-backend": "chosen by the presence of CUDA",
     "encoder-num-layers": "an alias",
+    "topk": "Megatron-Core's default, two experts",
+    "expert-interval": "Megatron-Core's default, all layers",
+    "moe-loss-coeff": "the value of its examples",
+    "moe-train-capacity-factor": "no token is dropped",
+    "moe-eval-capacity-factor": "no token is dropped",
+    "num-experts": "a list of one or none",
     "zero-stage": "DeepSpeed only, which asks for it with a file",
     "encoder-seq-length": "an alias",
 }
 _COMMON_WITHOUT_FIELD = {
+    "disable-moe-token-dropping",
     "no-masked-softmax-fusion",
     "no-bias-dropout-fusion",
     "no-query-key-layer-scaling",

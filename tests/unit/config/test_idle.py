@@ -168,9 +168,17 @@ DISCRETE = (
     "--curriculum-discrete-steps 9"
 )
 T5 = "--model-type t5 --decoder-seq-length 8 --tokenizer-type BertWordPieceCase --vocab-file v --vocab-extra-ids 4"
+CAPACITY = "--moe-expert-capacity-factor 1.5"
+SHARED = "--moe-shared-expert-intermediate-size 32"
 # What makes a rule's fields act, by the words of the rule: (flags, processes).
 PARTNERS: dict[str, tuple[str, int]] = {
     "without --position-embedding-type rope": ("--position-embedding-type rope", 1),
+    "no layer has experts (--num-experts)": (f"--num-experts 8 --moe-router-enable-expert-bias {CAPACITY}", 1),
+    "no layer has experts (--num-experts), nor one beside them": (f"--num-experts 8 {SHARED}", 1),
+    "beside --moe-router-load-balancing-type none": ("--num-experts 8", 1),
+    "without --moe-router-enable-expert-bias": ("--num-experts 8 --moe-router-enable-expert-bias", 1),
+    "beside --moe-router-topk 1, whose one weight is that of all experts anyway": ("--num-experts 8", 1),
+    "no token is dropped": (f"--num-experts 8 {CAPACITY}", 1),
     "only BERT has that head": ("--model-type bert", 1),
     "beside a task, which masks no words": ("--model-type bert", 1),
     "only DeBERTa has distances and a convolution": ("--model-type deberta", 1),
@@ -236,6 +244,8 @@ BESIDE: dict[str, str] = {
     "a sample of BERT or T5 does not go over the end of a document": T5,
     "beside another activation or --disable-bias-linear": "--swiglu",
     "beside --init-method-xavier-uniform": "--init-method-xavier-uniform",
+    "beside --moe-router-load-balancing-type none": "--num-experts 8 --moe-router-load-balancing-type none",
+    "beside --moe-router-topk 1, whose one weight is that of all experts anyway": "--num-experts 8 --topk 1",
     "beside --DDP-impl torch, which has its own": "--DDP-impl torch",
     "beside a constant --loss-scale": "--fp16 --loss-scale 128",
     "without --optimizer adam": "--optimizer sgd",

@@ -63,7 +63,7 @@ def _plain_loop(steps: int, clip: float) -> dict[str, Tensor]:
 def _trained(dtype: torch.dtype, grad_dtype: torch.dtype, steps: int, clip: float) -> dict[str, nn.Parameter]:
     params = {name: nn.Parameter(_first(name).to(dtype)) for name in SHAPES}
     listed = [(name, name, ParamSpec(tuple(p.shape)), p) for name, p in params.items()]
-    buffer = FlatBuffer(listed, grad_dtype, 1, None)
+    buffer = FlatBuffer(listed, grad_dtype, single_process().dp, None)
     settings = OptimizerConfig(
         optimizer="lamb", lr=1.0, lamb_beta1=BETAS[0], lamb_beta2=BETAS[1], lamb_eps=EPS, clip_grad=clip
     )
@@ -95,7 +95,7 @@ def test_half_precision_follows_main_values_of_fp32(grad_dtype: torch.dtype) -> 
 def test_a_matrix_without_gradients_decays_alone() -> None:
     """Its direction is its own: it shrinks by the learning rate, whatever the decay."""
     param = nn.Parameter(torch.ones(2, 3, dtype=torch.float64))
-    buffer = FlatBuffer([("w", "w", ParamSpec((2, 3)), param)], torch.float64, 1, None)
+    buffer = FlatBuffer([("w", "w", ParamSpec((2, 3)), param)], torch.float64, single_process().dp, None)
     settings = OptimizerConfig(optimizer="lamb", lr=1.0)
     parts: list[Any] = [CompressionPlan({}), Ledger()]
     optimizer = Optimizer([buffer], single_process(), settings, ConstantLossScale(1.0), *parts, sharded=False)

@@ -32,7 +32,7 @@ def _build(
 ) -> tuple[Optimizer, dict[str, nn.Parameter], FlatBuffer]:
     params = {name: nn.Parameter(_value(name, -1).to(dtype)) for name in SHAPES}
     listed = [(name, name, ParamSpec(tuple(p.shape)), p) for name, p in params.items()]
-    buffer = FlatBuffer(listed, grad_dtype, 1, None)
+    buffer = FlatBuffer(listed, grad_dtype, single_process().dp, None)
     settings = OptimizerConfig(**{"lr": 1e-2, **config})  # type: ignore[arg-type]
     return (
         Optimizer(

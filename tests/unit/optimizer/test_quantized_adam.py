@@ -76,7 +76,7 @@ def _plain_loop(bits: int) -> Tensor:
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_the_plain_loop(bits: int) -> None:
     param = nn.Parameter(torch.zeros(1, SIZE, dtype=torch.float64))
-    buffer = FlatBuffer([("w", "w", ParamSpec((1, SIZE)), param)], torch.float64, 1, None)
+    buffer = FlatBuffer([("w", "w", ParamSpec((1, SIZE)), param)], torch.float64, single_process().dp, None)
     settings = OptimizerConfig(lr=LR, adam_beta1=BETA1, adam_beta2=BETA2, adam_eps=EPS, clip_grad=0.0)
     plan, scale = CompressionPlan({}), ConstantLossScale(1.0)
     optimizer = Optimizer([buffer], single_process(), settings, scale, plan, Ledger(), sharded=False)
@@ -97,7 +97,7 @@ def test_the_plain_loop(bits: int) -> None:
 def test_rows_that_had_no_gradient_in_the_warm_up_do_not_explode() -> None:
     """Their second moment is frozen at zero in the published code, and the first gradient is divided by epsilon."""
     param = nn.Parameter(torch.zeros(2, 4))
-    buffer = FlatBuffer([("w", "w", ParamSpec((2, 4)), param)], torch.float32, 1, None)
+    buffer = FlatBuffer([("w", "w", ParamSpec((2, 4)), param)], torch.float32, single_process().dp, None)
     settings = OptimizerConfig(lr=LR, clip_grad=0.0)
     parts: list[Any] = [CompressionPlan({}), Ledger()]
     optimizer = Optimizer([buffer], single_process(), settings, ConstantLossScale(1.0), *parts, sharded=False)

@@ -9,7 +9,7 @@ from megatron.compression.points import Point
 from tools.draw_diagrams import COLOR, DIAGRAMS, MICRO_BATCHES, REPO, STAGES, main, placed
 
 
-def test_both_are_drawn_and_kept(tmp_path: Path) -> None:
+def test_all_are_drawn_and_kept(tmp_path: Path) -> None:
     assert main(["--out", str(tmp_path)]) == 0
     assert {path.stem for path in tmp_path.iterdir()} == set(DIAGRAMS)
     pages = "".join(path.read_text() for path in (REPO / "docs").glob("*.md"))

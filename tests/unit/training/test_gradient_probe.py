@@ -15,7 +15,10 @@ from megatron.training.gradient_probe import GradientProbe
 def test_kept_places_and_their_energy() -> None:
     params = {"w": nn.Parameter(torch.zeros(4, 5)), "b": nn.Parameter(torch.zeros(5))}
     buffer = FlatBuffer(
-        [(name, name, ParamSpec(tuple(p.shape)), p) for name, p in params.items()], torch.float32, 1, None
+        [(name, name, ParamSpec(tuple(p.shape)), p) for name, p in params.items()],
+        torch.float32,
+        single_process().dp,
+        None,
     )
     probe = GradientProbe([buffer], single_process(torch.device("cpu")), 0.2)  # 4 of 20
     slot = next(slot for bucket in buffer.buckets for slot in bucket.slots if slot.name == "w")
@@ -34,7 +37,10 @@ def test_the_largest_are_counted_by_place() -> None:
     """Parts are as equal as can be: 20 numbers in 3 parts are 7, 7 and 6, and all of a smaller matrix's."""
     params = {"w": nn.Parameter(torch.zeros(4, 5)), "small": nn.Parameter(torch.zeros(1, 2))}
     buffer = FlatBuffer(
-        [(name, name, ParamSpec(tuple(p.shape)), p) for name, p in params.items()], torch.float32, 1, None
+        [(name, name, ParamSpec(tuple(p.shape)), p) for name, p in params.items()],
+        torch.float32,
+        single_process().dp,
+        None,
     )
     slots = {slot.name: slot for bucket in buffer.buckets for slot in bucket.slots}
     grad = buffer.grads_flat[slots["w"].start : slots["w"].stop]

@@ -1,0 +1,53 @@
+"""Checks of layers with experts."""
+
+from __future__ import annotations
+
+from megatron.base.errors import UserError
+from megatron.base.option import is_unset
+from megatron.config.model import ModelConfig
+
+
+def check_experts(model: ModelConfig) -> None:
+    """Checks that the experts can be built (else UserError). Expects derived values to be filled."""
+    if not model.has_experts:
+        return
+    given = f"--num-experts {' '.join(map(str, model.num_experts))}"
+    if model.model_type != "gpt" or not model.predicts_words:
+        raise UserError(f"{given}: only GPT has layers with experts; leave the flag out for {model.kind}")
+    if model.expert_interval > 1 and model.moe_layer_freq > 1:
+        raise UserError(
+            f"--expert-interval {model.expert_interval} and --moe-layer-freq {model.moe_layer_freq} both say which "
+            "layers have experts; keep one"
+        )
+    found = model.expert_layers
+    if not found:
+        raise UserError(
+            f"{given}: --expert-interval {model.expert_interval} leaves none of the {model.num_layers} layers with "
+            "experts; lower it"
+        )
+    interval = max(model.expert_interval, model.moe_layer_freq)
+    layers = len(range(model.expert_interval - 1, model.num_layers, interval))
+    if len(model.num_experts) not in (1, layers):
+        raise UserError(
+            f"{given}: {len(model.num_experts)} numbers for the {layers} layers with experts; give one for all, or "
+            f"{layers}"
+        )
+    _check_routing(model, min(found.values()))
+    if model.mlp_type == "residual" and not is_unset(model.moe_shared_expert_intermediate_size):
+        raise UserError(
+            "--mlp-type residual and --moe-shared-expert-intermediate-size both put an MLP beside the experts; keep one"
+        )
+    if model.moe_shared_expert_gate and is_unset(model.moe_shared_expert_intermediate_size):
+        raise UserError(
+            "--moe-shared-expert-gate: there is no shared expert; add --moe-shared-expert-intermediate-size"
+        )
+
+
+def _check_routing(model: ModelConfig, fewest: int) -> None:
+    if model.moe_router_topk > fewest:
+        raise UserError(
+            f"--moe-router-topk {model.moe_router_topk} is above the {fewest} experts of a layer (--num-experts); "
+            "lower it, or add experts"
+        )
+    if model.moe_router_pre_softmax and model.moe_router_score_function != "softmax":
+        raise UserError("--moe-router-pre-softmax: the scores are not those of a softmax; leave it out")

@@ -1,0 +1,127 @@
+"""Mixture of experts: which layers have experts, and how tokens are routed to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.base.numerals import MOST
+from megatron.base.option import derived, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Fields of the model that are about experts; ``ModelConfig`` inherits them."""
+
+    num_experts: list[int] = option(  # noqa: RUF009
+        [],
+        "Mixture of experts: number of experts of each layer that has them, the same for all, or one number a layer (a "
+        "pyramid). 1, or none: dense layers.",
+        minimum=1,
+        maximum=MOST,
+        checkpoint="shape",
+    )
+    expert_interval: int = option(
+        1,
+        "Every layer of this interval has experts: with 2 the second, the fourth, ...",
+        unit="layers",
+        minimum=1,
+        checkpoint="shape",
+    )
+    moe_layer_freq: int = option(
+        1,
+        "Every layer of this interval has experts, from the first one: with 2 the first, the third, ...",
+        unit="layers",
+        minimum=1,
+        checkpoint="shape",
+    )
+    moe_ffn_hidden_size: int = derived(
+        "--ffn-hidden-size", "Inner width of an expert.", minimum=1, maximum=4 * MOST, checkpoint="shape"
+    )
+    moe_router_topk: int = option(
+        2, "Experts that each token goes to.", minimum=1, maximum=MOST, aliases=("topk",), checkpoint="shape"
+    )
+    moe_router_score_function: Literal["softmax", "sigmoid"] = option(
+        "softmax", "Function that turns the router's logits into scores.", checkpoint="shape"
+    )
+    moe_router_pre_softmax: bool = option(
+        False,
+        "Weigh a token's experts by the softmax over all experts, not over its own alone. Always so with "
+        "--moe-router-topk 1.",
+        checkpoint="shape",
+    )
+    moe_router_topk_scaling_factor: float = option(
+        1.0, "Factor of the weights of a token's experts.", above=0, checkpoint="shape"
+    )
+    moe_router_enable_expert_bias: bool = option(
+        False,
+        "Balance experts by a bias of each, which counts in the choice of experts alone, and grows where they get less "
+        "than their share.",
+        checkpoint="shape",
+    )
+    moe_router_bias_update_rate: float = option(
+        1e-3, "Step of --moe-router-enable-expert-bias in each iteration.", minimum=0
+    )
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = option(
+        "aux_loss",
+        "Loss that balances experts: over the tokens of a micro-batch, over those of each sequence, or none.",
+    )
+    moe_aux_loss_coeff: float = option(
+        1e-2, "Weight of the loss that balances experts.", minimum=0, aliases=("moe-loss-coeff",)
+    )
+    moe_z_loss_coeff: float = option(
+        0.0, "Weight of the loss that keeps the router's logits small, such as 1e-3.", minimum=0
+    )
+    moe_input_jitter_eps: float = option(
+        0.0, "Multiply what the router reads by random numbers within this of 1 in training.", minimum=0, below=1
+    )
+    moe_expert_capacity_factor: float = derived(
+        "no token is dropped",
+        "Tokens of a micro-batch that an expert takes, over its equal share; the others skip it.",
+        above=0,
+        aliases=("moe-train-capacity-factor",),
+    )
+    moe_eval_capacity_factor: float = derived(
+        "--moe-expert-capacity-factor", "The same in evaluation and generation.", above=0
+    )
+    moe_min_capacity: int = option(4, "Tokens that an expert always takes.", unit="tokens", minimum=1)
+    moe_token_drop_policy: Literal["probs", "position"] = option(
+        "probs", "Tokens that an expert drops beyond its capacity: those of the lowest weights, or the last ones."
+    )
+    mlp_type: Literal["standard", "residual"] = option(
+        "standard",
+        "residual: beside the experts an MLP that all tokens go through, mixed with them by learned weights of each "
+        "token (PR-MoE).",
+        checkpoint="shape",
+    )
+    moe_shared_expert_intermediate_size: int = derived(
+        "no shared expert",
+        "Inner width of an MLP beside the experts that all tokens go through.",
+        minimum=1,
+        maximum=4 * MOST,
+        checkpoint="shape",
+    )
+    moe_shared_expert_gate: bool = option(
+        False, "Weigh the shared expert by a learned number of each token.", checkpoint="shape"
+    )
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer has experts."""
+        return any(count > 1 for count in self.num_experts)
+
+    def expert_layers_of(self, layers: int) -> dict[int, int]:
+        """Number of experts by layer, for those of a model's layers that have them."""
+        if not self.has_experts:
+            return {}
+        interval, first = self.expert_interval, self.expert_interval - 1
+        if self.moe_layer_freq > 1:
+            interval, first = self.moe_layer_freq, 0
+        numbers = range(first, layers, interval)
+        counts = self.num_experts * len(numbers) if len(self.num_experts) == 1 else self.num_experts
+        return {number: count for number, count in zip(numbers, counts, strict=False) if count > 1}
+
+    @property
+    def balances(self) -> bool:
+        """Whether a loss balances experts."""
+        return self.moe_router_load_balancing_type != "none" and self.moe_aux_loss_coeff > 0

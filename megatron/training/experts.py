@@ -1,0 +1,96 @@
+"""The balance of experts: what a step's layers with experts saw, over all ranks, and the biases that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.comm.ledger import Ledger
+from megatron.compression.points import Point
+from megatron.config.model import ModelConfig
+from megatron.model.context import EXPERT_LOSSES, ExpertContext
+from megatron.model.experts import Experts
+from megatron.model.stage import Stage
+from megatron.topology.topology import Topology
+from megatron.training.metrics import ExpertLoads
+
+MOE_LOSS = "moe loss"
+"""Name of what the layers' own losses add to the objective."""
+
+
+class ExpertTally:
+    """Counts the tokens that each expert is given in a step.
+
+    Args:
+        config: the model.
+        stages: this rank's chunks.
+        topology, ledger: the ranks, and where one small all-reduce a step is counted.
+    """
+
+    def __init__(self, config: ModelConfig, stages: Sequence[Stage], topology: Topology, ledger: Ledger) -> None:
+        self._config, self._topology, self._ledger = config, topology, ledger
+        self._layers = list(config.expert_layers)
+        self._most = max(config.expert_layers.values(), default=0)
+        self._experts = {
+            module.layer: module for stage in stages for module in stage.modules() if isinstance(module, Experts)
+        }
+        self._seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    @property
+    def on(self) -> bool:
+        """Whether the model has experts."""
+        return bool(self._layers)
+
+    def begin(self) -> None:
+        """Begins a step."""
+        self._seen.clear()
+
+    def context(self, micro_batch: int, loss_grad: Tensor) -> ExpertContext:
+        """What layers are given for a micro-batch; see ``ExpertContext``."""
+        return ExpertContext(micro_batch, loss_grad, self._seen)
+
+    def finish(self, micro_batches: int, taken: bool) -> tuple[dict[str, float], ExpertLoads]:
+        """Ends a step; every rank calls it.
+
+        Args:
+            micro_batches: those of the step on each replica.
+            taken: the update was taken; otherwise biases stay as they are.
+
+        Returns:
+            The layers' loss by name, and the loads of the experts; equal on all ranks. Nothing without experts.
+        """
+        if not self.on:
+            return {}, {}
+        rows, names = len(self._layers), len(EXPERT_LOSSES)
+        seen = torch.zeros(rows, self._most + names, dtype=torch.float64)
+        if self._topology.tp.rank == 0:
+            for (layer, _), (counts, losses) in self._seen.items():
+                row = seen[self._layers.index(layer)]
+                row[: len(counts)] += counts.cpu()
+                row[self._most :] += losses.double().cpu()
+        seen = seen.to(self._topology.device)
+        pending = self._topology.world.all_reduce(seen)
+        self._ledger.sent(Point.CONTROL, pending.sent_bytes)
+        self._ledger.wait(Point.CONTROL, pending)
+        counts_le, losses_ln = seen[:, : self._most].cpu(), seen[:, self._most :].cpu()
+        if taken and self._config.moe_router_enable_expert_bias:
+            self._move_biases(counts_le)
+        config = self._config
+        weights = torch.tensor([config.moe_aux_loss_coeff * config.balances, config.moe_z_loss_coeff]).double()
+        loss = float((losses_ln.sum(0) * weights).sum()) / (micro_batches * self._topology.layout.dp)
+        numbers = config.expert_layers
+        return {MOE_LOSS: loss}, {
+            layer: tuple(row[: numbers[layer]].tolist()) for layer, row in zip(self._layers, counts_le, strict=True)
+        }
+
+    def _move_biases(self, counts_le: Tensor) -> None:
+        """Raises the biases of experts that got less than their share, and lowers the others' (Wang et al. 2024,
+        auxiliary-loss-free load balancing, algorithm 1)."""
+        for layer, module in self._experts.items():
+            counts = counts_le[self._layers.index(layer), : module.count]
+            bias = module.router.expert_bias
+            assert bias is not None
+            step = (counts.mean() - counts).sign() * self._config.moe_router_bias_update_rate
+            bias.add_(step.to(bias.dtype).to(bias.device))

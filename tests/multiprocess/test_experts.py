@@ -1,0 +1,202 @@
+"""Experts on any layout: the numbers of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatron.comm.experts import ExpertComm
+from megatron.compression.points import EXPERT_POINTS
+from tests.support.spawn import run_ranks
+from tests.support.tiny import Trace, tiny_run
+
+Changes = dict[str, dict[str, Any]]
+
+MOE: Changes = {
+    "precision": {"fp64": True},
+    "model": {
+        "num_experts": [4, 8],
+        "expert_interval": 2,
+        "moe_z_loss_coeff": 1e-3,
+        "moe_aux_loss_coeff": 0.05,
+        "moe_input_jitter_eps": 0.05,
+        "hidden_dropout": 0.1,
+        "moe_shared_expert_intermediate_size": 24,
+        "moe_shared_expert_gate": True,
+    },
+}
+CAPACITY: Changes = {
+    "model": {"moe_expert_capacity_factor": 0.75, "moe_min_capacity": 1, "moe_token_drop_policy": "position"},
+}
+BIASED: Changes = {
+    "model": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.01,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_router_topk_scaling_factor": 1.5,
+    },
+}
+RESIDUAL: Changes = {
+    "model": {
+        "mlp_type": "residual",
+        "moe_shared_expert_intermediate_size": None,
+        "moe_shared_expert_gate": False,
+        "moe_router_topk": 1,
+        "swiglu": True,
+        "add_bias_linear": False,
+        "moe_expert_capacity_factor": 1.0,
+        "moe_min_capacity": 1,
+    },
+}
+FORMS: dict[str, Changes] = {"standard": {}, "capacity": CAPACITY, "biased": BIASED, "residual": RESIDUAL}
+
+
+def _parallel(tp: int = 1, pp: int = 1, ep: int = 1, **more: Any) -> Changes:
+    sizes = {
+        "tensor_model_parallel_size": tp,
+        "pipeline_model_parallel_size": pp,
+        "expert_model_parallel_size": ep,
+    }
+    return {"parallel": {**sizes, **more}}
+
+
+SP = {"sequence_parallel": True}
+DIST = {"use_distributed_optimizer": True}
+OVERLAP = {"overlap_grad_reduce": True, "ddp_bucket_size": 3000}
+VIRTUAL = {"num_layers_per_virtual_pipeline_stage": 1}
+UNIFORM = {"recompute": {"recompute_granularity": "full", "recompute_method": "uniform"}}
+
+LAYOUTS: dict[int, dict[str, Changes]] = {
+    2: {
+        "tp2": _parallel(tp=2),
+        "tp2 sp": _parallel(tp=2, **SP),
+        "pp2": _parallel(pp=2),
+        "dp2": _parallel(),
+        "ep2": _parallel(ep=2),
+        "ep2 sharded overlap recomputed": {**_parallel(ep=2, **DIST, **OVERLAP), **UNIFORM},
+    },
+    4: {
+        "ep4": _parallel(ep=4),
+        "ep2 of dp4 sharded": _parallel(ep=2, **DIST),
+        "ep2 tp2 sp overlap": _parallel(tp=2, ep=2, **SP, **OVERLAP),
+        "ep2 pp2 virtual": _parallel(pp=2, ep=2, **VIRTUAL),
+    },
+    8: {
+        "ep2 tp2 pp2": _parallel(tp=2, pp=2, ep=2),
+        "ep2 of dp4 pp2 sharded gpipe": _parallel(pp=2, ep=2, pipeline_schedule="gpipe", **DIST),
+    },
+}
+
+
+def _merged(*parts: Changes) -> Changes:
+    found: Changes = {}
+    for part in parts:
+        for section, fields in part.items():
+            found.setdefault(section, {}).update(fields)
+    return found
+
+
+def _run_all(runs: dict[str, Changes], iterations: int) -> dict[str, Trace]:
+    return {name: tiny_run(changes, iterations, masked=True) for name, changes in runs.items()}
+
+
+# The first form runs on all layouts.
+FORMS_ON: dict[int, dict[str, tuple[str, ...]]] = {
+    2: {"capacity": ("tp2 sp", "ep2"), "biased": ("pp2", "ep2"), "residual": ("tp2", "ep2 sharded overlap recomputed")},
+    4: {"capacity": ("ep2 tp2 sp overlap",), "biased": ("ep2 of dp4 sharded",)},
+    8: {},
+}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("world_size", sorted(LAYOUTS))
+def test_layouts_agree(world_size: int) -> None:
+    """Losses and norms of gradients in fp64: routing, capacity, both MLPs beside the experts, the layers' losses."""
+    of_forms = {"standard": tuple(LAYOUTS[world_size]), **FORMS_ON[world_size]}
+    runs = {
+        f"{form}, {layout}": _merged(MOE, FORMS[form], LAYOUTS[world_size][layout])
+        for form, layouts in of_forms.items()
+        for layout in layouts
+    }
+    traces = run_ranks(world_size, _run_all, runs, 6, timeout=300.0)[0]
+    for form, layouts in of_forms.items():
+        reference = tiny_run(_merged(MOE, FORMS[form]), 6, masked=True)
+        assert all(step["moe loss"] > 0 for step in reference.named)
+        for layout in layouts:
+            trace = traces[f"{form}, {layout}"]
+            assert trace.losses == pytest.approx(reference.losses, rel=1e-10, abs=0), f"{form}, {layout}"
+            assert trace.grad_norms == pytest.approx(reference.grad_norms, rel=1e-10, abs=0), f"{form}, {layout}"
+            for own, theirs in zip(trace.named, reference.named, strict=True):
+                assert own == pytest.approx(theirs, rel=1e-10), f"{form}, {layout}"
+
+
+CODED: Changes = {
+    "precision": {"fp64": False},
+    "optimizer": {"lr": 1e-3},
+    "model": {"hidden_size": 64, "moe_input_jitter_eps": 0.0, "hidden_dropout": 0.0},
+}
+HIDDEN = 64
+EXPERT_LEGS_IN_ORDER = [point.value for point in EXPERT_POINTS]
+_8, _4 = HIDDEN + 4, HIDDEN // 2 + 4  # and a scale of 32 bits for 64 numbers
+BYTES_OF_A_ROW: dict[str, dict[str, int]] = {
+    "8 bits": dict.fromkeys(EXPERT_LEGS_IN_ORDER, _8),
+    "two legs": {"ep-dispatch-forward": _8, "ep-combine-backward": _4},
+    "e4m3, e5m2": {"ep-dispatch-forward": _8, "ep-combine-backward": _8},
+}
+SPECS = {
+    "exact": [],
+    "8 bits": ["ep-dispatch=fixpoint,bits=8,group=64", "ep-combine=fixpoint,bits=8,group=64"],
+    "two legs": ["ep-dispatch-forward=fixpoint,bits=8,group=64", "ep-combine-backward=fixpoint,bits=4,rotation=64"],
+    "e4m3, e5m2": ["ep-dispatch-forward=float8,format=e4m3,tile=64", "ep-combine-backward=float8,format=e5m2,tile=64"],
+    "later": ["ep-dispatch=fixpoint,bits=2,group=64,warmup=3"],
+}
+
+
+def _rows_sent(counted: list[Any]) -> mock._patch[Any]:
+    """Notes the rows that this rank sends to others at each dispatch."""
+    exchange = ExpertComm.exchange_counts
+
+    def noting(comm: ExpertComm, counts_re: Any) -> Any:
+        sent = counts_re.sum(1).tolist()
+        came_re = exchange(comm, counts_re)
+        received = came_re.sum(1).tolist()
+        own = comm.group.rank
+        counted.append((sum(sent) - sent[own], sum(received) - received[own]))
+        return came_re
+
+    return mock.patch.object(ExpertComm, "exchange_counts", noting)
+
+
+def _run_coded(runs: dict[str, Changes], iterations: int) -> dict[str, tuple[Trace, int, int]]:
+    """Each run's trace, and the rows that this rank has sent to and got from others at its dispatches."""
+    found = {}
+    for name, changes in runs.items():
+        counted: list[tuple[int, int]] = []
+        with _rows_sent(counted):
+            trace = tiny_run(changes, iterations)
+        found[name] = (trace, sum(sent for sent, _ in counted), sum(came for _, came in counted))
+    return found
+
+
+@pytest.mark.multiprocess
+def test_legs_send_their_rows_as_coded() -> None:
+    """Bytes are counts times those of a row, on each leg alone; eight bits hardly change losses."""
+    runs = {name: _merged(MOE, CODED, _parallel(ep=2), {"compression": {"compress": s}}) for name, s in SPECS.items()}
+    for found in run_ranks(2, _run_coded, runs, 6):
+        for name, (trace, sent, came) in found.items():
+            rows = dict(zip(EXPERT_LEGS_IN_ORDER, (sent, came, came, sent), strict=True))
+            assert min(rows.values()) > 100
+            for point, count in rows.items():
+                assert trace.raw_by_point[point] == count * HIDDEN * 4, (name, point)
+                wire = BYTES_OF_A_ROW.get(name, {}).get(point, HIDDEN * 4)
+                if name != "later":
+                    assert trace.bytes_by_point[point] == count * wire, (name, point)
+        exact = found["exact"][0].losses
+        assert found["8 bits"][0].losses == pytest.approx(exact, rel=2e-3)
+        assert found["8 bits"][0].losses != exact
+        assert found["e4m3, e5m2"][0].losses == pytest.approx(exact, rel=5e-3)
+        assert found["later"][0].losses[:3] == exact[:3]
+        assert found["later"][0].losses[4:] != exact[4:]

@@ -1,0 +1,245 @@
+"""Layers with experts, against a loop over tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.comm.ledger import Ledger
+from megatron.comm.policy import CompressionPlan
+from megatron.comm.tensor import TensorComm
+from megatron.config.check_model import check_model
+from megatron.config.model import ModelConfig, resolve_model
+from megatron.model.context import ExpertContext, ForwardContext
+from megatron.model.experts import Expert, Experts
+from megatron.topology.topology import single_process
+
+TOKENS, SAMPLES, HIDDEN = 6, 3, 8
+
+
+def _layer(**changes: Any) -> Experts:
+    given: dict[str, Any] = {
+        "num_layers": 1,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": 2,
+        "seq_length": TOKENS,
+        "num_experts": [4],
+        "ffn_hidden_size": 16,
+        "moe_ffn_hidden_size": 12,
+        **changes,
+    }
+    config = resolve_model(ModelConfig(**given))
+    check_model(config)
+    comm = TensorComm(single_process("cpu").tp, Ledger(), CompressionPlan({}))
+    layer = Experts(config, 0, comm, torch.device("cpu"), torch.float64)
+    generator = torch.Generator().manual_seed(3)
+    for param in layer.parameters():
+        param.data = torch.randn(param.shape, generator=generator, dtype=torch.float64) * 0.5
+    return layer
+
+
+def _input() -> Tensor:
+    return torch.randn(TOKENS, SAMPLES, HIDDEN, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+def _step(seen: dict[tuple[int, int], tuple[Tensor, Tensor]], loss_grad: float = 0.0) -> ForwardContext:
+    return ForwardContext(experts=ExpertContext(2, torch.tensor(loss_grad, dtype=torch.float64), seen))
+
+
+def _mlp(x_h: Tensor, expert: nn.Module, swiglu: bool = False) -> Tensor:
+    assert isinstance(expert, Expert)
+    up, down = expert.dense_h_to_4h, expert.dense_4h_to_h
+    if swiglu:
+        gate, value = (x_h @ part.t() for part in up.weight)
+        return (F.silu(gate) * value) @ down.weight.t()
+    assert up.bias is not None
+    assert down.bias is not None
+    return F.gelu(x_h @ up.weight.t() + up.bias, approximate="tanh") @ down.weight.t() + down.bias
+
+
+def _chosen(scores: list[float], k: int) -> list[int]:
+    return sorted(range(len(scores)), key=lambda e: -scores[e])[:k]
+
+
+def _by_token(layer: Experts, x_sbh: Tensor, dropped: Collection[tuple[int, int]] = ()) -> Tensor:
+    """The softmax over a token's own experts, token by token; ``dropped`` are pairs of tokens and experts."""
+    rows = []
+    for number, x_h in enumerate(x_sbh.flatten(0, 1)):
+        logits = layer.router.weight @ x_h
+        chosen = _chosen(logits.tolist(), layer.config.moe_router_topk)
+        weights = torch.stack([logits[e] for e in chosen]).softmax(0)
+        parts = [
+            weight * _mlp(x_h, layer.experts[str(e)], layer.config.swiglu)
+            for weight, e in zip(weights, chosen, strict=True)
+            if (number, e) not in dropped
+        ]
+        rows.append(sum(parts, start=torch.zeros_like(x_h)))
+    return torch.stack(rows).view_as(x_sbh)
+
+
+@pytest.mark.parametrize("form", [{}, {"swiglu": True, "add_bias_linear": False}, {"moe_router_topk": 3}])
+def test_outputs_and_gradients_are_those_of_a_loop_over_tokens(form: dict[str, Any]) -> None:
+    layer, x_sbh = _layer(**form), _input().requires_grad_()
+    grad_sbh = torch.randn_like(x_sbh)
+    out_sbh, bias = layer(x_sbh, ForwardContext())
+    assert bias is None
+    out_sbh.backward(grad_sbh)
+    assert x_sbh.grad is not None
+    found = [x_sbh.grad, *(param.grad for param in layer.parameters())]
+    x_sbh.grad = None
+    layer.zero_grad()
+    wanted_sbh = _by_token(layer, x_sbh)
+    torch.testing.assert_close(out_sbh, wanted_sbh, rtol=1e-12, atol=1e-12)
+    wanted_sbh.backward(grad_sbh)
+    for own, param in zip(found, [x_sbh, *layer.parameters()], strict=True):
+        assert own is not None
+        wanted = torch.zeros_like(own) if param.grad is None else param.grad
+        torch.testing.assert_close(own, wanted, rtol=1e-11, atol=1e-11)
+
+
+def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:
+    """Its bucket waits for it."""
+    layer = _layer(num_experts=[64])
+    out_sbh, _ = layer(_input(), ForwardContext())
+    out_sbh.sum().backward()
+    experts = [expert for expert in layer.experts.values() if isinstance(expert, Expert)]
+    grads = [expert.dense_4h_to_h.weight.grad for expert in experts]
+    assert all(grad is not None for grad in grads)
+    assert sum(not grad.any() for grad in grads if grad is not None) > 20
+
+
+@pytest.mark.parametrize("policy", ["position", "probs"])
+def test_tokens_beyond_the_capacity_skip_their_expert(policy: str) -> None:
+    factor = 0.6
+    layer = _layer(moe_expert_capacity_factor=factor, moe_min_capacity=1, moe_token_drop_policy=policy)
+    x_sbh, tokens = _input(), TOKENS * SAMPLES
+    capacity = math.ceil(tokens * 2 / 4 * factor)
+    asking: dict[int, list[tuple[float, int]]] = {}
+    for number, x_h in enumerate(x_sbh.flatten(0, 1)):
+        logits = (layer.router.weight @ x_h).tolist()
+        chosen = _chosen(logits, 2)
+        weights = torch.tensor([logits[e] for e in chosen]).softmax(0).tolist()
+        for weight, e in zip(weights, chosen, strict=True):
+            asking.setdefault(e, []).append((-weight if policy == "probs" else number, number))
+    dropped = {(number, e) for e, tokens_of in asking.items() for _, number in sorted(tokens_of)[capacity:]}
+    assert len(dropped) > 3
+    out_sbh, _ = layer(x_sbh, _step({}))
+    torch.testing.assert_close(out_sbh, _by_token(layer, x_sbh, dropped), rtol=1e-12, atol=1e-12)
+
+
+def test_evaluation_has_a_capacity_of_its_own() -> None:
+    x_sbh = _input()
+    layer = _layer(moe_expert_capacity_factor=0.3, moe_min_capacity=1, moe_eval_capacity_factor=4.0)
+    torch.testing.assert_close(layer(x_sbh, ForwardContext())[0], _by_token(layer, x_sbh), rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(layer(x_sbh, _step({}))[0], _by_token(layer, x_sbh))
+    least = _layer(moe_expert_capacity_factor=0.3, moe_min_capacity=100)
+    torch.testing.assert_close(least(x_sbh, _step({}))[0], _by_token(least, x_sbh), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("form", "weights_of"),
+    [
+        ({"moe_router_pre_softmax": True}, lambda logits, chosen: logits.softmax(0)[chosen]),
+        ({"moe_router_topk": 1}, lambda logits, chosen: logits.softmax(0)[chosen]),
+        (
+            {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5},
+            lambda logits, chosen: 2.5 * logits.sigmoid()[chosen] / logits.sigmoid()[chosen].sum(),
+        ),
+        (
+            {"moe_router_score_function": "sigmoid", "moe_router_topk": 1},
+            lambda logits, chosen: logits.sigmoid()[chosen],
+        ),
+    ],
+)
+def test_weights_of_experts(form: dict[str, Any], weights_of: Any) -> None:
+    layer = _layer(**form)
+    x_sbh = _input()
+    routing = layer.router(x_sbh, ForwardContext())
+    for number, x_h in enumerate(x_sbh.flatten(0, 1)):
+        logits = layer.router.weight @ x_h
+        chosen = _chosen(logits.tolist(), layer.config.moe_router_topk)
+        assert routing.experts_tk[number].tolist() == chosen
+        torch.testing.assert_close(routing.weights_tk[number], weights_of(logits, chosen), rtol=1e-12, atol=0)
+
+
+def test_biases_choose_experts_and_weigh_nothing() -> None:
+    layer = _layer(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)
+    x_sbh = _input()
+    before = layer.router(x_sbh, ForwardContext())
+    bias = layer.router.expert_bias
+    assert bias is not None
+    bias[1] = 10.0
+    after = layer.router(x_sbh, ForwardContext())
+    assert (after.experts_tk == 1).any(-1).all()
+    assert not (before.experts_tk == 1).any(-1).all()
+    scores_te = (x_sbh.flatten(0, 1) @ layer.router.weight.t()).sigmoid().gather(1, after.experts_tk)
+    torch.testing.assert_close(after.weights_tk, scores_te / scores_te.sum(-1, keepdim=True), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
+def test_the_layers_losses_and_their_gradients(kind: str) -> None:
+    layer = _layer(moe_router_load_balancing_type=kind, moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.02)
+    x_sbh = _input().requires_grad_()
+    seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+    out_sbh, _ = layer(x_sbh, _step(seen, loss_grad=7.0))
+    (out_sbh * 0.0).sum().backward()
+    found = layer.router.weight.grad
+    assert x_sbh.grad is not None
+    found_x = x_sbh.grad
+    x_sbh.grad = layer.router.weight.grad = None
+    logits_sbe = x_sbh @ layer.router.weight.t()
+    scores_sbe, chosen_sbe = logits_sbe.softmax(-1), F.one_hot(logits_sbe.topk(2).indices, 4).sum(-2).double() / 2
+    balances = [4 * (scores_sbe[:, b].mean(0) * chosen_sbe[:, b].mean(0)).sum() for b in range(SAMPLES)]
+    if kind == "seq_aux_loss":
+        balance = sum(balances, start=torch.zeros(())) / SAMPLES
+    else:
+        balance = 4 * (scores_sbe.mean((0, 1)) * chosen_sbe.mean((0, 1))).sum()
+    z = logits_sbe.exp().sum(-1).log().square().mean()
+    (7.0 * (0.3 * balance + 0.02 * z)).backward()
+    torch.testing.assert_close(found, layer.router.weight.grad, rtol=1e-11, atol=1e-13)
+    torch.testing.assert_close(found_x, x_sbh.grad, rtol=1e-11, atol=1e-13)
+    counts, losses = seen[0, 2]
+    assert counts.tolist() == (chosen_sbe.sum((0, 1)) * 2).long().tolist()
+    assert losses.tolist() == pytest.approx([float(balance.detach()), float(z.detach())], rel=1e-12)
+
+
+def test_what_is_beside_the_experts() -> None:
+    x_sbh = _input()
+    for form in (
+        {"moe_shared_expert_intermediate_size": 10},
+        {"moe_shared_expert_intermediate_size": 10, "moe_shared_expert_gate": True},
+        {"mlp_type": "residual"},
+    ):
+        layer = _layer(**form)
+        assert layer.shared is not None
+        beside, bias = layer.shared(x_sbh)
+        beside = beside if bias is None else beside + bias
+        routed = _by_token(layer, x_sbh)
+        if layer.mixing is None:
+            wanted = routed + beside
+        elif "mlp_type" in form:
+            share = F.linear(x_sbh, layer.mixing.weight, layer.mixing.bias).softmax(-1)
+            wanted = beside * share[..., :1] + routed * share[..., 1:]
+        else:
+            wanted = routed + beside * (x_sbh @ layer.mixing.weight.t()).sigmoid()
+        torch.testing.assert_close(layer(x_sbh, ForwardContext())[0], wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_which_layers_have_experts() -> None:
+    def of(**changes: Any) -> dict[int, int]:
+        given = {"num_layers": 5, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 4, **changes}
+        return resolve_model(ModelConfig(**given)).expert_layers
+
+    assert of(num_experts=[4]) == dict.fromkeys(range(5), 4)
+    assert of(num_experts=[4], expert_interval=2) == {1: 4, 3: 4}
+    assert of(num_experts=[4], moe_layer_freq=2) == {0: 4, 2: 4, 4: 4}
+    assert of(num_experts=[4, 8], expert_interval=2) == {1: 4, 3: 8}
+    assert of(num_experts=[1, 8], expert_interval=2) == {3: 8}
+    assert of(num_experts=[1]) == {}
+    assert of() == {}
