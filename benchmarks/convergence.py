@@ -4,8 +4,9 @@
     make bench-convergence ARGS="--cases 'dense; CB, LEP' --seeds 1 --table"
 
 Every case trains on the same text, the quickstart's, for several epochs of the same samples, on 2 pipeline stages x 2
-replicas. Afterwards each trained model goes on with held-out text (the task CONTINUATION): a loss may hide what
-compression does to that. Prints a table (mean and spread over the seeds) and writes it with pictures.
+replicas; a model with experts on 4 replicas that share them. Afterwards each trained model goes on with held-out text
+(the task CONTINUATION): a loss may hide what compression does to that. Prints a table (mean and spread over the seeds)
+and writes it with pictures.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from benchmarks import chosen, runs
 from benchmarks.convergence_figures import Outcome, draw_curves, draw_outcomes
 from benchmarks.record import device_name, header, write_record
 from megatron.base.markdown import markdown_table
+from megatron.compression.points import EXPERT_POINTS
 from megatron.training.plots import of_final_draw
 from megatron.training.records import read_records
 
@@ -70,6 +72,26 @@ CASES: dict[str, list[str]] = {
     "CB+FE, delta fw4, Radius d=0.1": [MEAN, "embedding=fused", "pp-forward=delta,bits=4", f"{RADIUS},density=0.1"],
 }
 
+_EIGHT, _FOUR = "fixpoint,bits=8,group=64", "fixpoint,bits=4,group=64,rotation=64"
+EXPERTS = "experts"
+"""First word of the cases of a model with experts, whose first one is what the others are compared with."""
+CASES |= {
+    f"{EXPERTS}, dense": [],
+    f"{EXPERTS}, dispatch forward 8": [f"ep-dispatch-forward={_EIGHT}"],
+    f"{EXPERTS}, combine backward 8": [f"ep-combine-backward={_EIGHT}"],
+    f"{EXPERTS}, combine forward 8": [f"ep-combine-forward={_EIGHT}"],
+    f"{EXPERTS}, dispatch backward 8": [f"ep-dispatch-backward={_EIGHT}"],
+    f"{EXPERTS}, to the experts 8": [f"ep-dispatch-forward={_EIGHT}", f"ep-combine-backward={_EIGHT}"],
+    f"{EXPERTS}, all 8": [f"ep-dispatch={_EIGHT}", f"ep-combine={_EIGHT}"],
+    f"{EXPERTS}, to the experts 4, else 8": [
+        f"ep-dispatch-forward={_FOUR}",
+        f"ep-combine-backward={_FOUR}",
+        f"ep-combine-forward={_EIGHT}",
+        f"ep-dispatch-backward={_EIGHT}",
+    ],
+    f"{EXPERTS}, all 4": [f"ep-dispatch={_FOUR}", f"ep-combine={_FOUR}"],
+}
+
 MODEL: dict[str, Any] = {
     "num-layers": 4,
     "hidden-size": 64,
@@ -95,6 +117,19 @@ MODEL: dict[str, Any] = {
     "distributed-backend": "gloo",
 }
 
+WITH_EXPERTS: dict[str, Any] = {
+    "num-experts": 8,
+    "moe-ffn-hidden-size": 128,
+    "moe-aux-loss-coeff": 0.01,
+    "expert-model-parallel-size": 4,
+    "pipeline-model-parallel-size": 1,
+}
+
+
+def baseline(case: str) -> str:
+    """The case without compression that another one is compared with."""
+    return f"{EXPERTS}, dense" if case.startswith(EXPERTS) else "dense"
+
 
 def log_of(out: Path, case: str, seed: int, iterations: int) -> Path:
     return out / "runs" / f"{runs.slug(case)}-{seed}-{iterations}.jsonl"
@@ -118,6 +153,7 @@ def train(out: Path, case: str, seed: int, iterations: int) -> None:
     log.unlink(missing_ok=True)
     values = {**MODEL, "seed": seed, "train-iters": iterations, "eval-interval": max(iterations // 8, 1)}
     values |= {"use-distributed-optimizer": True} if is_sharded(case) else {}
+    values |= WITH_EXPERTS if case.startswith(EXPERTS) else {}
     saved = out / "checkpoints" / log.stem
     shutil.rmtree(saved, ignore_errors=True)
     words = runs.flags({**values, "save": saved, "no-save-optim": True}, CASES[case], out, log)
@@ -144,21 +180,22 @@ def bytes_per_iteration(events: Sequence[Mapping[str, Any]]) -> dict[str, float]
     return {p: statistics.fmean(comm.get(p, {}).get("wire_bytes", 0.0) for comm in trained) for p in points}
 
 
-POINTS = ("pp-forward", "pp-backward", "dp-grad", "embedding", "param-gather")
+POINTS = ("pp-forward", "pp-backward", "dp-grad", "embedding", "param-gather", *(p.value for p in EXPERT_POINTS))
 
 
 def outcomes(out: Path, cases: list[str], seeds: list[int], iterations: int) -> list[Outcome]:
     """Outcomes of the finished runs."""
     found = []
-    dense: dict[int, float] = {}
+    dense: dict[str, dict[int, float]] = {}
     for case in cases:
         logs = {seed: log_of(out, case, seed, iterations) for seed in seeds}
         ended = {seed: read_records(log) for seed, log in logs.items() if runs.has_ended(log)}
         losses = {seed: runs.final_loss(run) for seed, run in ended.items()}
         if not losses:
             continue
-        dense = losses if case == "dense" else dense
-        versus = [losses[seed] / dense[seed] - 1 for seed in losses if seed in dense]
+        dense.setdefault(baseline(case), losses if case == baseline(case) else {})
+        against = dense[baseline(case)]
+        versus = [losses[seed] / against[seed] - 1 for seed in losses if seed in against]
         sent = [bytes_per_iteration(run) for run in ended.values()]
         means = {point: statistics.fmean(one.get(point, 0.0) for one in sent) / 1000 for point in POINTS}
         spread = statistics.stdev(losses.values()) if len(losses) > 1 else 0.0
@@ -171,12 +208,13 @@ def outcomes(out: Path, cases: list[str], seeds: list[int], iterations: int) -> 
 
 def table(found: Sequence[Outcome]) -> str:
     """The results as Markdown."""
-    heads = ["case", "seeds", "validation loss", "vs dense", *(f"{point} kB" for point in POINTS), "total kB"]
+    points = [point for point in POINTS if any(one.sent[point] for one in found)]
+    heads = ["case", "seeds", "validation loss", "vs dense", *(f"{point} kB" for point in points), "total kB"]
     heads += ["continued exactly", "ranked first"]
     rows = []
     for one in found:
         change = "" if one.worse is None else f"{one.worse:+.2f}%"
-        sent = [one.sent[point] for point in POINTS]
+        sent = [one.sent[point] for point in points]
         cells = [one.case, one.seeds, f"{one.loss:.4f} ± {one.spread:.4f}", change]
         cells += [f"{kb:.1f}" for kb in (*sent, sum(sent))]
         rows.append([*cells, *("" if share is None else f"{share:.2f}%" for share in (one.exact, one.ranked))])

@@ -42,7 +42,7 @@ def draw_outcomes(outcomes: Sequence[Outcome], path: Path) -> None:
     # Percents from a hundredth to ten: a logarithmic axis, on which what is not above dense is at the edge.
     least = 0.03
     for y, outcome in enumerate(outcomes):
-        if outcome.case == "dense":
+        if outcome.case.split(", ")[-1] == "dense":
             loss.annotate(
                 f"{outcome.loss:.3f} nats per token", (least, y), (4, -2.5), textcoords="offset points", fontsize=7
             )
@@ -57,11 +57,13 @@ def draw_outcomes(outcomes: Sequence[Outcome], path: Path) -> None:
     loss.set(xscale="log", xlim=(least, max([*known, 1.0]) * 3.5))
     loss.set_xlabel("validation loss above dense, % (mean over the seeds)", fontsize=8)
     loss.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    points = list(dict.fromkeys(point for outcome in outcomes for point in outcome.sent))
+    points = list(dict.fromkeys(point for one in outcomes for point, sent in one.sent.items() if sent))
     starts = [0.0] * len(outcomes)
     for number, point in enumerate(points):
         widths = [outcome.sent.get(point, 0.0) / 1000 for outcome in outcomes]
-        traffic.barh(range(len(outcomes)), widths, left=starts, height=0.7, color=COLORS[number], label=point)
+        traffic.barh(
+            range(len(outcomes)), widths, left=starts, height=0.7, color=COLORS[number % len(COLORS)], label=point
+        )
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     traffic.set_xlabel("MB sent in an iteration, all ranks", fontsize=8)
     figure.legend(*traffic.get_legend_handles_labels(), loc="outside upper right", ncols=4, fontsize=8, frameon=False)
@@ -81,6 +83,8 @@ Means = Mapping[str, Mapping[int, float]]
 
 def family_of(case: str) -> str:
     """The panel of a case."""
+    if case.startswith("experts"):
+        return "experts"
     if "+" in case:
         return "several points at once"
     return next((name for name in ("CB", "Radius", "PowerSGD") if case.startswith(name)), "fixed point and differences")
@@ -91,20 +95,21 @@ def draw_curves(means: Means, path: Path) -> None:
 
     Where there is no dense run, the losses themselves.
     """
-    dense = means.get("dense", {})
     families: dict[str, list[str]] = {}
     for case in means:
-        if case != "dense":
+        if case.split(", ")[-1] != "dense":
             families.setdefault(family_of(case), []).append(case)
-    families = families or {"": ["dense"] if dense else []}
+    families = families or {"": list(means)}
     columns = min(len(families), 2)
     rows = -(-len(families) // columns)
     figure = new_figure(5.2 * columns, 3.6 * rows)
     panels = figure.subplots(rows, columns, squeeze=False)
     for panel, (family, cases) in zip(panels.flat, families.items(), strict=False):
+        # Those of experts have a model of their own.
+        dense = means.get("experts, dense" if family == "experts" else "dense", {}) if family else {}
         for number, case in enumerate(cases):
-            _curve(panel, means[case], dense if case != "dense" else {}, curve_style(number), case)
-        if dense and cases != ["dense"]:
+            _curve(panel, means[case], dense, curve_style(number), case)
+        if dense:
             panel.axhline(0.0, color="black", linewidth=0.8)
         label_iterations(panel)
         panel.set_ylabel("loss above dense, nats per token" if dense else "validation loss, nats per token")

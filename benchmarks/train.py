@@ -7,6 +7,7 @@ Each side runs in its own process, which steps when it is told to: the sides tak
 of the machine, and the ratio is taken pair by pair. Equal work on both sides: shapes, vocabulary, dropout 0, AdamW
 (torch's fused one), clipping, number of threads. Rates are medians over the steps after a warm-up. The whole program,
 pretrain_gpt.py by its log, is measured beside a plain script around Hugging Face's model in the same way, run by run.
+Models with experts are measured beside Hugging Face's Mixtral.
 Steps of sequences that a curriculum has cut to half their length are measured beside whole ones, and steps of BERT and
 T5 beside those of a GPT of the same shape, by their time for an operation that the model needs.
 """
@@ -18,7 +19,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,10 @@ SHAPES = [
     Shape(6, 512, 512, 2, vocab=50304),
 ]
 PROGRAMS = [Shape(4, 256, 256, 8, vocab=50304), Shape(6, 512, 512, 2, vocab=50304)]
+MIXTURES = [
+    Shape(4, 256, 256, 8, vocab=32000, llama=True, ffn=896, groups=2, experts=8),
+    Shape(4, 512, 512, 2, vocab=32000, llama=True, ffn=1792, groups=4, experts=8),
+]
 QUICK = [Shape(2, 128, 32, 2, vocab=128)]
 
 
@@ -128,16 +133,20 @@ KINDS: tuple[ModelType, ...] = ("bert", "t5")
 
 
 def beside_gpt(kind: ModelType, shape: Shape, threads: int, steps: int, device: str) -> dict[str, Any]:
-    """Measures steps of another kind of model against GPT's, in turns: seconds, and seconds for an operation."""
-    sides = [Side(name, partial(process_step, name, shape, "fp32", threads, device), device) for name in ("gpt", kind)]
+    """Measures steps of another kind of model against GPT's of nearly equal operations, in turns."""
+    configs = [run_config(shape, "fp32", {}, shape.batch, 1, kind=name) for name in ("gpt", kind)]
+    theirs, own = (model_flops_per_sample(model_shape(config, shape.vocab)) for config in configs)
+    # As many samples as have the operations of GPT's: what a step costs whatever its size then weighs alike.
+    batch = max(1, round(shape.batch * theirs / own))
+    sized = {"gpt": shape, kind: replace(shape, batch=batch)}
+    sides = [Side(name, partial(process_step, name, s, "fp32", threads, device), device) for name, s in sized.items()]
     turns = in_turns(sides[0].step, sides[1].step, turns=steps, warm=2)
     for side in sides:
         side.close()
-    configs = [run_config(shape, "fp32", {}, shape.batch, 1, kind=name) for name in ("gpt", kind)]
-    theirs, own = (model_flops_per_sample(model_shape(config, shape.vocab)) for config in configs)
     seconds = {"seconds": turns.median(1), "gpt_seconds": turns.median()}
-    operations = {"operations": own / theirs, "ratio": turns.ratio() * theirs / own}
-    return {"kind": kind, "shape": shape.name, **seconds, **operations}
+    operations = own * batch / (theirs * shape.batch)
+    ratios = {"operations": operations, "ratio": turns.ratio() / operations}
+    return {"kind": kind, "shape": sized[kind].name, **seconds, **ratios}
 
 
 def _gib(name: str) -> Callable[[Cells], str]:
@@ -197,11 +206,15 @@ def measure(parts: set[str], quick: bool, steps: int, threads: int) -> dict[str,
     if device == "cuda":
         parts = parts - {"programs", "layouts"}  # the script and two ranks of a thread each are a CPU's
     peaks = {precision: peak_rate(precision, quick, device) for precision in ("fp32", "bf16")}
-    rows, whole = [], []
+    mixtures = [Shape(2, 128, 32, 2, vocab=128, llama=True, ffn=256, groups=1, experts=4)] if quick else MIXTURES
+    rows, whole, routed = [], [], []
     for shape in shapes if "steps" in parts else ():
         for precision in peaks:
             rows.append(compare(shape, precision, threads, steps, peaks[precision], device))
             print(f"{shape.name} {precision}: ratio {rows[-1]['ratio']:.2f}", file=sys.stderr, flush=True)
+    for shape in mixtures if "experts" in parts else ():
+        routed.append(compare(shape, "fp32", threads, steps, peaks["fp32"], device))
+        print(f"{shape.name}: ratio {routed[-1]['ratio']:.2f}", file=sys.stderr, flush=True)
     for shape in programs if "programs" in parts else ():
         whole.append(compare_programs(shape, threads, steps, 1 if quick else 3))
         print(f"{shape.name} whole program: ratio {whole[-1]['ratio']:.2f}", file=sys.stderr, flush=True)
@@ -211,6 +224,7 @@ def measure(parts: set[str], quick: bool, steps: int, threads: int) -> dict[str,
     content = {
         "peaks": peaks,
         "single": rows,
+        "experts": routed,
         "programs": whole,
         "lengths": lengths,
         "kinds": kinds,
@@ -224,7 +238,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny shapes, two steps: does it run?")
     parser.add_argument("--steps", type=int, default=5, help="counted steps of each side (default: 5)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each side (default: all cores)")
-    parts = ("steps", "programs", "lengths", "kinds", "layouts")
+    parts = ("steps", "experts", "programs", "lengths", "kinds", "layouts")
     parser.add_argument("--only", choices=parts, help="this part of the table alone")
     parser.add_argument("--out", type=Path, default=Path("bench_out/train.json"), help="where the figures go as JSON")
     flags = parser.parse_args()
@@ -236,6 +250,7 @@ def main() -> int:
     peaks = ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in found["peaks"].items())
     tables = [
         SINGLE.text(found["single"]),
+        SINGLE.text(found["experts"]),
         WHOLE.text(found["programs"]),
         LENGTHS.text(found["lengths"]),
         OTHER_KINDS.text(found["kinds"]),

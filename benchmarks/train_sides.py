@@ -1,4 +1,4 @@
-"""Peers of the training benchmark: nanoGPT's GPT-2 in torch's modules, Hugging Face's GPT-2 and Llama."""
+"""Peers of the training benchmark: nanoGPT's GPT-2 in torch's modules, Hugging Face's GPT-2, Llama and Mixtral."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class Shape:
         micro_batches: micro-batches per step.
         llama: RMSNorm, SwiGLU, grouped queries, rotary positions, no biases, an output layer of its own; else GPT-2.
         ffn, groups: feed-forward size and key-value groups of Llama's architecture.
+        experts: experts of each of Llama's layers, of which a token goes to two (Mixtral); 0 for dense layers.
     """
 
     layers: int
@@ -40,10 +41,11 @@ class Shape:
     llama: bool = False
     ffn: int = 0
     groups: int = 0
+    experts: int = 0
 
     @property
     def name(self) -> str:
-        form = "Llama " if self.llama else ""
+        form = f"Mixtral {self.experts} x " if self.experts else "Llama " if self.llama else ""
         turns = f" x {self.micro_batches}" if self.micro_batches > 1 else ""
         return f"{form}L{self.layers} h{self.hidden} s{self.seq} b{self.batch}{turns}"
 
@@ -68,6 +70,8 @@ class Shape:
             self.seq,
             self.vocab,
             swiglu=self.llama,
+            expert_layers=self.layers if self.experts else 0,
+            expert_products=self.layers * self.hidden * (3 * 2 * self.ffn + self.experts),
         )
         return float(model_flops_per_sample(shape) * self.samples)
 
@@ -116,16 +120,29 @@ class PlainGPT(nn.Module):
 
 def hugging_face(shape: Shape, use_cache: bool = False) -> Any:
     """A random model of transformers, without dropout."""
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        MixtralConfig,
+        MixtralForCausalLM,
+    )
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     if shape.llama:
-        llama = LlamaConfig(
-            vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.ffn,
-            num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.groups,
-            max_position_embeddings=shape.seq, use_cache=use_cache, tie_word_embeddings=False,
-        )  # fmt: skip
+        form: dict[str, Any] = {
+            "vocab_size": shape.vocab, "hidden_size": shape.hidden, "intermediate_size": shape.ffn,
+            "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.groups, "max_position_embeddings": shape.seq, "use_cache": use_cache,
+            "tie_word_embeddings": False,
+        }  # fmt: skip
+        if shape.experts:
+            mixtral = MixtralConfig(**form, **_routed(shape))
+            mixtral._attn_implementation = "sdpa"
+            return MixtralForCausalLM(mixtral)
+        llama = LlamaConfig(**form)
         llama._attn_implementation = "sdpa"
         return LlamaForCausalLM(llama)
     gpt2 = GPT2Config(
@@ -134,6 +151,11 @@ def hugging_face(shape: Shape, use_cache: bool = False) -> Any:
     )  # fmt: skip
     gpt2._attn_implementation = "sdpa"
     return GPT2LMHeadModel(gpt2)
+
+
+def _routed(shape: Shape) -> dict[str, Any]:
+    """Mixtral's own fields; the loss that balances experts is added, as ours is."""
+    return {"num_local_experts": shape.experts, "output_router_logits": True, "router_aux_loss_coef": 0.01}
 
 
 class _HuggingFace(nn.Module):

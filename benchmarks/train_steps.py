@@ -48,15 +48,7 @@ def run_config(
         form |= {**halves, "decoder_seq_length": shape.seq // 4}
         tokenizer |= {"tokenizer_type": "BertWordPieceCase", "vocab_file": "unused", "vocab_extra_ids": 100}
     if shape.llama:
-        form |= {
-            "ffn_hidden_size": shape.ffn,
-            "num_query_groups": shape.groups,
-            "position_embedding_type": "rope",
-            "normalization": "RMSNorm",
-            "swiglu": True,
-            "add_bias_linear": False,
-            "untie_embeddings_and_output_weights": True,
-        }
+        form |= _llama(shape)
     cuda = parallel.get("distributed_backend") == "nccl"
     return RunConfig.from_dict(
         {
@@ -79,6 +71,20 @@ def run_config(
             "precision": {} if precision == "fp32" else {precision: True},
         }
     ).resolve(world, cuda_available=cuda)
+
+
+def _llama(shape: Shape) -> dict[str, Any]:
+    """Fields of the model's section that make it a Llama, or with experts a Mixtral."""
+    return {
+        "ffn_hidden_size": shape.ffn,
+        "num_query_groups": shape.groups,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+        "num_experts": [shape.experts] if shape.experts else [],
+    }
 
 
 def random_batch(ids_b: torch.Tensor, seq: int, vocab: int, generator: torch.Generator | None = None) -> Batch:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.network.setups import Setup, aqsgd_data, aqsgd_pipeline, as_named, optimus_pipeline, radius_data
+from benchmarks.network.setups import (
+    Setup,
+    aqsgd_data,
+    aqsgd_pipeline,
+    as_named,
+    mixtral_experts,
+    optimus_pipeline,
+    radius_data,
+)
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,23 @@ FACTORS = (
     NetworkCase("powersgd, rank 32, 8-bit factors", (f"{_POWERSGD},factors=fixpoint8",)),
     NetworkCase("powersgd, rank 32, 4-bit factors", (f"{_POWERSGD},factors=fixpoint4",)),
 )
+
+
+def _legs(name: str, legs: dict[str, str], rest: str = "cast") -> NetworkCase:
+    """A case of expert parallelism: the codecs of some legs, and that of the others."""
+    points = ("ep-dispatch-forward", "ep-combine-forward", "ep-combine-backward", "ep-dispatch-backward")
+    return NetworkCase(name, (*(f"{point}={legs.get(point, rest)}" for point in points), "dp-grad=cast"))
+
+
+_ROWS_8, _ROWS_4 = "fixpoint,bits=8,group=64", "fixpoint,bits=4,group=64,rotation=64"
+EXPERTS = (
+    FP32,
+    _legs("bf16 traffic", {}),
+    _legs("8 bits to the experts, both ways", dict.fromkeys(("ep-dispatch-forward", "ep-combine-backward"), _ROWS_8)),
+    _legs("8 bits, all legs", {}, _ROWS_8),
+    _legs("4 bits to the experts, else 8", {"ep-dispatch-forward": _ROWS_4, "ep-combine-backward": _ROWS_4}, _ROWS_8),
+    _legs("4 bits, all legs", {}, _ROWS_4),
+)
 MIXED = (
     FP32,
     CAST,
@@ -114,12 +139,14 @@ class Bench:
         micro_batches: micro-batches per replica and step.
         setups: published set-ups whose links are imitated.
         cases: cases that are measured on each link.
-        paced_by: "message": the set-up's ratio is a micro-batch's; "gradients": an iteration's.
+        paced_by: "message": the set-up's ratio is a micro-batch's; "gradients": an iteration's; "experts": a
+            micro-batch's in layers with experts.
         tied: the output projection is the embedding, whose gradient the first and the last stage must all-reduce.
         device: cpu: fp32 over gloo, each host with a share of the processors; cuda: bf16 over NCCL, on one GPU.
         micro_batch: sequences per micro-batch.
         vocab: entries of the vocabulary.
         bucket: elements of a gradient bucket; None for the trainer's choice.
+        experts: experts of each layer, which all replicas share out; 0 for dense layers.
     """
 
     hosts: int
@@ -136,6 +163,7 @@ class Bench:
     micro_batch: int = 1
     vocab: int = VOCAB
     bucket: int | None = None
+    experts: int = 0
 
     @property
     def dp(self) -> int:
@@ -147,6 +175,13 @@ class Bench:
         """Number of the model's parameters, without biases and norms."""
         layers, hidden, sequence = self.model
         return 12 * layers * hidden**2 + ((1 if self.tied else 2) * self.vocab + sequence) * hidden
+
+    @property
+    def sent_to_experts(self) -> float:
+        """Bytes of fp32 rows that a rank sends to others for a micro-batch, forward and backward, if experts are chosen
+        alike: each token goes to two."""
+        layers, hidden, sequence = self.model
+        return 4 * layers * 2 * self.micro_batch * sequence * hidden * 4 * (self.dp - 1) / self.dp
 
     def sent_in_two_levels(self, bits: int) -> float:
         """Bytes of gradients that a host sends to others in an iteration: each of its G ranks (M-1)/M n/G twice, each
@@ -167,6 +202,7 @@ BENCHES = {
     # Links of their own rates. Short sequences, as it is the sums that are compared, in buckets that hide one another's
     # coding: a sum in two levels codes its numbers twice.
     "dp2x2": Bench(2, 2, 1, 1, (4, 512, 32), 1, tuple(as_named()[1:]), LEVELS, "gradients", bucket=4_000_000),
+    "ep4": Bench(4, 1, 1, 1, (4, 256, 256), 4, tuple(mixtral_experts()), EXPERTS, "experts", micro_batch=2, experts=8),
     "3d": Bench(4, 2, 2, 2, (8, 512, 256), 4, (optimus_pipeline(), aqsgd_pipeline()[1]), MIXED, tied=True),
 }
 
@@ -188,6 +224,7 @@ def plan_of(bench: Bench) -> dict[str, Any]:
                 "attention_dropout": 0.0,
                 "hidden_dropout": 0.0,
                 "untie_embeddings_and_output_weights": not bench.tied,
+                "num_experts": [bench.experts] if bench.experts else [],
             },
             "training": {
                 "micro_batch_size": bench.micro_batch,
@@ -201,6 +238,7 @@ def plan_of(bench: Bench) -> dict[str, Any]:
             "parallel": {
                 "tensor_model_parallel_size": bench.tp,
                 "pipeline_model_parallel_size": bench.pp,
+                "expert_model_parallel_size": bench.dp if bench.experts else 1,
                 "distributed_backend": "nccl" if bench.device == "cuda" else "gloo",
                 **({} if bench.bucket is None else {"ddp_bucket_size": bench.bucket}),
             },

@@ -153,6 +153,8 @@ def link_rate(bench: Bench, setup: Setup, computed: dict[str, float]) -> float:
         # Tensor-parallel ranks of one host each send the whole activation over its link.
         sharing = min(bench.tp, bench.ranks_per_host)
         return sharing * sequence * hidden * 32 / (setup.ratio * piece)
+    if bench.paced_by == "experts":
+        return bench.sent_to_experts * 8 / (setup.ratio * computed["slowest_compute_s"] / bench.micro_batches)
     return 2 * (bench.dp - 1) / bench.dp * bench.parameters * 32 / (setup.ratio * computed["slowest_compute_s"])
 
 
@@ -226,8 +228,9 @@ def measure(
             f"and takes {computed['seconds']:.2f} s on unshaped links",
             flush=True,
         )
-        # On a shared GPU what a rank computes with depends on the others.
-        cluster = described_hosts(name, bench, ranks, out) if bench.device == "cpu" else None
+        # On a shared GPU what a rank computes with depends on the others; and experts are not planned.
+        planned = bench.device == "cpu" and not bench.experts
+        cluster = described_hosts(name, bench, ranks, out) if planned else None
         links = ({"unshaped": None} if unshaped else {}) | _rates(bench, setups, computed)
         for case in bench.cases:
             built = False

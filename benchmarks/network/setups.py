@@ -12,6 +12,7 @@ from dataclasses import dataclass
 V100_FP32 = 15.7e12 * 0.5
 """FLOP/s: half of the peak, which matrix products of this size reach."""
 A100_BF16 = 312e12 * 0.45
+H100_BF16 = 989e12 * 0.4
 _RATES = {"10 Gb/s": 10e9, "1 Gb/s": 1e9, "500 Mb/s": 500e6, "300 Mb/s": 300e6, "100 Mb/s": 100e6}
 
 
@@ -83,6 +84,24 @@ def radius_data() -> Setup:
     sent = 2 * 63 / 64 * parameters * 4 * 8
     arithmetic = f"an iteration: {sent / 8e9:.1f} GB in {sent / 200e9:.2f} s, computed in {compute:.2f} s"
     return Setup("Radius 200 Gb/s", sent / 200e9 / compute, arithmetic)
+
+
+def mixtral_experts() -> list[Setup]:
+    """Mixtral 8x7B on eight nodes of eight H100, an expert of each layer on a node, tensor-parallel inside; a link of
+    each GPU. Per layer and token: four legs of two rows of 4,096 fp32 numbers, 7/8 of them to other nodes."""
+    hidden, inner, keys = 4096, 14336, 1024
+    active = hidden * (2 * hidden + 2 * keys) + 2 * 3 * hidden * inner
+    compute = 6 * active / (8 * H100_BF16)
+    sent = 4 * 2 * hidden * 7 / 8 * 4 * 8
+    return [
+        Setup(
+            f"H100 with {name}",
+            sent / (8 * rate) / compute,
+            f"a layer for 8,192 tokens: {8192 * sent / 8e6:.0f} MB in {1024e3 * sent / rate:.1f} ms, computed in "
+            f"{8192e3 * compute:.1f} ms",
+        )
+        for name, rate in (("400 Gb/s", 400e9), ("100 Gb/s", 100e9), ("10 Gb/s", 10e9))
+    ]
 
 
 def optimus_pipeline() -> Setup:

@@ -20,6 +20,7 @@ import torch
 from benchmarks.network.peers import peer_step
 from benchmarks.train_steps import random_batch
 from megatron.comm.ledger import Ledger
+from megatron.compression.points import EXPERT_POINTS
 from megatron.config.run import RunConfig
 from megatron.data.batch import Batch
 from megatron.planner.measure import measure_all
@@ -31,6 +32,8 @@ from megatron.training.timers import Timers
 from megatron.training.traffic import gather_rows
 
 POLL_SECONDS = 0.02
+_IN_LAYERS = ("tp-forward", "tp-backward", *(point.value for point in EXPERT_POINTS))
+"""Points inside of what is timed as computing."""
 Step = Callable[[int], dict[str, float]]
 
 
@@ -72,11 +75,9 @@ def our_step(plan: dict[str, Any], config: RunConfig, topology: Topology, batche
         accounts = engines.ledger.take()
         for kind in ("coded_s", "waited_s"):
             figures[kind] = sum(account[kind] for account in accounts.values())
-        nested = sum(
-            accounts[p]["coded_s"] + accounts[p]["waited_s"] for p in ("tp-forward", "tp-backward") if p in accounts
-        )
+        nested = sum(accounts[p]["coded_s"] + accounts[p]["waited_s"] for p in _IN_LAYERS if p in accounts)
         figures["compute_s"] = inside - nested
-        for point in ("pp-forward", "pp-backward", "dp-grad", "embedding", "tp-forward", "tp-backward"):
+        for point in ("pp-forward", "pp-backward", "dp-grad", "embedding", *_IN_LAYERS):
             figures[f"waited {point}"] = accounts.get(point, {}).get("waited_s", 0.0)
         return figures
 

@@ -30,6 +30,7 @@ SYSTEMS = {
     "radius": ("R", "Radius"),
     "edgc": ("E", "EDGC"),
     "aq-sgd": ("A", "AQ-SGD (its runners)"),
+    "megatron-core-experts": ("C", "Megatron-Core (what it has for experts)"),
     "megatron-deepspeed-tasks": ("T", "Megatron-DeepSpeed's tasks (what they add)"),
 }
 """List -> letter in the table, and name."""

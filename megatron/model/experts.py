@@ -6,8 +6,9 @@ Tokens are sorted by expert, sent to the ranks that hold the experts, and come b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from megatron.config.model import ModelConfig
 from megatron.model.context import ForwardContext
 from megatron.model.mlp import ACTIVATIONS, MLP
 from megatron.model.router import Router, Routing
+from megatron.parallel.tensor.grouped import grouped_linear, groups_products
 from megatron.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.tensor.shards import ParamSpec, ShardedModule, with_partial_grad
 
@@ -123,12 +125,30 @@ class Expert(nn.Module):
         for layer in (self.dense_h_to_4h, self.dense_4h_to_h):
             layer.specs = {name: replace(spec, of_expert=True) for name, spec in layer.specs.items()}
 
+    @property
+    def up(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the first product."""
+        layer = self.dense_h_to_4h
+        return layer.weight.flatten(0, -2), None if layer.bias is None else layer.bias.flatten()
+
+    @property
+    def down(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the second product, of which tensor-parallel ranks have parts that are added up."""
+        bias = self.dense_4h_to_h.bias
+        return self.dense_4h_to_h.weight, None if bias is None else bias if self.comm.rank == 0 else bias * 0.0
+
     def forward(self, rows: Tensor) -> Tensor:
         """Rows (r, h) to this tensor-parallel rank's part of the outputs' sum."""
-        up, down = self.dense_h_to_4h, self.dense_4h_to_h
-        inner = F.linear(rows, up.weight.flatten(0, -2), None if up.bias is None else up.bias.flatten())
-        bias = None if down.bias is None else down.bias if self.comm.rank == 0 else down.bias * 0.0
-        return F.linear(self.activation(inner), down.weight, bias)
+        return F.linear(self.activation(F.linear(rows, *self.up)), *self.down)
+
+
+def _grouped(rows: Tensor, layers: Sequence[tuple[Tensor, Tensor | None]], counts: Tensor) -> Tensor:
+    """The linear layers of all experts, each of its own rows."""
+    out = grouped_linear(rows.contiguous(), [weight for weight, _ in layers], counts)
+    biases = [bias for _, bias in layers if bias is not None]
+    if not biases:
+        return out
+    return out + torch.stack(biases).repeat_interleave(counts.to(rows.device), dim=0, output_size=len(rows))
 
 
 class _Coefficients(ShardedModule):
@@ -221,8 +241,12 @@ class Experts(nn.Module):
 
     def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """The outputs of rows that lie by expert. Experts without rows get gradients of zero."""
+        experts = cast("list[Expert]", list(self.experts.values()))
+        if groups_products(rows, experts[0].up[0]):
+            inner = _grouped(rows, [expert.up for expert in experts], counts)
+            return _grouped(experts[0].activation(inner), [expert.down for expert in experts], counts)
         parts = rows.split(counts.tolist())
-        return torch.cat([expert(part) for expert, part in zip(self.experts.values(), parts, strict=True)])
+        return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
 
     def _mixed(self, out_sbh: Tensor, x_sbh: Tensor) -> Tensor:
         """With the MLP beside the experts added."""

@@ -21,7 +21,7 @@ MOE_LOSS = "moe loss"
 
 
 class ExpertTally:
-    """Counts the tokens that each expert is given in a step.
+    """Counts the tokens that each expert is given in a step; ``seen`` is what its layers saw (``ExpertContext``).
 
     Args:
         config: the model.
@@ -36,7 +36,7 @@ class ExpertTally:
         self._experts = {
             module.layer: module for stage in stages for module in stage.modules() if isinstance(module, Experts)
         }
-        self._seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     @property
     def on(self) -> bool:
@@ -45,11 +45,11 @@ class ExpertTally:
 
     def begin(self) -> None:
         """Begins a step."""
-        self._seen.clear()
+        self.seen.clear()
 
     def context(self, micro_batch: int, loss_grad: Tensor) -> ExpertContext:
         """What layers are given for a micro-batch; see ``ExpertContext``."""
-        return ExpertContext(micro_batch, loss_grad, self._seen)
+        return ExpertContext(micro_batch, loss_grad, self.seen)
 
     def finish(self, micro_batches: int, taken: bool) -> tuple[dict[str, float], ExpertLoads]:
         """Ends a step; every rank calls it.
@@ -66,7 +66,7 @@ class ExpertTally:
         rows, names = len(self._layers), len(EXPERT_LOSSES)
         seen = torch.zeros(rows, self._most + names, dtype=torch.float64)
         if self._topology.tp.rank == 0:
-            for (layer, _), (counts, losses) in self._seen.items():
+            for (layer, _), (counts, losses) in self.seen.items():
                 row = seen[self._layers.index(layer)]
                 row[: len(counts)] += counts.cpu()
                 row[self._most :] += losses.double().cpu()

@@ -20,7 +20,8 @@ def check_replicas(engines: Engines, iteration: int) -> None:
     """Compares parameters and the state of pipeline codecs by digests. Every rank calls this between steps.
 
     Equal must be: the same slice of a parameter wherever it is held (data-parallel replicas, tensor-parallel ranks
-    that hold it whole, all stages of a tied embedding), and what both ends of a pipeline boundary remember.
+    that hold it whole, all stages of a tied embedding), what both ends of a pipeline boundary remember, and how
+    tensor-parallel ranks have routed the last step's tokens to experts.
 
     Raises:
         UserError: on every rank, naming the first things that differ and the ranks that hold them.
@@ -58,7 +59,12 @@ def _digests(engines: Engines) -> Iterator[tuple[str, str]]:
         for local, param in stage.named_parameters():
             logical, spec = specs[local]
             yield f"{logical} from {list(spec.offsets())}@{local}", _digest(param)
+        for name, buffer in stage.named_buffers():
+            yield f"{name}@", _digest(buffer)
     channel, at = engines.channel, engines.topology.coordinates
+    for (layer, micro_batch), (counts, losses) in engines.experts.seen.items():
+        place = f"layer {layer + 1}, micro-batch {micro_batch + 1} of replica {at.dp}"
+        yield f"the routing of {place}@", _digest(torch.cat([counts.double(), losses.double()]))
     if channel is None:
         return
     for way in (channel.forward, channel.backward):

@@ -6,11 +6,15 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from megatron.comm.experts import ExpertComm
 from megatron.compression.points import EXPERT_POINTS
+from megatron.model.router import Router
+from megatron.training.assembly import Engines
+from megatron.training.replica_check import disagreements
 from tests.support.spawn import run_ranks
-from tests.support.tiny import Trace, tiny_run
+from tests.support.tiny import Trace, tiny_engines, tiny_run, tiny_train
 
 Changes = dict[str, dict[str, Any]]
 
@@ -200,3 +204,27 @@ def test_legs_send_their_rows_as_coded() -> None:
         assert found["e4m3, e5m2"][0].losses == pytest.approx(exact, rel=5e-3)
         assert found["later"][0].losses[:3] == exact[:3]
         assert found["later"][0].losses[4:] != exact[4:]
+
+
+def _checked() -> list[list[str]]:
+    """What ``--check-replicas`` finds as it is, and once a tensor-parallel rank chooses other experts."""
+    engines = tiny_engines(_merged(MOE, BIASED, _parallel(tp=2)))
+    rank, found = engines.topology.tp.rank, []
+
+    def after(engines: Engines) -> None:
+        found.append(disagreements(engines))
+        for module in engines.stages[0].modules():
+            if isinstance(module, Router) and module.expert_bias is not None and rank == 1:
+                module.expert_bias += torch.linspace(0.5, -0.5, module.experts)
+
+    tiny_train(engines, 2, after_step=after)
+    return found
+
+
+@pytest.mark.multiprocess
+def test_tensor_parallel_ranks_are_found_that_choose_other_experts() -> None:
+    for right, wrong in run_ranks(2, _checked):
+        assert right == []
+        names = {text.partition(" on rank")[0] for text in wrong}
+        assert "layers.1.mlp.router.expert_bias" in names
+        assert "the routing of layer 2, micro-batch 1 of replica 0" in names

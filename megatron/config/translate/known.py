@@ -117,6 +117,20 @@ _HARMLESS = [
     _harmless("checkpoints have one format", values="ckpt-format dist-ckpt-format"),
     # Other models and programs
     _harmless(
+        "tokens go to their experts by one all-to-all, and all experts' products are grouped where the device can",
+        switches="moe-grouped-gemm moe-permute-fusion",
+        values="moe-token-dispatcher-type",
+    ),
+    _harmless("the router always computes in fp32 (fp64 in fp64 runs)", values="moe-router-dtype"),
+    _harmless(
+        "--log-json-file has the tokens of each layer's experts, and TensorBoard its load",
+        switches="moe-per-layer-logging",
+    ),
+    _harmless(
+        "messages have the sizes that tokens need, so nothing is padded", switches="moe-pad-expert-input-to-capacity"
+    ),
+    _harmless("tokens are not yet on their way while others are computed", switches="overlap-moe-expert-parallel-comm"),
+    _harmless(
         "no token is dropped unless --moe-expert-capacity-factor is given",
         switches="disable-moe-token-dropping",
     ),
@@ -187,6 +201,14 @@ _HARMLESS = [
 ]
 
 _REFUSED = [
+    _refused(
+        "experts are split over the same tensor-parallel processes as the other layers; leave it out",
+        values="expert-tensor-parallel-size",
+    ),
+    _refused(
+        "tokens choose among all experts of a layer, which have its whole width; leave it out",
+        values="moe-router-num-groups moe-router-group-topk moe-latent-size",
+    ),
     _refused(
         "experts are --num-experts, and the processes that share them --expert-model-parallel-size; use these",
         switches="expert-parallel",

@@ -33,20 +33,31 @@ def test_losses_are_compared_seed_by_seed_and_bytes_averaged(tmp_path: Path) -> 
         continued(log_of(tmp_path, "dense", seed, 2)).write_text(f"----\n{line.format(seed / 10)}\n----\n")
     rows = table(outcomes(tmp_path, ["dense", "CB", "CB+FE"], [1, 2], 2)).splitlines()
     assert len(rows) == 4
-    assert rows[2].startswith("| dense | 2 | 4.5000 ± 0.7071 | +0.00% | 0.0 | 8.0 |")
+    assert rows[2].startswith("| dense | 2 | 4.5000 ± 0.7071 | +0.00% | 8.0 | 8.0 |")
     assert rows[2].endswith("| 8.0 | 15.00% | 50.00% |")
-    assert rows[3].startswith("| CB | 1 | 4.0400 ± 0.0000 | +1.00% | 0.0 | 2.0 |")
+    assert rows[3].startswith("| CB | 1 | 4.0400 ± 0.0000 | +1.00% | 2.0 | 2.0 |")
     assert rows[3].endswith("| 2.0 |  |  |")
 
 
 def test_every_case_is_made_of_specs_that_can_be_read() -> None:
     from megatron.compression.builtin import BUILTIN
+    from megatron.compression.points import EXPERT_LEGS
     from megatron.compression.registry import Registry
     from megatron.compression.schedule import RunLength
     from megatron.compression.spec import read_specs
 
     for specs in CASES.values():
-        assert len(read_specs(specs, Registry(BUILTIN), RunLength(1000))) == len(specs)
+        points = sum(len(EXPERT_LEGS.get(spec.partition("=")[0], (None,))) for spec in specs)
+        assert len(read_specs(specs, Registry(BUILTIN), RunLength(1000))) == points
+
+
+def test_each_case_is_compared_with_its_own_model(tmp_path: Path) -> None:
+    """Experts with experts, and the others with the model of two stages."""
+    cases = {"dense": 4.0, "CB": 4.2, "experts, dense": 3.0, "experts, all 8": 3.03}
+    for case, loss in cases.items():
+        _log(log_of(tmp_path, case, 1, 2), loss, 8000.0)
+    found = [one.worse for one in outcomes(tmp_path, list(cases), [1], 2)]
+    assert found == pytest.approx([0.0, 5.0, 0.0, 1.0])
 
 
 def test_gathered_parameters_have_a_sharded_optimizer() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megatron.config.check_model import check_model
 from megatron.config.model import ModelConfig, resolve_model
 from megatron.model.context import ExpertContext, ForwardContext
 from megatron.model.experts import Expert, Experts
+from megatron.parallel.tensor.grouped import stacked
 from megatron.topology.topology import single_process
 
 TOKENS, SAMPLES, HIDDEN = 6, 3, 8
@@ -101,6 +103,32 @@ def test_outputs_and_gradients_are_those_of_a_loop_over_tokens(form: dict[str, A
         assert own is not None
         wanted = torch.zeros_like(own) if param.grad is None else param.grad
         torch.testing.assert_close(own, wanted, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("form", [{}, {"swiglu": True, "add_bias_linear": False}])
+@pytest.mark.parametrize("adjoining", [True, False])
+def test_grouped_products_are_those_of_the_loop(form: dict[str, Any], adjoining: bool) -> None:
+    """CUDA's way, on the CPU; weights may lie anywhere."""
+    layer = _layer(num_experts=[16], **form).float()
+    experts = list(layer.experts.values())
+    for name in ("dense_h_to_4h", "dense_4h_to_h") if adjoining else ():
+        weights = [getattr(expert, name).weight for expert in experts]
+        together = torch.stack([weight.detach() for weight in weights])
+        for weight, own in zip(weights, together, strict=True):
+            weight.data = own
+        assert stacked(weights).data_ptr() == together.data_ptr()
+    x_sbh, found = _input().float(), []
+    for grouped in (False, True):
+        x_sbh.requires_grad_().grad = None
+        layer.zero_grad()
+        with mock.patch("megatron.model.experts.groups_products", lambda rows, weight, on=grouped: on):
+            out_sbh, _ = layer(x_sbh, ForwardContext())
+        out_sbh.square().sum().backward()
+        found.append([out_sbh.detach(), x_sbh.grad, *(param.grad for param in layer.parameters())])
+    for own, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-4)
+    zero = [not grad.any() for grad in found[1][2:]]
+    assert any(zero)
 
 
 def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:

@@ -1,0 +1,62 @@
+"""Products of groups of rows, each with a matrix of its own, in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_ALIGNED = 16
+"""Bytes to which the rows of all factors must be aligned."""
+
+
+def stacked(weights: Sequence[Tensor]) -> Tensor:
+    """Equally shaped tensors as one, (n, *shape): a view of their memory where they lie one behind the other."""
+    first = weights[0]
+    size = first.numel() * first.element_size()
+    # Gradient buffers put parameters of one shape next to each other.
+    if all(w.is_contiguous() and w.data_ptr() == first.data_ptr() + n * size for n, w in enumerate(weights)):
+        shape = (len(weights), *first.shape)
+        return torch.as_strided(first.detach(), shape, (first.numel(), *first.stride()))
+    return torch.stack([weight.detach() for weight in weights])
+
+
+def groups_products(rows: Tensor, weight: Tensor) -> bool:
+    """Whether ``grouped_linear`` takes rows (r, in) and weights (out, in) of this device, dtype and width."""
+    widths = (rows.shape[1] * rows.element_size(), weight.shape[0] * weight.element_size())
+    return rows.is_cuda and rows.dtype is torch.bfloat16 and not any(width % _ALIGNED for width in widths)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Rows of group g times the transpose of weight g."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, ends_g: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, ends_g, *weights)
+        return F.grouped_mm(rows, stacked(weights).transpose(1, 2), offs=ends_g)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, ends_g, *weights = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_rows = F.grouped_mm(grad, stacked(weights), offs=ends_g)
+        grads_goi = F.grouped_mm(grad.t(), rows, offs=ends_g)
+        return grad_rows, None, *grads_goi.unbind()
+
+
+def grouped_linear(rows: Tensor, weights: Sequence[Tensor], counts_g: Tensor) -> Tensor:
+    """Rows (r, in) that lie group by group to (r, out): those of group g times the transpose of weight g.
+
+    A group without rows has a gradient of zero.
+
+    Args:
+        rows: contiguous.
+        weights: a weight (out, in) for each group.
+        counts_g: int64 rows of each group.
+    """
+    ends_g = counts_g.to(rows.device).cumsum(0).to(torch.int32)
+    result: Tensor = _GroupedLinear.apply(rows, ends_g, *weights)
+    return result
