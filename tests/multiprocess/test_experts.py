@@ -55,7 +55,8 @@ RESIDUAL: Changes = {
         "moe_min_capacity": 1,
     },
 }
-FORMS: dict[str, Changes] = {"standard": {}, "capacity": CAPACITY, "biased": BIASED, "residual": RESIDUAL}
+LAMB: Changes = {"optimizer": {"optimizer": "lamb", "lr": 1e-2}}
+FORMS: dict[str, Changes] = {"standard": {}, "capacity": CAPACITY, "biased": BIASED, "residual": RESIDUAL, "lamb": LAMB}
 
 
 def _parallel(tp: int = 1, pp: int = 1, ep: int = 1, **more: Any) -> Changes:
@@ -110,7 +111,7 @@ def _run_all(runs: dict[str, Changes], iterations: int) -> dict[str, Trace]:
 # The first form runs on all layouts.
 FORMS_ON: dict[int, dict[str, tuple[str, ...]]] = {
     2: {"capacity": ("tp2 sp", "ep2"), "biased": ("pp2", "ep2"), "residual": ("tp2", "ep2 sharded overlap recomputed")},
-    4: {"capacity": ("ep2 tp2 sp overlap",), "biased": ("ep2 of dp4 sharded",)},
+    4: {"capacity": ("ep2 tp2 sp overlap",), "biased": ("ep2 of dp4 sharded",), "lamb": ("ep2 of dp4 sharded",)},
     8: {},
 }
 
