@@ -115,6 +115,14 @@ class Controllers:
         self.ledger.wait(Point.CONTROL, pending)
         return result
 
+    def figures(self) -> dict[str, dict[str, float]]:
+        """What the controllers say of themselves, by the names of their points; the same on every rank."""
+        covered = {
+            point: [stage for stage in range(self.plan.stages) if self.plan.covers(point, stage)]
+            for point in self.by_point
+        }
+        return {point.value: dict(controller.figures(covered[point])) for point, controller in self.by_point.items()}
+
     def state_dict(self) -> dict[str, Any]:
         """The controllers' states by the names of their points; the same on every rank."""
         return {

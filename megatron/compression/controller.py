@@ -75,6 +75,14 @@ class Controller(ABC):
         """The options of a pipeline stage by field, within ``Compressor.tuned_limits``; None where the stage sends
         exactly for now. At the embedding, all stages must have the same."""
 
+    def figures(self, stages: Sequence[int]) -> Mapping[str, float]:
+        """What it has measured and decided, for the log: numbers by name (``rank_of_stage_0``), equal on all ranks.
+
+        Args:
+            stages: the pipeline stages that the compressor serves.
+        """
+        return {}
+
     def moved(self) -> None:
         """The run goes on at another layout: forgets what no longer holds there, such as times."""
         return
