@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -30,6 +31,9 @@ _GRID = 4096
 
 _PROBE_EVERY = 10
 """Iterations after which times are measured, and measured again where that was not possible."""
+
+_MEETINGS = 3
+"""Iterations before that, and with it, in which the ranks wait for each other: one may be out of the ordinary."""
 
 
 @dataclass(frozen=True)
@@ -188,8 +192,8 @@ class RankController(Controller):
     The matrices of the formula are the first stage's largest; all ranks learn their shape after the first step.
 
     A probe measures once what reductions take, with some ranks and exact. Later stages end their backward pass earlier,
-    so that their reduction may take longer than the first one's; by then the ranks meet, to see how much. Until the
-    probe all stages have the same rank.
+    so that their reduction may take longer than the first one's; the ranks meet a few times, to see how much. Until
+    the probe all stages have the same rank.
 
     Where the error ends the warm-up, the probe also measures what the greatest rank loses, and the ends of windows what
     the least one does. All stages reduce exactly until that is less.
@@ -202,9 +206,10 @@ class RankController(Controller):
         self.warm = config.warmup_ends == "iterations"
         self.measured: dict[str, float] = {}
         self._knows_shape = False
+        self._waited_s: list[float] = []
 
     def meets(self, iteration: int) -> bool:
-        return self._wants_times and _probes_at(iteration)
+        return self._wants_times and any(_probes_at(iteration + later) for later in range(_MEETINGS))
 
     @property
     def _wants_times(self) -> bool:
@@ -226,6 +231,8 @@ class RankController(Controller):
     def after_reduction(self, reduced: Reduced) -> Generator[Request | Trial, Tensor, None]:
         if not self._knows_shape:
             yield from self._learn_shape(reduced)
+        if self.meets(reduced.iteration):
+            self._waited_s = [*self._waited_s, reduced.ahead_s][-_MEETINGS:]
         probes = (self._wants_times or self._wants_error) and _probes_at(reduced.iteration)
         if probes and (yield from self._all_finite(reduced)):
             if self._wants_times:
@@ -264,7 +271,7 @@ class RankController(Controller):
     def _probe(self, reduced: Reduced) -> Generator[Request | Trial, Tensor, None]:
         """Measures the times of all stages' reductions; all ranks get to know those of all."""
         ranks = ranks_to_try(self.config.rank)
-        row = [float(reduced.stage), reduced.ahead_s]
+        row = [float(reduced.stage), median(self._waited_s)]
         for options in (None, *({"rank": rank} for rank in ranks)):
             seconds, _, _ = (yield Trial(options)).tolist()
             row.append(seconds)
@@ -329,6 +336,11 @@ class EDGC(PowerSGD):
     def problem(self, activation: Activation) -> str:
         if self.config.min_rank > self.config.rank:
             return f"min-rank={self.config.min_rank} is above rank={self.config.rank}, the greatest; lower it"
+        return ""
+
+    def check(self, point: Point, flags: Mapping[str, Any]) -> str:
+        if flags["deterministic_mode"] and self.config.stage_slack is None:
+            return "--deterministic-mode: it decides by measured times, which no two runs share; give stage-slack=0"
         return ""
 
     def tuned_limits(self) -> Mapping[str, tuple[float, float]]:

@@ -119,7 +119,7 @@ def test_a_trial_finds_what_a_reduction_takes_and_loses_and_changes_nothing(name
         assert trace.bytes_by_point["dp-grad"] > dense.bytes_by_point["dp-grad"] + 3 * sum(seconds[:2])
 
 
-def test_the_seconds_leave_the_first_repeat_out_and_the_error_is_its() -> None:
+def test_the_error_is_that_of_the_first_repeat() -> None:
     """The others begin with a residual, and go on from the last factors."""
     changes = _changes("dp-grad=powersgd,rank=32,min-ratio=0.1")
     once, more = (run_ranks(2, _tried, changes, Point.DP_GRAD, TRIED, repeats)[0][0] for repeats in (1, 4))

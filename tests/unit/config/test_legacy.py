@@ -140,6 +140,7 @@ def test_every_old_flag_is_tested() -> None:
         ("--compress pp-forward=delta-lowbits,error-feedback=on --sample-order fixed", ["comes again; leave it out"]),
         ("--dp-mode sharded_ps_compressed --warmup-epochs 0", ["add warmup=N"]),
         ("--compress dp-grad=edgc,rank=8,min-rank=9", ["min-rank=9 is above rank=8"]),
+        ("--compress dp-grad=edgc --deterministic-mode", ["dp-grad=edgc", "--deterministic-mode", "stage-slack=0"]),
         ("--compress dp-grad=quantized-adam", ["add warmup=N"]),
         ("--compress dp-grad=quantized-adam,warmup=9,stages=first:1", ["all stages must share"]),
         ("--compress dp-grad=quantized-adam,warmup=9,error-feedback=on", ["a residual of its own"]),
